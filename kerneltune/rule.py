@@ -1,8 +1,7 @@
 """The rule of an operator on a GPU: which configs a case tries that has none of its own.
 
-A rule is a decision tree over sizes, type and options whose leaves list configs, the most promising first. Where the default of a
-variant is estimated, the rule has the speeds for it instead. It is fitted to measured times (tuning.fitting), shipped as JSON
-beside the configs, and evaluated here in plain Python.
+A rule is a decision tree over sizes, type and options whose leaves list configs, the most promising first. It is fitted to
+measured times (tuning.fitting), shipped as JSON beside the configs, and evaluated here in plain Python.
 """
 
 import json
@@ -18,7 +17,6 @@ import msgspec
 from msgspec import Meta
 
 from kerneltune import device
-from kerneltune.estimate import Speeds
 from kerneltune.files import Versioned, bad, decode_versioned, read_text
 from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case
@@ -160,7 +158,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         least: the least size of every axis that the rule was fitted to; of sizes below half of it the rule says nothing.
         forms: what leaves refer to.
         tree: the root.
-        speeds: by which the default is estimated; None where it is none, or is as for any GPU.
     """
 
     variant: _Name
@@ -171,7 +168,6 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     least: dict[str, _Whole] = {}
     forms: Annotated[tuple[Form, ...], Meta(min_length=1, max_length=4096)]
     tree: Leaf | Split
-    speeds: Speeds | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError where a leaf refers to no form."""

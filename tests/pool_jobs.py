@@ -139,18 +139,18 @@ def fnuz(pool: CompilePool) -> list[CompileResult]:
 def too_large(pool: CompilePool) -> list[CompileResult]:
     """Compile a program of more threads than a program may have, and one of more shared memory, on gfx942."""
     from kerneltune import ops
-    from kerneltune.ops.dense_gemm import DenseConfig
+    from kerneltune.ops.int4_gemm.baselines.plain import PlainConfig
     from kerneltune.ops.rmsnorm import FwdConfig
     from kerneltune.spec import Case
 
-    norm, gemm = ops.load()["rmsnorm_fwd"], ops.load()["fp8_gemm"]
+    norm, gemm = ops.load()["rmsnorm_fwd"], ops.load()["int4_gemm"]
     rows = Case("rows", (("M", 512), ("N", 8192)), "bfloat16", "none", tuple((name, v[0]) for name, v in norm.options.items()))
     product = Case(
-        "product", tuple((axis, 512) for axis in gemm.axes), "bfloat16", "fp8", tuple((n, v[0]) for n, v in gemm.options.items())
+        "product", tuple((axis, 512) for axis in gemm.axes), "bfloat16", "int4", tuple((n, v[0]) for n, v in gemm.options.items())
     )
     jobs = [
         CompileJob(partial(norm.inputs, rows), norm.variant("optimized").run, FwdConfig(1, 8192, False, 32, 0, 1, False)),
-        CompileJob(partial(gemm.inputs, product), gemm.variant("optimized").run, DenseConfig(16, 128, 128, 4, 6, 1, True)),
+        CompileJob(partial(gemm.inputs, product), gemm.variant("baseline").run, PlainConfig(128, 128, 256, 4, 6)),
     ]
     return list(pool.compile(jobs))
 

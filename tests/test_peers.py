@@ -8,7 +8,7 @@ from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case, Variant
 
 OPS = ops.load()
-PLAIN = ("eager", "dequantised", "torch")
+PLAIN = ("eager", "dequantised", "scaled_mm", "torch")
 FAMILIES = ("rmsnorm", "rmsnorm_add", "weight_only", "multi_cast")  # test_fp8.py has those of casts
 CASES = [
     pytest.param(entry.op, variant, entry.case, id=f"{entry.op},{variant.name},{entry.case.label.replace(' ', ',')}")

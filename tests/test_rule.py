@@ -4,18 +4,14 @@ import json
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from made_up import CASE, Small, nothing, op_of, small_space
 
 from kerneltune import cache, device, rule
 from kerneltune.device import Device
-from kerneltune.estimate import with_speeds
-from kerneltune.ops.dense_gemm.configs import DEFAULT, DenseConfig
 from kerneltune.rule import Facts, Form, Rule, Scaled, Split
 from kerneltune.spec import Case, Variant
 
@@ -102,30 +98,6 @@ def test_a_rule_of_another_gpu_serves_and_says_so_once(tmp_path: Path, monkeypat
     assert all("the rule of nvidia_h200" in text for text in told)
 
 
-def test_an_estimated_default_is_chosen_by_the_speeds_of_the_rule(tmp_path: Path) -> None:
-    variant = Variant("optimized", nothing, DenseConfig, default=DEFAULT)
-    slow_memory = msgspec.structs.replace(DEFAULT.speeds, memory_tb_s=0.01)
-    sizes = {"N": 16, "M": 4096, "K": 4096}
-    chooser = cache.Chooser.of(replace(op_of(variant), axes=tuple(sizes)), variant, "cold", tmp_path)
-    case = Case("", tuple(sizes.items()), "float16")
-    assert (chooser.find(case, GPU).config, chooser.find(case, GPU).source) == (DEFAULT(case), "default")
-    made = Rule(variant="optimized", policy="cold", forms=({},), tree=(0,), speeds=slow_memory)
-    stored(tmp_path, rule.dumps("fake", GPU, [made], {}))
-    cache.clear()
-    served = chooser.find(case, GPU)
-    assert (served.config, served.source) == (with_speeds(DEFAULT, slow_memory)(case), "rule")
-    assert served.config != DEFAULT(case)
-    assert served.told == "the rule: the config of the least estimated time"
-
-
-def test_speeds_change_no_default_that_is_not_estimated(tmp_path: Path) -> None:
-    stored(
-        tmp_path,
-        rule.dumps("fake", GPU, [Rule(variant="optimized", policy="cold", forms=({},), tree=(0,), speeds=DEFAULT.speeds)], {}),
-    )
-    assert found(tmp_path, 1024) == cache.Choice(Small(256, 4), "default", "the rule: the default")
-
-
 def test_the_interpreter_has_no_rule(tmp_path: Path) -> None:
     stored(tmp_path)
     assert found(tmp_path, 1024, gpu=device.INTERPRETER).source == "default"
@@ -146,7 +118,6 @@ def _put(*path: Any, value: Any) -> Any:
     return change
 
 
-_SPEEDS = msgspec.to_builtins(DEFAULT.speeds)
 DAMAGES = {
     "": "JSON",
     "[]": "expected object",
@@ -165,8 +136,6 @@ DAMAGES = {
     _damaged(_put("rules", 0, "tree", "at_most", value="x")): "at_most: 'x'",
     _damaged(_put("rules", 0, "near", value=-1)): "near: -1",
     _damaged(_put("rules", 0, "speeds", value={"sms": 132})): "rules[0].speeds",
-    _damaged(_put("rules", 0, "speeds", value=_SPEEDS | {"read_tb_s": 0.0})): "rules[0].speeds.read_tb_s: 0.0",
-    _damaged(_put("rules", 0, "speeds", value=_SPEEDS | {"sms": 0})): "rules[0].speeds.sms: 0",
     '{"schema": ' + "9" * 5000 + "}": "schema: integer value out of range",
 }
 

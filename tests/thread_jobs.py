@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from kerneltune.nn import fp8_grouped_mm
-from kerneltune.ops import dense_gemm as dense
 from kerneltune.ops import fp8, rmsnorm
 from kerneltune.ops.int4_gemm import gemm as int4
 from kerneltune.ops.int4_gemm.packing import pack
@@ -119,12 +118,6 @@ def int4_split(seed: int) -> Call:
     return partial(int4.int4_gemm, normal(0, 16, 2048, dtype=torch.float16), weight, config=config)
 
 
-def dense_split(seed: int) -> Call:
-    x, w = normal(0, 16, 2048, dtype=torch.float16), (normal(0, 512, 2048) * 2.0**-seed).half()
-    config = dense.DenseConfig(tokens=16, rows=64, depth=128, warps=4, stages=2, splits=4, swap=False)
-    return partial(dense.fp16_gemm, x, w, config=config)
-
-
 def step(seed: int) -> Call:
     """Forward and backward of a grouped product, the backward in autograd's thread."""
     a, w, dy = normal(seed, 256, 256), normal(0, 4, 256, 256), normal(seed, 256, 256)
@@ -159,7 +152,6 @@ CALLS: Mapping[str, Callable[[int], Call]] = {
     "rmsnorm bwd split": rmsnorm_bwd_split,
     "rmsnorm fp8_t": rmsnorm_turned,
     "int4 split": int4_split,
-    "fp16 split": dense_split,
     "grouped step": step,
 }
 """By name, what gives thread `seed` a call."""

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from kerneltune import device, misses, rule
 from kerneltune.cache import entries
 from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, readable
-from kerneltune.estimate import Speeds, with_speeds
 from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
 from kerneltune.spec import Case, Op, Range, Space, Variant, config_from, out_of_range, ranges_of
 
@@ -107,24 +106,22 @@ class Chooser:
             return None
         for knobs in ruling.proposals(case):
             if not knobs:
-                return self._default(case, ruling.told(gpu), ruling.rule.speeds)
+                return self._default(case, ruling.told(gpu))
             fits = out_of_range(knobs, table.ranges or self.ranges(case)) is None
             if fits and (config := self.from_knobs(case, knobs)) is not None:
                 return Choice(config, "rule", f"{ruling.told(gpu)}: {json_text(knobs)}")
         return None
 
-    def _default(self, case: Case, told: str = "", speeds: Speeds | None = None) -> Choice:
-        """Return the default, on a GPU of these speeds where it is estimated.
+    def _default(self, case: Case, told: str = "") -> Choice:
+        """Return the default.
 
         Raises:
             ValueError: the default is not valid for the case.
         """
-        default = with_speeds(self.default, speeds)
-        config, is_estimated = default(case), default is not self.default
+        config = self.default(case)
         if (reason := self.valid(case, config)) is not None:
             raise ValueError(f"{self.op}: {case.label}: expected sizes that some config can run: {reason}")
-        what = "the config of the least estimated time" if is_estimated else "the default"
-        return Choice(config, "rule" if is_estimated else "default", f"{told}: {what}" if told else what)
+        return Choice(config, "default", f"{told}: the default" if told else "the default")
 
     def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
         """Return the config with these knobs; None where they are not those of the variant, or not valid for the case."""

@@ -12,7 +12,6 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.cli.files import bench_cases
 from kerneltune.cli.progress import reporter
-from kerneltune.estimate import Estimated, with_speeds
 from kerneltune.files import data_root
 from kerneltune.spec import Case, Op, Option, Variant
 from kerneltune.table import Column, Row, Table, pairs
@@ -92,16 +91,14 @@ def fit(
     on recorded cases; the least known time over the rule's on other cases, observed without a recorded config; unseen: both,
     where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
     """
-    from kerneltune import device
     from kerneltune.tuning.costs import CostTable
-    from kerneltune.tuning.estimating import for_sms
     from kerneltune.tuning.fitting import fitted, left_out
     from kerneltune.tuning.gathering import samples_of
 
     if leave_out is not None:
         o.choice("leave-out", leave_out, ("band", "rest"))
     known = o.load_ops()
-    slug, here = _gpu(gpu, configs), device.current()
+    slug = _gpu(gpu, configs)
     folder = _observed(results)
     if is_stored := not check and leave_out is None:
         o.require_writable(o.configs_root(configs))
@@ -112,7 +109,7 @@ def fit(
         if len({sample.case.axes for sample in samples}) < 2:
             rows.append(Row((name, *[None] * len(_JUDGED)), "times of fewer than two sizes are known"))
             continue
-        table = CostTable(op, for_sms(of, here.sms) if here.slug == slug else of, samples)
+        table = CostTable(op, of, samples)
         if leave_out is not None:
             judged = left_out(table, leave_out).data
         else:
@@ -193,28 +190,13 @@ def explain(
     path = " and ".join(answers) or f"{_for_any(ruling.rule, leaf)} for any case"
     unknown = "" if ruling.rule.knows(facts) else f"; it says nothing of this case: fitted to {_fitted_to(ruling.rule)}"
     _explained("rule", f"{ruling.told(slug)}: {path}{unknown}")
-    for word, line in _estimates(with_speeds(of.default, ruling.rule.speeds), asked, found.config):
-        _explained(word, line)
     for line in _left_out(ruling.rule.judged):
         _explained("left out", line)
 
 
 def _for_any(made: "Rule", leaf: Sequence[int]) -> str:
     """Return what the only leaf of a rule gives, in words."""
-    if any(made.forms[leaf[0]]):
-        return "one config"
-    return "the default" if made.speeds is None else "the config of the least estimated time"
-
-
-def _estimates(default: Any, case: Case, config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the estimate of a case's config, and the best other config with its estimate, where the default is estimated."""
-    from kerneltune.search.task import knobs_of
-
-    if isinstance(default, Estimated):
-        yield "estimate", default.told(case, config) or "none is made of this config"
-        other = next((one for one in default.ranked(case) if one != config), None)
-        if other is not None:
-            yield "next", f"{pairs(knobs_of(other))}: {default.told(case, other)}"
+    return "one config" if any(made.forms[leaf[0]]) else "the default"
 
 
 def _left_out(judged: Mapping[str, Any]) -> Iterator[str]:

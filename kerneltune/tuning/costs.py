@@ -13,7 +13,6 @@ from kerneltune.nearness import ranked
 from kerneltune.rule import Form, facts_of, knobs_at
 from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning.estimating import fitted_to
 from kerneltune.tuning.transfer import Donor, Pairs, followed, forms_of
 
 Times = Mapping[tuple[tuple[str, Any], ...], float | None]
@@ -62,8 +61,7 @@ class CostTable:
 
     Attributes:
         samples: the cases.
-        declared: the variant as its operator has it.
-        variant: with the default of the speeds that are fitted to all cases, where it is estimated.
+        variant: the variant whose configs are compared.
         shapes: the number of every shape; numbers: of every case's shape.
         forms: what a rule may choose, the default first.
         costs: (cases, forms); UNKNOWN, INVALID and FAILED stand for what has no time.
@@ -77,8 +75,7 @@ class CostTable:
         self.op, self.samples = op, list(samples)
         self.shapes = {axes: number for number, axes in enumerate(dict.fromkeys(s.case.axes for s in samples))}
         self.numbers = np.array([self.shapes[sample.case.axes] for sample in samples])
-        self.declared = variant
-        self.variant = self.variant_without(-1)
+        self.variant = variant
         donors = [(sample.case, sample.fastest) for sample in samples if sample.fastest]
         follows = followed(donors)
         places: dict[Pairs, set[int]] = {(): {-1}}
@@ -97,11 +94,6 @@ class CostTable:
         self.kinds = {"quant", *op.options} - set(op.free_options)
         self.words = list(_word_questions(op, self.samples))
         self.questions = {"nothing": [], "once": [], "sizes": self._ask(op.axes), "ratios": self._ask(_expressions(op.axes))}
-
-    def variant_without(self, number: int) -> Variant:
-        """Return the variant with the default of the speeds that are fitted to all cases but those of a shape."""
-        kept = np.flatnonzero(self.numbers != number)
-        return fitted_to(self.declared, [(self.samples[place].case, self.samples[place].times) for place in kept])
 
     def _cost(self, sample: Sample, knobs: Mapping[str, Any]) -> tuple[float, bool, bool]:
         knobs = knobs or default_knobs(self.variant, sample.case)

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kerneltune.estimate import Estimated, with_speeds
 from kerneltune.rule import Node, Rule, Split, facts_of, used
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.tuning.costs import UNKNOWN, CostTable, default_knobs, near_configs
@@ -87,7 +86,6 @@ def _geomean(shares: Sequence[float]) -> float:
 
 def chosen(op: Op, variant: Variant, rule: Rule, case: Case, recorded: Sequence[Donor]) -> Mapping[str, Any]:
     """Return the knobs that a look-up takes for an unrecorded case: near, by the rule, or by default."""
-    variant = replace(variant, default=with_speeds(variant.default, rule.speeds))
     near = next(near_configs(op, variant, case, recorded), None) if rule.near else None
     if near is not None and near[0] <= rule.near:
         return near[1]
@@ -108,9 +106,7 @@ def judgement(table: CostTable, picks: _Picks) -> Judgement:
 
 
 def _shapes(table: CostTable) -> list[TreeShape]:
-    """Return the shapes that are tried, the plainest first, nearest sizes left aside: of an estimated default no tree."""
-    if isinstance(table.variant.default, Estimated):
-        return [TreeShape("nothing")]
+    """Return the shapes that are tried, the plainest first, nearest sizes left aside."""
     words = {one.subject for one in table.words} - {"dtype"}
     apart = ["", *(["kinds"] if words & table.kinds else []), *(["words"] if words - table.kinds else [])]
     trees = [TreeShape(asks, gain, kind) for asks in ("sizes", "ratios") for gain in _GAINS for kind in apart]
@@ -194,7 +190,7 @@ def left_out(table: CostTable, kind: str) -> Judgement:
     for places in groups.values():
         others = [sample for place, sample in enumerate(table.samples) if place not in places]
         if judged := [place for place in places if others and table.samples[place].is_judged]:
-            rule, _ = fitted(CostTable(table.op, table.declared, others))
+            rule, _ = fitted(CostTable(table.op, table.variant, others))
             recorded = [(sample.case, dict(sample.recorded)) for sample in others if sample.recorded is not None]
             for place in judged:
                 picks[place] = chosen(table.op, table.variant, rule, table.samples[place].case, recorded)

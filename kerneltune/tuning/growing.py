@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kerneltune.estimate import Estimated
 from kerneltune.rule import Facts, Leaf, Node, Rule, Split, facts_of
 from kerneltune.tuning.costs import Costs, CostTable, Question, Rows
 
@@ -203,7 +202,7 @@ def grown(table: CostTable, shape: TreeShape, without: int = -1) -> Rule:
     mover = _Mover(table, table.questions[shape.asks] + table.words)
     for _ in range(_ROUNDS):
         node = mover.moved(node, rows)
-    cases, default = [table.samples[row].case for row in rows], table.variant_without(without).default
+    cases = [table.samples[row].case for row in rows]
     return Rule(
         variant=table.variant.name,
         policy="cold",
@@ -212,7 +211,6 @@ def grown(table: CostTable, shape: TreeShape, without: int = -1) -> Rule:
         least={axis: min(case[axis] for case in cases) for axis in table.op.axes},
         forms=tuple(table.forms),
         tree=node,
-        speeds=default.speeds if isinstance(default, Estimated) else None,
     )
 
 

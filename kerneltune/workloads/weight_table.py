@@ -12,9 +12,14 @@ from kerneltune.records import Record
 from kerneltune.table import Column, Row, Table, ratio
 
 OURS = "optimized"
-_NO_PEERS = ("baseline", "splitk", "streamk", OURS, "dequantised")
-"""Variants of `int4_gemm` that are ours, or read 16 bits."""
+_FP8 = "scaled_mm"
+"""The variant that is torch's product in fp8."""
+_FP16 = ("dequantised", "torch")
+"""The variants that are torch's product in 16 bits."""
+_NO_PEERS = ("baseline", "splitk", "streamk", OURS, _FP8, *_FP16)
+"""Variants of `int4_gemm` that are ours, or read 8 or 16 bits."""
 OPS = ("int4_gemm", "fp8_gemm", "fp16_gemm")
+"""Operators of the records. `fp8_gemm` and `fp16_gemm` no longer exist; records of their peers from 2026-11-22 are shown."""
 _COLUMNS = (
     Column("layer"),
     Column("n", digits=0),
@@ -57,8 +62,8 @@ def _row(ours: Record, others: Sequence[Record]) -> WeightRow:
     sizes = [f"{name}={ours.axes[name]}" for name in ("M", "K")]
     settings = [f"{name}={value}" for name, value in ours.options.items() if value is not False]
     others_us = {
-        "fp8": fastest(r for r in others if r.op == "fp8_gemm"),
-        "fp16": fastest(r for r in others if r.op == "fp16_gemm"),
+        "fp8": fastest(r for r in others if r.variant == _FP8),
+        "fp16": fastest(r for r in others if r.variant in _FP16),
         "peer": fastest(r for r in others if r.key == ours.key and r.variant not in _NO_PEERS),
     }
     return {
@@ -102,20 +107,21 @@ def _table(rows: Sequence[WeightRow], title: str) -> Table:
     for layer, group in groupby(rows, key=lambda row: row["layer"]):
         found = list(group)
         crossovers.append(f"{layer}: {crossover(found, 'fp8')}, {crossover(found, 'fp16')}")
-    foot = ("peer, fp8, fp16: the fastest kernel of each kind. x: how many times as long it takes as int4.", *crossovers)
+    foot = (
+        "peer: the fastest other int4 kernel. fp8, fp16: torch's products. x: how many times as long it takes as int4.",
+        *crossovers,
+    )
     return Table(_COLUMNS, lines, tuple(_means(rows)), foot, repeated=1, title=title)
 
 
 def _means(rows: Sequence[WeightRow]) -> list[str]:
     """Return for each kind of others a line over few tokens, and one for every number of tokens where there are several."""
     lines = []
-    for name, said in (("peer", "int4 peers"), ("fp8", "fp8"), ("fp16", "fp16")):
+    for name, said in (("peer", "the fastest of int4 peers"), ("fp8", "torch's fp8"), ("fp16", "torch's fp16")):
         found = [(row["n"], r) for row in rows if (r := row[f"times_{name}"]) is not None]
         few = [r for tokens, r in found if tokens <= _FEW]
         if few:
-            lines.append(
-                f"n <= {_FEW}: {geometric_mean(few):.2f}x the fastest of {said}, worst {min(few):.2f}x ({len(few)} cases)"
-            )
+            lines.append(f"n <= {_FEW}: {geometric_mean(few):.2f}x {said}, worst {min(few):.2f}x ({len(few)} cases)")
         counts = sorted({tokens for tokens, _ in found})
         for count in counts if len(counts) > 1 else ():
             these = [r for tokens, r in found if tokens == count]

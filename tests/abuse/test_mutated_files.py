@@ -80,7 +80,7 @@ def _manifest(path: Path) -> None:
 
 
 def _observations(path: Path) -> None:
-    observations.read(path, operators()["fp8_gemm"])  # type: ignore[arg-type]
+    observations.read(path, operators()["fp8_transpose_2d"])  # type: ignore[arg-type]
 
 
 def _model(path: Path) -> None:
@@ -111,12 +111,12 @@ def seed(kind: str) -> bytes:
         file = json.loads((SHIPPED / "rmsnorm_bwd.json").read_bytes())
         return json.dumps({**file, "entries": file["entries"][:6]}).encode()
     if kind == "rules":
-        return (SHIPPED / "rules" / "fp16_gemm.json").read_bytes()
+        return (SHIPPED / "rules" / "multi_cast_transpose.json").read_bytes()
     if kind == "space":
         (path, *_) = sorted((REPO / "results" / "nvidia_h200" / "spaces").glob("*.csv.gz"), key=os.path.getsize)
         return b"".join(gzip.decompress(path.read_bytes()).splitlines(keepends=True)[:40])
     if kind == "observations":
-        path = REPO / "results" / "nvidia_h200" / "observations" / "fp8_gemm.csv.gz"
+        path = REPO / "results" / "nvidia_h200" / "observations" / "fp8_transpose_2d.csv.gz"
         return b"".join(gzip.decompress(path.read_bytes()).splitlines(keepends=True)[:40])
     if kind == "trials":
         return _journal()
@@ -200,7 +200,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
     "sweep": ("f.yaml", _sweep, 250),
     "records": ("f.jsonl", records.load, 500),
     "cache": ("nvidia_h200/rmsnorm_bwd.json", _cache, 500),
-    "rules": ("nvidia_h200/rules/fp16_gemm.json", rule.load_strict, 300),
+    "rules": ("nvidia_h200/rules/multi_cast_transpose.json", rule.load_strict, 300),
     "space": ("f.csv.gz", spaces.read, 500),
     "table": ("f.json", _import, 400),
     "source": ("f.py", _import, 300),

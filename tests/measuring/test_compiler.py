@@ -137,7 +137,7 @@ def test_what_could_not_be_launched_is_not_compiled_to_its_end(answers: dict[str
     assert "out of resource: shared memory" in memory
     assert "Hardware limit: 65536" in memory
     assert not list(Path(answers["cache"]).glob("*/_rmsnorm_fwd_once.ttir"))  # refused before its first stage
-    assert list(Path(answers["cache"]).glob("*/_dense_gemm.ttgir"))
+    assert list(Path(answers["cache"]).glob("*/_plain.ttgir"))
     amdgcn = [path.name for path in Path(answers["cache"]).glob("*/*.amdgcn")]
     assert amdgcn
-    assert "_dense_gemm.amdgcn" not in amdgcn
+    assert "_plain.amdgcn" not in amdgcn

@@ -15,7 +15,7 @@ from kerneltune.measuring import inspected
 from kerneltune.measuring.assembly import LIMITS, Access, Fact, Kernel
 from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
 from kerneltune.measuring.inspected import KnownFacts
-from kerneltune.ops.dense_gemm import DenseConfig
+from kerneltune.ops.int4_gemm.baselines.plain import PlainConfig
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.search.task import Task
 from kerneltune.spec import Case
@@ -94,9 +94,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def requested(op: str, case: Case, config: Any) -> SurveyRequest:
     found = ops.load()[op]
     options = tuple((name, values[0]) for name, values in found.options.items())
-    return SurveyRequest(
-        found, found.variant("optimized" if op == "fp8_gemm" else "baseline"), replace(case, options=options), "cold", config
-    )
+    return SurveyRequest(found, found.variant("baseline"), replace(case, options=options), "cold", config)
 
 
 def texts(folder: Path, suffix: str) -> list[str]:
@@ -133,8 +131,8 @@ def test_an_inspection_leaves_nothing_that_a_launch_finds(own_cache: Path) -> No
 
 
 def test_what_exceeds_shared_memory_says_the_same_when_known(own_cache: Path) -> None:
-    case = Case("product", tuple((axis, 512) for axis in ops.load()["fp8_gemm"].axes), "bfloat16", "fp8")
-    large = [requested("fp8_gemm", case, DenseConfig(16, 128, 128, 4, 6, 1, True))]
+    case = Case("product", tuple((axis, 512) for axis in ops.load()["int4_gemm"].axes), "bfloat16", "int4")
+    large = [requested("int4_gemm", case, PlainConfig(128, 128, 256, 4, 6))]
     first = survey(large, ["gfx942"], 1)
     second = survey(large, ["gfx942"], 1, known={"gfx942": KnownFacts(first.facts["gfx942"])})
     assert second == first

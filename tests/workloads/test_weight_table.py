@@ -12,12 +12,12 @@ from kerneltune.workloads.weight_table import crossover, tables, weight_rows
 TIMES = {
     ("int4_gemm", "optimized"): {64: 20.0, 16: 10.0, 128: 40.0},
     ("int4_gemm", "baseline"): {16: 5.0},
-    ("int4_gemm", "dequantised"): {16: 6.0},
     ("int4_gemm", "humming"): {16: 14.0, 64: 25.0},
     ("int4_gemm", "tinygemm"): {16: 40.0},
-    ("fp8_gemm", "optimized"): {16: 15.0, 64: 20.0, 128: 30.0},
+    ("int4_gemm", "scaled_mm"): {16: 15.0, 128: 30.0},
+    ("int4_gemm", "dequantised"): {16: 22.0},
     ("fp8_gemm", "scaled_mm"): {16: 16.0, 64: 19.0},
-    ("fp16_gemm", "torch"): {16: 22.0, 64: 25.0, 128: 45.0},
+    ("fp16_gemm", "torch"): {16: 23.0, 64: 25.0, 128: 45.0},
 }
 
 
@@ -42,9 +42,9 @@ def test_rows_hold_the_fastest_of_each_kind() -> None:
 
 
 def test_the_last_record_counts_and_a_failed_one_does_not() -> None:
-    newer = [*RECORDS, _record("fp8_gemm", "optimized", 16, 9.0)]
+    newer = [*RECORDS, _record("int4_gemm", "scaled_mm", 16, 9.0)]
     assert weight_rows(newer)[0]["fp8_us"] == 9
-    failed = changed(_record("fp8_gemm", "optimized", 16, 9.0), status="failed", reason="wrong", **NO_TIMES)
+    failed = changed(_record("int4_gemm", "scaled_mm", 16, 9.0), status="failed", reason="wrong", **NO_TIMES)
     assert weight_rows([*RECORDS, failed])[0]["fp8_us"] == 16
 
 
@@ -54,7 +54,7 @@ def test_crossovers() -> None:
     assert crossover(rows, "fp16") == "fp16 never faster up to n=128"
     assert crossover(rows[:1], "peer") == "peer never faster up to n=16"
     assert crossover(rows[2:], "peer") == "peer not timed"
-    slower = weight_rows([*RECORDS, _record("fp8_gemm", "optimized", 128, 60.0)])
+    slower = weight_rows([*RECORDS, _record("int4_gemm", "scaled_mm", 128, 60.0)])
     assert crossover(slower, "fp8") == "fp8 faster at n=64 only"
 
 

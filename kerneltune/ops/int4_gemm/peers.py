@@ -14,6 +14,13 @@ def dequantised(inputs: Inputs, _config: None) -> Outputs:
     return {"y": torch.nn.functional.linear(inputs["x"], inputs["forms"].dequantised, inputs.get("bias"))}
 
 
+def scaled_mm(inputs: Inputs, _config: None) -> Outputs:
+    """Run torch's product with x and weights of fp8, one scale for each tensor; y_fp8 has the rounding error of fp8 operands."""
+    x, w, x_scale, w_scale = inputs["forms"].other("scaled_mm", lambda forms: _fp8_operands(inputs["x"], forms.dequantised))
+    y = torch._scaled_mm(x, w.t(), scale_a=x_scale, scale_b=w_scale, out_dtype=inputs["x"].dtype, use_fast_accum=True)
+    return {"y_fp8": y + inputs["bias"] if "bias" in inputs else y}
+
+
 def tinygemm(inputs: Inputs, _config: None) -> Outputs:
     """Run torch's own kernel for four bits."""
     forms: Forms = inputs["forms"]
@@ -33,6 +40,13 @@ def gemlite(inputs: Inputs, _config: None) -> Outputs:
     """Run gemlite's Triton kernels with their own tuning."""
     y = inputs["forms"].other("gemlite", _gemlite_layer)(inputs["x"])
     return {"y": y + inputs["bias"] if "bias" in inputs else y}
+
+
+def _fp8_operands(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return x and w in e4m3, and the scale of each."""
+    scales = [(t.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max).reshape(1) for t in (x, w)]
+    casts = [(t.float() / scale).to(torch.float8_e4m3fn) for t, scale in zip((x, w), scales, strict=True)]
+    return *casts, *scales
 
 
 def _tinygemm_weight(forms: Forms) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,6 +81,11 @@ def _gemlite_layer(forms: Forms) -> Any:
     return layer
 
 
+def not_scaled_mm(case: Case) -> str | None:
+    """Refuse sizes that are no multiples of 16, which `_scaled_mm` does not support."""
+    return "needs M % 16 == 0 and K % 16 == 0" if case["M"] % 16 or case["K"] % 16 else not_empty(case)
+
+
 def not_tinygemm(case: Case) -> str | None:
     """Refuse what tinygemm does not support: it takes bf16, a GPU, groups of 32 to 256 and whole tiles."""
     if case.dtype != "bfloat16":
@@ -94,6 +113,7 @@ def _not_symmetric_on_a_gpu(case: Case) -> str | None:
 
 VARIANTS = (
     Variant("dequantised", dequantised, unsupported=not_empty, requires=("torch",)),
+    Variant("scaled_mm", scaled_mm, unsupported=not_scaled_mm, requires=("torch",)),
     Variant("tinygemm", tinygemm, unsupported=not_tinygemm, requires=("torch",)),
     Variant("humming", humming, unsupported=not_humming, requires=("humming",)),
     Variant("gemlite", gemlite, unsupported=not_gemlite, requires=("gemlite",)),
