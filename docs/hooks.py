@@ -47,8 +47,8 @@ def commands() -> str:
 
 
 def _shown(group: Any) -> None:
-    """Leave out the hidden commands of a group, but for `lab`, and let the list say the whole first sentence of each."""
-    group.commands = {name: each for name, each in group.commands.items() if not each.hidden or name == "lab"}
+    """Leave out the hidden commands of a group, and let the list say the whole first sentence of each."""
+    group.commands = {name: each for name, each in group.commands.items() if not each.hidden}
     for command in group.commands.values():
         command.short_help = re.split(r"(?<=[.:])\s", command.help or "", maxsplit=1)[0].rstrip(":.") + "."
         if hasattr(command, "commands"):

@@ -125,6 +125,8 @@ def test_commands_of_a_page_run_or_parse(
             elif command.words[0] == "make":
                 targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
                 assert command.words[1] in targets, command
+            elif command.words[0] == "python" and command.words[1].startswith("benchmarks/"):
+                assert (ROOT / command.words[1]).is_file(), command
             elif command.words[0] == "python":
                 runpy.run_path(command.words[1], run_name="__main__")
                 assert capfd.readouterr().out

@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kerneltune.curves import load
-from kerneltune.files import data_root
-
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moe_learning"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -31,7 +28,7 @@ def test_all_recipes_learn_alike() -> None:
 
 
 @pytest.mark.parametrize(("off", "code"), [(0.005, 0), (0.015, 1)])
-def test_losses_become_curves_and_the_exit_code_says_whether_they_end_alike(
+def test_losses_are_written_and_the_exit_code_says_whether_they_end_alike(
     off: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import train
@@ -40,22 +37,14 @@ def test_losses_become_curves_and_the_exit_code_says_whether_they_end_alike(
     made_up = {"bf16": 2.0, "rowwise": 2.0 - 2 * off, "tensorwise": 2.0 + 0.002, "delayed": 2.0}
     monkeypatch.setattr(train, "losses", lambda recipe, _sizes, steps, _batch, **_: [made_up[recipe]] * steps)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "60", "--output", str(file)])
     with pytest.raises(SystemExit) as ended:
         train.main()
     assert ended.value.code == code
     assert f"rowwise      {2 - 2 * off:.4f} nats per byte, mean of the last 50 steps ({-off:+.2%})" in capsys.readouterr().out
-    curves = load(file)
-    assert (curves.device, curves.steps[-1], list(curves.values)) == ("NVIDIA H200", 59, list(made_up))
-    assert curves.command == "python examples/moe_learning/train.py --steps 60 --batch 32 --seed 0"
-
-
-@pytest.mark.parametrize("file", sorted(data_root("results").glob("*/curves/moe_learning.csv")), ids=lambda file: file.parts[-3])
-def test_recorded_losses_end_within_one_percent_of_those_of_bf16(file: Path) -> None:
-    finals = load(file).finals
-    assert [final.name for final in finals][:3] == ["bf16", "rowwise", "tensorwise"]
-    assert all(abs(final.difference) < 0.01 for final in finals)
+    head, *lines = file.read_text().splitlines()
+    assert head == "step,bf16,rowwise,tensorwise,delayed"
+    assert (len(lines), lines[-1]) == (60, f"59,2.000000,{2 - 2 * off:.6f},2.002000,2.000000")
 
 
 @pytest.mark.gpu

@@ -1,20 +1,17 @@
-"""Sides of a contest without a GPU for test_versus.py, importable by a fresh process, and the operator that they tune."""
+"""A made-up operator with its compile pool and its bench, importable by a fresh process: its times are a formula."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kerneltune import device
 from kerneltune.device import Device
-from kerneltune.lab.tuners import ContestTask, TunerResult, by_kerneltune, by_triton
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
-from kerneltune.tuning import stage
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 launched: list[Config] = []
@@ -112,26 +109,3 @@ class Bench:
 
     def close(self) -> None:
         """Nothing to free."""
-
-
-def ours(task: ContestTask) -> TunerResult:
-    """Find a config with kerneltune on the made-up bench."""
-    setattr(device, "current", lambda: H200)  # noqa: B010
-    setattr(stage, "CompilePool", Pool)  # noqa: B010
-    setattr(stage, "IsolatedBench", Bench)  # noqa: B010
-    return by_kerneltune(task)
-
-
-def triton(task: ContestTask) -> TunerResult:
-    """Triton's Autotuner with a clock that reads the formula, which takes a wrong config for the best."""
-
-    def do_bench(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
-        call()
-        return [9.0 if launched[-1] == Knobs(2, 8) else time_us(launched[-1])] * len(quantiles)
-
-    return by_triton(task, do_bench, "cpu")
-
-
-def broken(_task: ContestTask) -> TunerResult:
-    """Fail as a tuner."""
-    raise RuntimeError("no config\nfound")

@@ -21,9 +21,7 @@ from kerneltune.cli import (
     compare,
     doctor,
     gate,
-    history,
     inspect,
-    lab,
     ops,
     options,
     profile,
@@ -115,7 +113,7 @@ def _holders(option: str) -> str:
     """Return `; sweep and tune have it`, the commands that have an option; empty where none has."""
     whole: Any = typer.main.get_command(app)
     commands = dict(whole.commands)
-    for name in ("cache", "adopt", "lab"):
+    for name in ("cache", "adopt"):
         commands |= {f"{name} {inner}": command for inner, command in commands.pop(name).commands.items()}
     found = [
         name for name, command in commands.items() if any(option in each.opts for each in command.params) and name != "profiled"
@@ -156,7 +154,6 @@ for _name, _function, _panel in (
     ("serve", serve.command, _WORK),
     ("compare", compare.command, _LOOK),
     ("report", report.command, _LOOK),
-    ("history", history.command, _LOOK),
     ("trials", trials.command, _LOOK),
     ("inspect", inspect.command, _LOOK),
     ("profile", profile.command, _LOOK),
@@ -168,8 +165,7 @@ for _name, _function, _panel in (
 app.command("profiled", hidden=True)(profile.driver)
 app.add_typer(cache.app, name="cache", rich_help_panel=_SHIP)
 app.add_typer(adopt.app, name="adopt", rich_help_panel=_LOOK)
-app.add_typer(lab.app, name="lab", hidden=True)
-_groups = (app, cache.app, lab.app, adopt.app)
+_groups = (app, cache.app, adopt.app)
 for _command in (command for group in _groups for command in group.registered_commands):
     # one line a paragraph, which typer breaks where the terminal ends; it would keep the source's breaks too
     _paragraphs = ((_command.callback and _command.callback.__doc__) or "").split("\n\n")

@@ -59,14 +59,6 @@ def bench_cases(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "dict[s
     return found
 
 
-def curve_files(results: Path | None) -> list[Path]:
-    """Return the files of training curves of this GPU; of all GPUs where this machine has none."""
-    from kerneltune import device, sweep
-
-    here = device.model()
-    return sorted(sweep.recorded_root(results).glob(f"{device.slug(here) if here != device.INTERPRETER else '*'}/curves/*.csv"))
-
-
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     """Return the record files of this GPU; without a GPU those of all GPUs, and a remark says so.
 

@@ -1,4 +1,4 @@
-"""`kerneltune report`: HTML pages of records, searches, configs and curves; pictures and Markdown for a pull request."""
+"""`kerneltune report`: HTML pages of records, searches and configs; pictures and Markdown for a pull request."""
 
 import os
 import sys
@@ -11,18 +11,16 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, write
-from kerneltune.cli.files import curve_files, record_files, selected
+from kerneltune.cli.files import record_files, selected
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
-    from kerneltune.curves import Curves
     from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.reporting.payload import Sources
 
 _PAGE = Path("report.html")
 _LARGE = 2_000_000
-_CURVES = ".csv"
 
 
 @o.selects("case", "variant")
@@ -30,7 +28,7 @@ def command(
     wanted: "Selection",
     files: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[FILE]...", help="Records, or curves (.csv); those of this GPU if none."),
+        typer.Argument(metavar="[FILE]...", help="Records; those of this GPU if none."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -46,17 +44,19 @@ def command(
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
-    """Write HTML pages that need no network: A against B, shares of the ceiling, peers, bandwidth, tuning, training curves.
+    """Write HTML pages that need no network: A against B, shares of the ceiling, peers, bandwidth, tuning.
 
     One family is one page; several are an index and a page each beside it. A is the fastest peer of every case unless it is
     named. Pages are written unless pictures or Markdown are asked for; with -o they are written as well.
     """
-    paths = files or [*record_files(results), *([] if wanted.ops or wanted.dtypes or wanted.quants else curve_files(results))]
+    paths = files or record_files(results)
     sources = _sources(paths, wanted, (a, b), configs, results)
     pictures: list[Path] = []
     for folder, suffix in ((png, "png"), (svg, "svg")):
         if folder is not None:
-            for name, content in _pictures(sources, suffix).items():
+            from kerneltune.reporting.pictures import draw
+
+            for name, content in draw(sources.records, sources.pair, suffix).items():
                 write(folder / f"{name}.{suffix}", content)
                 pictures.append(folder / f"{name}.{suffix}")
     if markdown is not None:
@@ -73,7 +73,7 @@ def command(
 
 
 def _pages(sources: "Sources", path: Path) -> dict[Path, str]:
-    """Return path -> page: one of a family or of curves, else an index and a page for each beside it."""
+    """Return path -> page: one of a family, else an index and a page for each beside it."""
     from kerneltune.reporting.page import index_page, page
     from kerneltune.reporting.payload import apart, index, payload
 
@@ -85,41 +85,17 @@ def _pages(sources: "Sources", path: Path) -> dict[Path, str]:
     return {path: index_page(listed), **{names[name]: page(payload(part), path.name) for name, part in parts.items()}}
 
 
-def _pictures(sources: "Sources", suffix: str) -> dict[str, bytes]:
-    """Draw all pictures; return their content by name.
-
-    Raises:
-        ValueError: nothing to draw, no matplotlib, or two pictures of one name.
-    """
-    from kerneltune.device import slug
-    from kerneltune.reporting.pictures import draw, draw_curves
-
-    found = draw(sources.records, sources.pair, suffix) if sources.records else {}
-    for file, curves in sources.curves.items():
-        name = slug(Path(file).stem)
-        if name in found:
-            raise ValueError(f"{file}: {name!r}: expected a file name that no other picture has")
-        found[name] = draw_curves(curves, suffix)
-    return found
-
-
 def _sources(
     paths: Sequence[Path], wanted: "Selection", pair: tuple[str | None, str | None], configs: Path | None, results: Path | None
 ) -> "Sources":
-    """Return the selected records, what trial stores and the config cache know about them, and the curves."""
-    from kerneltune import curves
+    """Return the selected records, what trial stores and the config cache know about them."""
     from kerneltune.records import load
     from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.payload import Sources, default_pair
     from kerneltune.workloads import own_tables
 
-    of_curves: dict[str, Curves] = {}
-    for path in paths:
-        if path.suffix == _CURVES:
-            name = _short(path)
-            of_curves[name if name not in of_curves else f"{path.parent.name}/{name}"] = curves.load(path)
-    everything = selected([record for path in paths if path.suffix != _CURVES for record in load(path)], wanted)
-    if not everything and len(of_curves) < len(paths):
+    everything = selected([record for path in paths for record in load(path)], wanted)
+    if not everything:
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
     own = {family: own_tables(members) for family, members in by_family(everything).items()}
     records = [record for record in everything if record.role != "part"]
@@ -128,10 +104,9 @@ def _sources(
         trials=_trials(records, results),
         entries=_entries(records, configs),
         own=own,
-        pair=default_pair(records, *pair) if records else ("", ""),
+        pair=default_pair(records, *pair),
         command=" ".join(["kerneltune", *sys.argv[1:]]),
         files=[_short(path) for path in paths],
-        curves=of_curves,
     )
 
 
@@ -168,9 +143,9 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
 
 
 def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str:
-    """Return the A/B table of every family, the tables of workloads, the final losses, and the pictures that lie beside it."""
+    """Return the A/B table of every family, the tables of workloads, and the pictures that lie beside it."""
     from kerneltune.reporting.naming import by_family
-    from kerneltune.reporting.tables import ab_rows, ab_table, curves_table, side
+    from kerneltune.reporting.tables import ab_rows, ab_table, side
 
     a, b = sources.pair
     lines = []
@@ -180,8 +155,6 @@ def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str
             lines += [f"### {family}: {a} (A) against {b} (B)", "", ab_table(rows, a, b).markdown()]
         for table in sources.own.get(family, ()):
             lines += [f"### {family}{': ' if table.title else ''}{table.title}", "", replace(table, title="").markdown()]
-    for file, curves in sources.curves.items():
-        lines += [f"### {curves.title}", "", f"{curves.source}. Losses in `{file}`.", "", curves_table(curves).markdown()]
     for path in {path.stem: path for path in pictures}.values():
         beside = Path(os.path.relpath(str(path), str(folder))).as_posix()
         lines.append(f"![{path.stem.replace('_', ' ')}]({beside})")

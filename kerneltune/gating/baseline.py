@@ -3,10 +3,10 @@
 Judges nothing.
 """
 
+import subprocess
 from pathlib import Path
 
 from kerneltune.records import Record, load, parse
-from kerneltune.reporting.history import git
 
 SUFFIX = ".jsonl"
 
@@ -26,7 +26,7 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
     if not revision or revision.startswith("-") or not folder.is_dir():
         raise ValueError(f"baseline: {name!r}: expected a {SUFFIX} file, or a git revision that has {counterpart}")
     try:
-        data = git(folder, "cat-file", "blob", f"{revision}:{inside}")
+        data = _git(folder, "cat-file", "blob", f"{revision}:{inside}")
     except ValueError as error:
         raise ValueError(f"baseline: {name!r}: no such file, and {error}") from error
     return parse(data, f"{revision}:{inside}")
@@ -35,3 +35,18 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
 def is_file_name(name: str) -> bool:
     """Return whether `name` means a file, there or not, rather than a revision."""
     return Path(name).exists() or (name.endswith(SUFFIX) and ":" not in name)
+
+
+def _git(folder: Path, *arguments: str) -> bytes:
+    """Return the output of git in a folder.
+
+    Raises:
+        ValueError: git is not installed, or git fails.
+    """
+    try:
+        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True).stdout
+    except OSError as error:
+        raise ValueError(f"git cannot be run: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines()
+        raise ValueError(f"git says: {lines[0] if lines else 'nothing'}") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-_SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "figures.js", "charts.js", "table.js", "curves.js", "app.js")
+_SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "figures.js", "charts.js", "table.js", "app.js")
 
 
 def page(payload: Mapping[str, Any], index: str = "") -> str:

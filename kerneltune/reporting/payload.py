@@ -1,4 +1,4 @@
-"""Collect the data of the report pages as plain values: cases with their records, searches, evidence of configs, training curves.
+"""Collect the data of the report pages as plain values: cases with their records, searches, evidence of configs.
 
 Pure functions; does not read files or lay anything out.
 """
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache
-from kerneltune.curves import Curves, thinned
 from kerneltune.device import INTERPRETER, slug
 from kerneltune.errors import unknown
 from kerneltune.records import Record, grouped, newest
@@ -39,7 +38,6 @@ class Sources:
         trials: rows of the trial stores, oldest first.
         entries: operator -> what the config cache holds for the device of the records.
         command: the command line that made the page; files: where its data lies.
-        curves: file -> the training curves in it.
         own: family -> the tables that its workload declares.
     """
 
@@ -49,7 +47,6 @@ class Sources:
     entries: Mapping[str, Sequence[cache.CacheEntry]] = field(default_factory=dict)
     command: str = ""
     files: Sequence[str] = ()
-    curves: Mapping[str, Curves] = field(default_factory=dict)
     own: Mapping[str, Sequence[Table]] = field(default_factory=dict)
 
 
@@ -57,16 +54,16 @@ def payload(sources: Sources) -> dict[str, Any]:
     """Return the page's data, ready for JSON.
 
     Raises:
-        ValueError: no records and no curves.
+        ValueError: no records.
     """
     everything = newest(sources.records)
-    if not everything and not sources.curves:
+    if not everything:
         raise ValueError("no records to report")
     records, remark = _shown(everything)
     variants = sorted(dict.fromkeys(record.variant for record in records), key=lambda name: name != sources.pair[0])
     searches, left_out = _searches(sources.trials)
     return {
-        "title": ", ".join(by_family(records)) or ", ".join(curves.title for curves in sources.curves.values()),
+        "title": ", ".join(by_family(records)),
         "facts": _facts(records, sources),
         "remark": remark,
         "variants": variants,
@@ -83,7 +80,6 @@ def payload(sources: Sources) -> dict[str, Any]:
         "left_out": left_out,
         "evidence": _evidence(sources.entries, {record.op for record in records}),
         "own": [table.page() for family in by_family(records) for table in sources.own.get(family, ())],
-        "curves": [_curves(file, curves) for file, curves in sources.curves.items()],
     }
 
 
@@ -96,7 +92,7 @@ _ABSOLUTE = re.compile(r"(?<![\w.:/<>-])(?:~|)/(?:[^\s/'\":,;()<>]+/)+(?P<name>[
 
 
 def apart(sources: Sources) -> dict[str, Sources]:
-    """Return slug -> the part of the sources that one page shows: a family, or the training curves."""
+    """Return slug -> the part of the sources that one page shows: a family."""
     parts: dict[str, Sources] = {}
     for family, members in by_family(sources.records).items():
         ops = {record.op for record in members}
@@ -107,14 +103,9 @@ def apart(sources: Sources) -> dict[str, Sources]:
             pair=pair,
             trials=[trial for trial in sources.trials if trial["op"] in ops],
             entries={op: entries for op, entries in sources.entries.items() if op in ops},
-            curves={},
             files=[file for file in sources.files if Path(file).stem == family] or sources.files,
         )
         parts[_free(slug(family), parts)] = part
-    if sources.curves:
-        parts[_free("training", parts)] = replace(
-            sources, records=(), trials=(), entries={}, pair=("", ""), files=list(sources.curves) or sources.files
-        )
     return parts
 
 
@@ -135,10 +126,6 @@ def index(sources: Sources, parts: Mapping[str, tuple[Sources, str]]) -> dict[st
     """
     lines, every, total = [], [], 0
     for name, (part, href) in parts.items():
-        if not part.records:
-            cells = [str(len(part.curves)), *[""] * (len(_INDEX_HEAD) - 2)]
-            lines.append({"name": "training curves", "href": href, "cells": cells})
-            continue
         rows = ab_rows(*(side(part.records, name) for name in part.pair))
         cases = len({(record.key, record.device) for record in part.records})
         compared, mean, least, most, ranks, share_of_b = _figures(rows, cases)
@@ -222,10 +209,9 @@ def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
 
 
 def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
-    """Return what the header says, by name: of the records, else of the curves."""
-    measured: Sequence[Record | Curves] = records or list(sources.curves.values())
-    dates = sorted(one.date for one in measured)
-    facts = {name: ", ".join(dict.fromkeys(short_commit(getattr(one, name, "")) for one in measured)) for name in _COMMON}
+    """Return what the header says, by name: of the records."""
+    dates = sorted(record.date for record in records)
+    facts = {name: ", ".join(dict.fromkeys(short_commit(getattr(record, name)) for record in records)) for name in _COMMON}
     days = list(dict.fromkeys((dates[0][:10], dates[-1][:10])))
     facts["measured"] = " to ".join(days)
     facts["records"] = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in records).items())
@@ -368,28 +354,6 @@ def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) 
         }
         for name, (_, entry) in zip(names, timed, strict=True)
     ]
-
-
-def _curves(file: str, curves: Curves) -> dict[str, Any]:
-    """Return curves with their final losses; curves of many steps are thinned."""
-    points, window = thinned(curves)
-    return {
-        "title": curves.title,
-        "loss": curves.loss,
-        "facts": {"device": curves.device, "torch": curves.torch, "date": curves.date, "command": curves.command, "file": file},
-        "last": curves.last,
-        "window": window,
-        "steps": points.steps,
-        "curves": [
-            {
-                "name": final.name,
-                "final": final.loss,
-                "difference": final.difference,
-                "losses": [float(f"{loss:.6g}") for loss in losses],
-            }
-            for final, losses in zip(curves.finals, points.values.values(), strict=True)
-        ],
-    }
 
 
 def _ordered(values: set[Any]) -> list[Any]:

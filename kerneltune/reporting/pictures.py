@@ -1,16 +1,14 @@
-"""The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth; training curves.
+"""The main charts as PNG or SVG for a pull request: shares of the ceiling, peers, achieved bandwidth.
 
 Returns bytes; does not read or write files.
 """
 
 import io
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kerneltune.curves import Curves, thinned
 from kerneltune.device import slug
 from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import by_family, case_names, look, source
@@ -75,44 +73,6 @@ def draw(records: Sequence[Record], pair: tuple[str, str], suffix: str) -> dict[
             for name, chart in charts.items()
         }
     return {name: content for name, content in drawn.items() if content}
-
-
-def draw_curves(curves: Curves, suffix: str) -> bytes:
-    """Draw losses over steps with their final values, and beside them the difference of each to the first.
-
-    Args:
-        suffix: `png` or `svg`.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    with _style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10.0, 3.9), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        points, window = thinned(curves)
-        base = next(iter(points.values.values()))
-        for (name, losses), final, look in zip(points.values.items(), curves.finals, _curve_looks(), strict=False):
-            label = f"{name} {final.loss:.4f}" + (f" ({final.difference:+.2%})" if losses is not base else "")
-            left.plot(points.steps, losses, label=label, **look)
-            right.plot(points.steps, [100 * (loss / first - 1) for loss, first in zip(losses, base, strict=True)], **look)
-        each = "" if window == 1 else f", a point the mean of {window}"
-        left.set(title=curves.title, xlabel=f"step{each}", ylabel=curves.loss)
-        right.set(title=f"difference to {next(iter(points.values))}", xlabel="step", ylabel="%")
-        for axes in (left, right):
-            axes.grid(True, linewidth=0.6)
-            axes.set_xlim(points.steps[0], max(points.steps[-1], points.steps[0] + 1))
-        left.legend(title=f"mean of the last {curves.last} steps", frameon=False, alignment="left")
-        figure.supxlabel(curves.source, fontsize=7.5, color=_MUTED, x=0.01, ha="left")
-        return _bytes(figure, suffix)
-
-
-def _curve_looks() -> Iterator[dict[str, Any]]:
-    """Yield the looks of curves: the first broad and pale, so that curves on it are seen; then solid and dashed lines."""
-    yield {"color": _COLOURS[0], "linewidth": 4.0, "alpha": 0.5}
-    for index, colour in itertools.cycle(enumerate((2, 5, 3, 4, 6, 1, 7))):
-        yield {"color": _COLOURS[colour], "linewidth": 1.2, "linestyle": (0, (4, 2)) if index % 2 else "-"}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Make tables of records: A against B, the variants of a sweep, final losses. `table.Table` writes them in every form.
+"""Make tables of records: A against B, and the variants of a sweep. `table.Table` writes them in every form.
 
 Pure functions; does not measure, read files or print.
 """
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, permutations
-from typing import TYPE_CHECKING
 
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, grouped, newest, other_run
@@ -17,9 +16,6 @@ from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
 from kerneltune.spec import short_dtype
 from kerneltune.table import Column, Table, Value, counted, pairs, ratio
 from kerneltune.table import Row as Line
-
-if TYPE_CHECKING:
-    from kerneltune.curves import Curves
 
 WIN, LOSS = 1.05, 0.95
 BEST_PEER = "best-peer"
@@ -227,18 +223,6 @@ def check_table(records: Sequence[Record]) -> Table:
         spans = (", ".join(dict.fromkeys(names)) for names in ((short_dtype(r.dtype) for r in of_it), (r.quant for r in of_it)))
         lines.append(Line((op, variant, *(counts[status] for status in ("checked", "failed", "skipped")), *spans)))
     return Table(columns, tuple(lines), tuple(_device_lines(records)), (_counts(records),), repeated=1)
-
-
-def curves_table(curves: "Curves") -> Table:
-    """Return the final losses, and how far they are from the first curve's."""
-    base, *others = curves.finals
-    columns = (
-        Column("curve"),
-        Column(f"{curves.loss}, mean of the last {curves.last} steps", digits=4, key="loss"),
-        Column(f"difference to {base.name} %", digits=2, key="difference_pct"),
-    )
-    lines = [Line((base.name, base.loss, None)), *(Line((f.name, f.loss, 100 * f.difference)) for f in others)]
-    return Table(columns, tuple(lines))
 
 
 def _kind(record: Record) -> tuple[str, ...]:

@@ -27,9 +27,6 @@ COMMANDS = [
     ("cache", "check"),
     ("cache", "verify"),
     ("cache", "fit", "fp8_rowwise_3d_transpose", "--check", "--gpu", "nvidia_h200"),
-    ("history", str(data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"), "--max", "5", "--all"),
-    ("lab", "replay", "fp8_transpose_2d", "--seeds", "2", "--sampler", "random"),
-    ("lab", "study", "--from", str(data_root("results") / "nvidia_h200" / "study"), "--repeats", "2"),
     *(("cache", "show", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm")),
     ("cache", "explain", "fp8_grouped_gemm", "glm-4.5-gate-up", "--gpu", "nvidia_h200"),
 ]
@@ -53,7 +50,7 @@ def test_no_line_is_longer_than_the_terminal(arguments: tuple[str, ...], columns
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize("arguments", [c for c in COMMANDS if c[0] not in ("compare", "history")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [c for c in COMMANDS if c[0] != "compare"], ids=" ".join)
 def test_80_columns_say_all_that_wide_ones_say(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     def letters(columns: int) -> list[str]:
         return sorted(re.sub(r"\s", "", printed(columns, monkeypatch, *arguments)))

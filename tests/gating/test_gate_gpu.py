@@ -5,13 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from planted_slowdowns import measure_task
 
 from kerneltune import device, ops
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.run import run_gate, run_processes
 from kerneltune.gating.verdict import gate
-from kerneltune.lab.planted import measure_planted
 from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.search.task import Task
 from kerneltune.spec import Case
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +34,7 @@ def test_a_planted_delay_is_as_long_as_it_says(size: int) -> None:
     op = ops.load()["stream"]
     case = Case("c", (("read", size), ("write", size)), "int32")
     variant = op.variants[0]
-    found = measure_planted("f", op, case, variant, variant.default_config(case), "cold", (0.02, 0.1))
+    found = measure_task("f", Task(op, case, variant), variant.default_config(case), (0.02, 0.1))
     plain, two, ten = (np.asarray((row.samples_us or [[]])[0]) for row in found.values())
     short = 0.03 / np.median(plain)  # µs; 2 % of a kernel of a few µs came out as 1.2 % once
     assert np.median(two / plain) == pytest.approx(1.02, abs=0.005 + short)

@@ -15,9 +15,8 @@ from made_up import NoBench, compiled
 
 from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
-from kerneltune.lab import noise, planted, versus
 from kerneltune.measuring import check, compare
-from kerneltune.measuring.check import OutOfMemory, affordable, out_of_memory_reason
+from kerneltune.measuring.check import affordable, out_of_memory_reason
 from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
 from kerneltune.search.task import Evaluation, Task
@@ -308,46 +307,3 @@ def test_a_check_that_runs_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPa
     asked = [(CASE, 0), (CASE, 1), (large, 0), (large, 5), (CASE, 5)]
     outcomes = [check_in_child(checks, Task(op, case, op.variants[0]), Knobs(n)) for case, n in asked]
     assert outcomes == [("checked", ""), ("skipped", REASON), ("skipped", REASON), ("skipped", REASON), ("checked", "")]
-
-
-def test_a_common_run_says_who_did_not_fit(monkeypatch: pytest.MonkeyPatch, gpu_bench: bench.GpuBench) -> None:
-    class Bench:
-        def __init__(self, *_: object, **__: object) -> None: ...
-
-        def __enter__(self) -> Any:
-            return SimpleBench()
-
-        def __exit__(self, *_: object) -> None: ...
-
-    class SimpleBench(NoBench):
-        def trial(self, *_: object) -> Evaluation:
-            return Evaluation("ok", 10.0)
-
-        def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
-            return gpu_bench.samples(task, configs)
-
-    monkeypatch.setattr(versus, "IsolatedBench", Bench)
-    op = checked_op()
-    judged, wrong = versus.judge_configs(Task(op, CASE, op.variants[0]), [Knobs(0), Knobs(2), Knobs(5)], lambda: gpu_bench)
-    assert list(judged) == [Knobs(0), Knobs(5)]
-    assert wrong == {Knobs(2): "memory: none is left beside the others"}
-
-
-def test_what_does_not_fit_twice_has_no_noise(gpu_bench: bench.GpuBench, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [float(taken[0]) for taken in noise.time_twice(gpu_bench, task, Knobs(5))] == [15.0, 15.0]
-    monkeypatch.setattr(gpu_bench, "samples", lambda *_: [np.ones(15), None])
-    with pytest.raises(ValueError, match=r"^Knobs\(n=5\): not enough memory to time it twice$"):
-        noise.time_twice(gpu_bench, task, Knobs(5))
-
-
-@pytest.mark.parametrize("place", ["inputs", "contender"])
-def test_a_study_leaves_out_what_does_not_fit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def contender(*_: object, **__: object) -> None:
-        assert place == "contender", "made without inputs"
-        raise torch.OutOfMemoryError(TEXT)
-
-    monkeypatch.setattr(planted, "obstacle", lambda *_: None)
-    monkeypatch.setattr(planted, "input_sets", lambda *_: OutOfMemory(REASON) if place == "inputs" else [{}])
-    monkeypatch.setattr(planted, "contender", contender)
-    op = checked_op()
-    assert planted.measure_planted("f", Task(op, CASE, op.variants[0]), Knobs(0), (0.02,)) == {}

@@ -12,7 +12,6 @@ from literal_records import changed
 from typer.testing import CliRunner, Result
 
 from kerneltune.cli import app
-from kerneltune.curves import load as load_curves
 from kerneltune.files import data_root
 from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import payload as data
@@ -297,12 +296,11 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a page of recorded rows, experts, searches, a record with flops, and training curves."""
+    """Write a page of recorded rows, experts, searches, and a record with flops."""
     rows = [*load(RECORDED), *experts()]
     rows = [changed(r, flops=10**9) if r.op == "scale" else r for r in rows]
     searches = [trial(float(50 - i), 2 ** (i % 4), quant=quant) for quant in ("none", "fp8") for i in range(40)]
-    curves = {"losses.csv": load_curves(RECORDED.parent / "curves" / "moe_learning.csv")}
-    sources = Sources(rows, ("baseline", "optimized"), searches, {}, "kerneltune report", ["a.jsonl"], curves)
+    sources = Sources(rows, ("baseline", "optimized"), searches, {}, "kerneltune report", ["a.jsonl"])
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(page(payload(sources)), encoding="utf-8")
     return path
@@ -328,7 +326,7 @@ def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
     assert asked == [shown.as_uri()]
     assert window.evaluate("document.documentElement.scrollWidth") == width
     found = window.evaluate("[...document.querySelectorAll('main section')].map((section) => section.id || 'table')")
-    assert found == ["table", "ceiling", "peers", "bandwidth", "roofline", "scaling", "regret", "landscape", "untimed", "curves"]
+    assert found == ["table", "ceiling", "peers", "bandwidth", "roofline", "scaling", "regret", "landscape", "untimed"]
     cut = window.evaluate(
         """[...document.querySelectorAll("figure svg text")].filter((text) => {
             const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());
@@ -395,53 +393,6 @@ def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path:
     assert titles == [name.title for name in case_names(rows)]
     window.select_option("#filter-op", "scale_rows")
     assert [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()][3] == "M"
-    window.close()
-
-
-@pytest.fixture(scope="module")
-def of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the page of all recorded results."""
-    path = tmp_path_factory.mktemp("all") / "report.html"
-    folder = RECORDED.parent
-    assert run("report", *sorted(folder.glob("*.jsonl")), *sorted(folder.glob("curves/*.csv")), "-o", path).exit_code == 0
-    return path
-
-
-@pytest.mark.browser
-@pytest.mark.parametrize("width", [390, 1000])
-def test_browser_keeps_labels_within_their_charts_where_all_results_are_shown(browser: Any, of_all: Path, width: int) -> None:
-    window = browser.new_page(viewport={"width": width, "height": 900})
-    window.goto(of_all.as_uri())
-    window.wait_for_selector("#curves figure svg")
-    cut = window.evaluate(
-        """[...document.querySelectorAll("[aria-label$='axis tick label'] text")].filter((text) => {
-            const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());
-            return inner.left < outer.left || inner.right > outer.right;
-        }).map((text) => text.textContent)"""
-    )
-    assert cut == []
-    window.close()
-
-
-@pytest.mark.browser
-def test_browser_finds_its_way_on_the_page_of_all_results(browser: Any, of_all: Path) -> None:
-    window = browser.new_page(viewport={"width": 1200, "height": 900})
-    window.goto(of_all.as_uri())
-    assert window.locator("#sections a").all_inner_texts()[:3] == ["A against B", "Share of the ceiling", "Variants and peers"]
-    window.locator("#sections a", has_text="Variants and peers").click()
-    bar, title = (window.locator(where).bounding_box() for where in ("#controls", "#peers h2"))
-    assert bar["y"] + bar["height"] <= title["y"] < 300
-    heads = window.locator("#table thead th").all_inner_texts()
-    speedup = window.locator(f"#table thead th:nth-child({heads.index('speedup') + 1})").bounding_box()
-    assert speedup["x"] + speedup["width"] <= 1200
-    marks = window.evaluate("data.variants.map((variant) => colour(variant) + symbol(variant))")
-    assert len(set(marks)) == len(marks) > 16
-    window.select_option("#filter-op", "rmsnorm_fwd")
-    assert "splitk" not in window.locator("#ceiling .chip").all_inner_texts()
-    window.select_option("#a", "splitk")
-    assert window.locator("#table-hint").inner_text() == "No case that is left has both splitk and optimized."
-    window.fill("#text", "no such case")
-    assert window.locator("#charts figure").count() == window.locator("#curves figure").count() > 0
     window.close()
 
 

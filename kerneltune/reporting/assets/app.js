@@ -93,7 +93,7 @@ function draw() {
     if (roofs.length) parts.push(section("roofline", "Roofline", "Arithmetic rate against arithmetic intensity, both logarithmic; the slope is the largest measured ceiling.", cards(roofs)));
     parts.push(scalingSection(timed));
   }
-  parts.push(...tuningSection(cases), failuresSection(cases), curvesSection());
+  parts.push(...tuningSection(cases), failuresSection(cases));
   const focus = document.activeElement?.getAttribute("aria-label") || document.activeElement?.textContent;
   const inCharts = document.getElementById("charts").contains(document.activeElement);
   document.getElementById("charts").replaceChildren(...parts.filter(Boolean));

@@ -1,20 +1,18 @@
-"""The study: its decisions on simulated processes, what it keeps, its table; planted delays with a clock that is pretended."""
+"""The gate's verdicts on simulated processes with planted slowdowns, and planted delays under a simulated clock."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import planted_slowdowns as planted
 import pytest
 import torch
+from planted_slowdowns import Process, decide
 from simulated import one_process, rounds_us
-from typer.testing import CliRunner
 
 from kerneltune import device, ops
-from kerneltune.cli import app
-from kerneltune.lab import planted, study
-from kerneltune.lab.study import Process, decide
-from kerneltune.records import Record
+from kerneltune.records import Record, append
 from kerneltune.search.task import Task
 from kerneltune.spec import Case
 
@@ -37,14 +35,14 @@ def simulated(processes: int, rows: int, delays: tuple[float, ...] = DELAYS) -> 
 
 def test_decisions_are_counted_by_delay() -> None:
     none, two, five, ten = decide(simulated(9, 40), per_side=3, repeats=10, margin=0.03)
-    assert [row.planted for row in (none, two, five, ten)] == [0.0, *DELAYS]
+    assert [row.delay for row in (none, two, five, ten)] == [0.0, *DELAYS]
     assert [row.rows for row in (none, two, five, ten)] == [400, 40, 40, 40]
-    assert none.part("regression", "faster") == 0.0
-    assert two.part("regression", "faster") == 0.0
-    assert five.part("regression") >= 0.95
-    assert ten.part("regression") == 1.0
+    assert none.counts["regression"] + none.counts["faster"] == 0
+    assert two.counts["regression"] + two.counts["faster"] == 0
+    assert five.counts["regression"] >= 0.95 * five.rows
+    assert ten.counts["regression"] == ten.rows
     assert [row.measured for row in (none, two, five, ten)] == [0.0, *(pytest.approx(delay, abs=0.001) for delay in DELAYS)]
-    assert none.part("pass") > 0.95
+    assert none.counts["pass"] > 0.95 * none.rows
 
 
 def test_rows_too_short_for_the_delay_are_counted_apart() -> None:
@@ -66,55 +64,37 @@ def test_decisions_follow_the_seed_and_the_margin() -> None:
     first, again, other = (decide(pool, per_side=3, repeats=3, margin=0.001, seed=seed) for seed in (0, 0, 1))
     assert first == again != other
     strict = decide(pool, per_side=3, repeats=3, margin=0.001)
-    assert strict[1].part("regression") > 0.9
+    assert strict[1].counts["regression"] > 0.9 * strict[1].rows
 
 
-def test_too_few_processes_and_nothing_measured() -> None:
-    with pytest.raises(ValueError, match=r"^processes: 8: expected 9 or more: a baseline, a new run and a second one$"):
+def test_too_few_processes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^8 processes: expected 9 or more: baseline, new run and one repetition$"):
         decide(simulated(8, 1), per_side=3, repeats=1, margin=0.03)
-    with pytest.raises(ValueError, match=r"^nothing measured: no selected row can be timed here$"):
-        decide([{0.0: []}] * 3, per_side=1, repeats=1, margin=0.03)
 
 
-def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
-    pool = simulated(3, 2)
-    study.save(tmp_path / "kept", pool)
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
-        f"planted_{delay}.jsonl" for delay in ("0.0", "0.02", "0.05", "0.1")
-    ]
-    assert study.saved(tmp_path / "kept") == pool
-    with pytest.raises(ValueError, match=r"^cannot read .*planted_0.0.jsonl: no such file$"):
-        study.saved(tmp_path)
-    path = tmp_path / "kept" / "planted_0.05.jsonl"
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Write what twelve processes measured."""
+    for process in simulated(12, 3):
+        for delay, records in process.items():
+            append(tmp_path / f"planted_{delay}.jsonl", records)
+    return tmp_path
+
+
+def test_measured_processes_are_read_back_and_decided_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = planted.load_processes(folder)
+    assert (len(found), [len(records) for records in found[0].values()]) == (12, [3] * 4)
+    planted.main(["decide", str(folder), "--repeats", "2"])
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[:6] == ["planted", "measured", "caught", "rows", "short", "failed"]
+    assert [row.split()[0] for row in rows] == ["0.00", "2.00", "5.00", "10.00"]
+
+
+def test_files_of_other_rows_are_refused(folder: Path) -> None:
+    path = folder / "planted_0.05.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(ValueError, match=r"planted_0.05.jsonl: rows: 5: expected the same ones of every process$"):
-        study.saved(tmp_path / "kept")
-
-
-def test_the_command_decides_on_what_was_kept(tmp_path: Path) -> None:
-    study.save(tmp_path / "kept", simulated(3, 10, (0.1,)))
-    arguments = ["lab", "study", "--from", tmp_path / "kept", "--per-side", "1", "--repeats", "2"]
-    result, *written = (
-        CliRunner().invoke(app, [str(a) for a in (*arguments, *more)])
-        for more in ((), ("--format", "markdown", "-o", tmp_path / "t.md"), ("--format", "csv", "-o", tmp_path / "t.csv"))
-    )
-    assert [one.exit_code for one in (result, *written)] == [0] * 3, result.output
-    head, none, ten = result.stdout.splitlines()
-    assert head.split()[:6] == ["planted", "measured", "rows", "short", "caught", "regression"]
-    assert none.split()[:8] == ["0", "%", "0.00", "%", "20", "0", "0.00", "%"]
-    assert ten.split()[0] == "10"
-    markdown, csv = (tmp_path / "t.md").read_text(), (tmp_path / "t.csv").read_text()
-    assert markdown.startswith(
-        "| planted | measured | rows | short | caught | regression | ambiguous | slower | pass | faster |\n| ---: |"
-    )
-    assert csv.splitlines()[0] == (
-        "planted_pct,measured_pct,rows,short,caught_pct,regression,ambiguous,slower,pass,faster,failed,missing,note"
-    )
-    assert [line.split(",")[::2][:2] for line in csv.splitlines()[1:]] == [["0.0", "20"], ["10.0", "2"]]
-    few = CliRunner().invoke(app, ["lab", "study", "rmsnorm", "--processes", "8"])
-    assert (few.exit_code, few.stderr) == (2, "error: processes: 8: expected 9 or more\n")
-    wrong = CliRunner().invoke(app, ["lab", "study", "rmsnorm", "--delay", "0"])
-    assert (wrong.exit_code, wrong.stderr) == (2, "error: delay: 0.0: expected 0.001 or more\n")
+    with pytest.raises(ValueError, match=r"planted_0.05.jsonl: 35 rows: expected the same rows for every process$"):
+        planted.load_processes(folder)
 
 
 class Clock:
@@ -166,7 +146,7 @@ def test_the_planted_delay_is_the_part_asked_for(monkeypatch: pytest.MonkeyPatch
     op = ops.load()["stream"]
     case = Case("c", (("read", 4096), ("write", 4096)), "int32")
     variant = op.variants[0]
-    found = planted.measure_planted("f", Task(op, case, variant), variant.default_config(case), DELAYS)
+    found = planted.measure_task("f", Task(op, case, variant), variant.default_config(case), DELAYS)
     assert list(found) == [0.0, *DELAYS]
     assert [row.time_us for row in found.values()] == [pytest.approx(us, rel=1e-4) for us in (10.0, 10.2, 10.5, 11.0)]
     assert {row.aa_floor for row in found.values()} == {0.0}

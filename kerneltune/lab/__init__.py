@@ -1,1 +1,0 @@
-"""Judge kerneltune itself: other tuners, replayed searches, noise of the measurement, planted slowdowns."""

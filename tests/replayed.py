@@ -1,0 +1,54 @@
+"""Run the search on a measured space: every trial is known, so that a search takes no GPU."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, make_dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kerneltune.search.loop import Search, explore
+from kerneltune.search.spaces import MeasuredSpace
+from kerneltune.search.task import Evaluation
+from kerneltune.spec import Config
+from kerneltune.stats import Interval, median_interval
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTrial:
+    """A config that the search starts, whose measurement is already known."""
+
+    trial: Evaluation
+
+    def done(self) -> bool:
+        """Return true: the config is compiled."""
+        return True
+
+    def evaluate(self) -> "Future[Evaluation]":
+        """Return the known measurement."""
+        future: Future[Evaluation] = Future()
+        future.set_result(self.trial)
+        return future
+
+    def cancel(self) -> None:
+        """Do nothing: no work is under way."""
+
+
+def replay(space: MeasuredSpace, sampler: str, seeds: int, evaluations: int = 200) -> NDArray[np.float64]:
+    """Return the (seeds, evaluations) gaps of the best time so far to the optimum; infinite before the first time."""
+    return np.array([search_once(space, sampler, evaluations, seed) for seed in range(seeds)])
+
+
+def search_once(space: MeasuredSpace, sampler: str, evaluations: int, seed: int) -> NDArray[np.float64]:
+    """Return the gap after each evaluation of one search."""
+    make = make_dataclass("Knobs", [name for name, _ in space.default], frozen=True, slots=True)
+    trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
+    search = Search(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)
+    found = explore(list(trials), [make(**dict(space.default))], search, lambda config: KnownTrial(trials[config]))
+    times = [np.inf if trial.time_us is None else trial.time_us for trial in found.values()]
+    return np.asarray(np.minimum.accumulate(times) / min(space.feasible.values()) - 1.0)
+
+
+def gap_at(gaps: NDArray[np.float64], evaluations: int) -> Interval | None:
+    """Return the median gap over the seeds with its interval; None where the space has fewer configs."""
+    return None if evaluations > gaps.shape[1] else median_interval(np.minimum(gaps[:, evaluations - 1], 9.99))

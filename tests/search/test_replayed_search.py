@@ -1,0 +1,117 @@
+"""The search on measured spaces whose optimum is known; those of landscapes.py are made up, the shipped ones are not."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, make_dataclass, replace
+from pathlib import Path
+
+import landscapes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from replayed import KnownTrial, gap_at, replay
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from kerneltune.files import data_root
+from kerneltune.search import spaces
+from kerneltune.search.loop import Asking, Search, explore, times_of
+from kerneltune.search.surrogate import Surrogate
+
+SPACE = landscapes.space(0)
+SHIPPED = spaces.find([], data_root("results"))
+
+
+def test_a_replay_ends_at_the_optimum_when_the_space_is_used_up() -> None:
+    small = replace(SPACE, trials=dict(list(SPACE.trials.items())[:60]))
+    for sampler in ("ours", "random"):
+        gaps = replay(small, sampler, 2)
+        assert gaps.shape == (2, 60)
+        assert np.all(gaps[:, -1] == 0.0)
+        assert np.all(np.diff(gaps, axis=1) <= 0)
+        assert gap_at(gaps, 61) is None
+
+
+def test_a_replay_begins_with_the_default() -> None:
+    default = SPACE.feasible[SPACE.default] / min(SPACE.feasible.values()) - 1
+    assert replay(SPACE, "ours", 2, 1) == pytest.approx(np.array([[default], [default]]))
+
+
+def worse_than(chance: NDArray[np.float64], gaps: NDArray[np.float64], budgets: Sequence[int]) -> list[int]:
+    """Return the budgets at which the gap is surely above that of chance: early on both often stand at the same config."""
+    both = [(n, gap_at(chance, n), gap_at(gaps, n)) for n in budgets]
+    return [n for n, a, b in both if a is not None and b is not None and b.low > a.high]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
+    space = landscapes.space(seed)
+    chance, found = replay(space, "random", 12, 100), replay(space, "ours", 3, 100)
+    assert worse_than(chance, found, (25,)) == []
+    for evaluations, bound in ((50, 0.05), (100, 0.03)):
+        gap, by_chance = gap_at(found, evaluations), gap_at(chance, evaluations)
+        assert gap is not None
+        assert by_chance is not None
+        assert gap.median <= min(bound, by_chance.median / 2)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_the_search_reaches_the_optimum_of_the_shipped_spaces(path: Path) -> None:
+    """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, at no budget more than that of chance."""
+    space = spaces.read(path)
+    quarter = len(space.trials) // 4
+    early, late, chance = replay(space, "ours", 30, 50), replay(space, "ours", 1, quarter), replay(space, "random", 25, quarter)
+    assert worse_than(chance, early, (10, 25)) == []
+    for gaps, evaluations, bound in ((early, 25, np.inf), (early, 50, 0.03), (late, quarter, 0.01)):
+        gap, by_chance = gap_at(gaps, evaluations), gap_at(chance, evaluations)
+        assert gap is not None
+        assert by_chance is not None
+        assert gap.median <= min(by_chance.median, bound), evaluations
+
+
+def test_configs_like_a_guess_are_drawn_sooner_and_by_the_seed() -> None:
+    make = make_dataclass("Knobs", [name for name, _ in next(iter(SPACE.trials))], frozen=True)
+    pool = [make(**dict(knobs)) for knobs in SPACE.trials]
+    guess = pool[7]
+
+    def drawn(sampler: str, seed: int, first: Sequence[object]) -> list[int]:
+        """In how many knobs each of the first configs differs from the guess."""
+        asking = Asking(pool, first, Search(trials=20, sampler=sampler, seed=seed))
+        asked = [asking.ask() for _ in range(9)]
+        return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked if config]
+
+    near, far = (np.mean([drawn(name, seed, [guess])[1:] for seed in range(20)]) for name in ("ours", "random"))
+    assert drawn("ours", 3, [guess])[0] == 0
+    assert near < far - 0.5
+    assert drawn("ours", 3, [guess]) == drawn("ours", 3, [guess]) != drawn("ours", 4, [guess])
+    without = np.mean([drawn("ours", seed, []) for seed in range(20)])
+    assert abs(without - far) < 0.3
+
+
+def test_the_surrogate_computes_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """BLAS on all cores takes several times as long for matrices of this size."""
+    threads: list[int] = []
+
+    def seen(_self: Surrogate, *_arguments: object) -> None:
+        threads.extend(pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas")
+
+    monkeypatch.setattr(Surrogate, "_fit_scales", seen)
+    surrogate = Surrogate([dict(knobs) for knobs in SPACE.trials])
+    with threadpool_limits(2, "blas"):
+        surrogate.fit([0, 1], [10.0, 11.0])
+    assert threads
+    assert set(threads) == {1}
+
+
+def test_a_search_ends_when_little_is_left_to_gain() -> None:
+    configs = list(SPACE.trials)
+
+    make = make_dataclass("Knobs", [name for name, _ in configs[0]], frozen=True)
+    trials = {make(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
+    found = explore(list(trials), (), Search(until_gain=0.01), lambda config: KnownTrial(trials[config]))
+    assert 16 <= len(found) < len(trials) / 2
+    assert min(times_of(found).values()) <= 1.05 * min(SPACE.feasible.values())
+
+
+def test_gaps_before_the_first_time_count_as_large() -> None:
+    interval = gap_at(np.array([[np.inf, 0.5, 0.0]] * 3), 1)
+    assert interval is not None
+    assert interval.median > 9
