@@ -41,15 +41,17 @@ def group_ends(case: Case, groups: int, device: str, seed: int, multiple: int = 
     """Return (groups,) int32, the row at which each group of a case's M rows ends.
 
     The option `groups`: `balanced`, equal up to a multiple of 16; `zipf`, the i-th largest as 1/i, multiples of 16, shuffled;
-    `ragged`, cut at random multiples of `multiple`, some of the groups empty, from two on the last among them; `routed`, the
-    counts of a router that draws the expert of each row, some experts more popular than others.
+    `ragged`, cut at random multiples of `multiple`, some of the groups empty, from two on the last among them; `dropped`, as
+    `ragged`, where the last quarter of the rows is of no group; `routed`, the counts of a router that draws the expert of each
+    row, some experts more popular than others.
     """
     M = case["M"]
     generator = torch.Generator().manual_seed(seed)
-    if case.option("groups") == "ragged":
-        ends = torch.randint(0, M // multiple + 1, (groups,), generator=generator).sort().values * multiple
+    if case.option("groups") in ("ragged", "dropped"):
+        used = M if case.option("groups") == "ragged" else M * 3 // 4
+        ends = torch.randint(0, used // multiple + 1, (groups,), generator=generator).sort().values * multiple
         ends[1::4] = ends[0::4][: ends[1::4].numel()]
-        ends[-2:] = M
+        ends[-2:] = used
     elif case.option("groups") == "routed":
         popularity = torch.exp(0.5 * torch.randn(groups, generator=generator))
         experts = (

@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8_grouped_gemm import peers, reference
-from kerneltune.ops.fp8_grouped_gemm.kernels.tiles import multiply_groups
+from kerneltune.ops.fp8_grouped_gemm.kernels.tiles import clear_behind_groups, multiply_groups
 from kerneltune.ops.fp8_grouped_gemm.operands import Product, check_operands, scale_modes
 from kerneltune.spec import Case, Op, Option, Space, Variant
 
@@ -206,6 +206,7 @@ def fp8_grouped_gemm(
         if out_dtype != torch.bfloat16:
             raise ValueError(f"{c.backend} gives torch.bfloat16, got {out_dtype=}")
         result = peers.scaled_mm(a, b, scale_a, scale_b, offs)
+        clear_behind_groups(p, result, offs)
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty(p.shape, dtype=out_dtype, device=a.device)

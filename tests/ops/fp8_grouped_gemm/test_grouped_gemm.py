@@ -60,6 +60,28 @@ def test_rows_of_groups_are_exact_and_rows_of_none_are_zero(ends: tuple[int, ...
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("ends", [(0, 0), (16, 32), (5, 63), (16, 64)], ids=str)
+@pytest.mark.parametrize("own", [False, True])
+def test_rows_of_no_group_are_zero_with_torchs_kernel(ends: tuple[int, ...], own: bool) -> None:
+    a, b, offs = integers(64, 48), integers(2, 1040, 48).transpose(1, 2), ends_of(*ends)
+    out = torch.full((64, 1040), 7.0, dtype=torch.bfloat16, device=WHERE) if own else None
+    found = gemm.fp8_grouped_gemm(a, b, powers(1), powers(2), offs, out=out, config=gemm.CUTLASS)
+    assert not found[ends[-1] :].any()
+    assert found[: ends[-1]].isfinite().all()
+
+
+def test_comparison_sees_rows_of_no_group_that_are_not_zero() -> None:
+    options = (("product", "rows"), ("scales", "rowwise"), ("groups", "dropped"), ("values", "normal"))
+    case = Case("dropped", (("M", 40), ("N", 32), ("K", 48), ("E", 2)), "bfloat16", "fp8", options)
+    inputs = OP.inputs(case, device="cpu")
+    assert inputs["offs"].tolist()[-1] == 30
+    expected = OP.reference(inputs)
+    wrong = expected["out"].clone()
+    wrong[-1, 0] = 1.0
+    assert OP.compare(case, inputs, {"out": expected["out"]}, expected) == []
+    assert OP.compare(case, inputs, {"out": wrong}, expected) != []
+
+
 @pytest.mark.parametrize(
     ("ends", "c"), [*((ends, CONFIGS[0]) for ends in TOKEN_ENDS), *((TOKEN_ENDS[0], c) for c in CONFIGS[1:])], ids=str
 )

@@ -1,9 +1,10 @@
-"""Routing functions as torch operators: every operator of the family is one, with the function's inputs and results."""
+"""Routing functions: each is a torch operator with the function's inputs and results; ids of no expert are sorted nowhere."""
 
 import pytest
 import torch
 
 from kerneltune import ops
+from kerneltune.ops.moe_routing import moe_sort
 from kerneltune.spec import Case
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -24,3 +25,13 @@ def test_operator_of_every_function_has_a_fake_and_gives_its_results(name: str) 
     found = operator(**inputs)
     outputs = dict(zip(names, (found,) if isinstance(found, torch.Tensor) else found, strict=True))
     assert op.compare(case, inputs, outputs, op.reference(inputs)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_ids_outside_the_experts_are_of_no_expert_even_where_their_low_32_bits_are(dtype: torch.dtype) -> None:
+    outside = [2**32 + 1, -(2**32), 2**62 + 2, 3, -1] if dtype == torch.int64 else [3, -1, 2**31 - 1, -(2**31), 4]
+    ids = torch.tensor([[identifier, 1] for identifier in outside], dtype=dtype, device=WHERE)
+    found = moe_sort(ids, 3)
+    assert found.places.tolist() == [[-1, row] for row in range(5)]
+    assert found.pairs.tolist() == [1, 3, 5, 7, 9, -1, -1, -1, -1, -1]
+    assert found.offs.tolist() == [0, 5, 5]

@@ -67,6 +67,12 @@ def multiply_groups(
         )
 
 
+def clear_behind_groups(p: Product, out: torch.Tensor, offs: torch.Tensor) -> None:
+    """Write zeros to the rows of a forward product's result that lie behind the last group."""
+    programs = min(p.tokens, resident(out.device, 1))
+    _clear_behind_groups[(programs,)](out, offs, p.tokens, COLS=p.cols, E=p.groups, BN=1024, num_warps=4)
+
+
 def _with_scratch(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
     where = arguments[3].device
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=where))
@@ -218,6 +224,11 @@ def _clear_rest(out_ptr, first, M, COLS: tl.constexpr, BN: tl.constexpr):
         for col in range(0, COLS, BN):
             cols = col + tl.arange(0, BN)
             tl.store(out_ptr + wide(row) * COLS + cols, tl.zeros((BN,), dtype=out_ptr.dtype.element_ty), mask=cols < COLS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _clear_behind_groups(out_ptr, offs_ptr, M, COLS: tl.constexpr, E: tl.constexpr, BN: tl.constexpr):
+    _clear_rest(out_ptr, tl.minimum(tl.maximum(tl.load(offs_ptr + E - 1), 0), M), M, COLS, BN)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -8,13 +8,19 @@ import triton.language as tl
 
 
 @triton.jit
+def _experts_of(ids_ptr, at, pairs, E: tl.constexpr):
+    """Return the expert of each pair as int32; -1 for an id outside [0, E), which int32 may not hold."""
+    ids = tl.load(ids_ptr + at, mask=at < pairs, other=-1)
+    return tl.where((ids >= 0) & (ids < E), ids, -1).to(tl.int32)
+
+
+@triton.jit
 def count_pairs(ids_ptr, counts_ptr, pairs, E: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Write counts (blocks, E): how many pairs of each block chose each expert."""
     block = tl.program_id(0)
     at = block * BLOCK + tl.arange(0, BLOCK)
-    chosen = tl.load(ids_ptr + at, mask=at < pairs, other=-1).to(tl.int32)
-    routed = (chosen >= 0) & (chosen < E)
-    found = tl.histogram(tl.where(routed, chosen, EXPERTS - 1), EXPERTS)  # EXPERTS is above E
+    chosen = _experts_of(ids_ptr, at, pairs, E)
+    found = tl.histogram(tl.where(chosen >= 0, chosen, EXPERTS - 1), EXPERTS)  # EXPERTS is above E
     experts = tl.arange(0, EXPERTS)
     tl.store(counts_ptr + block * E + experts, found, mask=experts < E)
 
@@ -44,8 +50,8 @@ def place_pairs(
         tl.store(offs_ptr + experts, ends, mask=experts < E)
     lanes = tl.arange(0, BLOCK)
     at = block * BLOCK + lanes
-    chosen = tl.load(ids_ptr + at, mask=at < pairs, other=-1).to(tl.int32)
-    routed = (chosen >= 0) & (chosen < E)
+    chosen = _experts_of(ids_ptr, at, pairs, E)
+    routed = chosen >= 0
     rank = tl.sum(((chosen[None, :] == chosen[:, None]) & (lanes[None, :] < lanes[:, None])).to(tl.int32), axis=1)
     before = tl.load(counts_ptr + block * E + chosen, mask=routed, other=0)
     place = before + rank + tl.gather(ends - totals, tl.where(routed, chosen, 0), axis=0)
