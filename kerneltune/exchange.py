@@ -1,4 +1,4 @@
-"""Cached configs in other formats: for `@triton.autotune`, a dispatch module without dependencies, JSON tables, vLLM's JSON.
+"""Write cached configs for `@triton.autotune`, as a dispatch module without dependencies or as JSON tables, and read them back.
 
 Everything that is generated goes through repr or JSON, and file names are slugs: no value of a cache becomes code or a path.
 Writes no cache and checks no config.
@@ -17,8 +17,6 @@ from kerneltune.files import read_text
 from kerneltune.spec import Op
 
 _TRITON = {"warps": "num_warps", "stages": "num_stages", "num_warps": "num_warps", "num_stages": "num_stages"}
-_VLLM = ("BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "GROUP_SIZE_M", "num_warps", "num_stages")
-_VLLM_AXES = ("E", "N")
 _CASE = ("variant", "case", "axes", "dtype", "quant", "options", "policy")
 _LARGEST = 4 << 20
 """Bytes of a file that is imported: Python's own parser takes some hundred times as much memory."""
@@ -105,38 +103,15 @@ def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) ->
     return {name: json.dumps(table, indent=1, ensure_ascii=False) + "\n" for name, table in files.items()}
 
 
-def to_vllm(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
-    """Return files of vLLM's fused MoE: `E=8,N=1408,device_name=NVIDIA_H200.json`, configs by the number of tokens.
-
-    Raises:
-        ValueError: the knobs or the axes are not those of vLLM's kernel.
-    """
-    knobs = sorted({name for entry in entries for name in entry.config})
-    if not set(knobs) <= set(_VLLM) or not {"M", *_VLLM_AXES} <= set(op.axes):
-        raise ValueError(
-            f"format: 'vllm': {op.name} has the knobs {', '.join(knobs)} and the axes {', '.join(op.axes)}: expected "
-            f"{', '.join(_VLLM)} and M, E, N of vLLM's fused MoE; --format json writes any operator"
-        )
-    files: dict[str, dict[str, Any]] = {}
-    for entry in sorted(entries, key=lambda e: dict(e.axes)["M"]):
-        axes = dict(entry.axes)
-        dtype = "" if entry.quant == "none" else f",dtype={entry.quant}"
-        name = f"E={axes['E']},N={axes['N']},device_name={device.upper()}{dtype}"
-        safe = ",".join(_IN_NAME.sub("_", part) for part in name.split(","))
-        files.setdefault(safe, {})[str(axes["M"])] = entry.config
-    return {f"{name}.json": json.dumps(table, indent=4) + "\n" for name, table in files.items()}
-
-
 WRITERS: Mapping[str, Callable[[Op, str, Sequence[CacheEntry], Names], dict[str, str]]] = {
     "triton": to_triton,
     "python": to_python,
     "json": to_json,
-    "vllm": to_vllm,
 }
 
 
 def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
-    """Return the entries of a file that `WRITERS` wrote, but for vLLM's, which name no case; nothing of it is run.
+    """Return the entries of a file that `WRITERS` wrote; run nothing of the file.
 
     device: the only GPU, as its folder is called, of which they may be; any if not given.
 

@@ -171,7 +171,7 @@ def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: 
     assert not (tmp_path / "configs").exists()
 
 
-@pytest.mark.parametrize("format_", sorted(exchange.WRITERS.keys() - {"vllm"}))
+@pytest.mark.parametrize("format_", sorted(exchange.WRITERS))
 def test_what_is_of_another_operator_or_gpu_is_refused(format_: str, tmp_path: Path) -> None:
     """Of an operator with the same axes and options, whose files look the same but for its name."""
     op, entry, root = OPS["rmsnorm_bwd"], ours("rmsnorm_bwd")[0], tmp_path / "configs"
@@ -211,22 +211,6 @@ def test_autotune_modules_give_configs_and_key_in_the_author_s_capitals(tmp_path
     scope: dict[str, Any] = {}
     exec(text, scope)
     assert "BLOCK_N" in scope["configs"](first.policy)[0].kwargs or "block" not in first.config
-
-
-def test_vllm_files_are_written_for_its_knobs_only() -> None:
-    with pytest.raises(ValueError, match=r"^format: 'vllm': rmsnorm_bwd has the knobs .*; --format json writes any operator$"):
-        exchange.to_vllm(OPS["rmsnorm_bwd"], "g", ours("rmsnorm_bwd")[:1], {})
-    op = replace(OPS["rmsnorm_bwd"], name="fused_moe", axes=("M", "E", "N"))
-    knobs = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 4}
-    entries = [
-        replace(
-            ours("rmsnorm_bwd")[0], axes=(("M", m), ("E", 8), ("N", 1408)), quant="fp8_w8a8", config={**knobs, "num_warps": m}
-        )
-        for m in (4, 8)
-    ]
-    ((name, text),) = exchange.to_vllm(op, "nvidia_h200", entries, {}).items()
-    assert name == "E=8,N=1408,device_name=NVIDIA_H200,dtype=fp8_w8a8.json"
-    assert json.loads(text) == {str(m): {**knobs, "num_warps": m} for m in (4, 8)}
 
 
 NASTY = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30) | st.sampled_from(
@@ -284,7 +268,7 @@ def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
 
 def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     assert run("export", "rmsnorm_bwd", tmp_path, "--format", "yaml").stderr == (
-        "error: format: 'yaml': expected one of triton, python, json, vllm\n"
+        "error: format: 'yaml': expected one of triton, python, json\n"
     )
     assert run("export", "rmsnorm_bwd", tmp_path, "--variant", "odd").stderr.endswith(": variant: 'odd': no entry\n")
 

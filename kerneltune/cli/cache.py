@@ -161,7 +161,7 @@ def from_misses(
 def export_(
     op: o.OpName,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
-    format_: Annotated[str, o.pick("--format", ("triton", "python", "json", "vllm"), "What to write.")] = "python",
+    format_: Annotated[str, o.pick("--format", ("triton", "python", "json"), "What to write.")] = "python",
     gpu: o.Gpu = None,
     variant: o.Whose = "optimized",
     configs: o.Configs = None,
@@ -169,7 +169,7 @@ def export_(
     """Write cached configs for other programs.
 
     triton: a module whose configs() and KEY are arguments of @triton.autotune. python: a module without dependencies that finds
-    the best config of a case. json: tables by size. vllm: files of vLLM's fused MoE, where the knobs are its own.
+    the best config of a case. json: tables by size.
     """
     from kerneltune import exchange
     from kerneltune.cache import load_strict
