@@ -1,10 +1,12 @@
-"""Host time of one launch: triton.autotune on a hit, served, captured; the kernel's own launch is stubbed. Needs no GPU.
+"""Measure the host's time of a launch: by triton.autotune on a hit, served, captured; the kernel's own launch is stubbed.
 
-`python host_cost.py [TENSORS [WHOLE_NUMBERS]]`, 10 and 20 if not given, prints microseconds beyond a bare launch.
+`python host_cost.py [TENSORS [WHOLE_NUMBERS [CONFIGS]]]`, 10, 20 and 48 if not given, needs no GPU. It prints microseconds beyond
+a bare launch: of a launch that was seen before, and of a launch whose whole number was never seen. The number is no part of the
+author's key. It either has no part in the choice, or it decides between 16 rows of the table.
 """
 
 import importlib
-import json
+import itertools
 import os
 import sys
 import tempfile
@@ -20,37 +22,38 @@ import triton
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.table import MANIFEST, Group, ServingRow, ServingTable, TableKernel, digest_of, path_of, text_of
+from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, write_table
+
+ROWS = 16
 
 
-def made_kernel(folder: Path, tensors: int, numbers: int) -> Any:
-    """Return an autotuned kernel with so many arguments, whose launch does nothing."""
+def made_kernel(folder: Path, tensors: int, numbers: int, configs: int) -> Any:
+    """Return an autotuned kernel with so many arguments and configs, whose launch does nothing."""
     names = [*(f"p{n}" for n in range(tensors)), *(f"n{n}" for n in range(numbers))]
     head = f"def stub({', '.join(names)}, BLOCK: tl.constexpr):"
     source = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\n{head}\n    pass\n"
     (folder / "stub_of_many.py").write_text(source)
     sys.path.insert(0, str(folder))
-    configs = [triton.Config({"BLOCK": block}, num_warps=warps) for block in (64, 128) for warps in (4, 8)]
-    decorate = triton.autotune(configs, ["n0", "n1"], do_bench=lambda call, quantiles: [1.0, 1.0, 1.0])
+    listed = [triton.Config({"BLOCK": 16 * (n + 1)}, num_warps=4) for n in range(configs)]
+    decorate = triton.autotune(listed, ["n0", "n1"], do_bench=lambda call, quantiles: [1.0, 1.0, 1.0])
     kernel = decorate(importlib.import_module("stub_of_many").stub)
     kernel.fn.run = lambda *args, **kwargs: None
     return kernel
 
 
-def table_of(folder: Path) -> None:
-    """Write the table that serves the captured launch with the author's last config."""
+def write_rows(folder: Path, rows: int) -> None:
+    """Write the table that serves the captured launch: with so many rows, between which the last whole number decides."""
     launch = read_capture(folder).classes[0]
-    configs = tuple(one.config for one in launch.candidates if one.is_author)[::-1]
-    group = Group(launch.key, launch.dtypes, (), (ServingRow(launch.sizes, configs, {}),))
-    name = launch.kernel
-    kernel = TableKernel(
-        name.module, name.name, launch.source, launch.bytecode, launch.configs, "", launch.keys, (group,), configs[:1]
+    configs = [one.config for one in launch.candidates if one.is_author]
+    name = list(launch.sizes)[-1]
+    served = tuple(
+        ServingRow({**launch.sizes, name: 2**n}, (configs[-1 - n % len(configs)], *configs[:3]), {}) for n in range(rows)
     )
-    text = text_of(ServingTable(launch.device, {}, (kernel,)))
-    path = path_of(folder, launch.device)
-    path.parent.mkdir()
-    path.write_text(text)
-    (path.parent / MANIFEST).write_text(json.dumps({"tables": {path.name: digest_of(text)}}))
+    group = Group(launch.key, launch.dtypes, (name,) if rows > 1 else (), served)
+    of, digests = launch.kernel, (launch.source, launch.bytecode, launch.configs)
+    write_table(
+        folder, ServingTable(launch.device, {}, (TableKernel(of.module, of.name, *digests, "", launch.keys, (group,), ()),))
+    )
 
 
 def cost_us(launch: Callable[[], Any], times: int = 1000) -> float:
@@ -64,34 +67,49 @@ def cost_us(launch: Callable[[], Any], times: int = 1000) -> float:
     return min(series)
 
 
-def main(tensors: int = 10, numbers: int = 20) -> None:
-    """Measure and print."""
+def costs(tensors: int, numbers: int, configs: int) -> dict[str, float]:
+    """Return microseconds beyond a bare launch by way of launching, each the least of five."""
     folder = Path(tempfile.mkdtemp())
-    kernel = made_kernel(folder, tensors, numbers)
+    kernel = made_kernel(folder, tensors, numbers, configs)
     args = [*(torch.empty(4, 8, 16) for _ in range(tensors)), *range(numbers)]
+    new = itertools.count(1000)
 
     def launch() -> Any:
         return kernel[lambda meta: (1,)](*args)
 
+    def launch_new() -> Any:
+        return kernel[lambda meta: (1,)](*args[:-1], next(new))
+
     startup.capture(folder)
     launch()
     startup.uninstall()
-    table_of(folder)
-    best = {"bare": 1e9, "triton.autotune": 1e9, "served": 1e9, "captured": 1e9}
+    best: dict[str, float] = {}
+
+    def measure(name: str, one: Callable[[], Any]) -> None:
+        best[name] = min(best.get(name, 1e9), cost_us(one))
+
     for _ in range(5):  # in turn, because other programs make the host slower at times
-        bare = cost_us(lambda: kernel.fn.run(*args, grid=(1,), warmup=False, BLOCK=64, num_warps=4, num_ctas=1, num_stages=3))
-        best["bare"] = min(best["bare"], bare)
-        best["triton.autotune"] = min(best["triton.autotune"], cost_us(launch))
+        measure("bare", lambda: kernel.fn.run(*args, grid=(1,), warmup=False, BLOCK=64, num_warps=4, num_ctas=1, num_stages=3))
+        measure("triton.autotune", launch)
         startup.capture(folder)
-        best["captured"] = min(best["captured"], cost_us(launch))
+        measure("captured", launch)
         startup.uninstall()
-        startup.install(folder, miss="error")
-        best["served"] = min(best["served"], cost_us(launch))
-        assert startup.server().counts.hits == 1
-        startup.uninstall()
-    beyond = {name: best[name] - best["bare"] for name in ("triton.autotune", "served", "captured")}
-    shown = ", ".join(f"{name} {value:.1f}" for name, value in beyond.items())
-    print(f"{tensors + numbers} arguments, µs beyond a bare launch: {shown}; {beyond['served'] / beyond['triton.autotune']:.2f}")
+        for rows, kind in ((1, "served"), (ROWS, "served by size")):
+            write_rows(folder, rows)
+            startup.install(folder, miss="error")
+            measure(kind, launch)
+            measure(f"{kind}, a new number", launch_new)
+            assert startup.server().counts.misses == 0
+            startup.uninstall()
+    bare = best.pop("bare")
+    return {name: value - bare for name, value in best.items()}
+
+
+def main(tensors: int = 10, numbers: int = 20, configs: int = 48) -> None:
+    """Measure and print."""
+    print(f"{tensors + numbers} arguments, {configs} configs, µs beyond a bare launch:")
+    for name, value in costs(tensors, numbers, configs).items():
+        print(f"  {name:30} {value:6.1f}")
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cache
+from operator import attrgetter
+from typing import Any, Generic, Literal, TypeVar
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -97,7 +99,7 @@ _KEYED = frozenset((int, bool, str, type(None)))
 def launch_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what tells launches of one kernel apart in this process: scalars, element types and shapes.
 
-    A float stands for its type, because scales and step sizes change with every launch. The hot path of serving.
+    A float stands for its type, because scales and step sizes change with every launch.
     """
     try:
         key = [v if (k := type(v)) in _KEYED else float if k is float else (v.dtype, v.shape) for v in args]
@@ -123,6 +125,72 @@ def _keyed(value: Any) -> Any:
         return _other_key(value)
 
 
+V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class KeyPlan(Generic[V]):
+    """How a key is made of launches whose arguments have the same names and types, and what was found by key.
+
+    Attributes:
+        plain: places of the arguments that are part of the key themselves.
+        read: places of the other arguments that have a part in the key, with the function that reads it.
+        places: of all arguments by name.
+        found: what was found by key.
+    """
+
+    plain: tuple[int, ...]
+    read: tuple[tuple[int, Callable[[Any], Any]], ...]
+    places: dict[str, int]
+    found: dict[tuple[Any, ...], V] = field(default_factory=dict)
+
+    def key(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the key of a launch. The hot path of serving."""
+        return (*[values[place] for place in self.plain], *[read(values[place]) for place, read in self.read])
+
+    def size(self, values: Sequence[Any], name: str) -> int | None:
+        """Return a size of a launch by its name, `N` or `x.0`; None where the launch has no such size."""
+        argument, _, axis = name.partition(".")
+        place = self.places.get(argument)
+        if place is None:
+            return None
+        value = values[place]
+        if not axis:
+            return value if type(value) is int else None
+        shape = getattr(value.base if is_descriptor(value) else value, "shape", ())
+        return int(shape[int(axis)]) if int(axis) < len(shape) else None
+
+
+_read_dtype, _read_shape, _read_base_dtype = attrgetter("dtype"), attrgetter("shape"), attrgetter("base.dtype")
+
+
+def plan_key(names: Sequence[str], values: Sequence[Any], deciding: Collection[str], is_whole: bool) -> KeyPlan[Any]:
+    """Return how keys are made of launches with arguments of these names and types.
+
+    Element types are part of every key.
+
+    Args:
+        names, values: of the arguments of one such launch, and of its grid.
+        deciding: names of the arguments whose values or shapes are part of the key.
+        is_whole: whether all values and shapes are part of it, but for floats: scales and step sizes change with every launch.
+    """
+    plain: list[int] = []
+    read: list[tuple[int, Callable[[Any], Any]]] = []
+    for place, (name, value) in enumerate(zip(names, values, strict=True)):
+        if name in NO_ARGUMENT:
+            continue
+        is_deciding = name in deciding or (is_whole and type(value) is not float)
+        if is_descriptor(value):
+            read.append((place, _other_key if is_deciding else _read_base_dtype))
+        elif is_tensor(value):
+            read += [(place, _read_dtype), *([(place, _read_shape)] if is_deciding else ())]
+        elif is_deciding and type(value) in PLAIN:
+            plain.append(place)
+        elif is_deciding:
+            read.append((place, _other_key))
+    return KeyPlan(tuple(plain), tuple(read), {name: place for place, name in enumerate(names)})
+
+
 def layout_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return `launch_key` with the strides and alignment of every tensor, which a capture tells apart as well."""
     layouts = [
@@ -142,6 +210,12 @@ def _other_key(value: Any) -> Any:
         return str(encode(value))
     except NotRecordableError:
         return id(value)
+
+
+@cache
+def dtype_name(dtype: Any) -> str:
+    """Return the name of an element type, without its module."""
+    return str(dtype).removeprefix("torch.")
 
 
 def is_tensor(value: Any) -> bool:

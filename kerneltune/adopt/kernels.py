@@ -13,14 +13,14 @@ import inspect
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
 
-from kerneltune.adopt.arguments import NO_ARGUMENT, NotRecordableError, decode, encode, is_descriptor, is_tensor
+from kerneltune.adopt.arguments import NO_ARGUMENT, NotRecordableError, decode, dtype_name, encode, is_descriptor, is_tensor
 from kerneltune.identity import code_digest
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
@@ -202,19 +202,30 @@ def require_values(configs: Iterable[Mapping[str, Any]]) -> None:
             raise ValueError(f"config: kwargs: {kwargs!r}: expected values by name")
 
 
-def live_config(configs: Sequence[Any], stored: Mapping[str, Any], make: Any) -> Any | None:
+def config_index(configs: Sequence[Any]) -> dict[str, Any]:
+    """Return the configs of a list by their `stored_key`, for `live_config`."""
+    found: dict[str, Any] = {}
+    for place, config in enumerate(configs):
+        try:
+            found.setdefault(stored_key(encode_config(config)), config)
+        except NotRecordableError:
+            found[f"configs[{place}]"] = config
+    return found
+
+
+def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) -> Any | None:
     """Return the autotuner's own config object of these values, so that its pre_hook survives.
 
     A config that is not in the list is made, with the pre_hook that all configs of the list share; None where they share none.
+
+    Args:
+        index: `config_index` of the autotuner's list.
+        stored: the config as JSON.
+        make: the class triton.Config.
     """
-    wanted = stored_key(stored)
-    for config in configs:
-        try:
-            if stored_key(encode_config(config)) == wanted:
-                return config
-        except NotRecordableError:
-            continue
-    hooks = {getattr(config, "pre_hook", None) for config in configs}
+    if (found := index.get(stored_key(stored))) is not None:
+        return found
+    hooks = {getattr(config, "pre_hook", None) for config in index.values()}
     return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
 
 
@@ -362,18 +373,33 @@ class Call:
                     key.append(f"{getattr(value, 'dtype', type(value).__name__)}{list(getattr(value, 'shape', ()))}")
         return key
 
-    def outline(self) -> tuple[dict[str, int], list[str]]:
-        """Return the sizes and element types of the launch, as a `LaunchClass` has them, without looking at its memory."""
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Return the values that `run` is given, by position and by name; the grid among them."""
+        return (*self.args, *self.kwargs.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of `values`."""
+        return (*self.autotuner.arg_names[: len(self.args)], *self.kwargs)
+
+    def dtypes(self) -> list[str]:
+        """Return the names of the tensors' element types, as a `LaunchClass` has them."""
+        below = (value.base if is_descriptor(value) else value for value in self.named.values())
+        return [dtype_name(tensor.dtype) for tensor in below if is_tensor(tensor)]
+
+    def sizes(self, names: Collection[str] | None = None) -> dict[str, int]:
+        """Return the sizes of the launch by name, as a `LaunchClass` has them; names: only these sizes."""
         sizes: dict[str, int] = {}
-        dtypes = []
+        wanted = None if names is None else {name.partition(".")[0] for name in names}
         for name, value in self.named.items():
-            tensor = value.base if is_descriptor(value) else value
-            if is_tensor(tensor):
-                sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(tensor.shape)}
-                dtypes.append(str(tensor.dtype).removeprefix("torch."))
-            elif type(value) is int:
-                sizes[name] = value
-        return sizes, dtypes
+            if wanted is None or name in wanted:
+                tensor = value.base if is_descriptor(value) else value
+                if is_tensor(tensor):
+                    sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(tensor.shape)}
+                elif type(value) is int:
+                    sizes[name] = value
+        return sizes
 
 
 MOST = 64

@@ -23,6 +23,7 @@ from kerneltune.adopt.kernels import (
     attribute,
     autotuner_of,
     bytecode_digest,
+    config_index,
     configs_digest,
     live_config,
     read_globals,
@@ -177,7 +178,7 @@ class Launch:
         captured = self.launch
         autotuner = live_kernel(captured)
         grid = grid_of(captured, stored)
-        config = live_config(autotuner.configs, stored, triton.Config)
+        config = live_config(config_index(autotuner.configs), stored, triton.Config)
         if config is None or grid is None:
             raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {dict(stored)}")
         args = [self.named[a.name] for a in captured.arguments if a.is_positional]

@@ -1,6 +1,7 @@
-"""Serving: `Autotuner.run` launches the config of the table, and never times anything.
+"""Serve: `Autotuner.run` launches the config of the table, and never times anything.
 
-What a launch costs here is a tuple of its arguments' metadata and one look-up.
+A launch costs the host a key and a look-up. The key holds what the choice depends on: the values of the author's key, the
+element types, and the sizes that decide between rows of the table. All other arguments may change from launch to launch.
 """
 
 import logging
@@ -12,10 +13,12 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import program
-from kerneltune.adopt.arguments import launch_key
+from kerneltune.adopt.arguments import KeyPlan, plan_key
+from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import (
     Call,
     bytecode_digest,
+    config_index,
     config_label,
     configs_digest,
     encode_config,
@@ -23,7 +26,7 @@ from kerneltune.adopt.kernels import (
     live_config,
     source_digest,
 )
-from kerneltune.adopt.table import ServingRow, ServingTable, TableKernel, read_table
+from kerneltune.adopt.table import Group, RowFinder, ServingRow, ServingTable, TableKernel, read_table
 
 if TYPE_CHECKING:
     from kerneltune.adopt.ahead import Preparation
@@ -34,47 +37,79 @@ log = logging.getLogger("kerneltune.adopt")
 _MOST_REMEMBERED, _MOST_LISTS = 4096, 64
 
 
+SERVED, MISSED = "served", "missed"
+"""Kinds of counted launches: with a config of the table, or with a config of the miss policy."""
+
+
+def counted_name(kernel: str, kind: str) -> str:
+    """Return the name under which a kernel's launches are counted."""
+    return f"{kind} {kernel}"
+
+
 @dataclass(slots=True)
 class Served:
-    """What launches of one kind run with.
+    """The config that launches of one key run with.
 
     Attributes:
         config: the live config object.
         options: its values as keyword arguments.
         hook: its pre_hook.
         others: configs that a launch falls back to.
+        counter: place of the count of these launches.
     """
 
     config: Any
     options: dict[str, Any]
     hook: Callable[[dict[str, Any]], Any] | None
     others: list[Any]
+    counter: int
 
 
 @dataclass(slots=True)
 class ServingState:
-    """What is known of one autotuner.
+    """The configs that serving knows for one autotuner with one list of configs.
 
     Attributes:
-        kernel: of the table; None where the table has none for it.
+        kernel: the table's kernel; None where the table has none for this autotuner.
         configs: the author's list.
-        shown: the list that the autotuner shows: the author's, or its portfolio. Another one was assigned by the program.
-        memo: launch key -> what is served.
-        lists: the same for lists that the program assigned later, by the configs and by their identities.
-        choices: of the author's autotuner from such a list; its own cache has one choice for a key, whatever the list.
+        shown: the list that the autotuner shows: the author's, or its portfolio. Any other list was assigned by the program.
+        counters: places of the counts of launches: served, missed.
+        groups: the table's groups by author's key and element types.
+        index: configs by their values.
+        plans: how to make a key and what is served by key, by the names and types of a launch's arguments.
+        finders: the same for keys without sizes: what finds the row of a key, None where the table has no row.
+        rows: the configs of the table's rows, by identity of the row.
+        lists: states for lists that the program assigned later, by the configs and by their identities.
+        choices: the author's choices from such a list; the autotuner's own cache has one choice for a key, whatever the list.
     """
 
     kernel: TableKernel | None
     configs: list[Any]
     shown: list[Any]
-    memo: dict[tuple[Any, ...], Served] = field(default_factory=dict)
+    counters: tuple[int, int]
+    groups: dict[str, Group] = field(default_factory=dict)
+    plans: dict[tuple[Any, ...], KeyPlan[Served]] = field(default_factory=dict)
+    finders: dict[tuple[Any, ...], KeyPlan[RowFinder | None]] = field(default_factory=dict)
+    rows: dict[int, Served] = field(default_factory=dict)
     lists: "dict[tuple[Any, ...], ServingState]" = field(default_factory=dict)
     choices: dict[Any, Any] | None = None
+    index: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Index the configs and the groups."""
+        self.index = config_index(self.configs)
+        for group in self.kernel.groups if self.kernel is not None else ():
+            self.groups.setdefault(repr((group.key, list(group.dtypes))), group)
+
+    @property
+    def deciding(self) -> set[str]:
+        """Return the arguments whose values or shapes decide between rows of the table."""
+        return {name.partition(".")[0] for group in self.groups.values() for name in group.split}
 
 
 @dataclass(slots=True)
 class Counts:
-    """What serving has done in this process: kinds of launches by what became of them, and author's tunings."""
+    """Numbers of keys that were found in the table, of keys that were not, and of runs of the author's tuning."""
 
     hits: int = 0
     misses: int = 0
@@ -93,14 +128,23 @@ class Server:
         missing: "Recorder | None" = None,
         portfolio: int = 1,
         preparing: "Preparation | None" = None,
+        counters: Counters | None = None,
     ) -> None:
-        """make_config: the class triton.Config; manifest: SHA-256 that the table must have; portfolio: configs for torch.compile.
+        """Serve the table of a folder.
 
-        miss: one of `startup.POLICIES`; missing: records launches that the table does not have; preparing: begun when a table is
-        read, waited for at the first launch of each kind.
+        Args:
+            root: the tuned folder.
+            make_config: the class triton.Config.
+            miss: one of `startup.POLICIES`.
+            manifest: SHA-256 that the table must have, or its beginning.
+            missing: records launches that the table does not have.
+            portfolio: number of configs that torch.compile sees.
+            preparing: begun when a table is read, waited for at the first launch of each key.
+            counters: counts of launches by kernel.
         """
         self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
         self.counts, self._preparing = Counts(), preparing
+        self.counters = counters or Counters(None)
         self._make_config = make_config
         self._lock = RLock()
         self._table: ServingTable | None = None
@@ -154,6 +198,7 @@ class Server:
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
+        count = self.counters.add
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -162,12 +207,15 @@ class Server:
                 state = self.attach(autotuner)
             if autotuner.configs is not state.shown:
                 state = self._relisted(autotuner, state)
-            served = state.memo.get(key := launch_key(args, kwargs))
+            values = (*args, *kwargs.values())
+            plan = state.plans.get((*kwargs, *map(type, values)))
+            served = None if plan is None else plan.found.get(plan.key(values))
             if served is None:
-                found = self._resolve(original, Call(autotuner, args, kwargs), state, key)
-                if not isinstance(found, Served):
-                    return found[0]
-                served = found
+                result = self._resolve(original, Call(autotuner, args, kwargs), state)
+                if not isinstance(result, Served):
+                    return result[0]
+                served = result
+            count(served.counter)
             while True:
                 if served.hook is not None:
                     served.hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **served.options})
@@ -186,16 +234,34 @@ class Server:
         with self._lock:
             state: ServingState | None = autotuner.__dict__.get("kerneltune_state")
             if state is None:
-                kernel = self._kernel_of(autotuner, is_early)
-                state = ServingState(kernel, autotuner.configs, autotuner.configs)
+                kernel = self._kernel_or_none(autotuner, is_early)
+                state = ServingState(kernel, autotuner.configs, autotuner.configs, self._counters_of(autotuner))
                 if kernel is not None and kernel.portfolio and self.portfolio:
                     state.shown = self._live(state, kernel.portfolio[: self.portfolio]) or autotuner.configs
                     autotuner.configs = state.shown
                 autotuner.kerneltune_state = state
             return state
 
+    def _kernel_or_none(self, autotuner: Any, is_early: bool) -> TableKernel | None:
+        """Return the table's kernel of an autotuner; None, after one line, where looking for it fails.
+
+        Raises:
+            Exception: the look-up failed, and the program asked for this table alone: by a manifest or the policy `error`.
+        """
+        try:
+            return self._kernel_of(autotuner, is_early)
+        except Exception as error:
+            if self.manifest or self.miss == "error":
+                raise
+            self._say(f"{kernel_name(autotuner).text}: not served: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+            return None
+
+    def _counters_of(self, autotuner: Any) -> tuple[int, int]:
+        name = kernel_name(autotuner).text
+        return self.counters.slot(counted_name(name, SERVED)), self.counters.slot(counted_name(name, MISSED))
+
     def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
-        """Return what is known of an autotuner with the list of configs that the program has assigned to it."""
+        """Return the state of an autotuner with the list of configs that the program has assigned to it."""
         with self._lock:
             configs = autotuner.configs
             key = tuple(map(id, configs))
@@ -206,14 +272,14 @@ class Server:
             if state is None:
                 if len(first.lists) >= 2 * _MOST_LISTS:
                     first.lists.clear()
-                state = ServingState(self._kernel_of(autotuner, False), configs, configs, choices={})
+                state = ServingState(self._kernel_of(autotuner, False), configs, configs, first.counters, choices={})
                 first.lists[equal] = first.lists[key] = state
             return state
 
     def made(self, autotuner: Any) -> None:
         """Give an autotuner its portfolio before anything traces it."""
         name = kernel_name(autotuner)
-        with suppress(ValueError):  # raised again where the program launches the kernel
+        with suppress(Exception):  # raised again where the program launches the kernel
             if self.table(is_early=True) is not None and _table_name(name.module, name.name) in self._by_name:
                 self.attach(autotuner, is_early=True)
 
@@ -237,57 +303,82 @@ class Server:
         return kernel
 
     def _live(self, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the live config objects of stored ones, without those that cannot be made here.
+        """Return the live config objects of stored configs, without the configs that cannot be made here.
 
-        Of a list that was not tuned, as programs assign one for each size, a value that no config of it has may be wrong here.
+        Of a list that was not tuned, as programs assign for each size, a value that no config of it has may be wrong here.
         """
-        found = [live_config(state.configs, config, self._make_config) for config in stored]
+        found = [live_config(state.index, config, self._make_config) for config in stored]
         is_tuned = state.kernel is not None and state.kernel.configs == configs_digest(state.configs)
         return [config for config in found if config is not None and (is_tuned or _has_values_of(config, state.configs))]
 
-    def _resolve(
-        self, original: Callable[..., Any], call: Call, state: ServingState, key: tuple[Any, ...]
-    ) -> "Served | tuple[Any]":
-        """Return what launches of this key run with, or the result of the launch where the author's autotuner made it."""
+    def _resolve(self, original: Callable[..., Any], call: Call, state: ServingState) -> "Served | tuple[Any]":
+        """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
         if self._preparing is not None:
             self._preparing.wait()
-        sizes, dtypes = call.outline()
-        row = None if state.kernel is None else state.kernel.row(call.author_key(), sizes, dtypes)
-        if configs := self._allowed(call, state, row):
+        values = call.values
+        kind = (*call.kwargs, *map(type, values))
+        plan = state.plans.get(kind) or self._plan(call, state, kind)
+        key = plan.key(values)
+        row = _row(call, state, kind, values) if state.groups else None
+        if row is not None and (served := self._allowed(call, state, row)) is not None:
             self.counts.hits += 1
-            return self._remember(state, key, configs)
-        if _launches_nothing(call, state.configs[0]):
-            return self._remember(state, key, state.configs[:1])
+            return _remember(plan, key, served)
+        if _launches_nothing(call, state.configs[0]):  # a later launch of this key may launch something
+            return _served(state.configs[:1], state.counters[1])
         self.counts.misses += 1
         self._record_miss(call, state)
         policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
         if policy == "error":
-            raise LookupError(f"{call.name.text}: no config for {sizes} {dtypes} on {program.device_slug()}")
+            raise LookupError(f"{call.name.text}: no config for {call.sizes()} {call.dtypes()} on {program.device_slug()}")
         if policy == "author":
-            return self._by_author(original, call, state, key)
-        return self._remember(state, key, self._guess(policy, call, state))
+            return self._by_author(original, call, state, plan, key)
+        return _remember(plan, key, _served(self._guess(policy, call, state), state.counters[1]))
 
-    def _allowed(self, call: Call, state: ServingState, row: ServingRow | None) -> list[Any]:
+    def _plan(self, call: Call, state: ServingState, kind: tuple[Any, ...]) -> KeyPlan[Served]:
+        """Decide how keys are made of launches whose arguments have these names and types.
+
+        The author's pruning and the policy `nearest` may depend on every argument.
+        """
+        tuner = call.autotuner
+        is_whole = bool(tuner.early_config_prune or tuner.perf_model or self.miss == "nearest")
+        if len(state.plans) >= _MOST_REMEMBERED:
+            state.plans.clear()
+        state.finders[kind] = plan_key(call.names, call.values, set(tuner.keys), False)
+        plan = state.plans[kind] = plan_key(call.names, call.values, {*tuner.keys, *state.deciding}, is_whole)
+        return plan
+
+    def _allowed(self, call: Call, state: ServingState, row: ServingRow) -> Served | None:
         """Return the configs of a row that the author's pruning allows for a launch, whatever a performance model says."""
-        configs = [] if row is None else self._live(state, row.configs)
-        if not call.autotuner.early_config_prune or not configs:
-            return configs
+        served = state.rows.get(id(row))
+        if served is None:
+            if not (configs := self._live(state, row.configs)):
+                return None
+            served = state.rows[id(row)] = _served(configs, state.counters[0])
+        if not call.autotuner.early_config_prune:
+            return served
+        configs = [served.config, *served.others]
         left = call.pruned(list(dict.fromkeys([*state.configs, *configs])), by_model=False)
-        return [config for config in configs if config in left]
+        allowed = [config for config in configs if config in left]
+        return _served(allowed, state.counters[0]) if allowed else None
 
     def _guess(self, policy: str, call: Call, state: ServingState) -> list[Any]:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
         by_author = call.pruned(state.configs)
-        nearest = state.kernel.nearest(*call.outline()) if policy == "nearest" and state.kernel is not None else None
-        near = self._allowed(call, state, nearest)
+        nearest = state.kernel.nearest(call.sizes(), call.dtypes()) if policy == "nearest" and state.kernel is not None else None
+        near = None if nearest is None else self._allowed(call, state, nearest)
         used = (
-            f"the config of the nearest captured launch, {config_label(encode_config(near[0]))}" if near else "the author's first"
+            f"the config of the nearest captured launch, {config_label(encode_config(near.config))}"
+            if near
+            else "the author's first"
         )
         self._say(f"{call.name.text}: a launch that was not tuned: served with {used}")
-        return [*near, *by_author]
+        return [*([near.config, *near.others] if near else ()), *by_author]
 
-    def _by_author(self, original: Callable[..., Any], call: Call, state: ServingState, key: tuple[Any, ...]) -> tuple[Any]:
+    def _by_author(
+        self, original: Callable[..., Any], call: Call, state: ServingState, plan: KeyPlan[Served], key: tuple[Any, ...]
+    ) -> tuple[Any]:
         """Have the author's autotuner launch, tuning if it must, and remember its choice."""
+        self.counters.add(state.counters[1])
         if len(state.configs) > 1:
             self._say(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
         alone = call.twin(state.configs)
@@ -299,15 +390,8 @@ class Server:
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
                 setattr(call.autotuner, name, alone.__dict__[name])
-        self._remember(state, key, [alone.best_config])
+        _remember(plan, key, _served([alone.best_config], state.counters[1]))
         return (result,)
-
-    def _remember(self, state: ServingState, key: tuple[Any, ...], configs: Sequence[Any]) -> Served:
-        config, *others = configs
-        if len(state.memo) >= _MOST_REMEMBERED:
-            state.memo.clear()
-        served = state.memo[key] = Served(config, config.all_kwargs(), config.pre_hook, others)
-        return served
 
     def _record_miss(self, call: Call, state: ServingState) -> None:
         """Record a launch that was not tuned, with the author's list rather than the portfolio."""
@@ -324,6 +408,33 @@ class Server:
         bad, good = (config_label(encode_config(one)) for one in (failed, config))
         self._say(f"{kernel_name(autotuner).text}: config {bad} fails here ({said}): falling back to {good}")
         served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
+
+
+def _row(call: Call, state: ServingState, kind: tuple[Any, ...], values: tuple[Any, ...]) -> ServingRow | None:
+    """Return the table's row of a launch; None where the table has none for its author's key and element types."""
+    plan = state.finders[kind]
+    key = plan.key(values)
+    try:
+        finder = plan.found[key]
+    except KeyError:
+        group = state.groups.get(repr((call.author_key(), call.dtypes())))
+        if len(plan.found) >= _MOST_REMEMBERED:
+            plan.found.clear()
+        finder = plan.found[key] = None if group is None else RowFinder(group)
+    return None if finder is None else finder.nearest([plan.size(values, name) for name in finder.names])
+
+
+def _served(configs: Sequence[Any], counter: int) -> Served:
+    config, *others = configs
+    return Served(config, config.all_kwargs(), config.pre_hook, others, counter)
+
+
+def _remember(plan: KeyPlan[Served], key: tuple[Any, ...], served: Served) -> Served:
+    """Serve a config to all launches of a key from now on."""
+    if len(plan.found) >= _MOST_REMEMBERED:
+        plan.found.clear()
+    plan.found[key] = served
+    return served
 
 
 def _launches_nothing(call: Call, config: Any) -> bool:

@@ -103,9 +103,12 @@ def own_gain(one: TunedClass, shared: Config, timing: Timing) -> float | None:
 
 
 def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
-    """Return the sizes that differ between classes."""
+    """Return the sizes that differ between classes; of sizes that are equal in every class one, an argument before a side."""
     names = {name for one in members for name in one.launch.sizes}
-    return tuple(sorted(name for name in names if len({one.launch.sizes.get(name) for one in members}) > 1))
+    by_sizes: dict[tuple[int | None, ...], str] = {}
+    for name in sorted(names, key=lambda one: ("." in one, one)):  # sides of tensors have a dot
+        by_sizes.setdefault(tuple(one.launch.sizes.get(name) for one in members), name)
+    return tuple(sorted(name for sizes, name in by_sizes.items() if len(set(sizes)) > 1))
 
 
 def _row(one: TunedClass, chosen: Config, most: int, gain: float | None = None) -> ServingRow:

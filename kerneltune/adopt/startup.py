@@ -84,7 +84,7 @@ ADOPT, MISS, MANIFEST, MISSES = (
     "KERNELTUNE_ADOPT_MANIFEST",
     "KERNELTUNE_ADOPT_MISSES",
 )
-PORTFOLIO = "KERNELTUNE_ADOPT_PORTFOLIO"
+PORTFOLIO, COUNTS = "KERNELTUNE_ADOPT_PORTFOLIO", "KERNELTUNE_ADOPT_COUNTS"
 POLICIES = ("author", "nearest", "default", "error")
 """Choices of the config that launches which were not tuned run with."""
 
@@ -106,6 +106,7 @@ def start_from_environment() -> None:
                 manifest=os.environ.get(MANIFEST, ""),
                 misses=os.environ.get(MISSES) or "",
                 portfolio=int(os.environ.get(PORTFOLIO) or 1),
+                counts=os.environ.get(COUNTS),
             )
     except Exception as error:  # wrong options, or a package that this environment lacks
         _say_not_started(error)
@@ -140,6 +141,7 @@ def install(
     manifest: str = "",
     misses: str | Path | None = "",
     portfolio: int = 1,
+    counts: str | Path | None = None,
 ) -> None:
     """Serve the tuned configs of a capture folder in this process from now on.
 
@@ -152,6 +154,7 @@ def install(
         manifest: SHA-256 of the table, or its beginning; another table is refused.
         misses: folder that untuned launches are recorded into, as a capture; `misses` in `folder` if empty, None for none.
         portfolio: configs that torch.compile may choose from; 1 chooses without timing anything.
+        counts: folder that each process writes its counts of launches into; None to count in memory.
 
     Raises:
         ValueError: the folder holds no table, or the policy is unknown.
@@ -163,11 +166,14 @@ def install(
         raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
 
     def begin(autotuning: ModuleType) -> None:
+        from kerneltune.adopt.counters import Counters
         from kerneltune.adopt.recorder import Recorder
         from kerneltune.adopt.serving import Server
 
         missing = None if misses is None else Recorder(Path(misses) if misses else root / "misses")
-        server = Server(root, autotuning.Config, miss, manifest, missing, portfolio, _prepared(root, autotuning))
+        counters = Counters(Path(counts) if counts else None)
+        prepared = _prepared(root, autotuning)
+        server = Server(root, autotuning.Config, miss, manifest, missing, portfolio, prepared, counters)
         _patch(autotuning, server.make_run, server.made)
         _installed["server"] = server
         for made in _autotuners(autotuning):

@@ -3,10 +3,12 @@
 Written by tuning. A manifest beside it holds its SHA-256, so that every rank serves the same table or none.
 """
 
+import bisect
 import hashlib
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,26 @@ class Group:
 
     def nearest(self, sizes: Mapping[str, int]) -> ServingRow:
         """Return the row whose deciding sizes are the nearest."""
-        return min(self.rows, key=lambda row: distance(row.sizes, sizes, self.split))
+        return RowFinder(self).nearest([sizes.get(name) for name in self.split])
+
+
+class RowFinder:
+    """Find the nearest row of a group in microseconds, as launches of new sizes need it."""
+
+    def __init__(self, group: Group) -> None:
+        self.names = group.split
+        rows = [([log2_of(row.sizes.get(name)) for name in group.split], row) for row in group.rows]
+        self._rows = sorted(rows, key=lambda row: row[0][:1])
+        self._first = [logs[0] for logs, _ in self._rows] if group.split else []
+
+    def nearest(self, sizes: Sequence[int | None]) -> ServingRow:
+        """Return the row whose deciding sizes are the nearest; sizes: in the order of `names`."""
+        wanted = [log2_of(size) for size in sizes]
+        rows = self._rows
+        if len(wanted) == 1:  # the usual case: only the neighbours of the size can be the nearest
+            place = bisect.bisect_left(self._first, wanted[0])
+            rows = rows[max(place - 1, 0) : place + 1]
+        return min(rows, key=lambda row: sum(map(abs, map(operator.sub, row[0], wanted))))[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +131,17 @@ class ServingTable:
     digest: str = ""
 
 
-def distance(stored: Mapping[str, int], wanted: Mapping[str, int], names: Collection[str] | None = None) -> float:
-    """Return the log2 distance between sizes, summed; a size that one of them lacks counts as far."""
-    total = 0.0
-    for name in stored.keys() | wanted.keys() if names is None else names:
-        a, b = stored.get(name), wanted.get(name)
-        if a != b:
-            total += abs(math.log2(a / b)) if a and b and a > 0 and b > 0 else 16.0
-    return total
+_FAR = -16.0
+
+
+def log2_of(size: int | None) -> float:
+    """Return the log2 of a size, by which sizes are compared; a size that is missing or below 1 is far from all others."""
+    return math.log2(size) if size is not None and size > 0 else _FAR
+
+
+def distance(stored: Mapping[str, int], wanted: Mapping[str, int]) -> float:
+    """Return the sum of the log2 distances between sizes of two launches."""
+    return sum(abs(log2_of(stored.get(name)) - log2_of(wanted.get(name))) for name in stored.keys() | wanted.keys())
 
 
 def path_of(root: Path, device: str) -> Path:

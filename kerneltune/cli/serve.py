@@ -1,5 +1,7 @@
 """`kerneltune serve`: run a program with the tuned configs of a capture."""
 
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -8,6 +10,10 @@ import typer
 from kerneltune.adopt import startup
 from kerneltune.cli import options as o
 from kerneltune.cli.capture import Program
+from kerneltune.cli.console import messages, note, show_table
+
+_SHOWN = 12
+"""Kernels that are shown."""
 
 
 def command(
@@ -27,8 +33,10 @@ def command(
     """Run a program with the tuned configs of a capture; nothing is timed at run time.
 
     Subprocesses are served as well. Launches that were not tuned are recorded in DIR/misses, a capture that `tune` takes. The
-    program's exit code is that of this command; its output is untouched.
+    program's exit code is that of this command. The program's output is untouched; the counts of launches by kernel go to
+    standard error at the end.
     """
+    from kerneltune.adopt.counters import SUFFIX, read_counts
     from kerneltune.adopt.launcher import run_program
 
     if not (configs / "served").is_dir():
@@ -36,4 +44,28 @@ def command(
     environment = {startup.ADOPT: str(configs.resolve()), startup.MISS: miss, startup.PORTFOLIO: str(portfolio)}
     if manifest:
         environment[startup.MANIFEST] = manifest
-    raise typer.Exit(run_program(program, environment))
+    with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
+        code = run_program(program, environment | {startup.COUNTS: folder})
+        counts = read_counts(Path(folder).glob(f"*{SUFFIX}"))
+    _show_counts(counts, configs / "misses")
+    raise typer.Exit(code)
+
+
+def _show_counts(counts: Mapping[str, int], misses: Path) -> None:
+    """Print how many launches were served and how many were not tuned, by kernel."""
+    from kerneltune.adopt.serving import MISSED, SERVED, counted_name
+
+    found = [
+        (kernel, counts.get(counted_name(kernel, SERVED), 0), counts.get(counted_name(kernel, MISSED), 0))
+        for kernel in {name.partition(" ")[2] for name in counts}
+    ]
+    rows = sorted((row for row in found if row[1] or row[2]), key=lambda row: (-row[2], -row[1], row[0]))
+    served, missed = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    if not rows:
+        note("no launch of an autotuned kernel was seen")
+        return
+    show_table(("kernel", "served", "not tuned"), [(row[0], str(row[1]), str(row[2])) for row in rows[:_SHOWN]], messages)
+    more = f" (the first {_SHOWN} of {len(rows)} kernels are shown)" if len(rows) > _SHOWN else ""
+    note(f"{served} launches served, {missed} not tuned{more}")
+    if missed and (misses / "classes").is_dir():
+        note(f"launches that were not tuned are recorded: kerneltune tune {misses}")

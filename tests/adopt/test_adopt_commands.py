@@ -4,11 +4,12 @@ import dataclasses
 import itertools
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from adopted import author_configs, captured, example, kernel_of, of_kernel, write_table
+from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, write_table
 from typer.testing import CliRunner, Result
 
 from kerneltune.adopt import startup
@@ -167,6 +168,26 @@ def test_serve_gives_the_program_its_options_and_takes_its_exit_code(tmp_path: P
     options = ("--miss", "nearest", "--portfolio", "2", "--manifest", "ab12")
     result = run("serve", "--configs", tmp_path, *options, "--", "sh", "-c", shown)
     assert (result.exit_code, capfd.readouterr().out) == (3, f"{tmp_path} nearest 2 ab12\n")
+
+
+def test_serve_tells_at_the_end_what_was_served(tmp_path: Path) -> None:
+    (launch, *_) = of_kernel(captured(tmp_path), "row_sum")
+    write_table(tmp_path, kernel_of([launch], author_configs(launch)))
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, torch, two_kernels as t\n"
+        "for columns in (96, 96, 64):\n    t.row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)\n"
+        "os._exit(5)\n"
+    )
+    code = "from kerneltune.cli import main; main()"
+    arguments = ("serve", "--configs", str(tmp_path), "--miss", "default", "--", sys.executable, str(program))
+    done = run_python(code, *arguments, TRITON_INTERPRET="1")
+    lines = [line.split() for line in done.stderr.splitlines()]
+    assert done.returncode == 5, done.stderr
+    assert ["two_kernels.row_sum", "2", "1"] in lines
+    assert "2 launches served, 1 not tuned" in done.stderr
+    assert f"kerneltune tune {tmp_path}/misses" in " ".join(done.stderr.split())
+    assert [one.sizes["N"] for one in read_capture(tmp_path / "misses").classes] == [64]
 
 
 @pytest.mark.parametrize(("program", "hint"), [("no-such-program", ""), ("a.py", ": did you mean -- python a.py?")])

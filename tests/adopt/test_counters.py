@@ -1,0 +1,66 @@
+"""Counts of launches: kept whatever ends a process, each process in a file of its own."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from adopted import ROOT
+
+from kerneltune.adopt.counters import SUFFIX, Counters, read_counts
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from kerneltune.adopt.counters import Counters
+counters = Counters(Path(sys.argv[1]))
+for name in ["a"] * 3 + ["b" * 300]:
+    counters.add(counters.slot(name))
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)"])
+def test_counts_outlive_a_process_that_ends_at_once(tmp_path: Path, end: str) -> None:
+    program = [sys.executable, "-c", PROGRAM.format(end=end), str(tmp_path)]
+    subprocess.run(program, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert read_counts(tmp_path.glob(f"*{SUFFIX}")) == {"a": 3, "b" * 248: 1}
+
+
+def test_a_forked_process_counts_into_a_file_of_its_own(tmp_path: Path) -> None:
+    counters = Counters(tmp_path)
+    slot = counters.slot("a")
+    counters.add(slot)
+    child = os.fork()
+    if child == 0:
+        counters.add(slot)
+        counters.add(slot)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert sorted(read_counts([path])["a"] for path in tmp_path.glob(f"*{SUFFIX}")) == [1, 2]
+    assert counters.by_name() == {"a": 1}
+
+
+def test_more_names_than_a_file_has_room_for_keep_their_counts(tmp_path: Path) -> None:
+    counters = Counters(tmp_path)
+    for number in range(600):
+        slot = counters.slot(f"kernel {number}")
+        for _ in range(number % 3):
+            counters.add(slot)
+    expected = {f"kernel {number}": number % 3 for number in range(600)}
+    assert counters.by_name() == expected
+    assert read_counts(tmp_path.glob(f"*{SUFFIX}")) == expected
+
+
+def test_counts_of_a_folder_that_cannot_be_made_are_kept_in_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    counters = Counters(tmp_path / "file" / "folder")
+    counters.add(counters.slot("a"))
+    assert counters.by_name() == {"a": 1}
+
+
+def test_a_damaged_file_of_counts_counts_nothing(tmp_path: Path) -> None:
+    (tmp_path / f"1{SUFFIX}").write_bytes(b"\1\2\3")
+    assert read_counts([tmp_path / f"1{SUFFIX}", tmp_path / "missing"]) == {}
