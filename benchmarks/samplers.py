@@ -18,8 +18,8 @@ import numpy as np
 import optuna
 
 from kerneltune.search import FiniteGPSampler, ListSampler
-from kerneltune.search.spaces import MeasuredSpace, find, read
 from kerneltune.search.study import Untried
+from kerneltune.search.trial_table import TrialBlock, whole_spaces
 from kerneltune.sweep import recorded_root
 
 EVALUATIONS = (10, 25, 50, 100)
@@ -61,30 +61,31 @@ def make_sampler(name: str, configs: Sequence[Mapping[str, Any]], seed: int) -> 
     return UntriedSampler(configs, optuna.samplers.QMCSampler(seed=seed), attempts=32)
 
 
-def gaps(space: MeasuredSpace, name: str, seed: int) -> list[float]:
+def gaps(space: TrialBlock, name: str, seed: int) -> list[float]:
     """Return the gap of the best time so far to the optimum after every evaluation of one search."""
-    rest = [knobs for knobs in space.trials if knobs != space.default]
+    rest = [knobs for _, knobs, _ in space.rows if knobs != space.default]
     random.Random(seed).shuffle(rest)
     sampler = make_sampler(name, [dict(knobs) for knobs in (space.default, *rest)], seed)
     study = optuna.create_study(sampler=sampler)
+    fastest = min(space.feasible.values())
     in_flight: deque[optuna.Trial] = deque()
-    best, found = float("inf"), []
-    for _ in range(min(EVALUATIONS[-1], len(space.trials))):
+    best, found, times = float("inf"), [], {knobs: trial.time_us for _, knobs, trial in space.rows}
+    for _ in range(min(EVALUATIONS[-1], len(times))):
         while len(in_flight) < IN_FLIGHT:
             in_flight.append(study.ask(dict(sampler.space)))
         trial = in_flight.popleft()
-        time_us = space.trials[tuple((knob, trial.params[knob]) for knob, _ in space.default)].time_us
+        time_us = times[tuple((knob, trial.params[knob]) for knob, _ in space.default)]
         state = optuna.trial.TrialState.FAIL if time_us is None else optuna.trial.TrialState.COMPLETE
         study.tell(trial, time_us, state=state)
         best = min(best, time_us or best)
-        found.append(best / min(space.feasible.values()) - 1.0)
+        found.append(best / fastest - 1.0)
     return found
 
 
 def main() -> None:
     """Print a table for every space."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("space", nargs="*", help="files, or parts of the names of shipped spaces; all if none")
+    parser.add_argument("space", nargs="*", help="parts of the names of spaces; all if none")
     parser.add_argument("--sampler", default="ours,random", help="names, separated by commas: ours, gp, tpe, qmc, random")
     parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()
@@ -93,9 +94,11 @@ def main() -> None:
         parser.error(f"sampler: {', '.join(sorted(unknown))}: expected ours, gp, tpe, qmc or random")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    for path in find(options.space, recorded_root(None)):
-        space = read(path)
-        print(f"{path.name}: {len(space.trials)} configs")
+    spaces = [space for space in whole_spaces(recorded_root(None)) if any(part in space.name for part in options.space or [""])]
+    if not spaces:
+        parser.error(f"space: no measured space in {recorded_root(None)} has one of these parts in its name: {options.space}")
+    for space in spaces:
+        print(f"{space.name}: {len(space.rows)} configs")
         for name in names:
             began = time.process_time()
             curves = np.array([gaps(space, name, seed) for seed in range(options.seeds)])

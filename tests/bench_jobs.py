@@ -50,7 +50,7 @@ class FakeBench:
 
     def prepare(self, task: Task) -> None:
         """Everything is found by name in the child."""
-        assert task.place == ("fake", "optimized", CASE, "cold")
+        assert task.key == ("fake", "optimized", CASE, "cold")
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
         """Return in the detail the how-manieth config of the child this is."""

@@ -6,8 +6,9 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from kerneltune.search.spaces import Knobs, MeasuredSpace
-from kerneltune.search.task import Evaluation
+from kerneltune.search.task import Evaluation, Knobs
+from kerneltune.search.trial_table import TrialBlock
+from kerneltune.spec import Case
 
 KNOBS: Mapping[str, tuple[Any, ...]] = {
     "rows": (1, 2, 4, 8),
@@ -19,7 +20,7 @@ KNOBS: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def space(seed: int, **changes: Any) -> MeasuredSpace:
+def space(seed: int, quant: str = "none", **changes: Any) -> TrialBlock:
     """Make the space of a memory-bound kernel.
 
     Too few warps do not hide the latency, too many elements per thread spill, a loop over tiles needs a pipeline, some values
@@ -47,10 +48,10 @@ def space(seed: int, **changes: Any) -> MeasuredSpace:
         cost *= math.prod(1 + quirks[pair] for pair in knobs) * (1 + pairs[config["warps"], config["ctas"]])
         time_us = 20.0 * cost * math.exp(rng.gauss(0, 0.012))
         trials[knobs] = Evaluation("ok", time_us, "", resources, 0, 1024)
-    head: dict[str, Any] = {
-        "op": "made_up", "variant": "optimized", "case": f"made-up-{seed}", "axes": (("M", 4096 << seed % 4), ("N", 4096)),
-        "dtype": "bfloat16", "quant": "none", "options": (), "policy": "cold", "device": "none", "driver": "none",
-        "torch": "none", "triton": "none", "source_hash": "none", "commit": "none", "date": "never", "command": "none",
-        "default": next(iter(trials)),
+    case = Case(f"made-up-{seed}", (("M", 4096 << seed % 4), ("N", 4096)), "bfloat16", quant)
+    about: dict[str, Any] = {
+        "op": "made_up", "variant": "optimized", "policy": "cold", "device": "none", "driver": "none", "torch": "none",
+        "triton": "none", "source_hash": "none", "commit": "none", "date": "never", "command": "none",
+        "default": next(iter(trials)), "rows": tuple((case, knobs, trial) for knobs, trial in trials.items()),
     }  # fmt: skip
-    return MeasuredSpace(**{**head, "trials": trials, **changes})
+    return TrialBlock(**{**about, **changes})

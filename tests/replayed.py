@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.spaces import MeasuredSpace
 from kerneltune.search.task import Evaluation
+from kerneltune.search.trial_table import TrialBlock
 from kerneltune.spec import Config
 from kerneltune.stats import Interval, median_interval
 
@@ -34,12 +34,12 @@ class KnownTrial:
         """Do nothing: no work is under way."""
 
 
-def replay(space: MeasuredSpace, sampler: str, seeds: int, evaluations: int = 200) -> NDArray[np.float64]:
+def replay(space: TrialBlock, sampler: str, seeds: int, evaluations: int = 200) -> NDArray[np.float64]:
     """Return the (seeds, evaluations) gaps of the best time so far to the optimum; infinite before the first time."""
     return np.array([search_once(space, sampler, evaluations, seed) for seed in range(seeds)])
 
 
-def search_once(space: MeasuredSpace, sampler: str, evaluations: int, seed: int) -> NDArray[np.float64]:
+def search_once(space: TrialBlock, sampler: str, evaluations: int, seed: int) -> NDArray[np.float64]:
     """Return the gap after each evaluation of one search."""
     make = make_dataclass("Knobs", [name for name, _ in space.default], frozen=True, slots=True)
     trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}

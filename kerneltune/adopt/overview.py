@@ -185,10 +185,11 @@ def _wrong_trials(root: Path) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted((root / "results" / "runs" / "trials").glob(f"*/*{STORES}")):
         try:
-            rows = history(path)
+            trials = history(path)
         except ValueError:
             continue
-        for row in rows:
-            if row["status"] == "wrong" and "launch" in row["options"]:
-                found.setdefault(row["options"]["launch"], []).append(f"{row['config']}: {row['detail']}")
+        for trial in trials:
+            launch = dict(trial.key.case.options).get("launch")
+            if trial.evaluation.status == "wrong" and launch is not None:
+                found.setdefault(str(launch), []).append(f"{dict(trial.knobs)}: {trial.evaluation.detail}")
     return found

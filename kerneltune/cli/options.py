@@ -296,7 +296,7 @@ def require_tunable(configs: Path | None, results: Path, exhaustive: bool = Fals
 
     here = device.current().slug
     kept = [configs_root(configs) / here, results / "runs" / "trials" / here, results / "runs" / "searches"]
-    for folder in [*kept, *([results / here / "spaces"] if exhaustive else [])]:
+    for folder in [*kept, *([results / here / "trials"] if exhaustive else [])]:
         require_writable(folder)
 
 

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.reporting.payload import Sources
+    from kerneltune.search.task import Trial
 
 _PAGE = Path("report.html")
 _LARGE = 2_000_000
@@ -116,8 +117,8 @@ def _short(path: Path) -> str:
     return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path.name)
 
 
-def _trials(records: "Sequence[Record]", results: Path | None) -> list[dict[str, Any]]:
-    """Return what the trial stores of the records' operators and devices hold."""
+def _trials(records: "Sequence[Record]", results: Path | None) -> "list[Trial]":
+    """Return the stored trials of the records' operators and devices."""
     from kerneltune.device import slug
     from kerneltune.search.task import store_path
 
@@ -128,7 +129,7 @@ def _trials(records: "Sequence[Record]", results: Path | None) -> list[dict[str,
         return []
     from kerneltune.search.trials import history  # imports Optuna
 
-    return [row for path in stores for row in history(path)]
+    return [trial for path in stores for trial in history(path)]
 
 
 def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[CacheEntry]]":

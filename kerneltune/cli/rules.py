@@ -65,7 +65,7 @@ def observe(
     with reporter() as progress:
         options = o.make_options("cold", budget_s=budget, configs=configs, results=folder, workers=workers)
         count = run(asked, options, progress)
-    show(f"{count} of {len(asked)} cases timed: {folder / slug / 'observations'}")
+    show(f"{count} of {len(asked)} cases timed: {folder / slug / 'trials'}")
 
 
 def fit(
@@ -147,7 +147,7 @@ def _store(op: str, slug: str, made: "Rule", cases: int, configs: Path | None) -
 def _observed(results: Path | None) -> Path:
     """Return the folder of the observed times: that of the results, else the packaged folder where that has none."""
     folder = o.results_root(results)
-    return folder if results or any(folder.glob("*/observations/*")) else data_root("results")
+    return folder if results or any(folder.glob("*/trials/*")) else data_root("results")
 
 
 def explain(

@@ -18,6 +18,7 @@ from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import CaseName, by_family, case_names, look, short_commit, told_apart
 from kerneltune.reporting.shares import Bound, bound_of, peak_tflops, share
 from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, Row, ab_rows, best_peers, side
+from kerneltune.search.task import TaskKey, Trial
 from kerneltune.table import Table, pairs
 
 MOST_EVALUATIONS = 25_000
@@ -43,7 +44,7 @@ class Sources:
 
     records: Sequence[Record]
     pair: tuple[str, str]
-    trials: Sequence[Mapping[str, Any]] = ()
+    trials: Sequence[Trial] = ()
     entries: Mapping[str, Sequence[cache.CacheEntry]] = field(default_factory=dict)
     command: str = ""
     files: Sequence[str] = ()
@@ -101,7 +102,7 @@ def apart(sources: Sources) -> dict[str, Sources]:
             sources,
             records=members,
             pair=pair,
-            trials=[trial for trial in sources.trials if trial["op"] in ops],
+            trials=[trial for trial in sources.trials if trial.key.op in ops],
             entries={op: entries for op, entries in sources.entries.items() if op in ops},
             files=[file for file in sources.files if Path(file).stem == family] or sources.files,
         )
@@ -287,46 +288,45 @@ def _result(record: Record, bound: Bound) -> dict[str, Any]:
     }
 
 
-def _searches(trials: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+def _searches(trials: Iterable[Trial]) -> tuple[list[dict[str, Any]], int]:
     """Return the last search of every case, in the order of its evaluations, and how many evaluations did not find room."""
-    groups: dict[object, list[Mapping[str, Any]]] = {}
+    groups: dict[TaskKey, list[Trial]] = {}
     for trial in trials:
-        key = tuple(_hashable(trial[name]) for name in ("op", "variant", "axes", "dtype", "quant", "options", "policy"))
-        group = groups.setdefault(key, [])
-        if group and group[-1]["fingerprint"] != trial["fingerprint"]:
-            group.clear()  # another source, driver or compiler: its times do not belong to the same search
+        group = groups.setdefault(trial.key, [])
+        if group and group[-1].fingerprint != trial.fingerprint:
+            group.clear()  # times of another source, driver or compiler do not belong to the same search
         group.append(trial)
-    found: list[list[Mapping[str, Any]]] = []
+    found: list[list[Trial]] = []
     room, left_out = MOST_EVALUATIONS, 0
     for group in reversed(groups.values()):
-        if sum(trial["time_us"] is not None for trial in group) < _FEW:
+        if sum(trial.evaluation.time_us is not None for trial in group) < _FEW:
             continue
         if len(group) > room:
             left_out += len(group)
             continue
         room -= len(group)
         found.insert(0, group)
-    names = told_apart(_trial_name(group[0]) for group in found)
+    names = told_apart(_trial_name(group[0].key) for group in found)
     return [_search(name, group) for name, group in zip(names, found, strict=True)], left_out
 
 
-def _trial_name(trial: Mapping[str, Any]) -> CaseName:
-    options = {**trial["options"], "policy": trial["policy"]}
-    return CaseName(trial["op"], trial.get("case", ""), trial["dtype"], trial["quant"], trial["axes"], options)
+def _trial_name(key: TaskKey) -> CaseName:
+    case = key.case
+    return CaseName(key.op, case.name, case.dtype, case.quant, dict(case.axes), {**dict(case.options), "policy": key.policy})
 
 
-def _search(name: CaseName, group: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _search(name: CaseName, group: Sequence[Trial]) -> dict[str, Any]:
     """Return a search; evaluations: [time in µs or null, status, index of each knob's value]."""
-    first = group[0]
-    values = {knob: _ordered({trial["config"].get(knob) for trial in group}) for knob in first["config"]}
+    configs = [dict(trial.knobs) for trial in group]
+    values = {knob: _ordered({config.get(knob) for config in configs}) for knob in configs[0]}
     evaluations = []
-    for trial in group:
-        time_us = trial["time_us"]
-        knobs = [values[knob].index(trial["config"].get(knob)) for knob in values]
-        evaluations.append([None if time_us is None else float(f"{time_us:.5g}"), trial["status"], *knobs])
+    for trial, config in zip(group, configs, strict=True):
+        time_us = trial.evaluation.time_us
+        knobs = [values[knob].index(config.get(knob)) for knob in values]
+        evaluations.append([None if time_us is None else float(f"{time_us:.5g}"), trial.evaluation.status, *knobs])
     return {
         **_named(name),
-        "variant": first["variant"],
+        "variant": group[0].key.variant,
         "knobs": {knob: [str(value) for value in found] for knob, found in values.items()},
         "evaluations": evaluations,
     }
@@ -359,7 +359,3 @@ def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) 
 def _ordered(values: set[Any]) -> list[Any]:
     """Sort numbers by size, everything else by its text."""
     return sorted(values, key=lambda value: (isinstance(value, str), value if isinstance(value, int | float) else 0, str(value)))
-
-
-def _hashable(value: Any) -> object:
-    return tuple(value.items()) if isinstance(value, Mapping) else value

@@ -1,6 +1,7 @@
-"""A task: the unit of work that is searched, checked, timed and stored; found by name in other processes. Its evaluation."""
+"""Define a task, the unit of work that is searched, checked, timed and stored, and a trial, the result of a config on a task."""
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,16 +9,16 @@ from typing import Any, NamedTuple
 from kerneltune.spec import Case, Config, Op, Variant
 
 
-class Place(NamedTuple):
-    """A task by name. The name of its case is no part of it."""
+class TaskKey(NamedTuple):
+    """Names of a task's parts. Two cases that differ only in their names are equal."""
 
     op: str
     variant: str
     case: Case
     policy: str
 
-    def differs_in_sizes(self, other: "Place") -> bool:
-        """Return whether another place differs in its sizes, and in nothing but sizes and policy."""
+    def differs_in_sizes(self, other: "TaskKey") -> bool:
+        """Return whether another key differs in its sizes, and in nothing but sizes and policy."""
         same_sizes = replace(other.case, axes=self.case.axes)
         return self[:2] == other[:2] and self.case == same_sizes and self.case != other.case
 
@@ -26,7 +27,7 @@ class Place(NamedTuple):
 class Task:
     """An operator's variant on a case under a policy: what is searched, checked, timed and stored.
 
-    Pickled by name: another process imports the operator, and does not see the space that the variant was given here.
+    A task is pickled by name. Another process imports the operator, so it does not see a space that was widened here.
     """
 
     op: Op
@@ -35,13 +36,13 @@ class Task:
     policy: str = "cold"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return how another process finds the task again."""
+        """Return the function and the names by which another process finds the task."""
         return _named_task, (self.op.module, self.op.name, self.variant.name, self.case, self.policy)
 
     @property
-    def place(self) -> Place:
-        """Return the task by name, as a key."""
-        return Place(self.op.name, self.variant.name, self.case, self.policy)
+    def key(self) -> TaskKey:
+        """Return the names of the task's parts."""
+        return TaskKey(self.op.name, self.variant.name, self.case, self.policy)
 
     @property
     def label(self) -> str:
@@ -77,7 +78,7 @@ def _named_task(module: str, op_name: str, variant: str, case: Case, policy: str
 
 
 Run = tuple[Task, Config]
-"""A variant on a case, and the config that it runs with."""
+"""A task and the config to run it with."""
 
 
 def knobs_of(config: Config) -> dict[str, Any]:
@@ -86,12 +87,12 @@ def knobs_of(config: Config) -> dict[str, Any]:
 
 
 def knob_pairs(config: Config) -> "Knobs":
-    """Return the knobs of a config and their values as pairs, which can be a key."""
+    """Return the knobs of a config and their values as hashable pairs."""
     return tuple(knobs_of(config).items())
 
 
 def config_values(config: Config) -> dict[str, Any] | None:
-    """Return a config as JSON; None for none."""
+    """Return a config as JSON; None where there is no config."""
     return None if config is None else knobs_of(config)
 
 
@@ -104,15 +105,15 @@ class Evaluation:
     """The result of one config on one case, from the bench to the store.
 
     Attributes:
-        status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit, `wrong`, `failed`,
-            `memory` where the GPU was out of memory, `lost` where the measuring or compiling process crashed.
+        status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit an SM, `wrong`,
+            `failed`, `memory` where the GPU was out of memory, `lost` where the measuring or compiling process crashed.
         time_us: median time of a call; None without a time.
-        detail: what went wrong, one line.
+        detail: the error, in one line.
         resources: registers of all threads of the largest program.
-        spill_bytes: per thread.
-        shared_bytes: of the largest program.
-        date: when it was measured, UTC; empty before it is stored.
-        commit: of the source that measured it; empty before it is stored.
+        spill_bytes: spilled bytes per thread.
+        shared_bytes: shared memory of the largest program.
+        date: UTC time of the measurement; empty before the evaluation is stored.
+        commit: commit of the source that was measured; empty before the evaluation is stored.
     """
 
     status: str
@@ -125,14 +126,27 @@ class Evaluation:
     commit: str = field(default="", compare=False)
 
 
-KnownTrial = tuple[Place, Knobs, Evaluation]
-"""An evaluation and what it is of."""
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A config on a task with its evaluation: the row of every store.
+
+    Attributes:
+        key: names of the task.
+        knobs: names and values of the config.
+        evaluation: status and time.
+        fingerprint: driver, packages and source that the time depends on.
+    """
+
+    key: TaskKey
+    knobs: Knobs
+    evaluation: Evaluation
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
 
 
 STORES = ".log"
-"""Ending of the files in which evaluations are kept."""
+"""Ending of the names of trial stores."""
 
 
 def store_path(folder: Path, op: str) -> Path:
-    """Return the store of an operator in the folder of a GPU model."""
+    """Return the trial store of an operator in the folder of a GPU model."""
     return folder / f"{op}{STORES}"

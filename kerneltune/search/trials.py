@@ -1,8 +1,8 @@
-"""Every evaluation of a config, kept for good: what a search has paid for is never paid for twice.
+"""Store every trial, so that no config is measured twice.
 
-The evaluations of an operator on a GPU model are an Optuna journal, as optuna-dashboard and optuna.load_study open it. It has a
-study for each variant, case, policy and fingerprint; its user attributes say which. A finished trial is one line, written in one
-piece and on disk when `put` returns, so a kill loses at most the trial that is running. Measures nothing and decides nothing.
+A store holds the trials of an operator on a GPU model. It is an Optuna journal, which optuna-dashboard and optuna.load_study
+open. The journal has a study for each variant, case, policy and fingerprint, whose user attributes name them. A finished trial is
+one line, written in one piece and on disk when `put` returns, so a kill loses at most the running trial.
 """
 
 import json
@@ -26,22 +26,22 @@ from optuna.trial import TrialState
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines
 from kerneltune.search.study import choice_order, finished_trial, quiet
-from kerneltune.search.task import Evaluation, Knobs, KnownTrial, Place, Task, knob_pairs, knobs_of, store_path
+from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of, store_path
 from kerneltune.spec import MOST, Case, Config, Op
 
 TRANSIENT = frozenset(("memory", "lost"))
-"""Statuses that a config may not be at fault for: another process held the memory, or the machine was busy."""
+"""Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
 _MOVE = "move the file away to start anew"
 _OLD_SUFFIX = ".jsonl"
 _ABOUT = ("op", "variant", "axes", "dtype", "quant", "options", "policy", "fingerprint")
 _RESULT = ("status", "detail", "resources", "spill_bytes", "shared_bytes", "commit")
 
 Searches = list[tuple[Case, dict[Knobs, Evaluation]]]
-"""Cases, each with its stored evaluations."""
+"""Cases with their stored evaluations."""
 
 
 class _TrialRow(msgspec.Struct):
-    """The schema of a stored evaluation; the last five are missing in rows of older versions."""
+    """The schema of a trial in a journal. Journals of older versions lack the last six fields."""
 
     op: str
     variant: str
@@ -63,24 +63,21 @@ class _TrialRow(msgspec.Struct):
     case: str = ""
 
     @property
-    def place(self) -> Place:
+    def trial(self) -> Trial:
+        """The row as a trial."""
         case = Case(self.case, tuple(self.axes.items()), self.dtype, self.quant, tuple(self.options.items()))
-        return Place(self.op, self.variant, case, self.policy)
-
-    @property
-    def evaluation(self) -> Evaluation:
-        return Evaluation(
-            self.status, self.time_us, self.detail, self.resources, self.spill_bytes, self.shared_bytes, self.date, self.commit
-        )
+        measured = (self.resources, self.spill_bytes, self.shared_bytes, self.date, self.commit)
+        evaluation = Evaluation(self.status, self.time_us, self.detail, *measured)
+        return Trial(TaskKey(self.op, self.variant, case, self.policy), tuple(self.config.items()), evaluation, self.fingerprint)
 
 
 class TrialStore:
-    """The evaluations of one operator on one GPU model.
+    """The trials of one operator on one GPU model.
 
     Opening a store writes nothing. Threads may share a store.
 
     Attributes:
-        on_put: told every evaluation that `put` has stored.
+        on_put: function that is called with every evaluation that `put` has stored.
     """
 
     def __init__(self, path: Path, commit: str = "", **fingerprint: str) -> None:
@@ -88,26 +85,24 @@ class TrialStore:
 
         Args:
             path: the journal.
-            commit: kept with every new evaluation.
-            fingerprint: what else a time depends on: source hash, triton, driver. Other evaluations are not found.
+            commit: commit that is kept with every new evaluation.
+            fingerprint: source hash, driver and packages. Trials with another fingerprint are not found.
 
         Raises:
-            ValueError: the file cannot be read, or holds something that is no evaluation; one line.
+            ValueError: the file cannot be read, or a line of the file is no trial.
         """
         self._path, self._commit, self._fingerprint = path, commit, fingerprint
         self.on_put: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
-        self._found: dict[Place, dict[Knobs, Evaluation]] = {}
-        self._choices: dict[Place, dict[str, dict[Any, None]]] = {}
+        self._found: dict[TaskKey, dict[Knobs, Evaluation]] = {}
+        self._choices: dict[TaskKey, dict[str, dict[Any, None]]] = {}
         self._studies: dict[str, optuna.Study] = {}
         self._lock = Lock()
         self._storage = _existing(path)
-        for row in _rows(self._storage, path):
-            if row.fingerprint == fingerprint:
-                self._found.setdefault(row.place, {})[tuple(row.config.items())] = row.evaluation
+        self.know(trial for trial in _trials(self._storage, path) if trial.fingerprint == fingerprint)
 
     def get(self, task: Task, config: Config) -> Evaluation | None:
-        """Return the stored evaluation of a config, if there is one under the same fingerprint."""
-        return self._found.get(task.place, {}).get(knob_pairs(config))
+        """Return the stored evaluation of a config with the store's fingerprint; None where there is none."""
+        return self._found.get(task.key, {}).get(knob_pairs(config))
 
     def put(self, task: Task, config: Config, evaluation: Evaluation) -> None:
         """Store an evaluation; it is on disk when this returns.
@@ -125,11 +120,11 @@ class TrialStore:
             with self._writing():
                 study = self._study(task, offered)
                 study.add_trial(finished_trial(knobs_of(config), space, stored.time_us, result, when))
-            self._found.setdefault(task.place, {})[knob_pairs(config)] = stored
+            self._found.setdefault(task.key, {})[knob_pairs(config)] = stored
         self.on_put(config, stored)
 
     def begin(self, task: Task) -> None:
-        """Create the study of a task, so that its first evaluation is stored as fast as the others.
+        """Create the study of a task, so that storing its first evaluation takes no longer than storing the next.
 
         Raises:
             ValueError: the file cannot be written.
@@ -145,7 +140,7 @@ class TrialStore:
             raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
 
     def _study(self, task: Task, offered: Mapping[str, Sequence[Any]]) -> optuna.Study:
-        """Return the study of a task whose knobs offer some values; a new one where there is none."""
+        """Return the study of a task whose knobs offer these values, and create it where it does not exist."""
         about = {**task.identity, "fingerprint": self._fingerprint}
         name = _study_name({field: about[field] for field in _ABOUT}, offered)
         if name not in self._studies:
@@ -162,52 +157,52 @@ class TrialStore:
         return self._studies[name]
 
     def _offered(self, task: Task, config: Config) -> dict[str, list[Any]]:
-        """Return the values of every knob that the study of a task offers: those of the space and of configs beside it."""
-        choices = self._choices.get(task.place)
+        """Return the values of every knob in the space of a task and in configs beside the space."""
+        choices = self._choices.get(task.key)
         if choices is None:
             space = [(name, value) for name, values in task.variant.space(task.case).items() for value in values]
-            beside = [pair for knobs in self._found.get(task.place, ()) for pair in knobs]
-            choices = self._choices[task.place] = {}
+            beside = [pair for knobs in self._found.get(task.key, ()) for pair in knobs]
+            choices = self._choices[task.key] = {}
             for name, value in (*space, *beside):
                 choices.setdefault(name, {})[value] = None
         for name, value in knob_pairs(config):
             choices.setdefault(name, {})[value] = None
         return {name: sorted(values, key=choice_order) for name, values in choices.items()}
 
-    def know(self, known: Iterable[KnownTrial]) -> None:
-        """Have evaluations found that another store holds; the file stays as it is."""
+    def know(self, trials: Iterable[Trial]) -> None:
+        """Add trials of another store to the trials that are found; the file stays unchanged."""
         with self._lock:
-            for place, knobs, evaluation in known:
-                self._found.setdefault(place, {})[knobs] = evaluation
+            for trial in trials:
+                self._found.setdefault(trial.key, {})[trial.knobs] = trial.evaluation
 
     def forget_transient(self) -> None:
-        """Have what failed as it may for a while only tried again; the file keeps it."""
+        """Forget trials whose status is transient, so that their configs are tried again; the file keeps the trials."""
         with self._lock:
-            for place, found in self._found.items():
-                self._found[place] = {knobs: one for knobs, one in found.items() if one.status not in TRANSIENT}
+            for key, found in self._found.items():
+                self._found[key] = {knobs: trial for knobs, trial in found.items() if trial.status not in TRANSIENT}
 
     def of_task(self, task: Task) -> dict[Knobs, Evaluation]:
-        """Return everything stored of a task, in the order of the first evaluation."""
+        """Return the evaluations of a task, in the order of the first evaluation."""
         with self._lock:
-            return dict(self._found.get(task.place, {}))
+            return dict(self._found.get(task.key, {}))
 
-    def of_other_sizes(self, task: Task) -> list[KnownTrial]:
-        """Return everything stored of tasks that differ in their sizes, and perhaps in their policy, oldest first."""
-        return [known for known in self._all() if task.place.differs_in_sizes(known[0])]
+    def of_other_sizes(self, task: Task) -> list[Trial]:
+        """Return the trials of tasks that differ in sizes, and perhaps in policy, oldest first."""
+        return [trial for trial in self._all() if task.key.differs_in_sizes(trial.key)]
 
-    def told(self, task: Task, others: int) -> list[KnownTrial]:
-        """Return what a search looks at: all of the task's sizes, and the newest `others` that differ in their sizes only."""
+    def relevant_to(self, task: Task, most: int) -> list[Trial]:
+        """Return the trials that a search looks at: of the same sizes all, of other sizes the newest `most`."""
         elsewhere = self.of_other_sizes(task)
-        here = [known for known in self._all() if known[0].case.axes == task.case.axes]
-        return here + elsewhere[max(0, len(elsewhere) - others) :]
+        here = [trial for trial in self._all() if trial.key.case.axes == task.case.axes]
+        return here + elsewhere[max(0, len(elsewhere) - most) :]
 
-    def _all(self) -> list[KnownTrial]:
+    def _all(self) -> list[Trial]:
         with self._lock:
-            found = [(place, knobs, one) for place, of_place in self._found.items() for knobs, one in of_place.items()]
-        return sorted(found, key=lambda known: known[2].date)
+            found = [Trial(key, knobs, one) for key, of_key in self._found.items() for knobs, one in of_key.items()]
+        return sorted(found, key=lambda trial: trial.evaluation.date)
 
     def ranked(self, task: Task) -> list[dict[str, Any]]:
-        """Return the configs of a task that have a time, as knob values, fastest first."""
+        """Return the knobs of a task's configs that have a time, fastest first."""
         timed = [(one.time_us, knobs) for knobs, one in self.of_task(task).items() if one.time_us]
         return [dict(knobs) for _, knobs in sorted(timed)]
 
@@ -215,32 +210,36 @@ class TrialStore:
         return sum(map(len, self._found.values()))
 
 
-def latest_fingerprint(path: Path, variant: str) -> dict[str, str]:
-    """Return what the newest evaluation of a variant depends on; empty where there is none.
+def latest_fingerprint(path: Path, variant: str) -> Mapping[str, str]:
+    """Return the fingerprint of the newest trial of a variant; empty where there is no trial.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
+        ValueError: the file cannot be read, or a line of the file is no trial.
     """
-    rows = (row for row in history(path) if row["variant"] == variant)
-    newest = max(rows, key=lambda row: str(row["date"]), default=None)
-    return newest["fingerprint"] if newest is not None else {}
+    trials = (trial for trial in history(path) if trial.key.variant == variant)
+    newest = max(trials, key=lambda trial: trial.evaluation.date, default=None)
+    return newest.fingerprint if newest is not None else {}
 
 
 def searches_below(
-    folder: Path, cases: Iterable[tuple[Op, Case]], takes: Callable[[str], bool], policy: str
+    folder: Path, cases: Iterable[tuple[Op, Case]], is_wanted: Callable[[str], bool], policy: str
 ) -> dict[str, Searches]:
-    """Return what the stores of a folder hold of cases under their newest fingerprint, by operator, variant and quant mode.
+    """Return the stored trials of cases under their newest fingerprint, by operator, variant and quant mode.
 
-    takes: whether a variant of such a name is wanted.
+    Args:
+        folder: folder of the stores.
+        cases: operators with cases.
+        is_wanted: function that selects variants by name.
+        policy: policy of the trials.
 
     Raises:
-        ValueError: a store cannot be read, or holds something that is no evaluation.
+        ValueError: a store cannot be read, or a line of a store is no trial.
     """
     found: dict[str, Searches] = {}
     stores: dict[tuple[str, str], TrialStore] = {}
     for op, case in cases:
         for variant in op.variants:
-            if variant.config is None or not takes(variant.name):
+            if variant.config is None or not is_wanted(variant.name):
                 continue
             key, path = (op.name, variant.name), store_path(folder, op.name)
             if key not in stores:
@@ -251,25 +250,25 @@ def searches_below(
     return found
 
 
-def history(path: Path) -> list[dict[str, Any]]:
-    """Return every evaluation of a store as a row of its fields, under whatever fingerprint; none where there is no store.
+def history(path: Path) -> list[Trial]:
+    """Return every trial of a store under any fingerprint; none where there is no store.
 
     Raises:
-        ValueError: the file cannot be read, or holds something that is no evaluation.
+        ValueError: the file cannot be read, or a line of the file is no trial.
     """
-    return [msgspec.to_builtins(row) for row in _rows(_existing(path), path)]
+    return list(_trials(_existing(path), path))
 
 
 def _study_name(about: Mapping[str, Any], offered: Mapping[str, Sequence[Any]]) -> str:
-    """Return a study's name: readable, and of one identity only."""
+    """Return a readable name that only studies of the same identity share."""
     sizes = " ".join(f"{axis}={size}" for axis, size in about["axes"].items())
     digest = sha256(json.dumps([about, {name: list(map(repr, c)) for name, c in offered.items()}], sort_keys=True).encode())
     parts = (about["op"], about["variant"], sizes, about["dtype"], about["quant"], about["policy"], digest.hexdigest()[:8])
     return " ".join(parts)
 
 
-def _rows(storage: JournalStorage | None, path: Path) -> Iterator[_TrialRow]:
-    """Return every finished trial of a journal, study by study, each in the order of its evaluation.
+def _trials(storage: JournalStorage | None, path: Path) -> Iterator[Trial]:
+    """Yield every finished trial of a journal, study by study, in the order of evaluation.
 
     Raises:
         ValueError: a study or trial that this package did not write.
@@ -278,7 +277,7 @@ def _rows(storage: JournalStorage | None, path: Path) -> Iterator[_TrialRow]:
         return
     for study in storage.get_all_studies():
         if not study.user_attrs.keys() >= set(_ABOUT):
-            continue  # of somebody else, or interrupted before its first trial
+            continue  # another program's study, or a study that was interrupted before its first trial
         about = {name: study.user_attrs[name] for name in (*_ABOUT, "case") if name in study.user_attrs}
         number = storage.get_study_id_from_name(study.study_name)
         for trial in storage.get_all_trials(number, deepcopy=False):
@@ -297,18 +296,18 @@ def _rows(storage: JournalStorage | None, path: Path) -> Iterator[_TrialRow]:
             )
 
 
-def _row(row: Mapping[str, Any], path: Path) -> _TrialRow:
+def _row(row: Mapping[str, Any], path: Path) -> Trial:
     try:
         checked = msgspec.convert(row, _TrialRow)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: not a trial: {error}; {_MOVE}") from error
     if checked.time_us is not None and not 0 < checked.time_us < MOST:
         raise ValueError(f"{path}: not a trial: time_us: {checked.time_us!r}: expected microseconds above 0, or null; {_MOVE}")
-    return checked
+    return checked.trial
 
 
 class _JournalFile(JournalFileBackend):
-    """A journal file whose lock the kernel lets go of when a process dies, and that ends with a whole line."""
+    """A journal file that ends with a whole line, and whose lock ends with the process that holds it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -321,10 +320,10 @@ class _JournalFile(JournalFileBackend):
 
 
 def _existing(path: Path) -> JournalStorage | None:
-    """Return the storage of a journal; None where there is none.
+    """Return the storage of a journal; None where there is no file.
 
     Raises:
-        ValueError: the file cannot be read, is no journal, or is one of a version before 0.1.0.
+        ValueError: the file cannot be read, is no journal, or was written by a version before 0.1.0.
     """
     if path.exists():
         return _opened(path)
@@ -334,7 +333,7 @@ def _existing(path: Path) -> JournalStorage | None:
 
 
 def _opened(path: Path) -> JournalStorage:
-    """Return the storage of a journal, which is made where there is none.
+    """Return the storage of a journal, and create the file where it does not exist.
 
     Raises:
         ValueError: the file cannot be read, or is no journal; names the line.

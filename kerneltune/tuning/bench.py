@@ -66,7 +66,7 @@ class GpuBench:
         before, self._task = self._task, task
         if before is None or (before.op.name, before.case) != (task.op.name, task.case):
             self._checker = None
-        if before is None or before.place != task.place:
+        if before is None or before.key != task.key:
             self._inputs = []
         self._launchable.result()
         if self._checker is None:

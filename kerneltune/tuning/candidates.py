@@ -74,9 +74,9 @@ def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> li
 def feasibility_of(task: Task, store: "TrialStore", pool: Sequence[Config]) -> dict[Config, float] | None:
     """Return the probability that each config compiles for good, by what is stored of other sizes; None where nothing is."""
     told = [
-        (place.case.axes, dict(knobs), evaluation.status in REFUSED)
-        for place, knobs, evaluation in store.of_other_sizes(task)[-TOLD:]
-        if list(dict(knobs)) == list(knobs_of(pool[0]))
+        (trial.key.case.axes, dict(trial.knobs), trial.evaluation.status in REFUSED)
+        for trial in store.of_other_sizes(task)[-TOLD:]
+        if list(dict(trial.knobs)) == list(knobs_of(pool[0]))
     ]
     found = probabilities(task.case.axes, [knobs_of(config) for config in pool], told)
     return None if found is None else dict(zip(pool, map(float, found), strict=True))

@@ -7,19 +7,18 @@ its work goes to another. Decides nothing about configs and prints nothing.
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kerneltune import cache, device, sweep
-from kerneltune.files import read_text, replace_bytes
+from kerneltune.files import read_text
 from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
 from kerneltune.search.task import Task, store_path
 from kerneltune.spec import Op
 from kerneltune.sweep import results_root
 from kerneltune.tuning.candidates import TOLD, widened
 from kerneltune.tuning.cluster import RayWorkers
-from kerneltune.tuning.stage import TuningResult, TuningSummary, Usage, ended, tell, tune_entries, wanted_works
+from kerneltune.tuning.stage import TuningResult, TuningSummary, Usage, ended, keep_space, tell, tune_entries, wanted_works
 from kerneltune.tuning.worker import Identity, LocalWorkers, RemoteTask, visible_gpus
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class Fleet:
         config_file = cache.path_of(op, slug, self._options.configs)
         configs = read_text(config_file) if config_file.exists() else ""
         self._store(work).begin(work)
-        return RemoteTask(work, following, tuple(self._store(work).told(work, TOLD)), configs)
+        return RemoteTask(work, following, tuple(self._store(work).relevant_to(work, TOLD)), configs)
 
     @property
     def slug(self) -> str:
@@ -175,11 +174,7 @@ class Fleet:
         """Keep what a worker found: its config in the cache, its space in the results."""
         if done.entry is not None:
             cache.store(work.op.name, self.slug, done.entry, self._options.configs)
-        if done.space is not None:
-            path = results_root(self._options.results) / self.slug / "spaces" / done.space.name
-            replace_bytes(path, done.space_bytes)
-            done = replace(done, space=path, space_bytes=b"")
-        self._finish(work, done)
+        self._finish(work, keep_space(done, self.slug, self._options))
 
     def _finish(self, work: Task, done: TuningResult) -> None:
         self.finished.append((work, done))

@@ -1,42 +1,35 @@
-"""What is known of a variant's times on a GPU: configs with their evidence, observations and whole spaces. Measures nothing."""
+"""Collect the known times of a variant on a GPU from kept trials and from the evidence of cached configs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kerneltune import cache
-from kerneltune.search import spaces
-from kerneltune.search.observations import path_of, read
-from kerneltune.search.task import knobs_of
+from kerneltune.search.task import Knobs, knobs_of
+from kerneltune.search.trial_table import read, table_path
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.costs import CostTable, Sample
 from kerneltune.tuning.fitting import untimed
 from kerneltune.tuning.transfer import Donor, rivals
 
 _LEAST = 2
-"""Configs whose times must be known of a case without a recorded config for a rule to be fitted to it."""
+"""Fewest configs with a known result for a case without a cached config to count."""
 _NOT_RUN = ("spills", "occupancy", "memory", "lost")
-"""Statuses of what a search does not run though a call would, or could not run at that time."""
-_Knobs = tuple[tuple[str, Any], ...]
-_Times = dict[Case, dict[_Knobs, float | None]]
+"""Statuses of configs that a search did not run though a call might."""
+_Times = dict[Case, dict[Knobs, float | None]]
 
 
 def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results: Path) -> list[Sample]:
-    """Return the cases of a variant of which several times are known, as calls describe them.
+    """Return the cases of a variant that have several known times, as calls describe the cases.
 
-    An observed time counts before that of a config's evidence, which is another day's.
+    A kept trial counts before the evidence of a cached config, which was measured on another day.
 
     Raises:
         ValueError: a file that cannot be read.
     """
     times: _Times = {}
-    for row in read(path_of(op.name, gpu, results), op).rows:
-        if row.status in _NOT_RUN:
-            continue
-        if (row.variant, row.policy) == (variant.name, "cold") and op.called(row.case) == row.case:
-            _put(times, variant, row.case, dict(row.knobs), row.time_us)
-    for case, knobs, time_us in _of_spaces(op, variant, results / gpu / "spaces"):
-        _put(times, variant, case, knobs, time_us)
+    for case, knobs, time_us in _kept(op, variant, results, gpu):
+        _put(times, variant, case, dict(knobs), time_us)
     recorded: dict[Case, Mapping[str, Any]] = {}
     observed = {shape_of(case) for case in times}
     for entry in cache.load(op.name, gpu, configs):
@@ -51,16 +44,15 @@ def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results
     return [sample for case in times if (sample := _sample(case, times[case], recorded.get(case))) is not None]
 
 
-def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, _Knobs]]:
-    """Return what was observed of the variant's present code: cases with knobs.
+def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, Knobs]]:
+    """Return the cases and knobs that were timed with the present code of a variant.
 
     Raises:
         ValueError: a file that cannot be read.
     """
-    observed = read(path_of(op.name, gpu, results), op)
-    present = {place for place, run in enumerate(observed.runs) if run.get("source_hash") == variant.source_hash}
-    ours = [row for row in observed.rows if row.run in present and row.variant == variant.name]
-    return {(row.case, row.knobs) for row in ours if row.status not in _NOT_RUN}
+    blocks = read(table_path(results, gpu, op.name))
+    ours = [b for b in blocks if (b.variant, b.policy, b.source_hash) == (variant.name, "cold", variant.source_hash)]
+    return {(case, knobs) for block in ours for case, knobs, trial in block.rows if trial.status not in _NOT_RUN}
 
 
 def to_observe(
@@ -107,7 +99,7 @@ def _put(times: _Times, variant: Variant, case: Case, knobs: Mapping[str, Any], 
         times.setdefault(case, {}).setdefault(tuple(knobs_of(config).items()), time_us)
 
 
-def _sample(case: Case, times: Mapping[_Knobs, float | None], recorded: Mapping[str, Any] | None) -> Sample | None:
+def _sample(case: Case, times: Mapping[Knobs, float | None], recorded: Mapping[str, Any] | None) -> Sample | None:
     timed = [time_us for time_us in times.values() if time_us]
     own = times.get(tuple(recorded.items())) if recorded is not None else None
     if not timed or (len(times) < _LEAST and not own):
@@ -115,10 +107,10 @@ def _sample(case: Case, times: Mapping[_Knobs, float | None], recorded: Mapping[
     return Sample(case, times, own or min(timed), recorded if own else None)
 
 
-def _of_spaces(op: Op, variant: Variant, folder: Path) -> Iterator[tuple[Case, dict[str, Any], float | None]]:
-    for path in sorted(folder.glob(f"{op.name}_{variant.name}_*{spaces.SUFFIX}")):
-        space = spaces.read(path)
-        case = Case(space.case, space.axes, space.dtype, space.quant, space.options)
-        if (space.op, space.variant, space.policy) == (op.name, variant.name, "cold") and op.called(case) == case:
-            for knobs, trial in space.trials.items():
-                yield case, dict(knobs), trial.time_us
+def _kept(op: Op, variant: Variant, results: Path, gpu: str) -> Iterator[tuple[Case, Knobs, float | None]]:
+    """Yield the kept trials of a variant that its present contract can call, case by case, the newest trial first."""
+    blocks = [b for b in read(table_path(results, gpu, op.name)) if (b.variant, b.policy) == (variant.name, "cold")]
+    rows = [row for block in reversed(blocks) for row in block.rows if row[2].status not in _NOT_RUN]
+    rows = [row for row in rows if dict(row[0].axes).keys() == set(op.axes) and op.called(row[0]) == row[0]]
+    for case, knobs, trial in sorted(rows, key=lambda row: (row[0].dtype, row[0].quant, str(row[0].options), row[0].axes)):
+        yield case, knobs, trial.time_us

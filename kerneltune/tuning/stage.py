@@ -25,7 +25,7 @@ from kerneltune.measuring.compiler import TARGETS, CompilePool, PendingCompile, 
 from kerneltune.plan import Options, Progress, Selection, wanted_variants
 from kerneltune.processes import held_folder, start_server
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Evaluation, KnownTrial, Place, Run, Task, knob_pairs, store_path
+from kerneltune.search.task import Evaluation, Run, Task, TaskKey, Trial, knob_pairs, store_path
 from kerneltune.spec import Config, Op
 from kerneltune.sweep import results_root
 from kerneltune.table import pairs
@@ -34,6 +34,7 @@ from kerneltune.tuning.candidates import cached, changed, checked_space, present
 from kerneltune.tuning.tuner import NothingPassedError, Tuner, first_asked, measure_space, tune
 
 if TYPE_CHECKING:
+    from kerneltune.search.trial_table import TrialBlock
     from kerneltune.search.trials import TrialStore
 
 _FROM = {"own": "its own config", "near": "of a near case", "rule": "by the rule", "default": "the default"}
@@ -108,10 +109,10 @@ class Machines:
         self._evaluations = 0
         self._stores: dict[tuple[str, str], TrialStore] = {}
         self._begun: list[PendingCompile] = []
-        self._ahead: dict[tuple[Place, Config], PendingCompile] = {}
+        self._ahead: dict[tuple[TaskKey, Config], PendingCompile] = {}
         self._later: Iterator[Run] = iter(())
 
-    def know(self, task: Task, known: Iterable[KnownTrial] = ()) -> None:
+    def know(self, task: Task, known: Iterable[Trial] = ()) -> None:
         """Open the store of a task's variant; `known` are evaluations that it finds as well. `force` forgets transient failures.
 
         Raises:
@@ -141,7 +142,7 @@ class Machines:
 
     def _compiling(self, task: Task, config: Config) -> PendingCompile:
         """Begin to compile a config, unless that was begun ahead."""
-        return self._ahead.pop((task.place, config), None) or self._begin(task, config)
+        return self._ahead.pop((task.key, config), None) or self._begin(task, config)
 
     def _begin(self, task: Task, config: Config) -> PendingCompile:
         self._begun.append(self.pool.submit(compile_job(task, config)))
@@ -149,7 +150,7 @@ class Machines:
 
     def look_ahead(self, later: Iterable[tuple[Tuner, Config]]) -> None:
         """Say which configs come next, in place of what was said before; `fill` compiles them."""
-        self._later = ((tuner.task, config) for tuner, config in later if (tuner.task.place, config) not in self._ahead)
+        self._later = ((tuner.task, config) for tuner, config in later if (tuner.task.key, config) not in self._ahead)
 
     def fill(self) -> None:
         """Begin to compile what later cases will ask for first where a core has nothing to do."""
@@ -159,11 +160,11 @@ class Machines:
             if following is None:
                 return
             task, config = following
-            self._ahead[task.place, config] = self._begin(task, config)
+            self._ahead[task.key, config] = self._begin(task, config)
 
     def forget_ahead(self, tuner: Tuner) -> None:
         """Let go of what was compiled ahead for a case whose search is over."""
-        over = tuner.task.place
+        over = tuner.task.key
         self._ahead = {(place, config): begun for (place, config), begun in self._ahead.items() if place != over}
 
     @contextmanager
@@ -221,8 +222,7 @@ class TuningResult:
 
     Attributes:
         entry: stored in the config cache; None where whole spaces are measured, or nothing passed.
-        space: the file of a measured space.
-        space_bytes: its content, where a worker measured it on files of its own.
+        space: measured space; None where a config was searched.
         best: what was found, in a few words.
         skipped: why it cannot be done on this GPU; empty where it can.
         problem: why nothing was found though it can; empty where all is well.
@@ -230,8 +230,7 @@ class TuningResult:
     """
 
     entry: cache.CacheEntry | None = None
-    space: Path | None = None
-    space_bytes: bytes = b""
+    space: "TrialBlock | None" = None
     best: str = ""
     skipped: str = ""
     problem: str = ""
@@ -274,7 +273,7 @@ def tune_entries(
     progress.stage("measure spaces" if options.exhaustive else "tune", len(works))
     with Machines(options) as machines:
         for number, work in enumerate(works, start=1):
-            done = perform(machines, work, works[number:], selection.family, options)
+            done = keep_space(perform(machines, work, works[number:], selection.family, options), here.slug, options)
             finished.append((work, done))
             tell(progress, work, done)
         whole = machines.usage
@@ -356,14 +355,14 @@ def _works(ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection:
     Raises:
         ValueError: a variant that cannot say whether it takes a case.
     """
-    found: dict[Place, Task] = {}
+    found: dict[TaskKey, Task] = {}
     for entry in sorted(entries, key=lambda e: e.case.dtype != "bfloat16"):
         op = ops[entry.op]
         case = entry.case if options.exhaustive else op.called(entry.case)
         tasks = [Task(op, case, variant, options.policy) for variant in wanted_variants(op, selection, options)]
         ceiling = None if options.exhaustive else ceiling_task(ops, op, case, options.policy)
         wanted = [task for task in tasks if task.variant.config is not None and takes(task)]
-        found |= {task.place: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
+        found |= {task.key: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
     return list(found.values())
 
 
@@ -410,8 +409,7 @@ def _tuned(machines: Machines, tuner: Tuner, following: Sequence[Task], options:
 
 
 def _measured(machines: Machines, tuner: Tuner, family: str, options: Options) -> TuningResult:
-    path, best = _export(tuner, measure_space(tuner), family, options)
-    return TuningResult(space=path, best=best)
+    return TuningResult(space=_whole_space(tuner, measure_space(tuner), family, options))
 
 
 def _widened(task: Task, options: Options) -> Task:
@@ -424,32 +422,42 @@ def tell(progress: Progress, task: Task, done: TuningResult) -> None:
     if reason := done.skipped or done.problem:
         progress.note(reason)
     if done.best:
-        progress.best(f"{done.best}: {done.space}" if done.space else done.best)
+        progress.best(done.best)
     progress.advance(task.label)
 
 
-def _export(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str, options: Options) -> tuple[Path, str]:
-    """Write the measured space of a case; the file, and what is in it.
+def _whole_space(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str, options: Options) -> "TrialBlock":
+    """Return the measured space of a case.
 
     Raises:
         NothingPassedError: no config has a time.
     """
-    op, case, variant, here = tuner.task.op, tuner.task.case, tuner.task.variant, device.current()
-    if all(trial.time_us is None for trial in trials.values()):
-        raise NothingPassedError(f"{op.name} {variant.name}: no config has a time for {case.label}")
-    from kerneltune.search import spaces
+    from kerneltune.search.trial_table import block_of
 
-    stored = tuner.store.of_task(tuner.task)
-    newest = max(stored.values(), key=lambda evaluation: evaluation.date)
+    task, case, variant, here = tuner.task, tuner.task.case, tuner.task.variant, device.current()
+    if all(trial.time_us is None for trial in trials.values()):
+        raise NothingPassedError(f"{task.op.name} {variant.name}: no config has a time for {case.label}")
+    newest = max(tuner.store.of_task(task).values(), key=lambda evaluation: evaluation.date)
     flags = [f"--knob {name}={','.join(texts)}" for name, texts in options.knobs]
-    parts = ["kerneltune tune", family, "--exhaustive --op", op.name, "--case", case.name, "--dtype", case.dtype]
-    command = [*parts, "--quant", case.quant, "--variant", variant.name, *flags]
-    space = spaces.MeasuredSpace(
-        op=op.name, variant=variant.name, case=case.name, axes=case.axes, dtype=case.dtype, quant=case.quant,
-        options=case.options, policy=tuner.task.policy, default=knob_pairs(tuner.task.default), device=here.name,
-        driver=here.driver, source_hash=variant.source_hash, commit=newest.commit, date=newest.date, command=" ".join(command),
-        trials={knob_pairs(config): trials[config] for config in variant.configs(case) if config in trials}, **device.versions(),
-    )  # fmt: skip
-    path = spaces.write(sweep.results_root(options.results) / here.slug / "spaces", space)
-    best = f"{len(space.feasible)} of {len(space.trials)} configs have a time, best {min(space.feasible.values()):.2f} µs"
-    return path, best
+    parts = ["kerneltune tune", family, "--exhaustive --op", task.op.name, "--case", case.name, "--dtype", case.dtype]
+    command = " ".join([*parts, "--quant", case.quant, "--variant", variant.name, *flags])
+    ordered = {config: trials[config] for config in variant.configs(case) if config in trials}
+    run = {"device": here.name, **present(variant), "commit": newest.commit, "date": newest.date}
+    return block_of(task, ordered, **run, default=knob_pairs(task.default), command=command)
+
+
+def keep_space(done: TuningResult, device_slug: str, options: Options) -> TuningResult:
+    """Add the space that a task has measured, if any, to the kept trials, and return the result with the file's name.
+
+    Raises:
+        ValueError: the file cannot be read or written.
+    """
+    if done.space is None:
+        return done
+    from kerneltune.search.trial_table import add, table_path
+
+    path = table_path(results_root(options.results), device_slug, done.space.op)
+    add(path, done.space)
+    times = done.space.feasible
+    best = f"{len(times)} of {len(done.space.rows)} configs have a time, best {min(times.values()):.2f} µs: {path}"
+    return replace(done, best=best)

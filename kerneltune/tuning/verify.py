@@ -14,7 +14,7 @@ from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
 from kerneltune.errors import unknown
 from kerneltune.plan import Options, Progress
-from kerneltune.search.task import Place, Task
+from kerneltune.search.task import Task, TaskKey
 from kerneltune.spec import Config, Op
 from kerneltune.tuning.bench import ChildCrashedError
 from kerneltune.tuning.candidates import changed, stamp
@@ -119,7 +119,7 @@ def verify_cache(
     progress.stage("verify", len(entries))
     with ExitStack() as stack:
         machines = stack.enter_context(Machines(options)) if any(slug == here.slug for slug, *_ in entries) else None
-        over: set[Place] = set()
+        over: set[TaskKey] = set()
         if machines is not None:
             machines.look_ahead(_stale(machines, entries, ops, over))
         began = time.monotonic()
@@ -135,23 +135,23 @@ def verify_cache(
 
 
 def _stale(
-    machines: Machines, entries: Iterable[tuple[str, str, CacheEntry]], ops: Mapping[str, Op], over: Collection[Place]
+    machines: Machines, entries: Iterable[tuple[str, str, CacheEntry]], ops: Mapping[str, Op], over: Collection[TaskKey]
 ) -> Iterator[tuple[Tuner, Config]]:
     """Yield what finals of this GPU's entries will ask for, unless they are over by then."""
     for slug, name, entry in entries:
         found = _without_timing(ops[name], entry, is_here=True) if slug == device.current().slug else None
-        if isinstance(found, _Stale) and found.task.place not in over:
+        if isinstance(found, _Stale) and found.task.key not in over:
             yield from ((machines.tuner(found.task), config) for config in found.configs)
 
 
-def _final(machines: Machines, over: set[Place], task: Task, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
+def _final(machines: Machines, over: set[TaskKey], task: Task, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
     """Return which config wins, the first unless another is surely faster, and the evidence; the last is the default.
 
     Raises:
         ValueError: the first is wrong now, or cannot be timed.
     """
     tuner = machines.tuner(task)
-    over.add(task.place)
+    over.add(task.key)
     try:
         with tuner:
             begun = [tuner.begin(config) for config in configs]

@@ -20,7 +20,7 @@ from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit
 from kerneltune.plan import Options
 from kerneltune.processes import fast_context, held_folder, in_environment
-from kerneltune.search.task import KnownTrial, Task
+from kerneltune.search.task import Task, Trial
 from kerneltune.spec import Variant
 from kerneltune.tuning.stage import Machines, TuningResult, perform
 
@@ -66,7 +66,7 @@ class RemoteTask:
 
     task: Task
     following: Task | None
-    trials: tuple[KnownTrial, ...]
+    trials: tuple[Trial, ...]
     configs: str
 
 
@@ -120,8 +120,7 @@ class Worker:
             replace_text(config_file, order.configs)
         cache.clear()
         following = [order.following] if order.following is not None else []
-        done = perform(machines, task, following, self._family, self._options)
-        return replace(done, space_bytes=done.space.read_bytes()) if done.space is not None else done
+        return perform(machines, task, following, self._family, self._options)
 
     def __enter__(self) -> "Worker":
         return self

@@ -137,7 +137,7 @@ def searched(folder: Path) -> dict[str, object]:
     """Return the evaluations and the chosen config of a search."""
     (path,) = (folder / "configs").rglob("*.json")
     names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"}
-    stored = Counter(row["config"]["n"] for row in history(folder / "trials.log"))
+    stored = Counter(dict(trial.knobs)["n"] for trial in history(folder / "trials.log"))
     return {"stored": stored, "config": [entry.config for entry in cache.load_strict(path)], "names": names}
 
 

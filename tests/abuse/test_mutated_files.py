@@ -23,7 +23,7 @@ from kerneltune.adopt import folder as capture
 from kerneltune.adopt import table
 from kerneltune.cli import settings as settings_file
 from kerneltune.inspection import static
-from kerneltune.search import observations, spaces, trials
+from kerneltune.search import trial_table, trials
 from kerneltune.search.task import Task
 from kerneltune.workloads import model_config
 
@@ -79,10 +79,6 @@ def _manifest(path: Path) -> None:
         served.unlink()
 
 
-def _observations(path: Path) -> None:
-    observations.read(path, operators()["fp8_transpose_2d"])  # type: ignore[arg-type]
-
-
 def _model(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "transformers", None)  # takes seconds to import
@@ -112,11 +108,8 @@ def seed(kind: str) -> bytes:
         return json.dumps({**file, "entries": file["entries"][:6]}).encode()
     if kind == "rules":
         return (SHIPPED / "rules" / "multi_cast_transpose.json").read_bytes()
-    if kind == "space":
-        (path, *_) = sorted((REPO / "results" / "nvidia_h200" / "spaces").glob("*.csv.gz"), key=os.path.getsize)
-        return b"".join(gzip.decompress(path.read_bytes()).splitlines(keepends=True)[:40])
-    if kind == "observations":
-        path = REPO / "results" / "nvidia_h200" / "observations" / "fp8_transpose_2d.csv.gz"
+    if kind == "table of trials":
+        path = REPO / "results" / "nvidia_h200" / "trials" / "fp8_transpose_2d.csv.gz"
         return b"".join(gzip.decompress(path.read_bytes()).splitlines(keepends=True)[:40])
     if kind == "trials":
         return _journal()
@@ -201,10 +194,9 @@ READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
     "records": ("f.jsonl", records.load, 500),
     "cache": ("nvidia_h200/rmsnorm_bwd.json", _cache, 500),
     "rules": ("nvidia_h200/rules/multi_cast_transpose.json", rule.load_strict, 300),
-    "space": ("f.csv.gz", spaces.read, 500),
+    "table of trials": ("fp8_transpose_2d.csv.gz", trial_table.read, 500),
     "table": ("f.json", _import, 400),
     "source": ("f.py", _import, 300),
-    "observations": ("f.csv.gz", _observations, 300),
     "trials": ("f.log", trials.history, 150),
     "model": ("f.json", _model, 300),
     "misses": ("f.jsonl", misses.read, 300),

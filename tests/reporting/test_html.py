@@ -19,6 +19,8 @@ from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.page import page
 from kerneltune.reporting.payload import Sources, apart, default_pair, index, payload
 from kerneltune.reporting.tables import ab_rows
+from kerneltune.search.task import Evaluation, TaskKey, Trial
+from kerneltune.spec import Case
 
 RECORDED = data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
 MOST_BYTES = 2_000_000
@@ -52,22 +54,10 @@ def record(us: float | None = 100.0, **changes: Any) -> Record:
     return Record(**{**values, **changes})
 
 
-def trial(us: float | None, block: int, source: str = "1", **changes: Any) -> dict[str, Any]:
-    values = {
-        "op": "scale",
-        "variant": "optimized",
-        "axes": {"E": 4, "N": 256},
-        "dtype": "bfloat16",
-        "quant": "none",
-        "options": {},
-        "policy": "cold",
-        "config": {"block": block, "split": True},
-        "status": "ok" if us else "spills",
-        "time_us": us,
-        "detail": "",
-        "fingerprint": {"source_hash": source},
-    }
-    return values | changes
+def trial(us: float | None, block: int, source: str = "1", quant: str = "none") -> Trial:
+    key = TaskKey("scale", "optimized", Case("", (("E", 4), ("N", 256)), "bfloat16", quant), "cold")
+    evaluation = Evaluation("ok" if us else "spills", us)
+    return Trial(key, (("block", block), ("split", True)), evaluation, {"source_hash": source})
 
 
 def experts() -> list[Record]:

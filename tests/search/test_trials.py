@@ -174,7 +174,7 @@ def test_any_cut_loses_at_most_the_line_that_it_cuts(path: Path) -> None:
         found = [get(store, config) for config in configs]
         assert found == [Evaluation("ok", i + 0.5) for i in range(kept)] + [None] * (len(configs) - kept), cut
         put(store, Knobs(99, True), Evaluation("ok", 9.0))
-        assert sorted(row["config"]["block"] for row in history(path)) == [*range(kept), 99], cut
+        assert sorted(dict(trial.knobs)["block"] for trial in history(path)) == [*range(kept), 99], cut
         assert len(open_store(path)) == kept + 1, cut
 
 
@@ -300,15 +300,15 @@ def test_a_case_is_told_of_its_own_sizes_and_the_newest_of_others(path: Path) ->
     for n, case in enumerate((other, CASE, half, other, replace(CASE, dtype="float16"), other)):
         store.put(Task(OP, case, VARIANT), Knobs(n, True), Evaluation("spills"))
 
-    def told(others: int, variant: Variant = VARIANT) -> list[int]:
-        return sorted(dict(knobs)["block"] for _, knobs, _ in store.told(Task(OP, CASE, variant), others))
+    def relevant(most: int, variant: Variant = VARIANT) -> list[int]:
+        return sorted(dict(trial.knobs)["block"] for trial in store.relevant_to(Task(OP, CASE, variant), most))
 
-    assert told(0) == [1, 4]
-    assert told(2) == [1, 3, 4, 5]
-    assert told(9) == [0, 1, 3, 4, 5]
-    assert told(9, OTHER_VARIANT) == [1, 4]
+    assert relevant(0) == [1, 4]
+    assert relevant(2) == [1, 3, 4, 5]
+    assert relevant(9) == [0, 1, 3, 4, 5]
+    assert relevant(9, OTHER_VARIANT) == [1, 4]
     other_store = open_store(path.with_name("none.log"))
-    other_store.know(store.told(Task(OP, CASE, VARIANT), 9))
+    other_store.know(store.relevant_to(Task(OP, CASE, VARIANT), 9))
     assert len(other_store) == 5
     assert get(other_store, Knobs(1, True)) == Evaluation("spills")
     assert not path.with_name("none.log").exists()
@@ -363,7 +363,7 @@ def test_two_writers_wait_for_each_other(path: Path) -> None:
         other.flush()
         fcntl.flock(other, fcntl.LOCK_UN)
         waiting.join()
-    assert [row["config"]["block"] for row in history(path)] == [1, 1, 2]
+    assert [dict(trial.knobs)["block"] for trial in history(path)] == [1, 1, 2]
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from replayed import KnownTrial
 
 from kerneltune.search.loop import Search, explore
-from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.task import Evaluation, Task, Trial
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Variant
 from kerneltune.tuning.candidates import REFUSED, probabilities, widened
@@ -40,10 +40,10 @@ def test_the_nearest_configs_and_sizes_say_most() -> None:
 
 def refused(told: bool, budget_s: float, seed: int) -> list[bool]:
     """Of a search of a made-up space, what of the evaluations, in their order; told of the same space at half the sizes."""
-    other = tuple((axis, size // 2) for axis, size in SPACE.axes)
+    other = tuple((axis, size // 2) for axis, size in SPACE.case.axes)
     known = [(other, dict(knobs), trial.status in REFUSED) for knobs, trial in list(SPACE.trials.items())[::2]]
     trials = {MAKE(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
-    found = probabilities(SPACE.axes, [dict(knobs) for knobs in SPACE.trials], known)
+    found = probabilities(SPACE.case.axes, [dict(knobs) for knobs in SPACE.trials], known)
     assert found is not None
     believed = dict(zip(trials, map(float, found), strict=True)) if told else None
     search = Search(sampler="random", seed=seed) if budget_s else Search(trials=100, seed=seed)
@@ -73,7 +73,7 @@ def test_a_store_tells_of_other_sizes_only(tmp_path: Path) -> None:
     for case in (here, there, half):
         store.put(Task(op, case, SMALL), Small(64, 1), Evaluation("spills"))
     assert store.of_other_sizes(Task(op, here, SMALL)) == [
-        (Task(op, there, SMALL).place, (("block", 64), ("warps", 1)), Evaluation("spills"))
+        Trial(Task(op, there, SMALL).key, (("block", 64), ("warps", 1)), Evaluation("spills"))
     ]
 
 

@@ -23,7 +23,7 @@ from versus_jobs import H200, OP, VARIANT, Knobs
 
 from kerneltune import cache, device, ops
 from kerneltune.plan import Options, Quiet, Selection
-from kerneltune.search import spaces
+from kerneltune.search import trial_table
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, history
 from kerneltune.tuning import cluster, fleet
@@ -91,7 +91,7 @@ def test_two_workers_share_the_cases_and_everything_ends_up_here(options: Option
     entries = cache.load_strict(tmp_path / "configs" / "nvidia_h200" / "fake.json")
     assert {e.case: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS}
     rows = history(tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log")
-    assert Counter(row["axes"]["M"] for row in rows) == {work.case["M"]: 20 for work in WORKS}
+    assert Counter(trial.key.case["M"] for trial in rows) == {work.case["M"]: 20 for work in WORKS}
     assert (usage.gpus, usage.evaluations) == (2, 100)
     assert usage.busy_s == pytest.approx(1.0)
     assert 0 <= usage.idle < 1
@@ -172,7 +172,7 @@ def test_an_interrupted_run_leaves_no_worker_and_goes_on(when: str, options: Opt
     assert (tmp_path / "said").read_text() == ""
     if when == "measuring":
         path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log"
-        kept = [(f"m{row['axes']['M']}", *row["config"].values()) for row in history(path)]
+        kept = [(f"m{trial.key.case['M']}", *dict(trial.knobs).values()) for trial in history(path)]
         before = len(evaluations(log))
         with two(options) as workers:
             Fleet(workers, options, Quiet()).run(wanted(WORKS))
@@ -227,9 +227,9 @@ def test_whole_spaces_come_back(log: Path, tmp_path: Path) -> None:
     with one(options) as workers:
         run = Fleet(workers, options, Quiet())
         run.run(wanted(WORKS[:2]))
-    paths = sorted((tmp_path / "results" / "nvidia_h200" / "spaces").iterdir())
-    assert sorted(done.space for _, done in run.finished if done.space) == paths
-    assert [len(spaces.read(path).trials) for path in paths] == [20, 20]
+    spaces = trial_table.read(trial_table.table_path(tmp_path / "results", "nvidia_h200", "fake"))
+    assert sorted(space.case.name for space in spaces) == sorted(work.case.name for work in WORKS[:2])
+    assert [len(space.trials) for space in spaces] == [20, 20]
     assert not (tmp_path / "configs").exists()
 
 

@@ -22,7 +22,7 @@ from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.plan import Options, Quiet, Selection
-from kerneltune.search import spaces
+from kerneltune.search import trial_table
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
@@ -80,12 +80,12 @@ def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, o
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
-    rows = history(path)
-    assert len({json.dumps(row["config"]) for row in rows}) == len(rows) == entry.evidence["trials"]
-    assert rows[0]["resources"] == 128
-    assert rows[0]["shared_bytes"] == 1024
-    assert rows[0]["date"]
-    assert rows[0]["commit"]
+    trials = history(path)
+    assert len({trial.knobs for trial in trials}) == len(trials) == entry.evidence["trials"]
+    first = trials[0].evaluation
+    assert (first.resources, first.shared_bytes) == (128, 1024)
+    assert first.date
+    assert first.commit
     assert run_tune(OPS, selection, options, Quiet()).entries == []  # nothing is lacking
 
 
@@ -278,10 +278,10 @@ def test_a_whole_space_is_measured_and_written(selection: Selection, options: Op
     assert run_tune(OPS, selection, wide, Quiet()).entries == []
     assert options.results is not None
     assert not (options.results.parent / "configs").exists()
-    (path,) = (options.results / "nvidia_h200" / "spaces").iterdir()
-    space = spaces.read(path)
+    path = trial_table.table_path(options.results, "nvidia_h200", "stream")
+    (space,) = trial_table.read(path)
     variant = widened(OPS["stream"].variants[0], knobs)
-    case = Case("big", space.axes, "int32")
+    case = Case("big", space.case.axes, "int32")
     assert [dict(k) for k in space.trials] == [
         {"block": c.block, "warps": c.warps, "ctas": c.ctas} for c in variant.configs(case)
     ]
