@@ -14,7 +14,7 @@ BASE ?= main
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) --constraint $(CONSTRAINTS)
 
-.PHONY: sweep test inspect release notes clean
+.PHONY: sweep test gpu inspect release notes clean
 
 sweep: $(VENV)/.installed
 	$(BIN)/kerneltune sweep $(FAMILY)
@@ -27,6 +27,11 @@ test: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not alone"
 	$(BIN)/python -m pytest -m alone
+
+# Runs the tests that need a GPU, and the journeys of tests/journeys or the one called JOURNEY; outputs go to GPU_OUT, results/runs/gpu if
+# not given. Without a network: make gpu VENV_FLAGS=--system-site-packages PIP_FLAGS='--no-index --find-links DIR'
+gpu: $(VENV)/.installed-gpu
+	$(BIN)/python tests/journeys $(if $(JOURNEY),--only $(JOURNEY))
 
 # Compiles the cached configs that differ from those of BASE for four targets, without a GPU: fails on new spills and narrower accesses.
 inspect: $(VENV)/.installed-test
@@ -53,6 +58,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable '.[test,docs]'
 	touch $@ $(VENV)/.installed
+
+# Installs only what cannot be imported: machines with a GPU bring most of it.
+$(VENV)/.installed-gpu: pyproject.toml tests/journeys/missing_packages.py | $(VENV)/bin/python
+	missing="$$($(BIN)/python tests/journeys/missing_packages.py)" && \
+	{ test -z "$$missing" || $(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) $$missing; }
+	touch $@
 
 $(VENV)/.installed-release: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) 'hatchling>=1.25' build twine

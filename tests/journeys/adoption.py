@@ -1,0 +1,127 @@
+"""Journeys of programs that know nothing of kerneltune: capture, tune, serve."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from journey import ROOT, Place, journey, json_lines, require
+
+
+def capture(place: Place, *program: str | Path) -> str:
+    """Capture a program, list and check what was captured; return the program's output."""
+    out = place.kerneltune("capture", "--out", "cap", "--", sys.executable, *program).stdout
+    listed = place.kerneltune("adopt", "list", "cap").stdout
+    require("classes" in listed, "no table of kernels")
+    place.kerneltune("sweep", "cap", "--check-only", "--results", "checked")
+    return out
+
+
+def tune(place: Place, *options: str, classes: int = 0) -> None:
+    """Tune the capture: so many classes, if told, and none is skipped then."""
+    done = place.kerneltune("tune", "cap", *options)
+    summary = re.search(r"(\d+) class(?:es)? tuned in", " ".join(done.stdout.split()))
+    require(summary is not None, "no summary")
+    assert summary is not None
+    if classes:
+        require((int(summary[1]), "skipped" in done.stderr) == (classes, False), f"tuned {summary[1]} of {classes} classes")
+    require((place.folder / "cap" / "served" / f"{place.gpu['slug']}.json").is_file(), "no table for this GPU")
+
+
+def serve(place: Place, *program: str | Path, miss: str = "error") -> list[dict[str, object]]:
+    """Serve a program with an empty cache of Triton's; return the lines that its processes print. Nothing may be timed."""
+    cache = place.folder / f"served-{len(list(place.folder.glob('served-*')))}"
+    done = place.kerneltune(
+        "serve", "--configs", "cap", "--miss", miss, "--", sys.executable, *program, env={"TRITON_CACHE_DIR": str(cache)}
+    )
+    found = json_lines(done.stdout)
+    require(bool(found), "the program printed no line")
+    for row in found:
+        require(row["timed"] == 0, f"{row['timed']} timings at run time")
+        require(row["served"] is not None, "nothing was served")
+    return found
+
+
+@journey(limit_s=180)
+def adopt_package(place: Place) -> None:
+    """Serve a package in site-packages: the same results, nothing timed, and what was not tuned is recorded."""
+    place.bring("packages", "use_foreign.py", "observed.py")
+    (plain,) = json_lines(place.python("use_foreign.py", "1000", "4096").stdout)
+    require(plain["timed"] > 0, "the author's autotuner timed nothing, so there is nothing to show")
+    (captured,) = json_lines(capture(place, "use_foreign.py", "1000", "4096"))
+    require((captured["digest"], captured["timed"]) == (plain["digest"], 0), "capturing changes results, or times configs")
+    tune(place, classes=4)
+    (served,) = serve(place, "use_foreign.py", "1000", "4096")
+    require(served["digest"] == plain["digest"], "served results differ")
+    require(served["served"] == {"hits": 4, "misses": 0, "tunings": 0}, f"serving counted {served['served']}")
+    (other,) = serve(place, "use_foreign.py", "1000", "2048", miss="nearest")
+    missed = place.kerneltune("adopt", "list", "cap/misses").stdout
+    require("scaled_sum_kernel" in missed, "a launch that was not tuned is not recorded")
+    counts: Any = other["served"]
+    require(counts["misses"] >= 1 and counts["tunings"] == 0, f"serving counted {counts}")
+    place.kerneltune("tune", "cap/misses")
+
+
+@journey(limit_s=150)
+def adopt_script(place: Place) -> None:
+    """Serve a script without a `__main__` guard, whose kernel reads a global that depends on the script's arguments."""
+    place.bring("script.py", "observed.py")
+    (plain,) = json_lines(place.python("script.py", "100", "1000").stdout)
+    capture(place, "script.py", "100", "1000")
+    tune(place, classes=2)
+    (served,) = serve(place, "script.py", "100", "1000")
+    require(served["digest"] == plain["digest"], "served results differ")
+
+
+@journey(limit_s=150)
+def adopt_two_processes(place: Place) -> None:
+    """Serve two processes at once: they choose the same configs."""
+    place.bring("packages", "two_processes.py", "observed.py")
+    capture(place, "two_processes.py", "1000", "4096")
+    tune(place, "--widen", classes=2)
+    first, second = serve(place, "two_processes.py", "1000", "4096")
+    require(first["configs"] == second["configs"], f"{first['configs']} and {second['configs']} differ")
+    require(first["digest"] == second["digest"], "results differ")
+    require(bool(first["configs"]), "no kernel was launched")
+
+
+@journey(limit_s=200, packages=("fla", "einops"))
+def adopt_fla(place: Place) -> None:
+    """Serve a layer of flash-linear-attention, forward and backward."""
+    program = _example("gla_layer.py")
+    out = place.kerneltune("capture", "--out", "cap", "--", sys.executable, program, "captured", "captured.pt")
+    (first,) = json_lines(out.stdout)
+    tune(place, "--share", "0.6", "--budget", "40")
+    command = ["serve", "--configs", "cap", "--miss", "default", "--", sys.executable, program, "served", "s.pt", "captured.pt"]
+    (row,) = json_lines(place.kerneltune(*command).stdout)
+    require(row["serving"]["hits"] > 0 and row["serving"]["tunings"] == 0, f"serving counted {row['serving']}")
+    require(row["largest_difference"] < 0.05, f"results differ by {row['largest_difference']}")
+    place.remarks.append(f"step {first['step_gpu_ms']:.2f} ms -> {row['step_gpu_ms']:.2f} ms")
+
+
+@journey(limit_s=150, packages=("liger_kernel",))
+def adopt_liger(place: Place) -> None:
+    """Serve a kernel of liger-kernel at two sizes, forward and backward."""
+    _part(place, "dynamic_tanh", "1024", "8192")
+
+
+@journey(limit_s=150, packages=("torchao",))
+def adopt_torchao(place: Place) -> None:
+    """Serve casts of torchao."""
+    _part(place, "rowwise", "1024")
+
+
+def _part(place: Place, name: str, *sizes: str) -> None:
+    place.bring("one_part.py", "observed.py")
+    _example("liger_torchao.py")
+    place.kerneltune("capture", "--out", "cap", "--", sys.executable, "one_part.py", name, *sizes)
+    tune(place, "--budget", "40")
+    serve(place, "one_part.py", name, *sizes, miss="default")
+
+
+def _example(name: str) -> Path:
+    """Return a program of examples/adopted_packages, whose folder is on the path from now on."""
+    folder = ROOT / "examples" / "adopted_packages"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    return folder / name

@@ -1,0 +1,59 @@
+"""Journeys that do what a test of the runner needs, and a GPU that is none."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import program
+from journey import NotRun, Place, journey, require
+
+GPU = {"slug": "nvidia_fake", "name": "NVIDIA Fake", "arch": "sm_0", "driver": "1", "python": "3", "torch": "2", "triton": "3"}
+
+
+@journey(limit_s=60)
+def fine(place: Place) -> None:
+    """Import a module of the package in a process that is killed at once, and pass."""
+    code = "import kerneltune.stats, os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    place.python("-c", code, code=-9)
+    place.remarks.append("a remark")
+
+
+@journey(limit_s=60)
+def broken(place: Place) -> None:
+    """Fail, and leave a file."""
+    (place.folder / "left.txt").write_text("seen")
+    require(False, "promised otherwise\nmore lines")
+
+
+@journey(limit_s=2)
+def hangs(place: Place) -> None:
+    """Start a process in a session of its own, then hang, both of them."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    Path(os.environ["FAKE_PID"]).write_text(str(child.pid))
+    print("before it hangs", flush=True)
+    time.sleep(600)
+
+
+@journey(limit_s=60)
+def unable(place: Place) -> None:
+    """Lack a tool."""
+    raise NotRun("no such tool")
+
+
+@journey(packages=("no_such_package",))
+def lacking(place: Place) -> None:
+    """Lack a package."""
+
+
+@journey(limit_s=60, alone=True)
+def slow(place: Place) -> None:
+    """Take long."""
+    Path(os.environ["FAKE_PID"]).write_text("slow")
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    program.gpu_here = lambda: GPU
+    sys.exit(program.exit_code((sys.executable, __file__)))

@@ -1,0 +1,231 @@
+"""Run journeys in processes of their own, several at a time where no times are judged, and say how each ended."""
+
+import json
+import os
+import shutil
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+from journey import FAILED, HERE, INTERRUPTED, LEFT_OUT, PASSED, ROOT, Journey
+
+_MARK = "JOURNEY_MARK"
+_GRACE_S = 3.0
+_AT_ONCE = 4
+_KEPT_BYTES = 1 << 20
+
+
+@dataclass
+class Ending:
+    """How a journey ended.
+
+    Attributes:
+        passed: PASSED, FAILED, LEFT_OUT or INTERRUPTED.
+        reason: why it failed or was not run; else remarks.
+        modules: of the package, that its processes imported.
+    """
+
+    name: str
+    passed: str
+    seconds: float = 0.0
+    reason: str = ""
+    modules: list[str] = field(default_factory=list)
+
+
+def gpu_here() -> dict[str, str]:
+    """Return name, slug, arch, driver and versions of the GPU, by a process that leaves nothing on it."""
+    code = (
+        "import json, platform; from kerneltune import device as d; c = d.current(); print(json.dumps({'slug': c.slug, "
+        "'name': c.name, 'arch': c.arch, 'driver': c.driver, 'python': platform.python_version(), **d.versions()}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=_environment({}), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"the GPU cannot be asked: {(done.stderr.strip().splitlines() or ['no answer'])[-1]}")
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a journey: this one's without settings of kerneltune, the package and the hook on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KERNELTUNE_", "JOURNEY_"))}
+    path = [str(HERE / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return kept | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUSERBASE": site.getuserbase()} | more
+
+
+class Runner:
+    """Runs journeys; `ended` holds how each of them ended, also after Ctrl-C."""
+
+    def __init__(self, out: Path, gpu: Mapping[str, str], command: Sequence[str]) -> None:
+        """out: folder of the outputs; command: runs one journey, with `--inside NAME --said FILE`."""
+        self.out, self.gpu, self._command = out, gpu, list(command)
+        self.ended: dict[str, Ending] = {}
+        self._stop = Event()
+        self._began = time.monotonic()
+
+    def run(self, journeys: Sequence[Journey]) -> None:
+        """Run journeys: first those that may share the GPU, then the others one by one."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        shared = sorted((one for one in journeys if not one.alone), key=lambda one: -one.limit_s)
+        pool = ThreadPoolExecutor(max_workers=_AT_ONCE)
+        try:
+            for done in as_completed([pool.submit(self._one, one) for one in shared]):
+                self._say(done.result())
+            for one in journeys:
+                if one.alone:
+                    self._say(pool.submit(self._one, one).result())
+        except BaseException:
+            self._stop.set()
+            pool.shutdown(cancel_futures=True)
+            for one in journeys:
+                self.ended.setdefault(one.name, Ending(one.name, INTERRUPTED))
+            raise
+        pool.shutdown()
+
+    def _say(self, ending: Ending) -> None:
+        since = time.monotonic() - self._began
+        first = ending.reason.splitlines()[0] if ending.reason else ""
+        print(f"{since:5.0f} s  {ending.name}: {ending.passed}, {ending.seconds:.0f} s  {first}"[:200], flush=True)
+
+    def _one(self, journey: Journey) -> Ending:
+        began = time.monotonic()
+        try:
+            ending = self._run(journey)
+        except Exception as error:  # of the runner: the other journeys go on
+            ending = Ending(journey.name, FAILED, reason=f"{type(error).__name__}: {error}")
+        ending.seconds = time.monotonic() - began
+        self.ended[journey.name] = ending
+        return ending
+
+    def _run(self, journey: Journey) -> Ending:
+        missing = journey.missing()
+        if missing:
+            return Ending(journey.name, LEFT_OUT, reason=f"{', '.join(missing)}: not installed")
+        if self.gpu["slug"] == "interpreter" and not journey.without_gpu:
+            return Ending(journey.name, LEFT_OUT, reason="needs a GPU")
+        folder = Path(tempfile.mkdtemp(prefix="kt-"))
+        try:
+            return self._in_folder(journey, folder)
+        finally:
+            if self.ended.get(journey.name, Ending("", "")).passed != FAILED:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _in_folder(self, journey: Journey, folder: Path) -> Ending:
+        for name in ("home", "tmp", "place"):
+            (folder / name).mkdir()
+        mark, said, modules = uuid.uuid4().hex, folder / "said.json", folder / "modules.txt"
+        environment = _environment({}) | {
+            _MARK: mark,
+            "JOURNEY_MODULES": str(modules),
+            "JOURNEY_GPU": json.dumps(dict(self.gpu)),
+            "HOME": str(folder / "home"),
+            "TMPDIR": str(folder / "tmp"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "KERNELTUNE_CONFIGS": str(folder / "configs"),
+            "KERNELTUNE_RESULTS": str(folder / "results"),
+            "COLUMNS": "120",
+            "PYTHONUNBUFFERED": "1",
+        }
+        command = [*self._command, "--inside", journey.name, "--said", str(said)]
+        output = self.out / f"{journey.name}.txt"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=folder / "place", env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                start_new_session=True,
+            )  # fmt: skip
+            late = self._wait(process, journey.limit_s)
+            end_marked(process, mark)
+        found = sorted(set(modules.read_text().split())) if modules.is_file() else []
+        if late:
+            return self._failed(journey, late, folder, found)
+        if process.returncode or not said.is_file():
+            return self._failed(journey, _last_line(output) or f"exit code {process.returncode}", folder, found)
+        told = json.loads(said.read_text())
+        if told["passed"] == FAILED:
+            return self._failed(journey, told["reason"], folder, found)
+        return Ending(journey.name, told["passed"], reason=told["reason"], modules=found)
+
+    def _wait(self, process: "subprocess.Popen[bytes]", limit_s: float) -> str:
+        """Wait for the end; return why it had to be ended, empty where it ended by itself."""
+        until = time.monotonic() + limit_s
+        while process.poll() is None:
+            if self._stop.wait(0.1):
+                return "interrupted"
+            if time.monotonic() > until:
+                return f"ended after {limit_s:g} s"
+        return ""
+
+    def _failed(self, journey: Journey, reason: str, folder: Path, modules: list[str]) -> Ending:
+        kept = self.out / f"{journey.name}.failed"
+        shutil.rmtree(kept, ignore_errors=True)
+        with suppress(OSError, shutil.Error):
+            shutil.copytree(folder, kept, ignore=_left_out, symlinks=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        passed = INTERRUPTED if reason == "interrupted" else FAILED
+        return Ending(journey.name, passed, reason=reason, modules=modules)
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    """Return the entries of a folder that are not kept of a failed journey."""
+    caches = {"triton", "home", "tmp", "inductor", "__pycache__", "triton-cache"}
+    found = {name for name in names if name in caches or name.startswith("served-")}
+    for name in names:
+        path = Path(folder, name)
+        if path.is_file() and path.stat().st_size > _KEPT_BYTES:
+            found.add(name)
+    return found
+
+
+def end_marked(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    """End a journey and whatever it has started, in other sessions as well: by a mark in their environment."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left = _marked(mark)
+        if process.poll() is None:
+            left.add(process.pid)
+        if not left:
+            return
+        for pid in left:
+            with suppress(OSError):
+                os.kill(pid, number)
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until and (process.poll() is None or _marked(mark)):
+            time.sleep(0.05)
+    process.wait()
+
+
+def _marked(mark: str) -> set[int]:
+    """Return the processes that have a mark in their environment."""
+    found, wanted = set(), f"{_MARK}={mark}".encode()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # another user's, or one that has just ended
+            if wanted in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+    return found
+
+
+def _last_line(output: Path) -> str:
+    lines = output.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def table(endings: Iterable[Ending]) -> str:
+    """Return a line for each journey, and how to run each that failed alone."""
+    endings = list(endings)
+    width = max((len(one.name) for one in endings), default=0)
+    lines = [f"{'journey':{width}}  passed       seconds"]
+    for one in endings:
+        more = "  " + one.reason.splitlines()[0][:100] if one.reason else ""
+        lines.append(f"{one.name:{width}}  {one.passed:11}  {one.seconds:7.0f}{more}")
+    failed = [one.name for one in endings if one.passed == FAILED]
+    lines += ["", f"{sum(one.passed == PASSED for one in endings)} of {len(endings)} passed"]
+    return "\n".join([*lines, *(f"run alone: make gpu JOURNEY={name}" for name in failed)])

@@ -1,0 +1,80 @@
+"""The runner: what a hang, a failure, Ctrl-C and a missing GPU come to."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from journey import HERE, ROOT
+
+FAKES = str(HERE / "fakes.py")
+
+
+def start(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
+    environment = os.environ | {"FAKE_PID": str(tmp_path / "pid"), "GPU_OUT": str(tmp_path / "out")}
+    command = [sys.executable, FAKES, *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def summary(tmp_path: Path) -> dict[str, dict[str, object]]:
+    found = json.loads((tmp_path / "out" / "summary.json").read_text())
+    return {one["name"]: one for one in found["journeys"]}
+
+
+def test_journeys_end_in_a_table_with_their_outputs_kept(tmp_path: Path) -> None:
+    process = start(tmp_path, "--only", "fine,broken,hangs,unable,lacking")
+    out, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (1, "")
+    ended = summary(tmp_path)
+    assert {name: one["passed"] for name, one in ended.items()} == {
+        "fine": "yes", "broken": "no", "hangs": "no", "unable": "not run", "lacking": "not run",
+    }  # fmt: skip
+    assert ended["fine"]["reason"] == "a remark"
+    assert "kerneltune.stats" in ended["fine"]["modules"]
+    assert ended["hangs"]["reason"] == "ended after 2 s"
+    assert "before it hangs" in (tmp_path / "out" / "hangs.txt").read_text()
+    assert (tmp_path / "out" / "broken.failed" / "place" / "left.txt").read_text() == "seen"
+    assert "lacking  not run            0  no_such_package: not installed" in out
+    assert out.splitlines()[-4:-1] == ["1 of 5 passed", "run alone: make gpu JOURNEY=broken", "run alone: make gpu JOURNEY=hangs"]
+    state = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"  # nobody may ask what became of it
+
+
+def test_ctrl_c_keeps_what_has_run(tmp_path: Path) -> None:
+    process = start(tmp_path, "--only", "unable,slow")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert {name: one["passed"] for name, one in summary(tmp_path).items()} == {"unable": "not run", "slow": "interrupted"}
+    assert "slow" in out
+
+
+def test_unknown_journey_is_one_line(tmp_path: Path) -> None:
+    process = start(tmp_path, "--only", "nosuch")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert errors.startswith("error: JOURNEY: 'nosuch': expected one of fine, broken")
+    assert errors.count("\n") == 1
+
+
+def test_machine_without_a_gpu_is_one_line(tmp_path: Path) -> None:
+    environment = os.environ | {"GPU_OUT": str(tmp_path), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, str(HERE)], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: no NVIDIA GPU that torch can use: journeys run on one\n"
+
+
+def test_every_promised_journey_is_there() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(HERE), "--only", "nosuch"], env=environment, capture_output=True, text=True, check=False
+    )
+    for name in ("sweep_quick", "gate_run", "adopt_script", "train_experts_compiled", "decode_int4", "gpu_tests"):
+        assert name in done.stderr
