@@ -3,18 +3,19 @@
 Knows no operator and prints nothing. May import torch.
 """
 
-import random
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from kerneltune import device, records, sweep, table
 from kerneltune.files import replace_text
-from kerneltune.measuring.check import LAUNCH_FAILURE, CaseError, Checker, address_errors
-from kerneltune.measuring.compare import ceiling_task, check_only, make_record
+from kerneltune.measuring.check import LAUNCH_FAILURE, address_errors
+from kerneltune.measuring.compare import ceiling_task, check_only, make_record, memory_obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
+from kerneltune.measuring.pairs import PairChecker, configs_by_case, covering
 from kerneltune.plan import (
     Options,
     Progress,
@@ -37,10 +38,13 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.tuning.bench import IsolatedBench, check_in_child, compare_in_child
 from kerneltune.tuning.candidates import config_for
 
-_CHECKED_CONFIGS = 3
+_CONFIGS_PER_CASE = 3
+"""Covering pairs per check case that a GPU checks before a search, which checks every config again."""
 _CHECK_TIMEOUT_S = 300.0
 _ADDRESSES_COST = 1.5
 """Cost of checking addresses, in units of `_check_cost`: 2 to 13 s for rmsnorm and fp8_weights, whose checks take 2 s per MB."""
+_PAIRS_COST = 6.0
+"""Cost of checking the pairs of an operator, in the same units."""
 _CHECK_POLICY = "cold"
 """Records of checks are kept under it."""
 _NOT_COMPARED = ("inputs: ", "reference: ", "compare: ", "outputs: ", LAUNCH_FAILURE)
@@ -58,7 +62,8 @@ FirstTable = Callable[[Sequence[Record]], None]
 class SweepResult:
     """The records of a run, failed checks before the measured rows, and the files that it wrote.
 
-    `remark` is what those files say of several policies, a line; mostly empty.
+    `remark` is a line about several policies in the files, mostly empty; after checks, a line for each variant whose configs were
+    checked on several cases.
     """
 
     records: list[Record]
@@ -171,38 +176,42 @@ def configured(ops: Mapping[str, Op], selection: Selection, options: Options) ->
 
 @dataclass(frozen=True, slots=True)
 class _FurtherCheck:
-    """A check in the interpreter beyond the default configs: `addresses` of a case, else a case with some random configs."""
+    """A check in the interpreter beyond the default configs: of pairs of config and case, or of addresses in a large case."""
 
     op: Op
-    case: Case
-    addresses: bool
+    cases: tuple[Case, ...]
+    is_of_addresses: bool
 
     @property
     def cost(self) -> float:
         """The check's cost, as of `_check_cost`."""
-        return _ADDRESSES_COST if self.addresses else _CHECKED_CONFIGS * _check_cost(self.op, self.case)
+        return _ADDRESSES_COST if self.is_of_addresses else _PAIRS_COST
 
     @property
     def label(self) -> str:
         """Name the check on one line."""
-        return f"{self.op.name} {self.case.name}, {'addresses' if self.addresses else 'further configs'}"
+        return f"{self.op.name} {self.cases[0].name}, addresses" if self.is_of_addresses else f"{self.op.name}, configs on cases"
 
-    def failures(self, variants: Sequence[Variant]) -> Iterator[tuple[Task, Config, str]]:
-        """Yield every config that has errors, and the errors on one line."""
-        checker = None
-        for variant in (variant for variant in variants if variant.unsupported(self.case) is None):
-            default, *others = _some_configs(variant, self.case, 0 if self.addresses else _CHECKED_CONFIGS)
-            try:
-                if self.addresses:
-                    found = [(default, address_errors(self.op, self.case, variant, default))]
-                else:
-                    checker = checker or Checker(self.op, self.case, "cpu")
-                    found = [(config, checker.errors(variant, config, runs=2)) for config in others]
-            except CaseError:  # the case's own records say so
-                return
-            for config, errors in found:
-                if errors:
-                    yield Task(self.op, self.case, variant, _CHECK_POLICY), config, "; ".join(errors)
+    def run(self, variants: Sequence[Variant]) -> tuple[list[tuple[Task, Config, str]], list[str]]:
+        """Return each config that has errors, with its errors on one line, and a line for each variant with checked pairs."""
+        if self.is_of_addresses:
+            (case,) = self.cases
+            chosen = [
+                (Task(self.op, case, v, _CHECK_POLICY), v.default_config(case)) for v in variants if not v.unsupported(case)
+            ]
+            found = [(task, config, address_errors(self.op, case, task.variant, config)) for task, config in chosen]
+            return [(task, config, "; ".join(errors)) for task, config, errors in found if errors], []
+        fitting = [case for case in self.cases if memory_obstacle(self.op, case) is None]
+        checker = PairChecker(self.op, fitting, partial(_check_cost, self.op))
+        failures, lines = [], []
+        for variant in variants:
+            if variant.config is not None:
+                report = checker.check(variant)
+                failures += [
+                    (Task(self.op, case, variant, _CHECK_POLICY), config, text) for config, case, text in report.failures
+                ]
+                lines.append(report.line)
+        return failures, lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +224,8 @@ class _Campaign:
     options: Options
     progress: Progress
     bench: IsolatedBench
+    coverage: list[str] = field(default_factory=list)
+    """A line for each variant whose configs were checked on several cases."""
 
     @property
     def only_checks(self) -> bool:
@@ -226,20 +237,27 @@ class _Campaign:
         return journal_path(self.plan.family, self.options.results, name)
 
     def to_check(self, entries: Sequence[sweep.SweepCase]) -> list[Runs]:
-        """Return the selected check cases: every own variant's default config, and on a GPU some random valid ones.
+        """Return the selected check cases: every own variant's default config, and on a GPU covering pairs as well.
 
         Peers are checked where they are measured; where only checks run, those that the selection names.
 
         Raises:
             ValueError: only checks run, and there is nothing to check.
         """
-        count = _CHECKED_CONFIGS if device.current().is_gpu else 0
         with_peers = self.only_checks and self.selection.variants
+        cases: dict[str, list[Case]] = {}
+        for entry in filter(self.selection.takes, entries):
+            cases.setdefault(entry.op, []).append(entry.case)
         work = []
-        for op, case in ((self.ops[entry.op], entry.case) for entry in entries if self.selection.takes(entry)):
+        for op, of_op in ((self.ops[name], found) for name, found in cases.items()):
             wanted = [v for v in wanted_variants(op, self.selection, self.options) if not v.is_peer or with_peers]
-            tasks = [Task(op, case, variant, _CHECK_POLICY) for variant in wanted]
-            work.append([(task, config) for task in tasks for config in _some_configs(task.variant, case, count)])
+            further = {v.name: _covering_configs(op, v, of_op) if device.current().is_gpu else {} for v in wanted}
+            for case in of_op:
+                tasks = [Task(op, case, variant, _CHECK_POLICY) for variant in wanted]
+                chosen = [
+                    (task, [task.variant.default_config(case), *further[task.variant.name].get(case, ())]) for task in tasks
+                ]
+                work.append([(task, config) for task, configs in chosen for config in configs])
         if self.only_checks and not any(work):
             raise ValueError(f"{self.plan.path}: {self._unchecked()}")
         return list(filter(None, work))
@@ -253,16 +271,16 @@ class _Campaign:
         return f"no check case among the {bench} selected: {alone}"
 
     def further_checks(self) -> list[_FurtherCheck]:
-        """Return the first check case of each operator and mode, and each operator's largest bench case, for its addresses."""
-        first: dict[tuple[str, str], Case] = {}
+        """Return the pairs of each operator, and each operator's largest bench case, for its addresses."""
+        cases: dict[str, list[Case]] = {}
         for entry in filter(self.selection.takes, self.plan.check):
-            first.setdefault((entry.op, entry.case.quant), entry.case)
+            cases.setdefault(entry.op, []).append(entry.case)
         largest: dict[str, Case] = {}
         for entry in filter(self.selection.takes, self.plan.bench):
             traffic = self.ops[entry.op].traffic
             largest[entry.op] = max(largest.get(entry.op, entry.case), entry.case, key=lambda case: traffic(case).total)
-        configs = [_FurtherCheck(self.ops[name], case, False) for (name, _), case in first.items()]
-        return configs + [_FurtherCheck(self.ops[name], case, True) for name, case in largest.items()]
+        pairs = [_FurtherCheck(self.ops[name], tuple(found), False) for name, found in cases.items()]
+        return pairs + [_FurtherCheck(self.ops[name], (case,), True) for name, case in largest.items()]
 
     def check(self, work: Sequence[Runs], further: Sequence[_FurtherCheck] = ()) -> list[Record]:
         """Check every case, then whatever is `further`; records of cases are kept one by one until the last case is done."""
@@ -288,7 +306,9 @@ class _Campaign:
         journal.unlink(missing_ok=True)
         for check in further:
             own = [v for v in wanted_variants(check.op, self.selection, self.options) if not v.is_peer]
-            found += [make_record(self.plan.family, task, c, "failed", reason) for task, c, reason in check.failures(own)]
+            failures, lines = check.run(own)
+            found += [make_record(self.plan.family, task, config, "failed", reason) for task, config, reason in failures]
+            self.coverage.extend(lines)
             self.progress.advance(check.label)
         self._doubt_references(found)
         return found
@@ -305,7 +325,7 @@ class _Campaign:
         """Write the records of checks."""
         path = self.journal("check")
         records.merge(path, checked)
-        return SweepResult(checked, [path])
+        return SweepResult(checked, [path], "\n".join(self.coverage))
 
     def measure_first(self, entries: Sequence[sweep.SweepCase], first_table: FirstTable) -> None:
         """Measure and show the headline cases without variants that compile for seconds, unless that is all there is."""
@@ -412,11 +432,13 @@ def _ours(work: Sequence[Runs]) -> list[Runs]:
     return [[(task, config) for task, config in runs if config is not None] for runs in work]
 
 
-def _some_configs(variant: Variant, case: Case, count: int) -> list[Config]:
-    """Return the default config and `count` random valid configs."""
-    default = variant.default_config(case)
-    others = [config for config in variant.configs(case) if config != default] if count else []
-    return [default, *random.Random(0).sample(others, min(count, len(others)))]
+def _covering_configs(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
+    """Return the configs of the first covering pairs by case: as many as `_CONFIGS_PER_CASE` for each case on average."""
+    found: dict[Case, list[Config]] = {}
+    pairs = covering(configs_by_case(variant, cases), partial(_check_cost, op))
+    for config, case in itertools.islice(pairs, _CONFIGS_PER_CASE * len(cases)):
+        found.setdefault(case, []).append(config)
+    return found
 
 
 def _runs(op: Op, case: Case, selection: Selection, options: Options) -> Runs:

@@ -71,8 +71,8 @@ def command(
         _show_unchecked(family, selection, swept.records)
     if not timed and not check_only:
         _show_recorded(family, asked, results)
-    if swept.remark:
-        show_wrapped(swept.remark)
+    for line in swept.remark.splitlines():
+        show_wrapped(line)
     for path in swept.files:
         note(f"wrote {path}")
     end_if_failed(r for r in swept.records if not known[r.op].variant(r.variant).is_peer)

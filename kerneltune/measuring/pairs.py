@@ -1,0 +1,209 @@
+"""Choose and check pairs of config and check case, beside the default config of each case.
+
+First every knob value meets every class of cases: ragged, in each axis, wide, tiny and first. Then
+come the other pairs, shuffled. May import torch.
+"""
+
+import dataclasses
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kerneltune.measuring.check import CaseError, Checker
+from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.table import counted
+
+Pair = tuple[Config, Case]
+Value = tuple[str, object]
+"""A knob and its value."""
+
+_ALIGNMENT = 16
+"""A size that is no multiple of it leaves a tail in vectorized accesses and in tiles."""
+_WIDE = 8
+"""A case is wide if its largest axis is at least the largest of all cases divided by it."""
+
+
+COVERING_S, FURTHER_S = 12.0, 2.0
+"""Processor seconds for a variant: the covering pairs end at the first limit, all other pairs begin before the second."""
+_MOST_FAILURES = 3
+"""A variant that fails on so many pairs is not checked on more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairReport:
+    """The checked pairs of a variant.
+
+    Attributes:
+        label: operator and variant.
+        num_configs, num_cases: distinct configs and cases of the checked pairs, those of the default configs included.
+        num_pairs, num_possible: checked pairs, and all pairs of a valid config and a supported case.
+        unmet: classes of cases that some knob values did not meet within the time limit.
+        failures: config, case and reason of each pair that failed.
+    """
+
+    label: str
+    num_configs: int
+    num_cases: int
+    num_pairs: int
+    num_possible: int
+    unmet: tuple[str, ...]
+    failures: tuple[tuple[Config, Case, str], ...]
+
+    @property
+    def line(self) -> str:
+        """Say how much was checked: `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`."""
+        pairs = "all pairs" if self.num_pairs == self.num_possible else f"{self.num_pairs:,} of {self.num_possible:,} pairs"
+        line = f"{self.label}: {counted(self.num_configs, 'config')} on {counted(self.num_cases, 'case')}, {pairs}"
+        if self.failures:
+            return f"{line}, stopped after {counted(len(self.failures), 'failure')}"
+        return f"{line}; time limit before every knob value met: {', '.join(self.unmet)}" if self.unmet else line
+
+
+class PairChecker:
+    """Checks the pairs of one operator's variants; inputs and reference of a case are made once.
+
+    Args:
+        cases: the check cases of the operator.
+        cost: the cost of a check of a case, in any unit.
+    """
+
+    def __init__(self, op: Op, cases: Sequence[Case], cost: Callable[[Case], float]) -> None:
+        self._op, self._cases, self._cost = op, cases, cost
+        self._checkers: dict[Case, Checker | None] = {}
+
+    def check(self, variant: Variant) -> PairReport:
+        """Check the covering pairs of a variant, then further pairs, each within its time limit."""
+        configs = configs_by_case(variant, self._cases)
+        done: set[Pair] = {(found[0], case) for case, found in configs.items()}
+        failures: list[tuple[Config, Case, str]] = []
+        seen_cases, begin = set[Case](), time.thread_time()
+        for limit_s, pairs in ((COVERING_S, covering(configs, self._cost)), (FURTHER_S, others(configs, done))):
+            for config, case in pairs:
+                if time.thread_time() - begin > limit_s or len(failures) >= _MOST_FAILURES:
+                    break
+                checker = self._checker(case)
+                if checker is None:
+                    continue
+                if errors := checker.errors(variant, config, runs=1 if case in seen_cases else 2):
+                    failures.append((config, case, "; ".join(errors)))
+                seen_cases.add(case)
+                done.add((config, case))
+        return PairReport(
+            label=f"{self._op.name} {variant.name}",
+            num_configs=len({config for config, _case in done}),
+            num_cases=len({case for _config, case in done}),
+            num_pairs=len(done),
+            num_possible=sum(map(len, configs.values())),
+            unmet=tuple(unmet(configs, self._cost, done)),
+            failures=tuple(failures),
+        )
+
+    def _checker(self, case: Case) -> Checker | None:
+        """Return the checker of a case; None where the case has no inputs or no reference, which its own record says."""
+        if case not in self._checkers:
+            try:
+                self._checkers[case] = Checker(self._op, case, "cpu")
+            except CaseError:
+                self._checkers[case] = None
+        return self._checkers[case]
+
+
+def classes(cases: Sequence[Case], cost: Callable[[Case], float]) -> dict[str, list[Case]]:
+    """Return the cases of each class, the cheapest first; the class most likely to show a mistake comes first.
+
+    A class that many cases belong to keeps the cheap ones: those of at most twice the least cost.
+    """
+    with_work = sorted((case for case in cases if _elements(case)), key=cost)
+    if not with_work:
+        return {}
+    width = max(map(_width, with_work)) / _WIDE
+    axes = dict.fromkeys(axis for case in with_work for axis, _size in case.axes)
+    found = {f"ragged {axis}": [case for case in with_work if _is_ragged(case, axis)] for axis in axes}
+    found["wide"] = [case for case in with_work if _width(case) >= width]
+    found["tiny"] = [case for case in with_work if _elements(case) == min(map(_elements, with_work))]
+    found["first"] = [next(case for case in cases if case in with_work)]
+    return {name: [case for case in members if cost(case) <= 2 * cost(members[0])] for name, members in found.items() if members}
+
+
+def _is_ragged(case: Case, axis: str) -> bool:
+    size = dict(case.axes).get(axis, 0)
+    return size > 1 and size % _ALIGNMENT != 0
+
+
+def _elements(case: Case) -> int:
+    return math.prod(size for _axis, size in case.axes)
+
+
+def _width(case: Case) -> int:
+    return max((size for _axis, size in case.axes), default=0)
+
+
+def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
+    """Return the valid configs of each supported case, the default among them even where the space does not offer it."""
+    found = {}
+    for case in cases:
+        if variant.unsupported(case) is None:
+            found[case] = list(dict.fromkeys([variant.default_config(case), *variant.configs(case)]))
+    return found
+
+
+def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], float]) -> Iterator[Pair]:
+    """Yield pairs until every knob value has met every class of cases; the default config of each case counts as checked.
+
+    Args:
+        configs: the configs of each case, its default first.
+        cost: the cost of a check of a case.
+    """
+    shuffle = random.Random(0).shuffle
+    pools: dict[Case, list[Config]] = {}
+    for case, (default, *others) in configs.items():
+        shuffle(others)
+        pools[case] = sorted(others, key=lambda config, default=default: len(values(config) & values(default)))  # type: ignore[misc]
+    rounds = [_of_class(chosen, pools, configs) for chosen in classes(list(configs), cost).values()]
+    seen: set[Pair] = set()
+    for pair in itertools.chain.from_iterable(itertools.zip_longest(*rounds)):
+        if pair is not None and pair not in seen:
+            seen.add(pair)
+            yield pair
+
+
+def others(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[Pair]:
+    """Yield the pairs that are neither of a default config nor done, shuffled."""
+    left = [(config, case) for case, (_default, *rest) in configs.items() for config in rest if (config, case) not in done]
+    random.Random(0).shuffle(left)
+    yield from left
+
+
+def unmet(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], float], done: set[Pair]) -> Iterator[str]:
+    """Yield each class of cases that some knob value has not met."""
+    for name, chosen in classes(list(configs), cost).items():
+        offered = {value for case in chosen for config in configs[case] for value in values(config)}
+        met = {value for config, case in done if case in chosen for value in values(config)}
+        if offered - met:
+            yield name
+
+
+def _of_class(
+    chosen: Sequence[Case], pools: Mapping[Case, Sequence[Config]], configs: Mapping[Case, Sequence[Config]]
+) -> Iterator[Pair]:
+    """Yield pairs of one class until its cases have met all knob values that they offer, the cases in turns."""
+    met = {value for case in chosen for value in values(configs[case][0])}
+    missing = {value for case in chosen for config in pools[case] for value in values(config)} - met
+    turns = list(chosen)
+    while missing and turns:
+        case = turns.pop(0)
+        best = max(pools[case], key=lambda config: len(values(config) & missing), default=None)
+        if best is not None and values(best) & missing:
+            missing -= values(best)
+            turns.append(case)
+            yield best, case
+
+
+def values(config: Config) -> frozenset[Value]:
+    """Return the knobs of a config with their values; empty for a variant without knobs."""
+    if config is None:
+        return frozenset()
+    return frozenset((knob.name, getattr(config, knob.name)) for knob in dataclasses.fields(config))

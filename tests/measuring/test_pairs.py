@@ -1,0 +1,139 @@
+"""Pairs of config and check case: what is chosen, and which mistakes only a pair shows."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib.agreement import close
+from kerneltune.measuring import pairs
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+
+interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="pairs are checked in Triton's interpreter")
+
+
+def case_of(name: str, M: int, N: int) -> Case:
+    return Case(name, (("M", M), ("N", N)), "float32")
+
+
+CASES = [case_of("one", 1, 1), case_of("odd", 7, 33), case_of("wide", 4, 2048), case_of("no-rows", 0, 64)]
+
+
+def elements(case: Case) -> float:
+    return 1.0 + case["M"] * case["N"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """rows: rows per program; warps."""
+
+    rows: int
+    warps: int
+
+
+@triton.jit
+def _scaled_rows(x_ptr, y_ptr, M, N, MISTAKE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * (1 if MISTAKE == "pid times 1" else ROWS) + tl.arange(0, ROWS)
+    col = tl.arange(0, BLOCK)
+    mask = ((tl.program_id(1) if MISTAKE == "mask of the wrong program id" else row[:, None]) < M) & (col[None, :] < N)
+    if MISTAKE == "no row mask":
+        mask = (row[:, None] <= M) & (col[None, :] < N)
+    x = tl.load(x_ptr + row[:, None] * N + col[None, :], mask, other=0.0)
+    top = tl.max(tl.abs(x), 1)[:, None]
+    if MISTAKE == "maximum of the whole tile":
+        top = tl.max(tl.max(tl.abs(x), 1), 0)
+    tl.store(y_ptr + row[:, None] * N + col[None, :], x / top, mask)
+
+
+def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    shape = case["M"], case["N"]
+    if device == "meta":
+        return {"x": torch.empty(shape, device=device)}
+    return {"x": torch.randn(shape, generator=torch.Generator().manual_seed(seed))}
+
+
+def _run(mistake: str, given: Inputs, config: Rows) -> Outputs:
+    x = given["x"]
+    y = torch.empty_like(x)
+    M, N = x.shape
+    if x.numel():
+        block = triton.next_power_of_2(N)
+        _scaled_rows[(triton.cdiv(M, config.rows),)](x, y, M, N, MISTAKE=mistake, ROWS=config.rows, BLOCK=block)
+    return {"y": y}
+
+
+def _reference(given: Inputs) -> Outputs:
+    x = given["x"]
+    return {"y": x / x.abs().amax(1, keepdim=True) if x.numel() else x}
+
+
+def op_with(mistake: str) -> Op:
+    variant = Variant(
+        "optimized", partial(_run, mistake), Rows, lambda _case: {"rows": (1, 2, 4), "warps": (1, 2, 4, 8)},
+        default=lambda _case: Rows(1, 4),
+    )  # fmt: skip
+    return Op(
+        name="scaled", axes=("M", "N"), dtypes=("float32",), inputs=_inputs, reference=_reference,
+        compare=lambda _case, _inputs, outputs, expected: close("y", outputs["y"], expected["y"], 1e-6, 0.0),
+        traffic=lambda case: Traffic(4 * case["M"] * case["N"], 4 * case["M"] * case["N"]), variants=(variant,), module=__name__,
+    )  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("mistake", ["pid times 1", "mask of the wrong program id", "no row mask", "maximum of the whole tile"])
+def test_check_of_pairs_finds_a_mistake_that_the_first_case_and_the_default_hide(mistake: str) -> None:
+    op = op_with(mistake)
+    report = pairs.PairChecker(op, CASES, elements).check(op.variants[0])
+    assert report.failures
+    config, case, reason = report.failures[0]
+    assert config.rows > 1, config
+    assert case["M"] > 1
+    assert reason
+    assert report.line.endswith("stopped after 3 failures")
+
+
+@interpreted
+def test_check_of_pairs_passes_a_right_kernel_and_counts_all_pairs() -> None:
+    op = op_with("")
+    report = pairs.PairChecker(op, CASES, elements).check(op.variants[0])
+    assert report.failures == ()
+    assert report.line == "scaled optimized: 12 configs on 4 cases, all pairs"
+
+
+@interpreted
+def test_time_limit_is_named_with_the_classes_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "COVERING_S", 0.0)
+    monkeypatch.setattr(pairs, "FURTHER_S", 0.0)
+    op = op_with("")
+    line = pairs.PairChecker(op, CASES, elements).check(op.variants[0]).line
+    assert line == (
+        "scaled optimized: 1 config on 4 cases, 4 of 48 pairs; "
+        "time limit before every knob value met: ragged M, ragged N, wide, tiny, first"
+    )
+
+
+def test_covering_lets_every_knob_value_meet_every_class_in_few_pairs() -> None:
+    variant = op_with("").variants[0]
+    configs = pairs.configs_by_case(variant, CASES)
+    chosen = list(pairs.covering(configs, elements))
+    done = {*chosen, *((found[0], case) for case, found in configs.items())}
+    assert list(pairs.unmet(configs, elements, done)) == []
+    assert len(chosen) == len(set(chosen)) <= 12
+    assert not any(case["M"] == 0 for _config, case in chosen)
+    for left_out in chosen:
+        assert list(pairs.unmet(configs, elements, done - {left_out}))
+
+
+def test_classes_name_ragged_axes_wide_tiny_and_first_cases() -> None:
+    found = {name: [case.name for case in members] for name, members in pairs.classes(CASES, elements).items()}
+    assert found == {"ragged M": ["odd"], "ragged N": ["odd"], "wide": ["wide"], "tiny": ["one"], "first": ["one"]}
+
+
+def test_pairs_of_unsupported_cases_and_of_variants_without_knobs_are_none() -> None:
+    variant = op_with("").variants[0]
+    ragged = replace(variant, unsupported=lambda case: "ragged" if case["N"] % 16 else None)
+    assert set(pairs.configs_by_case(ragged, CASES)) == {CASES[2], CASES[3]}
+    assert list(pairs.covering(pairs.configs_by_case(Variant("eager", lambda given, _: given), CASES), elements)) == []
