@@ -48,8 +48,11 @@ release: $(VENV)/.installed-release
 notes:
 	@awk '/^## \[[0-9]/ { if (seen++) exit } seen && !/^\[/' CHANGELOG.md
 
+# Where $(PYTHON) belongs to an environment itself, --system-site-packages would show that of its base only.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(if $(findstring --system-site-packages,$(VENV_FLAGS)),$(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/parent.pth")
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) --editable .
