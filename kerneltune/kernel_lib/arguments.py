@@ -79,12 +79,6 @@ def check_transposable(name: str, rows: int) -> None:
         raise ValueError(f"{name} must have at most {MOST_TRANSPOSED_ROWS} rows to be transposed, got {rows}")
 
 
-def assert_group_ends(offs: torch.Tensor, M: int) -> None:
-    """Let the device assert that groups end in order, the last within M rows; the host does not wait, but it costs launches."""
-    bounds = torch.cat([offs.new_zeros(1), offs])
-    torch._assert_async((bounds.diff() >= 0).all() & (bounds[-1] <= M), "offs decrease or exceed M")
-
-
 def debugging() -> bool:
     """Return whether operators shall assert what only the device knows of their arguments: TRITON_DEBUG=1."""
     return bool(knobs.runtime.debug)

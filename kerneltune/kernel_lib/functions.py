@@ -11,17 +11,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
-from torch._library.custom_ops import CustomOpDef
 
+from kerneltune.compat import CustomOpDef, untraced
 from kerneltune.spec import Case, Config, Inputs, Outputs
 
-untraced = _disable_dynamo
-"""Decorate what torch.compile does not trace.
-
-`torch.compiler.disable` imports torch's compiler where it decorates, which takes as long as torch itself. torch decorates its own
-functions with this, which imports it at their first call.
-"""
 _DIRECT_ONLY = frozenset({"config", "out"})
 """Parameters of a public function that its torch operator lacks."""
 

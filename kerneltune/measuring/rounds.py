@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from kerneltune import device
+from kerneltune.compat import sleep_on_gpu
 from kerneltune.stats import Samples, ratio_interval
 
 Run = Callable[[int], Any]
@@ -112,7 +113,7 @@ class Contender:
 
     def sample_us(self) -> float:
         """Take one sample: microseconds per call."""
-        torch.cuda._sleep(_QUEUE_AHEAD_CYCLES)
+        sleep_on_gpu(_QUEUE_AHEAD_CYCLES)
         return self._timed_us()
 
     def _timed_us(self) -> float:
@@ -146,7 +147,7 @@ def interleave(
     discarded = 0
     while len(times[names[0]]) < max_rounds:
         order = rng.sample(names, len(names))
-        torch.cuda._sleep(_QUEUE_AHEAD_CYCLES)
+        sleep_on_gpu(_QUEUE_AHEAD_CYCLES)
         events = {name: contenders[name].enqueue() for name in order}
         torch.cuda.synchronize()
         if throttled() and discarded < max_rounds:

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from kerneltune.compat import assert_group_ends
 from kerneltune.kernel_lib.agreement import same_bits
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, assert_group_ends, check_format, debugging
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_format, debugging
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic

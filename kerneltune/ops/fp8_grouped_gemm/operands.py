@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kerneltune.kernel_lib.arguments import assert_group_ends, debugging
+from kerneltune.compat import assert_group_ends
+from kerneltune.kernel_lib.arguments import debugging
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT
 
 MOST_GROUPS = 1024

@@ -1,0 +1,197 @@
+"""Hold every use of a private name of torch, Triton or transformers.
+
+`PRIVATE_NAMES` says for each name why kerneltune needs it and what happens without it; a test looks each name up. Names used by
+`ops/*/peers.py` stay there, because the digests of peers' code are part of shipped records.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch._library import custom_ops
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+
+class PrivateName(NamedTuple):
+    """A private name of another package.
+
+    Attributes:
+        path: import path of the module or class, a colon, and the attribute.
+        purpose: why kerneltune needs the name.
+        without: what happens where the name is missing.
+    """
+
+    path: str
+    purpose: str
+    without: str
+
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch._compile:_disable_dynamo",
+        "keeps torch.compile out of a function without an import of the compiler, which takes as long as torch's own",
+        "torch.compiler.disable, and each import of kerneltune takes twice as long",
+    ),
+    PrivateName("torch._library.custom_ops:CustomOpDef", "is the type of a registered operator", "annotations say Any"),
+    PrivateName(
+        "torch.autograd.grad_mode:_unsafe_preserve_version_counter",
+        "writes kept fp8 weights in place without a new version, so that a backward pass under way may go on",
+        "gradient accumulation with kept weights raises where a weight is cast again before the backward pass",
+    ),
+    PrivateName(
+        "torch:Tensor._version",
+        "tells whether a weight has changed since its cast was kept",
+        "every microbatch casts the weights of a GroupedLinear",
+    ),
+    PrivateName("torch:_scaled_mm", "multiplies fp8 matrices by their scales", "Fp8Linear and the peers of fp8 do not run"),
+    PrivateName(
+        "torch:_grouped_mm",
+        "is the product that expert layers of models call, and that conversion replaces",
+        "converted modules of unknown kinds stay in bf16 where they call it",
+    ),
+    PrivateName("torch:_scaled_grouped_mm", "is the peer of grouped products in fp8", "records have one peer less"),
+    PrivateName(
+        "torch:_assert_async",
+        "lets the GPU assert the order of group ends under TRITON_DEBUG=1",
+        "the GPU does not assert it",
+    ),
+    PrivateName("torch:ops.aten._unsafe_view", "reshapes a result that autograd lets callers change in place", "a copy"),
+    PrivateName("torch:ops.aten._weight_int4pack_mm", "is torch's peer of int4 products", "records have one peer less"),
+    PrivateName("torch:ops.aten._convert_weight_to_int4pack", "packs weights for torch's peer of int4", "the same"),
+    PrivateName("torch:cuda._sleep", "keeps the GPU busy while the host queues timed launches", "times hold the host's time"),
+    PrivateName(
+        "torch._C:_current_graph_task_id",
+        "tells that a backward pass is under way, which recomputes checkpoints inside a converted module",
+        "such a checkpoint recomputes in bf16",
+    ),
+    PrivateName(
+        "torch._C:DisableTorchFunctionSubclass",
+        "calls a function of torch on the memory of a tensor subclass",
+        "converted modules of unknown kinds cannot multiply",
+    ),
+    PrivateName(
+        "torch.nn:Module._apply",
+        "is overridden to drop casts of weights that move, and to keep scales in fp32",
+        "casts stay on the old device, scales are rounded to bf16",
+    ),
+    PrivateName(
+        "torch.nn:Module._load_from_state_dict",
+        "is overridden to accept checkpoints without scales, and to refuse int4 weights of wrong types",
+        "a strict load of a plain checkpoint raises, and torch converts int4 weights",
+    ),
+    PrivateName(
+        "torch.nn:Module._compiled_call_impl",
+        "tells that a module was compiled before its conversion",
+        "the conversion does not say so",
+    ),
+    *(
+        PrivateName(f"torch.nn:Module.{name}", "tells that somebody hooked a module", "a fused forward pass skips hooks")
+        for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    ),
+    PrivateName(
+        "torch.nn:Module._parameters",
+        "gets a parameter whose attribute is a property of the converted class",
+        "converted modules of unknown kinds cannot run",
+    ),
+    PrivateName(
+        "transformers.integrations.moe:_default_apply_gate",
+        "is the gate of expert modules, so that SwiGLU runs as a kernel",
+        "expert modules run their own gate, by parts",
+    ),
+    PrivateName(
+        "transformers.models.deepseek_v3.modeling_deepseek_v3:DeepseekV3Experts._apply_gate",
+        "gates the rows of expert modules that have a gate of their own",
+        "expert modules count as of an unknown kind",
+    ),
+)
+
+untraced = _disable_dynamo
+"""Decorate what torch.compile does not trace.
+
+`torch.compiler.disable` imports torch's compiler where it decorates, which takes as long as torch itself. torch decorates its own
+functions with this, which imports it at their first call.
+"""
+CustomOpDef = custom_ops.CustomOpDef
+preserved_versions = _unsafe_preserve_version_counter
+plain_tensors = torch._C.DisableTorchFunctionSubclass
+scaled_mm = torch._scaled_mm
+grouped_mm = torch._grouped_mm
+
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_GATED_EXPERTS = "has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate"
+_EXPERTS_MODULE = "transformers.integrations.moe"
+
+
+def unsafe_view(t: Tensor, shape: list[int]) -> Tensor:
+    """Return a contiguous tensor in another shape that autograd does not take for a view."""
+    viewed: Tensor = torch.ops.aten._unsafe_view(t, shape)
+    return viewed
+
+
+def version(t: Tensor) -> int:
+    """Return how often torch has seen a tensor change; 0 for a tensor of inference mode, which does not count."""
+    return 0 if t.is_inference() else t._version
+
+
+def assert_group_ends(offs: torch.Tensor, M: int) -> None:
+    """Let the device assert that groups end in order, the last within M rows: it costs launches, and the host does not wait."""
+    bounds = torch.cat([offs.new_zeros(1), offs])
+    torch._assert_async((bounds.diff() >= 0).all() & (bounds[-1] <= M), "offs decrease or exceed M")
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Launch a kernel that spins for so many cycles on the current stream."""
+    torch.cuda._sleep(cycles)
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass is under way, which may recompute a part of a forward pass."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of its own."""
+    return any([getattr(module, name) for name in _HOOKS])
+
+
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
+    """Return a parameter of a module, also where a property of its class has the parameter's name."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Apply a function to the parameters and buffers of a module as torch does where it moves or casts a module."""
+    return nn.Module._apply(module, change, recurse)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module.compile()` or `torch.compile(module)` has made the module run compiled."""
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def is_gated_experts(module: nn.Module) -> bool:
+    """Return whether a module runs the forward pass that `transformers.integrations.use_experts_implementation` gives it."""
+    forward: Callable[..., Any] = type(module).forward
+    dispatches = getattr(forward, "__globals__", {}).get("__name__") == _EXPERTS_MODULE
+    return dispatches and all(hasattr(module, name) for name in _GATED_EXPERTS)
+
+
+def has_default_gate(cls: type[nn.Module]) -> bool:
+    """Return whether expert modules of a class gate by act_fn(first half) * second half of each row."""
+    gate = getattr(cls, "_apply_gate", None)
+    return (getattr(gate, "__module__", ""), getattr(gate, "__name__", "")) == (_EXPERTS_MODULE, "_default_apply_gate")
+
+
+def has_own_gate(module: nn.Module) -> bool:
+    """Return whether a gate was set on an expert module itself, beside that of its class."""
+    return "_apply_gate" in vars(module)
+
+
+def apply_gate(module: Any, rows: Tensor) -> Tensor:
+    """Gate rows of gate and up as an expert module does."""
+    gated: Tensor = module._apply_gate(rows)
+    return gated
