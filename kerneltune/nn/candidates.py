@@ -5,8 +5,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from kerneltune.compat import has_hooks
 from kerneltune.nn.converted import Converted, expert_weights, family_of
-from kerneltune.nn.forward_code import has_hooks, names_in_forward
+from kerneltune.nn.forward_code import names_in_forward
 from kerneltune.nn.fp8_linear import Fp8Linear, why_not_fp8
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.recipes import Recipe
@@ -35,7 +36,7 @@ def experts_of(model: nn.Module) -> Reasons:
     for name, module in model.named_modules():
         if expert_weights(module):
             found[name] = module, _why_not_experts(module)
-        elif "expert" in type(module).__name__.lower() and any(p is not None and p.ndim > 1 for p in module._parameters.values()):
+        elif "expert" in type(module).__name__.lower() and any(p.ndim > 1 for p in module.parameters(recurse=False)):
             found[name] = module, f"a {type(module).__name__} without weights of three axes (E, N, K)"
     return found
 

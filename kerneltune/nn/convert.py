@@ -1,10 +1,12 @@
 """Convert existing models to fp8 training in one call, and back."""
 
 import re
+import warnings
 from collections.abc import Callable, Iterable
 
 from torch import nn
 
+from kerneltune.compat import is_compiled
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.candidates import Reasons, experts_of, feeding_norms, linears_of
@@ -26,12 +28,20 @@ Filter = Callable[[nn.Module, str], bool]
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
-def _counted(names: Iterable[str]) -> list[str]:
-    """Return the names, those that differ in numbers of layers as one: `layers.*.mlp (61)`."""
+def _folded(names: Iterable[str]) -> str:
+    """Return the names in a line; names that differ in numbers alone become one pattern with their count: `layers.*.mlp (61)`."""
     kinds: dict[str, list[str]] = {}
     for name in names:
-        kinds.setdefault(_NUMBER.sub(".*", name), []).append(name)
-    return [f"{kind} ({len(found)})" if len(found) > 1 else found[0] for kind, found in kinds.items()]
+        kinds.setdefault(_NUMBER.sub(".*", name), []).append(name or "the model itself")
+    return ", ".join(f"{kind} ({len(same)})" if len(same) > 1 else same[0] for kind, same in kinds.items())
+
+
+def _folded_reasons(skipped: dict[str, str]) -> list[str]:
+    """Return a line `names: reason` for each reason and name pattern of the skipped modules."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, reason in skipped.items():
+        kinds.setdefault((_NUMBER.sub(".*", name), reason), []).append(name)
+    return [f"{_folded(names)}: {reason}" for (_, reason), names in kinds.items()]
 
 
 class Conversion(list[str]):
@@ -39,19 +49,17 @@ class Conversion(list[str]):
 
     Attributes:
         skipped: module name to the reason why the module stays as it was.
+        notes: a line for each surprise, which is also a UserWarning: modules that were in fp8 or compiled before.
     """
 
-    def __init__(self, converted: list[str], skipped: dict[str, str]) -> None:
+    def __init__(self, converted: list[str], skipped: dict[str, str], notes: list[str]) -> None:
         super().__init__(converted)
-        self.skipped = skipped
+        self.skipped, self.notes = skipped, notes
 
     def __str__(self) -> str:
-        """Return a line for what was converted and one per kind of what was skipped; layers of one name are counted."""
-        kinds: dict[tuple[str, str], list[str]] = {}
-        for name, why in self.skipped.items():
-            kinds.setdefault((_NUMBER.sub(".*", name), why), []).append(name or "the model itself")
-        lines = [f"converted {len(self)} modules to fp8: {', '.join(_counted(self))}"]
-        return "\n".join([*lines, *(f"skipped {', '.join(_counted(names))}: {why}" for (_, why), names in kinds.items())])
+        """Return a line with the converted modules, the notes, and a line for each kind of skipped modules."""
+        skipped = (f"skipped {line}" for line in _folded_reasons(self.skipped))
+        return "\n".join([f"converted {len(self)} modules to fp8: {_folded(self)}", *self.notes, *skipped])
 
 
 def convert_to_fp8_training(
@@ -108,10 +116,11 @@ def convert_to_fp8_training(
     if not layers and not linears:
         raise ValueError(
             f"{type(model).__name__} has no {_wanted(experts, dense)} that were to be converted; "
-            f"skipped: {'; '.join(f'{n or type(model).__name__}: {why}' for n, why in skipped.items()) or 'nothing'}"
+            f"skipped: {'; '.join(_folded_reasons(skipped)) or 'nothing'}"
         )
     for name, module in layers.items():
         _check(module, name)
+    notes = _notes(model, layers | linears, fresh)
     for name, module in layers.items():
         convert_experts(module, name, fresh)
     for linear in linears.values():
@@ -119,7 +128,18 @@ def convert_to_fp8_training(
     feeding = _chosen(feeding_norms(model), filter_fn, skipped) if norms else {}
     for norm in feeding.values():
         change_class(norm, "norm")
-    return Conversion([*layers, *linears, *feeding], skipped)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return Conversion([*layers, *linears, *feeding], skipped, notes)
+
+
+def _notes(model: nn.Module, chosen: dict[str, nn.Module], recipe: Recipe | str) -> list[str]:
+    """Return a line for the chosen modules that are in fp8 already, and a line for the compiled modules of the model."""
+    again = [n for n, m in chosen.items() if is_converted(m) and not (isinstance(m, GroupedLinear) and m.recipe == recipe)]
+    compiled = [name for name, module in model.named_modules() if is_compiled(module)]
+    notes = [f"in fp8 already, with the recipe {recipe} from now on: {_folded(again)}"] if again else []
+    why = "compiled before the conversion, compiles again at the next call"
+    return notes + ([f"{why}: {_folded(compiled)}"] if compiled else [])
 
 
 def _check_model(model: object) -> None:

@@ -4,19 +4,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
-from kerneltune.kernel_lib.functions import untraced
+from kerneltune.compat import has_default_gate, in_backward, is_gated_experts, own_parameter, untraced
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.converted_products import ConvertedProducts, ExpertOperand
 from kerneltune.nn.feeding_norm import feeding_norm_forward
 from kerneltune.nn.fp8_linear import Fp8Linear
-from kerneltune.nn.fused_experts import fused_experts_forward, is_fused_experts, weight_names
+from kerneltune.nn.fused_experts import fused_experts_forward, weight_names
 from kerneltune.nn.grouped_experts import WEIGHT_NAMES, grouped_experts_forward, is_grouped_experts
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.recipes import Recipe
-from kerneltune.nn.swiglu import has_default_gate
 
 
 class _Family(NamedTuple):
@@ -28,7 +26,7 @@ class _Family(NamedTuple):
 
 
 _FAMILIES = {
-    "fused": _Family(is_fused_experts, weight_names, fused_experts_forward),
+    "fused": _Family(is_gated_experts, weight_names, fused_experts_forward),
     "norm": _Family(lambda _: False, lambda _: (), feeding_norm_forward),
     "grouped": _Family(is_grouped_experts, lambda _: WEIGHT_NAMES, grouped_experts_forward),
 }
@@ -49,14 +47,14 @@ def expert_weights(module: nn.Module) -> dict[str, Tensor]:
     family = family_of(module)
     if family is not None:
         return {name: getattr(module, name) for name in _FAMILIES[family].weight_names(module)}
-    if not has_forward(module) or isinstance(module, nn.modules.conv._ConvNd):
+    if not has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
         return {}
     return {prefix + name: p for prefix, part in _named_parts(module) for name, p in _expert_parameters(part)}
 
 
 def _expert_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
-    own = ((name, p) for name, p in part._parameters.items() if p is not None and p.ndim == 3)
-    return [(name, p) for name, p in own if p.shape[0] > 1 and min(p.shape[1:]) >= ALIGNED]
+    own = part.named_parameters(recurse=False, remove_duplicate=False)
+    return [(name, p) for name, p in own if p.ndim == 3 and p.shape[0] > 1 and min(p.shape[1:]) >= ALIGNED]
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -114,16 +112,11 @@ def _subclass(base: type[nn.Module], kind: str | tuple[tuple[str, str], ...]) ->
 
 def _operand(attribute: str, name: str) -> property:
     def get(self: Any) -> Tensor:
-        owner, parameter = self.__dict__.get("_fp8_owner", self), self._parameters[attribute]
-        in_forward = owner.fp8.is_active or _in_backward()
+        owner, parameter = self.__dict__.get("_fp8_owner", self), own_parameter(self, attribute)
+        in_forward = owner.fp8.multiplied is not None or in_backward()
         return ExpertOperand.of(parameter, owner.fp8, name) if in_forward else parameter
 
     return property(get)
-
-
-def _in_backward() -> bool:
-    """Return whether a backward pass is under way, which may recompute a part of a forward pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,4 +194,5 @@ def revert(module: nn.Module) -> None:
         if _is_own_class(type(part)):
             part.__class__ = type(part).__mro__[2]
             vars(part).pop("_fp8_owner", None)
-    module._modules.pop("fp8", None)
+    if hasattr(module, "fp8"):
+        del module.fp8

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kerneltune.compat import grouped_mm, plain_tensors
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.autocast import in_autocast
 from kerneltune.nn.delayed import DelayedScaling
@@ -31,33 +32,35 @@ class ConvertedProducts(nn.Module):
         recipe: a Recipe, or `delayed`.
         module: name of the converted module, for messages.
         weights: names of the parameters.
-        is_active: whether the module's forward pass is under way, in which its expert weights are `ExpertOperand`.
-        multiplied: names of the weights with which the current forward pass has multiplied in fp8.
+        multiplied: names of the weights with which the watched forward pass under way has multiplied in fp8; None outside of such
+            a pass. Families' own forward passes never set it, because torch.compile guards on a set that a forward pass changes.
     """
 
     def __init__(self, recipe: Recipe | str, weights: dict[str, Tensor], module: str) -> None:
         super().__init__()
         self.recipe = recipe
-        self.module, self.weights, self.is_active, self.multiplied = module, tuple(weights), False, set[str]()
+        self.module, self.weights = module, tuple(weights)
+        self.multiplied: set[str] | None = None
         for name, weight in weights.items():
-            local = getattr(weight, "_local_tensor", weight)
+            local = local_part(weight)
             if recipe == "delayed":
                 self.add_module(f"{name}_scaling", DelayedScaling(local.shape[0], device=local.device))
             self.add_module(f"{name}_kept", KeptWeights(local.shape[0], local.device))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Be active while a forward pass runs.
+        """Let a forward pass see the weights as `ExpertOperand`, and check that it multiplies by each of them.
 
         Raises:
             ValueError: the forward pass has not multiplied by each of the weights in fp8.
         """
-        self.multiplied, self.is_active = set(), True
+        multiplied: set[str] = set()  # torch.compile does not trace set[str]()
+        self.multiplied = multiplied
         try:
             yield
         finally:
-            self.is_active = False
-        missing = [name for name in self.weights if name not in self.multiplied]
+            self.multiplied = None
+        missing = [name for name in self.weights if name not in multiplied]
         if missing:
             raise ValueError(
                 f"{self.module} was converted, but its forward pass makes no grouped or batched product with its expert weights "
@@ -111,7 +114,6 @@ class ConvertedProducts(nn.Module):
 
     def _prepared(self, weight: Tensor, name: str) -> tuple[Any, Tensor, dict[str, Any]]:
         """Return the recipe or scaling, the weight in an order that products take, and what is kept of its casts."""
-        self.multiplied.add(name)
         kept: Any = getattr(self, f"{name}_kept")
         how = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
         weight = weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
@@ -168,8 +170,11 @@ class ExpertOperand(Tensor):
             is_by_weight = len(operands) > 1 and isinstance(operands[1], cls) and not isinstance(operands[0], cls)
             made = product(*operands, **options) if is_by_weight else None
             if made is not None:
+                multiplied = operands[1].fp8_products.multiplied
+                if multiplied is not None:
+                    multiplied.add(operands[1].product_name)
                 return made
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             out = func(*args, **kwargs)
         first = args[0][0] if args and isinstance(args[0], list | tuple) and args[0] else args[0] if args else None
         if not isinstance(first, cls):
@@ -192,7 +197,7 @@ def _kept(out: Any, source: ExpertOperand) -> Any:
 
 
 def _plain(operand: ExpertOperand) -> Tensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with plain_tensors():
         return operand.view(operand.shape)  # torch.compile does not trace `as_subclass(Tensor)`
 
 
@@ -218,7 +223,7 @@ def _batched(a: Tensor, b: ExpertOperand) -> Tensor | None:
     return b.fp8_products.batched(a, _plain(b), b.product_name)
 
 
-_GROUPED_PRODUCTS = (torch._grouped_mm, nn.functional.grouped_mm)
+_GROUPED_PRODUCTS = (grouped_mm, nn.functional.grouped_mm)
 _BATCHED_PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 _OPERANDS = ("input", "self", "mat_a", "mat2", "other", "mat_b")
 """Names of the first operand of these products, then of the second."""

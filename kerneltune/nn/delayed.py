@@ -3,13 +3,14 @@
 Source: TransformerEngine's delayed scaling, from its contract. May import its neighbours, ops.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kerneltune.kernel_lib.functions import untraced
+from kerneltune.compat import apply_to_tensors, untraced
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.fp8_products import Fp8Weights
@@ -123,7 +124,12 @@ class DelayedScaling(nn.Module):
             made: Tensor = fn(t)
             return made if made.dtype == t.dtype else t.to(made.device)
 
-        return nn.Module._apply(self, moved, recurse)
+        return apply_to_tensors(self, moved, recurse)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Load the scales; a checkpoint of a model that was not converted has none, and leaves them as they are."""
+        if any(name.startswith(prefix) for name in state_dict):
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def get_extra_state(self) -> bool:
         """Return whether the scales are known."""

@@ -95,7 +95,7 @@ def fp8_experts_mm_fwd(
     q, q_t = moe_routing.moe_permute_fp8(tokens.q, pairs, offs, places.shape[1])
     w, scale_w, *w_t = given_up[:2] or cast_for_product(up, "tensorwise", True, both=for_x and keep_weights)
     h = fp8_grouped_gemm(q, w, tokens.scale, scale_w, offs, out_dtype=x.dtype)
-    del q
+    del q, w  # beside what is kept, only the operands of one product are alive at a time
     v, scale_v, *v_t = given_down[:2] or cast_for_product(down, "tensorwise", True, both=(for_x or for_up) and keep_weights)
     gated = fp8.fp8_swiglu_2d(h, offs, layout="both" if for_down else "row")
     assert gated.q is not None
@@ -180,7 +180,7 @@ def _gradients(ctx: Any, dy: Tensor, places: Tensor, offs: Tensor, kept: list[Te
     del v, dy
     dx, d_up, d_down, cast = None, None, None, []
     if for_rows:
-        cast = ops.fp8_swiglu_bwd_2d(made.pop(0), rows.pop(0), offs, layout="both" if ctx.for_up else "row")
+        cast = list(ops.fp8_swiglu_bwd_2d(made.pop(0), rows.pop(0), offs, layout="both" if ctx.for_up else "row"))
     if ctx.for_down:
         q_t, scale = rows[-2:]
         del rows[-2:]
@@ -189,8 +189,10 @@ def _gradients(ctx: Any, dy: Tensor, places: Tensor, offs: Tensor, kept: list[Te
     made.clear()
     if ctx.for_x:
         dx = ops.moe_add(fp8_rows_mm(cast[0], cast[-1], w, offs, ctx.dtype), places, offs)
+    del w
     if ctx.for_up:
-        _, dq_t, d_scale = cast
+        dq_t, d_scale = cast[1:]
+        cast.clear()  # the rows of dH, before the gradient of up, the largest of all, is made
         d_up = ops.fp8_grouped_gemm(dq_t.t(), rows[0], d_scale, rows[1], offs, out_dtype=ctx.dtypes[0], aligned=True)
         d_up = d_up.transpose(1, 2)
     return dx, d_up, d_down

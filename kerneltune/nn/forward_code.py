@@ -8,13 +8,6 @@ from typing import Any
 
 from torch import nn
 
-_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its own."""
-    return any([getattr(module, name) for name in _HOOKS])
-
 
 def names_in_forward(module: nn.Module) -> set[str]:
     """Return the names that a module's forward pass uses, and `@` where it multiplies by that operator.
@@ -54,8 +47,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _callees(names: Iterable[str], scope: dict[str, Any], owner: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
     """Yield what the names may mean in a method of a module or in a function of its file, each with the module it belongs to."""
+    children = dict(owner.named_children())
     for name in names:
-        child = owner._modules.get(name)
+        child = children.get(name)
         if child is not None:
             yield type(child).forward, child
         yield vars(owner).get(name), owner

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kerneltune.compat import scaled_mm, unsafe_view, untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
-from kerneltune.kernel_lib.functions import custom_op, untraced
+from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.nn.alignment import ALIGNED, row_major
 from kerneltune.nn.autocast import output_dtype
 from kerneltune.nn.delayed import DelayedScaling
@@ -26,8 +27,6 @@ Casts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 class Fp8Linear(nn.Linear):
     """Multiply as `nn.Linear` does, in fp8: y = x Wᵀ + bias, with gradients in fp8 as well.
-
-    Layers that get the same tensor, such as the projections of an attention, share its cast.
 
     Args:
         in_features, out_features: K, N; multiples of 16.
@@ -153,23 +152,13 @@ def why_not_fp8(linear: nn.Linear) -> str | None:
 
 
 def casts_of(x: Tensor, recipe: Recipe) -> Casts:
-    """Return x (…, K) in fp8 in both layouts, from the tensor itself where another layer has cast it already.
+    """Return x (…, K) in fp8 in both layouts: the operands that `feed` gave the tensor, or else its cast.
 
-    In a compiled graph the casts are equal operators on equal inputs, of which the compiler keeps one.
+    A compiled graph casts a tensor once for all of its layers, because the compiler merges equal operators. Eagerly each layer
+    casts, because a change through `x.data` leaves no trace that a kept cast could be checked by.
     """
     fed: Casts | None = getattr(x, "kerneltune_fed", None)
-    if fed is not None:
-        return fed
-    dtype, shares = output_dtype(x), not torch.compiler.is_compiling() and not x.is_inference()
-    key = (recipe, dtype, x._version) if shares else None
-    known = getattr(x, "kerneltune_fp8", None) if shares else None
-    if known is not None and known[0] == key:
-        casts: Casts = known[1]
-        return casts
-    casts = _cast_rows(x.detach().reshape(-1, x.shape[-1]).to(dtype), recipe)
-    if shares:
-        x.kerneltune_fp8 = (key, casts)  # type: ignore[attr-defined]
-    return casts
+    return _cast_rows(x.detach().reshape(-1, x.shape[-1]).to(output_dtype(x)), recipe) if fed is None else fed
 
 
 def feed(carrier: Tensor, casts: Casts) -> Tensor:
@@ -207,8 +196,7 @@ def fp8_linear(x: Tensor, weight: Tensor, operands: list[Tensor], scaling: str, 
     """
     y = product(operands[0], operands[4], operands[1], operands[5], dtype)
     # in the result's shape, because FSDP2 warns of views; and no view, because autograd lets no caller change that in place
-    shaped: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
-    return shaped
+    return unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
 
 
 @fp8_linear.register_fake
@@ -247,7 +235,7 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
         scales = scale_a.view(()), scale_b.view(())
     else:
         scales = scale_a.reshape(-1, 1).expand(M, 1).contiguous(), scale_b.reshape(1, -1).expand(1, b.shape[1]).contiguous()
-    return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=True)
+    return scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=True)
 
 
 def _one_group(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,17 +5,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kerneltune.compat import apply_gate, has_own_gate
 from kerneltune.nn.converted_products import ConvertedProducts, local_part
 from kerneltune.nn.routing import sort_tokens, unpermute_tokens
 from kerneltune.nn.swiglu import is_plain_silu, swiglu
-
-_SETTINGS = ("has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate")
-
-
-def is_fused_experts(module: nn.Module) -> bool:
-    """Return whether a module runs the forward pass that `transformers.integrations.use_experts_implementation` gives it."""
-    dispatches = getattr(type(module).forward, "__globals__", {}).get("__name__") == "transformers.integrations.moe"
-    return dispatches and all(hasattr(module, name) for name in _SETTINGS)
 
 
 def weight_names(module: nn.Module) -> list[str]:
@@ -37,7 +30,7 @@ def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
     up, down = weight_names(module)
     routing = sort_tokens(top_k_index, getattr(module, up).shape[0])
     products: ConvertedProducts = module.fp8
-    has_default_gate = module.has_gate and module.fp8_default_gate and "_apply_gate" not in vars(module)
+    has_default_gate = module.has_gate and module.fp8_default_gate and not has_own_gate(module)
     has_swiglu = has_default_gate and is_plain_silu(module.act_fn)
     if has_swiglu and not module.has_bias and products.takes_swiglu:
         weights = (up, _weight(module, up)), (down, _weight(module, down))
@@ -45,7 +38,7 @@ def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
     else:
         x = products.routed(hidden_states, _weight(module, up), routing, up)
         x = _with_bias(module, up, x, routing.offs)
-        x = swiglu(x) if has_swiglu else module._apply_gate(x) if module.has_gate else module.act_fn(x)
+        x = swiglu(x) if has_swiglu else apply_gate(module, x) if module.has_gate else module.act_fn(x)
         x = products.grouped(x, _weight(module, down), routing.offs, down)
         x = _with_bias(module, down, x, routing.offs)
     return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)

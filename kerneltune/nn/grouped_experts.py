@@ -16,7 +16,7 @@ _OTHER_ACTIVATIONS = {"gelu", "relu", "sigmoid", "tanh", "elu", "mish", "softplu
 
 def is_grouped_experts(module: nn.Module) -> bool:
     """Return whether a module has w1, w2 and w3 alone, and a forward of x and num_tokens_per_expert with SiLU alone."""
-    weights = {name: p for name, p in module._parameters.items() if p is not None}
+    weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     if set(weights) != set(WEIGHT_NAMES) or any(w.ndim != 3 for w in weights.values()):
         return False
     if list(inspect.signature(type(module).forward).parameters)[1:] != ["x", "num_tokens_per_expert"]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kerneltune.kernel_lib.functions import untraced
+from kerneltune.compat import apply_to_tensors, untraced
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
@@ -111,7 +111,7 @@ class GroupedLinear(nn.Module):
         recipe = self.recipe
         if recipe is None:
             check_operands(x, b_t, offs, Recipe())
-            return torch._grouped_mm(x, b_t.to(x.dtype), offs)
+            return nn.functional.grouped_mm(x, b_t.to(x.dtype), offs=offs)
         cast = None
         if is_first_microbatch is not None:
             check_operands(x, b_t, offs, recipe)  # before the weight is cast
@@ -135,7 +135,7 @@ class GroupedLinear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.workspace.clear()  # of a weight that is about to move
-        moved = nn.Module._apply(self, fn, recurse)
+        moved = apply_to_tensors(self, fn, recurse)
         self._expect_nothing()
         return moved
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kerneltune.kernel_lib.arguments import assert_group_ends, check_like, debugging
+from kerneltune.compat import assert_group_ends
+from kerneltune.kernel_lib.arguments import check_like, debugging
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import DelayedScaling, delayed_product
 from kerneltune.nn.fp8_products import Fp8Weights, cast_traced_weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kerneltune.compat import apply_to_tensors
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_traced_weights
 from kerneltune.nn.recipes import Recipe
@@ -62,7 +63,7 @@ class KeptWeights(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.clear()
-        moved = nn.Module._apply(self, fn, recurse)
+        moved = apply_to_tensors(self, fn, recurse)
         self.amax = torch.zeros(self.num_experts, dtype=torch.float32, device=self.amax.device)
         return moved
 

@@ -22,7 +22,7 @@ def check_operands(
     for name, t in (("A", A), ("B_t", B_t), ("offs", offs)):
         if not isinstance(t, Tensor):
             raise ValueError(f"{name} must be a tensor, got {t!r}")
-        if hasattr(t, "_local_tensor"):
+        if hasattr(t, "to_local"):
             raise ValueError(f"{name} must be a plain tensor, as to_local() of a DTensor is, got {type(t).__name__}")
     _check_matrices(A, B_t, A.dtype if out_dtype is None else out_dtype)
     _check_offsets(offs, B_t.shape[0])

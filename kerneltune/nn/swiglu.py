@@ -7,18 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from kerneltune.compat import has_hooks
 from kerneltune.nn.alignment import row_major
-from kerneltune.nn.forward_code import has_hooks
 from kerneltune.ops import swiglu as _operators  # noqa: F401  registers torch.ops.kerneltune.swiglu_bwd
 
-_DEFAULT_GATE = "transformers.integrations.moe", "_default_apply_gate"
 _SILU = "SiLU", "SiLUActivation"
-
-
-def has_default_gate(cls: type[nn.Module]) -> bool:
-    """Return whether modules of a class of `transformers` gate by act_fn(first half) * second half of each row."""
-    gate = getattr(cls, "_apply_gate", None)
-    return (getattr(gate, "__module__", ""), getattr(gate, "__name__", "")) == _DEFAULT_GATE
 
 
 def is_plain_silu(activation: nn.Module) -> bool:

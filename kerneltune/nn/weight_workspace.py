@@ -8,9 +8,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from kerneltune.compat import preserved_versions, version
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
 from kerneltune.nn.recipes import Recipe
@@ -115,8 +115,7 @@ class WeightWorkspace:
         self, weight: Tensor, recipe: Recipe | DelayedScaling, update: bool, skip: Tensor | None, amax: Tensor | None
     ) -> Fp8Weights:
         """Return the fp8 of the weight as it is now; the caller holds the lock."""
-        version = 0 if weight.is_inference() else weight._version
-        seen = (weight.data_ptr(), version, tuple(weight.shape), weight.dtype, weight.device, recipe)
+        seen = (weight.data_ptr(), version(weight), tuple(weight.shape), weight.dtype, weight.device, recipe)
         same = self._of is not None and self._of() is weight and self._seen == seen
         steps = _optimiser_steps()["made"] if weight.requires_grad else 0
         stepped = steps != self._steps
@@ -144,7 +143,7 @@ class WeightWorkspace:
     def _write(
         weight: Tensor, recipe: Recipe | DelayedScaling, cast: Fp8Weights, skip: Tensor | None, amax: Tensor | None
     ) -> None:
-        with torch.no_grad(), _unsafe_preserve_version_counter(tuple(cast)):
+        with torch.no_grad(), preserved_versions(tuple(cast)):
             if isinstance(recipe, DelayedScaling) and recipe.known:
                 recipe.cast_weights(weight.detach(), cast, None if skip is None else skip.reshape(1).float())
                 return

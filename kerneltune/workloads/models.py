@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kerneltune.compat import apply_gate
 from kerneltune.nn import convert_to_fp8_training
 from kerneltune.nn.alignment import aligned_groups
 
@@ -179,7 +180,7 @@ def _torchao_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     x = torch.where(is_token, hidden_states[source], 0)
     options = {"out_dtype": torch.bfloat16, "float8_dtype": torch.float8_e4m3fn, "pad_token_groups_for_grouped_mm": False}
     up = multiply(x, module.gate_up_proj.transpose(-2, -1), offs, **options)
-    y = multiply(module._apply_gate(up), module.down_proj.transpose(-2, -1), offs, **options)
+    y = multiply(apply_gate(module, up), module.down_proj.transpose(-2, -1), offs, **options)
     place = torch.empty_like(order)
     place[order] = rows
     copies = y[place] * top_k_weights.reshape(-1, 1)

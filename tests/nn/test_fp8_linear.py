@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from kerneltune.nn import (
     Fp8Linear,
@@ -16,7 +18,6 @@ from kerneltune.nn import (
     revert_from_fp8_training,
     update_scales,
 )
-from kerneltune.nn.fp8_linear import casts_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -62,13 +63,41 @@ def test_result_of_a_layer_can_be_changed_in_place(rows: tuple[int, ...]) -> Non
     assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(y.sum(), (x, layer.weight)), want, strict=True))
 
 
-def test_layers_of_one_tensor_share_its_cast_until_it_changes() -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
+def test_tensor_changed_through_its_data_gets_the_new_product_of_every_layer(recipe: str) -> None:
+    x, layers = torch.randn(16, 64, device=DEVICE).bfloat16(), [linear(bias=False) for _ in range(2)]
+    for layer in layers:
+        Fp8Linear.from_linear(layer, recipe)
+    before = [layer(x) for layer in layers]
+    x.data.mul_(2)
+    assert all(torch.equal(layer(x), 2 * y) for layer, y in zip(layers, before, strict=True))
+
+
+def test_compiled_layers_of_one_tensor_cast_it_once() -> None:
+    torch.compiler.reset()
+    casts: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _: object) -> Any:
+        targets = [str(node.target) for node in graph.graph.nodes]
+        casts.append(sum("fp8_tensorwise_2d" in target for target in targets))
+        return make_boxed_func(graph.forward)
+
+    a, b = linear(bias=False), linear(bias=False)
+    for layer in (a, b):
+        Fp8Linear.from_linear(layer, "tensorwise")
     x = torch.randn(16, 64, device=DEVICE).bfloat16()
-    first = casts_of(x, Recipe())
-    assert casts_of(x, Recipe())[0] is first[0]
-    assert casts_of(x, Recipe("rowwise"))[0] is not first[0]
-    x.mul_(2)
-    assert casts_of(x, Recipe())[0] is not first[0]
+    backend = aot_autograd(fw_compiler=counting, partition_fn=min_cut_rematerialization_partition)  # as inductor partitions
+    assert torch.equal(torch.compile(lambda x: a(x) + b(x), backend=backend, fullgraph=True)(x), a(x) + b(x))
+    assert casts[0] == 1
+
+
+def test_layer_keeps_the_operands_of_its_gradients_alone() -> None:
+    layer, x = linear(), torch.randn(32, 64, device=DEVICE).bfloat16().requires_grad_()
+    Fp8Linear.from_linear(layer, "tensorwise")
+    kept: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
+        layer(x)
+    assert sum(kept.values()) == 32 * 64 + 64 * 48 + 2 * 4  # fp8 of x and of the weight, and their scales
 
 
 def test_conversion_in_print_counts_layers_of_one_name() -> None:
@@ -128,6 +157,26 @@ def test_dense_layers_compile_without_a_graph_break() -> None:
     (got,), (want,) = (torch.autograd.grad(m(x).sum(), x) for m in (whole, model))
     assert torch.equal(got, want)
     assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+def test_conversion_after_torch_compile_says_so_and_runs_in_fp8() -> None:
+    torch.compiler.reset()
+    model, x = nn.Sequential(nn.Linear(720, 704)).to(DEVICE, torch.bfloat16), torch.randn(16, 720, device=DEVICE).bfloat16()
+    model[0].compile(backend="eager")
+    before = model(x)
+    with pytest.warns(UserWarning, match=r"compiled before the conversion, compiles again at the next call: 0$"):
+        found = convert_to_fp8_training(model, dense=True)
+    assert "compiles again at the next call: 0" in str(found)
+    got = model(x)
+    assert not torch.equal(got, before)
+    assert torch.equal(got, copy.deepcopy(model)(x))
+
+
+def test_nothing_to_convert_names_layers_of_one_name_once() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(40))})
+    with pytest.raises(ValueError, match=r"skipped: layers.\* \(40\): 32 x 32 is too small") as raised:
+        convert_to_fp8_training(model, dense=True)
+    assert len(str(raised.value)) < 300
 
 
 def test_layers_that_share_a_weight_add_their_gradients() -> None:

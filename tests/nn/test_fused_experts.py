@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn import (
     Fp8Linear,
     convert_to_fp8_training,
@@ -92,6 +93,42 @@ def test_fused_experts_compile_without_a_graph_break() -> None:
     want = gradients(module, *given)
     got = gradients(torch.compile(module, backend="aot_eager", fullgraph=True), *given)
     assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["deepseek", "gpt-oss", "torchtitan", "llama4"])
+def test_expert_layers_compile_once_for_all_steps(kind: str) -> None:
+    torch.compiler.reset()
+    module, given = expert_layer(kind)
+    convert_to_fp8_training(module)
+    graphs: list[Any] = []
+    compiled = torch.compile(module, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
+    for _ in range(2):
+        compiled(*given).sum().backward()
+    assert len(graphs) == 1
+
+
+def expert_layer(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Return an expert module with weights, and arguments of its forward pass."""
+    if kind == "torchtitan":
+        counts = torch.tensor([5, 0, 11, 8], device=DEVICE)
+        return GroupedExperts(), (torch.randn(24, HIDDEN, device=DEVICE).bfloat16(), counts)
+    if kind == "llama4":
+        return llama4_experts(), (torch.randn(E * 3, HIDDEN, device=DEVICE).bfloat16(),)
+    return experts(kind=kind), batch()
+
+
+def test_fused_experts_keep_each_operand_of_the_backward_pass_once() -> None:
+    module, given = experts(), batch()
+    convert_to_fp8_training(module)
+    kept: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
+        module(*given)
+    rows, columns = TOKENS * TOP_K, aligned_size(TOKENS * TOP_K, E)
+    weights = E * 3 * INNER * HIDDEN  # gate, up and down in fp8, transposed
+    operands = columns * (HIDDEN + INNER)  # tokens and gated rows in fp8, transposed
+    wide = 2 * rows * (2 * INNER + HIDDEN)  # bf16: the rows that the gate reads, and the rows that the router weighs
+    small = 4 * (rows + E + rows) + 4 * (2 + 2 * E)  # places, offsets, router weights, and scales
+    assert sum(kept.values()) == weights + operands + wide + small
 
 
 def test_fused_experts_ignore_choices_of_other_ranks() -> None:
@@ -190,6 +227,27 @@ def test_delayed_experts_use_scales_of_the_last_step() -> None:
         assert update_scales(module) == 2
 
 
+def test_plain_checkpoint_loads_strictly_after_a_conversion_to_any_recipe() -> None:
+    plain = experts()
+    for recipe in ("tensorwise", "rowwise", "delayed"):
+        module = experts()
+        convert_to_fp8_training(module, recipe)
+        module.load_state_dict(plain.state_dict())
+        assert torch.equal(module.down_proj, plain.down_proj)
+        if recipe != "delayed":
+            assert list(module.state_dict()) == list(plain.state_dict())
+    assert gradients(module, *batch())
+    update_scales(module)
+    other = experts()
+    convert_to_fp8_training(other, "delayed")
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.fp8.down_proj_scaling.scales, module.fp8.down_proj_scaling.scales)
+    state = module.state_dict()
+    del state["fp8.down_proj_scaling.scales"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*fp8.down_proj_scaling.scales"):
+        other.load_state_dict(state)
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_kept_weights_serve_later_microbatches_until_the_next_first_one(recipe: str) -> None:
     module, given = experts(), batch()
@@ -249,14 +307,19 @@ def test_grouped_experts_of_another_activation_keep_their_forward() -> None:
     assert_close([module(x, counts)], [want])
 
 
-def test_llama4_experts_multiply_batches_in_fp8_and_compile() -> None:
+def llama4_experts() -> nn.Module:
+    """Return experts of Llama 4 with random bf16 weights, which multiply batches of tokens."""
     from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
-    torch.compiler.reset()
     module = Llama4TextExperts(transformers.Llama4TextConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_local_experts=E))
     for p in module.parameters():
         nn.init.normal_(p)
-    module, x = module.to(DEVICE, torch.bfloat16), torch.randn(E * 3, HIDDEN, device=DEVICE).bfloat16()
+    return module.to(DEVICE, torch.bfloat16)
+
+
+def test_llama4_experts_multiply_batches_in_fp8_and_compile() -> None:
+    torch.compiler.reset()
+    module, x = llama4_experts(), torch.randn(E * 3, HIDDEN, device=DEVICE).bfloat16()
     convert_to_fp8_training(module)
     got = module(x)
     offs = torch.arange(3, 3 * E + 1, 3, dtype=torch.int32, device=DEVICE)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from kerneltune.compat import preserved_versions
 from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, update_scales, weight_workspace
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -132,7 +133,7 @@ def test_a_step_that_leaves_no_trace_on_the_weight() -> None:
     before = module(x, offs, is_first_microbatch=True)
     before.float().square().sum().backward()
     kept = addresses(module)
-    with torch.autograd.grad_mode._unsafe_preserve_version_counter(module.weight):
+    with preserved_versions(module.weight):
         steps.step()
     after = module(x, offs, is_first_microbatch=False)
     assert torch.equal(after, fresh(module, x, offs))
