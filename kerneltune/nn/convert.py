@@ -114,9 +114,10 @@ def convert_to_fp8_training(
     layers = _chosen(experts_of(model), filter_fn, skipped) if experts else {}
     linears = _chosen(linears_of(model), filter_fn, skipped) if dense else {}
     if not layers and not linears:
+        named = {name or type(model).__name__: reason for name, reason in skipped.items()}
         raise ValueError(
             f"{type(model).__name__} has no {_wanted(experts, dense)} that were to be converted; "
-            f"skipped: {'; '.join(_folded_reasons(skipped)) or 'nothing'}"
+            f"skipped: {'; '.join(_folded_reasons(named)) or 'nothing'}"
         )
     for name, module in layers.items():
         _check(module, name)
