@@ -35,8 +35,8 @@ from kerneltune.measuring.compare import (
     timing,
 )
 from kerneltune.measuring.rounds import POLICIES, Contender
-from kerneltune.plan import Options, Selection, require_gpu
 from kerneltune.records import Record, append, load
+from kerneltune.run_options import Options, Selection, require_gpu
 from kerneltune.search.task import Task
 from kerneltune.spec import Config
 from kerneltune.stats import paired_shift

@@ -16,7 +16,9 @@ from kerneltune.measuring.check import LAUNCH_FAILURE, address_errors
 from kerneltune.measuring.compare import ceiling_task, check_only, make_record, memory_obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
 from kerneltune.measuring.pairs import PairChecker, configs_by_case, covering
-from kerneltune.plan import (
+from kerneltune.records import Key, Record
+from kerneltune.reporting import tables
+from kerneltune.run_options import (
     Options,
     Progress,
     Selection,
@@ -31,12 +33,10 @@ from kerneltune.plan import (
     resume,
     wanted_variants,
 )
-from kerneltune.records import Key, Record
-from kerneltune.reporting import tables
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.bench import IsolatedBench, check_in_child, compare_in_child
-from kerneltune.tuning.candidates import config_for
+from kerneltune.tune.candidates import config_for
+from kerneltune.tune.gpu_worker import GpuWorker, check_in_child, compare_in_child
 
 _CONFIGS_PER_CASE = 3
 """Covering pairs per check case that a GPU checks before a search, which checks every config again."""
@@ -106,7 +106,7 @@ def run_sweep(
             config = f" with {table.pairs(record.config)}" if record.config else ""
             progress.note(f"failed its check: {what}{config}: {record.reason}")
         if options.tune:
-            from kerneltune.tuning.stage import tune_entries
+            from kerneltune.tune.tune_run import tune_entries
 
             campaign.bench.end()
             tune_entries(ops, entries, selection, options, progress)
@@ -223,7 +223,7 @@ class _Campaign:
     selection: Selection
     options: Options
     progress: Progress
-    bench: IsolatedBench
+    bench: GpuWorker
     coverage: list[str] = field(default_factory=list)
     """A line for each variant whose configs were checked on several cases."""
 
@@ -407,7 +407,7 @@ class _Campaign:
 @contextmanager
 def _campaign(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Iterator[_Campaign]:
     plan = load_plan(ops, selection)
-    with IsolatedBench(trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
+    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
         yield _Campaign(ops, plan, selection, options, progress, bench)
 
 

@@ -1,7 +1,7 @@
 """The rule of an operator on a GPU: which configs a case tries that has none of its own.
 
 A rule is a decision tree over sizes, type and options whose leaves list configs, the most promising first. It is fitted to
-measured times (tuning.fitting), shipped as JSON beside the configs, and evaluated here in plain Python.
+measured times (rules.fit), shipped as JSON beside the configs, and evaluated here in plain Python.
 """
 
 import json

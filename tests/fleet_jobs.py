@@ -16,12 +16,12 @@ from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
 
 from kerneltune import device
 from kerneltune.device import Device
-from kerneltune.plan import Options, Quiet
+from kerneltune.run_options import Options, Quiet
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
-from kerneltune.tuning import stage
-from kerneltune.tuning.fleet import Fleet
-from kerneltune.tuning.worker import LocalWorkers, Worker
+from kerneltune.tune import session, tune_run
+from kerneltune.tune.fleet import Fleet
+from kerneltune.tune.worker import LocalWorkers, Worker
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
 WORKS = [Task(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for size in (8, 16, 32, 64, 128)]
@@ -48,9 +48,9 @@ def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worke
     unit = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580", unit)
     setattr(device, "current", lambda: gpu)  # noqa: B010
-    setattr(stage, "CompilePool", Pool)  # noqa: B010
-    setattr(stage, "IsolatedBench", LoggedBench)  # noqa: B010
-    setattr(stage, "obstacle", lambda *_: None)  # noqa: B010
+    setattr(session, "CompilePool", Pool)  # noqa: B010
+    setattr(session, "GpuWorker", LoggedBench)  # noqa: B010
+    setattr(tune_run, "obstacle", lambda *_: None)  # noqa: B010
     return Worker(family, options, None)
 
 

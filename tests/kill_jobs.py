@@ -15,8 +15,8 @@ from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore
-from kerneltune.tuning.bench import IsolatedBench
-from kerneltune.tuning.tuner import Tuner, tune
+from kerneltune.tune.gpu_worker import GpuWorker
+from kerneltune.tune.tuner import Tuner, tune
 
 
 def compiled(_config: object) -> "Future[CompileResult]":
@@ -31,7 +31,7 @@ def main(folder: Path, does: str) -> None:
     space, default = {"does": (does,), "n": tuple(range(60))}, Knobs(does, 0)
     variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
     store = TrialStore(folder / "trials.log", source_hash="abc")
-    with IsolatedBench(FakeBench) as bench:
+    with GpuWorker(FakeBench) as bench:
         tune(Tuner(Task(OPS[0], CASE, variant), store, bench, compiled), Search(), folder / "configs")
 
 

@@ -14,7 +14,6 @@ from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Config
 from kerneltune.stats import Samples
-from kerneltune.tuning import stage
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
 OPS = ops.load()
@@ -86,9 +85,9 @@ class Bench:
 def stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tune on this GPU, until the end."""
     monkeypatch.setattr(device, "current", lambda: H200)
-    monkeypatch.setattr(stage, "CompilePool", Pool)
-    monkeypatch.setattr(stage, "IsolatedBench", Bench)
-    monkeypatch.setattr(stage, "obstacle", lambda *_: None)
+    monkeypatch.setattr("kerneltune.tune.session.CompilePool", Pool)
+    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", Bench)
+    monkeypatch.setattr("kerneltune.tune.tune_run.obstacle", lambda *_: None)
     cache.clear()
     yield
     cache.clear()

@@ -11,11 +11,11 @@ from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
 
 from kerneltune import cli
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
-from kerneltune.plan import Options
+from kerneltune.run_options import Options
 from kerneltune.search.task import Task
-from kerneltune.tuning import worker
-from kerneltune.tuning.bench import IsolatedBench
-from kerneltune.tuning.worker import LocalWorkers, Worker
+from kerneltune.tune import worker
+from kerneltune.tune.gpu_worker import GpuWorker
+from kerneltune.tune.worker import LocalWorkers, Worker
 
 STARTED = 4
 """A line of the log for each."""
@@ -50,7 +50,7 @@ def search() -> None:
     with (
         LocalWorkers("made", Options(), ["0"], work_for_ever) as workers,
         CompilePool(TARGETS["sm_90"], 2) as pool,
-        IsolatedBench(FakeBench) as bench,
+        GpuWorker(FakeBench) as bench,
     ):
         workers.start(0)
         for _ in range(2):

@@ -19,10 +19,10 @@ from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.device import INTERPRETER
 from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
-from kerneltune.plan import Options, Quiet, Selection, results_folder
 from kerneltune.records import Record
+from kerneltune.run_options import Options, Quiet, Selection, results_folder
 from kerneltune.spec import Case, Variant
-from kerneltune.tuning.fleet import run_tune
+from kerneltune.tune.fleet import run_tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 

@@ -23,7 +23,7 @@ from kerneltune import cache, device, exchange, ops
 from kerneltune.cache import CacheEntry
 from kerneltune.cli import app
 from kerneltune.spec import Case
-from kerneltune.tuning.verify import verify
+from kerneltune.tune.verify import verify
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "nvidia_h200"
 OPS = ops.load()

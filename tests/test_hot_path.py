@@ -11,7 +11,7 @@ from kerneltune import cache
 from kerneltune.ops.rmsnorm import FwdConfig, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.fwd import OP
 from kerneltune.ops.rmsnorm.kernels import forward
-from kerneltune.tuning.candidates import changed
+from kerneltune.tune.candidates import changed
 
 
 def seconds_per_call(run: Callable[[], object], calls: int) -> float:

@@ -19,11 +19,11 @@ from kerneltune import campaign, device, ops, records
 from kerneltune.campaign import measure_live, run_quick, run_sweep
 from kerneltune.measuring import compare
 from kerneltune.measuring.compare import CEILING
-from kerneltune.plan import Options, Quiet, Selection, finished_rows, journalled
 from kerneltune.records import Record
+from kerneltune.run_options import Options, Quiet, Selection, finished_rows, journalled
 from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case
-from kerneltune.tuning.bench import ChildCrashedError, GpuBench, IsolatedBench, compare_in_child
+from kerneltune.tune.gpu_worker import ChildCrashedError, GpuBench, GpuWorker, compare_in_child
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -77,7 +77,7 @@ def test_a_check_that_takes_its_process_along_costs_only_its_row(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(STREAM)
-    monkeypatch.setattr(campaign, "IsolatedBench", partial(IsolatedBench, FakeCheck))
+    monkeypatch.setattr(campaign, "GpuWorker", partial(GpuWorker, FakeCheck))
     rows = run_sweep(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True), Quiet()).records
     assert {(row.case, row.config["block"]) for row in rows if row.config} >= {("odd", 1024), ("even", 1024)}
     assert {row.config["block"] for row in rows if row.config} >= {512, 1024, 4096}
@@ -110,14 +110,14 @@ def test_a_launch_that_takes_the_measuring_process_along_costs_only_its_row(
 ) -> None:
     """A new child measures the other variants, and it stays for the cases that follow."""
     monkeypatch.setenv(bench_jobs.DOES, does)
-    children: list[IsolatedBench] = []
+    children: list[GpuWorker] = []
 
-    def started(**_: object) -> IsolatedBench:
-        children.append(IsolatedBench(FakeCompare))
+    def started(**_: object) -> GpuWorker:
+        children.append(GpuWorker(FakeCompare))
         children[0].variant_timeout_s = 2.0 if does == "hang" else 20.0
         return children[0]
 
-    monkeypatch.setattr(campaign, "IsolatedBench", started)
+    monkeypatch.setattr(campaign, "GpuWorker", started)
     (tmp_path / "norm.yaml").write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\n")
     selection = Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",), variants=("baseline", "pr593", "optimized"))
     found = measure_live(OPS, selection, options, Quiet(), "test")

@@ -22,15 +22,15 @@ from kerneltune.adopt.replay import ReplayError, live_kernel, make_launch
 from kerneltune.adopt.sharing import Timing, TunedClass, groups_of, portfolio_of
 from kerneltune.adopt.table import ServingTable, TableKernel, path_of, write_table
 from kerneltune.files import replace_text
-from kerneltune.plan import Options, Progress, Selection
+from kerneltune.run_options import Options, Progress, Selection
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Task, store_path
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Op
 from kerneltune.stats import Samples
-from kerneltune.tuning.bench import ChildCrashedError, IsolatedBench
-from kerneltune.tuning.candidates import cached, present
-from kerneltune.tuning.stage import tune_entries
+from kerneltune.tune.candidates import cached, present
+from kerneltune.tune.gpu_worker import ChildCrashedError, GpuWorker
+from kerneltune.tune.tune_run import tune_entries
 
 FAMILY = "captured"
 _MOST_CONFIGS = 4
@@ -213,7 +213,7 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
 def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> ServingTable:
     """Return the table that serves what was tuned."""
     kernels = []
-    with IsolatedBench() as bench:
+    with GpuWorker() as bench:
         by_kernel: dict[str, list[TunedClass]] = {}
         for one in tuned:
             by_kernel.setdefault(operator_name(one.launch), []).append(one)
@@ -239,7 +239,7 @@ def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> ServingTab
     return ServingTable(here.slug, versions, tuple(kernels))
 
 
-def _timing(bench: IsolatedBench, op: Op, policies: Mapping[Case, str]) -> Timing:
+def _timing(bench: GpuWorker, op: Op, policies: Mapping[Case, str]) -> Timing:
     """Return what times configs of an operator side by side; it answers None where the child was lost."""
 
     def samples(case: Case, configs: Sequence[Any]) -> Sequence[Samples | None] | None:

@@ -109,7 +109,7 @@ def verify_(
     """
     from kerneltune import device
     from kerneltune.cache import load_strict
-    from kerneltune.tuning.verify import verify_cache
+    from kerneltune.tune.verify import verify_cache
 
     files = [path for op in ops for path in _chosen(op, gpu, configs)] if ops else _chosen(None, gpu, configs)
     known = o.load_ops()

@@ -14,9 +14,9 @@ from kerneltune.cli.progress import reporter
 from kerneltune.table import wrapped
 
 if TYPE_CHECKING:
-    from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.reporting.tables import Row
+    from kerneltune.run_options import Selection
     from kerneltune.table import Table
 
     Sides = tuple[list[Record], list[Record]]

@@ -16,8 +16,8 @@ from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict
-    from kerneltune.plan import Options, Selection
     from kerneltune.records import Record
+    from kerneltune.run_options import Options, Selection
 
 _HELD_AGAINST = (
     "Records to hold against: a .jsonl file, or REV or REV:PATH of git; with --static REV or a file of inspect --save."
@@ -154,7 +154,7 @@ def _measured(
     """Hold a fresh run against the baseline; return the verdict and what was measured."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.run import run_gate
-    from kerneltune.plan import require_gpu, results_folder
+    from kerneltune.run_options import require_gpu, results_folder
     from kerneltune.sweep import family_name
 
     require_gpu("gate --run")

@@ -20,7 +20,7 @@ from kerneltune.table import counted, pairs
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
     from kerneltune.inspection.survey import SurveyRequest
-    from kerneltune.plan import Selection
+    from kerneltune.run_options import Selection
 
 _ALL = "all"
 _GPU = "nvidia_h200"

@@ -19,7 +19,7 @@ from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 
 if TYPE_CHECKING:
     from kerneltune.listing import OpFacts
-    from kerneltune.plan import Options, Selection
+    from kerneltune.run_options import Options, Selection
 
 POLICIES = ("cold", "hot", "eager")
 SAMPLERS = ("ours", "random")
@@ -124,7 +124,7 @@ def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None
     def changed(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            from kerneltune.plan import Selection
+            from kerneltune.run_options import Selection
 
             lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(given.pop(name) or ())) for name in names}
             command(wanted=Selection("", **lists), **given)
@@ -422,6 +422,6 @@ def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", ma
 
 def make_options(policy: str, **given: Any) -> "Options":
     """Make the options of how to run; what is None keeps its default."""
-    from kerneltune.plan import Options
+    from kerneltune.run_options import Options
 
     return Options(policy=policy, **{name: value for name, value in given.items() if value is not None})

@@ -70,7 +70,7 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
 
     known = o.load_ops()
     from kerneltune.search.task import Task
-    from kerneltune.tuning.candidates import config_for
+    from kerneltune.tune.candidates import config_for
 
     chosen = known[op].variant(variant)
     shape = msgspec.json.decode(case, type=Case)

@@ -78,7 +78,7 @@ class RichProgress:
         self._bars.stop()
 
     def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
-        """Begin a stage of `total` steps, of which an earlier run has done `kept`; costs as in `plan.Progress`."""
+        """Begin a stage of `total` steps, of which an earlier run has done `kept`; costs as in `run_options.Progress`."""
         if self._task is not None:
             self._bars.remove_task(self._task)
         self._remaining = Remaining(total, kept, costs, time.monotonic())
@@ -115,7 +115,7 @@ class LogProgress:
         self._end()
 
     def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
-        """Begin a stage of `total` steps, of which an earlier run has done `kept`; costs as in `plan.Progress`."""
+        """Begin a stage of `total` steps, of which an earlier run has done `kept`; costs as in `run_options.Progress`."""
         self._end()
         self._name, self._total, self._kept, self._done, self._best = name, total, kept, kept, ""
         self._started = self._shown = time.monotonic()

@@ -15,9 +15,9 @@ from kerneltune.cli.files import record_files, selected
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
-    from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.reporting.payload import Sources
+    from kerneltune.run_options import Selection
     from kerneltune.search.task import Trial
 
 _PAGE = Path("report.html")

@@ -41,11 +41,11 @@ def observe(
     that follow a size.
     """
     from kerneltune import device
-    from kerneltune.plan import require_gpu
+    from kerneltune.rules.samples import samples_of, targets, timed, to_observe
+    from kerneltune.rules.transfer import donors_of
+    from kerneltune.run_options import require_gpu
     from kerneltune.search.task import Task, knobs_of
-    from kerneltune.tuning.gathering import samples_of, targets, timed, to_observe
-    from kerneltune.tuning.observing import observe as run
-    from kerneltune.tuning.transfer import donors_of
+    from kerneltune.tune.observe import observe as run
 
     known = o.load_ops()
     names = [o.choice("op", name, known) for name in ops or _with_variant(known, variant)]
@@ -91,9 +91,9 @@ def fit(
     on recorded cases; the least known time over the rule's on other cases, observed without a recorded config; unseen: both,
     where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
     """
-    from kerneltune.tuning.costs import CostTable
-    from kerneltune.tuning.fitting import fitted, left_out
-    from kerneltune.tuning.gathering import samples_of
+    from kerneltune.rules.costs import CostTable
+    from kerneltune.rules.fit import fitted, left_out
+    from kerneltune.rules.samples import samples_of
 
     if leave_out is not None:
         o.choice("leave-out", leave_out, ("band", "rest"))
@@ -212,7 +212,7 @@ def _left_out(judged: Mapping[str, Any]) -> Iterator[str]:
 
 def _staleness(variant: Variant, case: Case, entries: Sequence["CacheEntry"]) -> str:
     """Return what has changed since the case's own entry was stored; empty where nothing has, or there is no entry."""
-    from kerneltune.tuning.candidates import changed
+    from kerneltune.tune.candidates import changed
 
     own = next((one for one in entries if one.as_case == case and (one.variant, one.policy) == (variant.name, "cold")), None)
     reason = "" if own is None else changed(variant, own, here=False)

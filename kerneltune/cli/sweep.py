@@ -13,8 +13,8 @@ from kerneltune.table import counted, pairs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kerneltune.plan import Selection
     from kerneltune.records import Record
+    from kerneltune.run_options import Selection
 
 
 @o.selects()

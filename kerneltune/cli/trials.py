@@ -13,7 +13,7 @@ from kerneltune.rounding import cdiv
 from kerneltune.table import Column, Row, Table, counted, pairs
 
 if TYPE_CHECKING:
-    from kerneltune.plan import Selection
+    from kerneltune.run_options import Selection
     from kerneltune.search.insight import Portfolio
     from kerneltune.search.task import Evaluation
     from kerneltune.search.trials import Searches
@@ -54,7 +54,7 @@ def searches_of(known: "Mapping[str, Op]", selection: "Selection", policy: str, 
 
     folder: of the trial stores.
     """
-    from kerneltune.plan import load_plan
+    from kerneltune.run_options import load_plan
     from kerneltune.search.trials import searches_below
 
     cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]

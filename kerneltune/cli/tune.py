@@ -13,8 +13,8 @@ from kerneltune.cli.progress import reporter
 from kerneltune.cli.trials import searches_of, show_searches
 
 if TYPE_CHECKING:
-    from kerneltune.plan import Selection
-    from kerneltune.tuning.stage import TuningSummary
+    from kerneltune.run_options import Selection
+    from kerneltune.tune.tune_run import TuningSummary
 
 _MODEL_GAIN = "1%"
 """Where the many cases of a model stop by default."""
@@ -111,7 +111,7 @@ def command(
         start_server()  # its imports take as long as those of this process
     known = o.load_ops()
     o.require_tunable(configs, results, exhaustive)
-    from kerneltune.tuning.fleet import run_tune
+    from kerneltune.tune.fleet import run_tune
 
     selection = o.make_selection(known, family, wanted, max_cases)
     options = o.make_options(

@@ -11,9 +11,9 @@ from kerneltune.campaign import measure_live
 from kerneltune.gating.pooling import pool
 from kerneltune.gating.rows import defaults_of
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict, confirm
-from kerneltune.plan import Options, Progress, Quiet, Selection, require_gpu
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Key, Record
+from kerneltune.run_options import Options, Progress, Quiet, Selection, require_gpu
 from kerneltune.spec import Op
 from kerneltune.table import counted
 

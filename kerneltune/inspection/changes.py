@@ -21,8 +21,8 @@ from kerneltune.inspection.revision import checked_out, inspected
 from kerneltune.inspection.static import StaticRow, Survey, load, save
 from kerneltune.inspection.survey import SurveyRequest, case_text
 from kerneltune.measuring.inspected import reader_digest
-from kerneltune.plan import Progress
 from kerneltune.processes import run_bound
+from kerneltune.run_options import Progress
 from kerneltune.search.task import config_values
 
 _DIGESTS = """

@@ -21,7 +21,7 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.cli import app, console
-from kerneltune.plan import Quiet
+from kerneltune.run_options import Quiet
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.stats import Samples
 
@@ -55,8 +55,8 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SizedBench]]:
     """Make a GPU whose times are a formula."""
     bench = type("ThisBench", (SizedBench,), {"tried": []})
     with made_up_gpu.stands_in(monkeypatch):
-        monkeypatch.setattr("kerneltune.tuning.stage.IsolatedBench", bench)
-        monkeypatch.setattr(tuning, "IsolatedBench", bench)
+        monkeypatch.setattr("kerneltune.tune.session.GpuWorker", bench)
+        monkeypatch.setattr(tuning, "GpuWorker", bench)
         monkeypatch.setattr(program, "device_slug", lambda: GPU)
         yield bench
 

@@ -11,7 +11,7 @@ from kerneltune import device, records
 from kerneltune.campaign import SweepResult
 from kerneltune.cli import console
 from kerneltune.records import Record
-from kerneltune.tuning.stage import TuningSummary
+from kerneltune.tune.tune_run import TuningSummary
 
 
 @pytest.fixture(autouse=True)
@@ -62,5 +62,5 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return TuningSummary("nvidia_h200", fake(*given))  # type: ignore[arg-type]
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", swept)
-    monkeypatch.setattr("kerneltune.tuning.fleet.run_tune", tuned)
+    monkeypatch.setattr("kerneltune.tune.fleet.run_tune", tuned)
     return seen

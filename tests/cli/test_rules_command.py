@@ -162,8 +162,8 @@ def test_tune_takes_a_family_or_a_model() -> None:
 def test_tune_of_a_model_tunes_what_calls_run(
     given: list[str], tuned: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kerneltune.plan import Selection
-    from kerneltune.tuning import fleet
+    from kerneltune.run_options import Selection
+    from kerneltune.tune import fleet
 
     selected: list[Selection] = []
 

@@ -11,7 +11,7 @@ from kerneltune import device, ops
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.run import run_gate, run_processes
 from kerneltune.gating.verdict import gate
-from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.run_options import Options, Quiet, Selection
 from kerneltune.search.task import Task
 from kerneltune.spec import Case
 

@@ -14,8 +14,8 @@ from simulated import one_process, rounds_us
 from kerneltune import campaign, device, ops
 from kerneltune.gating import run as gate_run
 from kerneltune.gating.run import run_gate
-from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
+from kerneltune.run_options import Options, Quiet, Selection
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 

@@ -19,7 +19,7 @@ from kerneltune.inspection.changes import changes_since, survey_here
 from kerneltune.inspection.static import StaticRow, Survey, static_gate
 from kerneltune.inspection.survey import SurveyRequest, cached_requests, case_text
 from kerneltune.measuring.assembly import Kernel
-from kerneltune.plan import Quiet
+from kerneltune.run_options import Quiet
 
 OPS = {name: ops.load()[name] for name in ("rmsnorm_bwd", "rmsnorm_add_fwd")}
 GPU = "nvidia_h200"

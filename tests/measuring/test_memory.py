@@ -17,15 +17,15 @@ from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
 from kerneltune.measuring import check, compare
 from kerneltune.measuring.check import affordable, out_of_memory_reason
-from kerneltune.plan import Options, Quiet, Selection
 from kerneltune.records import Record
+from kerneltune.run_options import Options, Quiet, Selection
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
-from kerneltune.tuning import bench
-from kerneltune.tuning.bench import check_in_child
-from kerneltune.tuning.tuner import Tuner
+from kerneltune.tune import gpu_worker
+from kerneltune.tune.gpu_worker import check_in_child
+from kerneltune.tune.tuner import Tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -121,14 +121,14 @@ def pretend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
 def measured(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Record]]:
     """Rows of a sweep of two cases, the large one first, by case; the ceiling of the small one is not the large one's."""
     pretend(gpu, monkeypatch)
-    monkeypatch.setattr(bench, "open_driver", lambda: None)
+    monkeypatch.setattr(gpu_worker, "open_driver", lambda: None)
 
     def ceiling_task(ops: Mapping[str, Op], _op: Op, case: Case, policy: str) -> Task:
         moved = Case(case.name, (("read", MIB), ("write", MIB)), "int32")
         return Task(ops["stream"], moved, ops["stream"].variants[0], policy)
 
     monkeypatch.setattr(campaign, "ceiling_task", ceiling_task)
-    monkeypatch.setattr(campaign, "IsolatedBench", lambda **_: nullcontext(bench.GpuBench()))
+    monkeypatch.setattr(campaign, "GpuWorker", lambda **_: nullcontext(gpu_worker.GpuBench()))
     path = tmp_path / "tiny.yaml"
     cases = "bench:\n  - {name: large, M: 2}\n  - {name: small, M: 1}\n"
     path.write_text(f"family: tiny\nops: [made]\ndefaults: {{dtype: bfloat16}}\n{cases}")
@@ -253,12 +253,12 @@ CASE = Case("a", (("M", 8),), "bfloat16")
 
 
 @pytest.fixture
-def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> bench.GpuBench:
-    monkeypatch.setattr(bench, "open_driver", lambda: None)
-    monkeypatch.setattr(bench, "input_sets", lambda _: [{}])
-    monkeypatch.setattr(bench, "Contender", Timed)
-    monkeypatch.setattr(bench, "interleave", lambda cs, **_: {name: np.full(15, c.sample_us()) for name, c in cs.items()})
-    return bench.GpuBench()
+def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> gpu_worker.GpuBench:
+    monkeypatch.setattr(gpu_worker, "open_driver", lambda: None)
+    monkeypatch.setattr(gpu_worker, "input_sets", lambda _: [{}])
+    monkeypatch.setattr(gpu_worker, "Contender", Timed)
+    monkeypatch.setattr(gpu_worker, "interleave", lambda cs, **_: {name: np.full(15, c.sample_us()) for name, c in cs.items()})
+    return gpu_worker.GpuBench()
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def task() -> Task:
     return Task(op, CASE, op.variants[0])
 
 
-def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: bench.GpuBench, task: Task) -> None:
+def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: gpu_worker.GpuBench, task: Task) -> None:
     trials = [gpu_bench.trial(task, Knobs(n), None) for n in (0, 1, 2, 3, 4, 5)]
     assert trials[0] == Evaluation("ok", 10.0)
     assert trials[5] == Evaluation("ok", 15.0)
@@ -275,7 +275,7 @@ def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: bench.GpuBench
     assert trials[4] == Evaluation("failed", None, "RuntimeError: operation not permitted")
 
 
-def test_a_final_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: bench.GpuBench, task: Task) -> None:
+def test_a_final_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: gpu_worker.GpuBench, task: Task) -> None:
     samples = gpu_bench.samples(task, [Knobs(0), Knobs(2), Knobs(5)])
     assert [None if taken is None else float(taken[0]) for taken in samples] == [10.0, None, 15.0]
     with pytest.raises(torch.OutOfMemoryError):  # the incumbent: nothing can be said
@@ -301,8 +301,8 @@ def test_a_check_that_runs_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPa
             raise torch.OutOfMemoryError(TEXT)
         return {}
 
-    monkeypatch.setattr(bench, "open_driver", lambda: None)
-    op, checks = checked_op(inputs), bench.GpuBench()
+    monkeypatch.setattr(gpu_worker, "open_driver", lambda: None)
+    op, checks = checked_op(inputs), gpu_worker.GpuBench()
     large = Case("large", (("M", 9),), "bfloat16")
     asked = [(CASE, 0), (CASE, 1), (large, 0), (large, 5), (CASE, 5)]
     outcomes = [check_in_child(checks, Task(op, case, op.variants[0]), Knobs(n)) for case, n in asked]

@@ -18,11 +18,12 @@ from kerneltune import cache, device
 from kerneltune.device import Device
 from kerneltune.files import replace_text
 from kerneltune.measuring.compare import commit
-from kerneltune.plan import Options
 from kerneltune.processes import fast_context, held_folder, in_environment
+from kerneltune.run_options import Options
 from kerneltune.search.task import Task, Trial
 from kerneltune.spec import Variant
-from kerneltune.tuning.stage import Machines, TuningResult, perform
+from kerneltune.tune.session import TuningSession
+from kerneltune.tune.tune_run import TuningResult, perform
 
 _GRACE_S = 10.0
 
@@ -79,7 +80,7 @@ class Worker:
         self._opened = ExitStack()
         root = self._opened.enter_context(held_folder())
         self._options = replace(options, results=root / "results", configs=root / "configs")
-        self._machines: Machines | None = None
+        self._machines: TuningSession | None = None
         self._said: SimpleQueue[Event] = SimpleQueue()
 
     def identity(self) -> Identity:
@@ -99,7 +100,7 @@ class Worker:
             os.sched_setaffinity(0, self._cores)  # of this thread and of the processes that it starts
         try:
             if self._machines is None:
-                machines = Machines(self._options, lambda *trial: self._said.put(("trial", trial)))
+                machines = TuningSession(self._options, lambda *trial: self._said.put(("trial", trial)))
                 self._machines = self._opened.enter_context(machines)
             report = self._perform(self._machines, order)
         except Exception as error:  # no order may end a worker
@@ -109,7 +110,7 @@ class Worker:
             report = TuningResult(problem=problem)
         self._said.put(("done", report))
 
-    def _perform(self, machines: Machines, order: RemoteTask) -> TuningResult:
+    def _perform(self, machines: TuningSession, order: RemoteTask) -> TuningResult:
         task = order.task
         assert self._options.results is not None and self._options.configs is not None
         slug = device.current().slug

@@ -65,7 +65,9 @@ def candidates(task: Task, store: "TrialStore | None" = None) -> list[Config]:
 
 def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> list[Config]:
     """Return the default, what is promising, then what the cache holds for this case and the nearest: sizes, options, type."""
-    nearest = [config for _, config in sorted(fitting(task, root), key=lambda found: found[0].distance)[:_NEIGHBOURS]]
+    nearest = [
+        config for _, config in sorted(valid_cached_configs(task, root), key=lambda found: found[0].distance)[:_NEIGHBOURS]
+    ]
     offered = set(pool)
     found = [config for config in (*task.variant.promising(task.case), *nearest) if config in offered]
     return list(dict.fromkeys([pool[0], *found]))
@@ -226,7 +228,9 @@ def _why(variant: Variant, case: Case) -> str:
     return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""
 
 
-def fitting(task: Task, root: Path | None, *, device_slug: str = "", nearest: bool = True) -> Iterator[tuple[cache.Hit, Config]]:
+def valid_cached_configs(
+    task: Task, root: Path | None, *, device_slug: str = "", nearest: bool = True
+) -> Iterator[tuple[cache.Hit, Config]]:
     """Return the cached configs that are valid for a task, in the cache's order.
 
     Args:
@@ -245,7 +249,7 @@ def fitting(task: Task, root: Path | None, *, device_slug: str = "", nearest: bo
 
 def cached(task: Task, root: Path | None, device_slug: str = "") -> tuple[cache.CacheEntry, Config] | None:
     """Return the entry that was stored for exactly this task, and its config, if that still fits."""
-    hits = fitting(task, root, device_slug=device_slug, nearest=False)
+    hits = valid_cached_configs(task, root, device_slug=device_slug, nearest=False)
     return next(((hit.entry, config) for hit, config in hits if hit.exact), None)
 
 

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from kerneltune.nearness import ranked
 from kerneltune.rule import Form, facts_of, knobs_at
+from kerneltune.rules.transfer import Donor, Pairs, followed, forms_of
 from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning.transfer import Donor, Pairs, followed, forms_of
 
 Times = Mapping[tuple[tuple[str, Any], ...], float | None]
 """Knobs -> µs; None for a config that has no time: it spilled, failed or was wrong."""

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 
 from kerneltune import cache, device, sweep
 from kerneltune.files import read_text
-from kerneltune.plan import Options, Progress, Selection, load_plan, wanted_variants
+from kerneltune.run_options import Options, Progress, Selection, load_plan, wanted_variants
 from kerneltune.search.task import Task, store_path
 from kerneltune.spec import Op
 from kerneltune.sweep import results_root
-from kerneltune.tuning.candidates import TOLD, widened
-from kerneltune.tuning.cluster import RayWorkers
-from kerneltune.tuning.stage import TuningResult, TuningSummary, Usage, ended, keep_space, tell, tune_entries, wanted_works
-from kerneltune.tuning.worker import Identity, LocalWorkers, RemoteTask, visible_gpus
+from kerneltune.tune.candidates import TOLD, widened
+from kerneltune.tune.cluster import RayWorkers
+from kerneltune.tune.session import Usage
+from kerneltune.tune.tune_run import TuningResult, TuningSummary, ended, keep_space, tell, tune_entries, wanted_works
+from kerneltune.tune.worker import Identity, LocalWorkers, RemoteTask, visible_gpus
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore

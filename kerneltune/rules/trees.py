@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kerneltune.rule import Facts, Leaf, Node, Rule, Split, facts_of
-from kerneltune.tuning.costs import Costs, CostTable, Question, Rows
+from kerneltune.rules.costs import Costs, CostTable, Question, Rows
 
 _WORST_COUNTS = 0.25
 """Share of a leaf's largest cost that counts beside the mean."""

@@ -16,7 +16,7 @@ from kerneltune.cache import Choice, Chooser
 from kerneltune.files import data_root
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op
-from kerneltune.tuning.candidates import config_for
+from kerneltune.tune.candidates import config_for
 
 GPU = "nvidia_h200"
 ALL = {name: op for name, op in ops.load().items() if name != "stream"}

@@ -22,19 +22,19 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens, StartsS
 from started import environment
 
 from kerneltune.search.task import Evaluation, Task
-from kerneltune.tuning import bench as tuning_bench
-from kerneltune.tuning.bench import ChildCrashedError, GpuBench, IsolatedBench, check_in_child, split_cores
+from kerneltune.tune import gpu_worker as tuning_bench
+from kerneltune.tune.gpu_worker import ChildCrashedError, GpuBench, GpuWorker, check_in_child, split_cores
 
 TASK = Task(OPS[0], CASE, VARIANT)
 
 
 @pytest.fixture
-def bench() -> Iterator[IsolatedBench]:
-    with IsolatedBench(FakeBench, trial_timeout_s=20.0) as bench:
+def bench() -> Iterator[GpuWorker]:
+    with GpuWorker(FakeBench, trial_timeout_s=20.0) as bench:
         yield bench
 
 
-def test_a_child_answers_as_the_bench_does_and_stays(bench: IsolatedBench) -> None:
+def test_a_child_answers_as_the_bench_does_and_stays(bench: GpuWorker) -> None:
     first, second = bench.trial(TASK, Knobs("run", 1), None), bench.trial(TASK, Knobs("run", 2), 11.0)
     assert (first, second.time_us) == (Evaluation("ok", 11.0, first.detail), 12.0)
     assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
@@ -58,14 +58,14 @@ def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeyp
 
 
 def test_a_bench_counts_the_seconds_of_its_work_and_not_of_its_start() -> None:
-    with IsolatedBench(StartsSlowly) as bench:
+    with GpuWorker(StartsSlowly) as bench:
         began = time.monotonic()
         assert bench.trial(TASK, Knobs("slow", 1), None).status == "ok"
         assert 0.2 <= bench.busy_since(began) <= time.monotonic() - began - 0.5
         assert bench.busy_since(time.monotonic()) == 0
 
 
-def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: IsolatedBench) -> None:
+def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: GpuWorker) -> None:
     bench.begin()
     begun = bench.child
     bench.begin()
@@ -84,7 +84,7 @@ def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: IsolatedBe
         ("fault", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
 )
-def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, bench: IsolatedBench) -> None:
+def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, bench: GpuWorker) -> None:
     before = bench.trial(TASK, Knobs("run", 1), None)
     assert bench.trial(TASK, Knobs(does, 0), None) == Evaluation("lost", None, detail)
     after = bench.trial(TASK, Knobs("run", 2), None)
@@ -95,7 +95,7 @@ def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, deta
 
 
 def test_a_config_that_hangs_is_killed() -> None:
-    with IsolatedBench(FakeBench, trial_timeout_s=15.0) as bench:
+    with GpuWorker(FakeBench, trial_timeout_s=15.0) as bench:
         assert bench.trial(TASK, Knobs("run", 1), None).status == "ok"
         bench.trial_timeout_s = 1.0
         hung = bench.child
@@ -109,11 +109,11 @@ def test_a_config_that_hangs_is_killed() -> None:
 
 
 def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
-    with IsolatedBench(NeverOpens) as bench, pytest.raises(ChildCrashedError, match=r"^MemoryError: inputs do not fit$"):
+    with GpuWorker(NeverOpens) as bench, pytest.raises(ChildCrashedError, match=r"^MemoryError: inputs do not fit$"):
         bench.trial(TASK, Knobs("run", 1), None)
 
 
-def test_no_child_outlives_its_bench(bench: IsolatedBench) -> None:
+def test_no_child_outlives_its_bench(bench: GpuWorker) -> None:
     bench.trial(TASK, Knobs("run", 1), None)
     child = bench.child
     bench.close()
@@ -125,7 +125,7 @@ def test_no_child_outlives_its_bench(bench: IsolatedBench) -> None:
     assert child not in multiprocessing.active_children()
 
 
-def is_hanging(bench: IsolatedBench, log: Path) -> bool:
+def is_hanging(bench: GpuWorker, log: Path) -> bool:
     """Wait until the child is at a config that hangs."""
     patience = time.monotonic() + 20
     while not log.exists() and time.monotonic() < patience:
@@ -133,9 +133,9 @@ def is_hanging(bench: IsolatedBench, log: Path) -> bool:
     return log.exists() and bench.is_asking
 
 
-@pytest.mark.parametrize("end", [IsolatedBench.stop, lambda bench: bench.__exit__()])
+@pytest.mark.parametrize("end", [GpuWorker.stop, lambda bench: bench.__exit__()])
 def test_a_bench_that_another_thread_stops_blames_no_config(
-    end: Callable[[IsolatedBench], None], bench: IsolatedBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[GpuWorker], None], bench: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
     with ThreadPoolExecutor(1) as thread:
@@ -157,7 +157,7 @@ def test_a_bench_that_another_thread_stops_blames_no_config(
 
 @pytest.mark.parametrize(("served", "exit_code"), [(True, -15), (False, 255)])
 def test_a_child_that_is_sent_sigterm_blames_no_config(
-    served: bool, exit_code: int, bench: IsolatedBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: bool, exit_code: int, bench: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
     with ThreadPoolExecutor(1) as thread:
@@ -205,7 +205,7 @@ def test_a_broken_kernel_costs_at_most_its_child(does: str, status: str, detail:
     import broken_kernels as broken
 
     op = broken.OPS[0]
-    with IsolatedBench(GpuBench, trial_timeout_s=60.0) as bench:
+    with GpuWorker(GpuBench, trial_timeout_s=60.0) as bench:
         task = Task(op, broken.CASE, op.variants[0])
         assert bench.trial(task, broken.Knobs("fine"), None).status == "ok"
         bench.trial_timeout_s = 10.0
@@ -222,7 +222,7 @@ LIVE = """
 from pathlib import Path
 import broken_kernels as broken
 from kerneltune.campaign import measure_live
-from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.run_options import Options, Quiet, Selection
 
 folder = Path(%r)
 (folder / "broken.yaml").write_text(
@@ -249,7 +249,7 @@ def test_checks_in_a_child_find_what_is_wrong() -> None:
     import broken_kernels as broken
 
     op = broken.OPS[0]
-    with IsolatedBench() as bench:
+    with GpuWorker() as bench:
         outcomes = [
             check_in_child(bench, Task(op, broken.CASE, op.variants[0]), broken.Knobs(does)) for does in ("fine", "fault", "fine")
         ]

@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from kerneltune.plan import Options
+from kerneltune.run_options import Options
 from kerneltune.spec import PLUGINS
-from kerneltune.tuning.worker import Event, Identity, MakeWorker, RemoteTask, Worker, share_of_cores
+from kerneltune.tune.worker import Event, Identity, MakeWorker, RemoteTask, Worker, share_of_cores
 
 _REACH_S = 5.0
 _ASK_S = 1.0

@@ -21,16 +21,15 @@ from optuna.storages.journal import JournalFileBackend
 from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.ops.stream import StreamConfig
-from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.run_options import Options, Quiet, Selection
 from kerneltune.search import trial_table
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
-from kerneltune.tuning import stage
-from kerneltune.tuning.bench import ChildCrashedError
-from kerneltune.tuning.candidates import widened
-from kerneltune.tuning.fleet import run_tune
-from kerneltune.tuning.verify import verify_cache
+from kerneltune.tune.candidates import widened
+from kerneltune.tune.fleet import run_tune
+from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.verify import verify_cache
 
 SWEEP = """
 family: tiny
@@ -134,7 +133,7 @@ def test_all_of_the_space_is_searched_where_that_is_asked_for(
     asked: dict[str, Any], tried: int, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else, where the other 16-bit type was searched, its sixteen best and the default."""
-    monkeypatch.setattr(stage, "IsolatedBench", versus_jobs.Bench)
+    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", versus_jobs.Bench)
     variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     made = {"fake": replace(versus_jobs.OP, dtypes=("bfloat16", "float16"), variants=(variant,))}
     sweep = "family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: [bfloat16, float16]}\n"
@@ -149,7 +148,7 @@ def test_all_of_the_space_is_searched_where_that_is_asked_for(
 def test_a_search_stops_by_default_where_the_rest_is_expected_to_gain_less_than_a_per_cent(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "IsolatedBench", versus_jobs.Bench)
+    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", versus_jobs.Bench)
     variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
     selection, made = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
@@ -176,7 +175,7 @@ def test_a_case_that_the_gpu_has_no_room_for_is_said_and_is_no_failure(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(stage, "obstacle", lambda *_: "needs 200 GB")
+    monkeypatch.setattr("kerneltune.tune.tune_run.obstacle", lambda *_: "needs 200 GB")
     tuned = run_tune(OPS, selection, options, Spoken(notes))
     assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 0)
     assert notes == ["not tuned: stream 1048576+1048576: needs 200 GB"]
@@ -390,7 +389,7 @@ def test_a_space_that_makes_no_sense_is_one_line_and_nothing_is_written(
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError) as caught:
         run_tune(broken(**changes), selection, options, Quiet())
-    assert re.sub(r"^test_tuning\.py:\d+: ", "PLACE", str(caught.value)) == message
+    assert re.sub(r"^test_tune_run\.py:\d+: ", "PLACE", str(caught.value)) == message
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from kerneltune import device
 from kerneltune.measuring.compare import obstacle
-from kerneltune.plan import Options, Progress
+from kerneltune.run_options import Options, Progress
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trial_table import add, block_of, table_path
 from kerneltune.spec import Config
 from kerneltune.sweep import results_root
-from kerneltune.tuning.bench import ChildCrashedError
-from kerneltune.tuning.candidates import stamp
-from kerneltune.tuning.stage import Machines
-from kerneltune.tuning.tuner import measure_space
+from kerneltune.tune.candidates import stamp
+from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.session import TuningSession
+from kerneltune.tune.tuner import measure_space
 
 _CASES_AHEAD = 8
 """Following cases whose configs are compiled while a case is timed."""
@@ -37,7 +37,7 @@ def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int
     ordered = sorted(asked, key=lambda one: names.index(one[0].op.name))
     runs = {(task.op.name, task.variant.name): stamp(task.variant) for task, _ in ordered}
     progress.stage("observe", len(ordered))
-    with Machines(options) as machines:
+    with TuningSession(options) as machines:
         for number, (task, configs) in enumerate(ordered):
             if options.budget_s is not None and time.monotonic() - began > options.budget_s:
                 return number
@@ -50,7 +50,7 @@ def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int
 
 
 def _timed(
-    machines: Machines, task: Task, configs: Sequence[Config], following: Sequence[Asked], progress: Progress
+    machines: TuningSession, task: Task, configs: Sequence[Config], following: Sequence[Asked], progress: Progress
 ) -> Mapping[Config, Evaluation]:
     reason = obstacle(task)
     if reason is not None:

@@ -23,8 +23,8 @@ from kerneltune.search.loop import Search, explore, opening, times_of
 from kerneltune.search.task import Evaluation, Task, knobs_of
 from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
-from kerneltune.tuning.bench import SCREEN_SAMPLES, TRIED_WHOLE, ChildCrashedError, IsolatedBench
-from kerneltune.tuning.candidates import candidates, checked_space, feasibility_of, looked_up, stamp, starting_points
+from kerneltune.tune.candidates import candidates, checked_space, feasibility_of, looked_up, stamp, starting_points
+from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, ChildCrashedError, GpuWorker
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -79,9 +79,7 @@ class Tuner:
         meanwhile: called again and again while the bench is waited for.
     """
 
-    def __init__(
-        self, task: Task, store: "TrialStore", bench: IsolatedBench, compiling: Callable[[Config], PendingCompile]
-    ) -> None:
+    def __init__(self, task: Task, store: "TrialStore", bench: GpuWorker, compiling: Callable[[Config], PendingCompile]) -> None:
         """compiling: begins to compile a config."""
         self.task, self.store, self.bench, self.compiling = task, store, bench, compiling
         self.resources: dict[Config, int] = {}

@@ -8,10 +8,10 @@ import pytest
 from made_up import CASE, HALF, Small, nothing, op_of, small_space
 
 from kerneltune import cache, device
-from kerneltune.plan import Options
+from kerneltune.run_options import Options
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
-from kerneltune.tuning.candidates import cached, config_for, fitting
+from kerneltune.tune.candidates import cached, config_for, valid_cached_configs
 
 REFUSED = {1: None, 2: None, 4: None, 8: None}
 VARIANT = Variant(
@@ -50,7 +50,9 @@ def test_an_entry_that_no_longer_fits_is_passed_over(config: dict[str, Any], opt
     store(options, GOOD, HALF)
     assert cached(Task(op, CASE, VARIANT), options.configs) is None  # it is of another type
     assert config_for(Task(op, CASE, VARIANT), options.configs) == Small(64, 2)
-    assert [(hit.exact, found) for hit, found in fitting(Task(op, CASE, VARIANT), options.configs)] == [(False, Small(64, 2))]
+    assert [(hit.exact, found) for hit, found in valid_cached_configs(Task(op, CASE, VARIANT), options.configs)] == [
+        (False, Small(64, 2))
+    ]
 
 
 def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_not_count(options: Options) -> None:

@@ -22,14 +22,14 @@ from started import TESTS, environment, running, wait_for
 from versus_jobs import H200, OP, VARIANT, Knobs
 
 from kerneltune import cache, device, ops
-from kerneltune.plan import Options, Quiet, Selection
+from kerneltune.run_options import Options, Quiet, Selection
 from kerneltune.search import trial_table
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, history
-from kerneltune.tuning import cluster, fleet
-from kerneltune.tuning.cluster import RayWorkers
-from kerneltune.tuning.fleet import Fleet, make_workers, run_tune
-from kerneltune.tuning.worker import LocalWorkers, Worker, share_of_cores, visible_gpus
+from kerneltune.tune import cluster, fleet
+from kerneltune.tune.cluster import RayWorkers
+from kerneltune.tune.fleet import Fleet, make_workers, run_tune
+from kerneltune.tune.worker import LocalWorkers, Worker, share_of_cores, visible_gpus
 
 
 class Spoken(Quiet):

@@ -172,7 +172,7 @@ class ChildStoppedError(ChildCrashedError):
     """The measuring process was ended from here or from outside, whatever it was at."""
 
 
-class IsolatedBench:
+class GpuWorker:
     """A bench in a child process, which alone touches the GPU.
 
     Requests are those of GpuBench. A config that hangs, faults or takes the process along is a trial of status `lost`; the next
@@ -201,7 +201,7 @@ class IsolatedBench:
         self.started = 0
         self._busy: list[tuple[float, float]] = []
 
-    def __enter__(self) -> "IsolatedBench":
+    def __enter__(self) -> "GpuWorker":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -385,7 +385,7 @@ def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
     return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
 
 
-def check_in_child(bench: IsolatedBench | GpuBench, task: Task, config: Config) -> Untimed:
+def check_in_child(bench: GpuWorker | GpuBench, task: Task, config: Config) -> Untimed:
     """Return status and reason of a checked config, also where the bench's process crashed."""
     try:
         checked = bench.check(task, config)
@@ -398,7 +398,7 @@ def check_in_child(bench: IsolatedBench | GpuBench, task: Task, config: Config) 
     return "failed", checked.detail if checked.status == "wrong" else f"{checked.status}: {checked.detail}"
 
 
-def compare_in_child(bench: IsolatedBench | GpuBench, family: str, runs: Sequence[Run], ceiling: Run | None) -> list[Record]:
+def compare_in_child(bench: GpuWorker | GpuBench, family: str, runs: Sequence[Run], ceiling: Run | None) -> list[Record]:
     """Compare variants of a case, one record each.
 
     A variant over which the bench's process crashes or hangs fails, and the others are measured by a new child; all fail where it

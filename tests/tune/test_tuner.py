@@ -40,8 +40,8 @@ from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
-from kerneltune.tuning.candidates import candidates, neighbour_dtype, starting_points
-from kerneltune.tuning.tuner import NothingPassedError, Tuner, tune
+from kerneltune.tune.candidates import candidates, neighbour_dtype, starting_points
+from kerneltune.tune.tuner import NothingPassedError, Tuner, tune
 
 # enumeration
 

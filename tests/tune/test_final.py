@@ -10,8 +10,8 @@ from made_up import CASE, HALF, SMALL, NoBench, Setting, Small, compiled, nothin
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Variant
-from kerneltune.tuning.bench import ChildCrashedError
-from kerneltune.tuning.tuner import _FINALISTS, Tuner
+from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.tuner import _FINALISTS, Tuner
 
 
 def test_the_incumbent_stays_when_the_final_says_so(setting: Setting) -> None:

@@ -14,18 +14,17 @@ import made_up
 import pytest
 from made_up import CASE, LARGE, SMALL, Setting, Small, op_of, small_time
 from started import environment
-from test_tuning import H200, Bench, Pool
+from test_tune_run import H200, Bench, Pool
 
 from kerneltune import device
 from kerneltune.measuring.compiler import CompileResult, Kernel
-from kerneltune.plan import Options
+from kerneltune.run_options import Options
 from kerneltune.search import loop
 from kerneltune.search.loop import Search, explore
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
-from kerneltune.tuning import stage
-from kerneltune.tuning.stage import Machines
-from kerneltune.tuning.tuner import first_asked, tune
+from kerneltune.tune.session import TuningSession
+from kerneltune.tune.tuner import first_asked, tune
 
 SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
 POOL = list(LARGE.configs(CASE))
@@ -183,15 +182,15 @@ class Slow(Pool):
 def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Options:
     Slow.given, Slow.futures = [], []
     monkeypatch.setattr(device, "current", lambda: H200)
-    monkeypatch.setattr(stage, "CompilePool", Slow)
-    monkeypatch.setattr(stage, "IsolatedBench", Bench)
+    monkeypatch.setattr("kerneltune.tune.session.CompilePool", Slow)
+    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", Bench)
     return Options(results=tmp_path / "results", configs=tmp_path / "configs")
 
 
 def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None:
     cases = [Case(f"m{size}", (("M", size),), "bfloat16") for size in (8, 16, 32)]
     op = op_of(SMALL)
-    with Machines(slow) as machines:
+    with TuningSession(slow) as machines:
         now, *later = (machines.tuner(Task(op, case, SMALL)) for case in cases)
         machines.look_ahead(asked for one in later for asked in first_asked(one, Search(), slow.configs))
         now.begin(Small(64, 1))
@@ -227,9 +226,9 @@ def test_the_measuring_child_begins_before_the_driver_is_asked(slow: Options, mo
         happened.append("driver")
         return replace(H200, arch="sm_70")
 
-    monkeypatch.setattr(stage, "IsolatedBench", Begun)
+    monkeypatch.setattr("kerneltune.tune.session.GpuWorker", Begun)
     monkeypatch.setattr(device, "current", current)
-    with pytest.raises(ValueError, match=r"^cannot compile ahead of time for sm_70; known targets: sm_90, "), Machines(slow):
+    with pytest.raises(ValueError, match=r"^cannot compile ahead of time for sm_70; known targets: sm_90, "), TuningSession(slow):
         pass
     assert happened == ["child", "driver", "ended"]
 
@@ -237,7 +236,7 @@ def test_the_measuring_child_begins_before_the_driver_is_asked(slow: Options, mo
 SEARCHED = """
 import sys
 from kerneltune.cli.options import load_ops
-from kerneltune.tuning import fleet
+from kerneltune.tune import fleet
 from kerneltune.search.loop import Asking, Search
 from made_up import CASE, LARGE
 
@@ -259,6 +258,6 @@ def test_the_deciding_process_keeps_off_the_measuring_core(slow: Options) -> Non
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core")
-    with Machines(slow) as machines, machines.deciding():
+    with TuningSession(slow) as machines, machines.deciding():
         assert os.sched_getaffinity(0) == before - {max(before)}
     assert os.sched_getaffinity(0) == before

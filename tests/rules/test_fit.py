@@ -9,11 +9,11 @@ from made_up import BLOCKS, WARPS, Small, nothing, op_of, small_space
 
 from kerneltune.rounding import next_power_of_2
 from kerneltune.rule import Scaled, Split, dumps, facts_of, loads
+from kerneltune.rules.costs import CostTable, Sample
+from kerneltune.rules.fit import Judgement, chosen, fitted, judgements, left_out, unseen, untimed
+from kerneltune.rules.transfer import followed, forms_of
+from kerneltune.rules.trees import TreeShape, grown
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning.costs import CostTable, Sample
-from kerneltune.tuning.fitting import Judgement, chosen, fitted, judgements, left_out, unseen, untimed
-from kerneltune.tuning.growing import TreeShape, grown
-from kerneltune.tuning.transfer import followed, forms_of
 
 DEFAULT = Small(256, 4)
 

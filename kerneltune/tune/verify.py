@@ -13,13 +13,13 @@ from typing import Any
 from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
 from kerneltune.errors import unknown
-from kerneltune.plan import Options, Progress
+from kerneltune.run_options import Options, Progress
 from kerneltune.search.task import Task, TaskKey
 from kerneltune.spec import Config, Op
-from kerneltune.tuning.bench import ChildCrashedError
-from kerneltune.tuning.candidates import changed, stamp
-from kerneltune.tuning.stage import Machines
-from kerneltune.tuning.tuner import Tuner
+from kerneltune.tune.candidates import changed, stamp
+from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.session import TuningSession
+from kerneltune.tune.tuner import Tuner
 
 RunFinal = Callable[[Task, Sequence[Config]], tuple[int, dict[str, Any]]]
 """Return which config is the fastest, the first unless another surely is, and the evidence; the last is the default."""
@@ -118,7 +118,7 @@ def verify_cache(
     found = []
     progress.stage("verify", len(entries))
     with ExitStack() as stack:
-        machines = stack.enter_context(Machines(options)) if any(slug == here.slug for slug, *_ in entries) else None
+        machines = stack.enter_context(TuningSession(options)) if any(slug == here.slug for slug, *_ in entries) else None
         over: set[TaskKey] = set()
         if machines is not None:
             machines.look_ahead(_stale(machines, entries, ops, over))
@@ -135,7 +135,7 @@ def verify_cache(
 
 
 def _stale(
-    machines: Machines, entries: Iterable[tuple[str, str, CacheEntry]], ops: Mapping[str, Op], over: Collection[TaskKey]
+    machines: TuningSession, entries: Iterable[tuple[str, str, CacheEntry]], ops: Mapping[str, Op], over: Collection[TaskKey]
 ) -> Iterator[tuple[Tuner, Config]]:
     """Yield what finals of this GPU's entries will ask for, unless they are over by then."""
     for slug, name, entry in entries:
@@ -144,7 +144,7 @@ def _stale(
             yield from ((machines.tuner(found.task), config) for config in found.configs)
 
 
-def _final(machines: Machines, over: set[TaskKey], task: Task, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
+def _final(machines: TuningSession, over: set[TaskKey], task: Task, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
     """Return which config wins, the first unless another is surely faster, and the evidence; the last is the default.
 
     Raises:

@@ -7,13 +7,12 @@ import made_up_gpu
 import pytest
 from made_up_gpu import H200, OPS, time_us
 
-from kerneltune.plan import Options, Quiet
+from kerneltune.rules.transfer import donors_of, rivals
+from kerneltune.run_options import Options, Quiet
 from kerneltune.search.task import Task
 from kerneltune.search.trial_table import read, table_path
 from kerneltune.spec import Case
-from kerneltune.tuning import observing
-from kerneltune.tuning.observing import Asked, observe
-from kerneltune.tuning.transfer import donors_of, rivals
+from kerneltune.tune.observe import Asked, observe
 
 STREAM, BASELINE = OPS["stream"], OPS["stream"].variant("baseline")
 
@@ -21,7 +20,7 @@ STREAM, BASELINE = OPS["stream"], OPS["stream"].variant("baseline")
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with made_up_gpu.stands_in(monkeypatch):
-        monkeypatch.setattr(observing, "obstacle", lambda *_: None)
+        monkeypatch.setattr("kerneltune.tune.observe.obstacle", lambda *_: None)
         yield
 
 

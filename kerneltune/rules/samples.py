@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache
+from kerneltune.rules.costs import CostTable, Sample
+from kerneltune.rules.fit import untimed
+from kerneltune.rules.transfer import Donor, rivals
 from kerneltune.search.task import Knobs, knobs_of
 from kerneltune.search.trial_table import read, table_path
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.tuning.costs import CostTable, Sample
-from kerneltune.tuning.fitting import untimed
-from kerneltune.tuning.transfer import Donor, rivals
 
 _LEAST = 2
 """Fewest configs with a known result for a case without a cached config to count."""

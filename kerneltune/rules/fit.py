@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from kerneltune.rule import Node, Rule, Split, facts_of, used
+from kerneltune.rules.costs import UNKNOWN, CostTable, default_knobs, near_configs
+from kerneltune.rules.transfer import Donor
+from kerneltune.rules.trees import TreeShape, grown
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.tuning.costs import UNKNOWN, CostTable, default_knobs, near_configs
-from kerneltune.tuning.growing import TreeShape, grown
-from kerneltune.tuning.transfer import Donor
 
 _Picks = Mapping[int, Mapping[str, Any]]
 """Case, by its place in a table -> the knobs that a look-up takes for it."""

@@ -13,7 +13,7 @@ from kerneltune.search.loop import Search, explore
 from kerneltune.search.task import Evaluation, Task, Trial
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Variant
-from kerneltune.tuning.candidates import REFUSED, probabilities, widened
+from kerneltune.tune.candidates import REFUSED, probabilities, widened
 
 SIZES = (("M", 4096), ("N", 4096))
 SPACE = landscapes.space(3)
