@@ -21,7 +21,7 @@ def doctor(place: Place) -> None:
         require(place.gpu["arch"] in flat and place.gpu["driver"] in flat, "architecture or driver are missing")
 
 
-@journey(limit_s=150)
+@journey(limit_s=150, ops=("rmsnorm",))
 def sweep_quick(place: Place) -> None:
     """`sweep rmsnorm --quick` shows ten rows; `compare` and `report` read what it recorded."""
     place.kerneltune("sweep", "rmsnorm", "--quick", env=SHIPPED)
@@ -59,7 +59,7 @@ def _beside_records(place: Place, rows: list[dict[str, object]]) -> None:
     require(0.7 < middle < 1.5, f"{middle:.2f}x the recorded time in the median")
 
 
-@journey(limit_s=150)
+@journey(limit_s=150, ops=("swiglu",))
 def sweep_family(place: Place) -> None:
     """`sweep` of a small family checks it, tunes what lacks a config, measures, and keeps records and configs."""
     chosen = ["--case", "qwen3-30b-a3b", "--case", "llama-3-8b"]
@@ -73,7 +73,7 @@ def sweep_family(place: Place) -> None:
     require(len(out.strip().splitlines()) >= 3, "compare lacks rows")
 
 
-@journey(limit_s=150)
+@journey(limit_s=150, ops=("fp8",))
 def tune_two(place: Place) -> None:
     """`tune` of two cases; the next call runs with what it found, and a call at other sizes says that nothing is known."""
     family = place.folder / "two.yaml"
@@ -102,7 +102,7 @@ def tune_two(place: Place) -> None:
     require("no config for fp8_rowwise_2d" in done.stderr, "a call at sizes that nobody tuned says nothing")
 
 
-@journey(limit_s=120, alone=True)
+@journey(limit_s=120, alone=True, ops=("swiglu",))
 def compare_run(place: Place) -> None:
     """`compare X X --run` measures a variant against itself: what differs is noise."""
     chosen = ["--family", "swiglu_bwd", "--case", "llama-3-8b"]
@@ -147,7 +147,7 @@ def gate_run(place: Place) -> None:
     require("<failure" not in (place.folder / "passed.xml").read_text(), "the JUnit report of the first run has a failure")
 
 
-@journey(limit_s=120, without_gpu=True)
+@journey(limit_s=120, without_gpu=True, ops=("rmsnorm", "fp8"))
 def inspect(place: Place) -> None:
     """`inspect` compiles a config anew and shows its registers; README's command shows the same without compiling."""
     chosen = ["rmsnorm_fwd", "--variant", "optimized", "--case", "te-8192x4096", "--dtype", "bfloat16", "--quant", "none"]
@@ -159,7 +159,7 @@ def inspect(place: Place) -> None:
         place.kerneltune("inspect", "fp8_rowwise_2d", "M=4096", "K=3328", "--target", place.gpu["arch"])
 
 
-@journey(limit_s=120)
+@journey(limit_s=120, ops=("swiglu",))
 def profile(place: Place) -> None:
     """`profile` shows the counters of two variants, or says in one line what keeps it from them."""
     done = place.kerneltune("profile", "swiglu_bwd", "baseline", "optimized", "--case", "llama-3-8b", code=[0, 2])
@@ -169,7 +169,7 @@ def profile(place: Place) -> None:
     require("DRAM" in done.stdout, "no DRAM throughput")
 
 
-@journey(limit_s=60, without_gpu=True)
+@journey(limit_s=60, without_gpu=True, ops=("rmsnorm",))
 def report_records(place: Place) -> None:
     """`compare`, `report` and `gate` read the records that the repository ships."""
     records = ROOT / "results" / "nvidia_h200" / "rmsnorm.jsonl"
@@ -181,13 +181,13 @@ def report_records(place: Place) -> None:
     place.kerneltune("gate", records, records)
 
 
-@journey(limit_s=420)
+@journey(limit_s=420, ops=None)
 def gpu_tests(place: Place) -> None:
     """Run the tests that need a GPU and may share it, with eight workers."""
     _tests(place, "gpu and not alone", "-n", "8", "--dist", "worksteal")
 
 
-@journey(limit_s=200, alone=True)
+@journey(limit_s=200, alone=True, ops=None)
 def gpu_tests_alone(place: Place) -> None:
     """Run the tests that need a GPU for themselves."""
     _tests(place, "gpu and alone")

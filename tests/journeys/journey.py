@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ class Journey:
         limit_s: seconds after which it is ended.
         alone: whether nothing else may run beside it, because it judges times.
         packages: that it imports; without them it is not run.
+        ops: families of operators that its result depends on, among those that its processes import; None for all.
         without_gpu: whether it also runs without a GPU.
     """
 
@@ -52,7 +53,17 @@ class Journey:
     limit_s: float = 120.0
     alone: bool = False
     packages: tuple[str, ...] = ()
+    ops: tuple[str, ...] | None = ()
     without_gpu: bool = False
+
+    def code(self, modules: Iterable[str]) -> list[str]:
+        """Return the modules that are the journey's code, of those that its processes imported.
+
+        Commands load all operators to know their names.
+        """
+        folders = {path.name for path in (ROOT / "kerneltune" / "ops").iterdir() if path.is_dir()}
+        left_out = folders - set(folders if self.ops is None else self.ops)
+        return [name for name in modules if not (name.startswith("kerneltune.ops.") and name.split(".")[2] in left_out)]
 
     def missing(self) -> list[str]:
         """Return the packages that this machine lacks."""

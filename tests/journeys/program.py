@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import proof
 from journey import HERE, JOURNEYS, ROOT, Journey, inside
 from runner import FAILED, INTERRUPTED, Runner, gpu_here, table
 
@@ -22,6 +23,8 @@ def main(command: Sequence[str] = (sys.executable, str(HERE))) -> int:
     options = _options()
     if options.inside:
         return inside(JOURNEYS[options.inside], Path(options.said))
+    if options.proof:
+        return proof.show(list(JOURNEYS))
     chosen = _chosen(options.only)
     out = Path(options.out).resolve()
     gpu = gpu_here()
@@ -35,6 +38,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
     parser.add_argument("--only", default="", help="names of journeys, separated by commas")
     parser.add_argument("--out", default=os.environ.get("GPU_OUT") or str(ROOT / "results" / "runs" / "gpu"))
+    parser.add_argument("--proof", action="store_true", help="run nothing: list what has not passed with this code")
     parser.add_argument("--without-gpu", action="store_true", help="run the journeys that need none")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--said", help=argparse.SUPPRESS)
@@ -68,6 +72,8 @@ def _run(runner: Runner, chosen: list[Journey], gpu: Mapping[str, str]) -> int:
     (runner.out / "table.txt").write_text(text + "\n")
     summary = {"gpu": dict(gpu), "journeys": [asdict(one) for one in endings]}
     (runner.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    if gpu["slug"] != "interpreter":
+        proof.keep(runner.out, gpu, endings)
     return code or int(any(one.passed in (FAILED, INTERRUPTED) for one in endings))
 
 

@@ -45,8 +45,9 @@ class Ending:
 def gpu_here() -> dict[str, str]:
     """Return name, slug, arch, driver and versions of the GPU, by a process that leaves nothing on it."""
     code = (
-        "import json, platform; from kerneltune import device as d; c = d.current(); print(json.dumps({'slug': c.slug, "
-        "'name': c.name, 'arch': c.arch, 'driver': c.driver, 'python': platform.python_version(), **d.versions()}))"
+        "import json, platform; from kerneltune import device as d; c = d.current(); d.select_backend(); "
+        "from kerneltune.measuring.compare import commit; print(json.dumps({'slug': c.slug, 'name': c.name, 'arch': c.arch, "
+        "'driver': c.driver, 'python': platform.python_version(), 'commit': commit(), **d.versions()}))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=_environment({}), capture_output=True, text=True, check=False)
     if done.returncode:

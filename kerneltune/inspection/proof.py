@@ -1,0 +1,172 @@
+"""Read and write the proof of a GPU model: which journeys of `make gpu` have passed there, and with which code of the package.
+
+A journey's code is the modules of the package that its processes imported, each by a digest of its syntax tree.
+"""
+
+import ast
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from kerneltune.files import Versioned, bad, data_root, decode_versioned, read_bytes, replace_text
+from kerneltune.table import counted
+
+PROOF = "proof.json"
+_SCHEMA = 1
+_DIGITS = 8
+_NAMED = 4
+"""Changed modules that a line names."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+class JourneyRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The last run of a journey.
+
+    Attributes:
+        commit: of the source, with `+` where the package differed from it.
+        versions: of driver, torch, triton and python.
+        date: ISO 8601, UTC.
+        code: numbers of the lines of `Proof.code`.
+    """
+
+    passed: bool
+    commit: str
+    versions: dict[str, str]
+    date: str
+    seconds: float
+    code: list[int]
+
+
+class Proof(Versioned, forbid_unknown_fields=True):
+    """The content of a proof.json.
+
+    Attributes:
+        gpu: the model's name, as the driver says it.
+        journeys: name -> its last run.
+        code: `module digest`, each once.
+    """
+
+    gpu: str
+    journeys: dict[str, JourneyRun]
+    code: list[str]
+
+
+def load_proof(path: Path) -> Proof:
+    """Return the proof in a file.
+
+    Raises:
+        ValueError: the file cannot be read, or holds no proof; one line.
+    """
+    try:
+        proof = decode_versioned(read_bytes(path), Proof, _SCHEMA)
+        for name, run in proof.journeys.items():
+            if not all(0 <= number < len(proof.code) for number in run.code):
+                raise bad(f"journeys.{name}.code", run.code, f"numbers below {len(proof.code)}")
+        for number, line in enumerate(proof.code):
+            if len(line.split()) != 2:
+                raise bad(f"code[{number}]", line, "a module and its digest")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}: treated as no proof") from error
+    return proof
+
+
+def proof_files() -> list[Path]:
+    """Return the proofs that the checkout or the package has, one for each GPU model."""
+    return sorted(data_root("results").glob(f"*/{PROOF}"))
+
+
+def code_of(proof: Proof, name: str) -> dict[str, str]:
+    """Return module -> digest of the code that a journey ran with."""
+    return dict(proof.code[number].split() for number in proof.journeys[name].code)
+
+
+def save_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mapping[str, str]]]) -> None:
+    """Write a proof whole: the given runs with their modules and digests, in the order of the names."""
+    lines = sorted({f"{module} {digest}" for _, code in runs.values() for module, digest in code.items()})
+    numbers = {line: number for number, line in enumerate(lines)}
+    journeys = {
+        name: msgspec.structs.replace(run, code=[numbers[f"{module} {digest}"] for module, digest in sorted(code.items())])
+        for name, (run, code) in sorted(runs.items())
+    }
+    encoded = msgspec.json.encode(Proof(schema=_SCHEMA, gpu=gpu, journeys=journeys, code=lines))
+    replace_text(path, msgspec.json.format(encoded, indent=1).decode() + "\n")
+
+
+def merge_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mapping[str, str]]], known: Sequence[str]) -> None:
+    """Put runs into the proof of a file; runs of journeys that are not known any more go, a damaged proof is replaced."""
+    kept: dict[str, tuple[JourneyRun, Mapping[str, str]]] = {}
+    if path.is_file():
+        try:
+            proof = load_proof(path)
+            kept = {name: (run, code_of(proof, name)) for name, run in proof.journeys.items() if name in known}
+        except ValueError:
+            pass
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_proof(path, gpu, kept | dict(runs))
+
+
+@cache
+def digest_of(module: str) -> str:
+    """Return the digest of a module of the package without comments and docstrings; empty where there is no such file."""
+    base = _PACKAGE.joinpath(*module.split(".")[1:])
+    file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    if not file.is_file():
+        return ""
+    return hashlib.sha256(_canonical(ast.parse(file.read_bytes())).encode()).hexdigest()[:_DIGITS]
+
+
+def _canonical(value: object) -> str:
+    """Return a text of a syntax tree that every version of Python gives: without what is empty, and without docstrings."""
+    if isinstance(value, list):
+        return f"[{','.join(_canonical(item) for item in value if not _is_text(item))}]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = [f"{name}={_canonical(item)}" for name, item in ast.iter_fields(value) if item is not None and item != []]
+    return f"{type(value).__name__}({','.join(fields)})"
+
+
+def _is_text(statement: object) -> bool:
+    """Return whether a statement is a text alone, as a docstring is."""
+    return (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
+    )
+
+
+def digests(modules: Iterable[str]) -> dict[str, str]:
+    """Return module -> digest, without modules that have no file in the package."""
+    return {module: digest for module in modules if (digest := digest_of(module))}
+
+
+def changed_modules(proof: Proof, name: str) -> list[str]:
+    """Return the modules whose code has changed, or which are gone, since a journey ran."""
+    return [module for module, digest in code_of(proof, name).items() if digest_of(module) != digest]
+
+
+def unproven(proof: Proof, known: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
+    """Yield each journey that has not passed with the code as it is, and why.
+
+    known: names of journeys that may never have run.
+    """
+    for name in dict.fromkeys((*known, *proof.journeys)):
+        run = proof.journeys.get(name)
+        if run is None:
+            yield name, f"has not run on {proof.gpu}"
+        elif not run.passed:
+            yield name, f"failed at {run.commit}, {run.date[:10]}"
+        elif changed := changed_modules(proof, name):
+            short = [module.removeprefix("kerneltune.") for module in changed]
+            more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
+            yield name, f"passed at {run.commit}, {run.date[:10]}; changed since: {', '.join(short[:_NAMED])}{more}"
+
+
+def state_line(proof: Proof, known: Sequence[str]) -> str:
+    """Return one sentence on how much has run on a GPU with the code as it is."""
+    open_ones = dict(unproven(proof, known))
+    names = dict.fromkeys((*known, *proof.journeys))
+    commits = sorted({(run.date[:10], run.commit) for run in proof.journeys.values()})
+    when = f" (last run {commits[-1][0]} at {commits[-1][1]})" if commits else ""
+    passed = len(names) - len(open_ones)
+    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` have passed on {proof.gpu} with the code as it is{when}"

@@ -1,0 +1,118 @@
+"""The proof of a GPU: what it keeps, what it calls changed, and what a damaged file comes to."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kerneltune.inspection import proof
+from kerneltune.inspection.proof import JourneyRun, load_proof, merge_proof, state_line, unproven
+
+VERSIONS = {"driver": "580", "torch": "2.11", "triton": "3.6.0", "python": "3.12.3"}
+
+
+def run(passed: bool = True, commit: str = "4010a35") -> JourneyRun:
+    return JourneyRun(passed, commit, VERSIONS, "2026-11-25T23:10:00+00:00", 12.5, [])
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Have the package be a folder of two modules."""
+    folder = tmp_path / "kerneltune"
+    folder.mkdir()
+    (folder / "a.py").write_text('"""Words."""\n\n\ndef f(x):\n    """Words."""\n    return x + 1  # why\n')
+    (folder / "b.py").write_text("B = 1\n")
+    monkeypatch.setattr(proof, "_PACKAGE", folder)
+    proof.digest_of.cache_clear()
+    yield folder
+    proof.digest_of.cache_clear()
+
+
+def write(path: Path, known: list[str], **runs: JourneyRun) -> None:
+    code = proof.digests(["kerneltune.a", "kerneltune.b", "kerneltune.gone"])
+    merge_proof(path, "NVIDIA H200", {name: (one, code) for name, one in runs.items()}, known)
+
+
+def test_comments_and_docstrings_change_no_digest_but_code_does(package: Path) -> None:
+    before = proof.digest_of("kerneltune.a")
+    (package / "a.py").write_text("def f(x):  # another\n    return (x +\n        1)\n")
+    proof.digest_of.cache_clear()
+    assert proof.digest_of("kerneltune.a") == before
+    (package / "a.py").write_text("def f(x):\n    return x + 2\n")
+    proof.digest_of.cache_clear()
+    assert proof.digest_of("kerneltune.a") != before
+
+
+def test_journeys_that_changed_failed_or_never_ran_are_listed(package: Path, tmp_path: Path) -> None:
+    path, known = tmp_path / "proof.json", ["fine", "broken", "new"]
+    write(path, known, fine=run(), broken=run(passed=False))
+    found = load_proof(path)
+    assert dict(unproven(found, known)) == {
+        "broken": "failed at 4010a35, 2026-11-25",
+        "new": "has not run on NVIDIA H200",
+    }
+    assert state_line(found, known) == (
+        "1 of 3 journeys of `make gpu` have passed on NVIDIA H200 with the code as it is (last run 2026-11-25 at 4010a35)"
+    )
+    (package / "b.py").write_text("B = 2\n")
+    proof.digest_of.cache_clear()
+    assert dict(unproven(found))["fine"] == "passed at 4010a35, 2026-11-25; changed since: b"
+
+
+def test_later_run_replaces_its_journey_and_keeps_the_others(package: Path, tmp_path: Path) -> None:
+    path = tmp_path / "proof.json"
+    write(path, ["one", "two", "old"], one=run(), two=run(), old=run())
+    (package / "b.py").write_text("B = 2\n")
+    proof.digest_of.cache_clear()
+    write(path, ["one", "two"], two=run(commit="5000000"))
+    found = load_proof(path)
+    assert {name: one.commit for name, one in found.journeys.items()} == {"one": "4010a35", "two": "5000000"}
+    assert dict(unproven(found)) == {"one": "passed at 4010a35, 2026-11-25; changed since: b"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schema": 9}, "schema: 9: expected 1"),
+        ({"journeys": 3}, "journeys: 3: expected object"),
+        ({"code": ["alone"]}, "code[0]: 'alone': expected a module and its digest"),
+        ({"code": []}, "journeys.one.code: [0, 1]: expected numbers below 0"),
+        ({"more": 1}, "more"),
+        (None, "JSON: "),
+    ],
+)
+def test_damaged_proof_is_one_line_and_is_replaced(
+    package: Path, tmp_path: Path, change: dict[str, object] | None, said: str
+) -> None:
+    path = tmp_path / "proof.json"
+    write(path, ["one"], one=run())
+    stored = json.loads(path.read_text())
+    if said.startswith("code[0]"):
+        stored["journeys"]["one"]["code"] = []
+    path.write_text("{" if change is None else json.dumps(stored | change))
+    with pytest.raises(ValueError) as caught:
+        load_proof(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert said in str(caught.value)
+    assert str(caught.value).endswith(": treated as no proof")
+    write(path, ["two"], two=run())
+    assert list(load_proof(path).journeys) == ["two"]
+
+
+def test_doctor_lists_what_is_not_proven(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kerneltune.cli import doctor
+
+    for name in ("gpu_a", "gpu_b"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "gpu_a" / "proof.json", ["one", "two"], one=run(), two=run(passed=False))
+    (tmp_path / "gpu_b" / "proof.json").write_text("[]")
+    monkeypatch.setattr(proof, "data_root", lambda _folder: tmp_path)
+    lines = list(doctor.journey_lines())
+    assert lines[:2] == [
+        ("journeys", "1 of 2 passed on NVIDIA H200", ""),
+        ("journey two", "not proven with this code", "failed at 4010a35, 2026-11-25"),
+    ]
+    assert lines[2][:2] == ("journeys", "no proof")
+    (tmp_path / "gpu_a" / "proof.json").unlink()
+    (tmp_path / "gpu_b" / "proof.json").unlink()
+    assert [line[1] for line in doctor.journey_lines()] == ["no proof"]

@@ -1,0 +1,75 @@
+"""Keep what a run of the journeys proves, and say what has not been proven; see kerneltune/inspection/proof.py."""
+
+import datetime
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from journey import FAILED, JOURNEYS, PASSED, ROOT
+from runner import Ending
+
+sys.path.insert(0, str(ROOT))
+from kerneltune.inspection.proof import (
+    PROOF,
+    JourneyRun,
+    digests,
+    load_proof,
+    merge_proof,
+    proof_files,
+    state_line,
+    unproven,
+)
+
+DOCUMENTS = ("docs/limitations.md", "README.md")
+BLOCK = re.compile(r"(<!-- proof[^>]*-->\n).*?(<!-- end of proof -->)", re.DOTALL)
+VERSIONS = ("driver", "torch", "triton", "python")
+
+
+def keep(out: Path, gpu: Mapping[str, str], endings: Sequence[Ending]) -> None:
+    """Write what passed and failed into the proof of this GPU model, and a copy beside the outputs."""
+    commit = gpu["commit"] if gpu["commit"] != "unknown" else os.environ.get("COMMIT") or "unknown"
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    versions = {name: gpu[name] for name in VERSIONS}
+    runs = {
+        one.name: (
+            JourneyRun(one.passed == PASSED, commit, versions, date, round(one.seconds, 1), []),
+            digests(JOURNEYS[one.name].code(one.modules)),
+        )
+        for one in endings
+        if one.passed in (PASSED, FAILED)
+    }
+    for path in (ROOT / "results" / gpu["slug"] / PROOF, out / PROOF):
+        merge_proof(path, gpu["name"], runs, list(JOURNEYS))
+
+
+def show(known: Sequence[str]) -> int:
+    """List what has not passed with this code on each GPU, and write the state into the documents; the list is no failure."""
+    states = []
+    for path in proof_files():
+        try:
+            found = load_proof(path)
+        except ValueError as error:
+            print(error)
+            continue
+        states.append(state_line(found, known))
+        print(states[-1])
+        for name, why in unproven(found, known):
+            print(f"  {name}: {why}")
+    if not states:
+        states.append("no journey of `make gpu` has run with the code as it is")
+        print(states[0])
+    for name in DOCUMENTS:
+        _write(ROOT / name, states)
+    return 0
+
+
+def _write(path: Path, states: Sequence[str]) -> None:
+    """Put the state between the two marks of a document, where it has them."""
+    text = path.read_text(encoding="utf-8")
+    lines = "".join(f"- {state[0].upper()}{state[1:]}.\n" for state in states)
+    changed = BLOCK.sub(lambda found: found[1] + lines + found[2], text)
+    if changed != text:
+        path.write_text(changed, encoding="utf-8")
+        print(f"wrote {path.relative_to(ROOT)}")
