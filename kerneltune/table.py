@@ -1,7 +1,6 @@
-"""Tables that are declared once, as columns and rows of plain values, and written as text, Markdown, CSV or values for a page.
+"""Declare a table once, as columns and rows of plain values, and write it as text, Markdown, CSV or values for a page.
 
-Text fits a width: columns of the highest rank are hidden first, and a line names them; then cells wrap in columns that may. Pure;
-knows nothing of records.
+Text fits a width: rich lays the columns out, cells wrap in columns that may, and columns of the highest rank are hidden first.
 """
 
 import csv
@@ -10,17 +9,16 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any
 
 Value = str | float | int | bool | None
 
-_GAP, _WIDE_GAP = 1, 2
-"""Blanks between columns, and between columns of which some wrap, where there is room."""
 _LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
-_LEAST_COLUMN = 12
-"""Characters to which a column that wraps is narrowed before the first one is."""
-
+_LINE = "\0"
+"""A cell in place of which a whole line of text is set."""
+_NUMBER = re.compile(r"[-+]?[0-9.,]*( ?%|x)?")
+"""A cell that is a number, or that stands for a missing number."""
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -29,15 +27,15 @@ class Column:
     """A column of a table.
 
     Attributes:
-        name: its heading, with the unit: `A µs`.
-        digits: decimals of its numbers in print; None for text. CSV holds the unrounded value.
-        suffix: behind every printed number: `x`, `%`.
-        rank: 0 is always shown; of the others the highest is hidden first where a line is too wide, or said on lines of their own
-            where it is shared.
-        key: its name in CSV and on a page; the heading in lower case if empty.
-        shared: is said once above a text table in which all rows have one value of it.
-        only: the forms that have it: `text`, `markdown`, `csv`, `page`; all if empty.
-        wraps: whether cells may take several lines where a line is too wide.
+        name: the heading, with the unit: `A µs`.
+        digits: decimals of printed numbers; None for text. CSV holds the unrounded value.
+        suffix: characters behind every printed number: `x`, `%`.
+        rank: 0 is always shown; where a line is too wide, the columns of the highest rank are hidden first. A shared column is
+            not hidden: a line above the rows states its value.
+        key: the name in CSV and on a page; the heading in lower case if empty.
+        shared: whether a line above a text table states the value, where all rows have the same value.
+        only: the forms that have the column: `text`, `markdown`, `csv`, `page`; all forms if empty.
+        wraps: whether a cell may take several lines.
     """
 
     name: str
@@ -70,7 +68,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: a value per column, and a note that stands in place of the numbers where there are none."""
+    """A row: a value per column, and a note, such as the reason why numbers are missing."""
 
     values: tuple[Value, ...]
     note: str = ""
@@ -78,10 +76,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns, rows, lines above and below.
+    """Columns, rows, and lines above and below.
 
     Attributes:
-        repeated: so many leading columns are left blank in text where they say what the row above says.
+        repeated: leading columns that are left blank in text where a row repeats the values of the row above.
     """
 
     columns: tuple[Column, ...]
@@ -91,42 +89,51 @@ class Table:
     repeated: int = 0
     title: str = field(default="", kw_only=True)
 
-    def text(self, width: int = 100, all_shown_by: str = "a wider terminal") -> str:
-        """Return lines above, rows in aligned columns, lines below, of at most `width` columns where words allow it.
+    @classmethod
+    def of_texts(cls, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
+        """Make a table of printed cells that may wrap; columns of numbers are set to the right."""
+        lines = [Row(tuple(row)) for row in rows]
+        columns = []
+        for at, name in enumerate(head):
+            cells = [str(line.values[at]) for line in lines]
+            is_number = all(map(_NUMBER.fullmatch, cells)) and any(re.search("[0-9]", cell) for cell in cells)
+            columns.append(Column(name, digits=0 if is_number else None, wraps=True))
+        return cls(tuple(columns), tuple(lines))
 
-        all_shown_by: what shows the columns that are hidden here.
+    def text(self, width: int = 100, all_shown_by: str = "a wider terminal") -> str:
+        """Return aligned columns of at most `width` characters, where words allow it, between the lines above and below.
+
+        all_shown_by: the means that shows columns which are hidden here.
         """
         shown = self._of("text")
-        shared = [i for i in shown if self.columns[i].shared and self._one_value(i)]
-        shown, headings, hidden = self._fitting([i for i in shown if i not in shared], width)
-        lines = [part for line in self.head for part in wrapped(line, width)]
+        shared = [i for i in shown if self.columns[i].shared and len({row.values[i] for row in self.rows}) == 1 < len(self.rows)]
+        shown, stated, hidden = self._fitting([i for i in shown if i not in shared], width)
+        above = [part for line in self.head for part in wrapped(line, width)]
         if shared:
-            lines += wrapped(f"all rows: {self._said(self.rows[0], shared)}", width)
-        lines += [""] if lines else []
-        lines += self._grid(shown, headings, width)
+            above += wrapped(f"all rows: {self._stated(self.rows[0], shared)}", width)
         below = [part for line in self.foot for part in wrapped(line, width)]
         if hidden:
             names = ", ".join(self.columns[i].name for i in hidden)
             below += wrapped(f"not shown in {width} columns: {names}; {all_shown_by} shows all", width)
-        return "\n".join([*([f"{self.title}", ""] if self.title else []), *lines, *([""] if below else []), *below]) + "\n"
+        grid = self._grid(shown, stated, width)
+        parts = [[self.title] if self.title else [], above, grid, below]
+        return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
     def markdown(self) -> str:
         """Return a Markdown table below its lines."""
         shown = self._of("markdown")
-        title = [f"### {self.title}", ""] if self.title else []
-        lines = [*title, *(f"- {_escaped(line.strip())}" for line in self.head), *([""] if self.head else [])]
-        lines.append(_pipe(self.columns[i].name for i in shown))
-        lines.append(_pipe("---" if self.columns[i].is_text else "---:" for i in shown))
+        lines = [_pipe(self.columns[i].name for i in shown), _pipe("---" if self.columns[i].is_text else "---:" for i in shown)]
         for row in self.rows:
             cells = [self.columns[i].cell(row.values[i]) for i in shown]
-            if row.note:  # in the first of the empty cells, or in the last one, where that is for words
+            if row.note:  # in the last column where it is empty text, else in place of the first missing number
                 empty = [at for at, i in enumerate(shown) if not self.columns[i].is_text and not cells[at]]
-                for_words = self.columns[shown[-1]].is_text and not cells[-1]
-                place = empty[0] if empty and not for_words else len(cells) - 1
-                cells[place] = printable(" ".join(f"{cells[place]} {row.note}".split()))
-            lines.append(_pipe(map(_escaped, cells)))
-        foot = [f"- {_escaped(line.strip())}" for line in self.foot]
-        return "\n".join([*lines, *([""] if foot else []), *foot]) + "\n"
+                is_last = not empty or (self.columns[shown[-1]].is_text and not cells[-1])
+                at = len(cells) - 1 if is_last else empty[0]
+                cells[at] = printable(" ".join(f"{cells[at]} {row.note}".split()))
+            lines.append(_pipe(cell.replace("|", "\\|") for cell in cells))
+        listed = ["\n".join("- " + line.strip().replace("|", "\\|") for line in part) for part in (self.head, self.foot)]
+        parts = [f"### {self.title}" if self.title else "", listed[0], "\n".join(lines), listed[1]]
+        return "\n\n".join(part for part in parts if part) + "\n"
 
     def csv(self) -> str:
         """Return a heading and a line per row, values unrounded; the note is the last column."""
@@ -134,8 +141,7 @@ class Table:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow([*(self.columns[i].csv_name for i in shown), "note"])
-        for row in self.rows:
-            writer.writerow(["" if row.values[i] is None else row.values[i] for i in shown] + [" ".join(row.note.split())])
+        writer.writerows([*(row.values[i] for i in shown), " ".join(row.note.split())] for row in self.rows)
         return text.getvalue()
 
     def render(self, style: str, width: int = 100) -> str:
@@ -145,7 +151,7 @@ class Table:
         return self.markdown() if style == "markdown" else self.csv()
 
     def page(self) -> dict[str, Any]:
-        """Return what a page shows: headings, printed cells, lines above and below."""
+        """Return the values of a page: headings, printed cells, lines above and below."""
         shown = self._of("page")
         return {
             "title": self.title,
@@ -159,129 +165,86 @@ class Table:
         """Return the columns of a form."""
         return [i for i, column in enumerate(self.columns) if not column.only or form in column.only]
 
-    def _said(self, row: Row, columns: Iterable[int]) -> str:
-        """Return some cells of a row with their headings in words."""
+    def _stated(self, row: Row, columns: Iterable[int]) -> str:
+        """Return some cells of a row with their headings: `dtype bfloat16, quant fp8`."""
         return ", ".join(f"{self.columns[i].name} {self.columns[i].cell(row.values[i])}" for i in columns)
 
-    def _one_value(self, index: int) -> bool:
-        return len(self.rows) > 1 and len({row.values[index] for row in self.rows}) == 1
-
     def _fitting(self, shown: list[int], width: int) -> tuple[list[int], list[int], list[int]]:
-        """Return the columns that fit, those that are said on lines of their own, and those that are hidden; no empty column."""
+        """Return the columns that fit, the columns stated on lines of their own, and the hidden columns; none that is empty."""
         shown = [i for i in shown if self.columns[i].rank == 0 or any(row.values[i] not in (None, "") for row in self.rows)]
-        headings: list[int] = []
+        stated: list[int] = []
         hidden: list[int] = []
-        while self._least_span(shown) > width:
+        while sum(self._least_width(i) + 1 for i in shown) - 1 > width:
             rank = max((self.columns[i].rank for i in shown), default=0)
             for i in [i for i in shown if self.columns[i].rank == rank and (rank or self.columns[i].shared)]:
-                (headings if self.columns[i].shared else hidden).append(i)
+                (stated if self.columns[i].shared else hidden).append(i)
                 shown.remove(i)
             if not rank:
                 break
-        return shown, sorted(headings), sorted(hidden)
+        return shown, sorted(stated), sorted(hidden)
 
-    def _least_span(self, shown: Sequence[int]) -> int:
-        return sum(self._least_widths(shown)) + _GAP * (len(shown) - 1)
+    def _least_width(self, index: int) -> int:
+        """Return the width of a column's widest cell, of its longest word where the column wraps."""
+        column = self.columns[index]
+        cells = [column.name, *(column.cell(row.values[index]) for row in self.rows)]
+        return max(len(part) for cell in cells for part in (cell.split() or [""] if column.wraps else [cell]))
 
-    def _cells(self, index: int) -> list[str]:
-        """Return a column in print, its heading first."""
-        return [self.columns[index].name, *(self.columns[index].cell(row.values[index]) for row in self.rows)]
+    def _grid(self, shown: Sequence[int], stated: Sequence[int], width: int) -> list[str]:
+        """Return the heading and the lines of every row; a line states the values of `stated` where they change."""
+        from rich.console import Console
+        from rich.table import Table as Grid
+        from rich.text import Text
 
-    def _least_widths(self, shown: Sequence[int]) -> list[int]:
-        """Return the width of each column; of one that wraps, that of its longest word."""
-        return [
-            max(len(part) for cell in self._cells(i) for part in (cell.split() or [""] if self.columns[i].wraps else [cell]))
-            for i in shown
-        ]
-
-    def _widths(self, shown: Sequence[int], room: int) -> list[int]:
-        """Return the widths of columns in a room: what is left is shared out to those that wrap.
-
-        Where not even the longest words fit, the widest columns that wrap are narrower, the first one last.
-        """
-        widths = self._least_widths(shown)
-        wrapping = [at for at, i in enumerate(shown) if self.columns[i].wraps]
-        for narrowed, least in (([at for at in wrapping if at], _LEAST_COLUMN), (wrapping, _LEAST_COLUMN), (wrapping, 1)):
-            while sum(widths) > room and max((widths[at] for at in narrowed), default=least) > least:
-                widths[max(narrowed, key=widths.__getitem__)] -= 1
-        wanted = [max(map(len, self._cells(i))) - least for i, least in zip(shown, widths, strict=True)]
-        left = max(0, room - sum(widths))
-        for nth, at in enumerate(sorted(range(len(widths)), key=wanted.__getitem__)):
-            more = min(wanted[at], left // (len(widths) - nth))
-            widths[at] += more
-            left -= more
-        return widths
-
-    def _grid(self, shown: Sequence[int], headings: Sequence[int], width: int) -> list[str]:
-        """Return the heading and the lines of every row; what `headings` say stands on a line of its own where it changes."""
-        has_room = self._least_span(shown) + (_WIDE_GAP - _GAP) * (len(shown) - 1) <= width
-        gap = _WIDE_GAP if has_room and any(self.columns[i].wraps for i in shown) else _GAP
-        widths = self._widths(shown, width - gap * (len(shown) - 1))
-        lines = self._lines([self.columns[i].name for i in shown], shown, widths, gap)
+        least = [1 if self.columns[i].wraps else self._least_width(i) for i in shown]
+        words = sum(map(self._least_width, shown)) + 2 * (len(shown) - 1)
+        gap = 2 if words <= width and any(self.columns[i].wraps for i in shown) else 1
+        grid = Grid(box=None, pad_edge=False, show_edge=False, padding=(0, gap, 0, 0))
+        for i in shown:
+            column = self.columns[i]
+            justify = "left" if column.is_text else "right"
+            grid.add_column(Text(column.name), justify=justify, no_wrap=not column.wraps, overflow="fold")  # type: ignore[arg-type]
+        texts: list[tuple[str, bool]] = []  # of lines that stand in no column: a text, and whether it is the note of a row
         before: Row | None = None
         for row in self.rows:
-            if headings and (before is None or any(row.values[i] != before.values[i] for i in headings)):
-                lines += wrapped(f"-- {self._said(row, headings)}", width)
+            if stated and (before is None or any(row.values[i] != before.values[i] for i in stated)):
+                grid.add_row(_LINE)
+                texts.append((f"-- {self._stated(row, stated)}", False))
                 before = None
-            cells = [self.columns[i].cell(row.values[i]) for i in shown]
-            if before is not None and self.repeated and row.values[: self.repeated] == before.values[: self.repeated]:
-                cells = ["" if i < self.repeated else cell for i, cell in zip(shown, cells, strict=True)]
+            is_same = before is not None and row.values[: self.repeated] == before.values[: self.repeated]
+            grid.add_row(*(Text("" if is_same and i < self.repeated else self.columns[i].cell(row.values[i])) for i in shown))
             before = row
-            *above, last = self._lines(cells, shown, widths, gap)
-            lines += [*above, *(_noted(last, row.note, width) if row.note else [last])]
+            if row.note:
+                grid.add_row(_LINE)
+                texts.append((printable(" ".join(row.note.split())), True))
+        page = Console(width=max(width, sum(least) + gap * (len(shown) - 1)), file=io.StringIO(), color_system=None)
+        with page.capture() as captured:
+            page.print(grid)
+        following, lines = iter(texts), list[str]()
+        for line in captured.get().splitlines():
+            text, is_note = next(following) if _LINE in line else ("", False)
+            if _LINE not in line:
+                lines.append(line.rstrip())
+            else:
+                lines += _noted(lines.pop(), text, width) if is_note else wrapped(text, width)
         return lines
-
-    def _lines(self, cells: Sequence[str], shown: Sequence[int], widths: Sequence[int], gap: int) -> list[str]:
-        """Return a row on as many lines as its cells need."""
-        folded = [_folded(cell, columns) for cell, columns in zip(cells, widths, strict=True)]
-        sides = [str.ljust if self.columns[i].is_text else str.rjust for i in shown]
-        return [
-            (" " * gap).join(side(part, columns) for side, part, columns in zip(sides, parts, widths, strict=True)).rstrip()
-            for parts in zip_longest(*folded, fillvalue="")
-        ]
-
-
-def _folded(cell: str, columns: int) -> list[str]:
-    """Split a cell into lines of at most `columns`: between words, else behind `.`, `_` or `-`, else anywhere."""
-    if len(cell) <= columns:
-        return [cell]
-    lines: list[str] = []
-    for line in wrapped(cell, columns, ""):
-        lines.append("")
-        for part in re.split("(?<=[._-])", line) if len(line) > columns else [line]:
-            if lines[-1] and len(lines[-1]) + len(part) > columns:
-                lines.append("")
-            lines[-1] += part
-    return [part for line in lines for part in textwrap.wrap(line, columns, break_on_hyphens=False)]
 
 
 def _noted(line: str, note: str, width: int) -> list[str]:
-    """Return a row's line with its note behind the last cell, or below where there is little room."""
-    left = line + "  "
-    beside = width - len(left) >= _LEAST_ROOM
-    indent = " " * (len(left) if beside else _NOTE_INDENT)
-    words = textwrap.wrap(
-        printable(" ".join(note.split())),
-        width - len(indent),
-        max_lines=_NOTE_LINES,
-        placeholder=" …",
-        break_on_hyphens=False,
-    )
-    lines = [indent + line for line in words]
-    return [left + words[0], *lines[1:]] if beside else [line, *lines]
+    """Return a row's line with its note behind the last cell; the note is below where there is little room."""
+    is_beside = width - len(line) - 2 >= _LEAST_ROOM
+    indent = len(line) + 2 if is_beside else min(_NOTE_INDENT, width // 2)
+    words = textwrap.wrap(note, width - indent, max_lines=_NOTE_LINES, placeholder=" …", break_on_hyphens=False)
+    lines = [" " * indent + part for part in words]
+    return [f"{line}  {words[0]}", *lines[1:]] if is_beside else [line, *lines]
 
 
 def joined(tables: Iterable[Table], style: str, width: int) -> str:
-    """Return tables one below the other; CSV has one heading where they have the same columns."""
+    """Return tables below each other; CSV has one heading where the tables have the same columns."""
     found = list(tables)
     texts = [table.render(style, width) for table in found]
     if style == "csv" and all(a.columns == b.columns for a, b in pairwise(found)):
         return "".join([*texts[:1], *(text.partition("\n")[2] for text in texts[1:])])
     return "\n".join(texts)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def _pipe(cells: Iterable[str]) -> str:
@@ -294,12 +257,12 @@ def printable(text: str) -> str:
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """Return the ratio; None where one of the two is not known."""
+    """Return the ratio; None where either value is not known."""
     return None if numerator is None or denominator is None else numerator / denominator
 
 
 def number(value: float | None, digits: int) -> str:
-    """Write a number with so many digits behind the point, and no minus before nothing but zeros; empty for None."""
+    """Write a number with so many decimals, and no minus before zeros alone; empty for None."""
     return "" if value is None else f"{value:z.{digits}f}"
 
 
@@ -314,5 +277,5 @@ def pairs(values: Mapping[str, object]) -> str:
 
 
 def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
-    """Return words on lines of at most `width` columns, from the second on with an indent; longer words stay whole."""
+    """Return words on lines of at most `width` characters, from the second line on with an indent; longer words stay whole."""
     return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -3,7 +3,6 @@
 import codecs
 import io
 import os
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,15 +12,12 @@ import typer
 from rich.console import Console
 
 from kerneltune.files import replace_bytes
-from kerneltune.table import Column, Row, Table, printable, wrapped
+from kerneltune.table import Table, printable, wrapped
 
 if TYPE_CHECKING:
     from kerneltune.records import Record
 
 _PIPED_WIDTH, _LEAST_WIDTH = 100, 20
-_NUMBER = re.compile(r"[-+]?[0-9.,]*( ?%|x)?")
-"""A cell that is a number, or that stands for none."""
-_DIGIT = re.compile("[0-9]")
 
 console = Console(highlight=False)
 messages = Console(stderr=True, highlight=False)
@@ -64,11 +60,7 @@ def show_wrapped(text: str, indent: str = "  ") -> None:
 
 def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], target: Console = console) -> None:
     """Print a table of texts, columns of numbers to the right; where the output is too narrow, cells wrap."""
-    lines = list(rows)
-    cells = [[line[at] for line in lines] for at in range(len(head))]
-    are_numbers = [all(map(_NUMBER.fullmatch, column)) and any(map(_DIGIT.search, column)) for column in cells]
-    columns = tuple(Column(name, digits=0 if right else None, wraps=True) for name, right in zip(head, are_numbers, strict=True))
-    target.print(Table(columns, tuple(map(Row, lines))).text(width()).rstrip("\n"), markup=False, soft_wrap=True)
+    target.print(Table.of_texts(head, rows).text(width()).rstrip("\n"), markup=False, soft_wrap=True)
 
 
 def note(text: str) -> None:
