@@ -1,4 +1,4 @@
-"""`kerneltune report`: HTML pages of records, searches and configs; pictures and Markdown for a pull request."""
+"""`kerneltune report`: one HTML page of records, searches and configs; a picture and Markdown for a pull request."""
 
 import os
 import sys
@@ -21,75 +21,72 @@ if TYPE_CHECKING:
     from kerneltune.search.task import Trial
 
 _PAGE = Path("report.html")
-_LARGE = 2_000_000
+_LARGE = 3_000_000
 
 
 @o.selects("case", "variant")
 def command(
     wanted: "Selection",
     files: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[FILE]...", help="Records; those of this GPU if none."),
+        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Records; the records of this GPU without a file.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="The page, or the index of several; report.html if not given."),
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the page here; report.html if not given.")
     ] = None,
     a: Annotated[str | None, typer.Option("--a", metavar="NAME", help="The variant or peer that is A at first.")] = None,
     b: Annotated[str | None, typer.Option("--b", metavar="NAME", help="The variant or peer that is B at first.")] = None,
-    png: Annotated[Path | None, typer.Option("--png", metavar="DIR", help="Write the main charts as PNG instead.")] = None,
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="DIR", help="Write the main charts as SVG instead.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of every family's speed-up instead.")
+    ] = None,
     markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write the A/B tables as Markdown instead; - prints them.")
     ] = None,
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
-    """Write HTML pages that need no network: A against B, shares of the ceiling, peers, bandwidth, tuning.
+    """Write an HTML page that needs no network: every family's speed-up, A against B case by case, charts, and the tuning.
 
-    One family is one page; several are an index and a page each beside it. A is the fastest peer of every case unless it is
-    named. Pages are written unless pictures or Markdown are asked for; with -o they are written as well.
+    A is the fastest peer of every case unless it is named. With --svg or --markdown the page is written only if -o is given.
     """
-    paths = files or record_files(results)
-    sources = _sources(paths, wanted, (a, b), configs, results)
-    pictures: list[Path] = []
-    for folder, suffix in ((png, "png"), (svg, "svg")):
-        if folder is not None:
-            from kerneltune.reporting.pictures import draw
-
-            for name, content in draw(sources.records, sources.pair, suffix).items():
-                write(folder / f"{name}.{suffix}", content)
-                pictures.append(folder / f"{name}.{suffix}")
+    sources = _sources(files or record_files(results), wanted, (a, b), configs, results)
+    if svg is not None:
+        write(svg, _picture(sources, a, b))
     if markdown is not None:
         is_printed = str(markdown) == "-"
-        text = _markdown(sources, pictures, Path() if is_printed else markdown.parent)
+        text = _markdown(sources, svg, Path() if is_printed else markdown.parent)
         deliver(text, None if is_printed else markdown)
-    if output is not None or not (png or svg or markdown):
-        if sources.records and not sources.trials:
-            note("no trial store beside these records: the page shows what the config cache says of the tuning")
-        for path, text in _pages(sources, output or _PAGE).items():
-            write(path, text)
-            if len(text.encode()) > _LARGE:
-                note(f"{path} has {len(text.encode()) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
+    if output is None and (svg or markdown):
+        return
+    if not sources.trials:
+        note("no trial store beside these records: the page shows the tuning from the config cache")
+    from kerneltune.reporting.page import page
+    from kerneltune.reporting.payload import payload
+
+    path, text = output or _PAGE, page(payload(sources))
+    write(path, text)
+    if len(text.encode()) > _LARGE:
+        note(f"{path} has {len(text.encode()) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
 
 
-def _pages(sources: "Sources", path: Path) -> dict[Path, str]:
-    """Return path -> page: one of a family, else an index and a page for each beside it."""
-    from kerneltune.reporting.page import index_page, page
-    from kerneltune.reporting.payload import apart, index, payload
+def _picture(sources: "Sources", a: str | None, b: str | None) -> str:
+    """Return the picture of the families that have both A, the fastest peer unless named, and B."""
+    from kerneltune.reporting.naming import by_family, source
+    from kerneltune.reporting.picture import speedups
+    from kerneltune.reporting.tables import BEST_PEER, ab_rows, side
 
-    parts = apart(sources)
-    if len(parts) <= 1:
-        return {path: page(payload(sources))}
-    names = {name: path.with_name(f"{path.stem}_{name}{path.suffix}") for name in parts}
-    listed = index(sources, {name: (part, names[name].name) for name, part in parts.items()})
-    return {path: index_page(listed), **{names[name]: page(payload(part), path.name) for name, part in parts.items()}}
+    first, second = a or BEST_PEER, b or "optimized"
+    families = {
+        family: ab_rows(side(members, first), side(members, second)) for family, members in by_family(sources.records).items()
+    }
+    return speedups(
+        families, first, second, source([row.b for rows in families.values() for row in rows], ("device", "torch", "triton"))
+    )
 
 
 def _sources(
     paths: Sequence[Path], wanted: "Selection", pair: tuple[str | None, str | None], configs: Path | None, results: Path | None
 ) -> "Sources":
-    """Return the selected records, what trial stores and the config cache know about them."""
+    """Return the selected records, and what trial stores and the config cache hold of their operators."""
     from kerneltune.records import load
     from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.payload import Sources, default_pair
@@ -100,19 +97,20 @@ def _sources(
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
     own = {family: own_tables(members) for family, members in by_family(everything).items()}
     records = [record for record in everything if record.role != "part"]
+    default_pair(records, *pair)  # an unknown variant is an error before anything is written
     return Sources(
         records=records,
+        pair=pair,
         trials=_trials(records, results),
         entries=_entries(records, configs),
-        own=own,
-        pair=default_pair(records, *pair),
         command=" ".join(["kerneltune", *sys.argv[1:]]),
         files=[_short(path) for path in paths],
+        own=own,
     )
 
 
 def _short(path: Path) -> str:
-    """Return the path from here, where it lies below, else the file's name: pages say nothing of this machine."""
+    """Return the path relative to the current folder, or the file's name alone: a page names no folder of this machine."""
     whole = path.absolute()
     return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path.name)
 
@@ -143,20 +141,20 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
     return found
 
 
-def _markdown(sources: "Sources", pictures: Sequence[Path], folder: Path) -> str:
-    """Return the A/B table of every family, the tables of workloads, and the pictures that lie beside it."""
+def _markdown(sources: "Sources", picture: Path | None, folder: Path) -> str:
+    """Return the A/B table of every family, the tables of workloads, and a link to the picture."""
     from kerneltune.reporting.naming import by_family
+    from kerneltune.reporting.payload import family_pairs
     from kerneltune.reporting.tables import ab_rows, ab_table, side
 
-    a, b = sources.pair
     lines = []
-    for family, members in by_family(sources.records).items():
-        rows = ab_rows(side(members, a), side(members, b))
+    families = by_family(sources.records)
+    for family, (a, b) in family_pairs(families, sources.pair).items():
+        rows = ab_rows(side(families[family], a), side(families[family], b))
         if rows:
             lines += [f"### {family}: {a} (A) against {b} (B)", "", ab_table(rows, a, b).markdown()]
         for table in sources.own.get(family, ()):
             lines += [f"### {family}{': ' if table.title else ''}{table.title}", "", replace(table, title="").markdown()]
-    for path in {path.stem: path for path in pictures}.values():
-        beside = Path(os.path.relpath(str(path), str(folder))).as_posix()
-        lines.append(f"![{path.stem.replace('_', ' ')}]({beside})")
+    if picture is not None:
+        lines.append(f"![speed-up of every family]({Path(os.path.relpath(picture, folder)).as_posix()})")
     return "\n".join(lines).rstrip() + "\n"

@@ -75,10 +75,10 @@ def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
     return grouped(records, lambda record: record.family or record.op)
 
 
-def source(records: Sequence[Record]) -> str:
-    """GPU, versions, commits and days of the records."""
-    parts = [("", "device"), ("driver ", "driver"), ("torch ", "torch"), ("triton ", "triton"), ("commit ", "commit")]
-    shown = [f"{word}{' and '.join(dict.fromkeys(short_commit(getattr(r, name)) for r in records))}" for word, name in parts]
+def source(records: Sequence[Record], fields: Sequence[str] = ("device", "driver", "torch", "triton", "commit")) -> str:
+    """Return the GPU, the versions, the commits and the days of the records."""
+    values = {name: " and ".join(dict.fromkeys(short_commit(getattr(record, name)) for record in records)) for name in fields}
+    shown = [value if name == "device" else f"{name} {value}" for name, value in values.items()]
     days = sorted({record.date[:10] for record in records})
     return ", ".join([*shown, " to ".join(dict.fromkeys((days[0], days[-1])))])
 

@@ -1,7 +1,4 @@
-"""One HTML file that needs nothing else: the template with data, styles and scripts inlined.
-
-Does not decide what is shown (`payload` does) or write files.
-"""
+"""Write one HTML file that needs nothing else: the template with data, styles and scripts inlined."""
 
 import importlib.resources
 import json
@@ -11,31 +8,20 @@ from typing import Any
 import jinja2
 
 _SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "figures.js", "charts.js", "table.js", "app.js")
+_STATIC = ("title", "facts", "remark", "summary", "own")
+"""Parts of the payload that the template writes, so that they need no script."""
 
 
-def page(payload: Mapping[str, Any], index: str = "") -> str:
-    """Return the page that shows `payload`, as `payload.payload` makes it; index: the page that lists all of them."""
-    return rendered(
-        "page.html.j2",
-        index=index,
-        title=payload["title"],
-        facts=payload["facts"],
-        remark=payload["remark"],
-        scripts=[_asset(name) for name in _SCRIPTS],
-        own=payload["own"],
-        data=_embedded({name: value for name, value in payload.items() if name != "own"}),
-    )
-
-
-def index_page(contents: Mapping[str, Any]) -> str:
-    """Return the page that lists family pages, as `payload.index` makes it; it has no scripts."""
-    return rendered("index.html.j2", **contents)
-
-
-def rendered(template: str, **values: Any) -> str:
-    """Return a page of a template of this package, texts escaped; templates that hold `style` get the style of all pages."""
+def page(payload: Mapping[str, Any]) -> str:
+    """Return the page that shows `payload`, as `payload.payload` makes it; texts are escaped."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(_asset(template)).render(style=_asset("style.css"), **values)
+    data = {name: value for name, value in payload.items() if name not in _STATIC}
+    return environment.from_string(_asset("page.html.j2")).render(
+        {name: payload[name] for name in _STATIC},
+        style=_asset("style.css"),
+        scripts=[_asset(name) for name in _SCRIPTS],
+        data=_embedded(data),
+    )
 
 
 def _asset(name: str) -> str:

@@ -1,49 +1,48 @@
-"""Collect the data of the report pages as plain values: cases with their records, searches, evidence of configs.
+"""Collect the data of the report page as plain values: families, cases with their records, searches, evidence of configs.
 
-Pure functions; does not read files or lay anything out.
+Pure functions: reads no file and lays nothing out.
 """
 
 import re
-import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from kerneltune import cache
-from kerneltune.device import INTERPRETER, slug
+from kerneltune.device import INTERPRETER
 from kerneltune.errors import unknown
 from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import CaseName, by_family, case_names, look, short_commit, told_apart
-from kerneltune.reporting.shares import Bound, bound_of, peak_tflops, share
-from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, Row, ab_rows, best_peers, side
+from kerneltune.reporting.shares import Bound, bound_of, share
+from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, best_peers, families_table
 from kerneltune.search.task import TaskKey, Trial
 from kerneltune.table import Table, pairs
 
 MOST_EVALUATIONS = 25_000
-"""Evaluations of searches that a page holds at most, so that it stays below 2 MB; the newest are kept."""
-MOST_RECORDS = 2_400
-"""Records that a page holds at most, for the same reason."""
+"""The most evaluations of searches in a page, so that it stays below 3 MB; the newest are kept."""
+MOST_RECORDS = 6_000
+"""The most records in a page, for the same reason."""
 _FEW = 4
 _COMMON = ("device", "driver", "torch", "triton", "commit")
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Everything a page is made of.
+    """Everything that a page is made of.
 
     Attributes:
-        records: of any number of files; the newest of each key, variant and device is shown.
-        pair: the variants that are A and B at first.
+        records: of any number of files; the newest record of each key, variant and device is shown.
+        pair: the variants that are A and B at first, in the families that have them; None for the default.
         trials: rows of the trial stores, oldest first.
-        entries: operator -> what the config cache holds for the device of the records.
-        command: the command line that made the page; files: where its data lies.
+        entries: operator -> the configs that the config cache holds for the device of the records.
+        command: the command line that made the page.
+        files: the files of the records.
         own: family -> the tables that its workload declares.
     """
 
     records: Sequence[Record]
-    pair: tuple[str, str]
+    pair: tuple[str | None, str | None] = (None, None)
     trials: Sequence[Trial] = ()
     entries: Mapping[str, Sequence[cache.CacheEntry]] = field(default_factory=dict)
     command: str = ""
@@ -55,33 +54,58 @@ def payload(sources: Sources) -> dict[str, Any]:
     """Return the page's data, ready for JSON.
 
     Raises:
-        ValueError: no records.
+        ValueError: no records, or a variant of `pair` that no record has.
     """
     everything = newest(sources.records)
     if not everything:
         raise ValueError("no records to report")
+    default_pair(everything, *sources.pair)
     records, remark = _shown(everything)
-    variants = sorted(dict.fromkeys(record.variant for record in records), key=lambda name: name != sources.pair[0])
+    families = by_family(records)
+    pairs_of = family_pairs(families, sources.pair)
     searches, left_out = _searches(sources.trials)
+    variants = list(dict.fromkeys(record.variant for record in records))
     return {
-        "title": ", ".join(by_family(records)),
+        "title": ", ".join(families) if len(families) < _FEW else "kerneltune results",
         "facts": _facts(records, sources),
         "remark": remark,
+        "summary": _summary(by_family(everything), sources.pair),
+        "own": [(family, table.page()) for family in families for table in sources.own.get(family, ())],
+        "families": [_family(family, members, pairs_of[family]) for family, members in families.items()],
         "variants": variants,
-        "a": sources.pair[0],
-        "b": sources.pair[1],
-        "sides": [*([BEST_PEER] if any(r.role == "peer" and r.time_us for r in records) else []), *variants],
         "looks": {variant: look(variant) for variant in variants},
         "columns": [{"key": c.csv_name, "name": c.name, "digits": c.digits, "suffix": c.suffix} for c in AB_COLUMNS],
-        "peers": sorted({f"{r.op} {r.variant}" for r in records if r.role == "peer"}),
         "win": WIN,
         "loss": LOSS,
-        "cases": _cases(records),
+        "cases": [{**case, "family": family} for family, members in families.items() for case in _cases(members)],
         "searches": searches,
         "left_out": left_out,
         "evidence": _evidence(sources.entries, {record.op for record in records}),
-        "own": [table.page() for family in by_family(records) for table in sources.own.get(family, ())],
     }
+
+
+def _summary(families: Mapping[str, Sequence[Record]], pair: tuple[str | None, str | None]) -> dict[str, Any] | None:
+    """Return the table of the families; None for one family."""
+    return families_table(families, family_pairs(families, pair)).page() if len(families) > 1 else None
+
+
+def family_pairs(families: Mapping[str, Sequence[Record]], pair: tuple[str | None, str | None]) -> dict[str, tuple[str, str]]:
+    """Return family -> A and B: as asked where the family has the variant, else the default."""
+    return {
+        family: default_pair(members, *(name if name in _sides(members) else None for name in pair))
+        for family, members in families.items()
+    }
+
+
+def _family(name: str, members: Sequence[Record], pair: tuple[str, str]) -> dict[str, Any]:
+    """Return a family's name, its default A and B, and the variants to choose from."""
+    return {"name": name, "a": pair[0], "b": pair[1], "sides": _sides(members)}
+
+
+def _sides(records: Sequence[Record]) -> list[str]:
+    """Return the names that A or B may have: the fastest peer where a peer is timed, and the variants."""
+    has_peer = any(record.role == "peer" and record.time_us is not None for record in records)
+    return [*([BEST_PEER] if has_peer else []), *dict.fromkeys(record.variant for record in records)]
 
 
 def without_paths(text: str) -> str:
@@ -92,83 +116,6 @@ def without_paths(text: str) -> str:
 _ABSOLUTE = re.compile(r"(?<![\w.:/<>-])(?:~|)/(?:[^\s/'\":,;()<>]+/)+(?P<name>[^\s/'\":,;()<>]*)")
 
 
-def apart(sources: Sources) -> dict[str, Sources]:
-    """Return slug -> the part of the sources that one page shows: a family."""
-    parts: dict[str, Sources] = {}
-    for family, members in by_family(sources.records).items():
-        ops = {record.op for record in members}
-        pair = default_pair(members, *(name if name in {r.variant for r in members} else None for name in sources.pair))
-        part = replace(
-            sources,
-            records=members,
-            pair=pair,
-            trials=[trial for trial in sources.trials if trial.key.op in ops],
-            entries={op: entries for op, entries in sources.entries.items() if op in ops},
-            files=[file for file in sources.files if Path(file).stem == family] or sources.files,
-        )
-        parts[_free(slug(family), parts)] = part
-    return parts
-
-
-def _free(name: str, taken: Iterable[str]) -> str:
-    """Return the name, or the name with a number where it is taken or empty."""
-    known = set(taken)
-    name = name or "family"
-    return next(found for n in range(len(known) + 1) if (found := f"{name}_{n}" if n else name) not in known)
-
-
-_INDEX_HEAD = ("family", "compared", "A", "B", "speed-up", "range", "faster / within 5 % / slower", "B's share")
-
-
-def index(sources: Sources, parts: Mapping[str, tuple[Sources, str]]) -> dict[str, Any]:
-    """Return what the index shows: five figures over all families, and a line per family with a link to its page.
-
-    parts: slug -> what its page shows, and the page's file name.
-    """
-    lines, every, total = [], [], 0
-    for name, (part, href) in parts.items():
-        rows = ab_rows(*(side(part.records, name) for name in part.pair))
-        cases = len({(record.key, record.device) for record in part.records})
-        compared, mean, least, most, ranks, share_of_b = _figures(rows, cases)
-        bound = f" of {' or '.join(dict.fromkeys(row.bound for row in rows if row.speedup))}" if share_of_b else ""
-        extent = f"{least}–{most}" if least else ""
-        cells = [compared, *part.pair, mean, extent, ranks, f"{share_of_b}{bound}"]
-        lines.append({"name": part.records[0].family or name, "href": href, "cells": cells})
-        every += rows
-        total += cases
-    compared, mean, least, _, ranks, share_of_b = (text or "–" for text in _figures(every, total))
-    tiles = [
-        (mean, "B as fast as A, geometric mean of all cases"),
-        (ranks, "faster / within 5 % / slower"),
-        (least, "lowest"),
-        (share_of_b, "of ceiling or peak, B's median"),
-        (compared, "cases compared"),
-    ]
-    facts = _facts(newest(sources.records), sources)
-    return {"title": "kerneltune results", "facts": facts, "tiles": tiles, "head": _INDEX_HEAD, "rows": lines}
-
-
-def _figures(rows: Sequence[Row], cases: int) -> tuple[str, ...]:
-    """Return cases compared, mean speed-up, least, most, faster / within 5 % / slower, and B's median share; empty for none."""
-    timed = [(row.speedup, row) for row in rows if row.speedup is not None]
-    if not timed:
-        return _of(0, cases), *[""] * 5
-    speedups = [speedup for speedup, _ in timed]
-    marks = [row.mark for _, row in timed]
-    shares = [part for _, row in timed if (part := share(row.b, row.bound)) is not None]
-    return (
-        _of(len(timed), cases),
-        *(f"{value:.2f}x" for value in (statistics.geometric_mean(speedups), min(speedups), max(speedups))),
-        " / ".join(str(marks.count(mark)) for mark in ("+", "", "-")),
-        f"{statistics.median(shares):.0f} %" if shares else "",
-    )
-
-
-def _of(part: int, whole: int) -> str:
-    """Return `676 of 887`, or the whole alone where the part is as many."""
-    return str(whole) if part == whole else f"{part} of {whole}"
-
-
 def default_pair(records: Sequence[Record], a: str | None = None, b: str | None = None) -> tuple[str, str]:
     """Return A and B as given; else A is the best peer where most cases have one, else `baseline`, and B `optimized`.
 
@@ -177,9 +124,9 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
     Raises:
         ValueError: a variant that no record has.
     """
-    variants = list(dict.fromkeys(record.variant for record in records))
+    sides = _sides(records)
+    variants = [name for name in sides if name != BEST_PEER]
     peers = best_peers(newest(records))
-    sides = [*([BEST_PEER] if peers else []), *variants]
     for letter, name in (("a", a), ("b", b)):
         if name is not None and name not in sides:
             raise unknown(letter, name, sides)
@@ -235,20 +182,13 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
                 "label": record.label,
                 "policy": record.policy,
                 "device": record.device,
-                "bytes": None,
-                "ceiling": None,
-                "flops": record.flops,
-                "peak": peak_tflops(record),
-                "bound": "ceiling",
+                "bound": None,
                 "best": None,
                 "of": {},
             }
         if record.time_us is not None and record.gbps is not None:
-            if not case["bytes"]:
-                case["bound"] = bound_of(record)
-            case["bytes"] = case["bytes"] or round(record.gbps * record.time_us * 1e3)
-            case["ceiling"] = case["ceiling"] or record.ceiling_gbps
-        case["of"][record.variant] = _result(record, case["bound"])
+            case["bound"] = case["bound"] or bound_of(record)
+        case["of"][record.variant] = _result(record, case["bound"] or "ceiling")
     for record in best_peers(records):
         case = cases[record.key, record.device]
         case["best"] = {**_result(record, case["bound"]), "is": record.variant}

@@ -21,6 +21,9 @@ WIN, LOSS = 1.05, 0.95
 BEST_PEER = "best-peer"
 """The name that stands for the fastest peer of every case."""
 _BASELINE = "baseline"
+_MUCH_SLOWER = 0.8
+"""A row whose speed-up is at most this is named above the table."""
+_NAMED = 5
 AB_COLUMNS = (
     Column("A µs", digits=2, key="A_us"),
     Column("B µs", digits=2, key="B_us"),
@@ -105,6 +108,52 @@ def side(records: Iterable[Record], name: str) -> list[Record]:
     """Return the newest records that a name stands for: those of a variant, or of the fastest peer of every case."""
     found = newest(records)
     return best_peers(found) if name == BEST_PEER else [record for record in found if record.variant == name]
+
+
+def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[str, tuple[str, str]]) -> Table:
+    """Return a row per family: the speed-up of B over A, the slowest row by name, and the number of rows that are compared.
+
+    Families with another A are never pooled: each row states its own A and B.
+    """
+    columns = (
+        Column("family"),
+        Column("speed-up", digits=2, suffix="x", key="speedup"),
+        Column("slowest row", wraps=True, key="slowest"),
+        Column("faster", digits=0),
+        Column("within 5 %", digits=0, key="within"),
+        Column("slower", digits=0),
+        Column("A", wraps=True),
+        Column("B"),
+        Column("compared", wraps=True),
+        Column("B % bound", digits=0, key="B_pct_bound", rank=1),
+    )
+    lines = []
+    for family, members in families.items():
+        a, b = pairs_of[family]
+        rows = [row for row in ab_rows(side(members, a), side(members, b)) if row.speedup is not None]
+        cases = len({(record.key, record.device) for record in members})
+        compared = str(cases) if len(rows) == cases else f"{len(rows)} of {cases}"
+        name = "fastest peer" if a == BEST_PEER else a
+        if not rows:
+            lines.append(Line((family, *[None] * 5, name, b, compared, None)))
+            continue
+        marks = [row.mark for row in rows]
+        shares = [part for row in rows if (part := share(row.b, row.bound)) is not None]
+        speedup = statistics.geometric_mean(row.speedup or 1.0 for row in rows)
+        counts = [marks.count(mark) for mark in ("+", "", "-")]
+        lines.append(
+            Line((family, speedup, slowest(rows)[0], *counts, name, b, compared, statistics.median(shares) if shares else None))
+        )
+    return Table(columns, tuple(lines))
+
+
+def slowest(rows: Sequence[Row]) -> list[str]:
+    """Return the timed rows by name, the smallest speed-up first: `0.61x fwd none bfloat16 128×4096`."""
+    timed = [(row.speedup, name) for row, name in zip(rows, case_names(row.a for row in rows), strict=True) if row.speedup]
+    words = [
+        (speedup, " ".join(filter(None, [n.kind, n.quant, short_dtype(n.dtype), n.shape, n.settings]))) for speedup, n in timed
+    ]
+    return [f"{speedup:.2f}x {name}" for speedup, name in sorted(words)]
 
 
 def ab_table(rows: Sequence[Row], a: str = "A", b: str = "B", title: str = "") -> Table:
@@ -286,6 +335,10 @@ def _ab_summary(rows: Sequence[Row]) -> list[str]:
         f"B is {statistics.geometric_mean(speedups):.2f}x as fast as A: geometric mean of {_count(speedups)}, {extent}; "
         f"{wins} faster (+), {ties} within 5 %, {losses} slower (-)"
     ]
+    slow = sum(speedup <= _MUCH_SLOWER for speedup in speedups)
+    if slow:
+        more = "; …" if slow > _NAMED else ""
+        lines.append(f"20 % slower or more in {counted(slow, 'row')}: {'; '.join(slowest(rows)[: min(slow, _NAMED)])}{more}")
     kinds = {name.op: name.kind for name in case_names(row.a for row in rows)}
     groups = list(dict.fromkeys((row.a.op, row.a.quant) for row in rows))
     for op, quant in groups if len(groups) > 1 else ():

@@ -17,7 +17,7 @@ from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import payload as data
 from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.page import page
-from kerneltune.reporting.payload import Sources, apart, default_pair, index, payload
+from kerneltune.reporting.payload import Sources, default_pair, payload
 from kerneltune.reporting.tables import ab_rows
 from kerneltune.search.task import Evaluation, TaskKey, Trial
 from kerneltune.spec import Case
@@ -80,7 +80,7 @@ def test_cases_hold_their_records_by_variant_and_the_fullest_dtype_is_first() ->
     shown = payload(Sources([record(dtype="float16"), *[changed(r, flops=7) for r in experts()]], ("baseline", "optimized")))
     assert [case["dtype"] for case in shown["cases"]] == ["bfloat16"] * 4 + ["float16"]
     first = shown["cases"][0]
-    assert (first["bytes"], first["ceiling"], first["flops"], first["peak"]) == (200_000_000, 4000.0, 7, 989.4)
+    assert (first["family"], first["bound"]) == ("scale", "ceiling")
     assert first["of"]["optimized"]["us"] == 20.0
     assert shown["cases"][-1]["of"]["optimized"] == {"status": "failed", "reason": "y: 3 of 9 </script><b>wrong"}
     assert shown["facts"]["records"] == "9 passed, 1 failed"
@@ -157,7 +157,7 @@ def test_shares_are_of_the_peak_where_arithmetic_bounds_a_case() -> None:
     big = {"flops": 10**12, "pct_ceiling": 5.0, "gbps": 100.0, "ceiling_gbps": 4000.0}
     rows = [record(1000.0, quant="fp8", **big), record(10.0, flops=10, pct_ceiling=50.0)]
     first, second = payload(Sources(rows, ("baseline", "baseline")))["cases"]
-    assert (first["bound"], first["peak"], round(first["of"]["baseline"]["pct"], 1)) == ("peak", 1978.9, 50.5)
+    assert (first["bound"], round(first["of"]["baseline"]["pct"], 1)) == ("peak", 50.5)
     assert (second["bound"], second["of"]["baseline"]["pct"]) == ("ceiling", 50.0)
 
 
@@ -185,38 +185,41 @@ def test_cases_that_find_no_room_are_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert shown["remark"] == "3 of 5 cases are left out to keep this page small: --op, --dtype, --quant select others"
 
 
-def test_several_families_are_an_index_and_a_page_each(tmp_path: Path) -> None:
+def test_several_families_are_one_page_that_names_the_slowest_row_of_each(tmp_path: Path) -> None:
     files = sorted(RECORDED.parent.glob("fp8_t*.jsonl"))
     result = run("report", *files, "--results", tmp_path, "-o", tmp_path / "x.html")
     assert result.exit_code == 0, result.output
-    assert sorted(path.name for path in tmp_path.glob("*.html")) == ["x.html", "x_fp8_tensorwise.html", "x_fp8_transpose.html"]
-    listed = (tmp_path / "x.html").read_text()
-    assert '<a href="x_fp8_tensorwise.html">fp8_tensorwise</a>' in listed
-    assert "<script" not in listed
-    assert '<a href="x.html" aria-label="All families">' in (tmp_path / "x_fp8_transpose.html").read_text()
-    assert all(path.stat().st_size < MOST_BYTES for path in tmp_path.glob("*.html"))
+    assert [path.name for path in tmp_path.glob("*.html")] == ["x.html"]
+    text = (tmp_path / "x.html").read_text()
+    assert re.findall(r'<a href="#family=(\w+)">(\w+)</a>', text) == [
+        (name, name) for name in ("fp8_tensorwise", "fp8_transpose")
+    ]
+    assert len(text.encode()) < MOST_BYTES
 
 
-def test_index_says_how_many_of_the_cases_are_compared() -> None:
-    faster = {"variant": "optimized", "us": 50.0}
+def test_families_are_compared_each_with_its_own_baseline_or_peer() -> None:
+    peer = [record(80.0, variant="liger", role="peer", family="two", axes={"E": size, "N": 1}) for size in (1, 2)]
+    ours = [record(us, variant="optimized", family="two", axes={"E": size, "N": 1}) for us, size in ((100.0, 1), (40.0, 2))]
     lost = record(None, variant="optimized", status="failed", reason="x", axes={"E": 1, "N": 1})
-    one = [record(), record(**faster), record(axes={"E": 1, "N": 1}), lost]
-    two = [record(family="two"), record(**faster, family="two")]
-    sources = Sources([*one, *two], ("baseline", "optimized"))
-    shown = index(sources, {name: (part, f"{name}.html") for name, part in apart(sources).items()})
-    assert ("2 of 3", "cases compared") in shown["tiles"]
-    assert [row["cells"][0] for row in shown["rows"]] == ["1 of 2", "1"]
+    one = [record(), record(50.0, variant="optimized"), record(axes={"E": 1, "N": 1}), lost]
+    shown = payload(Sources([*one, *peer, *ours]))
+    rows = [row["cells"] for row in shown["summary"]["rows"]]
+    assert [row[:9] for row in rows] == [
+        ["scale", "2.00x", "2.00x scale none bf16 4×256", "1", "0", "0", "baseline", "optimized", "1 of 2"],
+        ["two", "1.26x", "0.80x scale none bf16 1×1", "1", "0", "1", "fastest peer", "optimized", "2"],
+    ]
+    assert [(family["a"], family["b"]) for family in shown["families"]] == [("baseline", "optimized"), ("best-peer", "optimized")]
+    assert payload(Sources(one))["summary"] is None
 
 
 def test_a_family_never_decides_where_files_are_written(tmp_path: Path) -> None:
     rows, out = tmp_path / "in" / "a.jsonl", tmp_path / "out"
-    append(rows, [record(family="../../escaped"), record(family="/abs", axes={"N": 8}), record(family="...", axes={"N": 9})])
-    for arguments in (("-o", out / "r.html"), ("--svg", out)):
-        result = run("report", rows, "--results", tmp_path, *arguments)
-        assert result.exit_code == 0, result.output
+    append(rows, [record(family="../../<b>"), record(family="/abs", axes={"N": 8}), record(family="...", axes={"N": 9})])
+    result = run("report", rows, "--results", tmp_path, "-o", out / "r.html")
+    assert result.exit_code == 0, result.output
     written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
-    assert all(name.startswith(("in/", "out/")) and "/" not in name[4:] for name in written)
-    assert {"out/r_escaped.html", "out/r_abs.html", "out/r_family.html", "out/escaped_bandwidth.svg"} <= written
+    assert written == {"in/a.jsonl", "in/a.jsonl.lock", "out/r.html"} or written == {"in/a.jsonl", "out/r.html"}
+    assert "<b>" not in re.sub(r"<script>.*?</script>", "", (out / "r.html").read_text(), flags=re.S)
 
 
 def test_markdown_is_printed_where_the_file_is_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,17 +246,18 @@ def test_command_names_what_is_wrong(tmp_path: Path) -> None:
     assert run("report", RECORDED, "-o", tmp_path / "file" / "x.html").stderr.splitlines()[-1].startswith("error: cannot write ")
 
 
-def test_markdown_has_the_table_its_source_and_its_pictures(tmp_path: Path) -> None:
+def test_markdown_has_the_table_its_source_and_its_picture(tmp_path: Path) -> None:
     rows = tmp_path / "scale.jsonl"
     append(rows, experts())
-    result = run("report", rows, "--results", tmp_path, "--markdown", tmp_path / "pr.md", "--svg", tmp_path / "pictures")
+    picture = ("--svg", tmp_path / "pictures" / "s.svg", "--a", "baseline")
+    result = run("report", rows, "--results", tmp_path, "--markdown", tmp_path / "pr.md", *picture)
     assert result.exit_code == 0, result.output
     lines = (tmp_path / "pr.md").read_text().splitlines()
     assert lines[0] == "### scale: baseline (A) against optimized (B)"
     assert any(line.startswith("- NVIDIA H200, driver 570, torch 2.13, triton 3.7, commit abc, 2026-") for line in lines)
     (row,) = (line for line in lines if line.startswith("| scale | bfloat16 | none | 4 | 256 |"))
     assert row.startswith("| scale | bfloat16 | none | 4 | 256 | 40.00 | 20.00 | 2.00x | + | 5000 | 10000 |")
-    assert lines[-3:] == [f"![scale {name}](pictures/scale_{name}.svg)" for name in ("ceiling", "peers", "bandwidth")]
+    assert lines[-1] == "![speed-up of every family](pictures/s.svg)"
     assert not (tmp_path / "report.html").exists()
 
 
@@ -263,7 +267,7 @@ def test_markdown_has_a_table_for_every_family(tmp_path: Path) -> None:
     lines = (tmp_path / "pr.md").read_text().splitlines()
     heads = [line for line in lines if line.startswith("###")]
     assert heads == [
-        "### fp8_tensorwise: best-peer (A) against optimized (B)",
+        "### fp8_tensorwise: baseline (A) against optimized (B)",
         "### fp8_transpose: best-peer (A) against optimized (B)",
     ]
     columns = [line for line in lines if line.startswith("| kind")]
@@ -286,9 +290,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a page of recorded rows, experts, searches, and a record with flops."""
+    """Write a page of one family with recorded rows, experts and searches."""
     rows = [*load(RECORDED), *experts()]
-    rows = [changed(r, flops=10**9) if r.op == "scale" else r for r in rows]
+    rows = [changed(r, family="rmsnorm") if r.op == "scale" else r for r in rows]
     searches = [trial(float(50 - i), 2 ** (i % 4), quant=quant) for quant in ("none", "fp8") for i in range(40)]
     sources = Sources(rows, ("baseline", "optimized"), searches, {}, "kerneltune report", ["a.jsonl"])
     path = tmp_path_factory.mktemp("page") / "report.html"
@@ -316,7 +320,7 @@ def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
     assert asked == [shown.as_uri()]
     assert window.evaluate("document.documentElement.scrollWidth") == width
     found = window.evaluate("[...document.querySelectorAll('main section')].map((section) => section.id || 'table')")
-    assert found == ["table", "ceiling", "peers", "bandwidth", "roofline", "scaling", "regret", "landscape", "untimed"]
+    assert found == ["table", "ceiling", "peers", "scaling", "regret", "landscape", "untimed"]
     cut = window.evaluate(
         """[...document.querySelectorAll("figure svg text")].filter((text) => {
             const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());
@@ -374,15 +378,65 @@ def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path:
     window = browser.new_page(viewport={"width": width, "height": 900})
     window.goto((tmp_path / "x.html").as_uri())
     heads = [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()]
-    assert heads[:5] == ["kind", "dtype", "quant", "options", "shape"]
+    assert heads[:6] == ["kind", "speedup", "dtype", "quant", "options", "shape"]
     lines = [line.split("\t") for line in window.locator("#table tbody tr").all_inner_texts()]
-    shown = [(cells[0], cells[3], cells[4]) for cells in lines]
+    shown = [(cells[0], cells[4], cells[5]) for cells in lines]
     assert shown == [(name.kind, name.settings, name.shape) for name in case_names(rows)]
     window.evaluate("document.querySelectorAll('details.more').forEach((part) => { part.open = true; })")
-    titles = window.locator("#bandwidth h3").all_inner_texts()
+    titles = window.locator("#ceiling h3").evaluate_all("heads => heads.map((head) => head.firstChild.textContent)")
     assert titles == [name.title for name in case_names(rows)]
     window.select_option("#filter-op", "scale_rows")
-    assert [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()][3] == "M"
+    assert [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()][4] == "M"
+    window.close()
+
+
+@pytest.fixture(scope="module")
+def of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the page of all recorded results."""
+    path = tmp_path_factory.mktemp("all") / "report.html"
+    assert run("report", *sorted(RECORDED.parent.glob("*.jsonl")), "-o", path).exit_code == 0
+    return path
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1000])
+def test_browser_keeps_labels_within_their_charts_in_every_family(browser: Any, of_all: Path, width: int) -> None:
+    window = browser.new_page(viewport={"width": width, "height": 900})
+    window.goto(of_all.as_uri())
+    for family in window.evaluate("data.families.map((family) => family.name)"):
+        window.evaluate(f"location.hash = 'family={family}'")
+        window.wait_for_function(f"state.family === '{family}' && document.querySelector('#speedups figure svg, #table-hint')")
+        cut = window.evaluate(
+            """[...document.querySelectorAll("[aria-label$='axis tick label'] text")].filter((text) => {
+                const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());
+                return inner.left < outer.left || inner.right > outer.right;
+            }).map((text) => text.textContent)"""
+        )
+        assert cut == []
+        assert window.evaluate("document.documentElement.scrollWidth") == width
+    window.close()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [390, 1200])
+def test_browser_speed_ups_are_in_view_and_the_keyboard_reaches_configs(browser: Any, of_all: Path, width: int) -> None:
+    window = browser.new_page(viewport={"width": width, "height": 900})
+    window.goto(of_all.as_uri())
+    window.locator("#families a", has_text="rmsnorm_add").focus()
+    window.keyboard.press("Enter")
+    window.wait_for_function("state.family === 'rmsnorm_add' && document.activeElement.id === 'table'")
+    for table in ("#families", "#table"):
+        (head,) = [th for th in window.locator(f"{table} thead th").all() if th.inner_text().strip() in ("speed-up", "speedup")]
+        box = head.bounding_box()
+        assert box["x"] + box["width"] <= width
+    summary = window.locator("#table tbody summary").first
+    summary.focus()
+    window.keyboard.press("Enter")
+    assert "B " in window.locator("#table tbody details").first.inner_text()
+    window.select_option("#a", "baseline")
+    assert "A is baseline, B is optimized" in window.locator("#table caption").inner_text()
+    window.fill("#text", "no such case")
+    assert window.locator("#table-hint").inner_text() == "No case that is left has both baseline and optimized."
     window.close()
 
 
@@ -390,6 +444,7 @@ def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path:
 def test_browser_tells_the_values_under_the_pointer_hides_variants_and_changes_the_theme(browser: Any, shown: Path) -> None:
     window = browser.new_page(viewport={"width": 400, "height": 900}, color_scheme="light")
     window.goto(shown.as_uri())
+    window.evaluate("document.querySelectorAll('details.more').forEach((part) => { part.open = true; })")
     chart = window.locator("#scaling figure").first
     chart.scroll_into_view_if_needed()
     chart.locator("svg").hover(position={"x": 150, "y": 150})

@@ -1,6 +1,5 @@
 """What a case is called: by what it differs from the cases beside it, the same in every table, chart and page."""
 
-import re
 from typing import Any
 
 from literal_records import literal
@@ -9,7 +8,6 @@ from kerneltune.records import Record
 from kerneltune.reporting import tables
 from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.payload import Sources, payload
-from kerneltune.reporting.pictures import draw
 
 
 def cast(layout: str, op: str = "cast_2d", **changes: Any) -> Record:
@@ -53,5 +51,3 @@ def test_every_table_chart_and_page_says_the_same() -> None:
     rows = tables.ab_rows(records, records)
     assert "| 2d | bfloat16 | fp8 | both | 8192 | 4096 |" in tables.ab_table(rows).markdown()
     assert "| both |" in tables.sweep_table(records).markdown()
-    titles = re.findall(">(cast_[^<]*)<", draw(records, ("baseline", "baseline"), "svg")["cast_bandwidth"].decode())
-    assert titles == [name.title for name in case_names(records)]

@@ -3,19 +3,37 @@
 
 const choices = { search: 0, axis: null };
 
+/** Show a family: its variants to choose from, its filters, and the table of its workload. */
+function showFamily(name) {
+  const family = data.families.find((other) => other.name === name) ?? data.families[0];
+  Object.assign(state, { family: family.name, a: family.a, b: family.b, filters: {} });
+  for (const side of ["a", "b"]) {
+    document.getElementById(side).replaceChildren(...family.sides.map((variant) => new Option(variant, variant, false, variant === state[side])));
+  }
+  const filters = [];
+  for (const field of ["op", "dtype", "quant", "policy", "device"]) {
+    const values = [...new Set(familyCases().map((c) => c[field]))];
+    if (values.length < 2) continue;
+    const label = select(field, [["all", ""], ...values.map((value) => [value, value])], "", (value) => { state.filters[field] = value; draw(); });
+    label.querySelector("select").id = `filter-${field}`;
+    filters.push(label);
+  }
+  document.getElementById("filters").replaceChildren(...filters);
+  document.getElementById("family").value = family.name;
+  document.getElementById("h-table").textContent = data.families.length > 1 ? `${family.name}: A against B` : "A against B";
+  for (const own of document.querySelectorAll("[data-family]")) own.hidden = own.dataset.family !== family.name;
+  draw();
+}
+
 function controls() {
-  [state.a, state.b] = [data.a, data.b];
+  const families = document.getElementById("family");
+  families.append(...data.families.map(({ name }) => new Option(name, name)));
+  families.parentElement.hidden = data.families.length < 2;
+  families.addEventListener("change", () => { location.hash = `family=${encodeURIComponent(families.value)}`; });
+  addEventListener("hashchange", followHash);
   for (const side of ["a", "b"]) {
     const list = document.getElementById(side);
-    for (const variant of data.sides) list.append(new Option(variant, variant, false, variant === state[side]));
     list.addEventListener("change", () => { state[side] = list.value; draw(); });
-  }
-  for (const name of ["op", "dtype", "quant", "policy", "device"]) {
-    const values = [...new Set(data.cases.map((c) => c[name]))];
-    if (values.length < 2) continue;
-    const label = select(name, [["all", ""], ...values.map((value) => [value, value])], "", (value) => { state.filters[name] = value; draw(); });
-    label.querySelector("select").id = `filter-${name}`;
-    document.getElementById("filters").append(label);
   }
   const text = document.getElementById("text");
   text.addEventListener("input", () => { state.text = text.value; draw(); });
@@ -30,6 +48,14 @@ function controls() {
   });
 }
 
+/** Show the family that the address names, and move the focus to its table. */
+function followHash() {
+  if (!location.hash.startsWith("#family=")) return;
+  showFamily(decodeURIComponent(location.hash.slice(8)));
+  document.getElementById("h-table").scrollIntoView();
+  document.getElementById("table").focus({ preventScroll: true });
+}
+
 function scalingSection(cases) {
   const axes = [...new Set(cases.flatMap((c) => Object.keys(c.axes)))].filter((axis) => series(cases, axis).length);
   if (!axes.length) return null;
@@ -40,7 +66,8 @@ function scalingSection(cases) {
 }
 
 function tuningSection(cases) {
-  const kept = (x) => Object.entries(state.filters).every(([name, value]) => !value || x[name] === undefined || x[name] === value);
+  const ops = new Set(familyCases().map((c) => c.op));
+  const kept = (x) => ops.has(x.op) && Object.entries(state.filters).every(([name, value]) => !value || x[name] === undefined || x[name] === value);
   const searches = data.searches.filter(kept);
   const sizes = (e) => Object.entries(e.axes).map(([axis, size]) => `${axis}=${size}`);
   const evidence = data.evidence.filter((e) => kept(e) && shown([e.variant]).length && searched(e.name, e.shape, e.options, e.config, ...sizes(e)));
@@ -88,20 +115,17 @@ function draw() {
   if (timed.length) {
     parts.push(section("ceiling", `Share of the ${bounds(timed)}`, "The ceiling is a streaming kernel with the same bytes and mix, timed in the same run; the peak is the data sheet's, for cases that arithmetic bounds. Hover for times and configs; the chips hide variants in every chart.", legend(variants, draw), cards(ceilingCards(timed))));
     parts.push(section("peers", "Variants and peers", `Time over the time of ${state.b}, logarithmic: right of 1x is slower than ${state.b}.`, legend(variants, draw), cards(peerCards(timed))));
-    parts.push(section("bandwidth", "Bandwidth against size", "Achieved GB/s against the bytes that must move; the dashed curve is the measured ceiling at that size and mix.", cards(bandwidthCards(timed))));
-    const roofs = rooflineCards(timed).filter(Boolean);
-    if (roofs.length) parts.push(section("roofline", "Roofline", "Arithmetic rate against arithmetic intensity, both logarithmic; the slope is the largest measured ceiling.", cards(roofs)));
     parts.push(scalingSection(timed));
   }
   parts.push(...tuningSection(cases), failuresSection(cases));
   const focus = document.activeElement?.getAttribute("aria-label") || document.activeElement?.textContent;
   const inCharts = document.getElementById("charts").contains(document.activeElement);
   document.getElementById("charts").replaceChildren(...parts.filter(Boolean));
-  const links = [...document.querySelectorAll("main section")].map((part) => element("a", { href: `#${part.id || "table"}`, onclick: () => { const more = part.querySelector("details.more"); if (more) more.open = true; } }, part.querySelector("h2").textContent));
+  const links = [...document.querySelectorAll("main section:not([hidden])")].map((part) => element("a", { href: `#${part.id || "table"}`, onclick: () => { const more = part.querySelector("details.more"); if (more) more.open = true; } }, part.querySelector("h2").textContent));
   document.getElementById("sections").replaceChildren(...links);
   if (inCharts) [...document.querySelectorAll("#charts button, #charts select")].find((node) => (node.getAttribute("aria-label") || node.textContent) === focus)?.focus();
 }
 
-for (const node of document.querySelectorAll(".of-cases")) node.hidden = !data.cases.length;
 controls();
-draw();
+showFamily(data.families[0].name);
+followHash();

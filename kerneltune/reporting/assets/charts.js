@@ -1,5 +1,5 @@
 "use strict";
-// The charts: shares of the ceiling, peers, bandwidth, roofline, scaling, and what the searches found.
+// The charts: shares of the ceiling, peers, scaling, and what the searches found.
 
 const timedResults = (cases) =>
   cases.flatMap((c) => Object.entries(c.of).filter(([variant, r]) => r.us != null && !state.hidden.has(variant)).map(([variant, r]) => ({ c, variant, r, shape: c.shape })));
@@ -77,62 +77,6 @@ function peerCards(cases) {
       });
     const alt = `Dots: time of every variant and peer over the time of ${state.b} by shape for ${group[0].title}.`;
     return figure(group[0].title, axisNames(group[0].axes), alt, draw, (d) => `${told(d)}\n${fixed(d.ratio, 2)}x the time of ${state.b}`, rows, resultColumns({ ratio: (d) => fixed(d.ratio, 3) }));
-  });
-}
-
-function bandwidthCards(cases) {
-  return grouped(cases).map((group) => {
-    const rows = timedResults(group).filter((d) => d.c.bytes);
-    if (!rows.length) return null;
-    const line = d3.sort(group.filter((c) => c.ceiling && c.bytes), (c) => c.bytes);
-    const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
-    const draw = (width) =>
-      Plot.plot({
-        width, height: 310, marginLeft: 48, marginTop: 28, marginRight: 20, marginBottom: 38,
-        x: { ...logAxis(rows.map((d) => d.c.bytes), width < 420 ? 5 : 6), label: "bytes that must move →", tickFormat: bytes },
-        y: { label: "↑ GB/s", grid: true, zero: true, nice: true }, color: colours(variants), symbol: symbols(variants),
-        marks: [
-          Plot.areaY(line, { x: "bytes", y1: 0, y2: "ceiling", fill: "var(--muted)", fillOpacity: 0.09 }),
-          Plot.line(line, { x: "bytes", y: "ceiling", stroke: "var(--muted)", strokeDasharray: "5 3" }),
-          Plot.text(line.slice(-1), { x: "bytes", y: "ceiling", text: ["ceiling"], dy: -10, textAnchor: "end", fill: "var(--muted)", stroke: "var(--surface)", strokeWidth: 4 }),
-          Plot.dot(rows, { x: (d) => d.c.bytes, y: (d) => d.r.gbps, stroke: "variant", fill: "variant", fillOpacity: 0.5, symbol: "variant", r: 4 }),
-          nearest(rows, { x: (d) => d.c.bytes, y: (d) => d.r.gbps }),
-        ],
-      });
-    const alt = `Achieved GB/s against the bytes that must move, below the measured ceiling, for ${group[0].title}.`;
-    const more = { bytes: (d) => d.c.bytes, "GB/s": (d) => fixed(d.r.gbps, 1), "ceiling GB/s": (d) => fixed(d.c.ceiling, 1) };
-    return figure(group[0].title, "", alt, draw, told, rows, resultColumns(more));
-  });
-}
-
-/** TFLOP/s against flops per byte, below the roof of memory and, where the data sheet is known, of arithmetic. */
-function rooflineCards(cases) {
-  return grouped(cases.filter((c) => c.flops && c.bytes)).map((group) => {
-    const rows = timedResults(group).map((d) => ({ ...d, intensity: d.c.flops / d.c.bytes, tflops: d.c.flops / d.r.us / 1e6 }));
-    if (!rows.length) return null;
-    const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
-    const memory = d3.max(group, (c) => c.ceiling);
-    const peak = group[0].peak;
-    const ends = [d3.min(rows, (d) => d.intensity) / 2, d3.max(rows, (d) => d.intensity) * 2];
-    const knee = peak && memory ? (peak * 1e3) / memory : null;
-    const corners = d3.sort(knee ? [...ends, knee].map((x) => Math.min(Math.max(x, ends[0]), Math.max(ends[1], knee))) : ends);
-    const roof = memory ? corners.map((x) => ({ x, y: Math.min((x * memory) / 1e3, peak ?? Infinity) })) : [];
-    const draw = (width) =>
-      Plot.plot({
-        width, height: 320, marginLeft: 52, marginTop: 28, marginRight: 20, marginBottom: 38,
-        x: { ...logAxis([...rows.map((d) => d.intensity), ...corners], 5), label: "flop per byte →", tickFormat: "~g" },
-        y: { ...logAxis([...rows.map((d) => d.tflops), ...roof.map((d) => d.y)], 5), label: "↑ TFLOP/s", tickFormat: "~g" }, color: colours(variants), symbol: symbols(variants),
-        marks: [
-          Plot.line(roof, { x: "x", y: "y", stroke: "var(--muted)", strokeDasharray: "5 3" }),
-          Plot.dot(rows, { x: "intensity", y: "tflops", stroke: "variant", fill: "variant", fillOpacity: 0.5, symbol: "variant", r: 4 }),
-          nearest(rows, { x: "intensity", y: "tflops" }),
-        ],
-      });
-    const alt = `Roofline: TFLOP/s against arithmetic intensity for ${group[0].title}.`;
-    const note = peak ? `flat roof: ${peak} TFLOP/s, data sheet` : "sloped roof only: this GPU's peak is not known";
-    const more = { "flop per byte": (d) => d.intensity.toPrecision(4), "TFLOP/s": (d) => d.tflops.toPrecision(4) };
-    const tell = (d) => `${told(d)}\n${d.tflops.toPrecision(3)} TFLOP/s at ${d.intensity.toPrecision(3)} flop per byte`;
-    return figure(group[0].title, note, alt, draw, tell, rows, resultColumns(more));
   });
 }
 

@@ -2,23 +2,21 @@
 // Small helpers that the table and the charts share: elements, formats, one figure with its title, text and data table.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const state = { a: "", b: "", filters: {}, text: "", hidden: new Set() };
+const state = { family: data.families[0].name, a: "", b: "", filters: {}, text: "", hidden: new Set() };
 const SYMBOLS = ["circle", "square", "triangle", "diamond2", "star", "wye", "cross", "asterisk"];
 
 const BEST = "best-peer";
 
-/** Colour and symbol are of a variant's name, so they are the same on all pages. */
+/** A variant's name decides its colour and symbol, so that both are the same on all pages. */
 const colour = (variant) => `var(--c${data.looks[variant][0]})`;
 const symbol = (variant) => SYMBOLS[data.looks[variant][1]];
 /** The result of A or B on a case: of a variant, or of the fastest peer. */
 const side = (c, name) => (name === BEST ? c.best : c.of[name]);
 const bounds = (cases) => [...new Set(cases.map((c) => c.bound))].join(" or ");
 const axisNames = (axes) => Object.keys(axes).join("×");
-const isPeer = (op, variant) => data.peers.includes(`${op} ${variant}`);
 const shown = (variants) => variants.filter((variant) => !state.hidden.has(variant));
 const fixed = (value, digits) => (value == null ? "" : value.toFixed(digits));
 const micros = (us) => `${us < 10 ? us.toFixed(2) : us.toFixed(1)} µs`;
-const bytes = (count) => (count >= 1e9 ? `${+(count / 1e9).toPrecision(3)} GB` : count >= 1e6 ? `${+(count / 1e6).toPrecision(3)} MB` : `${+(count / 1e3).toPrecision(3)} kB`);
 const geomean = (values) => Math.exp(d3.mean(values, Math.log));
 const symbols = (variants) => ({ domain: variants, range: variants.map(symbol) });
 const colours = (variants) => ({ domain: variants, range: variants.map(colour) });
@@ -40,9 +38,12 @@ function searched(...texts) {
   return words.every((word) => text.includes(word));
 }
 
+/** The cases of the chosen family. */
+const familyCases = () => data.cases.filter((c) => c.family === state.family);
+
 /** The cases that the filters and the search text leave. */
 function visibleCases() {
-  return data.cases.filter((c) => {
+  return familyCases().filter((c) => {
     if (Object.entries(state.filters).some(([name, value]) => value && c[name] !== value)) return false;
     return searched(c.name, c.shape, c.label, ...Object.values(c.of).map((r) => r.config || ""));
   });

@@ -50,7 +50,7 @@ function measureColumn({ key, name, digits, suffix }) {
     speedup: speedupCell,
     interval: (row) => (row.low == null ? "" : `${fixed(row.low, 2)}–${fixed(row.high, 2)}`),
   };
-  const heading = key === "B_pct_bound" ? `B % ${bounds(data.cases)}` : name;
+  const heading = key === "B_pct_bound" ? `B % ${bounds(familyCases())}` : name;
   return { name: heading, get, show: shows[key] ?? ((row) => (get(row) == null ? "" : `${fixed(get(row), digits)}${suffix}`)), number: true, wide: !NARROW.has(key) };
 }
 
@@ -59,12 +59,13 @@ function tableColumns(rows) {
   const number = (name, get, digits, wide) => ({ name, get, show: (row) => fixed(get(row), digits), number: true, wide });
   const columns = [
     text("kind", (row) => row.c.kind),
+    ...data.columns.filter((spec) => spec.key === "speedup").map(measureColumn),
     text("dtype", (row) => row.c.dtype.replace("bfloat", "bf").replace("float", "fp")),
     text("quant", (row) => row.c.quant),
     ...(rows.some((row) => row.c.options) ? [{ ...text("options", (row) => row.c.options), words: true }] : []),
     ...sizeColumns(rows),
     ...(state.a === BEST ? [text("A is", (row) => row.a.is)] : []),
-    ...data.columns.filter((spec) => MEASURES[spec.key]).map((spec) => measureColumn(spec)),
+    ...data.columns.filter((spec) => MEASURES[spec.key] && spec.key !== "speedup").map(measureColumn),
     ...(state.a === BEST ? [] : [{ name: "× best peer", get: (row) => row.peer?.ratio ?? null, show: peerCell, number: true, wide: true }]),
   ];
   return columns.filter((column) => !column.wide || rows.some((row) => column.get(row) != null));
@@ -107,12 +108,14 @@ function drawTable(cases) {
   const lines = sorted(rows, columns).map((row) => {
     const cells = columns.map((column) => element("td", { class: cellClass(column) }, column.show(row)));
     const why = row.note ? [element("td", { class: "reason" }, row.note)] : [];
-    return element("tr", { title: `${row.c.name}: ${row.c.label}\nA ${row.a.config || ""}\nB ${row.b.config || ""}` }, ...cells, ...why);
+    const configs = [["A", row.a], ["B", row.b]].map(([side, r]) => element("div", {}, `${side} ${r.config || "-"}`));
+    const more = element("details", {}, element("summary", {}, "configs"), element("div", {}, `${row.c.name}: ${row.c.label}`), ...configs);
+    return element("tr", {}, ...cells, ...(why.length ? why : [element("td", { class: "configs" }, more)]));
   });
-  const caption = element("caption", {}, `A is ${state.a}, B is ${state.b}: ${rows.length} of ${data.cases.length} cases`);
-  place.replaceChildren(element("table", {}, caption, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...lines)));
+  const caption = element("caption", {}, `A is ${state.a}, B is ${state.b}: ${rows.length} of ${familyCases().length} cases`);
+  place.replaceChildren(element("table", {}, caption, element("thead", {}, element("tr", {}, ...heads, element("th", { scope: "col" }, "configs"))), element("tbody", {}, ...lines)));
   document.getElementById("table-hint").textContent = !rows.length ? `No case that is left has both ${state.a} and ${state.b}.` :
-    "+ above 1.05x, - below 0.95x. Click a heading to sort; hover a row for its configs.";
+    "+ above 1.05x, - below 0.95x. Click a heading to sort; open a row's configs in the last column.";
   drawTiles(rows);
 }
 

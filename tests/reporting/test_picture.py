@@ -1,0 +1,48 @@
+"""The picture of every family's speed-up: an SVG for light and dark pages."""
+
+import re
+from pathlib import Path
+
+import pytest
+from literal_records import literal
+from typer.testing import CliRunner
+
+from kerneltune.cli import app
+from kerneltune.files import data_root
+from kerneltune.reporting.picture import speedups
+from kerneltune.reporting.tables import Row
+
+DOCS = Path(__file__).parents[2] / "docs"
+RECORDED = sorted((data_root("results") / "nvidia_h200").glob("*.jsonl"))
+
+
+def rows(*ratios: float) -> list[Row]:
+    return [Row(literal(10.0 * ratio), literal(10.0, variant="optimized")) for ratio in ratios]
+
+
+def test_picture_has_a_line_per_family_the_fastest_first() -> None:
+    text = speedups({"slow_<x>": rows(0.5, 0.5), "fast": rows(1.0, 4.0)}, "best-peer", "optimized", "NVIDIA H200")
+    assert re.findall(r'text-anchor="end">([^<]*)<', text) == ["fast", "2.00x", "slow &lt;x&gt;", "0.50x"]
+    assert "the fastest peer of every case" in text
+    assert "@media (prefers-color-scheme: dark)" in text
+    points = [float(x) for x in re.findall(r'cx="([\d.]+)"', text)]
+    (one,) = re.findall(r'class="one" x1="([\d.]+)"', text)
+    assert points[1] < float(one) < points[0]
+
+
+def test_picture_without_a_speed_up_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^no case has a time of both a and b: nothing to draw$"):
+        speedups({"family": []}, "a", "b", "")
+    done = CliRunner().invoke(
+        app, ["report", str(RECORDED[0]), "--a", "optimized", "--b", "nothing", "--svg", str(tmp_path / "s.svg")]
+    )
+    assert done.exit_code == 2
+    assert done.stderr.splitlines()[-1].startswith("error: b: 'nothing': expected one of ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_readme_picture_is_of_the_recorded_results(tmp_path: Path) -> None:
+    """Make it anew with `kerneltune report results/nvidia_h200/*.jsonl --svg docs/speedup.svg`."""
+    done = CliRunner().invoke(app, ["report", *map(str, RECORDED), "--svg", str(tmp_path / "speedup.svg")])
+    assert done.exit_code == 0, done.output
+    assert (DOCS / "speedup.svg").read_text() == (tmp_path / "speedup.svg").read_text()
