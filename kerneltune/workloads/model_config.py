@@ -41,6 +41,8 @@ _FUSED_ATTENTION = (
     "bloom", "chatglm", "codegen", "dbrx", "falcon", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "openai-gpt", "persimmon",
     "phi3", "phi4",
 )  # fmt: skip
+_OWN_EXPERT_WIDTH = ("deepseek", "qwen2_moe", "qwen3", "glm4", "dots1", "ernie4_5_moe", "kimi")
+"""Beginnings of model types whose experts have a width of their own, which the dense width must not stand for."""
 _NOT_FUSED = ("glm4_moe", "glm4v_moe", "glm_moe", "falcon_h1")
 _UNGATED = (
     "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "fuyu", "gpt", "jais2", "mpt", "nanochat", "nemotron",
@@ -269,7 +271,7 @@ def _of_class(kind: str) -> Iterator[tuple[str, Any]]:
         made = CONFIG_MAPPING[kind]()
     except Exception:  # transformers is not installed, does not know the type, or cannot make a config of nothing
         return
-    for name in (*_HIDDEN, *_HEADS, *_KV_HEADS, *_HEAD_DIM, *_MLP):
+    for name in (*_HIDDEN, *_HEADS, *_KV_HEADS, *_HEAD_DIM, *_MLP, *_EXPERT_MLP):
         value = getattr(made, name, None)
         if type(value) is int and value > 0:
             yield name, value
@@ -280,7 +282,7 @@ def _experts(fields: _Fields) -> Experts | None:
     if counted is None or _first(fields.get(counted)) in (0, 1) or fields.get("is_moe") is False:
         return None
     count = fields.checked(counted, _first(fields.get(counted)))
-    wide = fields.name_of(_EXPERT_MLP) or fields.name_of(_MLP)
+    wide = fields.name_of(_EXPERT_MLP) or (None if _has_expert_width(fields) else fields.name_of(_MLP))
     width = fields.size(_EXPERT_MLP) if wide is None else fields.checked(wide, _first(fields.get(wide)))
     top = fields.name_of(_TOP_K)
     if top is None:
@@ -296,6 +298,11 @@ def _experts(fields: _Fields) -> Experts | None:
     if not inner and fields.kind.startswith(_SHARED_AS_ROUTED):
         inner = width
     return Experts(count, width, top_k, counted, wide or _EXPERT_MLP[0], inner)
+
+
+def _has_expert_width(fields: _Fields) -> bool:
+    """Return whether the model's class has a field for the width of its experts, so that the dense width is not theirs."""
+    return fields.kind.startswith(_OWN_EXPERT_WIDTH) or any(name in fields.defaults for name in _EXPERT_MLP)
 
 
 def _first(value: Any) -> Any:

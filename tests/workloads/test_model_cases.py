@@ -1,7 +1,9 @@
 """The sweep of a model: sizes read from its config.json, cases named by layer, and bad files in one line."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,6 +223,27 @@ def test_a_bad_config_is_one_line_with_file_field_and_value(tmp_path: Path, fiel
     assert str(caught.value).startswith(str(path))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_experts_without_a_width_take_the_width_of_their_class_never_the_dense_width(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {name: value for name, value in EXPERTS.items() if name != "moe_intermediate_size"}
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(CONFIG_MAPPING={"qwen3_moe": Made, "mixtral": object}))
+    experts, mixtral = (read(written(tmp_path, {**fields, "model_type": kind})).experts for kind in ("qwen3_moe", "mixtral"))
+    assert experts is not None
+    assert mixtral is not None
+    assert (experts.width, experts.width_field) == (768, "moe_intermediate_size")
+    assert (mixtral.width, mixtral.width_field) == (9728, "intermediate_size")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match=r"config.json: moe_intermediate_size: missing: looked for moe_intermediate_size, "):
+        read(written(tmp_path, fields))
+
+
+class Made:
+    """A config's class as transformers has it for Qwen3's experts."""
+
+    moe_intermediate_size = 768
 
 
 def test_a_config_that_is_no_file_is_one_line(tmp_path: Path) -> None:
