@@ -145,7 +145,7 @@ def _notes(model: nn.Module, chosen: dict[str, nn.Module], recipe: Recipe | str)
 
 def _check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be an nn.Module, got {model!r}")
+        raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
 
 
 def _chosen(found: Reasons, filter_fn: Filter | None, skipped: dict[str, str]) -> dict[str, nn.Module]:
