@@ -1,7 +1,6 @@
-"""Records: measured, checked, failed or skipped rows with everything needed to believe them, kept as JSON lines.
+"""Read and write records: rows that were measured, checked, failed or skipped, with their provenance, as JSON lines.
 
-A journal is appended to; a file of results is replaced as a whole. `frame` gives records as a pandas table.
-Does not measure, compare or print. Imports the standard library, msgspec, table, device, files and spec; pandas inside `frame`.
+A journal is appended to; a file of results is replaced as a whole. `frame` returns records as a pandas table.
 """
 
 import io
@@ -50,7 +49,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     A copy with changes is `msgspec.structs.replace(record, …)`.
 
     Attributes:
-        op, variant, dtype, quant, axes, options: what was measured, with `policy` the row's identity.
+        op, variant, dtype, quant, axes, options: with `policy`, the row's identity.
         case: the case's name; no part of the row's identity.
         policy: how it was timed, for example `cold`.
         status: `passed` is correct and timed, `checked` correct but not timed (interpreter); only `passed` carries measures.
@@ -117,12 +116,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def key(self) -> Key:
-        """Return (op, dtype, quant, axes, options, policy), axes and options sorted by name: the row without its variant."""
+        """Return (op, dtype, quant, axes, options, policy), axes and options sorted by name: the identity of a case."""
         return key_of(self.op, self.dtype, self.quant, self.axes, self.options, self.policy)
 
     @property
     def config_label(self) -> str:
-        """Return the config in one line: `block=1024 warps=4`; `-` where there is none."""
+        """Return the config in one line: `block=1024 warps=4`; `-` without a config."""
         return pairs(self.config or {}) or "-"
 
     @property
@@ -197,7 +196,7 @@ def _parsed(lines: Iterable[bytes], name: str) -> list[Record]:
 
 
 def append(path: Path, records: Sequence[Record]) -> None:
-    """Append the records as one write, all or none, in place of a truncated last line; creates the folders.
+    """Append the records in a single write, all or none; replace a truncated last line, and make the folders.
 
     Raises:
         ValueError: `cannot write file: …` (read-only, disk full).
@@ -206,12 +205,12 @@ def append(path: Path, records: Sequence[Record]) -> None:
 
 
 def merge(path: Path, new: Sequence[Record]) -> None:
-    """Replace the rows of a file that `new` measured again later, keep the others; the file changes as a whole or not at all.
+    """Replace the rows of a file that `new` measured later, and keep the other rows.
 
-    Processes that merge at the same time wait for each other; readers see the old file or the new one.
+    The file changes as a whole or not at all. Processes that merge at the same time wait for each other.
 
     Raises:
-        ValueError: a broken file, or one that cannot be written.
+        ValueError: the file is broken or cannot be written.
     """
     with locked(path):
         rows = newest([*(load(path) if path.exists() else []), *new])
@@ -219,13 +218,13 @@ def merge(path: Path, new: Sequence[Record]) -> None:
 
 
 def other_run(a: Record, b: Record) -> list[str]:
-    """Return what tells the runs of two records apart, by field; a field that a record lacks tells nothing."""
+    """Return the fields of the run that differ between two records; a field that a record lacks does not count."""
     sides = ((name, getattr(a, name), getattr(b, name)) for name in ("unit", "driver", "torch", "triton", "commit"))
     return [name for name, of_a, of_b in sides if of_a and of_b and of_a != of_b]
 
 
 def row_of(record: Record) -> object:
-    """Return what tells a row from others: its key, variant and device."""
+    """Return the identity of a row: key, variant and device."""
     return record.key, record.variant, record.device
 
 
@@ -238,12 +237,12 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """Return the newest record of every row, the last of those of one time, in the order of their first."""
+    """Return the newest record of every row, in order of the rows' appearance; of equal dates the last record wins."""
     return list(newest_rows(records, row_of).values())
 
 
 def newest_rows(records: Iterable[Record], identity: Callable[[Record], object]) -> dict[object, Record]:
-    """Return row -> its newest record, in the order of their first; identity: what is equal for records of one row."""
+    """Return row -> its newest record, in order of appearance; `identity` returns the row of a record."""
     found: dict[object, Record] = {}
     for record in records:
         row = identity(record)
@@ -297,13 +296,13 @@ _FRAME: dict[str, Any] = {
 
 
 class _Texts:
-    """Keeps one of equal texts and mappings, as the rows of a file share nearly all of them."""
+    """Equal texts and mappings as a single object, because the rows of a file share nearly all of them."""
 
     def __init__(self) -> None:
         self._known: dict[object, Any] = {}
 
     def shared(self, record: Record) -> Record:
-        """Return the record with texts, options and config that it shares with earlier ones."""
+        """Return the record with its texts, options and config replaced by equal objects of earlier records."""
         for name in _TEXTS:
             value = getattr(record, name)
             msgspec.structs.force_setattr(record, name, self._known.setdefault(value, value))

@@ -2,8 +2,8 @@
 
 Within one process, rounds are resampled (`median_interval`, `ratio_interval`). That says nothing about what differs from
 process to process: addresses, the order of allocations, the state of the clocks. So a shift between two runs is resampled by
-process, then by round within the process. The process is the unit: each gives one median of logarithms, the centre is their
-mean. The variance of that bootstrap has a closed form, which is used instead of random numbers:
+process, then by round within the process. The process is the unit: each process gives a median of logarithms, and the centre is
+the mean of these medians. The variance of that bootstrap has a closed form, which is used instead of random numbers:
 
     variance = (spread between the process medians + mean bootstrap variance of the median within a process) / processes
 
@@ -12,9 +12,9 @@ The first is known badly from 2 or 3 processes, and a plain bootstrap of so few 
 P - 1, and it takes normal quantiles. Here it is divided by the degrees of freedom, pooled over both runs (the same harness on
 the same GPU), and Student's t widens intervals and p-values. As process medians hold their rounds' noise already, the second
 term counts it twice: this errs on the wide side, and three medians that agree by chance do not pass for certainty.
-Assumed: processes are exchangeable, and their medians about normal on the log scale; one odd process widens the interval.
+Assumed: processes are exchangeable, and their medians are about normal on the log scale; an odd process widens the interval.
 
-Pure functions of numbers. May import numpy, and scipy.special inside functions: a search needs none of those.
+Pure functions of numbers. scipy.special is imported inside functions, because a search does not need it.
 """
 
 from collections.abc import Sequence
@@ -78,12 +78,12 @@ def ratio_interval(numerator: Samples, denominator: Samples, seed: int = 0) -> I
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """The slowdown of one run against another, on the log scale.
+    """A slowdown of a run relative to another run, on the log scale.
 
     Attributes:
         log: log(new / old).
         error: its standard error.
-        freedom: degrees of freedom of the error; infinite where it is taken as known.
+        freedom: degrees of freedom of the error; infinite where the error is assumed to be known.
     """
 
     log: float
@@ -105,7 +105,7 @@ class Shift:
 
     @property
     def p_slower(self) -> float:
-        """One-sided p-value of "new is not slower than old"."""
+        """Return the one-sided p-value of the hypothesis that new is not slower than old."""
         from scipy.special import stdtr
 
         if self.error == 0:
@@ -185,7 +185,7 @@ def centre_interval(processes: Sequence[Samples]) -> Interval:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values, adjusted so that rejecting those up to alpha is wrong anywhere with probability alpha at most."""
+    """Return Holm's adjusted p-values: rejecting all values up to alpha makes any error with probability alpha at most."""
     order = np.argsort(p_values)
     steps = np.asarray(p_values)[order] * np.arange(len(order), 0, -1)
     adjusted = np.empty(len(order))

@@ -16,7 +16,7 @@ Value = str | float | int | bool | None
 
 _LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
 _LINE = "\0"
-"""A cell in place of which a whole line of text is set."""
+"""A cell that marks a row of the grid for replacement by a line of text."""
 _NUMBER = re.compile(r"[-+]?[0-9.,]*( ?%|x)?")
 """A cell that is a number, or that stands for a missing number."""
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -125,7 +125,7 @@ class Table:
         lines = [_pipe(self.columns[i].name for i in shown), _pipe("---" if self.columns[i].is_text else "---:" for i in shown)]
         for row in self.rows:
             cells = [self.columns[i].cell(row.values[i]) for i in shown]
-            if row.note:  # in the last column where it is empty text, else in place of the first missing number
+            if row.note:  # in the last column if its cell is an empty text, else in place of the first missing number
                 empty = [at for at, i in enumerate(shown) if not self.columns[i].is_text and not cells[at]]
                 is_last = not empty or (self.columns[shown[-1]].is_text and not cells[-1])
                 at = len(cells) - 1 if is_last else empty[0]
@@ -190,7 +190,7 @@ class Table:
         return max(len(part) for cell in cells for part in (cell.split() or [""] if column.wraps else [cell]))
 
     def _grid(self, shown: Sequence[int], stated: Sequence[int], width: int) -> list[str]:
-        """Return the heading and the lines of every row; a line states the values of `stated` where they change."""
+        """Return the heading and the lines of every row; a line states changed values of the columns in `stated`."""
         from rich.console import Console
         from rich.table import Table as Grid
         from rich.text import Text
@@ -230,7 +230,7 @@ class Table:
 
 
 def _noted(line: str, note: str, width: int) -> list[str]:
-    """Return a row's line with its note behind the last cell; the note is below where there is little room."""
+    """Return a row's line with its note behind the last cell; a line below holds the note if there is little room."""
     is_beside = width - len(line) - 2 >= _LEAST_ROOM
     indent = len(line) + 2 if is_beside else min(_NOTE_INDENT, width // 2)
     words = textwrap.wrap(note, width - indent, max_lines=_NOTE_LINES, placeholder=" …", break_on_hyphens=False)
@@ -239,7 +239,7 @@ def _noted(line: str, note: str, width: int) -> list[str]:
 
 
 def joined(tables: Iterable[Table], style: str, width: int) -> str:
-    """Return tables below each other; CSV has one heading where the tables have the same columns."""
+    """Return tables below each other; CSV has a single heading where the tables have equal columns."""
     found = list(tables)
     texts = [table.render(style, width) for table in found]
     if style == "csv" and all(a.columns == b.columns for a, b in pairwise(found)):

@@ -86,7 +86,7 @@ class _Group(TyperGroup):
 
 
 def _unwritten(error: OSError) -> typer.Exit:
-    """Say that the output cannot be written; raise the error again where it is another, such as that of a closed pipe."""
+    """Say that the output cannot be written; raise any other error again, for example of a closed pipe."""
     if error.errno not in (errno.ENOSPC, errno.EIO):
         raise error
     error_line(f"error: cannot write the output: {error.strerror}")
@@ -124,7 +124,7 @@ def _holders(option: str) -> str:
 
 
 _value_type: Any = getattr(TyperOption, "display_type_rich", None)
-"""What typer shows as the type of a value in help; None in versions that show none."""
+"""Typer's function that returns a value's type in help; None in versions without types in help."""
 
 
 def _needed_type(parameter: TyperArgument | TyperOption, ctx: Any) -> str | None:

@@ -46,8 +46,8 @@ def command(
     """Show how fast B is against A, case by case: µs, speed-up, `+` above 1.05x and `-` below 0.95x.
 
     Without names: the fastest peer of every case against `optimized`; a workload that declares a table of its own shows that.
-    Reads the newest records of this GPU; where there is no GPU, the recorded ones of any. `compare X X --run` measures X twice:
-    what it shows against itself is noise.
+    Reads the newest records of this GPU; on a machine without a GPU, the recorded results of any GPU. `compare X X --run`
+    measures X twice: the difference is noise.
     """
     if a is not None and b is None:
         a, b, source = (None, None, [*(source or []), Path(a)]) if _is_file(a) else (None, a, source)
@@ -109,7 +109,7 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | 
     known = o.load_ops()
     from kerneltune.campaign import measure_live
 
-    for name in (a, b):  # one variant each: a pattern may be of several
+    for name in (a, b):  # a pattern may match several variants
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or known for v in known[op].variants))
     selection = o.make_selection(known, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
     with reporter() as progress:
@@ -130,7 +130,7 @@ def _recorded(source: list[Path] | None, family: str | None, results: Path | Non
 
 
 def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
-    """Return the records of files that were named, those of one family if that is, too.
+    """Return the records of the named files, of a single family if a family is named.
 
     Raises:
         ValueError: a file that has no records, or a family that none has.
@@ -162,7 +162,7 @@ def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Reco
 
 
 def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict[str, list[Row]]":
-    """Return heading -> rows: one table, one per family, or one per variant where a file holds several."""
+    """Return heading -> rows: a single table, a table per family, or a table per variant where a file holds several variants."""
     from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.tables import ab_rows
 
@@ -172,7 +172,7 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
         found = {family: rows for family, rows in found.items() if rows}
         return found if len(found) > 1 else {"": [row for rows in found.values() for row in rows]}
     of_both = [v for v in dict.fromkeys(record.variant for record in of_a) if any(record.variant == v for record in of_b)]
-    if not of_both:  # a file of one variant against another
+    if not of_both:  # each file holds a single variant
         return {"": ab_rows(of_a, of_b)} if len({record.variant for record in of_a}) == 1 else {}
     rows = {v: ab_rows([r for r in of_a if r.variant == v], [r for r in of_b if r.variant == v]) for v in of_both}
     return {variant: found for variant, found in rows.items() if found}

@@ -1,4 +1,4 @@
-"""The one place that prints: results on standard output, everything else on standard error; files are announced."""
+"""Print results on standard output and everything else on standard error; announce written files."""
 
 import codecs
 import io
@@ -31,7 +31,7 @@ _PLAIN = {"µ": "u", "→": "->", "–": "-", "−": "-", "×": "x", "…": "...
 
 
 def write_any_character() -> None:
-    """Have both streams write characters that their encoding lacks as others, rather than fail."""
+    """Let both streams write a substitute for a character that their encoding lacks, rather than fail."""
 
     def plain(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
@@ -69,7 +69,7 @@ def note(text: str) -> None:
 
 
 def error_line(text: str) -> None:
-    """Print on one line what is wrong."""
+    """Print an error on a single line."""
     messages.print(printable(" ".join(text.split())), markup=False, soft_wrap=True)
 
 
@@ -77,7 +77,7 @@ _SHOWN_CONFIGS = 3
 
 
 def end_if_failed(records: "Iterable[Record]") -> None:
-    """Print a line for each case and reason of records that failed; end the command with exit code 1 where there is one."""
+    """Print a line for each case and reason of failed records; end the command with exit code 1 if a record failed."""
     failed: dict[tuple[str, str], list[str]] = {}
     for record in records:
         if record.status == "failed":

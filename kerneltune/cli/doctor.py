@@ -1,4 +1,4 @@
-"""`kerneltune doctor`: what this machine offers, and what each missing thing means for the numbers."""
+"""`kerneltune doctor`: show the machine's versions, GPU, tools and folders, with the consequence of each missing part."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 
 def command(configs: o.Configs = None, results: o.Results = None) -> None:
-    """Show versions, GPU, clocks, tools and folders, and what a missing one means."""
+    """Show versions, GPU, clocks, tools and folders, with the consequence of each missing part."""
     rows = [*_software(), *_gpu(), *_tools(), *peer_packages(), *_folders(configs, results), *journey_lines()]
     show_table(("what", "found", "means"), rows)
 

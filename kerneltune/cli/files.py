@@ -1,4 +1,4 @@
-"""Files that commands read when they are not told which."""
+"""Find the files that a command reads if none is named, and select their records."""
 
 import fnmatch
 import os
@@ -51,7 +51,7 @@ def swept(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "list[SweepCa
 
 
 def bench_cases(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "dict[str, list[Case]]":
-    """Return the bench cases of all sweep files, and of further ones, by operator."""
+    """Return the bench cases of all sweep files, and of the files in `extra`, by operator."""
     found: dict[str, list[Case]] = {}
     for entry in swept(known, extra):
         if entry.section == "bench":
@@ -60,10 +60,10 @@ def bench_cases(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "dict[s
 
 
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:
-    """Return the record files of this GPU; without a GPU those of all GPUs, and a remark says so.
+    """Return the record files of this GPU; without a GPU, return the files of all GPUs and print a remark.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no file is found.
     """
     from kerneltune import device, sweep
 

@@ -1,4 +1,4 @@
-"""`kerneltune ops`: the operators, their variants, and the knobs of these."""
+"""`kerneltune ops`: list the operators with their variants, or the knobs of an operator."""
 
 import dataclasses
 import inspect
@@ -23,7 +23,7 @@ def command(
     quant: Annotated[str | None, typer.Option("--quant", help="Knobs for this quantization mode.")] = None,
     index: Annotated[bool, typer.Option("--index", hidden=True, help="Write the index of operators that is shipped.")] = False,
 ) -> None:
-    """List the operators, or show one with the values that its knobs may take."""
+    """List the operators, or show an operator's variants and the values of their knobs."""
     if index:
         _write_index()
         return

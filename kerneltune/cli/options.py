@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they stand for."""
+"""Declare the options that several commands share, and check their values."""
 
 import fnmatch
 import functools
@@ -31,11 +31,11 @@ Family = Annotated[
 ]
 OpName = Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")]
 OpsGiven = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these operators, in this order.")]
-Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Of this GPU, by its folder's name, like nvidia_h200.")]
-Whose = Annotated[str, typer.Option("--variant", metavar="NAME", help="Whose configs.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="The GPU, by the name of its folder, like nvidia_h200.")]
+Whose = Annotated[str, typer.Option("--variant", metavar="NAME", help="The variant whose configs are meant.")]
 OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Only this operator; may be repeated.")]
 CaseNames = Annotated[
-    list[str] | None, typer.Option("--case", metavar="NAME", help="Only cases with such a name, like 'te-*'; may be repeated.")
+    list[str] | None, typer.Option("--case", metavar="NAME", help="Only cases whose name matches, like 'te-*'; may be repeated.")
 ]
 
 
@@ -89,7 +89,9 @@ Quants = Annotated[
 ]
 VariantNames = Annotated[
     list[str] | None,
-    typer.Option("--variant", metavar="NAME", help="Only variants or peers of such a name, like 'rowwise*'; may be repeated."),
+    typer.Option(
+        "--variant", metavar="NAME", help="Only variants or peers whose name matches, like 'rowwise*'; may be repeated."
+    ),
 ]
 PolicyName = Annotated[str, pick("--policy", POLICIES, "How times are taken.")]
 Style = Annotated[str, pick("--format", STYLES, "Form of the table.")]
@@ -97,7 +99,7 @@ Budget = Annotated[float | None, seconds("Tuning time per case.")]
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
 MaxCases = Annotated[
     int | None,
-    count("--max-cases", "Most cases of a sweep file; 100000 unless told."),
+    count("--max-cases", "Most cases of a sweep file; 100000 by default."),
 ]
 Configs = Annotated[
     Path | None, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_CONFIGS", help="Folder of the config cache.")
@@ -117,7 +119,7 @@ _SELECTING = {"op": OpNames, "case": CaseNames, "dtype": Dtypes, "quant": Quants
 def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options that select, in place of its parameter `wanted`, a Selection of no family.
 
-    without: those of `op`, `case`, `dtype`, `quant` and `variant` that the command does not have.
+    without: the options among `op`, `case`, `dtype`, `quant` and `variant` that the command does not have.
     """
     names = [name for name in _SELECTING if name not in without]
 
@@ -142,10 +144,10 @@ def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def choice(field: str, value: str, known: Collection[str]) -> str:
-    """Return the value, if it is known.
+    """Return the value if it is known.
 
     Raises:
-        ValueError: it is not; names what is.
+        ValueError: the value is unknown; the message names the known values.
     """
     if value not in known:
         raise unknown(field, value, known)
@@ -164,7 +166,7 @@ def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> 
     """Return the values wanted, or all present values if none is wanted.
 
     Raises:
-        ValueError: one that is not present; names what is.
+        ValueError: a wanted value is not present; the message names the present values.
     """
     known = list(dict.fromkeys(present))
     return [choice(field, value, known) for value in wanted or known]
@@ -174,7 +176,7 @@ def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str])
     """Return the values that match a pattern, or all present values if no pattern is given.
 
     Raises:
-        ValueError: a pattern of none; names what is present.
+        ValueError: a pattern matches no value; the message names the present values.
     """
     known = list(dict.fromkeys(present))
     for pattern in patterns or ():
@@ -184,10 +186,10 @@ def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str])
 
 
 def percent(field: str, text: str | None) -> float | None:
-    """Return the fraction that `1%` or `1` says; None for None.
+    """Return the fraction of a percentage, `1%` or `1`; None for None.
 
     Raises:
-        ValueError: it is none, or not between 0 and 100.
+        ValueError: the text is no percentage between 0 and 100.
     """
     if text is None:
         return None
@@ -201,10 +203,10 @@ def percent(field: str, text: str | None) -> float | None:
 
 
 def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return name and values of texts such as `warps=1,2`.
+    """Return name and values of each text of the form `warps=1,2`.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: a text has another form.
     """
     split = []
     for text in given or ():
@@ -219,7 +221,7 @@ def config_of(variant: Variant, field: str, text: str) -> Any:
     """Return the config of a JSON text.
 
     Raises:
-        ValueError: one line that names the option and what is wrong.
+        ValueError: the text is no config of the variant; the message names the option and the value.
     """
     from kerneltune.files import decode
 
@@ -234,7 +236,7 @@ def results_root(results: Path | None, family: str | None = None) -> Path:
     """Return the folder of the records, as in `sweep`, for a command that needs the family's sweep file.
 
     Raises:
-        ValueError: there is no such family.
+        ValueError: the family does not exist.
     """
     from kerneltune import sweep
 
@@ -253,7 +255,7 @@ def configs_root(configs: Path | None) -> Path:
 def config_files(configs: Path | None, below: str = "*.json") -> list[Path]:
     """Return the files of the config cache, GPU by GPU: the packaged file where nothing is given and there is no other.
 
-    below: which files of a GPU's folder; `rules/*.json` are those of rules.
+    below: a pattern of files in a GPU's folder; `rules/*.json` for rules.
     """
     from kerneltune.cache import readable, roots
 
@@ -263,7 +265,7 @@ def config_files(configs: Path | None, below: str = "*.json") -> list[Path]:
 
 
 def where_configs_serve(configs: Path | None) -> str:
-    """Return a line on who reads the configs that were stored; empty where every call does."""
+    """Return a line about the programs that read the stored configs; empty if every call reads them."""
     from kerneltune.cache import roots
     from kerneltune.files import in_checkout
 
@@ -275,7 +277,7 @@ def where_configs_serve(configs: Path | None) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Fail before the work rather than after it.
+    """Check that a folder can be written, before the work begins.
 
     Raises:
         ValueError: nothing can be written into the folder, or it cannot be made.
@@ -313,7 +315,7 @@ def make_folder(folder: Path) -> None:
 
 
 def use_plugins(modules: Sequence[str]) -> None:
-    """Load operators of these modules as well, by the environment, so that processes started from here have them too.
+    """Load operators of these modules, through the environment, so that subprocesses load them too.
 
     Raises:
         ValueError: a .py file that is not there, or neither a .py file nor the name of a module.
@@ -348,7 +350,7 @@ def capture_of(family: str) -> str:
 
 
 def load_facts() -> "Mapping[str, OpFacts]":
-    """Return what is listed of operators and workloads by name, without their code."""
+    """Return the listed facts of operators and workloads by name, without importing their code."""
     from kerneltune import device, ops, workloads
 
     known, built = ops.facts(device.select_backend), workloads.facts(device.select_backend)
@@ -358,7 +360,7 @@ def load_facts() -> "Mapping[str, OpFacts]":
 
 
 def load_ops() -> Mapping[str, Op]:
-    """Return operators and workloads by name, ready to run here: on the GPU, or in the interpreter where there is none."""
+    """Return operators and workloads by name, ready to run on the GPU, or in the interpreter on a machine without a GPU."""
     from kerneltune import device
 
     device.select_backend()
@@ -376,7 +378,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
     whole: refuse a case that lacks a size.
 
     Raises:
-        ValueError: no such axis, option, dtype or quant, no size, or no value of the option.
+        ValueError: an axis, option, dtype or quant does not exist, or its value is invalid.
     """
     axes = dict.fromkeys(op.axes, _USUAL_SIZE)
     options = {name: values[0] for name, values in op.options.items()}
@@ -406,7 +408,7 @@ def _captured_names() -> set[str]:
 
 
 def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", max_cases: int | None = None) -> "Selection":
-    """Return what is wanted of a family.
+    """Return the selection with its family, after checking its names.
 
     Raises:
         ValueError: a name that no operator knows.
@@ -421,7 +423,7 @@ def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", ma
 
 
 def make_options(policy: str, **given: Any) -> "Options":
-    """Make the options of how to run; what is None keeps its default."""
+    """Make the options of a run; an option that is None keeps its default."""
     from kerneltune.run_options import Options
 
     return Options(policy=policy, **{name: value for name, value in given.items() if value is not None})

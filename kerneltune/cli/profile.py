@@ -65,7 +65,7 @@ def command(
 
 
 def driver(op: str, variant: str, case: str, config: str) -> None:
-    """Launch one variant once between cudaProfilerStart and cudaProfilerStop, after a first launch that compiles."""
+    """Launch a variant once between cudaProfilerStart and cudaProfilerStop, after a launch that compiles it."""
     import torch
 
     known = o.load_ops()
@@ -102,7 +102,7 @@ def _require_runnable(variant: Variant, case: Case) -> None:
 
 
 def _require_nvidia() -> None:
-    """Raise ValueError where there is no NVIDIA GPU to profile."""
+    """Raise ValueError if no NVIDIA GPU can be profiled."""
     import torch
 
     from kerneltune import device

@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: stage, current config, best so far, ETA; log lines where it is no terminal."""
+"""Show the progress of long work on standard error: stage, current config, best result, time left; log lines if no terminal."""
 
 import time
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def reporter() -> "RichProgress | LogProgress":
 
 
 class Remaining:
-    """The time that the rest of a stage takes if steps take as long, against their costs, as those done."""
+    """An estimate of the time left in a stage, from the time of the finished steps and the costs of all steps."""
 
     def __init__(self, total: int, kept: int, costs: Sequence[float], now: float) -> None:
         self._costs = list(costs) or [1.0] * (total - kept)
@@ -34,7 +34,7 @@ class Remaining:
         self._stepped = now
 
     def seconds(self, now: float) -> float | None:
-        """Return what is left; None before the first step is done."""
+        """Return the seconds left; None before the first step is done."""
         past = sum(self._costs[: self._done])
         if not past:
             return None
@@ -52,7 +52,7 @@ class _RemainingColumn(ProgressColumn):
 
 
 class RichProgress:
-    """A bar per stage, the present one last, with what is running and the best so far."""
+    """A progress bar for the current stage, with the current step and the best result so far."""
 
     def __init__(self) -> None:
         self._remaining = Remaining(0, 0, (), 0.0)
@@ -78,7 +78,7 @@ class RichProgress:
         self._bars.stop()
 
     def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
-        """Begin a stage of `total` steps, of which an earlier run has done `kept`; costs as in `run_options.Progress`."""
+        """Begin a stage of `total` steps; an earlier run has done `kept` of them; costs as in `run_options.Progress`."""
         if self._task is not None:
             self._bars.remove_task(self._task)
         self._remaining = Remaining(total, kept, costs, time.monotonic())
@@ -101,7 +101,7 @@ class RichProgress:
 
 
 class LogProgress:
-    """A line per stage, and one every few seconds within it."""
+    """A log line per stage, and a line every few seconds within a stage."""
 
     def __init__(self) -> None:
         self._name, self._total, self._kept, self._done, self._best = "", 0, 0, 0, ""
@@ -115,7 +115,7 @@ class LogProgress:
         self._end()
 
     def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
-        """Begin a stage of `total` steps, of which an earlier run has done `kept`; costs as in `run_options.Progress`."""
+        """Begin a stage of `total` steps; an earlier run has done `kept` of them; costs as in `run_options.Progress`."""
         self._end()
         self._name, self._total, self._kept, self._done, self._best = name, total, kept, kept, ""
         self._started = self._shown = time.monotonic()

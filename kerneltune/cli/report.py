@@ -1,4 +1,4 @@
-"""`kerneltune report`: one HTML page of records, searches and configs; a picture and Markdown for a pull request."""
+"""`kerneltune report`: an HTML page of records, searches and configs; a picture and Markdown for a pull request."""
 
 import os
 import sys

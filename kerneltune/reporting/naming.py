@@ -1,4 +1,4 @@
-"""Name cases alike in tables, charts and pages, and say where their records come from.
+"""Name cases alike in tables, charts and pages, and state the origin of their records.
 
 Pure; does not lay anything out.
 """
@@ -16,12 +16,12 @@ from kerneltune.table import pairs
 
 @dataclass(frozen=True, slots=True)
 class CaseName:
-    """A case among others.
+    """A case with the words that tell it from the cases beside it.
 
     Attributes:
-        case: what people call it; no part of its identity.
-        options: options, policy and device by name; `told_apart` leaves those that are not the same in all cases.
-        kind: the operator's name without the parts that all operators' begin with, `fwd`; the last part is never left out.
+        case: the case's name, which is no part of its identity.
+        options: options, policy and device by name; `told_apart` keeps the entries that differ between cases.
+        kind: the operator's name without the words that all operators begin with, `fwd`; the last word always stays.
     """
 
     op: str
@@ -34,7 +34,7 @@ class CaseName:
 
     @property
     def settings(self) -> str:
-        """The options in one line: `layout=both groups=zipf`; empty where there are none."""
+        """The options in one line: `layout=both groups=zipf`; empty without options."""
         return pairs(self.options)
 
     @property
@@ -44,7 +44,7 @@ class CaseName:
 
     @property
     def title(self) -> str:
-        """Return what is above a chart of such shapes: `rmsnorm_fwd · fp8 · bfloat16 · row_pad=8`."""
+        """Return the title of a chart of these shapes: `rmsnorm_fwd · fp8 · bfloat16 · row_pad=8`."""
         return " · ".join(filter(None, [self.op, self.quant, self.dtype, self.settings]))
 
 
@@ -56,7 +56,7 @@ def case_names(records: Iterable[Record]) -> list[CaseName]:
 
 
 def told_apart(cases: Iterable[CaseName]) -> list[CaseName]:
-    """Return the cases with their kinds, and without the options that are the same in all cases that have them."""
+    """Return the cases with their kinds, without options that are equal in all cases that have them."""
     cases = list(cases)
     values: dict[str, set[str]] = {}
     for case in cases:
@@ -71,7 +71,7 @@ def told_apart(cases: Iterable[CaseName]) -> list[CaseName]:
 
 
 def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Return the records of every family, in order of appearance; where none is known the operator stands for it."""
+    """Return the records of every family, in order of appearance; a record without a family counts to its operator."""
     return grouped(records, lambda record: record.family or record.op)
 
 

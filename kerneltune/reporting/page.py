@@ -1,4 +1,4 @@
-"""Write one HTML file that needs nothing else: the template with data, styles and scripts inlined."""
+"""Write an HTML file that needs no other file: the template with data, styles and scripts inlined."""
 
 import importlib.resources
 import json

@@ -85,7 +85,7 @@ def payload(sources: Sources) -> dict[str, Any]:
 
 
 def _summary(families: Mapping[str, Sequence[Record]], pair: tuple[str | None, str | None]) -> dict[str, Any] | None:
-    """Return the table of the families; None for one family."""
+    """Return the table of the families; None for a single family."""
     return families_table(families, family_pairs(families, pair)).page() if len(families) > 1 else None
 
 
@@ -117,9 +117,9 @@ _ABSOLUTE = re.compile(r"(?<![\w.:/<>-])(?:~|)/(?:[^\s/'\":,;()<>]+/)+(?P<name>[
 
 
 def default_pair(records: Sequence[Record], a: str | None = None, b: str | None = None) -> tuple[str, str]:
-    """Return A and B as given; else A is the best peer where most cases have one, else `baseline`, and B `optimized`.
+    """Return A and B as given, else the defaults.
 
-    Without `optimized`, B is the variant of our own that most cases have.
+    A is the fastest peer where most cases have a peer, else `baseline`. B is `optimized`, else the variant of most cases.
 
     Raises:
         ValueError: a variant that no record has.
@@ -138,7 +138,7 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
 
 
 def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
-    """Return the records that a page has room for, case by case, and what a reader must know of them."""
+    """Return the records that a page has room for, case by case, and a remark about the records left out."""
     groups = grouped(records, lambda record: (record.key, record.device))
     found: list[Record] = []
     cases = 0
@@ -157,7 +157,7 @@ def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
 
 
 def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
-    """Return what the header says, by name: of the records."""
+    """Return the facts of the header by name."""
     dates = sorted(record.date for record in records)
     facts = {name: ", ".join(dict.fromkeys(short_commit(getattr(record, name)) for record in records)) for name in _COMMON}
     days = list(dict.fromkeys((dates[0][:10], dates[-1][:10])))
@@ -169,9 +169,9 @@ def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
 
 
 def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """Make one entry per key and device, its records by variant; the element type with the most records first.
+    """Make an entry per key and device with its records by variant; the element type with the most records comes first.
 
-    Cases of one operator, mode and setting of the options follow each other.
+    Cases with equal operator, mode and options follow each other.
     """
     cases: dict[object, dict[str, Any]] = {}
     for record, name in zip(records, case_names(records), strict=True):
@@ -198,7 +198,7 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _named(name: CaseName) -> dict[str, Any]:
-    """Return what table and charts call a case; they choose among these and make up none."""
+    """Return the names of a case, from which the table and the charts choose."""
     return {
         "op": name.op,
         "kind": name.kind,
@@ -229,7 +229,7 @@ def _result(record: Record, bound: Bound) -> dict[str, Any]:
 
 
 def _searches(trials: Iterable[Trial]) -> tuple[list[dict[str, Any]], int]:
-    """Return the last search of every case, in the order of its evaluations, and how many evaluations did not find room."""
+    """Return the last search of every case, in the order of its evaluations, and the number of evaluations left out."""
     groups: dict[TaskKey, list[Trial]] = {}
     for trial in trials:
         group = groups.setdefault(trial.key, [])
@@ -273,7 +273,7 @@ def _search(name: CaseName, group: Sequence[Trial]) -> dict[str, Any]:
 
 
 def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) -> list[dict[str, Any]]:
-    """Return what tuning gained over the default, case by case; cases of which both times are known."""
+    """Return the gain of tuning over the default config, for each case with both times."""
     timed = [
         (op, entry)
         for op, of_op in entries.items()

@@ -1,4 +1,4 @@
-"""Draw how many times as fast as A each family's B is, with the range of its rows: one SVG for light and dark pages."""
+"""Draw how many times as fast as A each family's B is, with the range of its rows: an SVG for light and dark pages."""
 
 import math
 import statistics

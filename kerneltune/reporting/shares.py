@@ -1,4 +1,4 @@
-"""The share that a record reaches of what bounds its case: the streaming ceiling, or the peak of the arithmetic.
+"""Compute the share that a record reaches of its case's bound: the streaming ceiling, or the peak of the arithmetic.
 
 Pure functions; does not measure, read files or print.
 """
@@ -20,7 +20,7 @@ def peak_tflops(record: Record) -> float | None:
 
 
 def bound_of(record: Record) -> Bound:
-    """Return what bounds the case of a timed record: the peak where the case has more operations per byte than the GPU."""
+    """Return the bound of a timed record's case: the peak where the case has more operations per byte than the GPU."""
     peak = peak_tflops(record)
     if not (record.flops and peak and record.time_us):
         return "ceiling"
@@ -31,9 +31,9 @@ def bound_of(record: Record) -> Bound:
 
 
 def share(record: Record, bound: Bound | None = None) -> float | None:
-    """Return the percent of the bound that a record reaches; None where that is not known.
+    """Return the percent of the bound that a record reaches; None if the percentage is not known.
 
-    bound: of the case; that of the record if None.
+    bound: the bound of the case; the bound of the record if None.
     """
     if (bound or bound_of(record)) == "ceiling":
         return record.pct_ceiling

@@ -35,14 +35,14 @@ AB_COLUMNS = (
     Column("95 % interval", key="interval", rank=5, only=("text", "markdown", "page")),
     Column("noise %", digits=1, key="noise_pct", rank=6),
 )
-"""What is measured of A and B: in print, in CSV and on the page."""
+"""The columns of A's and B's measurements, in print, in CSV and on the page."""
 INTERPRETER_NOTE = "device: interpreter (no GPU): correctness is checked, no timing"
 _RUN_WORDS = {"unit": "GPU serial"}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of an A/B table: the same case on the same device, measured for A and for B."""
+    """A line of an A/B table: the same case on the same device, measured for A and for B."""
 
     a: Record
     b: Record
@@ -60,9 +60,9 @@ class Row:
 
     @property
     def speedup_interval(self) -> tuple[float | None, float | None]:
-        """Bounds of the speed-up from the ends of the two intervals, so wider than 95 %; None for sides of different runs.
+        """Return the bounds of the speed-up from the ends of the two intervals, so wider than 95 %; None for different runs.
 
-        Intervals are of what differs within a run.
+        An interval covers the noise within a run only.
         """
         if other_run(self.a, self.b):
             return None, None
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def bound(self) -> Bound:
-        """Return what bounds the case, as B was measured."""
+        """Return the bound of the case, by B's record."""
         return bound_of(self.b)
 
     @property
@@ -105,7 +105,7 @@ def best_peers(records: Iterable[Record]) -> list[Record]:
 
 
 def side(records: Iterable[Record], name: str) -> list[Record]:
-    """Return the newest records that a name stands for: those of a variant, or of the fastest peer of every case."""
+    """Return the newest records of a variant, or of the fastest peer of every case where the name is `best-peer`."""
     found = newest(records)
     return best_peers(found) if name == BEST_PEER else [record for record in found if record.variant == name]
 
@@ -161,7 +161,7 @@ def ab_table(rows: Sequence[Row], a: str = "A", b: str = "B", title: str = "") -
 
     Args:
         rows: from `ab_rows`.
-        a, b: what A and B are called; `best-peer` for the fastest peer of every case.
+        a, b: the names of A and B; `best-peer` for the fastest peer of every case.
         title: heading above it.
     """
     names = case_names(row.a for row in rows)
@@ -191,7 +191,7 @@ def ab_table(rows: Sequence[Row], a: str = "A", b: str = "B", title: str = "") -
 
 
 def aa_lines(rows: Iterable[Row]) -> list[str]:
-    """Return a line per row of a variant against itself, timed in the same rounds, whose interval does not contain 1."""
+    """Return a line per row of a variant against itself, timed in the same rounds, if its interval does not contain 1."""
     import numpy as np
 
     from kerneltune.stats import ratio_interval
@@ -207,7 +207,7 @@ def aa_lines(rows: Iterable[Row]) -> list[str]:
 
 
 def sweep_table(records: Sequence[Record], flips: bool = False, brief: bool = False) -> Table:
-    """Return every variant of every case, the fastest one marked `*`; a part of the work has a time alone.
+    """Return a row per case and variant, the fastest variant marked `*`; a part of the work has only a time.
 
     Args:
         flips: say where two policies rank two variants differently.
@@ -249,7 +249,7 @@ def sweep_table(records: Sequence[Record], flips: bool = False, brief: bool = Fa
 
 
 def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
-    """Return the variants of which every record of several cases is skipped, with their reasons; not an operator's last one."""
+    """Return variant -> reason where all records of several cases are skipped, unless it is an operator's last variant."""
     found = grouped(records, lambda record: (record.op, record.variant))
     shown = {op for (op, _), of_it in found.items() if any(r.status != "skipped" for r in of_it)}
     return {
@@ -291,7 +291,7 @@ def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:
 
 
 def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) -> list[Value]:
-    """Return what names a row, the options, and the sizes."""
+    """Return the values of the columns that name a row: kind, type, mode, options and sizes."""
     chosen = [str(name.options.get(option, "")) for option in options]
     return [name.kind, name.dtype, name.quant, *chosen, *(name.axes.get(axis) for axis in axes)]
 
@@ -313,7 +313,7 @@ def _csv_values(row: Row) -> list[Value]:
 
 
 def _sides(rows: Sequence[Row], a: str, b: str) -> str:
-    """Return what A and B are: `A: best peer of every case (torch.compile 20, liger 9); B: optimized`."""
+    """Return the names of A and B in words: `A: the fastest peer of every case (torch.compile 20, liger 9); B: optimized`."""
     said = []
     for letter, name in (("A", a), ("B", b)):
         found = Counter((row.a if letter == "A" else row.b).variant for row in rows)
@@ -417,13 +417,13 @@ def _status(record: Record) -> str:
 
 
 _Timed = Mapping[str, Record]
-"""Variant -> its record under one policy."""
+"""Variant -> its record under a policy."""
 
 
 def rank_flips(records: Iterable[Record]) -> str:
-    """Write one line where a variant that is faster than another under one policy is slower under another, else nothing.
+    """Return a line about cases in which two policies rank two variants differently; empty without such a case.
 
-    Faster by more than both intervals, in one run; parts of an operator are ranked with nothing.
+    A variant is faster if the intervals are apart within a run. Parts of an operator are not ranked.
     """
     cases: dict[object, dict[str, dict[str, Record]]] = {}
     for record in newest(records):
@@ -442,7 +442,7 @@ def rank_flips(records: Iterable[Record]) -> str:
 
 
 def _flip(policies: Iterable[_Timed]) -> tuple[Record, Record] | None:
-    """Return the records of two variants, each where it is the faster one; None where no policy reverses another's order."""
+    """Return the records of two variants, each under the policy where it is faster; None if all policies agree."""
     for here, there in combinations(policies, 2):
         for x, y in permutations([name for name in here if name in there], 2):
             if _faster(here[x], here[y]) and _faster(there[y], there[x]):
@@ -451,6 +451,6 @@ def _flip(policies: Iterable[_Timed]) -> tuple[Record, Record] | None:
 
 
 def _faster(x: Record, y: Record) -> bool:
-    """Return whether x is faster than y in one run, by intervals that are apart."""
+    """Return whether x is faster than y in the same run: their intervals are apart."""
     assert x.ci_high_us is not None and y.ci_low_us is not None
     return x.ci_high_us < y.ci_low_us and not other_run(x, y)
