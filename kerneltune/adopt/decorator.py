@@ -9,8 +9,14 @@ from typing import Any
 
 from kerneltune.adopt.kernels import kernel_name, misnamed
 from kerneltune.adopt.startup import recorder, start_from_environment
+from kerneltune.device import wants_interpreter
 
 REFERENCE, SPACE = "kerneltune_reference", "kerneltune_space"
+
+
+def _same_time(_call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
+    """Return a time that is equal for all configs, so that the interpreter, which has no times, runs the first config."""
+    return [0.0 for _ in quantiles]
 
 
 def autotune(
@@ -44,9 +50,11 @@ def autotune(
     start_from_environment()
     known = inspect.signature(triton.autotune)
     try:
-        known.bind(configs, key, *args, **kwargs)
+        given = known.bind(configs, key, *args, **kwargs).arguments
     except TypeError as error:
         raise TypeError(f"autotune: {error}: triton {triton.__version__} takes {', '.join(known.parameters)}") from None
+    if wants_interpreter() and "do_bench" in known.parameters and "do_bench" not in given:
+        kwargs["do_bench"] = _same_time
     decorate = triton.autotune(configs, key, *args, **kwargs)
 
     def decorator(fn: Any) -> Any:
