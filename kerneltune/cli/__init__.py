@@ -187,11 +187,15 @@ def _version(wanted: bool) -> None:
 def _root(
     plugin: Annotated[
         list[str] | None,
-        typer.Option("--plugin", metavar="MODULE", help="Operators of this module or .py file as well; may be repeated."),
+        typer.Option("--plugin", metavar="MODULE", help="Load operators from this module or .py file, too; may be repeated."),
     ] = None,
     captured: Annotated[
         str | None,
-        typer.Option("--captured", metavar="DIR", help="Operators, records and configs of this capture; family DIR/sweep.yaml."),
+        typer.Option(
+            "--captured",
+            metavar="DIR",
+            help="Use the operators, records and configs of this capture; its family is DIR/sweep.yaml.",
+        ),
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:

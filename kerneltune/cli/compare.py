@@ -15,7 +15,7 @@ from kerneltune.table import wrapped
 
 if TYPE_CHECKING:
     from kerneltune.records import Record
-    from kerneltune.reporting.tables import Row
+    from kerneltune.reporting.tables import Comparison
     from kerneltune.run_options import Selection
     from kerneltune.table import Table
 
@@ -28,9 +28,12 @@ _SUFFIX = ".jsonl"
 def command(
     wanted: "Selection",
     a: Annotated[
-        str | None, typer.Argument(metavar="[A]", help="A variant, a peer, best-peer, or a file of records; best-peer if none.")
+        str | None,
+        typer.Argument(metavar="[A]", help="A variant, a peer, best-peer, or a file of records; best-peer by default."),
     ] = None,
-    b: Annotated[str | None, typer.Argument(metavar="[B]", help="The same, to compare with A; optimized if none.")] = None,
+    b: Annotated[
+        str | None, typer.Argument(metavar="[B]", help="A variant, a peer or a file of records; optimized by default.")
+    ] = None,
     source: Annotated[
         list[Path] | None, typer.Option("--from", metavar="FILE", help="Take records from this file; may be repeated.")
     ] = None,
@@ -161,7 +164,7 @@ def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Reco
     return side(found, name)
 
 
-def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict[str, list[Row]]":
+def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict[str, list[Comparison]]":
     """Return heading -> rows: a single table, a table per family, or a table per variant where a file holds several variants."""
     from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.tables import ab_rows
@@ -178,7 +181,7 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
     return {variant: found for variant, found in rows.items() if found}
 
 
-def _remarks(a: str, b: str, sides: "Sides", tables: "dict[str, list[Row]]") -> list[str]:
+def _remarks(a: str, b: str, sides: "Sides", tables: "dict[str, list[Comparison]]") -> list[str]:
     """Return lines below the tables: rows of A against itself without 1.00x, and cases that another policy ranks otherwise."""
     from kerneltune.reporting.tables import aa_lines, rank_flips
 
@@ -188,7 +191,7 @@ def _remarks(a: str, b: str, sides: "Sides", tables: "dict[str, list[Row]]") -> 
     return [flips] if flips else []
 
 
-def _render(names: tuple[str, str], tables: "dict[str, list[Row]]", style: str, remarks: list[str]) -> str:
+def _render(names: tuple[str, str], tables: "dict[str, list[Comparison]]", style: str, remarks: list[str]) -> str:
     """Return the tables in a style, the remarks below them; in CSV, which has no place for these, on standard error."""
     from kerneltune.reporting.tables import ab_table
     from kerneltune.table import joined

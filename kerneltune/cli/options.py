@@ -93,7 +93,7 @@ VariantNames = Annotated[
         "--variant", metavar="NAME", help="Only variants or peers whose name matches, like 'rowwise*'; may be repeated."
     ),
 ]
-PolicyName = Annotated[str, pick("--policy", POLICIES, "How times are taken.")]
+PolicyName = Annotated[str, pick("--policy", POLICIES, "Time with a cold L2, with a hot L2, or launch by launch.")]
 Style = Annotated[str, pick("--format", STYLES, "Form of the table.")]
 Budget = Annotated[float | None, seconds("Tuning time per case.")]
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
@@ -105,7 +105,7 @@ Configs = Annotated[
     Path | None, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_CONFIGS", help="Folder of the config cache.")
 ]
 Results = Annotated[Path | None, typer.Option("--results", metavar="DIR", envvar=RESULTS, help="Folder of the records.")]
-Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "How large spaces are searched.")]
+Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "Search large spaces by our sampler or at random.")]
 Workers = Annotated[
     int | None,
     count("--workers", "Processes that compile; one per CPU core if not given."),

@@ -28,7 +28,7 @@ ConfigB = Annotated[str | None, typer.Option("--config-b", metavar="JSON", help=
 def command(
     op: o.OpName,
     a: Annotated[str, typer.Argument(metavar="A", help="A variant or peer.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another, or the same with another config.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="A second variant or peer, or A again with --config-b.")],
     case: Annotated[str | None, typer.Option("--case", metavar="NAME", help="A case of a sweep, the first if not given.")] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="The case's element type.")
@@ -39,7 +39,7 @@ def command(
 ) -> None:
     """Show DRAM throughput, L2 hits, bank conflicts, occupancy and stalls of A beside B. Needs a GPU and ncu.
 
-    Clocks are left as they are and caches start cold. Times under the profiler are not times to compare: use compare.
+    Clocks are left as they are and caches start cold. The profiler distorts times: compare times with `compare`.
     """
     from kerneltune.inspection.ncu import find_ncu
 
