@@ -1,4 +1,4 @@
-"""`kerneltune report`: an HTML page of records, searches and configs; a picture and Markdown for a pull request."""
+"""`kerneltune report`: an HTML page of records and configs; a picture and Markdown for a pull request."""
 
 import os
 import sys
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kerneltune.records import Record
     from kerneltune.reporting.payload import Sources
     from kerneltune.run_options import Selection
-    from kerneltune.search.task import Trial
 
 _PAGE = Path("report.html")
 _LARGE = 3_000_000
@@ -44,11 +43,11 @@ def command(
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
-    """Write an HTML page that needs no network: every family's speed-up, A against B case by case, charts, and the tuning.
+    """Write an HTML page that needs no network: every family's speed-up, A against B by case, charts, and the gain of tuning.
 
     A is the fastest peer of every case unless it is named. With --svg or --markdown the page is written only if -o is given.
     """
-    sources = _sources(files or record_files(results), wanted, (a, b), configs, results)
+    sources = _sources(files or record_files(results), wanted, (a, b), configs)
     if svg is not None:
         write(svg, _picture(sources, a, b))
     if markdown is not None:
@@ -57,8 +56,6 @@ def command(
         deliver(text, None if is_printed else markdown)
     if output is None and (svg or markdown):
         return
-    if not sources.trials:
-        note("no trial store beside these records: the page shows the tuning from the config cache")
     from kerneltune.reporting.page import page
     from kerneltune.reporting.payload import payload
 
@@ -83,10 +80,8 @@ def _picture(sources: "Sources", a: str | None, b: str | None) -> str:
     )
 
 
-def _sources(
-    paths: Sequence[Path], wanted: "Selection", pair: tuple[str | None, str | None], configs: Path | None, results: Path | None
-) -> "Sources":
-    """Return the selected records, and what trial stores and the config cache hold of their operators."""
+def _sources(paths: Sequence[Path], wanted: "Selection", pair: tuple[str | None, str | None], configs: Path | None) -> "Sources":
+    """Return the selected records and the cached configs of their operators."""
     from kerneltune.records import load
     from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.payload import Sources, default_pair
@@ -101,7 +96,6 @@ def _sources(
     return Sources(
         records=records,
         pair=pair,
-        trials=_trials(records, results),
         entries=_entries(records, configs),
         command=" ".join(["kerneltune", *sys.argv[1:]]),
         files=[_short(path) for path in paths],
@@ -113,21 +107,6 @@ def _short(path: Path) -> str:
     """Return the path relative to the current folder, or the file's name alone: a page names no folder of this machine."""
     whole = path.absolute()
     return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path.name)
-
-
-def _trials(records: "Sequence[Record]", results: Path | None) -> "list[Trial]":
-    """Return the stored trials of the records' operators and devices."""
-    from kerneltune.device import slug
-    from kerneltune.search.task import store_path
-
-    root = o.results_root(results) / "runs" / "trials"
-    wanted = dict.fromkeys(store_path(root / slug(record.device), record.op) for record in records)
-    stores = [path for path in wanted if path.is_file()]
-    if not stores:
-        return []
-    from kerneltune.search.trials import history  # imports Optuna
-
-    return [trial for path in stores for trial in history(path)]
 
 
 def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[CacheEntry]]":

@@ -1,11 +1,11 @@
-"""Collect the data of the report page as plain values: families, cases with their records, searches, evidence of configs.
+"""Collect the data of the report page as plain values: families, cases with their records, evidence of configs.
 
 Pure functions: reads no file and lays nothing out.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,10 @@ from kerneltune.records import Record, grouped, newest
 from kerneltune.reporting.naming import CaseName, by_family, case_names, look, short_commit, told_apart
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.reporting.tables import AB_COLUMNS, BEST_PEER, INTERPRETER_NOTE, LOSS, WIN, best_peers, families_table
-from kerneltune.search.task import TaskKey, Trial
 from kerneltune.table import Table, pairs
 
-MOST_EVALUATIONS = 25_000
-"""The most evaluations of searches in a page, so that it stays below 3 MB; the newest are kept."""
 MOST_RECORDS = 6_000
-"""The most records in a page, for the same reason."""
+"""The most records in a page, so that it stays below 3 MB."""
 _FEW = 4
 _COMMON = ("device", "driver", "torch", "triton", "commit")
 
@@ -34,7 +31,6 @@ class Sources:
     Attributes:
         records: of any number of files; the newest record of each key, variant and device is shown.
         pair: the variants that are A and B at first, in the families that have them; None for the default.
-        trials: rows of the trial stores, oldest first.
         entries: operator -> the configs that the config cache holds for the device of the records.
         command: the command line that made the page.
         files: the files of the records.
@@ -43,7 +39,6 @@ class Sources:
 
     records: Sequence[Record]
     pair: tuple[str | None, str | None] = (None, None)
-    trials: Sequence[Trial] = ()
     entries: Mapping[str, Sequence[cache.CacheEntry]] = field(default_factory=dict)
     command: str = ""
     files: Sequence[str] = ()
@@ -63,7 +58,6 @@ def payload(sources: Sources) -> dict[str, Any]:
     records, remark = _shown(everything)
     families = by_family(records)
     pairs_of = family_pairs(families, sources.pair)
-    searches, left_out = _searches(sources.trials)
     variants = list(dict.fromkeys(record.variant for record in records))
     return {
         "title": ", ".join(families) if len(families) < _FEW else "kerneltune results",
@@ -78,8 +72,6 @@ def payload(sources: Sources) -> dict[str, Any]:
         "win": WIN,
         "loss": LOSS,
         "cases": [{**case, "family": family} for family, members in families.items() for case in _cases(members)],
-        "searches": searches,
-        "left_out": left_out,
         "evidence": _evidence(sources.entries, {record.op for record in records}),
     }
 
@@ -228,50 +220,6 @@ def _result(record: Record, bound: Bound) -> dict[str, Any]:
     }
 
 
-def _searches(trials: Iterable[Trial]) -> tuple[list[dict[str, Any]], int]:
-    """Return the last search of every case, in the order of its evaluations, and the number of evaluations left out."""
-    groups: dict[TaskKey, list[Trial]] = {}
-    for trial in trials:
-        group = groups.setdefault(trial.key, [])
-        if group and group[-1].fingerprint != trial.fingerprint:
-            group.clear()  # times of another source, driver or compiler do not belong to the same search
-        group.append(trial)
-    found: list[list[Trial]] = []
-    room, left_out = MOST_EVALUATIONS, 0
-    for group in reversed(groups.values()):
-        if sum(trial.evaluation.time_us is not None for trial in group) < _FEW:
-            continue
-        if len(group) > room:
-            left_out += len(group)
-            continue
-        room -= len(group)
-        found.insert(0, group)
-    names = told_apart(_trial_name(group[0].key) for group in found)
-    return [_search(name, group) for name, group in zip(names, found, strict=True)], left_out
-
-
-def _trial_name(key: TaskKey) -> CaseName:
-    case = key.case
-    return CaseName(key.op, case.name, case.dtype, case.quant, dict(case.axes), {**dict(case.options), "policy": key.policy})
-
-
-def _search(name: CaseName, group: Sequence[Trial]) -> dict[str, Any]:
-    """Return a search; evaluations: [time in µs or null, status, index of each knob's value]."""
-    configs = [dict(trial.knobs) for trial in group]
-    values = {knob: _ordered({config.get(knob) for config in configs}) for knob in configs[0]}
-    evaluations = []
-    for trial, config in zip(group, configs, strict=True):
-        time_us = trial.evaluation.time_us
-        knobs = [values[knob].index(config.get(knob)) for knob in values]
-        evaluations.append([None if time_us is None else float(f"{time_us:.5g}"), trial.evaluation.status, *knobs])
-    return {
-        **_named(name),
-        "variant": group[0].key.variant,
-        "knobs": {knob: [str(value) for value in found] for knob, found in values.items()},
-        "evaluations": evaluations,
-    }
-
-
 def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) -> list[dict[str, Any]]:
     """Return the gain of tuning over the default config, for each case with both times."""
     timed = [
@@ -294,8 +242,3 @@ def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) 
         }
         for name, (_, entry) in zip(names, timed, strict=True)
     ]
-
-
-def _ordered(values: set[Any]) -> list[Any]:
-    """Sort numbers by size, everything else by its text."""
-    return sorted(values, key=lambda value: (isinstance(value, str), value if isinstance(value, int | float) else 0, str(value)))

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from kerneltune.reporting.tables import BEST_PEER, Row
+from kerneltune.reporting.tables import BEST_PEER, Comparison
 
 _LABEL, _WIDTH, _RIGHT, _TOP, _LINE = 150, 760, 70, 64, 26
 _TICKS = (0.125, 0.25, 0.5, 1, 2, 4, 8, 16)
@@ -20,7 +20,7 @@ text { fill: #e4e8ee } .small { fill: #9aa5b5 } .grid { stroke: #303845 } .one {
 }"""
 
 
-def speedups(families: Mapping[str, Sequence[Row]], a: str, b: str, source: str) -> str:
+def speedups(families: Mapping[str, Sequence[Comparison]], a: str, b: str, source: str) -> str:
     """Return the SVG: a line per family from its worst to its best row, and a dot at the geometric mean.
 
     Raises:

@@ -14,8 +14,7 @@ from kerneltune.records import Record, grouped, newest, other_run
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
 from kerneltune.spec import short_dtype
-from kerneltune.table import Column, Table, Value, counted, pairs, ratio
-from kerneltune.table import Row as Line
+from kerneltune.table import Column, Row, Table, Value, counted, pairs, ratio
 
 WIN, LOSS = 1.05, 0.95
 BEST_PEER = "best-peer"
@@ -41,7 +40,7 @@ _RUN_WORDS = {"unit": "GPU serial"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Comparison:
     """A line of an A/B table: the same case on the same device, measured for A and for B."""
 
     a: Record
@@ -85,10 +84,10 @@ class Row:
         return "+" if speedup > WIN else "-" if speedup < LOSS else ""
 
 
-def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Row]:
+def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
     """Pair A and B by key and device, sorted by operator, mode, element type and options; the last record of a key counts."""
     of_a, of_b = ({(record.key, record.device): record for record in side} for side in (a, b))
-    rows = [Row(record, of_b[key]) for key, record in of_a.items() if key in of_b]
+    rows = [Comparison(record, of_b[key]) for key, record in of_a.items() if key in of_b]
     orders = [_order(values) for values in zip(*(_kind(row.a) for row in rows), strict=True)]
     return sorted(rows, key=lambda row: [order[value] for order, value in zip(orders, _kind(row.a), strict=True)])
 
@@ -135,19 +134,19 @@ def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[s
         compared = str(cases) if len(rows) == cases else f"{len(rows)} of {cases}"
         name = "fastest peer" if a == BEST_PEER else a
         if not rows:
-            lines.append(Line((family, *[None] * 5, name, b, compared, None)))
+            lines.append(Row((family, *[None] * 5, name, b, compared, None)))
             continue
         marks = [row.mark for row in rows]
         shares = [part for row in rows if (part := share(row.b, row.bound)) is not None]
         speedup = statistics.geometric_mean(row.speedup or 1.0 for row in rows)
         counts = [marks.count(mark) for mark in ("+", "", "-")]
         lines.append(
-            Line((family, speedup, slowest(rows)[0], *counts, name, b, compared, statistics.median(shares) if shares else None))
+            Row((family, speedup, slowest(rows)[0], *counts, name, b, compared, statistics.median(shares) if shares else None))
         )
     return Table(columns, tuple(lines))
 
 
-def slowest(rows: Sequence[Row]) -> list[str]:
+def slowest(rows: Sequence[Comparison]) -> list[str]:
     """Return the timed rows by name, the smallest speed-up first: `0.61x fwd none bfloat16 128×4096`."""
     timed = [(row.speedup, name) for row, name in zip(rows, case_names(row.a for row in rows), strict=True) if row.speedup]
     words = [
@@ -156,7 +155,7 @@ def slowest(rows: Sequence[Row]) -> list[str]:
     return [f"{speedup:.2f}x {name}" for speedup, name in sorted(words)]
 
 
-def ab_table(rows: Sequence[Row], a: str = "A", b: str = "B", title: str = "") -> Table:
+def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str = "") -> Table:
     """Return the table of A against B: summary, then a row per case, then where the numbers come from.
 
     Args:
@@ -184,13 +183,13 @@ def ab_table(rows: Sequence[Row], a: str = "A", b: str = "B", title: str = "") -
     lines = []
     for name, row in zip(names, rows, strict=True):
         sides = [side.variant for side, varies in ((row.a, a_varies), (row.b, b_varies)) if varies]
-        lines.append(Line((*_case_values(name, options, axes), *sides, *_measures(row), *_csv_values(row)), row.note))
+        lines.append(Row((*_case_values(name, options, axes), *sides, *_measures(row), *_csv_values(row)), row.note))
     records = [side for row in rows for side in (row.a, row.b)]
     head = [_sides(rows, a, b), *_ab_summary(rows)] if rows else ["no rows to compare"]
     return Table(columns, tuple(lines), tuple(head), (source(records),) if records else (), title=title)
 
 
-def aa_lines(rows: Iterable[Row]) -> list[str]:
+def aa_lines(rows: Iterable[Comparison]) -> list[str]:
     """Return a line per row of a variant against itself, timed in the same rounds, if its interval does not contain 1."""
     import numpy as np
 
@@ -242,7 +241,7 @@ def sweep_table(records: Sequence[Record], flips: bool = False, brief: bool = Fa
             measured = [r.time_us, *_of_the_whole(r, group), r.config_label]
             last = [r.policy, r.status, r.ci_low_us, r.ci_high_us, r.aa_floor, r.device]
             note = "" if r.status == "passed" else _status(r)
-            lines.append(Line((*case, "*" if r is best else "", r.variant, *measured, *last), note))
+            lines.append(Row((*case, "*" if r is best else "", r.variant, *measured, *last), note))
     foot = [_counts(records), *filter(None, [rank_flips(records) if flips else ""])]
     foot += [f"skipped in all cases: {op} {variant}: {reason}" for (op, variant), reason in skipped.items()]
     return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=4 + len(axes) + len(options))
@@ -270,7 +269,7 @@ def check_table(records: Sequence[Record]) -> Table:
         of_it = [r for r in records if (r.op, r.variant) == (op, variant)]
         counts = Counter(r.status for r in of_it)
         spans = (", ".join(dict.fromkeys(names)) for names in ((short_dtype(r.dtype) for r in of_it), (r.quant for r in of_it)))
-        lines.append(Line((op, variant, *(counts[status] for status in ("checked", "failed", "skipped")), *spans)))
+        lines.append(Row((op, variant, *(counts[status] for status in ("checked", "failed", "skipped")), *spans)))
     return Table(columns, tuple(lines), tuple(_device_lines(records)), (_counts(records),), repeated=1)
 
 
@@ -296,7 +295,7 @@ def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) ->
     return [name.kind, name.dtype, name.quant, *chosen, *(name.axes.get(axis) for axis in axes)]
 
 
-def _measures(row: Row) -> list[Value]:
+def _measures(row: Comparison) -> list[Value]:
     """Return times, speed-up, mark, GB/s, share, interval, noise and bound; nothing where the two are not compared."""
     if row.note:
         return [None] * 10
@@ -307,12 +306,12 @@ def _measures(row: Row) -> list[Value]:
     return [*times, row.a.gbps, row.b.gbps, share(row.b, row.bound), interval, noise, row.bound]
 
 
-def _csv_values(row: Row) -> list[Value]:
+def _csv_values(row: Comparison) -> list[Value]:
     sides = [value for side in (row.a, row.b) for value in (side.variant, side.unit, side.commit)]
     return [row.a.op, row.a.case, pairs(row.a.options), row.a.policy, row.a.device, *sides, *row.speedup_interval]
 
 
-def _sides(rows: Sequence[Row], a: str, b: str) -> str:
+def _sides(rows: Sequence[Comparison], a: str, b: str) -> str:
     """Return the names of A and B in words: `A: the fastest peer of every case (torch.compile 20, liger 9); B: optimized`."""
     said = []
     for letter, name in (("A", a), ("B", b)):
@@ -322,7 +321,7 @@ def _sides(rows: Sequence[Row], a: str, b: str) -> str:
     return "; ".join(said)
 
 
-def _ab_summary(rows: Sequence[Row]) -> list[str]:
+def _ab_summary(rows: Sequence[Comparison]) -> list[str]:
     speedups = [row.speedup for row in rows if row.speedup is not None]
     skipped = len(rows) - len(speedups)
     lines = [f"{skipped} of {_count(rows)} not compared"] if skipped else []
@@ -357,7 +356,7 @@ def _ab_summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _reached(rows: Sequence[Row]) -> list[str]:
+def _reached(rows: Sequence[Comparison]) -> list[str]:
     """Return the median share that B reaches, of each bound."""
     reached = ((row.bound, share(row.b, row.bound)) for row in rows)
     found = grouped([(bound, part) for bound, part in reached if part is not None], lambda item: item[0])

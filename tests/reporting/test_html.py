@@ -19,8 +19,6 @@ from kerneltune.reporting.naming import case_names
 from kerneltune.reporting.page import page
 from kerneltune.reporting.payload import Sources, default_pair, payload
 from kerneltune.reporting.tables import ab_rows
-from kerneltune.search.task import Evaluation, TaskKey, Trial
-from kerneltune.spec import Case
 
 RECORDED = data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
 MOST_BYTES = 2_000_000
@@ -52,12 +50,6 @@ def record(us: float | None = 100.0, **changes: Any) -> Record:
         "family": "scale",
     }
     return Record(**{**values, **changes})
-
-
-def trial(us: float | None, block: int, source: str = "1", quant: str = "none") -> Trial:
-    key = TaskKey("scale", "optimized", Case("", (("E", 4), ("N", 256)), "bfloat16", quant), "cold")
-    evaluation = Evaluation("ok" if us else "spills", us)
-    return Trial(key, (("block", block), ("split", True)), evaluation, {"source_hash": source})
 
 
 def experts() -> list[Record]:
@@ -97,29 +89,6 @@ def test_pair_is_as_asked_else_baseline_and_optimized_else_first_and_last() -> N
         default_pair(rows, b="newer")
 
 
-def test_a_search_is_the_last_of_its_case_with_knobs_as_indices() -> None:
-    rows = [
-        trial(9.0, 64, source="0"),
-        *(trial(us, block) for us, block in ((8.0, 64), (None, 128), (4.0, 256), (5.0, 512), (6.0, 128))),
-    ]
-    (search,) = payload(Sources(experts(), ("baseline", "optimized"), trials=rows))["searches"]
-    assert search["knobs"] == {"block": ["64", "128", "256", "512"], "split": ["True"]}
-    assert search["evaluations"] == [
-        [8.0, "ok", 0, 0],
-        [None, "spills", 1, 0],
-        [4.0, "ok", 2, 0],
-        [5.0, "ok", 3, 0],
-        [6.0, "ok", 1, 0],
-    ]
-
-
-def test_older_evaluations_are_left_out_where_the_page_would_grow_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "MOST_EVALUATIONS", 5)
-    rows = [trial(float(i), i, quant=quant) for quant in ("old", "new") for i in range(1, 6)]
-    shown = payload(Sources(experts(), ("baseline", "optimized"), trials=rows))
-    assert ([search["quant"] for search in shown["searches"]], shown["left_out"]) == (["new"], 5)
-
-
 def test_rows_of_the_interpreter_are_remarked_on() -> None:
     checked = record(None, status="checked", device="interpreter")
     text = page(payload(Sources([checked], ("baseline", "baseline"))))
@@ -146,7 +115,6 @@ def test_command_writes_the_page_of_the_recorded_results(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     result = run("report", RECORDED, "--results", tmp_path)
     assert (result.exit_code, result.stdout) == (0, "")
-    assert "no trial store beside these records" in result.stderr
     assert result.stderr.endswith("wrote report.html\n")
     assert (tmp_path / "report.html").stat().st_size < MOST_BYTES
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
@@ -290,11 +258,10 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a page of one family with recorded rows, experts and searches."""
+    """Write a page of one family with recorded rows and experts."""
     rows = [*load(RECORDED), *experts()]
     rows = [changed(r, family="rmsnorm") if r.op == "scale" else r for r in rows]
-    searches = [trial(float(50 - i), 2 ** (i % 4), quant=quant) for quant in ("none", "fp8") for i in range(40)]
-    sources = Sources(rows, ("baseline", "optimized"), searches, {}, "kerneltune report", ["a.jsonl"])
+    sources = Sources(rows, ("baseline", "optimized"), {}, "kerneltune report", ["a.jsonl"])
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(page(payload(sources)), encoding="utf-8")
     return path
@@ -315,12 +282,12 @@ def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
     window.goto(shown.as_uri())
     window.wait_for_selector("#untimed")
     window.evaluate("document.querySelectorAll('details.more').forEach((part) => { part.open = true; })")
-    window.wait_for_selector("#landscape figure svg")
+    window.wait_for_selector("#ceiling figure svg")
     assert said == []
     assert asked == [shown.as_uri()]
     assert window.evaluate("document.documentElement.scrollWidth") == width
     found = window.evaluate("[...document.querySelectorAll('main section')].map((section) => section.id || 'table')")
-    assert found == ["table", "ceiling", "peers", "scaling", "regret", "landscape", "untimed"]
+    assert found == ["table", "ceiling", "peers", "scaling", "untimed"]
     cut = window.evaluate(
         """[...document.querySelectorAll("figure svg text")].filter((text) => {
             const [inner, outer] = [text, text.closest("figure")].map((node) => node.getBoundingClientRect());

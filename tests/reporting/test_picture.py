@@ -10,14 +10,14 @@ from typer.testing import CliRunner
 from kerneltune.cli import app
 from kerneltune.files import data_root
 from kerneltune.reporting.picture import speedups
-from kerneltune.reporting.tables import Row
+from kerneltune.reporting.tables import Comparison
 
 DOCS = Path(__file__).parents[2] / "docs"
 RECORDED = sorted((data_root("results") / "nvidia_h200").glob("*.jsonl"))
 
 
-def rows(*ratios: float) -> list[Row]:
-    return [Row(literal(10.0 * ratio), literal(10.0, variant="optimized")) for ratio in ratios]
+def rows(*ratios: float) -> list[Comparison]:
+    return [Comparison(literal(10.0 * ratio), literal(10.0, variant="optimized")) for ratio in ratios]
 
 
 def test_picture_has_a_line_per_family_the_fastest_first() -> None:

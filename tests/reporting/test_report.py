@@ -37,7 +37,7 @@ def published() -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def published_rows() -> list[tables.Row]:
+def published_rows() -> list[tables.Comparison]:
     """Return the published milliseconds and GB/s as records."""
     sides: dict[str, list[Record]] = {"A": [], "B": []}
     for line in published():

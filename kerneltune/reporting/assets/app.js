@@ -1,7 +1,7 @@
 "use strict";
 // Puts the page together: controls, theme, table and sections, drawn anew whenever a choice changes.
 
-const choices = { search: 0, axis: null };
+const choices = { axis: null };
 
 /** Show a family: its variants to choose from, its filters, and the table of its workload. */
 function showFamily(name) {
@@ -65,30 +65,13 @@ function scalingSection(cases) {
   return section("scaling", "Scaling", note, element("div", { class: "bar" }, pick), cards(scalingCards(cases, choices.axis)));
 }
 
-function tuningSection(cases) {
+function tuningSection() {
   const ops = new Set(familyCases().map((c) => c.op));
-  const kept = (x) => ops.has(x.op) && Object.entries(state.filters).every(([name, value]) => !value || x[name] === undefined || x[name] === value);
-  const searches = data.searches.filter(kept);
+  const kept = (e) => ops.has(e.op) && Object.entries(state.filters).every(([name, value]) => !value || e[name] === undefined || e[name] === value);
   const sizes = (e) => Object.entries(e.axes).map(([axis, size]) => `${axis}=${size}`);
   const evidence = data.evidence.filter((e) => kept(e) && shown([e.variant]).length && searched(e.name, e.shape, e.options, e.config, ...sizes(e)));
-  const parts = [];
-  if (searches.length) {
-    const labels = searches.map((s, i) => [`${searchLabel(s)} (${s.evaluations.length})`, String(i)]);
-    choices.search = Math.min(choices.search, searches.length - 1);
-    const search = searches[choices.search];
-    const counts = d3.rollups(search.evaluations, (group) => group.length, ([, status]) => status).map(([status, count]) => `${count} ${status}`).join(", ");
-    const left = data.left_out ? ` ${data.left_out} older evaluations are left out to keep this page small.` : "";
-    parts.push(section("regret", "Tuning: regret", `Best time so far over the best that the same search found, from the trial store: one thin line a case, the median bold.${left}`, cards(regretCards(searches))));
-    const place = element("div", {}, cards(landscapeCards(search), true));
-    const note = element("p", { class: "note" }, `Evaluations: ${counts}. Marks above the top edge are clamped to it.`);
-    const pick = select("search", labels, String(choices.search), (value) => { choices.search = Number(value); draw(); });
-    parts.push(section("landscape", "Tuning: config landscape", "Every config that ran, by the value of each knob: time over the best, logarithmic. The thick mark is the best config with that value.", element("div", { class: "bar" }, pick), note, place));
-  }
-  if (evidence.length) {
-    const source = searches.length ? "" : " There is no trial store beside these records, so regret curves and the landscape are not shown; this comes from the evidence in the config cache.";
-    parts.push(section("evidence", "Tuning: what it gained", `Time of the default config over the time of the tuned one, from the evidence kept with every cached config.${source}`, cards(evidenceCards(evidence))));
-  }
-  return parts;
+  if (!evidence.length) return null;
+  return section("evidence", "Tuning: the gain", "Time of the default config over the time of the tuned config, from the evidence kept with every cached config.", cards(evidenceCards(evidence)));
 }
 
 function failuresSection(cases) {
@@ -117,7 +100,7 @@ function draw() {
     parts.push(section("peers", "Variants and peers", `Time over the time of ${state.b}, logarithmic: right of 1x is slower than ${state.b}.`, legend(variants, draw), cards(peerCards(timed))));
     parts.push(scalingSection(timed));
   }
-  parts.push(...tuningSection(cases), failuresSection(cases));
+  parts.push(tuningSection(), failuresSection(cases));
   const focus = document.activeElement?.getAttribute("aria-label") || document.activeElement?.textContent;
   const inCharts = document.getElementById("charts").contains(document.activeElement);
   document.getElementById("charts").replaceChildren(...parts.filter(Boolean));

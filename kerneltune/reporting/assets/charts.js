@@ -1,5 +1,5 @@
 "use strict";
-// The charts: shares of the ceiling, peers, scaling, and what the searches found.
+// The charts: shares of the ceiling, peers, scaling, the gain of tuning, and the speed-up by case.
 
 const timedResults = (cases) =>
   cases.flatMap((c) => Object.entries(c.of).filter(([variant, r]) => r.us != null && !state.hidden.has(variant)).map(([variant, r]) => ({ c, variant, r, shape: c.shape })));
@@ -110,69 +110,6 @@ function scalingCards(cases, axis) {
       });
     const alt = `Time against ${axis} with ${fixedAxes} for ${run[0].title}, and the line of linear scaling.`;
     return figure(run[0].title, fixedAxes, alt, draw, told, rows, resultColumns({ [axis]: (d) => d.x }));
-  });
-}
-
-const searchLabel = (s) => `${s.op} ${s.variant} ${s.shape} ${[s.dtype, s.quant, s.options].filter(Boolean).join(" ")}`;
-
-/** The best so far over the best found, after every evaluation; one line a case, the median of all in bold. */
-function regretCards(searches) {
-  return d3.groups(searches, (s) => `${s.op} · ${s.variant}`).map(([title, found]) => {
-    const lines = found.map((s) => {
-      const best = d3.min(s.evaluations, ([us]) => us ?? Infinity);
-      let least = Infinity;
-      const steps = s.evaluations.map(([us], i) => ((least = Math.min(least, us ?? Infinity)), { n: i + 1, ratio: least / best }));
-      return { label: searchLabel(s), steps };
-    });
-    const longest = d3.max(lines, (line) => line.steps.length);
-    const at = (line, n) => line.steps[Math.min(n, line.steps.length) - 1].ratio;
-    const median = d3.range(1, longest + 1).map((n) => ({ n, ratio: d3.median(lines, (line) => at(line, n)) })).filter((d) => Number.isFinite(d.ratio));
-    const all = lines.flatMap((line) => line.steps.filter((step, i) => Number.isFinite(step.ratio) && (i + 1 === line.steps.length || i === 0 || step.ratio !== line.steps[i - 1].ratio)).map((step) => ({ ...step, label: line.label })));
-    const draw = (width) =>
-      Plot.plot({
-        width, height: 270, marginLeft: 48, marginTop: 28, marginRight: 18, marginBottom: 38,
-        x: { ...logAxis([1, Math.max(2, longest)], 6), label: "evaluation →", tickFormat: "~s", domain: [1, Math.max(2, longest)] },
-        y: { ...logAxis(all.map((d) => d.ratio), 5, 1), label: "↑ best so far / best", tickFormat: ratioTick },
-        marks: [
-          Plot.line(all, { x: "n", y: "ratio", z: "label", curve: "step-after", stroke: "var(--c2)", strokeOpacity: 0.28 }),
-          Plot.line(median, { x: "n", y: "ratio", curve: "step-after", stroke: "var(--c5)", strokeWidth: 2.5 }),
-          nearest(all, { x: "n", y: "ratio" }),
-        ],
-      });
-    const within = [10, 25, 50, 100].filter((n) => n <= longest).map((n) => ({ n, gap: d3.median(lines, (line) => at(line, n)) - 1 }));
-    const alt = `Regret: best time so far over the best found against evaluations, ${found.length} searches of ${title}; the bold line is the median.`;
-    const tell = (d) => `${d.label}\nafter ${d.n}: ${fixed(d.ratio, 3)}x the best`;
-    return figure(title, `${found.length} searches`, alt, draw, tell, within, { evaluations: (d) => d.n, "median gap to the best found": (d) => (Number.isFinite(d.gap) ? `${fixed(100 * d.gap, 1)} %` : "nothing correct yet") });
-  });
-}
-
-/** One search: time over the best by the value of each knob. */
-function landscapeCards(search) {
-  const timed = search.evaluations.filter(([us]) => us != null);
-  const best = d3.least(timed, ([us]) => us);
-  const most = d3.quantile(timed, 0.98, ([us]) => us) / best[0];
-  return Object.entries(search.knobs).filter(([, found]) => found.length > 1).map(([knob, found]) => {
-    const index = Object.keys(search.knobs).indexOf(knob) + 2;
-    const config = (e) => Object.entries(search.knobs).map(([name, list], i) => `${name}=${list[e[i + 2]]}`).join(" ");
-    const rows = timed.map((e) => ({ value: found[e[index]], ratio: e[0] / best[0], us: e[0], e }));
-    const least = d3.rollups(rows, (group) => d3.least(group, (d) => d.ratio), (d) => d.value).map(([, d]) => d);
-    const values = found.filter((value) => rows.some((d) => d.value === value));
-    const letters = d3.sum(values, (value) => value.length + 1);
-    const crowded = (width) => letters * 7.5 > width - 50;
-    const draw = (width) =>
-      Plot.plot({
-        width, height: 200, marginLeft: 44, marginTop: 12, marginRight: 8, marginBottom: crowded(width) ? 46 : 26,
-        x: { domain: values, label: null, padding: 0.25, tickRotate: crowded(width) ? -40 : 0 },
-        y: { ...logAxis([1, Math.max(1.1, most)], 4, 1), label: null, tickFormat: ratioTick, clamp: true },
-        marks: [
-          Plot.tickY(rows, { x: "value", y: "ratio", stroke: "var(--c2)", strokeOpacity: 0.5 }),
-          Plot.tickY(least, { x: "value", y: "ratio", stroke: "var(--c5)", strokeWidth: 3 }),
-          Plot.tickY(rows, Plot.pointer({ x: "value", y: "ratio", stroke: "var(--text)", strokeWidth: 2 })),
-        ],
-      });
-    const alt = `Time over the best by ${knob}; the thick mark is the best config with that value.`;
-    const tell = (d) => `${micros(d.us)}, ${fixed(d.ratio, 2)}x the best\n${config(d.e)}`;
-    return figure(knob, `best ${found[best[index]]}`, alt, draw, tell, least, { [knob]: (d) => d.value, "best with it": (d) => `${fixed(d.ratio, 3)}x`, config: (d) => config(d.e) });
   });
 }
 
