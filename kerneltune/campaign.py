@@ -4,6 +4,8 @@ Knows no operator and prints nothing. May import torch.
 """
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -164,6 +166,39 @@ def measure_live(
         return campaign.measure(entries, None)
 
 
+def measure_again(
+    ops: Mapping[str, Op],
+    batches: Sequence[tuple[sweep.Sweep, Sequence[sweep.SweepCase]]],
+    selection: Selection,
+    options: Options,
+    progress: Progress,
+    until: float,
+) -> list[Record]:
+    """Measure cases of several families, and write the records and tables of a family after each batch of its cases.
+
+    Args:
+        ops: operators by name.
+        batches: a family and some of its cases, in the order in which they are measured.
+        selection: the variants that run.
+        options: how they run.
+        progress: told every step.
+        until: the moment, by the monotonic clock, after which no further case begins.
+
+    Raises:
+        ValueError: a folder that cannot be written.
+    """
+    found: list[Record] = []
+    done, total = 0, sum(len(entries) for _, entries in batches)
+    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
+        for plan, entries in batches:
+            if time.monotonic() >= until:
+                break
+            campaign = _Campaign(ops, plan, replace(selection, family=plan.family), options, progress, bench, until=until)
+            done += len(entries)
+            found += campaign.measure_and_write(entries, f"measure {plan.family}, to {done} of {total}")[0]
+    return found
+
+
 def configured(ops: Mapping[str, Op], selection: Selection, options: Options) -> tuple[str, list[Runs]]:
     """Return the family and, per selected bench case, its variants with the configs they are measured with.
 
@@ -226,6 +261,8 @@ class _Campaign:
     bench: GpuWorker
     coverage: list[str] = field(default_factory=list)
     """A line for each variant whose configs were checked on several cases."""
+    until: float = math.inf
+    """No further case is measured after this moment of the monotonic clock."""
 
     @property
     def only_checks(self) -> bool:
@@ -341,11 +378,11 @@ class _Campaign:
         self.write(measured)
         first_table(measured)
 
-    def measure_and_write(self, entries: Sequence[sweep.SweepCase]) -> tuple[list[Record], list[Path]]:
+    def measure_and_write(self, entries: Sequence[sweep.SweepCase], stage: str = "measure") -> tuple[list[Record], list[Path]]:
         """Measure all variants and write the files; an interrupted run's rows are kept, and the next run goes on there."""
         journal = self.journal("journal")
         try:
-            measured = self.measure(entries, journal)
+            measured = self.measure(entries, journal, stage)
         except KeyboardInterrupt:
             if journalled(journal):
                 self.write([])
@@ -365,6 +402,8 @@ class _Campaign:
         self.progress.stage(stage, len(work), len(work) - len(lacking))
         measured, beside = [], iter(ceilings)
         for runs, rows in zip(work, known, strict=True):
+            if rows is None and time.monotonic() >= self.until:
+                break
             if rows is None:
                 rows = compare_in_child(self.bench, self.plan.family, runs, next(beside))
                 if journal:

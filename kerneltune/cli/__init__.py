@@ -100,13 +100,18 @@ def _refused(error: Exception) -> typer.Exit:
     if option is not None and hasattr(error, "possibilities"):
         text = f"{text.rstrip('.')}{_holders(option)}"
     elif missing == "family" and text.startswith("Missing"):
-        from kerneltune.sweep import families
-
-        text = f"{text.rstrip('.')}: expected one of {', '.join(families())}{_FILE}"
-        text += _CAPTURE if getattr(getattr(error, "ctx", None), "info_name", "") in _RESUMED else ""
+        text = without_family(getattr(getattr(error, "ctx", None), "info_name", ""))
     if text:
         error_line(f"error: {text}")
     return typer.Exit(2)
+
+
+def without_family(command: str) -> str:
+    """Return the message of a command that is given no family."""
+    from kerneltune.sweep import families
+
+    text = f"Missing argument 'family': expected one of {', '.join(families())}{_FILE}"
+    return text + (_CAPTURE if command in _RESUMED else "")
 
 
 def _holders(option: str) -> str:

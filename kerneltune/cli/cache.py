@@ -94,32 +94,23 @@ def show_(
 def verify_(
     ops: o.OpsGiven = None,
     gpu: o.Gpu = None,
-    refresh: Annotated[
-        bool, typer.Option("--write", help="Store the new times of stale entries that are as good as the default.")
-    ] = False,
     budget: Annotated[float | None, o.seconds("Time no entry after that.")] = None,
     configs: o.Configs = None,
 ) -> None:
-    """Judge every entry: fresh, stale-but-good, stale-slower, invalid. Exit code 1 where one is slower or invalid.
+    """Count the entries that are fresh, stale-but-good, stale-slower or invalid; list the stale entries of a named operator.
 
-    Counts them; of operators that are named it lists the stale entries.
-
-    On the entries' GPU, stale entries are timed against the default again. On other machines only the code is compared: an
-    entry is stale if its variant runs other code than when the entry was stored. Comments, names and layout do not count.
+    On the entries' GPU, stale entries are timed against their default; `sweep --stale` also stores the faster. On other machines
+    only the code is compared: an entry is stale where its variant runs other code than when the entry was stored. Comments, names
+    and layout do not count. Exit code 1 where an entry is slower or invalid.
     """
-    from kerneltune import device
     from kerneltune.cache import load_strict
     from kerneltune.tune.verify import verify_cache
 
     files = [path for op in ops for path in _chosen(op, gpu, configs)] if ops else _chosen(None, gpu, configs)
     known = o.load_ops()
-    if refresh:
-        if device.current().slug not in (path.parent.name for path in files):
-            raise ValueError("write: True: expected the entries' GPU in this machine")
-        o.require_writable(o.configs_root(configs))
     entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
     with reporter() as progress:
-        found = verify_cache(known, entries, o.make_options("cold", budget_s=budget, configs=configs), progress, renew=refresh)
+        found = verify_cache(known, entries, o.make_options("cold", budget_s=budget, configs=configs), progress)
     show(_verdicts([(slug, name, verdict.status) for slug, name, verdict in found]).text(width()))
     reasons = Counter(
         (verdict.status, _CODE_CHANGED.sub("other code", verdict.reason)) for *_, verdict in found if verdict.status in _STALE

@@ -1,5 +1,6 @@
 """`kerneltune sweep`: check, tune what the cache lacks, measure, record and tabulate a family."""
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,18 +9,20 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, note, show, show_wrapped, width
 from kerneltune.cli.progress import reporter
-from kerneltune.table import counted, pairs
+from kerneltune.table import Column, Row, Table, counted, pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kerneltune.records import Record
     from kerneltune.run_options import Selection
+    from kerneltune.stale import Stale
 
 
 @o.selects()
 def command(
-    family: o.Family,
+    family: o.Family = "",
+    *,
     wanted: "Selection",
     policy: o.PolicyName = "cold",
     tune: Annotated[bool, typer.Option("--tune/--no-tune", help="Tune what the config cache lacks.")] = True,
@@ -27,7 +30,10 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Ten headline cases with the configs at hand: check and tune nothing else.")
     ] = False,
-    budget: o.Budget = None,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Measure again what other code measured: all families, or FAMILY, configs first.")
+    ] = False,
+    budget: Annotated[float | None, o.seconds("Tuning time per case; with --stale time of all.")] = None,
     trials: o.Trials = None,
     max_cases: o.MaxCases = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Check against the reference and stop there.")] = False,
@@ -40,8 +46,21 @@ def command(
     Without a GPU the check cases run in Triton's interpreter: correctness is checked there, without timing. On a GPU a first
     table of ten cases appears before anything is tuned and before peers that compile are measured; with --quick these cases are
     all, and nothing is tuned. A family may also be the folder of a capture, where configs and results then go.
-    Exit code 1 if one of our own variants fails.
+
+    --stale holds each config that other code chose to the clock beside its default, and stores the faster; then it measures the
+    cases whose records are of other code or of another config. The most used come first, and the next run goes on where one
+    ends. Without a GPU, and with --check-only, it lists them and the minutes that they take.
+
+    Exit code 1 if one of our own variants fails, or a stale config no longer runs.
     """
+    if stale:
+        o.refuse("not with --stale", quick=quick, trials=trials)
+        _refresh(family, wanted, max_cases, policy, peers, budget, check_only, configs, results, workers)
+        return
+    if not family:
+        from kerneltune.cli import without_family
+
+        raise ValueError(without_family("sweep"))
     asked = family
     if folder := o.capture_of(family):
         o.use_capture(folder)
@@ -76,6 +95,77 @@ def command(
     for path in swept.files:
         note(f"wrote {path}")
     end_if_failed(r for r in swept.records if not known[r.op].variant(r.variant).is_peer)
+
+
+def _refresh(
+    family: str,
+    wanted: "Selection",
+    max_cases: int | None,
+    policy: str,
+    peers: bool,
+    budget: float | None,
+    check_only: bool,
+    configs: Path | None,
+    results: Path | None,
+    workers: int | None,
+) -> None:
+    """List the stale configs and records, and on a GPU measure them again.
+
+    Raises:
+        ValueError: a folder that cannot be written, a broken file, or no GPU whose configs and records are known.
+    """
+    if family and o.capture_of(family):
+        raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --stale` takes a capture")
+    known = o.load_ops()
+    from kerneltune import device, stale
+
+    here = device.current()
+    works = here.is_gpu and not check_only
+    gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in o.config_files(configs)})
+    if works:
+        o.require_writable(o.configs_root(configs))
+        _require_writable(configs, o.results_root(results), check_only=False, tune=False)
+    selection = o.make_selection(known, family, wanted, max_cases)
+    options = o.make_options(
+        policy, peers=peers, budget_s=budget, check_only=check_only, configs=configs, results=results, workers=workers
+    )
+    found = [stale.find(known, selection, options, gpu) for gpu in gpus]
+    show(_stale_table(found).text(width()))
+    for family_ in (family_ for one in found for family_ in one.families if family_.orphans):
+        note(f"{family_.plan.family}: {counted(family_.orphans, 'record')} of no case of {family_.plan.path}")
+    if not works:
+        return
+    (one,) = found
+    with reporter() as progress:
+        done = stale.refresh(known, one, selection, options, progress)
+    counts = Counter(verdict.status for _, verdict in done.verdicts)
+    show_wrapped(
+        f"configs: {counts['stale-but-good']} as good as their default, {counts['stale-slower']} slower, which the default "
+        f"replaces, {counts['invalid']} that no longer run; {counted(len(done.measured), 'record')} made"
+    )
+    broken = [(name, verdict) for name, verdict in done.verdicts if verdict.status == "invalid"]
+    for name, verdict in broken:
+        show_wrapped(f"invalid: {name} {verdict.entry.variant} {verdict.entry.as_case.label}: {verdict.reason}")
+    left = f"{counted(len(done.left.configs), 'config')} and {counted(done.left.cases, 'case')} are stale"
+    show_wrapped(f"{left}; the same command goes on there" if done.left.configs or done.left.cases else "nothing is stale")
+    end_if_failed(r for r in done.measured if not known[r.op].variant(r.variant).is_peer)
+    if broken:
+        raise typer.Exit(1)
+
+
+def _stale_table(found: "Sequence[Stale]") -> Table:
+    """Return a row per operator with its stale configs and per family with its stale cases."""
+    from kerneltune.stale import CONFIG_S
+
+    rows = []
+    for one in found:
+        of_op = Counter(op for op, _ in one.configs)
+        stale = [("configs", op, of_op[op], known, CONFIG_S * of_op[op]) for op, known in sorted(one.known.items())]
+        stale += [("cases", f.plan.family, len(f.stale), f.cases, f.seconds_a_case * len(f.stale)) for f in one.families]
+        stale.append(("all", "", len(one.configs) + one.cases, sum(row[3] for row in stale), sum(row[4] for row in stale)))
+        rows += [Row((one.gpu, kind, name, count, of, seconds / 60)) for kind, name, count, of, seconds in stale if count]
+    columns = (Column("gpu", shared=True), Column("of", shared=True), Column("op or family"))
+    return Table((*columns, Column("stale", digits=0), Column("known", digits=0), Column("about min", digits=1)), tuple(rows))
 
 
 def _start_server() -> None:

@@ -147,7 +147,7 @@ def wanted_works(
         if stale and not options.stale:
             progress.note(
                 f"{stale} of {len(works) - states.count('lacking')} cached configs are stale: kept (`tune --stale` searches "
-                "again, `cache verify --write` holds them to the clock)"
+                "again, `sweep --stale` holds them to the clock)"
             )
         searched = ("lacking", "stale") if options.stale else ("lacking",)
         chosen = [work for work, state in zip(works, states, strict=True) if state in searched]

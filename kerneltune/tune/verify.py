@@ -1,6 +1,6 @@
 """Judge cached configs: fresh, stale but good, stale and slower, or invalid.
 
-Changes no cache and prints nothing.
+Changes the cache only where that is asked for; prints nothing.
 """
 
 import time
@@ -14,7 +14,7 @@ from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
 from kerneltune.errors import unknown
 from kerneltune.run_options import Options, Progress
-from kerneltune.search.task import Task, TaskKey
+from kerneltune.search.task import Task, TaskKey, knobs_of
 from kerneltune.spec import Config, Op
 from kerneltune.tune.candidates import changed, stamp
 from kerneltune.tune.gpu_worker import ChildCrashedError
@@ -35,7 +35,7 @@ class EntryVerdict:
     Attributes:
         status: `fresh`; `stale` where no GPU can tell more; `stale-but-good`, `stale-slower`; `invalid`.
         reason: one line.
-        renewed: of a `stale-but-good` entry: the same with the evidence of the paired final that it has just won.
+        renewed: of an entry that was timed: the faster of its config and the default, with the evidence of the paired final.
     """
 
     entry: CacheEntry
@@ -85,11 +85,12 @@ def verify(op: Op, entry: CacheEntry, final: RunFinal | None) -> EntryVerdict:
         best, measured = final(found.task, found.configs)
     except ValueError as error:
         return EntryVerdict(entry, "invalid", str(error))
+    evidence = measured | stamp(found.task.variant)
     if best:
-        return EntryVerdict(entry, "stale-slower", f"{found.reason}: the default is faster")
+        renewed = replace(entry, config=knobs_of(found.task.default), evidence=evidence)
+        return EntryVerdict(entry, "stale-slower", f"{found.reason}: the default is faster", renewed)
     kept = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
-    renewed = replace(entry, evidence={**measured, **kept, **stamp(found.task.variant)})
-    return EntryVerdict(entry, "stale-but-good", found.reason, renewed)
+    return EntryVerdict(entry, "stale-but-good", found.reason, replace(entry, evidence={**evidence, **kept}))
 
 
 def verify_cache(
@@ -106,7 +107,7 @@ def verify_cache(
         entries: judged in this order.
         options: `budget_s` is the time after which stale entries are no longer timed, None for no limit.
         progress: told every entry.
-        renew: store what is stale but good with the evidence of that.
+        renew: store the faster of a stale config and the default, with the evidence.
 
     Raises:
         ValueError: an operator that does not exist, or a folder that cannot be written.

@@ -203,7 +203,7 @@ def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selecti
     assert (kept.searched, kept.kept) == (0, 1)
     assert cache.load_strict(path) == [old]
     assert notes == [
-        "1 of 1 cached configs are stale: kept (`tune --stale` searches again, `cache verify --write` holds them to the clock)"
+        "1 of 1 cached configs are stale: kept (`tune --stale` searches again, `sweep --stale` holds them to the clock)"
     ]
     (again,) = run_tune(OPS, selection, replace(options, stale=True), Spoken(notes)).entries
     assert again.config == entry.config
@@ -342,7 +342,9 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     )
     slow = {"block": 4096, "warps": 8, "ctas": 8}
     assert status(evidence=old, config=slow) == "stale-slower"
-    assert stored() == renewed
+    default = OPS["stream"].variants[0].default_config(entry.as_case)
+    assert stored().config == {"block": default.block, "warps": default.warps, "ctas": default.ctas}
+    assert stored().evidence["source_hash"] == entry.evidence["source_hash"]
     assert len(prepared) == 2  # once for each that is stale
 
 

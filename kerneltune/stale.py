@@ -1,0 +1,210 @@
+"""Find configs and records that other code made, and bring them up to the code at hand.
+
+A config or record is stale where the digest of its variant's code (`identity`) is another now, a record also where the case's
+config is another now. Another driver or package does not count: `cache verify` tells these.
+"""
+
+import itertools
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from kerneltune import cache, records, sweep
+from kerneltune.cache import CacheEntry
+from kerneltune.campaign import measure_again
+from kerneltune.records import Key, Record
+from kerneltune.run_options import Options, Progress, Selection, key_of_case, wanted_variants
+from kerneltune.search.task import config_values
+from kerneltune.spec import Case, Op, Variant
+from kerneltune.tune.verify import EntryVerdict, verify_cache
+
+CONFIG_S = 0.6
+"""Seconds of a paired final. H200, 2026-11-23: `cache verify` held 96 configs to the clock in 54 s."""
+_CASE_S = 8.0
+"""Seconds of measuring a case of a family without records. H200: 1 to 14 s, by family."""
+_LONGEST_GAP_S = 120.0
+"""Seconds that lie between two records of one run, at most."""
+_AT_ONCE = 16
+"""Cases whose configs are compiled before the first of the cases is measured."""
+_Uses = Mapping[tuple[str, Case], int]
+
+
+@dataclass(frozen=True, slots=True)
+class StaleFamily:
+    """The cases of a family whose records are stale, headline cases first.
+
+    Attributes:
+        cases: how many bench cases are selected.
+        stale: cases of which a variant has no record, a failed record, or a record of other code or of another config.
+        seconds_a_case: how long a case took when the records were made.
+        orphans: how many records are of no case of the sweep file.
+    """
+
+    plan: sweep.Sweep
+    cases: int
+    stale: tuple[sweep.SweepCase, ...]
+    seconds_a_case: float
+    orphans: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """The stale configs and records of a GPU.
+
+    Attributes:
+        gpu: the GPU, as its folder is called.
+        known: how many configs are cached, by operator.
+        configs: operator and entry of stale configs, the most used first.
+        families: the families with their stale cases.
+    """
+
+    gpu: str
+    known: Mapping[str, int]
+    configs: tuple[tuple[str, CacheEntry], ...]
+    families: tuple[StaleFamily, ...]
+
+    @property
+    def cases(self) -> int:
+        """Return the number of cases with stale records."""
+        return sum(len(family.stale) for family in self.families)
+
+
+def find(ops: Mapping[str, Op], selection: Selection, options: Options, gpu: str) -> Stale:
+    """Find the stale configs and records of a GPU.
+
+    A GPU without any records has no stale ones; else a family without records is stale.
+
+    Args:
+        ops: operators by name.
+        selection: the family, all families where it is empty, and a part of them.
+        options: the folders of configs and records, the policy, and whether peers count.
+        gpu: the GPU, as its folder is called.
+
+    Raises:
+        ValueError: a broken file of configs or records, or a broken sweep.
+    """
+    names = [selection.family] if selection.family else sweep.families()
+    plans = [sweep.load(sweep.find(name), ops, selection.max_cases) for name in names]
+    folder = sweep.results_root(options.results) / gpu
+    is_measured = any(folder.glob("*.jsonl"))
+    families = [_family(ops, plan, selection, options, folder) for plan in plans] if is_measured else []
+    uses = _uses(ops, plans, selection)
+    known: Counter[str] = Counter()
+    stale = []
+    for name, op in ops.items():
+        path = cache.path_of(name, gpu, options.configs)
+        for entry in cache.load_strict(path) if path.exists() else ():
+            if _selects(selection, name, entry, uses):
+                known[name] += 1
+                stale += [(name, entry)] if _is_stale(op, entry) else []
+    stale.sort(key=lambda pair: (pair[1].variant != "optimized", uses.get((pair[0], pair[1].as_case), len(uses))))
+    return Stale(gpu, known, tuple(stale), tuple(families))
+
+
+def _uses(ops: Mapping[str, Op], plans: Sequence[sweep.Sweep], selection: Selection) -> _Uses:
+    """Return the rank of each case that a selected bench case looks up: headline cases first, then in the order of the files."""
+    entries = [(not plan.headlines(entry), entry) for plan in plans for entry in plan.bench if selection.takes(entry)]
+    found: dict[tuple[str, Case], int] = {}
+    for _, entry in sorted(entries, key=lambda pair: pair[0]):
+        found.setdefault((entry.op, ops[entry.op].called(entry.case)), len(found))
+    return found
+
+
+def _selects(selection: Selection, op: str, entry: CacheEntry, uses: _Uses) -> bool:
+    """Return whether a config is selected; where a family or cases are named, these look the config up."""
+    is_used = (op, entry.as_case) in uses or not (selection.family or selection.cases)
+    covered = replace(selection, cases=()).covers(op, entry.case, entry.dtype, entry.quant)
+    return is_used and covered and selection.takes_variant(entry.variant)
+
+
+def _is_stale(op: Op, entry: CacheEntry) -> bool:
+    hashes = [variant.source_hash for variant in op.variants if variant.name == entry.variant]
+    return entry.evidence.get("source_hash") not in hashes
+
+
+def _family(ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options, folder: Path) -> StaleFamily:
+    path = folder / f"{plan.family}.jsonl"
+    recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy == options.policy]
+    rows = {(row.key, row.variant): row for row in recorded}
+    entries = sorted(filter(selection.takes, plan.bench), key=lambda entry: not plan.headlines(entry))
+    stale = tuple(entry for entry in entries if not _is_fresh(ops[entry.op], entry.case, rows, selection, options, folder.name))
+    keys = {key_of_case(ops[entry.op], entry.case, options.policy) for entry in plan.bench}
+    orphans = sum(row.key not in keys for row in recorded)
+    return StaleFamily(plan, len(entries), stale, _seconds_a_case(recorded), orphans)
+
+
+def _is_fresh(
+    op: Op, case: Case, rows: Mapping[tuple[Key, str], Record], selection: Selection, options: Options, gpu: str
+) -> bool:
+    """Return whether every selected variant of a case has a record of its present code and config that did not fail."""
+    key = key_of_case(op, case, options.policy)
+    for variant in wanted_variants(op, selection, options):
+        row = rows.get((key, variant.name))
+        if row is None or row.status == "failed" or row.source_hash != variant.source_hash:
+            return False
+        if row.status == "passed" and row.config != _config_now(op, variant, case, options, gpu):
+            return False
+    return True
+
+
+def _config_now(op: Op, variant: Variant, case: Case, options: Options, gpu: str) -> dict[str, object] | None:
+    """Return the knobs that a case is measured with on a GPU; None for a variant without knobs."""
+    if variant.config is None:
+        return None
+    chooser = cache.Chooser.of(op, variant, options.policy, options.configs)
+    return config_values(chooser.find(op.called(case), gpu).config)
+
+
+def _seconds_a_case(recorded: Sequence[Record]) -> float:
+    """Return the mean time that a case took, by the dates of the records of one run."""
+    dates = sorted({datetime.fromisoformat(row.date) for row in recorded})
+    gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(dates)]
+    of_one_run = [gap for gap in gaps if gap <= _LONGEST_GAP_S]
+    return sum(of_one_run) / len({row.key for row in recorded}) if of_one_run else _CASE_S
+
+
+@dataclass(frozen=True, slots=True)
+class Refreshed:
+    """The result of bringing a GPU's configs and records up to the code at hand.
+
+    Attributes:
+        verdicts: operator and verdict of each stale config.
+        measured: the new records.
+        left: what is stale still.
+    """
+
+    verdicts: tuple[tuple[str, EntryVerdict], ...]
+    measured: tuple[Record, ...]
+    left: Stale
+
+
+def refresh(ops: Mapping[str, Op], stale: Stale, selection: Selection, options: Options, progress: Progress) -> Refreshed:
+    """Hold stale configs to the clock beside their default and store the faster, then measure stale cases again.
+
+    Every config is stored and every case recorded at once, so that a run that is interrupted, or ends after `options.budget_s`
+    seconds, loses one at most, and the next run goes on there. Headline cases of all families come before other cases.
+
+    Raises:
+        ValueError: a folder that cannot be written, a broken file, or a GPU that nothing can be compiled for.
+    """
+    until = math.inf if options.budget_s is None else time.monotonic() + options.budget_s
+    verdicts = []
+    if stale.configs:
+        entries = [(stale.gpu, name, entry) for name, entry in stale.configs]
+        verdicts = [(name, one) for _, name, one in verify_cache(ops, entries, options, progress, renew=True)]
+        stale = find(ops, selection, options, stale.gpu)  # a case whose config is another now is stale, too
+    measured = measure_again(ops, list(_batches(stale)), selection, options, progress, until)
+    return Refreshed(tuple(verdicts), tuple(measured), find(ops, selection, options, stale.gpu))
+
+
+def _batches(stale: Stale) -> Iterator[tuple[sweep.Sweep, list[sweep.SweepCase]]]:
+    """Yield stale cases family by family, those of the headlines first, as many as are compiled at once."""
+    for is_headline in (True, False):
+        for family in stale.families:
+            cases = [entry for entry in family.stale if family.plan.headlines(entry) is is_headline]
+            for first in range(0, len(cases), _AT_ONCE):
+                yield family.plan, cases[first : first + _AT_ONCE]

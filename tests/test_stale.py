@@ -1,0 +1,177 @@
+"""Stale configs and records: which are found, in what order they are measured again, what an interruption or a budget leaves."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import made_up_gpu
+import msgspec
+import pytest
+from made_up_gpu import OPS, Bench
+from typer.testing import CliRunner
+
+from kerneltune import cache, campaign, records, stale
+from kerneltune.cli import app
+from kerneltune.measuring.compare import make_record
+from kerneltune.records import Record
+from kerneltune.run_options import Options, Quiet, Selection
+from kerneltune.search.task import Run
+from kerneltune.tune.fleet import run_tune
+
+SWEEP = """
+family: tiny
+ops: [stream]
+defaults: {dtype: int32}
+bench:
+  - {name: other, read: 524288, write: 1048576}
+  - {name: first, read: 1048576, write: 1048576}
+  - {name: last, read: 2097152, write: 1048576}
+headline: {case: first}
+"""
+GPU = "nvidia_h200"
+DEFAULT = {"block": 1024, "warps": 4, "ctas": 0}
+SLOW = {"block": 4096, "warps": 8, "ctas": 8}
+measured: list[str] = []
+
+
+@pytest.fixture(autouse=True)
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    measured.clear()
+    monkeypatch.setattr(campaign, "GpuWorker", Bench)
+    monkeypatch.setattr(campaign, "compare_in_child", compared)
+    with made_up_gpu.stands_in(monkeypatch):
+        yield
+
+
+def compared(_bench: Bench, family: str, runs: Sequence[Run], _ceiling: Run | None) -> list[Record]:
+    """Measure a case in no time."""
+    times = {"time_us": 10.0, "gbps": 100.0, "ci_low_us": 9.9, "ci_high_us": 10.1, "n": 5}
+    made = [make_record(family, task, config, "checked", "") for task, config in runs]
+    measured.append(made[0].case)
+    return [msgspec.structs.replace(row, status="passed", **times) for row in made]
+
+
+@pytest.fixture
+def selection(tmp_path: Path) -> Selection:
+    (tmp_path / "tiny.yaml").write_text(SWEEP)
+    return Selection(str(tmp_path / "tiny.yaml"))
+
+
+@pytest.fixture
+def options(tmp_path: Path, selection: Selection) -> Options:
+    """Return folders with a config and a record of each case, all of other code; the config of `last` is a slow one."""
+    options = Options(results=tmp_path / "results", configs=tmp_path / "configs")
+    entries = run_tune(OPS, selection, options, Quiet()).entries
+    assert len(entries) == 3
+    old = [replace(entry, evidence=entry.evidence | {"source_hash": "old"}) for entry in entries]
+    old = [replace(entry, config=SLOW) if entry.axes[0][1] == 2097152 else entry for entry in old]
+    cache.store_all("stream", GPU, old, options.configs)
+    (tmp_path / "results" / GPU).mkdir(parents=True)
+    (tmp_path / "results" / GPU / "tiny.jsonl").touch()
+    before = stale.find(OPS, selection, options, GPU)
+    campaign.measure_again(OPS, [(before.families[0].plan, before.families[0].plan.bench)], selection, options, Quiet(), 1e300)
+    rows = [msgspec.structs.replace(row, source_hash="old") for row in recorded(options)]
+    records.merge(tmp_path / "results" / GPU / "tiny.jsonl", rows)
+    measured.clear()
+    return options
+
+
+def recorded(options: Options) -> list[Record]:
+    assert options.results is not None
+    found = records.load(options.results / GPU / "tiny.jsonl")
+    assert found
+    return found
+
+
+def stored(options: Options) -> dict[int, cache.CacheEntry]:
+    entries = cache.load_strict(cache.path_of("stream", GPU, options.configs))
+    return {entry.axes[0][1]: entry for entry in entries}
+
+
+def test_stale_configs_and_records_are_found_with_headlines_first(selection: Selection, options: Options) -> None:
+    found = stale.find(OPS, selection, options, GPU)
+    assert [entry.axes[0][1] for _, entry in found.configs] == [1048576, 524288, 2097152]
+    assert found.known == {"stream": 3}
+    assert [entry.case.name for entry in found.families[0].stale] == ["first", "other", "last"]
+    assert (found.families[0].cases, found.cases, found.families[0].orphans) == (3, 3, 0)
+    one = stale.find(OPS, replace(selection, cases=("other",)), options, GPU)
+    assert [entry.case.name for entry in one.families[0].stale] == ["other"]
+    assert [entry.axes[0][1] for _, entry in one.configs] == [524288]
+    assert stale.find(OPS, selection, options, "nvidia_h100") == stale.Stale("nvidia_h100", {}, (), ())
+
+
+def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Selection, options: Options) -> None:
+    before = stored(options)
+    found = stale.find(OPS, selection, options, GPU)
+    done = stale.refresh(OPS, found, selection, options, Quiet())
+    assert [verdict.status for _, verdict in done.verdicts] == ["stale-but-good", "stale-but-good", "stale-slower"]
+    assert measured == ["first", "other", "last"]
+    assert (done.left.configs, done.left.cases) == ((), 0)
+    now = stored(options)
+    assert [now[size].config for size in (524288, 1048576)] == [before[size].config for size in (524288, 1048576)]
+    default = OPS["stream"].variants[0].default_config(now[2097152].as_case)
+    assert now[2097152].config == {"block": default.block, "warps": default.warps, "ctas": default.ctas} != SLOW
+    assert {row.source_hash for row in recorded(options)} == {OPS["stream"].variants[0].source_hash}
+    again = stale.refresh(OPS, done.left, selection, options, Quiet())
+    assert (again.verdicts, again.measured, measured) == ((), (), ["first", "other", "last"])
+
+
+def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selection, options: Options) -> None:
+    before, rows = stored(options), recorded(options)
+    done = stale.refresh(OPS, stale.find(OPS, selection, options, GPU), selection, replace(options, budget_s=0.0), Quiet())
+    assert [verdict.status for _, verdict in done.verdicts] == ["stale"] * 3
+    assert (len(done.left.configs), done.left.cases, measured) == (3, 3, [])
+    assert (stored(options), recorded(options)) == (before, rows)
+
+
+def test_interrupted_refresh_keeps_the_cases_it_measured(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def second_interrupts(*given: Any) -> list[Record]:
+        if measured:
+            raise KeyboardInterrupt
+        return compared(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(campaign, "compare_in_child", second_interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            stale.refresh(OPS, stale.find(OPS, selection, options, GPU), selection, options, Quiet())
+    left = stale.find(OPS, selection, options, GPU)
+    assert (left.configs, [entry.case.name for entry in left.families[0].stale]) == ((), ["other", "last"])
+    stale.refresh(OPS, left, selection, options, Quiet())
+    assert measured == ["first", "other", "last"]
+
+
+def test_case_whose_config_is_another_now_is_stale(selection: Selection, options: Options) -> None:
+    done = stale.refresh(OPS, stale.find(OPS, selection, options, GPU), selection, options, Quiet())
+    assert done.left.cases == 0
+    cache.store("stream", GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
+    (family,) = stale.find(OPS, selection, options, GPU).families
+    assert [entry.case.name for entry in family.stale] == ["first"]
+
+
+def test_command_lists_what_is_stale_and_then_measures_it(selection: Selection, options: Options) -> None:
+    folders = ["--configs", str(options.configs), "--results", str(options.results)]
+
+    def run(*more: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *folders, *more])
+        return result.exit_code, result.stdout
+
+    code, text = run("--check-only")
+    assert (code, measured) == (0, [])
+    assert re.search(r"^configs +stream +3 +3 +0\.0$", text, re.MULTILINE), text
+    assert re.search(r"^cases +tiny +3 +3 +\d+\.\d$", text, re.MULTILINE), text
+    code, text = run("--budget", "1e-9")
+    assert (code, measured) == (0, [])
+    assert text.endswith("3 configs and 3 cases are stale; the same command goes on there\n")
+    code, text = run()
+    assert (code, measured) == (0, ["first", "other", "last"])
+    assert "configs: 2 as good as their default, 1 slower, which the default replaces, 0 that no longer run" in text
+    assert text.endswith("nothing is stale\n")
+
+
+def test_options_that_mean_nothing_beside_stale_are_refused(selection: Selection) -> None:
+    result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", "--trials", "3"])
+    assert (result.exit_code, result.stderr) == (2, "error: trials: 3: not with --stale\n")
