@@ -73,7 +73,7 @@ def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> li
 
 
 def feasibility_of(task: Task, store: "TrialStore", pool: Sequence[Config]) -> dict[Config, float] | None:
-    """Return the probability that each config is not refused, from trials of other sizes; None where there are no trials."""
+    """Return the probability that each config is not refused, from trials of other sizes; None without trials."""
     told = [
         (trial.key.case.axes, dict(trial.knobs), trial.evaluation.status in REFUSED)
         for trial in store.of_other_sizes(task)[-MOST_OTHER_SIZES:]
@@ -276,7 +276,7 @@ def changed(variant: Variant, entry: cache.CacheEntry, here: bool) -> str:
     """Return the changes since an entry was stored; empty if nothing changed.
 
     Args:
-        here: this machine has the entry's GPU. On others only the code is compared, not the driver and the packages.
+        here: this machine has the entry's GPU. On another machine only the code is compared, not the driver and the packages.
     """
     now = present(variant) if here else {"source_hash": variant.source_hash}
     then = {name: entry.evidence.get(name) for name in now}

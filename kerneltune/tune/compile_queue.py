@@ -22,7 +22,7 @@ class CompileQueue:
         return self._pool.workers
 
     def begin(self, task: Task, config: Config) -> PendingCompile:
-        """Begin to compile a config, or return its compilation where it began ahead."""
+        """Begin to compile a config, or return a compilation that began ahead."""
         return self._ahead.pop((task.key, config), None) or self._submit(task, config)
 
     def look_ahead(self, later: Iterable[Run]) -> None:

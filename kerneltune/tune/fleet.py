@@ -221,7 +221,7 @@ def _tune_on_many(plan: TunePlan, progress: Progress) -> TuningSummary:
 
 
 def make_workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
-    """Make one worker for every GPU that the options name."""
+    """Return the workers, a worker for every GPU that the options name."""
     if not options.ray:
         return LocalWorkers(family, options, visible_gpus(options.gpus))
     if options.gpus in ("", "all"):

@@ -1,4 +1,4 @@
-"""Own what the searches of a run share: the process on the GPU, the compile pool, the trial stores and the compile queue."""
+"""Own the process on the GPU, the compile pool, the trial stores and the compile queue, which all searches of a run share."""
 
 import importlib
 import os

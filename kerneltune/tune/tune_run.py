@@ -39,9 +39,9 @@ class TuningResult:
         entry: entry that is now in the config cache; None where a space was measured, or no config passed.
         space: measured space; None where a config was searched.
         best: best config, in a few words.
-        skipped: reason why this GPU cannot run the task; empty where it can.
+        skipped: reason why this GPU cannot run the task, or empty.
         problem: reason for a missing config on a GPU that can run the task; empty where all is well.
-        usage: usage of the search; None where it did not begin.
+        usage: usage of the search; None if no search began.
     """
 
     entry: cache.CacheEntry | None = None

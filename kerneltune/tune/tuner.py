@@ -69,9 +69,9 @@ class CompilingConfig:
 
 
 class Tuner:
-    """Evaluates configs of one task, each config once: the `search.loop.Evaluator` of a GPU. Use as a context manager.
+    """Evaluates each config of a task at most once: the `search.loop.Evaluator` of a GPU. Use as a context manager.
 
-    One thread sends requests to the worker, one after the other, so that the GPU does not wait for decisions of this process.
+    A thread sends the requests to the worker, so that the GPU does not wait for decisions of this process.
 
     Attributes:
         searches_all: whether the whole space is searched, although the other 16-bit type was searched before.
@@ -113,7 +113,7 @@ class Tuner:
         self.queue.fill()
 
     def known(self, config: Config) -> Evaluation | None:
-        """Return the stored evaluation of a config; None where there is none."""
+        """Return the stored evaluation of a config, or None."""
         trial = self.store.get(self.task, config)
         return None if trial is None else self._remember(config, trial)
 

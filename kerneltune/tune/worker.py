@@ -63,7 +63,7 @@ class RemoteTask:
         task: task to perform.
         following: next task that the worker will probably get.
         trials: stored trials that the search looks at.
-        configs: text of the operator's file in the config cache; empty where there is no file.
+        configs: text of the operator's file in the config cache; empty without a file.
     """
 
     task: Task
@@ -73,7 +73,7 @@ class RemoteTask:
 
 
 class Worker:
-    """Performs tasks, one after the other. Use as a context manager."""
+    """Performs tasks in sequence. Use as a context manager."""
 
     def __init__(self, family: str, options: Options, cores: frozenset[int] | None) -> None:
         """Make the worker's folder. `cores` are the cores that it may use; None for all cores."""
@@ -144,7 +144,7 @@ def share_of_cores(index: int, count: int) -> frozenset[int] | None:
 
 
 class LocalWorkers:
-    """Workers as processes, each of which sees one GPU and has its share of the cores. Use as a context manager."""
+    """Workers as processes with a GPU and a share of the cores each. Use as a context manager."""
 
     def __init__(self, family: str, options: Options, gpus: Sequence[str], make: MakeWorker = Worker) -> None:
         """Start no worker yet. `gpus` are names of GPUs in the form of CUDA_VISIBLE_DEVICES."""
