@@ -4,7 +4,7 @@ A digest stays the same when a comment, a docstring, an annotation, an error mes
 constant or a local variable is renamed, and when code moves to another module. It changes with every constant, operation and
 attribute that the code uses. Triton's IR would do for kernels alone, but its text differs between versions of Triton.
 
-Reads source files; runs none of them.
+Reads source files; runs none of them. A file that was edited after its module was imported is an error, as its code does not run.
 """
 
 import ast
@@ -13,11 +13,14 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
+_STARTED = time.time()
 _DIGITS = 12
 _ENGINE = (
     "kerneltune.spec", "kerneltune.cache", "kerneltune.device", "kerneltune.errors", "kerneltune.misses",
@@ -360,13 +363,19 @@ def _imported_from(node: ast.ImportFrom, module: _Module) -> str:
     return ".".join([*above, *([node.module] if node.module else [])])
 
 
-def _package_of(target: Any) -> str:
-    """Return the top-level package of the function that a callable wraps."""
+def _unwrapped(target: Any) -> Any:
+    """Return the function that a callable wraps, else the innermost object."""
     while not inspect.isfunction(target):
         below = next((getattr(target, name) for name in _WRAPPED if callable(getattr(target, name, None))), None)
         if below is None:
             break
         target = below
+    return target
+
+
+def _package_of(target: Any) -> str:
+    """Return the top-level package of the function that a callable wraps."""
+    target = _unwrapped(target)
     owner = target if isinstance(target, type) or inspect.isfunction(target) else type(target)
     return str(owner.__module__).partition(".")[0]
 
@@ -383,12 +392,39 @@ def _module(name: str) -> _Module | None:
     file, package = _source_of(name)
     if file is None or file.suffix != ".py":
         return None
-    tree = ast.parse(file.read_bytes())
+    source = file.read_bytes()
+    if name in sys.modules and file.stat().st_mtime > _STARTED:
+        _require_loaded(sys.modules[name], source, file)
+    tree = ast.parse(source)
     bound: dict[str, tuple[ast.stmt, ...]] = {}
     for statement in tree.body:
         for name_ in dict.fromkeys(_binds(statement)):
             bound[name_] = (*bound.get(name_, ()), statement)
     return _Module(name, package, tree, bound)
+
+
+def _require_loaded(module: ModuleType, source: bytes, file: Path) -> None:
+    """Raise ValueError where a function of a module was loaded from another source than its file has now."""
+    now = {code.co_qualname: _instructions(code) for code in _codes(compile(source, file, "exec", dont_inherit=True))}
+    for value in vars(module).values():
+        function = _unwrapped(value)
+        is_own = inspect.isfunction(function) and function.__module__ == module.__name__
+        if is_own and now.get(function.__qualname__) != _instructions(function.__code__):
+            raise ValueError(f"{file}: {function.__qualname__}: edited after it was imported: start a new process")
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and all inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _instructions(code: CodeType) -> object:
+    """Return what a code object runs, without its lines."""
+    constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, constants
 
 
 def _source_of(name: str) -> tuple[Path | None, str]:

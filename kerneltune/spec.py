@@ -175,15 +175,8 @@ class Variant:
             raise ValueError(f"config of {self.name}: {error}") from None
 
     def valid_config(self, case: Case, values: Mapping[str, Any]) -> Config | None:
-        """Make the config with these knob values; None where they are not the variant's knobs, or not valid for the case.
-
-        Of knobs that no space has, such as tiles of 0 rows, `valid` may raise nearly anything.
-        """
-        try:
-            config = self.config_from(values)
-            return config if self.valid(case, config) is None else None
-        except (ValueError, ArithmeticError, TypeError, LookupError):
-            return None
+        """Make the config with these knob values; None where they are not the variant's knobs, or not valid for the case."""
+        return None if self.config is None else valid_config(self.config, self.valid, case, values)
 
 
 def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
@@ -204,6 +197,21 @@ def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
         if type(value) is not types[name]:
             raise ValueError(f"{name}: {value!r}: expected {getattr(types[name], '__name__', types[name])}")
     return config(**values)
+
+
+def valid_config(
+    config: type[Any], valid: Callable[[Case, Config], str | None], case: Case, values: Mapping[str, Any]
+) -> Config | None:
+    """Make the config of a class with these knob values; None where they are not its knobs, or not valid for the case.
+
+    For values that no space has, such as tiles of 0 rows, `valid` may raise ValueError or ArithmeticError. Any other exception is
+    a mistake in `valid`, such as an axis that the case lacks, and is raised.
+    """
+    try:
+        made = config_from(config, values)
+        return made if valid(case, made) is None else None
+    except (ValueError, ArithmeticError):
+        return None
 
 
 def knobs_of_class(config: type[Any]) -> tuple[dict[str, Any], set[str]]:

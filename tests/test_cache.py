@@ -13,7 +13,7 @@ import pytest
 
 from kerneltune import cache, files
 from kerneltune.cache import CacheEntry
-from kerneltune.spec import Case, config_from
+from kerneltune.spec import Case, config_from, valid_config
 
 OP, GPU = "rmsnorm_fwd", "nvidia_h200"
 OPTIONS = (("zero_centered", False),)
@@ -252,6 +252,29 @@ def test_knobs_that_the_variant_no_longer_has_are_passed_over(tmp_path: Path, kn
     assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) is DEFAULT
     cache.store(OP, GPU, entry(16384), tmp_path)
     assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) == Knobs(1024, 4)
+
+
+@pytest.mark.parametrize("error", [KeyError("M"), TypeError("no number"), IndexError("2")])
+def test_mistake_in_valid_is_raised_and_no_config_is_called_invalid_for_it(error: Exception, tmp_path: Path) -> None:
+    def mistaken(_case: Case, _config: Any) -> None:
+        raise error
+
+    case = Case("c", axes(8192, 4096), "bfloat16", "fp8", OPTIONS)
+    knobs = {"block": 1024, "warps": 4}
+    with pytest.raises(type(error)):
+        valid_config(Knobs, mistaken, case, knobs)
+    with pytest.raises(type(error)):
+        replace(chooser(tmp_path), valid=mistaken).from_knobs(case, knobs)
+
+
+def test_knobs_that_valid_cannot_compute_with_are_invalid() -> None:
+    def divides(_case: Case, config: Any) -> None:
+        assert 4096 % config.block == 0
+
+    case = Case("c", axes(8192, 4096), "bfloat16", "fp8", OPTIONS)
+    assert valid_config(Knobs, divides, case, {"block": 1024, "warps": 4}) == Knobs(1024, 4)
+    assert valid_config(Knobs, divides, case, {"block": 0, "warps": 4}) is None
+    assert valid_config(Knobs, divides, case, {"block": "wide", "warps": 4}) is None
 
 
 @dataclass(frozen=True)

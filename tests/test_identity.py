@@ -175,6 +175,31 @@ def test_digest_of_a_module_covers_what_it_uses(digest: Digest, tmp_path: Path) 
     assert before == same
 
 
+@pytest.mark.parametrize(
+    ("edit", "is_refused"),
+    [
+        (lambda text: text, False),
+        (lambda text: f"# a comment\n{text}", False),
+        (lambda text: text.replace("2.0", "3.0"), True),
+        (lambda text: text.replace("n, BLOCK", "n, ROWS, BLOCK"), True),
+    ],
+)
+def test_digest_of_a_file_edited_after_its_import_is_refused(
+    edit: Callable[[str], str], is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"edited_{tmp_path.name}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(KERNELS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kernel = vars(importlib.import_module(name))["_copy"]
+    path.write_text(edit(KERNELS))
+    if is_refused:
+        with pytest.raises(ValueError, match=rf"{path}: _copy: edited after it was imported: start a new process$"):
+            code_digest(kernel)
+    else:
+        assert len(code_digest(kernel)) == 12
+
+
 def test_digest_of_every_variant_is_read() -> None:
     digests = {(op.name, variant.name): variant.source_hash for op in ops.load().values() for variant in op.variants}
     assert all(len(text) == 12 for text in digests.values())

@@ -12,7 +12,7 @@ from kerneltune import device, misses, rule
 from kerneltune.cache import entries
 from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, readable
 from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
-from kerneltune.spec import Case, Op, Range, Space, Variant, config_from, out_of_range, ranges_of
+from kerneltune.spec import Case, Op, Range, Space, Variant, config_from, out_of_range, ranges_of, valid_config
 
 _MOST_ELEMENTS = 1 << 48
 """More elements than any memory holds."""
@@ -124,12 +124,8 @@ class Chooser:
         return Choice(config, "default", f"{told}: the default" if told else "the default")
 
     def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
-        """Return the config with these knobs; None where they are not those of the variant, or not valid for the case."""
-        try:
-            config = config_from(self.config, knobs)
-            return config if self.valid(case, config) is None else None
-        except (ValueError, ArithmeticError, TypeError, LookupError):  # of knobs that no space has, such as tiles of 0 rows
-            return None
+        """Return the config with these knobs; None where they are not the variant's knobs, or not valid for the case."""
+        return valid_config(self.config, self.valid, case, knobs)
 
     def defect(self, entry: CacheEntry) -> str | None:
         """Return why an entry cannot be believed: a knob's name, type or range, or `valid` for its own case; None if it can."""
