@@ -72,6 +72,7 @@ class LaunchClass:
         home: the module that holds the autotuner and its name there; None where a capture does not say or there is none.
         home_file: source file of that module.
         argv: arguments of the program, its file first.
+        path: folders that the program imported from.
         globals: plain values of globals that the kernel reads, as JSON.
         choice: the author's own choice where the program tuned it, as JSON.
         problem: why it cannot be replayed; empty where it can.
@@ -97,6 +98,7 @@ class LaunchClass:
     home: KernelName | None = None
     home_file: str = ""
     argv: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
     globals: dict[str, Any] = field(default_factory=dict)
     choice: dict[str, Any] | None = None
     problem: str = ""

@@ -3,6 +3,7 @@
 Asks the torch and triton that the program has loaded, and loads neither.
 """
 
+import os
 import sys
 from functools import cache
 from typing import Any
@@ -63,6 +64,12 @@ def versions(module: str) -> dict[str, str]:
     """Return the versions of Python, of triton, of torch and of the package that holds a module."""
     packages = {"triton": version_of("triton"), "torch": version_of("torch"), "package": version_of(module)}
     return {"python": python_version(), **packages}
+
+
+def import_folders() -> tuple[str, ...]:
+    """Return the folders that the program imports from, without the folder of our start-up hook."""
+    own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+    return tuple(dict.fromkeys(folder for folder in map(os.path.abspath, sys.path) if folder != own))
 
 
 def python_version() -> str:

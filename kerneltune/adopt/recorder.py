@@ -331,7 +331,7 @@ def describe_launch(call: Call, configs: Sequence[Any]) -> tuple[LaunchClass, St
     """
     autotuner, name = call.autotuner, call.name
     module, home = _main(name.module), home_of(autotuner)
-    home_file = (getattr(sys.modules[home.module], "__file__", None) or "") if home is not None else ""
+    home_file = _file_of(home.module) if home is not None else ""
     arguments, storages = describe(autotuner.arg_names, call.args, call.given)
     space = getattr(autotuner, "kerneltune_space", None)
     offered = [*configs, *(of_space(autotuner.configs, space) if space else ())]
@@ -359,10 +359,17 @@ def describe_launch(call: Call, configs: Sequence[Any]) -> tuple[LaunchClass, St
         home=KernelName(_main(home.module), home.name) if home is not None else None,
         home_file=home_file,
         argv=tuple(sys.argv),
+        path=program.import_folders(),
         globals=read,
         problem=_problem(name, home, home_file) or _unlaunchable(candidates),
     )
     return launch, storages
+
+
+def _file_of(module: str) -> str:
+    """Return the absolute path of a module's file; empty where the module has none."""
+    file = getattr(sys.modules[module], "__file__", None)
+    return os.path.abspath(file) if file else ""
 
 
 def _main(module: str) -> str:

@@ -46,8 +46,8 @@ def live_kernel(captured: LaunchClass) -> Any:
         ReplayError: there is none, or its source or a global that it reads has changed.
     """
     home = captured.home or captured.kernel
-    found = _live_kernel(captured.kernel, home, captured.home_file or captured.file, captured.argv, captured.source,
-                         captured.bytecode, captured.configs)  # fmt: skip
+    found = _live_kernel(captured.kernel, home, captured.home_file or captured.file, captured.argv, captured.path,
+                         captured.source, captured.bytecode, captured.configs)  # fmt: skip
     present = read_globals(found.base_fn)
     for name, value in captured.globals.items():
         if present.get(name) != value:
@@ -60,9 +60,16 @@ def live_kernel(captured: LaunchClass) -> Any:
 
 @cache
 def _live_kernel(
-    name: KernelName, home: KernelName, file: str, argv: tuple[str, ...], source: str, bytecode: str, configs: str
+    name: KernelName,
+    home: KernelName,
+    file: str,
+    argv: tuple[str, ...],
+    folders: tuple[str, ...],
+    source: str,
+    bytecode: str,
+    configs: str,
 ) -> Any:
-    held = vars(_module(home, file, argv))
+    held = vars(_module(home, file, argv, folders))
     tuners = [tuner for tuner in map(autotuner_of, [attribute(held, home.name), *held.values()]) if tuner is not None]
     tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == name.name]
     same = [one for one in tuners if bytecode_digest(one.base_fn) == bytecode]
@@ -74,20 +81,20 @@ def _live_kernel(
     return next((tuner for tuner in same if configs_digest(tuner.configs) == configs), same[0])
 
 
-def _module(name: KernelName, file: str, argv: tuple[str, ...]) -> Any:
-    """Import the module that holds a kernel.
+def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[str, ...]) -> Any:
+    """Import the module that holds a kernel, from the folders that the program imported from.
 
     Raises:
         ReplayError: the file is gone, or what it needs fails.
     """
     path, here = Path(file), str(Path.cwd())
+    for folder in (*folders, here, str(path.parent) if path.is_relative_to(here) else ""):
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
     if name.module == "__main__":
         if not path.is_file():
             raise ReplayError(f"{path}: the program's file is gone")
         return _imported(lambda: main_file.load(path, name.name), str(path), argv)
-    for folder in (here, str(path.parent) if path.is_relative_to(here) else ""):
-        if folder and folder not in sys.path:
-            sys.path.append(folder)
     return _imported(lambda: importlib.import_module(name.module), f"{name.module} ({file})", argv)
 
 
