@@ -8,8 +8,8 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import attrgetter
 from typing import Any, Generic, Literal, TypeVar
@@ -186,7 +186,7 @@ def plan_key(names: Sequence[str], values: Sequence[Any], deciding: Collection[s
             read += [(place, _read_dtype), *([(place, _read_shape)] if is_deciding else ())]
         elif is_deciding and type(value) in PLAIN:
             plain.append(place)
-        elif is_deciding:
+        elif is_deciding or _holds_tensor(value):
             read.append((place, _other_key))
     return KeyPlan(tuple(plain), tuple(read), {name: place for place, name in enumerate(names)})
 
@@ -302,9 +302,12 @@ class Argument:
 
 @dataclass(slots=True)
 class Storages:
-    """The memory below the tensors of one launch, numbered in order of appearance; `live` keeps a tensor of each by address."""
+    """The memory below the tensors of one launch, numbered in order of appearance; `live` keeps a tensor of each by address.
 
-    live: dict[int, Any] = field(default_factory=dict)
+    Views of one buffer that lie far apart have a storage each: see `_apart`.
+    """
+
+    live: dict[Any, Any] = field(default_factory=dict)
 
     def number(self, tensor: Any) -> int:
         """Return the number of a tensor's storage."""
@@ -330,9 +333,68 @@ def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any
         NotRecordableError: names the argument that is neither a tensor nor a plain value.
     """
     storages = Storages()
-    by_position = [_argument(name, value, storages, True) for name, value in zip(names, args, strict=False)]
-    named = [_argument(name, value, storages, False) for name, value in kwargs.items()]
-    return [*by_position, *named], storages
+    given = [(name, value, True) for name, value in zip(names, args, strict=False)]
+    given += [(name, value, False) for name, value in kwargs.items()]
+    arguments = [
+        _argument(part, below, storages, is_positional)
+        for name, value, is_positional in given
+        for part, below in parts(name, value)
+    ]
+    return _apart(arguments, storages)
+
+
+def parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an argument by name; of a tuple with tensors each item, as `x[0]`, `x[1]`."""
+    if isinstance(value, tuple | list) and any(map(_holds_tensor, value)):
+        for place, item in enumerate(value):
+            yield from parts(f"{name}[{place}]", item)
+    else:
+        yield name, value
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(map(_holds_tensor, value)) if isinstance(value, tuple | list) else is_tensor(value) or is_descriptor(value)
+
+
+def joined(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments by name with the items that `parts` yields put together as tuples again."""
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        argument, *places = name.replace("]", "").split("[")
+        if not places:
+            found[name] = value
+            continue
+        items = found.setdefault(argument, [])
+        for _ in places[:-1]:
+            raise NotRecordableError(f"argument {argument}: a tuple of tuples of tensors")
+        items.append(value)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+
+
+_MOST_SPREAD = 2
+"""Bytes from the first to the last of several views, over the bytes that the views cover, up to which they share a storage."""
+
+
+def _apart(arguments: Sequence[Argument], storages: Storages) -> tuple[list[Argument], Storages]:
+    """Give views of one buffer that lie far apart a storage each, and number all storages anew.
+
+    Because a replay makes all memory between the views of one storage: two small views of a buffer of 3 GiB took 9.8 GB.
+    """
+    numbers: dict[Tensor, int] = {}
+    found = Storages()
+    for number, (address, live) in enumerate(storages.live.items()):
+        tensors = {a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == number}
+        begin = end = covered = 0
+        for tensor in sorted(tensors, key=lambda one: (one.offset, one.end)):
+            own = max(tensor.end - max(tensor.offset, end), 0)
+            is_near = tensor.offset < end or max(tensor.end, end) - begin <= _MOST_SPREAD * (covered + own)
+            if not covered or not is_near:
+                begin, end, covered, own = tensor.offset, tensor.offset, 0, tensor.end - tensor.offset
+                found.live[address, tensor.offset] = live
+            end, covered = max(end, tensor.end), covered + own
+            numbers[tensor] = len(found.live) - 1
+    renumbered = [a if a.tensor is None else replace(a, tensor=replace(a.tensor, storage=numbers[a.tensor])) for a in arguments]
+    return renumbered, found
 
 
 def _argument(name: str, value: Any, storages: Storages, is_positional: bool) -> Argument:
@@ -372,6 +434,10 @@ def signature(arguments: Sequence[Argument]) -> str:
 
 
 SAMPLE_BYTES = 1 << 20
+"""Most bytes that are kept of data: of floats, of bytes, of whole numbers that are no indices."""
+_STATISTICS_BYTES = 1 << 16
+_LARGEST_INDEX, _LEAST_INDEX = 1 << 30, -(1 << 16)
+"""Whole numbers beyond are packed data, as 4-bit weights in 32 bits are."""
 
 
 @dataclass(slots=True)
@@ -382,11 +448,13 @@ class Values:
         tensors: bytes of each storage by name `storage.N`, on the CPU.
         kinds: for every storage its bytes, what is kept, and statistics.
         left_out: bytes of whole numbers that the budget did not allow.
+        sampled: bytes of samples of data.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
     kinds: tuple[dict[str, Any], ...] = ()
     left_out: int = 0
+    sampled: int = 0
 
     @property
     def bytes(self) -> int:
@@ -404,29 +472,67 @@ def span(tensors: Sequence[Tensor]) -> tuple[int, int]:
     return min(tensor.offset for tensor in tensors), max(tensor.end for tensor in tensors)
 
 
-def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int) -> Values:
-    """Copy what is to be kept of a launch's memory, before the launch changes it. Waits for the GPU."""
+def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int, sample_bytes_left: int) -> Values:
+    """Copy what is to be kept of a launch's memory, before the launch changes it. Waits for the GPU.
+
+    Indices are kept before samples of data: without its indices a launch cannot be made again.
+
+    Args:
+        arguments: of the launch.
+        storages: of the launch's tensors.
+        bytes_left: bytes that may still be kept.
+        sample_bytes_left: bytes of them that may be samples of data.
+    """
     values = Values()
-    kinds = []
+    kinds: dict[int, dict[str, Any]] = {}
+    data: list[tuple[int, Any, int, int, Tensor]] = []
     for number, live in enumerate(storages.live.values()):
         tensors = [a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == number]
         begin, end = span(tensors)
-        is_whole = any(tensor.is_whole for tensor in tensors)
-        wanted = end - begin if is_whole else min(end - begin, SAMPLE_BYTES)
-        affordable = wanted <= bytes_left - values.bytes
-        kept = ("values" if is_whole else "sample") if affordable else "missing" if is_whole else "statistics"
-        found: dict[str, Any] = {"kept": kept, "bytes": end - begin}
-        if not is_whole or affordable:
-            raw = _raw(live, begin, wanted)
-            if affordable and wanted:
-                values.tensors[f"storage.{number}"] = raw
-            if not is_whole:
-                found["statistics"] = statistics(raw, tensors[0].dtype)
-        else:
-            values.left_out += wanted
-        kinds.append(found)
-    values.kinds = tuple(kinds)
+        if not _are_indices(live, begin, end, tensors):
+            data.append((number, live, begin, end, tensors[0]))
+            continue
+        is_affordable = end - begin <= bytes_left - values.bytes
+        kinds[number] = {"kept": "values" if is_affordable else "missing", "bytes": end - begin}
+        if is_affordable and end > begin:
+            values.tensors[f"storage.{number}"] = _raw(live, begin, end - begin)
+        elif not is_affordable:
+            values.left_out += end - begin
+    sampled = 0
+    for number, live, begin, end, tensor in data:
+        wanted = min(end - begin, SAMPLE_BYTES)
+        is_affordable = wanted <= min(bytes_left - values.bytes, sample_bytes_left - sampled)
+        raw = _raw(live, begin, wanted if is_affordable else min(wanted, _STATISTICS_BYTES))
+        kinds[number] = {"kept": "sample" if is_affordable else "statistics", "bytes": end - begin}
+        kinds[number]["statistics"] = statistics(raw[:_STATISTICS_BYTES], tensor.dtype)
+        if is_affordable and wanted:
+            values.tensors[f"storage.{number}"] = raw
+            sampled += wanted
+    values.sampled = sampled
+    values.kinds = tuple(kinds[number] for number in range(len(kinds)))
     return values
+
+
+def _are_indices(live: Any, begin: int, end: int, tensors: Sequence[Tensor]) -> bool:
+    """Return whether a storage holds whole numbers that a kernel may read as indices, so that all of them must be kept.
+
+    Few bytes are kept in any case. Many bytes of 8-bit whole numbers are weights.
+    """
+    whole = [tensor for tensor in tensors if tensor.is_whole]
+    if not whole or end - begin <= SAMPLE_BYTES:
+        return bool(whole)
+    if all(tensor.element_bytes == 1 for tensor in whole):
+        return False
+    kind, size = whole[0].dtype, whole[0].element_bytes
+    torch: Any = sys.modules["torch"]
+    try:
+        with torch.no_grad():
+            numbers = torch.empty(0, dtype=getattr(torch, kind), device=live.device)
+            numbers.set_(live.untyped_storage(), begin // size, ((end - begin) // size,), (1,))
+            least, largest = (int(value) for value in numbers.aminmax())
+    except RuntimeError:  # an element type without an order here
+        return True
+    return least >= _LEAST_INDEX and largest < _LARGEST_INDEX
 
 
 _LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48

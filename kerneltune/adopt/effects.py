@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.adopt.arguments import is_descriptor, torch_dtype
+from kerneltune.adopt.arguments import is_descriptor, joined, torch_dtype
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.replay import Launch, LaunchEffects, ReplayError, grid_of, live_arguments, live_kernel
 
@@ -98,7 +98,7 @@ def _use_reference(launch: Launch, state: LaunchEffects) -> None:
         return
     where = f"{captured.kernel.text}: reference"
     try:
-        given = reference(live_arguments(captured, [storage.clone() for storage in launch.storages]))
+        given = reference(joined(live_arguments(captured, [storage.clone() for storage in launch.storages])))
     except Exception as error:  # the author's own code
         raise ReplayError(f"{where}: {type(error).__name__}: {error}") from error
     if not isinstance(given, Mapping):

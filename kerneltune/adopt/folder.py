@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from kerneltune.adopt.arguments import Argument
+from kerneltune.adopt.counters import SUFFIX, read_counts
 from kerneltune.adopt.kernels import KernelName, require_values
 from kerneltune.files import bad, checked, decode, read_bytes
 
@@ -281,8 +282,8 @@ def read_notes(files: Iterable[Path], problems: list[str]) -> list[ProcessNotes]
     return found
 
 
-def counts_of(notes: Iterable[ProcessNotes]) -> dict[str, Count]:
-    """Return the launches of all processes by class."""
+def counts_of(root: Path, notes: Iterable[ProcessNotes]) -> dict[str, Count]:
+    """Return the launches of all processes by class, of processes that were killed as well."""
     found: dict[str, Count] = {}
     for one in notes:
         for digest, count in one.launches.items():
@@ -290,4 +291,7 @@ def counts_of(notes: Iterable[ProcessNotes]) -> dict[str, Count]:
             whole.launches += count.launches
             if count.time_us is not None:
                 whole.time_us = min(count.time_us, whole.time_us or float("inf"))
+    for digest, launches in read_counts((root / LAUNCHES).glob(f"*{SUFFIX}")).items():
+        whole = found.setdefault(digest, Count())
+        whole.launches = max(whole.launches, launches)
     return found

@@ -20,7 +20,16 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from kerneltune.adopt.arguments import NO_ARGUMENT, NotRecordableError, decode, dtype_name, encode, is_descriptor, is_tensor
+from kerneltune.adopt.arguments import (
+    NO_ARGUMENT,
+    NotRecordableError,
+    decode,
+    dtype_name,
+    encode,
+    is_descriptor,
+    is_tensor,
+    parts,
+)
 from kerneltune.identity import code_digest
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
@@ -385,14 +394,15 @@ class Call:
 
     def dtypes(self) -> list[str]:
         """Return the names of the tensors' element types, as a `LaunchClass` has them."""
-        below = (value.base if is_descriptor(value) else value for value in self.named.values())
+        items = (item for name, value in self.named.items() for _, item in parts(name, value))
+        below = (value.base if is_descriptor(value) else value for value in items)
         return [dtype_name(tensor.dtype) for tensor in below if is_tensor(tensor)]
 
     def sizes(self, names: Collection[str] | None = None) -> dict[str, int]:
         """Return the sizes of the launch by name, as a `LaunchClass` has them; names: only these sizes."""
         sizes: dict[str, int] = {}
         wanted = None if names is None else {name.partition(".")[0] for name in names}
-        for name, value in self.named.items():
+        for name, value in (part for item in self.named.items() for part in parts(*item)):
             if wanted is None or name in wanted:
                 tensor = value.base if is_descriptor(value) else value
                 if is_tensor(tensor):

@@ -83,7 +83,7 @@ def read_capture(root: Path) -> Capture:
     problems: list[str] = []
     classes = list(read_classes(root, problems))
     said = read_notes(processes(root), problems)
-    return Capture(root, classes, counts_of(said), said, problems)
+    return Capture(root, classes, counts_of(root, said), said, problems)
 
 
 _NO_SIZES = ("stride", "seed", "num_warps", "num_stages", "num_ctas", "maxnreg")

@@ -30,7 +30,8 @@ from kerneltune.adopt.arguments import (
     layout_key,
     signature,
 )
-from kerneltune.adopt.folder import Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
+from kerneltune.adopt.counters import Counters
+from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import (
     FACTORY,
     Call,
@@ -87,7 +88,7 @@ class Recorder:
     ) -> None:
         """pattern: of kernel names; max_bytes: of values; autotune: the author's tuning runs, not the first config."""
         self.root, self.pattern, self.autotune, self.most_classes = root, pattern, autotune, most_classes
-        self._bytes_left = max_bytes
+        self._bytes_left, self._sample_bytes_left = max_bytes, max_bytes // 2
         self._lock = RLock()
         self._notes = ProcessNotes({}, command=sys.argv[:1])
         self._classes: dict[str, int] = {}
@@ -96,16 +97,16 @@ class Recorder:
         self._tuned: set[Any] = set()
         self._codes: dict[tuple[str, str], str] = {}
         self._pending: list[tuple[str, Any, Any]] = []
-        self._process, self._flushed = 0, 0.0
-        self._begin_process()
+        self._counters = Counters(root / LAUNCHES)
+        self._process, self._flushed, self._has_launched = os.getpid(), 0.0, False
+        atexit.register(self.flush)
 
     def _begin_process(self) -> None:
-        """Count from zero: in a new process, also one that was forked."""
-        self._process = os.getpid()
+        """Count from zero at the first launch of a process, a forked process as well."""
+        self._process, self._has_launched = os.getpid(), True
         self._notes.launches, self._pending = {}, []
-        atexit.register(self.flush)
         util: Any = sys.modules.get("multiprocessing.util")
-        if util is not None:  # its workers leave without what atexit would run
+        if util is not None:  # workers of multiprocessing end without calling what atexit holds
             util.Finalize(None, self.flush, exitpriority=10)
 
     def made(self, autotuner: Any) -> None:
@@ -209,8 +210,9 @@ class Recorder:
     def _values(self, launch: LaunchClass, storages: Storages) -> Values:
         if program.is_capturing():
             return Values.missing(len(storages.live))
-        values = collect(launch.arguments, storages, self._bytes_left)
+        values = collect(launch.arguments, storages, self._bytes_left, self._sample_bytes_left)
         self._bytes_left -= values.bytes
+        self._sample_bytes_left -= values.sampled
         if values.left_out:
             left = values.left_out
             log.warning("kerneltune: %s: %d bytes of index values are over --max-bytes: not kept", launch.label, left)
@@ -287,11 +289,13 @@ class Recorder:
 
     def _count(self, digest: str) -> None:
         with self._lock:
-            if os.getpid() != self._process:
+            if os.getpid() != self._process or not self._has_launched:
                 self._begin_process()
+            is_new = digest not in self._notes.launches
             self._notes.launches.setdefault(digest, Count()).launches += 1
+            self._counters.add(self._counters.slot(digest))
             now = time.monotonic()
-            if now - self._flushed > _FLUSH_S:
+            if is_new or now - self._flushed > _FLUSH_S:
                 self._flushed = now
                 self.flush(wait=False)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kerneltune.adopt import main_file
-from kerneltune.adopt.arguments import Argument, Tensor, decode, span, torch_dtype
+from kerneltune.adopt.arguments import Argument, Tensor, decode, joined, span, torch_dtype
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.forked import run_forked, shared_bytes
 from kerneltune.adopt.kernels import (
@@ -188,10 +188,10 @@ class Launch:
         config = live_config(config_index(autotuner.configs), stored, triton.Config)
         if config is None or grid is None:
             raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {dict(stored)}")
-        args = [self.named[a.name] for a in captured.arguments if a.is_positional]
-        kwargs = {a.name: self.named[a.name] for a in captured.arguments if not a.is_positional}
+        args = list(joined({a.name: self.named[a.name] for a in captured.arguments if a.is_positional}).values())
+        kwargs = joined({a.name: self.named[a.name] for a in captured.arguments if not a.is_positional})
         options = config.all_kwargs()
-        named, hook, run = {**self.named, **options}, config.pre_hook, autotuner.fn.run
+        named, hook, run = {**joined(self.named), **options}, config.pre_hook, autotuner.fn.run
 
         def call(warmup: bool) -> Any:
             if hook is not None:

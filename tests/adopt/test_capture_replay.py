@@ -12,6 +12,7 @@ from kerneltune import sweep
 from kerneltune.adopt import startup
 from kerneltune.adopt.effects import differences, disagreement, learn
 from kerneltune.adopt.folder import CLASSES
+from kerneltune.adopt.kernels import Call
 from kerneltune.adopt.operators import CAPTURED, operators, write_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import Launch, ReplayError, make_launch
@@ -133,3 +134,28 @@ def test_results_agree_within_noise_and_rounding(tmp_path: Path, factor: float, 
 def test_whole_numbers_agree_exactly(tmp_path: Path) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch) == "1 of 4 whole numbers differ"
+
+
+@triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["N"])
+@triton.jit
+def added_of_tuple(xs, y_ptr, N, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(xs[0] + places, mask=places < N)
+    second = tl.load(xs[1] + places, mask=places < N)
+    tl.store(y_ptr + places, first + second, mask=places < N)
+
+
+def test_replay_of_a_tuple_of_tensors_launches_with_a_tuple(tmp_path: Path) -> None:
+    given = (torch.ones(128), torch.arange(128.0))
+    launch, (config, _) = replayed(tmp_path, added_of_tuple, given, torch.empty(128), 128)
+    assert list(launch.named) == ["xs[0]", "xs[1]", "y_ptr", "N"]
+    launch.run(config)
+    assert torch.equal(launch.named["y_ptr"], given[0] + given[1])
+
+
+def test_a_tuple_of_tensors_has_the_same_types_when_it_is_served_as_in_its_capture(tmp_path: Path) -> None:
+    given = ((torch.ones(128), torch.arange(128)), torch.empty(128), 128)
+    launch, _ = replayed(tmp_path, added_of_tuple, *given)
+    call = Call(added_of_tuple, given, {})
+    assert (call.dtypes(), call.sizes()) == (launch.launch.dtypes, launch.launch.sizes)
+    assert launch.launch.dtypes == ["float32", "int64", "float32"]

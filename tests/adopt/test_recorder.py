@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from triton.runtime.jit import JITFunction
 
 from kerneltune.adopt import startup
+from kerneltune.adopt.arguments import collect, describe
 from kerneltune.adopt.folder import CLASSES, VALUES, processes, read_notes
 from kerneltune.adopt.kernels import compiled_and_launched
 from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import make_launch
 
 
 def test_capture_of_two_sizes_has_a_class_for_each(tmp_path: Path) -> None:
@@ -57,6 +59,87 @@ def test_capture_of_tensors_that_share_memory_says_so(tmp_path: Path) -> None:
     assert y is not None
     assert (x.storage, x.offset, y.storage, y.offset) == (0, 2 * 64 * 4, 0, 0)
     assert launch.argument_bytes == 4 * 64 * 4 + 4 * 4
+
+
+def test_capture_of_small_views_of_a_large_buffer_keeps_and_makes_the_views_alone(tmp_path: Path) -> None:
+    module = example()
+    startup.capture(tmp_path)
+    whole = torch.empty(3 << 28)  # 3 GiB, of which two pages are used
+    x, y = whole[:100].view(1, 100), whole[-1:]
+    x.fill_(2.0)
+    module.row_sum[(1,)](x, y, 1, 100)
+    startup.uninstall()
+    (launch,) = read_capture(tmp_path).classes
+    assert [about["bytes"] for about in launch.storages] == [400, 4]
+    made = make_launch(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    assert sum(storage.numel() for storage in made.storages) <= 2 * 404 + 2 * 256  # and what aligns them
+    assert made.named["x_ptr"].tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("gap", [0, 30, 100, 101, 5000])
+def test_views_share_a_storage_while_their_span_is_at_most_twice_their_bytes(tmp_path: Path, gap: int) -> None:
+    whole = torch.zeros(6000)
+    arguments, storages = describe(["x", "y"], [whole[:50], whole[50 + gap : 100 + gap]], {})
+    numbers = [argument.tensor.storage for argument in arguments if argument.tensor is not None]
+    assert numbers == ([0, 0] if gap <= 100 else [0, 1])
+    assert len(storages.live) == numbers[-1] + 1
+
+
+def test_capture_keeps_indices_when_samples_of_floats_have_used_their_half(tmp_path: Path) -> None:
+    module = example()
+    startup.capture(tmp_path, max_bytes=2048)
+    for columns in range(8, 80, 8):
+        module.scale_chosen[(1, 1)](torch.ones(4, columns), torch.zeros(2, dtype=torch.int64), columns, 2.0)
+    startup.uninstall()
+    kept = [tuple(about["kept"] for about in launch.storages) for launch in read_capture(tmp_path).classes]
+    assert len(kept) == 9
+    assert all(indices == "values" for _, indices in kept), kept
+    assert {floats for floats, _ in kept} == {"sample", "statistics"}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kept"),
+    [
+        (torch.zeros(3 << 20, dtype=torch.int8), "sample"),  # weights
+        (torch.full((1 << 19,), 0x77777777, dtype=torch.int32), "sample"),  # packed weights
+        (torch.arange(1 << 19, dtype=torch.int32), "values"),
+        (torch.zeros(64, dtype=torch.int8), "values"),
+        (torch.zeros(3 << 20), "sample"),
+    ],
+)
+def test_capture_keeps_all_of_indices_and_a_sample_of_weights(tensor: torch.Tensor, kept: str) -> None:
+    arguments, storages = describe(["x"], [tensor], {})
+    values = collect(arguments, storages, 64 << 20, 64 << 20)
+    assert values.kinds[0]["kept"] == kept
+    assert values.bytes == (tensor.nbytes if kept == "values" else min(tensor.nbytes, 1 << 20))
+
+
+def test_capture_that_ignores_an_argument_makes_no_class_of_its_values(tmp_path: Path) -> None:
+    capture = captured(tmp_path, (2, 96), (3, 96), (4, 96), ignored=["M"], pattern="row_sum")
+    assert len(capture.classes) == 3  # the tensors' shapes differ
+    module = example()
+    startup.capture(tmp_path / "same", ignored=["M"])
+    for rows in (1, 2, 3):
+        module.row_sum[(1,)](torch.ones(4, 96), torch.empty(4), rows, 96)
+    startup.recorder().flush()
+    startup.uninstall()
+    capture = read_capture(tmp_path / "same")
+    assert [capture.count(one).launches for one in capture.classes] == [3]
+
+
+def test_capture_ignores_no_argument_of_the_authors_key(tmp_path: Path) -> None:
+    assert len(captured(tmp_path, (2, 96), (2, 64), ignored=["N"], pattern="row_sum").classes) == 2
+
+
+def test_capture_of_very_many_classes_names_the_argument_that_makes_them(tmp_path: Path) -> None:
+    module = example()
+    startup.capture(tmp_path, most_classes=4)
+    for rows in range(1, 6):
+        module.row_sum[(1,)](torch.ones(8, 96), torch.empty(8), rows, 96)
+    startup.recorder().flush()
+    startup.uninstall()
+    refused = read_capture(tmp_path).refused()["two_kernels.row_sum"]
+    assert refused.endswith("the first 4 are kept; without M 1 are left: --ignore-arg M if it is a seed or a counter")
 
 
 def test_capture_tells_strides_and_alignment_apart(tmp_path: Path) -> None:
@@ -218,6 +301,34 @@ def test_capture_command_reaches_child_processes_and_keeps_output_and_exit_code(
     sums = of_kernel(read_capture(tmp_path / "cap"), "row_sum")
     assert sorted(one.sizes["N"] for one in sums) == [64, 96]
     assert "row_sum" in done.stderr
+
+
+ENDED = """
+import multiprocessing, os, signal, sys
+def work(columns):
+    import two_kernels
+    for _ in range(3):
+        two_kernels.step(4, columns)
+    if columns == 128:
+        os._exit(0)
+    if columns == 160:
+        os.kill(os.getpid(), signal.SIGTERM)
+if __name__ == "__main__":
+    for columns in (64, 128, 160):
+        process = multiprocessing.get_context("forkserver").Process(target=work, args=(columns,))
+        process.start(); process.join()
+"""
+
+
+def test_capture_counts_the_launches_of_workers_however_they_end(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(ENDED)
+    code = "from kerneltune.cli import main; main()"
+    done = run_python(code, "capture", "--out", str(tmp_path / "cap"), "--", sys.executable, str(script))
+    assert done.returncode == 0, done.stderr
+    capture = read_capture(tmp_path / "cap")
+    counts = {one.sizes["N"]: capture.count(one).launches for one in of_kernel(capture, "row_sum")}
+    assert counts == {64: 3, 128: 3, 160: 3}
 
 
 KILLED = """
