@@ -419,18 +419,36 @@ def _tensor(tensor: Any, storages: Storages) -> Tensor:
     return Tensor(name, shape, stride, storages.number(inner), offset, size, whole)
 
 
-def signature(arguments: Sequence[Argument]) -> str:
-    """Return a digest of what tells classes of launches apart; floats stand for their type, offsets for their alignment."""
-    parts = []
+def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:
+    """Return a digest of what tells classes of launches apart; floats stand for their type, offsets for their alignment.
+
+    ignored: names of arguments whose values stand for their type, too.
+    """
+    told: list[Any] = []
     for argument in arguments:
         if argument.tensor is not None:
             tensor = argument.tensor
             layout = [tensor.dtype, tensor.shape, tensor.stride, tensor.storage, tensor.is_aligned]
-            parts.append([argument.name, argument.kind, layout, argument.block])
+            told.append([argument.name, argument.kind, layout, argument.block])
         else:
-            value = "float" if isinstance(argument.value, float) else argument.value
-            parts.append([argument.name, argument.kind, value])
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+            is_type = isinstance(argument.value, float) or argument.name in ignored
+            told.append([argument.name, argument.kind, type(argument.value).__name__ if is_type else argument.value])
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+
+
+def counting_argument(launches: Sequence[Sequence[Argument]], keys: Collection[str]) -> tuple[str, int]:
+    """Return the whole-number argument without which the fewest classes are left, and how many are left.
+
+    A seed or a step counter makes a class of each of its values. Without a name if half of the classes or more are left.
+
+    Args:
+        launches: the arguments of each class of one kernel.
+        keys: names in the author's key, which always tell classes apart.
+    """
+    names = {a.name for arguments in launches for a in arguments if type(a.value) is int and a.name not in keys}
+    left = {name: len({signature(arguments, {name}) for arguments in launches}) for name in sorted(names)}
+    name = min(left, key=lambda one: left[one], default="")
+    return (name, left[name]) if name and 2 * left[name] < len(launches) else ("", len(launches))
 
 
 SAMPLE_BYTES = 1 << 20

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kerneltune.adopt.arguments import counting_argument
 from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, counts_of, processes, read_classes, read_notes
 from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.table import read_table
@@ -118,7 +119,7 @@ def unknown_keys(launch: LaunchClass) -> list[str]:
     return [name for name in launch.keys if name not in present]
 
 
-_SHOWN, _LABELS = 6, 3
+_SHOWN, _LABELS, _MANY = 6, 3, 8
 
 
 def findings(capture: Capture) -> list[str]:
@@ -148,6 +149,9 @@ def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong
     first = launches[0]
     if unknown := unknown_keys(first):
         yield f"key names no argument: {', '.join(unknown)}"
+    counting, left = counting_argument([launch.arguments for launch in launches], first.keys)
+    if counting and len(launches) > _MANY:
+        yield f"{len(launches)} classes, {left} without {counting}: if it is a seed or a counter, capture with --ignore-arg {counting}"
     varying = left_out(launches)
     if varying:
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -21,10 +21,12 @@ from typing import Any
 
 from kerneltune.adopt import program
 from kerneltune.adopt.arguments import (
+    Argument,
     NotRecordableError,
     Storages,
     Values,
     collect,
+    counting_argument,
     describe,
     holds_addresses,
     layout_key,
@@ -85,9 +87,21 @@ class Recorder:
         max_bytes: int = MAX_BYTES,
         autotune: bool = False,
         most_classes: int = MOST_CLASSES,
+        ignored: Sequence[str] = (),
     ) -> None:
-        """pattern: of kernel names; max_bytes: of values; autotune: the author's tuning runs, not the first config."""
+        """Record into a folder.
+
+        Args:
+            root: the folder of the capture.
+            pattern: of the names of the kernels that are recorded.
+            max_bytes: bytes of values that this process may keep.
+            autotune: whether the author's tuning runs, in place of the author's first config.
+            most_classes: classes of one kernel that are recorded.
+            ignored: names of arguments whose values make no classes of their own, such as seeds.
+        """
         self.root, self.pattern, self.autotune, self.most_classes = root, pattern, autotune, most_classes
+        self.ignored = frozenset(ignored)
+        self._arguments: dict[str, list[Sequence[Argument]]] = {}
         self._bytes_left, self._sample_bytes_left = max_bytes, max_bytes // 2
         self._lock = RLock()
         self._notes = ProcessNotes({}, command=sys.argv[:1])
@@ -148,7 +162,7 @@ class Recorder:
         """Return the class of a launch; the first launch of a class records it."""
         classes: dict[Any, KnownLaunches] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
         try:
-            layout = layout_key(args, kwargs)
+            layout = layout_key(*self._without_ignored(autotuner, args, kwargs))
             key = layout, tuple(map(id, autotuner.configs))
             found = classes.get(key)
             if found is None:
@@ -161,6 +175,22 @@ class Recorder:
             return self._refuse(kernel_name(autotuner), f"{type(error).__name__}: {error}")
         return found
 
+    def _ignored_of(self, autotuner: Any) -> frozenset[str]:
+        """Return the arguments that make no classes; an argument of the author's key always does."""
+        return self.ignored.difference(autotuner.keys)
+
+    def _without_ignored(
+        self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Return the arguments of a launch with the types of the ignored ones in place of their values."""
+        if not self.ignored or not (ignored := self._ignored_of(autotuner)):
+            return args, kwargs
+        named = zip(autotuner.arg_names, args, strict=False)
+        return (
+            [type(value).__name__ if name in ignored else value for name, value in named],
+            {name: type(value).__name__ if name in ignored else value for name, value in kwargs.items()},
+        )
+
     def _first(self, call: Call) -> KnownLaunches:
         name = call.name
         self._tuned.add(call.autotuner.base_fn)
@@ -168,14 +198,13 @@ class Recorder:
             return KnownLaunches()
         self._classes[name.text] = self._classes.get(name.text, 0) + 1
         if self._classes[name.text] > self.most_classes:
-            return self._refuse(
-                name, f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept"
-            )
+            return self._refuse(name, self._too_many(call))
         if problem := misnamed(call.autotuner):
             return self.refuse_misnamed(name, problem)
         try:
             configs = self._pruned(call)
-            launch, storages = describe_launch(call, configs)
+            launch, storages = describe_launch(call, configs, self._ignored_of(call.autotuner))
+            self._arguments.setdefault(name.text, []).append(launch.arguments)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
         if self._codes.setdefault((name.text, launch.source), launch.bytecode) != launch.bytecode:
@@ -190,6 +219,12 @@ class Recorder:
             write_class(self.root, launch, values.tensors)
             return KnownLaunches(launch.digest, configs)
         return KnownLaunches(launch.digest, unwritten=(launch, values))
+
+    def _too_many(self, call: Call) -> str:
+        """Return one line about a kernel with too many classes, with the argument that makes most of them if there is one."""
+        counting, left = counting_argument(self._arguments.get(call.name.text, ()), call.autotuner.keys)
+        hint = f"; without {counting} {left} are left: --ignore-arg {counting} if it is a seed or a counter" if counting else ""
+        return f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept{hint}"
 
     def _pruned(self, call: Call) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs where it fails for want of a GPU.
@@ -325,10 +360,13 @@ class Recorder:
         self._pending = left
 
 
-def describe_launch(call: Call, configs: Sequence[Any]) -> tuple[LaunchClass, Storages]:
+def describe_launch(call: Call, configs: Sequence[Any], ignored: Collection[str] = ()) -> tuple[LaunchClass, Storages]:
     """Return the class of a launch and the memory below its tensors.
 
-    configs: that the author's pruning leaves.
+    Args:
+        call: the launch.
+        configs: the configs that the author's pruning leaves.
+        ignored: names of arguments whose values make no classes of their own.
 
     Raises:
         NotRecordableError: an argument or a config that cannot be recorded.
@@ -345,7 +383,9 @@ def describe_launch(call: Call, configs: Sequence[Any]) -> tuple[LaunchClass, St
     source, listed = source_digest(autotuner.base_fn), configs_digest(autotuner.configs)
     read = read_globals(autotuner.base_fn)
     launch = LaunchClass(
-        digest=class_digest(module, name.name, source, listed, signature(arguments), *([json.dumps(read)] if read else ())),
+        digest=class_digest(
+            module, name.name, source, listed, signature(arguments, ignored), *([json.dumps(read)] if read else ())
+        ),
         kernel=KernelName(module, name.name),
         file=autotuner.base_fn.__code__.co_filename,
         source=source,

@@ -72,17 +72,22 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, widen: 
 
 
 def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return head and rows of what was tuned: the author's choice against ours, class by class."""
+    """Return head and rows of the tuned classes: the author's config and ours.
+
+    The author's config is the choice of the author's tuning where the capture let it run (`--autotune`), else the first config.
+    """
     from kerneltune.adopt.kernels import config_label
     from kerneltune.adopt.operators import stored_of_config
 
-    head: tuple[str, ...] = ("launch", "author µs", "ours µs", "speedup", "95 %", "config")
+    chosen = sum(one.launch.choice is not None for one in tuned)
+    author = "author's choice µs" if tuned and chosen == len(tuned) else "author µs" if chosen else "author's first µs"
+    head: tuple[str, ...] = ("launch", author, "ours µs", "speedup", "95 %", "config")
     rows: list[tuple[str, ...]] = []
     for one in sorted(tuned, key=lambda each: -each.cost_us):
-        author, ours = one.evidence.get("default_us"), one.evidence.get("time_us")
+        default, ours = one.evidence.get("default_us"), one.evidence.get("time_us")
         over = one.evidence.get("over_default") or (1.0, 1.0)
-        speedup = f"{author / ours:.3f}x" if author and ours else "-"
-        shown = [f"{value:.1f}" if value else "-" for value in (author, ours)]
+        speedup = f"{default / ours:.3f}x" if default and ours else "-"
+        shown = [f"{value:.1f}" if value else "-" for value in (default, ours)]
         config = config_label(stored_of_config(one.best, one.launch))
         rows.append((one.launch.label, *shown, speedup, f"{over[0]:.3f}-{over[1]:.3f}", config))
     return head, rows

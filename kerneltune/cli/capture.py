@@ -33,6 +33,10 @@ def command(
         int,
         o.count("--max-bytes", "Most bytes of values that each process may keep.", 0),
     ] = 256 << 20,
+    ignore_arg: Annotated[
+        list[str] | None,
+        typer.Option("--ignore-arg", metavar="NAME", help="Argument whose values make no classes: a seed. May be repeated."),
+    ] = None,
     autotune: Annotated[
         bool, typer.Option("--autotune", help="Let the authors' tuning run, and record its choice; slower.")
     ] = False,
@@ -58,7 +62,7 @@ def command(
     pattern = kernel[0] if kernel else _ALL
     require_program(program)
     o.make_folder(out)
-    options = {"pattern": pattern, "max_bytes": max_bytes, "autotune": autotune}
+    options = {"pattern": pattern, "max_bytes": max_bytes, "autotune": autotune, "ignored": ignore_arg or []}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
     if device.model() == device.INTERPRETER:
         environment["TRITON_INTERPRET"] = "1"
