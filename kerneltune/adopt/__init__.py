@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     """Import `install` or `autotune` when it is asked for.
 
     Raises:
-        AttributeError: the package has no such name.
+        AttributeError: the package has no attribute of this name.
     """
     if name == "install":
         from kerneltune.adopt.startup import install

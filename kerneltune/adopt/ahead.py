@@ -67,7 +67,7 @@ def give(root: Path, cache: Path) -> int:
 
 
 def _copy(entry: Path, target: Path) -> None:
-    """Copy an entry, whole or not at all; the paths that it holds become those of the target."""
+    """Copy an entry, whole or not at all; its paths become paths of the target."""
     if target.is_dir() and any(target.glob(f"{_GROUP}*")):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def launchers_path(root: Path) -> Path:
 def build_launchers(root: Path, cache: Path) -> "subprocess.Popen[bytes] | None":
     """Start a process that builds the host code of a tuned folder's kernels into a disk cache; None where none is worth it.
 
-    From version 3.7 on, Triton has one launcher for all kernels.
+    Triton 3.7 and later need no launcher for each kernel.
 
     Raises:
         ValueError: the folder's list of launchers is damaged.
@@ -173,7 +173,7 @@ def build_launchers(root: Path, cache: Path) -> "subprocess.Popen[bytes] | None"
 
 
 def build(launchers: Iterable[Mapping[str, Any]], nvidia: Any) -> None:
-    """Build Triton's own host code and that of launchers, one C compiler for each core.
+    """Build Triton's own host code and the launchers, with a C compiler on each core.
 
     nvidia: Triton's driver module.
     """

@@ -1,4 +1,4 @@
-"""Arguments of a launch: values as JSON; shapes, strides, types, alignment and shared memory of tensors; what is kept of them.
+"""Arguments of a launch: values as JSON; shapes, strides, types, alignment, memory and values of tensors.
 
 Nothing is executed on load.
 """
@@ -50,7 +50,7 @@ def decode(value: Any) -> Any:
     """Return the value that `encode` made JSON of.
 
     Raises:
-        ValueError: no such value, or the package that has its type is not loaded.
+        ValueError: the JSON is of no value, or the package of its type is not loaded.
     """
     if isinstance(value, PLAIN):
         return value
@@ -130,13 +130,13 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class KeyPlan(Generic[V]):
-    """How a key is made of launches whose arguments have the same names and types, and what was found by key.
+    """Keys of the launches whose arguments have the same names and types, and a value for each key.
 
     Attributes:
         plain: places of the arguments that are part of the key themselves.
         read: places of the other arguments that have a part in the key, with the function that reads it.
         places: of all arguments by name.
-        found: what was found by key.
+        found: the value of each key.
     """
 
     plain: tuple[int, ...]
@@ -149,7 +149,7 @@ class KeyPlan(Generic[V]):
         return (*[values[place] for place in self.plain], *[read(values[place]) for place, read in self.read])
 
     def size(self, values: Sequence[Any], name: str) -> int | None:
-        """Return a size of a launch by its name, `N` or `x.0`; None where the launch has no such size."""
+        """Return a size of a launch by its name, `N` or `x.0`; None if the launch has no size of this name."""
         argument, _, axis = name.partition(".")
         place = self.places.get(argument)
         if place is None:
@@ -170,7 +170,7 @@ def plan_key(names: Sequence[str], values: Sequence[Any], deciding: Collection[s
     Element types are part of every key.
 
     Args:
-        names, values: of the arguments of one such launch, and of its grid.
+        names, values: names and values of the arguments of one launch, and of its grid.
         deciding: names of the arguments whose values or shapes are part of the key.
         is_whole: whether all values and shapes are part of it, but for floats: scales and step sizes change with every launch.
     """
@@ -230,7 +230,7 @@ def is_descriptor(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's layout. Two tensors of one `storage` share memory; `offset` is the first element's, in bytes from its start."""
+    """A tensor's layout. Tensors with the same `storage` share memory; `offset` is in bytes from its start."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -257,7 +257,7 @@ class Tensor:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes of the elements, those that a stride of 0 repeats counted once."""
+        """Return the bytes of the elements; elements that a stride of 0 repeats count once."""
         elements = math.prod(size if step else min(size, 1) for size, step in zip(self.shape, self.stride, strict=True))
         return elements * self.element_bytes
 
@@ -269,14 +269,14 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a launch.
+    """An argument of a launch.
 
     Attributes:
         name: of the kernel's parameter.
         kind: `value`, `tensor` or `descriptor`.
         value: of a `value`, as JSON.
-        tensor: of a tensor, or the one below a descriptor.
-        block: a descriptor's shape, strides and block shape; empty for others.
+        tensor: layout of the tensor, or of the tensor below a descriptor.
+        block: a descriptor's shape, strides and block shape; empty for a tensor or a value.
         is_positional: whether the program gave it by position.
     """
 
@@ -304,7 +304,7 @@ class Argument:
 class Storages:
     """The memory below the tensors of one launch, numbered in order of appearance; `live` keeps a tensor of each by address.
 
-    Views of one buffer that lie far apart have a storage each: see `_apart`.
+    Distant views of the same buffer have different storages: see `_apart`.
     """
 
     live: dict[Any, Any] = field(default_factory=dict)
@@ -376,9 +376,9 @@ _MOST_SPREAD = 2
 
 
 def _apart(arguments: Sequence[Argument], storages: Storages) -> tuple[list[Argument], Storages]:
-    """Give views of one buffer that lie far apart a storage each, and number all storages anew.
+    """Give distant views of the same buffer different storages, and number all storages anew.
 
-    Because a replay makes all memory between the views of one storage: two small views of a buffer of 3 GiB took 9.8 GB.
+    Because a replay makes all memory between the views of a storage, two small views of a buffer of 3 GiB took 9.8 GB.
     """
     numbers: dict[Tensor, int] = {}
     found = Storages()
@@ -464,7 +464,7 @@ class Values:
 
     Attributes:
         tensors: bytes of each storage by name `storage.N`, on the CPU.
-        kinds: for every storage its bytes, what is kept, and statistics.
+        kinds: for every storage its bytes, the kind of values that are kept, and statistics.
         left_out: bytes of whole numbers that the budget did not allow.
         sampled: bytes of samples of data.
     """
@@ -481,17 +481,17 @@ class Values:
 
     @classmethod
     def missing(cls, count: int) -> "Values":
-        """Return what is kept where memory may not be read: nothing."""
+        """Return the values of a launch whose memory may not be read: none."""
         return cls(kinds=tuple({"kept": "missing"} for _ in range(count)))
 
 
 def span(tensors: Sequence[Tensor]) -> tuple[int, int]:
-    """Return the first byte of a storage that any of its tensors covers, and the one behind the last."""
+    """Return the begin and the end of the bytes of a storage that its tensors cover."""
     return min(tensor.offset for tensor in tensors), max(tensor.end for tensor in tensors)
 
 
 def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int, sample_bytes_left: int) -> Values:
-    """Copy what is to be kept of a launch's memory, before the launch changes it. Waits for the GPU.
+    """Copy values of a launch's memory, before the launch changes them. Waits for the GPU.
 
     Indices are kept before samples of data: without its indices a launch cannot be made again.
 
@@ -554,7 +554,7 @@ def _are_indices(live: Any, begin: int, end: int, tensors: Sequence[Tensor]) -> 
 
 
 _LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48
-"""Above any index, and what a process can address."""
+"""Bounds of addresses: above any index, and the end of the memory that a process can address."""
 
 
 def holds_addresses(arguments: Sequence[Argument], values: Values) -> str:

@@ -29,10 +29,10 @@ def autotune(
 ) -> Callable[[Any], Any]:
     """Decorate a kernel as triton.autotune does; every argument of the installed version is taken.
 
-    The result is Triton's own Autotuner. Where KERNELTUNE_ADOPT names a tuned folder it launches what that folder says.
+    The result is Triton's own Autotuner. If KERNELTUNE_ADOPT names a tuned folder, it launches the configs of that folder.
 
     Args:
-        configs: as triton.autotune takes them; the first one is what captures run with.
+        configs: as triton.autotune takes them; captures run with the first config.
         key: names of arguments.
         args: further arguments of triton.autotune by position.
         reference: copies of the arguments by name -> expected values by name, of each argument that the kernel writes and of any

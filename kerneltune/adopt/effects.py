@@ -1,4 +1,4 @@
-"""Learn from the author's first config what a launch writes, and compare what other configs leave with it."""
+"""Learn from the author's first config which results a launch writes, and compare the results of other configs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from kerneltune.adopt.replay import Launch, LaunchEffects, ReplayError, grid_of,
 
 
 def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
-    """Launch the author's first config several times; returns what it writes and how much that varies.
+    """Launch the author's first config several times; returns its results and how much they vary.
 
     An argument is written if a launch changes it, whatever it held before: the captured values, or values of our own. Arguments
     that a launch overwrites whatever they held are poisoned from then on.
@@ -47,7 +47,7 @@ def _is_empty(launch: Launch, stored: Mapping[str, Any]) -> bool:
 
 
 def _run(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:
-    """Launch a config on what the storages held before, and wait for it."""
+    """Restore the storages, launch a config and wait for it."""
     state.restore(launch.storages)
     launch.run(stored)
     if any(storage.is_cuda for storage in launch.storages):
@@ -67,9 +67,10 @@ _LEAST_FILL, _FILLS = 0x31, 16
 
 
 def _hidden_writes(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any], changed: set[str]) -> set[str]:
-    """Return the arguments that a launch writes although it left in them what they held: zeros where zeros were.
+    """Return the arguments that a launch writes with the bytes that they held already, such as zeros over zeros.
 
-    Each such storage of floating-point values is filled with a value of its own. Whole numbers stay, as they may be indices.
+    Each storage of floating-point values that did not change is filled with a value of its own. Whole numbers stay, as they
+    may be indices.
     """
     storages = {a.name: a.tensor.storage for a in launch.launch.arguments if a.tensor is not None}
     known = {storages[name] for name in changed}
@@ -87,7 +88,7 @@ def _is_floating(about: Mapping[str, Any]) -> bool:
 
 
 def _use_reference(launch: Launch, state: LaunchEffects) -> None:
-    """Have results held against the author's reference where the decorator was given one. It gets copies of the arguments.
+    """Compare results with the author's reference if the decorator was given a reference. It gets copies of the arguments.
 
     Raises:
         ReplayError: the reference fails, or gives something else than a tensor for each argument that the kernel writes.
@@ -137,7 +138,7 @@ def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> 
 def differences(launch: Launch, state: LaunchEffects) -> list[str]:
     """Return one line for each argument that disagrees with the author's first config or reference.
 
-    An argument that the first config does not write must hold what it held before.
+    An argument that the first config does not write must keep its bytes.
     """
     earlier = _tensors(live_arguments(launch.launch, state.before))
     changed = _changed(launch, state.before)
@@ -154,7 +155,7 @@ def differences(launch: Launch, state: LaunchEffects) -> list[str]:
 
 
 def _unwritten(expected: torch.Tensor, found: torch.Tensor, before: torch.Tensor) -> str:
-    """Return how many elements hold what they held before though something else is expected; empty where none can be told."""
+    """Return how many elements a launch never wrote; empty if that cannot be told."""
     width = found.element_size()
     present, held, wanted = (_bytes(tensor).view(-1, width) for tensor in (found, before, expected))
     wrong = (present != wanted).any(dim=1)
@@ -166,7 +167,7 @@ def _unwritten(expected: torch.Tensor, found: torch.Tensor, before: torch.Tensor
 
 
 def _tensors(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors among arguments, those below descriptors as well."""
+    """Return the tensors among arguments, and the tensors below descriptors."""
     below = {name: value.base if is_descriptor(value) else value for name, value in named.items()}
     return {name: value for name, value in below.items() if isinstance(value, torch.Tensor)}
 
@@ -179,10 +180,10 @@ _LEAST_EPSILON = 2.0**-14
 
 
 def disagreement(expected: torch.Tensor, found: torch.Tensor, noise: float, captured: LaunchClass) -> str:
-    """Return how far two results differ beyond noise and rounding; empty where they agree.
+    """Return how far two results differ beyond noise and rounding; empty if they agree.
 
-    Rounding is that of the coarsest element type among the kernel's floating-point arguments: configs that sum in another order
-    differ by as much.
+    The coarsest element type among the kernel's floating-point arguments decides the rounding, because configs that sum in
+    another order differ by as much.
     """
     if not (expected.is_floating_point() or expected.is_complex()):
         wrong = int((expected != found).sum())

@@ -1,4 +1,4 @@
-"""A capture folder: one folder for each class of launches, with its metadata as JSON and its values in safetensors.
+"""A capture folder: a folder for each class of launches, with metadata as JSON and values in safetensors.
 
 A class is written as a whole or not at all, so that a killed program loses at most the class that it was writing. Nothing in a
 capture is executed on load.
@@ -32,7 +32,7 @@ class Candidate:
 
     Attributes:
         config: as JSON.
-        is_author: whether it is in the author's pruned list; others lie around it.
+        is_author: whether it is in the author's pruned list; the other candidates differ in a knob from a config of the list.
         grid: of a launch under this config; None where the grid failed.
         heuristics: values that heuristics give under this config.
         problem: why the grid or a heuristic failed; empty where neither did.
@@ -51,7 +51,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchClass:
-    """One class of launches of one kernel.
+    """A class of launches of a kernel.
 
     Attributes:
         digest: of kernel, source, configs and the arguments' metadata; the name of the class's folder.
@@ -66,8 +66,9 @@ class LaunchClass:
         keys: the author's key, argument names.
         key: values of the key's arguments.
         arguments: metadata of the arguments.
-        candidates: what the class may run with, the author's first config first.
-        storages: for every storage what is kept: `values`, `sample`, `statistics` or `missing`, and its statistics.
+        candidates: configs that the class may run with, the author's first config first.
+        storages: for every storage the kind of values that are kept: `values`, `sample`, `statistics` or `missing`, and its
+            statistics.
         reset, restored: arguments that the author's tuning zeroes or puts back.
         in_graph: whether it was seen inside a graph capture only, so that no values were read.
         home: the module that holds the autotuner and its name there; None where a capture does not say or there is none.
@@ -76,7 +77,7 @@ class LaunchClass:
         path: folders that the program imported from.
         globals: plain values of globals that the kernel reads, as JSON.
         choice: the author's own choice where the program tuned it, as JSON.
-        problem: why it cannot be replayed; empty where it can.
+        problem: why it cannot be replayed; empty if it can.
     """
 
     digest: str
@@ -139,7 +140,7 @@ class Count(msgspec.Struct, array_like=True):
 
     Attributes:
         launches: how many.
-        time_us: of one launch on the GPU, the least seen; None where it was not timed.
+        time_us: of one launch on the GPU, the least seen; None if no launch was timed.
     """
 
     launches: int = 0
@@ -147,7 +148,7 @@ class Count(msgspec.Struct, array_like=True):
 
     @property
     def total_us(self) -> float:
-        """Time of all launches; 0 where it was not timed."""
+        """Time of all launches; 0 if no launch was timed."""
         return self.launches * (self.time_us or 0.0)
 
 
@@ -157,7 +158,7 @@ class ProcessNotes(msgspec.Struct):
     Attributes:
         launches: launches by class.
         refused: kernel -> why its launches could not be captured.
-        misnamed: the refused kernels whose decorators name what the kernels do not have.
+        misnamed: the refused kernels whose decorators name an argument that the kernel does not have.
         made: kernel -> the subclass of Autotuner with a `run` of its own that has it; empty for Triton's own.
         plain: kernels that were launched without an autotuner.
         command: of the process.
@@ -173,7 +174,7 @@ class ProcessNotes(msgspec.Struct):
 
 
 def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | None) -> None:
-    """Write a class, whole or not at all; one that is there already stays.
+    """Write a class, whole or not at all; a class that is there already stays.
 
     values: tensors by name, for safetensors; None for none.
 
@@ -220,7 +221,7 @@ def read_class(folder: Path) -> LaunchClass:
 
 
 def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
-    """Yield the classes of a capture; one that is damaged is skipped, and a line about it added to `problems`.
+    """Yield the classes of a capture; a damaged class is skipped, and a line about it added to `problems`.
 
     Raises:
         ValueError: the folder holds no capture.
@@ -272,7 +273,7 @@ def processes(root: Path) -> list[Path]:
 
 
 def read_notes(files: Iterable[Path], problems: list[str]) -> list[ProcessNotes]:
-    """Return what the processes of files say; a damaged file is skipped, and a line about it added to `problems`."""
+    """Return the notes of processes; a damaged file is skipped, and a line about it added to `problems`."""
     found = []
     for path in files:
         try:

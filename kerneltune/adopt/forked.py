@@ -28,7 +28,7 @@ def shared_bytes(count: int) -> Any:
 
 
 def run_forked(work: Callable[[], Any]) -> None:
-    """Call a function in a fork of this process. What it raises is raised here, with its cause.
+    """Call a function in a fork of this process. Its exceptions are raised here, with their causes.
 
     Raises:
         LaunchCrashedError: a signal ended the fork.
@@ -57,10 +57,10 @@ def run_forked(work: Callable[[], Any]) -> None:
 
 
 def _work_and_exit(work: Callable[[], Any], writer: int) -> None:
-    """Call a function, send what it raises, and end the process without what atexit would do."""
+    """Call a function, send its exception, and end the process without running atexit."""
     import torch
 
-    torch.set_num_threads(1)  # the others are not in the fork
+    torch.set_num_threads(1)  # the other threads are not in the fork
     faulthandler.disable()  # the parent says what happened
     try:
         work()
@@ -76,7 +76,7 @@ def _work_and_exit(work: Callable[[], Any], writer: int) -> None:
 
 
 def _sendable(error: BaseException | None) -> BaseException | None:
-    """Return an error, or one with its text where it cannot be sent."""
+    """Return an error, or a RuntimeError with its text if it cannot be sent."""
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
     except Exception:  # the error of a stranger's code may hold anything

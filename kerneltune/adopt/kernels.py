@@ -1,4 +1,4 @@
-"""Autotuned kernels: their names, their source, their configs and others around these, the grid and heuristics of a launch.
+"""Autotuned kernels: names, source, configs and neighbours of configs, the grid and heuristics of a launch.
 
 Reads only public attributes of Triton 3.6 to 3.9.
 """
@@ -41,7 +41,7 @@ FACTORY = "<locals>"
 
 @dataclass(frozen=True, slots=True)
 class KernelName:
-    """Where a kernel is found: its module and its qualified name in it."""
+    """The module of a kernel and its qualified name in the module."""
 
     module: str
     name: str
@@ -60,9 +60,9 @@ def kernel_name(autotuner: Any) -> KernelName:
 
 @cache
 def source_digest(function: Any) -> str:
-    """Return the digest of what a kernel runs, helpers included, whatever its name, comments and line numbers.
+    """Return the digest of the code that a kernel runs, helpers included; names, comments and line numbers have no part.
 
-    Empty where there is no source.
+    Empty if the source cannot be found.
     """
     try:
         return code_digest(function)
@@ -72,7 +72,7 @@ def source_digest(function: Any) -> str:
 
 @cache
 def bytecode_digest(function: Any) -> str:
-    """Return a digest of a kernel's bytecode and that of the helpers of its package: found 1000 times faster than its source's.
+    """Return a digest of the bytecode of a kernel and of its helpers: 1000 times faster than the digest of the source.
 
     Equal digests mean equal code; another version of Python has other bytecode for the same source.
     """
@@ -167,7 +167,7 @@ def config_key(config: Any) -> tuple[Any, ...]:
 
 
 def encode_config(config: Any) -> dict[str, Any]:
-    """Return a config as JSON; of its pre_hook only whether it has one.
+    """Return a config as JSON; its pre_hook as true or false.
 
     Raises:
         NotRecordableError: a value that JSON cannot hold.
@@ -225,7 +225,8 @@ def config_index(configs: Sequence[Any]) -> dict[str, Any]:
 def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) -> Any | None:
     """Return the autotuner's own config object of these values, so that its pre_hook survives.
 
-    A config that is not in the list is made, with the pre_hook that all configs of the list share; None where they share none.
+    A config that is not in the list is made, with the pre_hook that all configs of the list share; None if their pre_hooks
+    differ.
 
     Args:
         index: `config_index` of the autotuner's list.
@@ -239,7 +240,7 @@ def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) 
 
 
 def autotuner_of(value: Any) -> Any:
-    """Return the autotuner that an object is or wraps, None where there is none. Runs no code of the object."""
+    """Return the autotuner that an object is or wraps; None if the object is something else. Runs no code of the object."""
     kind = getattr(sys.modules.get("triton.runtime.autotuner"), "Autotuner", ())  # a module may have done without Triton
     for _ in range(_MOST_LAYERS):
         if value is None or isinstance(value, kind) or inspect.isfunction(value):
@@ -287,7 +288,7 @@ def compiled_and_launched() -> set[Any]:
 
 
 def layers(autotuner: Any) -> Iterator[Any]:
-    """Yield what an autotuner wraps, from the outside in: heuristics, then the kernel."""
+    """Yield the objects that an autotuner wraps, from the outside in: heuristics, then the kernel."""
     inner = autotuner.fn
     while not inspect.isfunction(inner):
         yield inner
@@ -320,7 +321,7 @@ class Call:
     def twin(self, configs: Sequence[Any] | None = None) -> Any:
         """Return a copy of the autotuner that a thread may use alone; it shares the cache of choices.
 
-        configs: the list it chooses from, instead of the autotuner's present one.
+        configs: the list it chooses from, instead of the autotuner's present list.
         """
         alone = copy.copy(self.autotuner)
         alone.nargs = dict(zip(self.autotuner.arg_names, self.args, strict=False))
@@ -360,7 +361,8 @@ class Call:
 
         Args:
             configs: that are pruned, instead of the autotuner's present list.
-            by_model: whether the author's performance model prunes, too; it says what is worth timing, not what may be launched.
+            by_model: whether the author's performance model prunes, too; the model tells which configs are worth timing, not
+                which configs may be launched.
         """
         alone = self.twin(configs)
         if not by_model:
@@ -417,7 +419,10 @@ _MOST_WARPS, _MOST_STAGES, _LARGEST_BLOCK = 16, 7, 1024
 
 
 def widened(configs: Sequence[Any], most: int = MOST) -> list[Any]:
-    """Return up to `most` configs that differ from one of the list in one knob and are not in it; none of mixed pre_hooks."""
+    """Return up to `most` configs that are not in a list and differ in a single knob from a config of the list.
+
+    None if the configs of the list have different pre_hooks.
+    """
     if len({getattr(config, "pre_hook", None) for config in configs}) > 1:
         return []
     seen = {config_key(config) for config in configs}
@@ -432,7 +437,7 @@ def widened(configs: Sequence[Any], most: int = MOST) -> list[Any]:
 
 
 def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return the configs of a space, each knob not named in it as in the first config; without those that the list has."""
+    """Return the configs of a space, each knob not named in it as in the first config; without the configs of the list."""
     seen = {config_key(config) for config in configs}
     found = []
     for values in itertools.product(*space.values()):

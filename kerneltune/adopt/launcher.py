@@ -36,7 +36,7 @@ def require_program(command: Sequence[str]) -> None:
     """Fail before anything is written where a program cannot be found.
 
     Raises:
-        ValueError: no program, or one that is neither a file nor on PATH.
+        ValueError: no program, or a program that is neither a file nor on PATH.
     """
     if not command:
         raise ValueError("program: none: expected a program behind --, like: -- python train.py")
@@ -46,7 +46,7 @@ def require_program(command: Sequence[str]) -> None:
 
 
 def python_path() -> str:
-    """Return a PYTHONPATH whose first folder holds the start-up hook, and whose last one this package."""
+    """Return a PYTHONPATH whose first folder holds the start-up hook, and whose last folder holds this package."""
     package = Path(__file__).resolve().parents[1]
     present = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return os.pathsep.join([str(package / "adopt" / "site"), *present, str(package.parent)])

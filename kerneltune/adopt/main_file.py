@@ -1,7 +1,7 @@
 """Load kernels from the file that a program was started with, without running the program.
 
-Only the statements that a kernel needs are executed: its definition, what its decorators and its body name, and what those
-name. A script without `if __name__ == "__main__"` would otherwise train a model in order to be imported.
+Only the statements that a kernel needs are executed: its definition, the definitions of the names in its decorators and body,
+and so on. A script without `if __name__ == "__main__"` would otherwise train a model in order to be imported.
 """
 
 import ast
@@ -23,7 +23,7 @@ _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def load(path: Path, kernel: str) -> ModuleType:
-    """Execute what a kernel of a program's file needs; returns the module that holds it.
+    """Execute the statements that a kernel of a program's file needs; returns the module that holds it.
 
     kernel: its qualified name.
 
@@ -109,7 +109,7 @@ def _named(statement: ast.stmt) -> set[str]:
 
 
 def _code(statement: ast.stmt) -> CodeType:
-    """Compile one statement of a module; whatever may stand at the top may stand alone."""
+    """Compile a statement of a module by itself."""
     return compile(ast.Module([statement], []), "<statement>", "exec", dont_inherit=True)
 
 
@@ -135,7 +135,7 @@ def _chain(node: ast.expr) -> list[str]:
 
 
 def _outside_definitions(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield nodes and what is below them, but nothing inside a function or a class."""
+    """Yield nodes and the nodes below them, but nothing inside a function or a class."""
     for node in nodes:
         yield node
         if not isinstance(node, (*_DEFINITIONS, ast.Lambda)):

@@ -22,7 +22,7 @@ from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, V
 CAPTURED, WIDEN = "KERNELTUNE_CAPTURED", "KERNELTUNE_CAPTURED_WIDEN"
 CLASS = "launch"
 BYTES, BYTES_OF = "bytes", "arguments"
-"""An option with one value, by which every table says that GB/s are those of the arguments' bytes."""
+"""An option of every case, by which tables say that GB/s count the arguments' bytes."""
 AUTHOR, TUNED = "baseline", "optimized"
 SWEEP = "sweep.yaml"
 _CHECKED_BYTES = 1 << 20
@@ -40,7 +40,7 @@ class Numbered:
 
 
 def operators() -> tuple[Op, ...]:
-    """Return the operators of the capture that the environment names; none where it names none."""
+    """Return the operators of the capture that the environment names; none if it names no folder."""
     folder = os.environ.get(CAPTURED)
     return _operators(folder, os.environ.get(WIDEN) == "1") if folder else ()
 
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
     """Return OPS, or the config class of a kernel, by which processes exchange configs.
 
     Raises:
-        AttributeError: there is no such name.
+        AttributeError: the module has no attribute of this name.
     """
     if name == "OPS":
         return operators()
@@ -155,7 +155,7 @@ def case_of(launch: LaunchClass, axes: Sequence[str]) -> Case:
 
 
 def case_dtype(launch: LaunchClass) -> str:
-    """Return the element types of a class's floating-point tensors, as one name."""
+    """Return the element types of a class's floating-point tensors, joined to a name."""
     names = sorted({a.tensor.dtype for a in launch.arguments if a.tensor is not None and not a.tensor.is_whole})
     return "+".join(names) or "none"
 
@@ -175,7 +175,7 @@ def _of_case(by_digest: Mapping[str, LaunchClass], case: Case) -> LaunchClass:
 
 
 def offered(launch: LaunchClass, widen: bool) -> list[Candidate]:
-    """Return the candidates of a class that have a grid: the author's, the others too if `widen`."""
+    """Return the candidates of a class that have a grid: the author's configs, and with `widen` the configs around them."""
     return [one for one in launch.candidates if _is_offered(one, widen)]
 
 
@@ -222,7 +222,7 @@ def stored_of_config(config: Config, launch: LaunchClass) -> dict[str, Any]:
     """Return an instance of the kernel's config class as the captured JSON.
 
     Raises:
-        ValueError: the class has no such candidate.
+        ValueError: the class has no candidate of these knobs.
     """
     kind: Any = type(config)
     found = _candidates(launch, kind).get(config)
@@ -266,7 +266,7 @@ def first_config(launch: LaunchClass) -> dict[str, Any]:
 
 
 def _traffic(about: Any, case: Case) -> Traffic:
-    """Return the bytes of the arguments, as read: what is written is not known before a launch."""
+    """Return the bytes of the arguments, as read: the written bytes are not known before a launch."""
     return Traffic(about(case).argument_bytes, 0)
 
 
@@ -298,7 +298,7 @@ def _run(inputs: Inputs, stored: Mapping[str, Any]) -> Outputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Learn from the author's first config what a launch writes, and how much that varies."""
+    """Learn from the author's first config which results a launch writes, and how much they vary."""
     from kerneltune.adopt.effects import learn
 
     launch = inputs[_LAUNCH]

@@ -76,7 +76,7 @@ class Capture:
 
 
 def read_capture(root: Path) -> Capture:
-    """Return what a capture folder holds.
+    """Return the capture of a folder.
 
     Raises:
         ValueError: it holds no capture.
@@ -92,7 +92,7 @@ _NO_SIZES = ("stride", "seed", "num_warps", "num_stages", "num_ctas", "maxnreg")
 
 
 def left_out(launches: Sequence[LaunchClass]) -> list[str]:
-    """Return the sizes that differ between classes which the author's key does not tell apart; none where there is one config."""
+    """Return the sizes that differ between classes with equal author's keys; none if the list has a single config."""
     found: dict[str, None] = {}
     for launch in launches:
         for other in launches:
@@ -133,7 +133,7 @@ def findings(capture: Capture) -> list[str]:
 
 
 def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
-    """Yield a line for each kernel of which launches with equal keys had different lists of configs."""
+    """Yield a line for each kernel whose launches with equal keys had different lists of configs."""
     lists: dict[str, dict[str, set[str]]] = {}
     for one in launches:
         of_key = lists.setdefault(one.kernel.text, {})
@@ -151,7 +151,8 @@ def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong
         yield f"key names no argument: {', '.join(unknown)}"
     counting, left = counting_argument([launch.arguments for launch in launches], first.keys)
     if counting and len(launches) > _MANY:
-        yield f"{len(launches)} classes, {left} without {counting}: if it is a seed or a counter, capture with --ignore-arg {counting}"
+        hint = f"if it is a seed or a counter, capture with --ignore-arg {counting}"
+        yield f"{len(launches)} classes, {left} without {counting}: {hint}"
     varying = left_out(launches)
     if varying:
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"

@@ -34,7 +34,7 @@ def _slug_of_torch(torch: Any) -> str:
 def early_device_slug() -> str:
     """Return the GPU's name as a folder without starting CUDA, which a program may not do before it forks; empty if unknown.
 
-    Before CUDA is started the driver's first GPU stands for the one that will be used.
+    Before CUDA is started, the driver's first GPU stands for the GPU that will be used.
     """
     torch: Any = sys.modules.get("torch")
     if is_interpreted() or (torch is not None and torch.cuda.is_initialized()):
@@ -54,7 +54,7 @@ def _first_gpu() -> str:
 
 
 def version_of(module: str) -> str:
-    """Return the version that a module's package gives itself; empty where it gives none."""
+    """Return the version that a module's package gives itself; empty if it gives no version."""
     package = sys.modules.get(module.partition(".")[0])
     version = getattr(package, "__version__", "")
     return version if isinstance(version, str) else ""

@@ -1,4 +1,4 @@
-"""Capture: what each class of launches looks like, written while the program runs, once for each class.
+"""Capture: write each class of launches once, while the program runs.
 
 The program runs as before: with the author's first config, or with the author's own tuning. Whatever goes wrong here costs a
 line on standard error, never the program.
@@ -65,10 +65,10 @@ class KnownLaunches:
     """A class of launches as this process knows it.
 
     Attributes:
-        digest: of the class; empty where it is not recorded.
-        configs: what it is launched with, the first that works first; empty where the author's autotuner runs it.
+        digest: of the class; empty if the class is not recorded.
+        configs: configs that it is launched with, the first config that works first; empty if the author's autotuner runs it.
         timed: launches that were timed or are being timed.
-        unwritten: the class and its values until the author's autotuner has made its choice; None where it is written.
+        unwritten: the class and its values until the author's autotuner has made its choice; None if it is written.
     """
 
     digest: str = ""
@@ -153,7 +153,7 @@ class Recorder:
         return run
 
     def _plain(self) -> list[str]:
-        """Return the names of the kernels that were launched without an autotuner, less those of packages that make kernels."""
+        """Return the names of the kernels that were launched without an autotuner, but for kernels that torch or Triton made."""
         found = (self._launched | compiled_and_launched()) - self._tuned
         names = {f"{_main(one.__module__)}.{one.__qualname__}" for one in found}
         return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
@@ -221,13 +221,13 @@ class Recorder:
         return KnownLaunches(launch.digest, unwritten=(launch, values))
 
     def _too_many(self, call: Call) -> str:
-        """Return one line about a kernel with too many classes, with the argument that makes most of them if there is one."""
+        """Return a line about a kernel with too many classes, and the argument that makes most classes."""
         counting, left = counting_argument(self._arguments.get(call.name.text, ()), call.autotuner.keys)
         hint = f"; without {counting} {left} are left: --ignore-arg {counting} if it is a seed or a counter" if counting else ""
         return f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept{hint}"
 
     def _pruned(self, call: Call) -> list[Any]:
-        """Return the configs that the author's pruning leaves; all configs where it fails for want of a GPU.
+        """Return the configs that the author's pruning leaves; all configs if the pruning fails because there is no GPU.
 
         Whatever it raises on a GPU is raised here.
         """
@@ -260,7 +260,7 @@ class Recorder:
             self._count(known.digest)
 
     def refuse_misnamed(self, name: KernelName, problem: str) -> KnownLaunches:
-        """Note a kernel whose decorator names what the kernel does not have: `kerneltune capture` ends with exit code 2."""
+        """Note a kernel whose decorator names an argument that the kernel lacks: `kerneltune capture` ends with exit code 2."""
         self._notes.misnamed.append(name.text)
         return self._refuse(name, f"not captured: {problem}")
 
@@ -335,7 +335,7 @@ class Recorder:
                 self.flush(wait=False)
 
     def flush(self, wait: bool = True) -> None:
-        """Write the launches counted so far; wait: for those that are being timed, at the end of the program."""
+        """Write the launches counted so far; wait: whether to wait for the launches that are being timed."""
         notes = self._notes
         if os.getpid() != self._process or not (notes.launches or notes.refused or notes.made or self._launched):
             return
@@ -422,7 +422,7 @@ def _main(module: str) -> str:
 
 
 def _problem(name: KernelName, home: KernelName | None, file: str) -> str:
-    """Return why a kernel could not be found again, empty where it can be."""
+    """Return why a replay could not find a kernel; empty if it can."""
     if FACTORY in name.name:
         return "a function made the kernel, so that it cannot be imported by name"
     if home is None:
@@ -433,7 +433,7 @@ def _problem(name: KernelName, home: KernelName | None, file: str) -> str:
 
 
 def _unlaunchable(candidates: Sequence[Candidate]) -> str:
-    """Return why none of the author's configs can be launched, empty where one can be."""
+    """Return why no config of the author's can be launched; empty if a config can."""
     by_author = [one for one in candidates if one.is_author]
     if any(one.grid is not None for one in by_author):
         return ""

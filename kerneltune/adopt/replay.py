@@ -1,6 +1,6 @@
-"""Replay one captured class: find the live kernel, make its arguments anew, launch it.
+"""Replay a captured class: find the live kernel, make its arguments anew, launch it.
 
-The kernel's module is imported, so that hooks and heuristics are the real ones.
+The kernel's module is imported, so that hooks and heuristics are the author's.
 """
 
 import importlib
@@ -85,7 +85,7 @@ def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[s
     """Import the module that holds a kernel, from the folders that the program imported from.
 
     Raises:
-        ReplayError: the file is gone, or what it needs fails.
+        ReplayError: the file is gone, or an import of it fails.
     """
     path, here = Path(file), str(Path.cwd())
     for folder in (*folders, here, str(path.parent) if path.is_relative_to(here) else ""):
@@ -146,7 +146,7 @@ class Launch:
     Attributes:
         named: arguments by name, in the kernel's order.
         storages: bytes of each storage, (bytes,) uint8.
-        state: what is restored before a launch; None where launches follow each other as they are, to be timed.
+        state: contents that are restored before a launch; None if launches follow each other to be timed.
     """
 
     launch: LaunchClass
@@ -179,7 +179,7 @@ class Launch:
         return self._prepare(stored)(True)
 
     def _prepare(self, stored: Mapping[str, Any]) -> Callable[[bool], Any]:
-        """Return what launches a config, or compiles it only where it is told so."""
+        """Return a function that launches a config, or only compiles it."""
         import triton
 
         captured = self.launch
@@ -202,13 +202,13 @@ class Launch:
 
 
 def grid_of(captured: LaunchClass, stored: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the captured grid of a config, None where there is none."""
+    """Return the captured grid of a config; None if the capture has no grid for it."""
     wanted = stored_key(stored)
     return next((one.grid for one in captured.candidates if stored_key(one.config) == wanted), None)
 
 
 def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> Launch:
-    """Make a class's arguments; whole numbers as captured, others from their sample or statistics.
+    """Make a class's arguments; indices as captured, data from its sample or statistics.
 
     On device `meta` without values.
 
@@ -247,7 +247,7 @@ def _read_values(path: Path) -> dict[str, torch.Tensor]:
 
     try:
         return dict(load_file(path))
-    except Exception as error:  # SafetensorError and what the system raises
+    except Exception as error:  # SafetensorError, OSError
         raise ReplayError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:120]}") from error
 
 
@@ -300,9 +300,9 @@ class LaunchEffects:
     """Results that every launch of a class must leave in its arguments.
 
     Attributes:
-        before: what each storage holds before a launch; outputs that are overwritten as a whole are poisoned.
+        before: contents of each storage before a launch; outputs that are overwritten as a whole are poisoned.
         written: arguments that a launch of the author's first config writes.
-        expected: what arguments hold after a launch of that config, or what the author's reference gives; by argument.
+        expected: contents of arguments after a launch of that config, or the values of the author's reference; by argument.
         noise: relative difference between launches of it, root mean square, by argument.
     """
 

@@ -1,6 +1,6 @@
 """Serve: `Autotuner.run` launches the config of the table, and never times anything.
 
-A launch costs the host a key and a look-up. The key holds what the choice depends on: the values of the author's key, the
+A launch costs the host a key and a look-up. The choice depends on the key alone: the values of the author's key, the
 element types, and the sizes that decide between rows of the table. All other arguments may change from launch to launch.
 """
 
@@ -48,26 +48,26 @@ def counted_name(kernel: str, kind: str) -> str:
 
 @dataclass(slots=True)
 class Served:
-    """The config that launches of one key run with.
+    """Config of the launches of a key.
 
     Attributes:
         config: the live config object.
         options: its values as keyword arguments.
         hook: its pre_hook.
-        others: configs that a launch falls back to.
+        fallbacks: configs that a launch falls back to.
         counter: place of the count of these launches.
     """
 
     config: Any
     options: dict[str, Any]
     hook: Callable[[dict[str, Any]], Any] | None
-    others: list[Any]
+    fallbacks: list[Any]
     counter: int
 
 
 @dataclass(slots=True)
 class ServingState:
-    """The configs that serving knows for one autotuner with one list of configs.
+    """State of an autotuner with a list of configs.
 
     Attributes:
         kernel: the table's kernel; None where the table has none for this autotuner.
@@ -76,11 +76,12 @@ class ServingState:
         counters: places of the counts of launches: served, missed.
         groups: the table's groups by author's key and element types.
         index: configs by their values.
-        plans: how to make a key and what is served by key, by the names and types of a launch's arguments.
-        finders: the same for keys without sizes: what finds the row of a key, None where the table has no row.
+        plans: keys and their served configs, by the names and types of a launch's arguments.
+        finders: keys without sizes and the finders of their rows, by the same; None for a key that the table does not have.
         rows: the configs of the table's rows, by identity of the row.
         lists: states for lists that the program assigned later, by the configs and by their identities.
-        choices: the author's choices from such a list; the autotuner's own cache has one choice for a key, whatever the list.
+        choices: the author's choices from a list that the program assigned, because the autotuner's own cache does not tell
+            lists apart.
     """
 
     kernel: TableKernel | None
@@ -117,7 +118,7 @@ class Counts:
 
 
 class Server:
-    """Serves one table."""
+    """Serve a table."""
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class Server:
             log.warning("kerneltune: %s", text)
 
     def table(self, is_early: bool = False) -> ServingTable | None:
-        """Return the table of this GPU, None where there is none that may be served.
+        """Return the table of this GPU; None if no table may be served.
 
         is_early: before the program launches anything, when CUDA may not be started.
 
@@ -208,10 +209,10 @@ class Server:
             if autotuner.configs is not state.shown:
                 state = self._relisted(autotuner, state)
             values = (*args, *kwargs.values())
-            plan = state.plans.get((*kwargs, *map(type, values)))
+            plan = state.plans.get(kind := (*kwargs, *map(type, values)))
             served = None if plan is None else plan.found.get(plan.key(values))
             if served is None:
-                result = self._resolve(original, Call(autotuner, args, kwargs), state)
+                result = self._resolve(original, Call(autotuner, args, kwargs), state, kind, values)
                 if not isinstance(result, Served):
                     return result[0]
                 served = result
@@ -223,7 +224,7 @@ class Server:
                 try:
                     return autotuner.fn.run(*args, **kwargs, **served.options)
                 except Exception as error:
-                    if not served.others or not program.is_launch_failure(error):
+                    if not served.fallbacks or not program.is_launch_failure(error):
                         raise
                     self._fall_back(autotuner, served, error)
 
@@ -311,12 +312,15 @@ class Server:
         is_tuned = state.kernel is not None and state.kernel.configs == configs_digest(state.configs)
         return [config for config in found if config is not None and (is_tuned or _has_values_of(config, state.configs))]
 
-    def _resolve(self, original: Callable[..., Any], call: Call, state: ServingState) -> "Served | tuple[Any]":
-        """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
+    def _resolve(
+        self, original: Callable[..., Any], call: Call, state: ServingState, kind: tuple[Any, ...], values: tuple[Any, ...]
+    ) -> "Served | tuple[Any]":
+        """Return the config for launches of this key, or the result of the launch where the author's autotuner made it.
+
+        kind, values: names and types of the launch's arguments, and the arguments with the grid.
+        """
         if self._preparing is not None:
             self._preparing.wait()
-        values = call.values
-        kind = (*call.kwargs, *map(type, values))
         plan = state.plans.get(kind) or self._plan(call, state, kind)
         key = plan.key(values)
         row = _row(call, state, kind, values) if state.groups else None
@@ -356,7 +360,7 @@ class Server:
             served = state.rows[id(row)] = _served(configs, state.counters[0])
         if not call.autotuner.early_config_prune:
             return served
-        configs = [served.config, *served.others]
+        configs = [served.config, *served.fallbacks]
         left = call.pruned(list(dict.fromkeys([*state.configs, *configs])), by_model=False)
         allowed = [config for config in configs if config in left]
         return _served(allowed, state.counters[0]) if allowed else None
@@ -372,7 +376,7 @@ class Server:
             else "the author's first"
         )
         self._say(f"{call.name.text}: a launch that was not tuned: served with {used}")
-        return [*([near.config, *near.others] if near else ()), *by_author]
+        return [*([near.config, *near.fallbacks] if near else ()), *by_author]
 
     def _by_author(
         self, original: Callable[..., Any], call: Call, state: ServingState, plan: KeyPlan[Served], key: tuple[Any, ...]
@@ -402,8 +406,8 @@ class Server:
                 self._say(f"misses are not recorded: {error}")
 
     def _fall_back(self, autotuner: Any, served: Served, error: Exception) -> None:
-        """Serve the next config from now on, where the present one fails to launch."""
-        failed, config = served.config, served.others.pop(0)
+        """Serve the next config from now on, because the present config fails to launch."""
+        failed, config = served.config, served.fallbacks.pop(0)
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         bad, good = (config_label(encode_config(one)) for one in (failed, config))
         self._say(f"{kernel_name(autotuner).text}: config {bad} fails here ({said}): falling back to {good}")
@@ -425,8 +429,8 @@ def _row(call: Call, state: ServingState, kind: tuple[Any, ...], values: tuple[A
 
 
 def _served(configs: Sequence[Any], counter: int) -> Served:
-    config, *others = configs
-    return Served(config, config.all_kwargs(), config.pre_hook, others, counter)
+    config, *fallbacks = configs
+    return Served(config, config.all_kwargs(), config.pre_hook, fallbacks, counter)
 
 
 def _remember(plan: KeyPlan[Served], key: tuple[Any, ...], served: Served) -> Served:

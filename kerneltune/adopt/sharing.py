@@ -1,4 +1,4 @@
-"""Decide which classes of launches share a config: all of one author's key, except where a paired comparison shows a gain.
+"""Decide which classes of launches share a config: all classes of an author's key, unless a paired comparison shows a gain.
 
 Times configs by a function that it is given.
 """
@@ -16,7 +16,7 @@ from kerneltune.spec import Case, Config
 from kerneltune.stats import Samples, ratio_interval
 
 LEAST_GAIN = 1.03
-"""How much faster a class's own config must be for sizes that the author's key omits to become part of ours."""
+"""Least speedup by a class's own config for which sizes that the author's key omits become part of the table's key."""
 _MOST_PORTFOLIO = 4
 
 
@@ -84,7 +84,7 @@ def shared_config(members: Sequence[TunedClass]) -> Config | None:
 
 
 def own_gain(one: TunedClass, shared: Config, timing: Timing) -> float | None:
-    """Return how many times faster a class's own config is than the shared one; None where it may do with the shared one.
+    """Return the speedup by a class's own config over the shared config; None if the shared config will do.
 
     It may not where the gain is 3 % or more, or where the shared config is surely slower than the author's choice.
     """
@@ -103,7 +103,7 @@ def own_gain(one: TunedClass, shared: Config, timing: Timing) -> float | None:
 
 
 def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
-    """Return the sizes that differ between classes; of sizes that are equal in every class one, an argument before a side."""
+    """Return the sizes that differ between classes; if two sizes are equal in every class, only the argument."""
     names = {name for one in members for name in one.launch.sizes}
     by_sizes: dict[tuple[int | None, ...], str] = {}
     for name in sorted(names, key=lambda one: ("." in one, one)):  # sides of tensors have a dot
@@ -112,7 +112,7 @@ def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
 
 
 def _row(one: TunedClass, chosen: Config, most: int, gain: float | None = None) -> ServingRow:
-    """Return a row: the chosen config, the author's, then the fastest others to fall back to."""
+    """Return a row: the chosen config, the author's config, then the fastest of the rest to fall back to."""
     ranked = sorted(one.times, key=lambda config: one.times[config])
     configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:most]
     evidence = {**one.evidence, "class": one.launch.digest}
@@ -122,7 +122,7 @@ def _row(one: TunedClass, chosen: Config, most: int, gain: float | None = None) 
 
 
 def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
-    """Return the fewest configs, as JSON, with which every class is within 3 % of its best, the best single one first."""
+    """Return the fewest configs, as JSON, with which every class is within 3 % of its best, the best single config first."""
     tables = [
         (one.cost_us or 1.0, {stored_key(stored_of_config(c, one.launch)): t for c, t in one.times.items()}) for one in classes
     ]

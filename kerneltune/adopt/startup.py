@@ -1,6 +1,6 @@
 """Start capture or serving in a process: by environment variables, which subprocesses inherit, or by `install`.
 
-The one place that changes Triton: `Autotuner.run` and `Autotuner.__init__`, as soon as the program imports them. Subclasses
+This module alone changes Triton: `Autotuner.run` and `Autotuner.__init__`, as soon as the program imports them. Subclasses
 that call `super().run` are reached, and kernels that were decorated before. A capture in the interpreter notes every kernel
 that runs by `InterpretedFunction.run`.
 """
@@ -24,7 +24,7 @@ _MARK = "_kerneltune_original"
 
 
 class _Waiting(importlib.abc.MetaPathFinder):
-    """Waits for one module to be imported, then acts on it once."""
+    """Wait for a module to be imported, then act on it once."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name, self._act = name, act
@@ -149,7 +149,8 @@ def install(
 
     Args:
         folder: that `kerneltune tune` has written.
-        miss: what a launch that was not tuned runs with: `author` (the author's autotuner), `nearest` (the nearest tuned launch),
+        miss: policy for launches that were not tuned: `author` (the author's autotuner), `nearest` (the nearest tuned
+            launch),
             `default` (the author's first config) or `error`.
         manifest: SHA-256 of the table, or its beginning; another table is refused.
         misses: folder that untuned launches are recorded into, as a capture; `misses` in `folder` if empty, None for none.

@@ -25,11 +25,11 @@ _LARGEST, _LARGEST_MANIFEST = 256 << 20, 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ServingRow:
-    """What was found for one class of launches, or for several that share a config.
+    """Configs of a class of launches, or of several classes that share a config.
 
     Attributes:
         sizes: every size of the class by name.
-        configs: as JSON, the chosen one first, then what a launch falls back to.
+        configs: as JSON, the chosen config first, then the configs that a launch falls back to.
         evidence: times and intervals.
     """
 
@@ -88,11 +88,11 @@ class RowFinder:
 
 @dataclass(frozen=True, slots=True)
 class TableKernel:
-    """What a table has of one kernel.
+    """Configs of a kernel in a table.
 
     Attributes:
         source, bytecode, configs: digests of the kernel's syntax tree, of its bytecode and of the author's list.
-        package: version of the package that holds the kernel; empty where it has none.
+        package: version of the package that holds the kernel; empty if unknown.
         portfolio: for torch.compile: the fewest configs for all captured launches.
     """
 
@@ -116,7 +116,7 @@ class TableKernel:
         return None if group is None else group.nearest(sizes)
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
-        """Return the row of the nearest captured launch with these element types, None where there is none."""
+        """Return the row of the nearest captured launch with these element types; None if no launch has them."""
         rows = [row for group in self.groups if group.dtypes == list(dtypes) for row in group.rows]
         return min(rows, key=lambda row: distance(row.sizes, sizes), default=None)
 
@@ -135,7 +135,7 @@ _FAR = -16.0
 
 
 def log2_of(size: int | None) -> float:
-    """Return the log2 of a size, by which sizes are compared; a size that is missing or below 1 is far from all others."""
+    """Return the log2 of a size, by which sizes are compared; a size that is missing or below 1 is far from every other size."""
     return math.log2(size) if size is not None and size > 0 else _FAR
 
 
@@ -171,10 +171,10 @@ def write_table(root: Path, table: ServingTable) -> str:
 
 
 def read_table(root: Path, device: str) -> ServingTable | None:
-    """Return the table of a GPU model, None where there is none.
+    """Return the table of a GPU model; None if the folder has no table for it.
 
     Raises:
-        ValueError: one line naming the file: damaged, or not the one that the manifest names.
+        ValueError: one line naming the file: damaged, or another table than the manifest names.
     """
     path = path_of(root, device)
     if not path.is_file():

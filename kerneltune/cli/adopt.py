@@ -43,8 +43,21 @@ def lint_command(folder: Folder) -> None:
     show("nothing to report")
 
 
-def tune_folder(folder: Path, budget: float | None, share: float | None, widen: bool, force: bool, workers: int | None) -> None:
-    """Tune a capture, and show what serving will launch.
+def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None) -> None:
+    """Print how many classes and configs of a capture `tune` will try, and about how long that takes."""
+    from kerneltune.adopt.tuning import forecast
+
+    found = forecast(folder, share, widen, workers)
+    for line in found.skipped:
+        note(f"skipped: {line}")
+    classes, configs = counted(found.classes, "class", "classes"), counted(found.configs, "config")
+    show(f"{classes}, {configs}: about {max(found.seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet")
+
+
+def tune_folder(
+    folder: Path, budget: float | None, share: float | None, widen: bool, force: bool, workers: int | None, dry_run: bool
+) -> None:
+    """Tune a capture, and show the configs that serving will launch; with `dry_run` only say how many configs there are.
 
     Raises:
         ValueError: no capture, no GPU, or an option out of range.
@@ -53,6 +66,8 @@ def tune_folder(folder: Path, budget: float | None, share: float | None, widen: 
 
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"share: {share!r}: expected a fraction above 0, up to 1")
+    if dry_run:
+        return _show_forecast(folder, share or 1.0, widen, workers)
     options.require_writable(folder)
     from kerneltune.processes import start_server
 

@@ -71,6 +71,7 @@ def command(
         typer.Option("--share", metavar="FRACTION", help="Of a capture: tune classes until they cover this much time."),
     ] = None,
     widen: Annotated[bool, typer.Option("--widen", help="Of a capture: also configs around the authors' lists.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Of a capture: only say how many configs there are.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
@@ -99,9 +100,9 @@ def command(
             policy=policy if policy != "cold" else None, trials=trials, max_cases=max_cases, stale=stale,
             sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus, ray=ray,
         )  # fmt: skip
-        return tune_folder(Path(family), budget, share, widen, force, workers)
-    if share is not None or widen:
-        raise ValueError(f"share, widen: expected only with the folder of a capture; {family} is none")
+        return tune_folder(Path(family), budget, share, widen, force, workers, dry_run)
+    if share is not None or widen or dry_run:
+        raise ValueError(f"share, widen, dry-run: expected only with the folder of a capture; {family} is none")
     results = o.results_root(results, family)
     for root in (o.configs_root(configs), results):
         o.require_writable(root)

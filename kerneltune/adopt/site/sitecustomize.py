@@ -1,6 +1,6 @@
 """Start capture or serving in every Python process that `kerneltune capture` or `kerneltune serve` starts.
 
-Python imports the first `sitecustomize` of its path. This one then runs the one that it hides.
+Python imports the first `sitecustomize` of its path. This module then runs the `sitecustomize` that it hides.
 """
 
 import importlib.machinery
