@@ -105,6 +105,48 @@ PRIVATE_NAMES = (
         "gates the rows of expert modules that have a gate of their own",
         "expert modules count as of an unknown kind",
     ),
+    # Names of Triton that no document names. `adopt` reads them itself, because serving imports neither torch nor this module.
+    *(
+        PrivateName(
+            f"triton.runtime.autotuner:Autotuner.{name}",
+            "is replaced to capture and serve autotuned kernels",
+            "one line at the start of the program, which then runs as without kerneltune",
+        )
+        for name in ("run", "__init__")
+    ),
+    PrivateName(
+        "triton.runtime.autotuner:Autotuner.prune_configs",
+        "gives the configs that the author's pruning leaves for a launch",
+        "launches are neither captured nor served, after one line for each kernel",
+    ),
+    PrivateName(
+        "triton.runtime.interpreter:InterpretedFunction.run",
+        "tells which kernels run without a GPU",
+        "captures without a GPU do not start, after one line",
+    ),
+    PrivateName(
+        "triton.runtime.jit:JITFunction.run",
+        "is replaced to capture and serve kernels without an autotuner",
+        "`capture --plain` does not start, after one line",
+    ),
+    PrivateName(
+        "triton.runtime.cache:triton_key",
+        "digests Triton's compiler while the program is still importing",
+        "the first launch of a served program waits a second longer",
+    ),
+    *(
+        PrivateName(
+            f"triton.backends.nvidia.driver:{name}",
+            "builds the host code of served kernels in a child process (Triton 3.6)",
+            "the first launch of each kernel waits for the C compiler",
+        )
+        for name in ("CudaLauncher", "CudaUtils")
+    ),
+    PrivateName(
+        "triton.compiler.compiler:CompiledKernel.__getitem__",
+        "launches a compiled kernel again, with addresses in place of tensors",
+        "fp8 casts of known shapes launch as Triton does, which takes the host longer",
+    ),
 )
 
 untraced = _disable_dynamo
