@@ -211,7 +211,7 @@ def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str
     return found
 
 
-def obstacle(launch: LaunchClass, device_slug: str | None) -> str:
+def obstacle(launch: LaunchClass, device_slug: str | None = None) -> str:
     """Return why a class cannot be tuned on a GPU; empty if it can; device_slug: of the GPU, None for the captured GPU."""
     if device_slug not in (None, launch.device):
         return f"captured on {launch.device}, this is {device_slug}: capture again here"
