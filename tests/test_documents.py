@@ -52,7 +52,7 @@ NOT_RUN = {
     "git push origin vX.Y.Z": "writes to a server",
     "cli/ one file per command; the only place that prints": "text: the folders",
     "kernel classes launches time % configs key key leaves out": "text: output of a GPU",
-    "launch author µs ours µs speedup 95 % config": "text: output of a GPU",
+    "launch author's first µs ours µs speedup 95 % config": "text: output of a GPU",
 }
 FAST = {"adopt lint", "adopt list", "cache explain", "capture", "cases", "compare", "inspect", "ops", "report"}
 """Commands that need no GPU and take little; `sweep` as well where it only checks."""
