@@ -1,7 +1,11 @@
 """Check the order of the arguments with which a compiled kernel is launched again."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import triton
 
 from kerneltune.kernel_lib.relaunch import relaunch
 
@@ -16,6 +20,7 @@ class Compiled:
     """Stands for what a launch returns; records launches."""
 
     packed_metadata = b""
+    src = SimpleNamespace(signature=dict.fromkeys(Kernel.arg_names, "*fp32"))
 
     def __init__(self) -> None:
         self.launched: list[tuple[Any, ...]] = []
@@ -34,3 +39,15 @@ def test_relaunch_gives_the_other_arguments_in_the_order_of_the_kernel() -> None
 
 def test_relaunch_of_nothing_compiled_is_none() -> None:
     assert relaunch(Kernel, None, 1, 2, {}) is None
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0+git1"])
+def test_relaunch_under_a_triton_whose_launcher_is_not_known_is_none(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert relaunch(Kernel, Compiled(), 7, 2, {"FLAG": True, "total": 5, "COLS": 64}) is None
+
+
+def test_relaunch_of_a_kernel_whose_launcher_takes_other_arguments_is_none() -> None:
+    compiled = Compiled()
+    compiled.src = SimpleNamespace(signature={"x_ptr": "*fp32"})
+    assert relaunch(Kernel, compiled, 7, 2, {"FLAG": True, "total": 5, "COLS": 64}) is None
