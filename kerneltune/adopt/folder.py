@@ -78,6 +78,7 @@ class LaunchClass:
         globals: plain values of globals that the kernel reads, as JSON.
         choice: the author's own choice where the program tuned it, as JSON.
         problem: why it cannot be replayed; empty if it can.
+        is_plain: whether no autotuner wraps the kernel, so that the candidates are options of the launch.
     """
 
     digest: str
@@ -104,6 +105,7 @@ class LaunchClass:
     globals: dict[str, Any] = field(default_factory=dict)
     choice: dict[str, Any] | None = None
     problem: str = ""
+    is_plain: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:

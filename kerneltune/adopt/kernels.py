@@ -249,21 +249,67 @@ def autotuner_of(value: Any) -> Any:
     return value if isinstance(value, kind) else None
 
 
+def jit_of(value: Any) -> Any:
+    """Return the object under `triton.jit` that an object is or wraps; None if there is none. Runs no code of the object."""
+    for _ in range(_MOST_LAYERS):
+        inner = inspect.getattr_static(value, "fn", None)
+        if inner is None or inspect.isfunction(inner):
+            return None if inner is None or not hasattr(type(value), "run") else value
+        value = inner
+    return None
+
+
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+"""Options of a launch that tuning may change without a change of the program around the kernel."""
+_STAGES = (1, 2, 3, 4)
+
+
+def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return an autotuner that describes a kernel without an autotuner: a list of options, the program's options first.
+
+    Capture, tuning and serving read it; nothing is launched through it.
+
+    Args:
+        kernel: the object under `triton.jit`.
+        options: the options of the program's launch, by name; None for an option that it does not give.
+        keys: names of the arguments whose values tell launches apart.
+    """
+    module = sys.modules["triton.runtime.autotuner"]
+    own = {**_DEFAULTS, **{name: options[name] for name in OPTIONS if options.get(name) is not None}}
+    warps = [own["num_warps"], *(own["num_warps"] * 2**n // 4 for n in (1, 3, 0, 4))]
+    stages = dict.fromkeys((own["num_stages"], *_STAGES))
+    tried = [{**own, "num_warps": w, "num_stages": s} for w in warps if 1 <= w <= _MOST_PLAIN_WARPS for s in stages]
+    tuner = object.__new__(module.Autotuner)
+    make = inspect.unwrap(
+        module.Autotuner.__init__
+    )  # the program's autotuners are noted when they are made; this is none of them
+    make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **one) for one in tried], list(keys), None, None)
+    tuner.kerneltune_plain = True
+    return tuner
+
+
+def is_plain(autotuner: Any) -> bool:
+    """Return whether an autotuner was made by `plain_tuner`."""
+    return getattr(autotuner, "kerneltune_plain", False) is True
+
+
 def home_of(autotuner: Any) -> KernelName | None:
-    """Return the module that holds an autotuner and the name it has there; None where no module does.
+    """Return the module that holds an autotuner and the name it has there; None if no module holds it.
 
     A program may autotune a kernel of another module.
     """
-    name = kernel_name(autotuner)
+    name, unwrap, held = kernel_name(autotuner), autotuner_of, autotuner
+    if is_plain(autotuner):
+        unwrap, held = jit_of, autotuner.fn
     own = _values_of(name.module)
-    if autotuner_of(attribute(own, name.name)) is autotuner:
+    if unwrap(attribute(own, name.name)) is held:
         return name
-    found = next((key for key, value in own.items() if autotuner_of(value) is autotuner), None)
+    found = next((key for key, value in own.items() if unwrap(value) is held), None)
     if found is not None:
         return KernelName(name.module, found)
     for module in dict.fromkeys(("__main__", *sys.modules)):
         for key, value in _values_of(module).items():
-            if value is autotuner:
+            if value is held:
                 return KernelName(module, key)
     return None
 
@@ -416,6 +462,7 @@ class Call:
 
 MOST = 64
 _MOST_WARPS, _MOST_STAGES, _LARGEST_BLOCK = 16, 7, 1024
+_MOST_PLAIN_WARPS = 32
 
 
 def widened(configs: Sequence[Any], most: int = MOST) -> list[Any]:

@@ -60,8 +60,9 @@ class Capture:
         return {kernel: reason for one in self.said for kernel, reason in one.refused.items()}
 
     def plain(self) -> list[str]:
-        """Return the kernels that were launched without an autotuner."""
-        return sorted({kernel for one in self.said for kernel in one.plain})
+        """Return the kernels that were launched without an autotuner and not captured."""
+        captured = {launch.kernel.text for launch in self.classes}
+        return sorted({kernel for one in self.said for kernel in one.plain} - captured)
 
     def own_runs(self) -> dict[str, list[str]]:
         """Return the kernels that were never seen though a subclass with a `run` of its own has them, by subclass."""

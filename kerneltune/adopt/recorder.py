@@ -36,6 +36,7 @@ from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import (
     FACTORY,
+    OPTIONS,
     Call,
     KernelName,
     bytecode_digest,
@@ -43,9 +44,11 @@ from kerneltune.adopt.kernels import (
     configs_digest,
     encode_config,
     home_of,
+    is_plain,
     kernel_name,
     misnamed,
     of_space,
+    plain_tuner,
     read_globals,
     source_digest,
     widened,
@@ -68,12 +71,14 @@ class KnownLaunches:
         digest: of the class; empty if the class is not recorded.
         configs: configs that it is launched with, the first config that works first; empty if the author's autotuner runs it.
         timed: launches that were timed or are being timed.
+        is_compiled: whether a kernel without an autotuner was launched before.
         unwritten: the class and its values until the author's autotuner has made its choice; None if it is written.
     """
 
     digest: str = ""
     configs: list[Any] = field(default_factory=list)
     timed: int = 0
+    is_compiled: bool = False
     unwritten: tuple[LaunchClass, Values] | None = None
 
 
@@ -88,6 +93,7 @@ class Recorder:
         autotune: bool = False,
         most_classes: int = MOST_CLASSES,
         ignored: Sequence[str] = (),
+        plain: bool = False,
     ) -> None:
         """Record into a folder.
 
@@ -98,7 +104,10 @@ class Recorder:
             autotune: whether the author's tuning runs, in place of the author's first config.
             most_classes: classes of one kernel that are recorded.
             ignored: names of arguments whose values make no classes of their own, such as seeds.
+            plain: whether kernels without an autotuner are recorded as well.
         """
+        self.plain = plain
+        self._plain_tuners: dict[tuple[Any, ...], Any] = {}
         self.root, self.pattern, self.autotune, self.most_classes = root, pattern, autotune, most_classes
         self.ignored = frozenset(ignored)
         self._arguments: dict[str, list[Sequence[Argument]]] = {}
@@ -144,13 +153,35 @@ class Recorder:
         return run
 
     def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method that takes the place of InterpretedFunction.run: it notes which kernels run."""
+        """Return the method that takes the place of `run` of a kernel: it notes the kernel, and records it if asked to."""
 
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            self._launched.add(kernel.fn)
-            return original(kernel, *args, **kwargs)
+            function = kernel.fn
+            self._launched.add(function)
+            if not self.plain or function in self._tuned or kwargs.get("warmup"):
+                return original(kernel, *args, **kwargs)
+            known = self._known_plain(kernel, args, kwargs)
+            if not known.digest:
+                return original(kernel, *args, **kwargs)
+            self._count(known.digest)
+            is_first, known.is_compiled = not known.is_compiled, True
+            return self._timed(known, lambda: original(kernel, *args, **kwargs), is_first)
 
         return run
+
+    def _known_plain(self, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
+        """Return the class of a launch of a kernel without an autotuner; the first launch of a class records it."""
+        if kernel.fn.__module__.partition(".")[0] in _MAKERS:
+            return KnownLaunches()
+        options = {name: kwargs.get(name) for name in OPTIONS}
+        key = (id(kernel), *options.values())
+        tuner = self._plain_tuners.get(key)
+        given = {name: value for name, value in kwargs.items() if name not in OPTIONS}
+        if tuner is None:
+            named = {**dict(zip(kernel.arg_names, args, strict=False)), **given}
+            keys = [n for n in kernel.arg_names if n in named and type(named[n]) is not float and n not in self.ignored]
+            tuner = self._plain_tuners[key] = plain_tuner(kernel, options, keys)
+        return self.known(tuner, args, given)
 
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, but for kernels that torch or Triton made."""
@@ -193,7 +224,8 @@ class Recorder:
 
     def _first(self, call: Call) -> KnownLaunches:
         name = call.name
-        self._tuned.add(call.autotuner.base_fn)
+        if not is_plain(call.autotuner):
+            self._tuned.add(call.autotuner.base_fn)
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
             return KnownLaunches()
         self._classes[name.text] = self._classes.get(name.text, 0) + 1
@@ -215,7 +247,7 @@ class Recorder:
         if launch.problem:
             self._refuse(name, f"cannot be tuned: {launch.problem}")
         launch = replace(launch, storages=values.kinds, in_graph=program.is_capturing())
-        if not self.autotune:
+        if not self.autotune or launch.is_plain:
             write_class(self.root, launch, values.tensors)
             return KnownLaunches(launch.digest, configs)
         return KnownLaunches(launch.digest, unwritten=(launch, values))
@@ -377,7 +409,7 @@ def describe_launch(call: Call, configs: Sequence[Any], ignored: Collection[str]
     arguments, storages = describe(autotuner.arg_names, call.args, call.given)
     space = getattr(autotuner, "kerneltune_space", None)
     offered = [*configs, *(of_space(autotuner.configs, space) if space else ())]
-    around = [config for config in widened(autotuner.configs) if config not in offered]
+    around = [] if is_plain(autotuner) else [config for config in widened(autotuner.configs) if config not in offered]
     candidates = [_candidate(call, config, True) for config in offered]
     candidates += [_candidate(call, config, False) for config in around]
     source, listed = source_digest(autotuner.base_fn), configs_digest(autotuner.configs)
@@ -406,6 +438,7 @@ def describe_launch(call: Call, configs: Sequence[Any], ignored: Collection[str]
         path=program.import_folders(),
         globals=read,
         problem=_problem(name, home, home_file) or _unlaunchable(candidates),
+        is_plain=is_plain(autotuner),
     )
     return launch, storages
 

@@ -19,13 +19,16 @@ from kerneltune.adopt.arguments import Argument, Tensor, decode, joined, span, t
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.forked import run_forked, shared_bytes
 from kerneltune.adopt.kernels import (
+    OPTIONS,
     KernelName,
     attribute,
     autotuner_of,
     bytecode_digest,
     config_index,
     configs_digest,
+    jit_of,
     live_config,
+    plain_tuner,
     read_globals,
     source_digest,
     stored_key,
@@ -46,8 +49,18 @@ def live_kernel(captured: LaunchClass) -> Any:
         ReplayError: there is none, or its source or a global that it reads has changed.
     """
     home = captured.home or captured.kernel
-    found = _live_kernel(captured.kernel, home, captured.home_file or captured.file, captured.argv, captured.path,
-                         captured.source, captured.bytecode, captured.configs)  # fmt: skip
+    found = _live_kernel(
+        captured.kernel,
+        home,
+        captured.home_file or captured.file,
+        captured.argv,
+        captured.path,
+        captured.source,
+        captured.bytecode,
+        captured.configs,
+        _plain_options(captured),
+        captured.keys,
+    )
     present = read_globals(found.base_fn)
     for name, value in captured.globals.items():
         if present.get(name) != value:
@@ -56,6 +69,11 @@ def live_kernel(captured: LaunchClass) -> Any:
     if captured.versions.get("python") == python_version() and bytecode_digest(found.base_fn) != captured.bytecode:
         raise ReplayError(f"{captured.kernel.text}: the file has several kernels of this name: give each a name of its own")
     return found
+
+
+def _plain_options(captured: LaunchClass) -> tuple[tuple[str, Any], ...]:
+    """Return the program's options of a kernel without an autotuner; empty for an autotuned kernel."""
+    return tuple((name, captured.candidates[0].config.get(name)) for name in OPTIONS) if captured.is_plain else ()
 
 
 @cache
@@ -68,9 +86,13 @@ def _live_kernel(
     source: str,
     bytecode: str,
     configs: str,
+    options: tuple[tuple[str, Any], ...],
+    keys: tuple[str, ...],
 ) -> Any:
     held = vars(_module(home, file, argv, folders))
-    tuners = [tuner for tuner in map(autotuner_of, [attribute(held, home.name), *held.values()]) if tuner is not None]
+    unwrap = jit_of if options else autotuner_of
+    found = [one for one in map(unwrap, [attribute(held, home.name), *held.values()]) if one is not None]
+    tuners = [plain_tuner(one, dict(options), keys) for one in found] if options else found
     tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == name.name]
     same = [one for one in tuners if bytecode_digest(one.base_fn) == bytecode]
     same = same or [one for one in tuners if source_digest(one.base_fn) == source]  # another Python has other bytecode

@@ -16,14 +16,17 @@ from kerneltune.adopt import program
 from kerneltune.adopt.arguments import KeyPlan, plan_key
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import (
+    OPTIONS,
     Call,
     bytecode_digest,
     config_index,
     config_label,
     configs_digest,
     encode_config,
+    is_plain,
     kernel_name,
     live_config,
+    plain_tuner,
     source_digest,
 )
 from kerneltune.adopt.table import Group, RowFinder, ServingRow, ServingTable, TableKernel, read_table
@@ -80,6 +83,7 @@ class ServingState:
         finders: keys without sizes and the finders of their rows, by the same; None for a key that the table does not have.
         rows: the configs of the table's rows, by identity of the row.
         lists: states for lists that the program assigned later, by the configs and by their identities.
+        tuner: the autotuner that describes a kernel without an autotuner; None for an autotuned kernel.
         choices: the author's choices from a list that the program assigned, because the autotuner's own cache does not tell
             lists apart.
     """
@@ -94,6 +98,7 @@ class ServingState:
     rows: dict[int, Served] = field(default_factory=dict)
     lists: "dict[tuple[Any, ...], ServingState]" = field(default_factory=dict)
     choices: dict[Any, Any] | None = None
+    tuner: Any = None
     index: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -152,6 +157,8 @@ class Server:
         self._by_name: dict[tuple[str, str], list[TableKernel]] = {}
         self._read_for = ""
         self._said: set[str] = set()
+        self._plain_kernels: dict[Any, list[TableKernel]] = {}
+        self._plain_states: dict[tuple[Any, ...], ServingState | None] = {}
 
     def _say(self, text: str) -> None:
         """Warn once of each thing."""
@@ -230,6 +237,68 @@ class Server:
 
         return run
 
+    def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that takes the place of `run` of a kernel: it changes options of launches that the table has."""
+        count = self.counters.add
+
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            function = kernel.fn
+            stored = self._plain_kernels.get(function)
+            if stored is None:
+                stored = self._find_plain(function)
+            if not stored:
+                return original(kernel, *args, **kwargs)
+            options = tuple(map(kwargs.get, OPTIONS))
+            try:
+                state = self._plain_states[function, options]
+            except KeyError:
+                state = self._attach_plain(kernel, stored, options)
+            if state is None:
+                return original(kernel, *args, **kwargs)
+            values = (*args, *kwargs.values())
+            plan = state.plans.get(kind := (*kwargs, *map(type, values)))
+            served = None if plan is None else plan.found.get(plan.key(values))
+            if served is None:
+                served = self._resolve_plain(Call(state.tuner, args, kwargs), state, kind, values)
+            count(served.counter)
+            try:
+                return original(kernel, *args, **{**kwargs, **served.options})
+            except Exception as error:
+                if not served.options or not program.is_launch_failure(error):
+                    raise
+                self._say(f"{kernel.fn.__qualname__}: {served.options} fail here ({type(error).__name__}): the program's options")
+                served.options = {}
+                return original(kernel, *args, **kwargs)
+
+        return run
+
+    def _find_plain(self, function: Any) -> list[TableKernel]:
+        """Return the table's kernels of a function without an autotuner; there is a kernel for each choice of options."""
+        with self._lock:
+            found = [] if self.table() is None else self._by_name.get(_table_name(function.__module__, function.__qualname__), [])
+            found = [kernel for kernel in found if kernel.is_plain and kernel.bytecode == bytecode_digest(function)]
+            self._plain_kernels[function] = found
+            return found
+
+    def _attach_plain(self, kernel: Any, stored: Sequence[TableKernel], options: tuple[Any, ...]) -> ServingState | None:
+        """Return the state of a kernel without an autotuner that is launched with some options; None if the table has none."""
+        with self._lock:
+            state = None
+            for of_table in stored:
+                tuner = plain_tuner(kernel, dict(zip(OPTIONS, options, strict=True)), of_table.keys)
+                if configs_digest(tuner.configs) == of_table.configs:
+                    state = ServingState(of_table, tuner.configs, tuner.configs, self._counters_of(tuner), tuner=tuner)
+            self._plain_states[kernel.fn, options] = state
+            return state
+
+    def _resolve_plain(self, call: Call, state: ServingState, kind: tuple[Any, ...], values: tuple[Any, ...]) -> Served:
+        """Return the options of launches of this key: of the table, else no options beside the program's."""
+        plan = state.plans.get(kind) or self._plan(call, state, kind)
+        row = _row(call, state, kind, values)
+        configs = [] if row is None else self._live(state, row.configs[:1])
+        served = _served(configs, state.counters[0]) if configs else Served(None, {}, None, [], state.counters[1])
+        return _remember(plan, plan.key(values), served)
+
     def attach(self, autotuner: Any, is_early: bool = False) -> ServingState:
         """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
         with self._lock:
@@ -289,6 +358,7 @@ class Server:
             return None
         name = kernel_name(autotuner)
         found = self._by_name.get(_table_name(name.module, name.name), [])
+        found = [kernel for kernel in found if kernel.is_plain == is_plain(autotuner)]
         same = [kernel for kernel in found if kernel.bytecode == bytecode_digest(autotuner.base_fn)]
         if found and not same:  # another Python, or other code
             same = [kernel for kernel in found if kernel.source == source_digest(autotuner.base_fn)]

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-TARGET, INTERPRETER = "triton.runtime.autotuner", "triton.runtime.interpreter"
+TARGET, INTERPRETER, COMPILER = "triton.runtime.autotuner", "triton.runtime.interpreter", "triton.runtime.jit"
 _MARK = "_kerneltune_original"
 
 
@@ -129,7 +129,7 @@ def capture(root: Path, **options: Any) -> None:
         recorder = Recorder(root, **options)
         _patch(autotuning, recorder.make_run, recorder.made)
         _installed["recorder"] = recorder
-        when_imported(INTERPRETER, lambda module: replace_method(module.InterpretedFunction, "run", recorder.make_plain_run))
+        _patch_kernels(recorder.make_plain_run, only_interpreted=not recorder.plain)
 
     when_imported(TARGET, begin)
 
@@ -177,6 +177,8 @@ def install(
         server = Server(root, autotuning.Config, miss, manifest, missing, portfolio, prepared, counters)
         _patch(autotuning, server.make_run, server.made)
         _installed["server"] = server
+        if _has_plain_kernels(root):
+            _patch_kernels(server.make_plain_run)
         for made in _autotuners(autotuning):
             server.made(made)  # decorated before: torch.compile is to see their portfolios, too
 
@@ -215,9 +217,9 @@ def recorder() -> Any:
 
 def uninstall() -> None:
     """Put Triton's own methods back, and the authors' lists."""
-    interpreter = sys.modules.get(INTERPRETER)
-    if interpreter is not None:
-        restore_method(interpreter.InterpretedFunction, "run")
+    for name, kind in _KERNELS.items():
+        if name in sys.modules:
+            restore_method(getattr(sys.modules[name], kind), "run")
     autotuning = sys.modules.get(TARGET)
     if autotuning is not None:
         restore_method(autotuning.Autotuner, "run")
@@ -228,6 +230,26 @@ def uninstall() -> None:
                 autotuner.configs = state.configs
             autotuner.__dict__.pop("_kerneltune_classes", None)
     _installed.clear()
+
+
+_KERNELS = {INTERPRETER: "InterpretedFunction", COMPILER: "JITFunction"}
+"""Modules of Triton, and their classes of kernels."""
+
+
+def _patch_kernels(make_run: Callable[..., Any], only_interpreted: bool = False) -> None:
+    """Replace `run` of kernels as soon as Triton's modules are imported."""
+    for name, kind in _KERNELS.items():
+        if name == INTERPRETER or not only_interpreted:
+            when_imported(name, functools.partial(_replace_run, kind, make_run))
+
+
+def _replace_run(kind: str, make_run: Callable[..., Any], module: ModuleType) -> None:
+    replace_method(getattr(module, kind), "run", make_run)
+
+
+def _has_plain_kernels(root: Path) -> bool:
+    """Return whether a table of a tuned folder has kernels without an autotuner, so that all launches must be looked at."""
+    return any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
 
 
 def _patch(autotuning: ModuleType, make_run: Callable[..., Any], made: Callable[[Any], None]) -> None:

@@ -93,6 +93,7 @@ class TableKernel:
     Attributes:
         source, bytecode, configs: digests of the kernel's syntax tree, of its bytecode and of the author's list.
         package: version of the package that holds the kernel; empty if unknown.
+        is_plain: whether no autotuner wraps the kernel.
         portfolio: for torch.compile: the fewest configs for all captured launches.
     """
 
@@ -105,6 +106,7 @@ class TableKernel:
     keys: tuple[str, ...]
     groups: tuple[Group, ...]
     portfolio: tuple[dict[str, Any], ...]
+    is_plain: bool = False
 
     def __post_init__(self) -> None:
         """Raise ValueError for a config without values by name."""

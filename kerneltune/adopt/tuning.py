@@ -278,7 +278,8 @@ def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> ServingTab
                     package=launch.versions.get("package", ""),
                     keys=launch.keys,
                     groups=groups,
-                    portfolio=tuple(portfolio_of(classes)),
+                    portfolio=() if launch.is_plain else tuple(portfolio_of(classes)),
+                    is_plain=launch.is_plain,
                 )
             )
     here = device.current()

@@ -125,7 +125,7 @@ def show_capture(folder: Path, to_messages: bool = False) -> None:
         note(f"{kernel}: {reason}")
     if plain := capture.plain():
         more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
-        note(f"plain @triton.jit, not tunable: {', '.join(plain[:_SHOWN])}{more}")
+        note(f"plain @triton.jit, captured under --plain: {', '.join(plain[:_SHOWN])}{more}")
     for subclass, kernels in capture.own_runs().items():
         note(f"not captured: {len(kernels)} kernels of {subclass}, whose run does not call Triton's: {', '.join(kernels[:5])}")
 
@@ -145,7 +145,7 @@ def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]
         varying = left_out(launches)
         out = [*(f"{name}*" for name in varying), *(name for name in omitted(first) if name not in varying)]
         count = sum(capture.count(launch).launches for launch in launches)
-        key = " ".join(first.keys) or "-"
+        key = "(plain)" if first.is_plain else " ".join(first.keys) or "-"
         cells = (str(len(launches)), str(count), f"{100 * share:.1f}", str(first.list_size), key, " ".join(out[:4]) or "-")
         rows.append((first.kernel.text if names[first.kernel.name] > 1 else first.kernel.name, *cells))
     return head, rows

@@ -40,6 +40,9 @@ def command(
     autotune: Annotated[
         bool, typer.Option("--autotune", help="Let the authors' tuning run, and record its choice; slower.")
     ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Also kernels without an autotuner; tune searches their warps and stages.")
+    ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Turn torch.compile off, so that compiled kernels are seen.")] = False,
 ) -> None:
     """Run a program unchanged and record each class of launches of its autotuned kernels.
@@ -62,7 +65,7 @@ def command(
     pattern = kernel[0] if kernel else _ALL
     require_program(program)
     o.make_folder(out)
-    options = {"pattern": pattern, "max_bytes": max_bytes, "autotune": autotune, "ignored": ignore_arg or []}
+    options = {"pattern": pattern, "max_bytes": max_bytes, "autotune": autotune, "ignored": ignore_arg or [], "plain": plain}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
     if device.model() == device.INTERPRETER:
         environment["TRITON_INTERPRET"] = "1"
@@ -79,9 +82,9 @@ def command(
     launched = {digest for one in said for digest in one.launches}
     if not launched:
         if not misnamed:
-            plain = [kernel for one in said for kernel in one.plain]
-            named = ", ".join(plain[:_SHOWN]) + (", …" if len(plain) > _SHOWN else "")
-            more = f"; plain @triton.jit, not tunable: {named}" if plain else ""
+            alone = [kernel for one in said for kernel in one.plain]
+            named = ", ".join(alone[:_SHOWN]) + (", …" if len(alone) > _SHOWN else "")
+            more = f"; plain @triton.jit, captured under --plain: {named}" if alone else ""
             made = sorted({kernel for one in said for kernel in one.made})
             kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
             error_line(f"nothing was captured: {_reason(refused, made, pattern, code)}{more}{kept}")

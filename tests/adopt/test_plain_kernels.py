@@ -1,0 +1,162 @@
+"""Kernels without an autotuner: captured on request, tuned over options of the launch, served for the captured launches alone."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from adopted import kernel_of, write_table
+
+from kerneltune.adopt import startup
+from kerneltune.adopt.folder import CLASSES, LaunchClass
+from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import live_kernel, make_launch
+
+SOURCE = """
+import triton
+import triton.language as tl
+@triton.jit
+def doubled(x_ptr, y_ptr, N, scale, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, scale * tl.load(x_ptr + places, mask=places < N), mask=places < N)
+"""
+InterpretedFunction = triton.runtime.interpreter.InterpretedFunction
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Yield a module with a kernel that no autotuner wraps."""
+    (tmp_path / "of_plain_kernels.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield __import__("of_plain_kernels")
+    del sys.modules["of_plain_kernels"]
+
+
+def launch(module: Any, size: int = 96, scale: float = 2.0, **options: Any) -> torch.Tensor:
+    """Launch the kernel; returns its result."""
+    y = torch.empty(size)
+    module.doubled[lambda meta: (triton.cdiv(size, meta["BLOCK"]),)](
+        torch.arange(float(size)), y, size, scale, BLOCK=32, **options
+    )
+    return y
+
+
+def captured(folder: Path, module: Any, *sizes: int, **options: Any) -> list[LaunchClass]:
+    """Capture launches of these sizes."""
+    startup.capture(folder, plain=True)
+    for size in sizes:
+        launch(module, size, **options)
+    startup.recorder().flush()
+    startup.uninstall()
+    return sorted(read_capture(folder).classes, key=lambda one: one.sizes["N"])
+
+
+def test_capture_of_plain_kernels_has_the_programs_options_first(tmp_path: Path, module: Any) -> None:
+    (small, large) = captured(tmp_path / "cap", module, 64, 96, 96, num_warps=8)
+    options = [(one.config["num_warps"], one.config["num_stages"]) for one in small.candidates]
+    assert options[0] == (8, 3)
+    assert {warps for warps, _ in options} == {2, 4, 8, 16, 32}
+    assert {stages for _, stages in options} == {1, 2, 3, 4}
+    assert (small.is_plain, small.keys, small.candidates[0].grid) == (True, ("x_ptr", "y_ptr", "N", "BLOCK"), (2,))
+    counts = read_capture(tmp_path / "cap").counts
+    assert (counts[small.digest].launches, counts[large.digest].launches) == (1, 2)
+    assert not small.problem
+
+
+def test_capture_records_plain_kernels_only_when_asked_to(tmp_path: Path, module: Any) -> None:
+    startup.capture(tmp_path / "cap")
+    launch(module)
+    startup.recorder().flush()
+    startup.uninstall()
+    assert not (tmp_path / "cap" / CLASSES).exists()
+
+
+def test_scales_make_no_class_of_their_own(tmp_path: Path, module: Any) -> None:
+    startup.capture(tmp_path / "cap", plain=True)
+    for scale in (1.0, 2.0, 3.0):
+        launch(module, scale=scale)
+    startup.uninstall()
+    assert len(read_capture(tmp_path / "cap").classes) == 1
+
+
+def test_replay_of_a_plain_kernel_launches_it_with_other_options(tmp_path: Path, module: Any) -> None:
+    (found,) = captured(tmp_path / "cap", module, 96)
+    assert live_kernel(found).fn is module.doubled
+    made = make_launch(found, tmp_path / "cap" / CLASSES / found.digest, "cpu", 0)
+    made.run(found.candidates[-1].config)
+    assert made.named["y_ptr"].tolist() == [2.0 * n for n in range(96)]
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return the options of all launches from now on."""
+    seen: list[dict[str, Any]] = []
+    original = InterpretedFunction.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append({name: value for name, value in kwargs.items() if name.startswith("num_")})
+        if kwargs.get("num_warps") == 1:
+            raise OutOfResources("registers")
+        return original(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    return seen
+
+
+class OutOfResources(Exception):  # noqa: N818
+    """Stands for Triton's, which is known by its name."""
+
+
+def serve(folder: Path, launches: list[LaunchClass], warps: int) -> Any:
+    """Write a table that serves the first class with these warps, and serve it."""
+    chosen = next(one.config for one in launches[0].candidates if one.config["num_warps"] == warps)
+    write_table(folder, kernel_of(launches[:1], [chosen], is_plain=True, portfolio=()))
+    startup.install(folder, misses=None)
+    return startup.server()
+
+
+def test_served_plain_kernels_change_options_of_captured_launches_alone(
+    tmp_path: Path, module: Any, given: list[dict[str, Any]]
+) -> None:
+    launches = captured(tmp_path / "cap", module, 64)
+    given.clear()
+    server = serve(tmp_path / "cap", launches, 16)
+    for size, scale in ((64, 2.0), (64, 5.0), (96, 2.0)):
+        assert launch(module, size, scale).tolist() == [scale * n for n in range(size)]
+    launch(module, 64, num_warps=2)  # the program's options are others than the captured options
+    served = {"num_warps": 16, "num_stages": 3, "num_ctas": 1}
+    assert given == [served, served, {}, {"num_warps": 2}]
+    assert sorted(server.counters.by_name().items()) == [
+        ("missed of_plain_kernels.doubled", 1),
+        ("served of_plain_kernels.doubled", 2),
+    ]
+
+
+def test_served_options_that_fail_give_way_to_the_programs(
+    tmp_path: Path, module: Any, given: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    launches = captured(tmp_path / "cap", module, 64)
+    given.clear()
+    serve(tmp_path / "cap", launches, 1)
+    for _ in range(2):
+        assert launch(module, 64).tolist() == [2.0 * n for n in range(64)]
+    assert [one.get("num_warps") for one in given] == [1, None, None]
+    assert caplog.text.count("fail here (OutOfResources): the program's options") == 1
+
+
+def test_capture_command_with_plain_passes_the_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from kerneltune.cli import app
+
+    program = tmp_path / "program.sh"
+    program.write_text('printf "%s" "$KERNELTUNE_CAPTURE_OPTIONS" > "$KERNELTUNE_CAPTURE/options"\n')
+    CliRunner().invoke(
+        app, ["capture", "--plain", "--ignore-arg", "seed", "--out", str(tmp_path / "cap"), "--", "sh", str(program)]
+    )
+    options = json.loads((tmp_path / "cap" / "options").read_text())
+    assert (options["plain"], options["ignored"]) == (True, ["seed"])
