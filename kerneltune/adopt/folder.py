@@ -4,12 +4,11 @@ A class is written as a whole or not at all, so that a killed program loses at m
 capture is executed on load.
 """
 
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -193,13 +192,19 @@ def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | Non
             from safetensors.torch import save_file
 
             save_file(dict(values), part / VALUES)
-        (part / META).write_text(json.dumps({"format": FORMAT, **asdict(launch)}, indent=1), encoding="utf-8")
+        stored = {"format": FORMAT, **{one.name: getattr(launch, one.name) for one in fields(launch)}}
+        (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=_builtin), indent=1))
         os.replace(part, parent / launch.digest)
     except OSError:
         if not (parent / launch.digest / META).exists():  # another process was faster otherwise
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _builtin(value: Any) -> Any:
+    """Return a value of a subclass of a plain type, such as torch's version, as the plain type."""
+    return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
 
 
 def read_class(folder: Path) -> LaunchClass:
@@ -237,6 +242,28 @@ def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
                 yield read_class(folder)
             except ValueError as error:
                 problems.append(f"skipped {error}")
+
+
+MISSES = "misses"
+"""Folder in a tuned folder: a capture of the launches that serving had no config for."""
+
+
+def add_misses(root: Path) -> int:
+    """Move the launches that serving has recorded into the capture, so that they are tuned with it; returns their number.
+
+    Raises:
+        OSError: a folder cannot be moved.
+    """
+    added = 0
+    for part in (LAUNCHES, CLASSES):
+        entries = sorted((root / MISSES / part).glob("[!.]*"))
+        for entry in entries:
+            target = root / part / entry.name
+            if not target.exists():
+                target.parent.mkdir(exist_ok=True)
+                os.replace(entry, target)
+                added += part == CLASSES
+    return added
 
 
 def remove_stale(root: Path, launched: Collection[str]) -> list[LaunchClass]:

@@ -298,7 +298,8 @@ def home_of(autotuner: Any) -> KernelName | None:
 
     A program may autotune a kernel of another module.
     """
-    name, unwrap, held = kernel_name(autotuner), autotuner_of, autotuner
+    name, unwrap = kernel_name(autotuner), autotuner_of
+    held = autotuner.__dict__.get(_TWIN_OF, autotuner)
     if is_plain(autotuner):
         unwrap, held = jit_of, autotuner.fn
     own = _values_of(name.module)
@@ -341,6 +342,11 @@ def layers(autotuner: Any) -> Iterator[Any]:
         inner = inner.fn
 
 
+signature_of = cache(inspect.signature)
+_TWIN_OF = "_kerneltune_twin_of"
+"""Attribute of a copy of an autotuner: the autotuner that a module holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """A launch as the program asks for it: an autotuner, and the arguments of its `run`."""
@@ -370,6 +376,7 @@ class Call:
         configs: the list it chooses from, instead of the autotuner's present list.
         """
         alone = copy.copy(self.autotuner)
+        alone.__dict__.setdefault(_TWIN_OF, self.autotuner)
         alone.nargs = dict(zip(self.autotuner.arg_names, self.args, strict=False))
         if configs is not None:
             alone.configs = list(configs)
@@ -396,7 +403,7 @@ class Call:
 
     def _bound(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the kernel's arguments by name, defaults as well, as Triton gives them to a grid."""
-        signature = inspect.signature(self.autotuner.base_fn)
+        signature = signature_of(self.autotuner.base_fn)
         by_name = list(signature.parameters)[len(self.args) :]
         bound = signature.bind_partial(*self.args, **{name: given[name] for name in by_name if name in given})
         bound.apply_defaults()

@@ -112,6 +112,11 @@ def _operators(folder: str, widen: bool) -> tuple[Op, ...]:
     return tuple(_operator(Path(folder), launches, widen) for launches in capture.kernels().values())
 
 
+def forget() -> None:
+    """Read captures anew, because a folder that was read before may have more classes now."""
+    _operators.cache_clear()
+
+
 def operator_name(launch: LaunchClass) -> str:
     """Return the operator's name of a class's kernel: module and name, and its digest."""
     return f"{launch.kernel.text}-{launch.source[:4]}{launch.configs[:4]}"

@@ -13,6 +13,7 @@ from kerneltune.adopt.arguments import counting_argument
 from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, counts_of, processes, read_classes, read_notes
 from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.table import read_table
+from kerneltune.records import load
 from kerneltune.search.task import STORES
 from kerneltune.table import counted
 
@@ -127,9 +128,11 @@ def findings(capture: Capture) -> list[str]:
     """Return one line for each finding, kernel by kernel."""
     wins = _chosen_configs(capture.root)
     wrong = _wrong_trials(capture.root)
+    failed = _failed_checks(capture.root)
     found: list[str] = []
     for launches in capture.kernels().values():
-        found += [f"{launches[0].kernel.text}: {text}" for text in _of_kernel(launches, wins, wrong)]
+        texts = [*_of_kernel(launches, wins, wrong), *(text for launch in launches for text in failed.get(launch.digest, ()))]
+        found += [f"{launches[0].kernel.text}: {text}" for text in texts]
     return [*found, *_several_lists(capture.classes), *capture.problems]
 
 
@@ -181,6 +184,24 @@ def _chosen_configs(root: Path) -> dict[str, set[str]]:
             groups = [group for kernel in table.kernels for group in kernel.groups] if table is not None else []
             for row in (row for group in groups for row in group.rows):
                 found.setdefault(str(row.evidence.get("class")), set()).update(map(stored_key, row.configs[:1]))
+    return found
+
+
+def _failed_checks(root: Path) -> dict[str, list[str]]:
+    """Return a line for each check that failed the last time `sweep` made it, by class."""
+    failed: dict[tuple[str, str], tuple[str, str]] = {}
+    for path in sorted((root / "results" / "runs").glob("*/captured.check.jsonl")):
+        with suppress(ValueError):
+            for record in load(path):
+                text = (
+                    f"the check of {record.variant} failed: {record.case}: {record.reason}" if record.status == "failed" else ""
+                )
+                digest = str(record.options.get("launch"))
+                failed[digest, f"{record.variant} {record.config}"] = digest, text
+    found: dict[str, list[str]] = {}
+    for digest, text in failed.values():
+        if text:
+            found.setdefault(digest, []).append(text)
     return found
 
 

@@ -41,6 +41,7 @@ from kerneltune.adopt.kernels import (
     KernelName,
     bytecode_digest,
     compiled_and_launched,
+    config_key,
     configs_digest,
     encode_config,
     home_of,
@@ -409,7 +410,8 @@ def describe_launch(call: Call, configs: Sequence[Any], ignored: Collection[str]
     arguments, storages = describe(autotuner.arg_names, call.args, call.given)
     space = getattr(autotuner, "kerneltune_space", None)
     offered = [*configs, *(of_space(autotuner.configs, space) if space else ())]
-    around = [] if is_plain(autotuner) else [config for config in widened(autotuner.configs) if config not in offered]
+    keys = set(map(config_key, offered))
+    around = [] if is_plain(autotuner) else [config for config in widened(autotuner.configs) if config_key(config) not in keys]
     candidates = [_candidate(call, config, True) for config in offered]
     candidates += [_candidate(call, config, False) for config in around]
     source, listed = source_digest(autotuner.base_fn), configs_digest(autotuner.configs)

@@ -15,13 +15,14 @@ from typing import Any, cast
 
 from kerneltune import cache, device, sweep
 from kerneltune.adopt import ahead
-from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses
 from kerneltune.adopt.operators import (
     CAPTURED,
     SWEEP,
     TUNED,
     WIDEN,
     case_of,
+    forget,
     offered,
     operator_name,
     operators,
@@ -39,6 +40,7 @@ from kerneltune.search.task import Task, store_path
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Op
 from kerneltune.stats import Samples
+from kerneltune.table import counted
 from kerneltune.tune.candidates import cached, present
 from kerneltune.tune.gpu_worker import ChildCrashedError, GpuWorker
 from kerneltune.tune.tune_run import TunePlan, tune_here
@@ -145,6 +147,8 @@ def tune_capture(
     began = time.monotonic()
     if not device.current().is_gpu:
         raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
+    if added := add_misses(root):
+        progress.note(f"{counted(added, 'class', 'classes')} of {root / MISSES} {'is' if added == 1 else 'are'} tuned as well")
     with captured_as_operators(root, widen):
         capture = read_capture(root)
         skipped = list(capture.problems)
@@ -181,6 +185,7 @@ def _entry(by_name: Mapping[str, Op], launch: LaunchClass) -> sweep.SweepCase:
 @contextmanager
 def captured_as_operators(root: Path, widen: bool) -> Iterator[None]:
     """Have this process and its children see a capture's kernels as operators."""
+    forget()
     before = {name: os.environ.get(name) for name in (CAPTURED, WIDEN)}
     os.environ[CAPTURED], os.environ[WIDEN] = str(root.resolve()), "1" if widen else "0"
     try:

@@ -32,7 +32,7 @@ def command(
 ) -> None:
     """Run a program with the tuned configs of a capture; nothing is timed at run time.
 
-    Subprocesses are served as well. Launches that were not tuned are recorded in DIR/misses, a capture that `tune` takes. The
+    Subprocesses are served as well. Launches that were not tuned are recorded in DIR/misses; `tune DIR` tunes them as well. The
     program's exit code is that of this command. The program's output is untouched; the counts of launches by kernel go to
     standard error at the end.
     """
@@ -47,12 +47,13 @@ def command(
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         code = run_program(program, environment | {startup.COUNTS: folder})
         counts = read_counts(Path(folder).glob(f"*{SUFFIX}"))
-    _show_counts(counts, configs / "misses")
+    _show_counts(counts, configs)
     raise typer.Exit(code)
 
 
-def _show_counts(counts: Mapping[str, int], misses: Path) -> None:
+def _show_counts(counts: Mapping[str, int], configs: Path) -> None:
     """Print how many launches were served and how many were not tuned, by kernel."""
+    from kerneltune.adopt.folder import CLASSES, MISSES
     from kerneltune.adopt.serving import MISSED, SERVED, counted_name
 
     found = [
@@ -67,5 +68,5 @@ def _show_counts(counts: Mapping[str, int], misses: Path) -> None:
     show_table(("kernel", "served", "not tuned"), [(row[0], str(row[1]), str(row[2])) for row in rows[:_SHOWN]], messages)
     more = f" (the first {_SHOWN} of {len(rows)} kernels are shown)" if len(rows) > _SHOWN else ""
     note(f"{served} launches served, {missed} not tuned{more}")
-    if missed and (misses / "classes").is_dir():
-        note(f"launches that were not tuned are recorded: kerneltune tune {misses}")
+    if missed and (configs / MISSES / CLASSES).is_dir():
+        note(f"launches that were not tuned are recorded: kerneltune tune {configs}")

@@ -18,6 +18,7 @@ from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_var
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.tuning import captured_as_operators
 from kerneltune.cli import app, console
+from kerneltune.records import Record, append
 from kerneltune.search.task import Evaluation, Task, store_path
 from kerneltune.search.trials import TrialStore
 from kerneltune.sweep import load
@@ -119,6 +120,27 @@ def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> Non
     assert "y_ptr: differs by 1e-2" in found
 
 
+def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
+    (launch,) = captured(tmp_path, pattern="row_sum").classes
+    fields = {"op": "row_sum", "case": "row_sum-1", "dtype": "float32", "quant": "none", "policy": "cold", "axes": {"M": 4}}
+    fields |= {
+        "device": "interpreter",
+        "driver": "",
+        "torch": "2",
+        "triton": "3",
+        "source_hash": "",
+        "commit": "",
+        "date": "2026-11-25T00:00:00+00:00",
+    }
+    fields |= {"options": {"launch": launch.digest}, "config": {"BLOCK": 64}}
+    path = tmp_path / "results" / "runs" / "interpreter" / "captured.check.jsonl"
+    rows = [("baseline", "failed", "out of bounds"), ("optimized", "failed", "y_ptr: differs"), ("baseline", "checked", "")]
+    append(path, [Record(**fields, variant=variant, status=status, reason=reason) for variant, status, reason in rows])
+    found = run("adopt", "lint", tmp_path).stdout
+    assert "two_kernels.row_sum: the check of optimized failed: row_sum-1: y_ptr: differs" in " ".join(found.split())
+    assert "out of bounds" not in found
+
+
 def test_sweep_file_leaves_out_what_cannot_be_replayed(tmp_path: Path) -> None:
     first, second = captured(tmp_path, (4, 96), (8, 96), pattern="row_sum").classes
     with captured_as_operators(tmp_path, False):
@@ -195,7 +217,7 @@ def test_serve_tells_at_the_end_what_was_served(tmp_path: Path) -> None:
     assert done.returncode == 5, done.stderr
     assert ["two_kernels.row_sum", "2", "1"] in lines
     assert "2 launches served, 1 not tuned" in done.stderr
-    assert f"kerneltune tune {tmp_path}/misses" in " ".join(done.stderr.split())
+    assert f"kerneltune tune {tmp_path}" in " ".join(done.stderr.split())
     assert [one.sizes["N"] for one in read_capture(tmp_path / "misses").classes] == [64]
 
 

@@ -15,6 +15,7 @@ from adopted import author_configs, captured, example, kernel_of, of_kernel, run
 
 from kerneltune.adopt import program, startup
 from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import live_kernel
 from kerneltune.adopt.table import MANIFEST, Group, ServingRow, read_table
 
 
@@ -79,7 +80,8 @@ def test_serving_a_miss_records_it_as_a_capture(tmp_path: Path) -> None:
     example().row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
     startup.uninstall()
     (missed,) = read_capture(tmp_path / "misses").classes
-    assert missed.sizes["N"] == 64
+    assert (missed.sizes["N"], missed.problem) == (64, "")
+    assert live_kernel(missed) is example().row_sum
     assert (missed.list_size, len(author_configs(missed))) == (6, 6)  # not the portfolio of one
 
 

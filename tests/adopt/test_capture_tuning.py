@@ -127,6 +127,18 @@ def test_tuned_table_is_served_with_its_live_configs(tmp_path: Path, h200: type[
     assert module.row_sum.best_config.num_warps == 4
 
 
+def test_tune_again_tunes_the_launches_that_serving_had_no_config_for(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96))
+    tune_capture(tmp_path, Quiet())
+    for columns, is_tuned in ((128, False), (128, True)):
+        startup.install(tmp_path, miss="default")
+        example().row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
+        assert (startup.server().counts.hits == 1) is is_tuned
+        startup.uninstall()
+        outcome = tune_capture(tmp_path, Quiet())
+        assert sorted(one.launch.sizes["N"] for one in outcome.tuned) == [96, 128]
+
+
 def test_tune_of_an_author_choice_that_is_as_fast_keeps_it(tmp_path: Path, h200: type[SizedBench]) -> None:
     h200.gain, h200.best_warps = 1.0, 3
     capture_sums(tmp_path, (4, 96))

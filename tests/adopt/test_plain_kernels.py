@@ -6,15 +6,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import made_up_gpu
 import pytest
 import torch
 import triton
 from adopted import kernel_of, write_table
+from test_capture_tuning import GPU, SizedBench
 
-from kerneltune.adopt import startup
+from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, LaunchClass
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_launch
+from kerneltune.adopt.table import read_table
+from kerneltune.adopt.tuning import tune_capture
+from kerneltune.plan import Quiet
+from kerneltune.search.task import Task
 
 SOURCE = """
 import triton
@@ -146,6 +152,35 @@ def test_served_options_that_fail_give_way_to_the_programs(
         assert launch(module, 64).tolist() == [2.0 * n for n in range(64)]
     assert [one.get("num_warps") for one in given] == [1, None, None]
     assert caplog.text.count("fail here (OutOfResources): the program's options") == 1
+
+
+class PlainBench(SizedBench):
+    """Times two warps and one stage as the fastest."""
+
+    def time_us(self, task: Task, config: Any) -> float:
+        """Longer by a microsecond for each further warp, by half of one for each further stage."""
+        return 10.0 + abs(config.num_warps - 2) + 0.5 * (config.num_stages - 1)
+
+
+def test_tune_of_a_plain_kernel_serves_the_fastest_options(
+    tmp_path: Path, module: Any, given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cap"
+    with made_up_gpu.stands_in(monkeypatch):
+        monkeypatch.setattr("kerneltune.tune.session.GpuWorker", PlainBench)
+        monkeypatch.setattr(tuning, "GpuWorker", PlainBench)
+        monkeypatch.setattr(program, "device_slug", lambda: GPU)
+        captured(folder, module, 64, 96)
+        outcome = tune_capture(folder, Quiet())
+        assert outcome.skipped == []
+        table = read_table(folder, GPU)
+        assert table is not None
+        (kernel,) = table.kernels
+        assert (kernel.is_plain, len(kernel.groups), kernel.portfolio) == (True, 2, ())
+        startup.install(folder, miss="error", misses=None)
+        given.clear()
+        assert launch(module, 96).tolist() == [2.0 * n for n in range(96)]
+    assert given == [{"num_warps": 2, "num_stages": 1, "num_ctas": 1}]
 
 
 def test_capture_command_with_plain_passes_the_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
