@@ -19,7 +19,7 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_launch
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
-from kerneltune.plan import Quiet
+from kerneltune.run_options import Quiet
 from kerneltune.search.task import Task
 
 SOURCE = """
