@@ -1,9 +1,9 @@
-"""Start processes: fresh ones, one after the other, or many that are started fast. None outlives the process that started it.
+"""Start fresh processes in sequence, or many processes fast. Every process ends with the process that started it.
 
-Nor do their temporary folders, also where SIGKILL ends a process: the next process that asks for a folder removes them. A folder
-holds a file that its process keeps locked, and the lock ends with the process.
+If SIGKILL ends a process, the next process that makes a temporary folder removes the folder of the killed process. A folder has a
+file that its process keeps locked, and the lock ends with the process.
 
-The server of `fast_context` imports this module first, and is bound to its parent by that. Does not know what the work is.
+The server of `fast_context` imports this module first, which binds the server to its parent.
 """
 
 import atexit
@@ -118,7 +118,7 @@ def _answer(sender: Connection, first: Callable[[], Any] | None, work: Callable[
 
 
 def _leave_with_parent() -> None:
-    """Have this process end as soon as its parent does, whatever it is at: one that hangs would hold the GPU for good."""
+    """End this process as soon as its parent ends, because a process that hangs would hold the GPU forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -143,7 +143,7 @@ def start_server() -> None:
     """Have the server of `fast_context` import torch and Triton while this process does something else; it may run already.
 
     Where kernels are interpreted it imports no Triton, which decides that when it is imported: not every process that the server
-    starts interprets them. It imports nothing of this package, another copy of which may lie where the command is run.
+    starts interprets them. It imports no other module of this package, because the current folder may hold another copy.
 
     Blocked while the server is started, an interrupt is blocked in it for good; here it comes when the server has begun. The
     server ends with this process, however that ends, and leaves no socket.
@@ -171,7 +171,9 @@ def _folder_of_sockets() -> str:
 
 @contextmanager
 def side_by_side(count: int) -> Iterator[Callable[[Callable[[Any], T], Iterable[Any]], Iterator[T]]]:
-    """Return a `map` that `count` processes work for, results in order; the usual `map` for one. What it maps is pickled.
+    """Return a `map` that distributes its work to `count` processes and keeps the order; plain `map` for a count of 1.
+
+    Functions and items are pickled.
 
     The processes do not hear Ctrl-C, which is their parent's to answer, and are gone at the end, whatever they are at.
     """
@@ -220,7 +222,7 @@ def _bind(parent: int, folder: str) -> None:
 class _Unless:
     """Says what ended a process of the server, unless the server ends as well.
 
-    A process that is being started as its command ends, finds what it was given removed: no word of that.
+    A process that starts while its command ends finds its files removed; that error is not shown.
     """
 
     def __init__(self, server: int) -> None:
@@ -237,7 +239,7 @@ class _Unless:
 
 @contextmanager
 def held_folder(prefix: str = PREFIX) -> Iterator[Path]:
-    """Yield a new temporary folder, and remove it afterwards. Removes abandoned ones first."""
+    """Yield a new temporary folder, and remove it afterwards. Removes abandoned folders first."""
     remove_abandoned()
     folder, held = _new_folder(prefix)
     with held:
@@ -248,7 +250,7 @@ def held_folder(prefix: str = PREFIX) -> Iterator[Path]:
 
 
 def process_folder() -> Path:
-    """Return a new temporary folder for sockets that lasts as long as this process. Removes abandoned ones first.
+    """Return a new temporary folder for sockets that lasts as long as this process. Removes abandoned folders first.
 
     It is below /tmp where the path of TMPDIR is too long for sockets.
     """
@@ -268,7 +270,7 @@ def process_folder() -> Path:
 
 
 def remove_abandoned(parent: Path | None = None) -> None:
-    """Remove this user's folders that no process holds, of folders without the file that says so only empty ones.
+    """Remove this user's folders that no process holds; a folder without the held file is removed only if it is empty.
 
     parent: that holds them; TMPDIR if not given.
     """
@@ -318,7 +320,7 @@ def _locked(folder: Path) -> BinaryIO:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that is held, as far as possible; the file that says so last, so that what a kill leaves can be told."""
+    """Remove a held folder as far as possible, and the held file last, so that the rest after a kill is recognised."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():

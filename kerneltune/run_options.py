@@ -25,7 +25,7 @@ class Progress(Protocol):
     """An observer of long work, which is told every step."""
 
     def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
-        """Begin a stage of `total` steps, of which an earlier run has done `kept`.
+        """Begin a stage of `total` steps; an earlier run has done `kept` of them.
 
         Args:
             costs: how long the steps of this run take against each other, in order; all alike where empty.
@@ -95,22 +95,22 @@ class Options:
 
     Attributes:
         policy: how a time is taken: `cold`, `hot` or `eager`.
-        tune: search what the cache lacks before a sweep measures.
+        tune: search missing configs before a sweep measures.
         peers: measure other packages' variants as well.
         fast: leave out the variants that compile for seconds on their first call.
         budget_s: seconds of search per case.
         trials: most configs per case.
         check_only: check and take no time.
-        configs, results: folders, None for the usual ones.
+        configs, results: folders; None for the usual folders.
         workers: compile processes, None for one per core.
-        force: search again what the cache has, and try again what failed as it may for a while only.
-        stale: search again what was chosen with another source, driver or packages.
+        force: search cached configs again, and try configs with transient failures again.
+        stale: search configs again that were chosen with another source, driver or packages.
         sampler: one of search.loop.SAMPLERS.
         until_gain: stop a search when the rest is expected to gain less than this fraction, 0 for never.
         exhaustive: measure whole spaces and decide nothing.
         knobs: values, as text, to try beyond a space.
-        gpus: of this host, `all` or a number.
-        ray: address of a cluster; without gpus and ray, the one GPU of this process.
+        gpus: GPUs of this host: `all` or a number.
+        ray: address of a Ray cluster. Without gpus and ray, the GPU of this process is used.
     """
 
     policy: str = "cold"
@@ -176,7 +176,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
 
 
 def headline(plan: sweep.Sweep, selection: Selection, section: sweep.Section = "bench") -> list[sweep.SweepCase]:
-    """Return the ten selected cases that say most of a family: those of its `headline`, else ten across the file."""
+    """Return the ten headline cases of a family that are selected, else ten selected cases across the file."""
     chosen = [entry for entry in (plan.bench if section == "bench" else plan.check) if selection.takes(entry)]
     named = [entry for entry in chosen if plan.headlines(entry)]
     found = named or chosen
@@ -202,7 +202,7 @@ def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Vari
 
 
 def journal_path(family: str, results: Path | None, name: str) -> Path:
-    """Return the file of a stage's rows on the present device; results: the folder of the records, None for the usual one."""
+    """Return the file of a stage's rows on the present device, in a folder of results or the usual folder."""
     return sweep.results_root(results) / "runs" / device.current().slug / f"{family}.{name}.jsonl"
 
 
@@ -212,12 +212,12 @@ def key_of_case(op: Op, case: Case, policy: str) -> Key:
 
 
 def resume(journal: Path) -> dict[tuple[Key, str], list[Record]]:
-    """Load what an interrupted run left, by key and variant; see `journalled`."""
+    """Load the rows of an interrupted run by key and variant; see `journalled`."""
     return records.grouped(journalled(journal), lambda record: (record.key, record.variant))
 
 
 def journalled(journal: Path) -> list[Record]:
-    """Load the rows of a journal, except a line that was being written; none where there is no such file.
+    """Load the rows of a journal, except a line that was being written; an empty list without a file.
 
     Raises:
         ValueError: one line `file:line: field: …`, or `cannot read file: …`.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from made_up import CASE, Small, nothing, op_of, small_space
 
-from kerneltune import cache, device, rule
+from kerneltune import cache, device, rule_file
 from kerneltune.device import Device
 from kerneltune.rule import Facts, Form, Rule, Scaled, Split
 from kerneltune.spec import Case, Variant
@@ -36,9 +36,9 @@ def forget() -> Iterator[None]:
 
 
 def stored(root: Path, text: str | None = None, gpu: str = GPU, arch: str = "sm_90") -> Path:
-    path = rule.path_of("fake", gpu, root)
+    path = rule_file.path_of("fake", gpu, root)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text if text is not None else rule.dumps("fake", gpu, [RULE], {"arch": arch}))
+    path.write_text(text if text is not None else rule_file.dumps("fake", gpu, [RULE], {"arch": arch}))
     return path
 
 
@@ -63,12 +63,12 @@ def test_a_knob_that_follows_a_size_stays_within_its_bounds() -> None:
 
 
 def test_a_rule_file_is_read_as_it_was_written() -> None:
-    assert rule.loads(rule.dumps("fake", GPU, [RULE, RULE], {}), "fake", GPU) == (RULE, RULE)
+    assert rule_file.loads(rule_file.dumps("fake", GPU, [RULE, RULE], {}), "fake", GPU) == (RULE, RULE)
 
 
 def test_a_rule_file_has_a_form_a_line() -> None:
     many = tuple({"block": block, "warps": warps} for block in range(40) for warps in (1, 2))
-    lines = rule.dumps("fake", GPU, [Rule(variant="optimized", policy="cold", forms=many, tree=TREE)], {}).splitlines()
+    lines = rule_file.dumps("fake", GPU, [Rule(variant="optimized", policy="cold", forms=many, tree=TREE)], {}).splitlines()
     assert '        {"block": 39, "warps": 2}' in lines
     assert max(map(len, lines)) < 100
 
@@ -83,7 +83,7 @@ def test_a_look_up_takes_the_first_form_of_the_leaf_that_is_valid(tmp_path: Path
 
 def test_a_rule_says_nothing_of_sizes_below_half_of_those_it_was_fitted_to(tmp_path: Path) -> None:
     fenced = Rule(variant="optimized", policy="cold", forms=FORMS, tree=(0,), known={"bytes": [2]}, least={"M": 512})
-    stored(tmp_path, rule.dumps("fake", GPU, [fenced], {}))
+    stored(tmp_path, rule_file.dumps("fake", GPU, [fenced], {}))
     assert [found(tmp_path, size).source for size in (255, 256, 1 << 30)] == ["default", "rule", "rule"]
     assert found(tmp_path, 512, "float32").source == "default"
 
@@ -104,7 +104,7 @@ def test_the_interpreter_has_no_rule(tmp_path: Path) -> None:
 
 
 def _damaged(change: Any) -> str:
-    data = json.loads(rule.dumps("fake", GPU, [RULE], {}))
+    data = json.loads(rule_file.dumps("fake", GPU, [RULE], {}))
     change(data)
     return json.dumps(data)
 
@@ -167,7 +167,7 @@ IMPOSSIBLE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("knobs", IMPOSSIBLE)
 def test_a_rule_whose_knobs_no_kernel_takes_is_passed_over(knobs: dict[str, Any], tmp_path: Path) -> None:
     passed_over = Rule(variant="optimized", policy="cold", forms=(knobs, FORMS[0]), tree=(0, 1))
-    stored(tmp_path, rule.dumps("fake", GPU, [passed_over], {}))
+    stored(tmp_path, rule_file.dumps("fake", GPU, [passed_over], {}))
     assert found(tmp_path, 1024).config == Small(64, 2)
 
 
@@ -175,7 +175,7 @@ def test_a_rule_of_other_axes_is_passed_over(tmp_path: Path) -> None:
     foreign = Rule(
         variant="optimized", policy="cold", forms=FORMS, tree=Split(subject="Q*R", at_most=3.0, then=(0,), otherwise=(1,))
     )
-    stored(tmp_path, rule.dumps("fake", GPU, [foreign], {}))
+    stored(tmp_path, rule_file.dumps("fake", GPU, [foreign], {}))
     assert found(tmp_path, 1024).source == "default"
 
 
@@ -203,8 +203,8 @@ def test_looking_up_imports_nothing_heavy() -> None:
     import subprocess
 
     code = (
-        "import sys; from kerneltune import cache, rule; from kerneltune.spec import Case; "
-        "rule.load(rule.path_of('rmsnorm_fwd', 'nvidia_h200', cache.roots())); "
+        "import sys; from kerneltune import cache, rule_file; from kerneltune.spec import Case; "
+        "rule_file.load(rule_file.path_of('rmsnorm_fwd', 'nvidia_h200', cache.roots())); "
         "assert not {'numpy', 'pandas', 'sklearn', 'optuna', 'torch', 'scipy'} & set(sys.modules), sorted(sys.modules)"
     )
     with warnings.catch_warnings():

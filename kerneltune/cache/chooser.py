@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kerneltune import device, misses, rule
+from kerneltune import device, misses, rule_file
 from kerneltune.cache import entries
 from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, readable
 from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
@@ -100,7 +100,7 @@ class Chooser:
                 return Choice(config, "near", _told(case, entry, apart, self.policy))
         return None
 
-    def _ruled(self, case: Case, table: "_Table", ruling: rule.Ruling | None, gpu: str) -> Choice | None:
+    def _ruled(self, case: Case, table: "_Table", ruling: rule_file.ServingRule | None, gpu: str) -> Choice | None:
         """Return the first valid config that a rule proposes; None if there is none."""
         if ruling is None:
             return None
@@ -185,11 +185,11 @@ def _fixed(chooser: Chooser, axes: Axes) -> Axes:
 
 
 @lru_cache(maxsize=1024)
-def ruling_of(chooser: Chooser, gpu: str) -> rule.Ruling | None:
+def ruling_of(chooser: Chooser, gpu: str) -> rule_file.ServingRule | None:
     """Return the rule that a GPU's cases without an entry run by: that of the cache, else the packaged rule; None if none."""
-    file = rule.path_of(chooser.op, gpu, Path())
+    file = rule_file.path_of(chooser.op, gpu, Path())
     root = readable(file, chooser.root).parents[len(file.parts) - 1]
-    return rule.ruling(root, gpu, chooser.op, chooser.variant, chooser.policy)
+    return rule_file.serving_rule(root, gpu, chooser.op, chooser.variant, chooser.policy)
 
 
 @lru_cache(maxsize=1024)
@@ -239,7 +239,7 @@ def clear() -> None:
     for remembered in (_chosen, _table, ruling_of):
         remembered.cache_clear()
     entries.forget()
-    rule.forget()
+    rule_file.forget()
     misses.forget()
 
 

@@ -234,7 +234,7 @@ def check(configs: o.Configs = None) -> None:
 
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """
-    from kerneltune.rule import load_strict
+    from kerneltune.rule_file import load_strict
 
     files = _chosen(None, None, configs)
     entries = [(path, entry) for path in files for entry in _fitting(path)]

@@ -35,10 +35,10 @@ def observe(
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
-    """Time configs that a rule may choose, on recorded cases and on those of the sweeps; keep the times beside the records.
+    """Time configs that a rule may choose, on recorded cases and on cases of the sweeps, and keep the trials beside the records.
 
-    The configs of a case are what rules would choose, its own, the default, and those of other cases, as they are or with knobs
-    that follow a size.
+    A case is timed with the choices of rules, its own config, the default, and configs of other cases, whose knobs may follow a
+    size.
     """
     from kerneltune import device
     from kerneltune.rules.samples import samples_of, targets, timed, to_observe
@@ -85,7 +85,7 @@ def fit(
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
-    """Fit the rules of a GPU to what was measured, and write them beside the configs.
+    """Fit the rules of a GPU to the kept times, and write the rules beside the configs.
 
     The table says how a rule does on sizes that it was not fitted to, as geometric mean and worst: the tuned time over the rule's
     on recorded cases; the least known time over the rule's on other cases, observed without a recorded config; unseen: both,
@@ -128,24 +128,24 @@ _JUDGED = {
     "observed": "other", "observed_geomean": "mean", "observed_worst": "worst",
     "unseen": "unseen", "unseen_worst": "worst",
 }  # fmt: skip
-"""Headings of what a rule says of itself."""
+"""Field of `Rule.judged` -> heading."""
 _COUNTS = ("cases", "judged", "observed")
 
 
 def _store(op: str, slug: str, made: "Rule", cases: int, configs: Path | None) -> None:
-    """Write a rule, beside those of other variants, into the file of its operator."""
-    from kerneltune import device, rule
+    """Write a rule into the file of its operator, which keeps the rules of other variants."""
+    from kerneltune import device, rule_file
     from kerneltune.cache import readable
     from kerneltune.files import replace_text
 
-    before = readable(rule.path_of(op, slug, Path()), configs)
-    others = [one for one in rule.load(before) if one.variant != made.variant] if before.exists() else []
+    before = readable(rule_file.path_of(op, slug, Path()), configs)
+    others = [one for one in rule_file.load(before) if one.variant != made.variant] if before.exists() else []
     about = {"arch": device.arch_of(slug), "cases": cases, "command": f"kerneltune cache fit {op}"}
-    replace_text(rule.path_of(op, slug, o.configs_root(configs)), rule.dumps(op, slug, [*others, made], about))
+    replace_text(rule_file.path_of(op, slug, o.configs_root(configs)), rule_file.dumps(op, slug, [*others, made], about))
 
 
 def _observed(results: Path | None) -> Path:
-    """Return the folder of the observed times: that of the results, else the packaged folder where that has none."""
+    """Return the folder of the kept trials: the folder of the results, or the packaged folder if that has no trials."""
     folder = o.results_root(results)
     return folder if results or any(folder.glob("*/trials/*")) else data_root("results")
 
@@ -163,8 +163,9 @@ def explain(
     quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="Quantization mode.")] = None,
     configs: o.Configs = None,
 ) -> None:
-    """Show which config a call without `config=` runs a case with, where it comes from, and how good such configs are."""
-    from kerneltune import cache, rule
+    """Show the config of a case in a call without `config=`, its source, and the quality of the rule on unknown sizes."""
+    from kerneltune import cache
+    from kerneltune.rule import Facts
     from kerneltune.search.task import knobs_of
 
     known = o.load_ops()
@@ -185,7 +186,7 @@ def explain(
     if ruling is None:
         _explained("rule", "none: `kerneltune cache fit` makes one where times of several sizes are known")
         return
-    facts = rule.facts_of(asked)
+    facts = Facts.of(asked)
     leaf, answers = ruling.rule.leaf(facts)
     path = " and ".join(answers) or f"{_for_any(ruling.rule, leaf)} for any case"
     unknown = "" if ruling.rule.knows(facts) else f"; it says nothing of this case: fitted to {_fitted_to(ruling.rule)}"
@@ -195,12 +196,12 @@ def explain(
 
 
 def _for_any(made: "Rule", leaf: Sequence[int]) -> str:
-    """Return what the only leaf of a rule gives, in words."""
+    """Return the result of a rule's only leaf, in words."""
     return "one config" if any(made.forms[leaf[0]]) else "the default"
 
 
 def _left_out(judged: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what leaving shapes out says of a rule, on recorded cases and on observed ones."""
+    """Yield the quality of a rule on left-out shapes, first on recorded and then on other cases."""
     if judged.get("judged"):
         told = f"rules that do not know a case's sizes reach {judged['geomean']:.3f} of its tuned speed"
         where = f"geometric mean of {judged['judged']} of {judged['cases']} cases; worst {judged['worst']:.3f}"
@@ -211,7 +212,7 @@ def _left_out(judged: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _staleness(variant: Variant, case: Case, entries: Sequence["CacheEntry"]) -> str:
-    """Return what has changed since the case's own entry was stored; empty where nothing has, or there is no entry."""
+    """Return the changes since the case's own entry was stored; empty without changes or without an entry."""
     from kerneltune.tune.candidates import changed
 
     own = next((one for one in entries if one.as_case == case and (one.variant, one.policy) == (variant.name, "cold")), None)

@@ -1,4 +1,4 @@
-"""`kerneltune trials`: what the trials of a family say about its knobs and its cases."""
+"""`kerneltune trials`: analyse the trials of a family by knob and by case."""
 
 import statistics
 from collections import Counter
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _DEAD = 4
 """Values of knobs that a short answer names."""
 _WEIGHED = 8
-"""Cases of which it is asked which knobs matter, at most."""
+"""Largest number of cases whose important knobs are computed."""
 
 
 @o.selects("variant")

@@ -1,4 +1,4 @@
-"""`kerneltune tune`: search the best configs of a family and keep those that win the paired final."""
+"""`kerneltune tune`: search the best configs of a family, and keep the winners of the paired finals."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from kerneltune.tune.tune_run import TuningSummary
 
 _MODEL_GAIN = "1%"
-"""Where the many cases of a model stop by default."""
+"""Default of `--until-gain` for the many cases of a model."""
 _OF_CALLS = "optimized"
-"""The variant that calls run: a model has no use for configs of the others."""
+"""Variant that calls run, the only variant whose configs a model uses."""
 
 
 @o.selects()
@@ -78,10 +78,10 @@ def command(
 ) -> None:
     """Search the best config of every case of a family, or of every launch in the folder of a capture.
 
-    A config replaces the present one only where it is measurably faster. Every trial is kept, so an interrupted search resumes.
+    A config replaces the present config only if it is measurably faster. Every trial is kept, so an interrupted search resumes.
     The command ends with a summary of the trials; `kerneltune trials` says more. The expected gain is the mean, over joint draws
-    of a Gaussian process, of how far the fastest untried config lies below the best so far. With --model the cases are those
-    that `kerneltune cases` writes, and only the variant that calls run is tuned, unless --variant says another. Exit code 1
+    of a Gaussian process, of how far the fastest untried config lies below the best so far. With --model the cases are the
+    output of `kerneltune cases`, and only the variant that calls run is tuned, unless --variant names another. Exit code 1
     where a case that this GPU can run was not tuned.
     """
     if (family is None) == (model is None):
@@ -109,7 +109,7 @@ def command(
     if not ray:
         from kerneltune.processes import start_server
 
-        start_server()  # its imports take as long as those of this process
+        start_server()  # its imports run beside the imports of this process and take as long
     known = o.load_ops()
     o.require_tunable(configs, results, exhaustive)
     from kerneltune.tune.fleet import run_tune

@@ -1,8 +1,7 @@
 """Ahead-of-time compilation of a variant's kernels on the CPU, in a pool of worker processes.
 
-A worker calls the variant's own function on meta tensors under a driver that compiles but never launches, so it compiles
-exactly what a later launch will find in Triton's disk cache; or, where nothing will be launched, only what is not known. Measures
-nothing. May import torch and triton.
+A worker calls the variant's function on meta tensors under a driver that compiles and never launches. So a later launch finds its
+kernels in Triton's disk cache. A pool that inspects compiles only kernels without known facts. May import torch and triton.
 """
 
 import os
@@ -130,13 +129,13 @@ class PendingCompile:
         return bool(self.future.done())
 
     def cancel(self) -> None:
-        """Give it up, if it has not begun: ending a worker costs more than what is left, which Triton's disk cache keeps."""
+        """Give up a job that has not begun. A running job goes on, because ending a worker costs more than finishing it."""
         if not self.future.running():
             self.future.cancel()
 
 
 class CompilePool:
-    """Worker processes that compile jobs for one target. Use as a context manager."""
+    """Worker processes that compile jobs for a target. Use as a context manager."""
 
     def __init__(
         self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, known: "KnownFacts | None" = None
@@ -144,11 +143,11 @@ class CompilePool:
         """Start no worker yet.
 
         Args:
-            target: what is compiled for.
-            workers: one per core if not given.
+            target: target of all jobs.
+            workers: number of processes; None for a process per core.
             cores: that the workers may use, None for all.
-            known: given where nothing will be launched. Then only what it lacks is compiled, AMD's code is neither assembled nor
-                given line numbers, and entries of Triton's disk cache are not those of launches.
+            known: known facts, for a pool that inspects and whose kernels are never launched. Such a pool compiles only kernels
+                without facts, AMD code gets no assembly and no line numbers, and the disk cache has a folder of its own.
         """
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
@@ -156,7 +155,7 @@ class CompilePool:
         self.pool = self.start(self.workers)
 
     def start(self, workers: int) -> ProcessPool:
-        """Return a new pool of such workers."""
+        """Return a new pool of workers."""
         return ProcessPool(workers, initializer=in_environment, initargs=self._started, context=fast_context())
 
     def schedule(self, job: CompileJob, timeout_s: float) -> Any:
@@ -230,7 +229,7 @@ def _dry_driver(target: Target) -> Any:
     from triton.backends.driver import DriverBase
 
     class DryDriver(DriverBase):
-        """Compiles for one target and launches nothing."""
+        """Compiles for a target and launches nothing."""
 
         def __init__(self) -> None:
             self.utils = _DryUtils(target)
@@ -266,10 +265,10 @@ def _dry_driver(target: Target) -> Any:
 def _refuse_early(
     target: Target, inspecting: "Inspecting | None", backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
 ) -> tuple[str, str] | None:
-    """Triton's hook into the stages of a compilation: what could not be launched is not compiled to its end.
+    """Stop compilations that cannot be launched, as Triton's hook into the stages of a compilation.
 
-    Asked without arguments for what it adds to the key of the disk cache, it answers: nothing. What it changes is not kept, or in
-    a folder of its own.
+    Without arguments, the hook adds nothing to the key of the disk cache: changed stages are not kept, or are kept in a folder of
+    their own.
     """
     from triton.runtime.errors import OutOfResources
 
@@ -314,7 +313,7 @@ def _wrong_code(kernel: Kernel) -> str:
 
 
 class _DryLaunch:
-    """Stands for one compiled kernel: a launch records its resources instead of running it."""
+    """Stands for a compiled kernel and records its resources instead of a launch."""
 
     def __init__(self, launched: list[Kernel], metadata: Any) -> None:
         self.launched, self.metadata = launched, metadata

@@ -1,4 +1,4 @@
-"""Costs of configs on cases, from measured times: what rules are grown on and judged by."""
+"""Compute costs of configs on cases from measured times. Rules are grown on these costs and judged by them."""
 
 import itertools
 import math
@@ -10,31 +10,33 @@ import numpy as np
 import numpy.typing as npt
 
 from kerneltune.nearness import ranked
-from kerneltune.rule import Form, facts_of, knobs_at
+from kerneltune.rule import Facts, Form, knobs_at
 from kerneltune.rules.transfer import Donor, Pairs, followed, forms_of
 from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op, Variant
 
 Times = Mapping[tuple[tuple[str, Any], ...], float | None]
-"""Knobs -> µs; None for a config that has no time: it spilled, failed or was wrong."""
+"""Knobs -> µs; None for a config that spilled, failed or was wrong."""
 Costs = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 
 UNKNOWN, INVALID, FAILED = 0.25, 0.3, 0.7
-"""log time over the best that a config is expected to cost where it was not timed, is not valid, or has no time."""
+"""Assumed log time over the best time of a config that was not timed, is invalid, or has no time."""
 _DEFAULT_COSTS = 0.002
 """Log time by which the default must be better: some operators take milliseconds to find theirs."""
 _SEVERAL = 5
-"""Configs whose times tell what the best of a case without a recorded config is about."""
+"""Configs with known times that a case without a recorded config needs to be judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A case with what is known of it.
+    """A case with its known times.
 
     Attributes:
-        best_us: time of the recorded config, or the least known where none is recorded.
-        recorded: the knobs of the recorded config, None where there is none.
+        case: the case.
+        times: time of each known config.
+        best_us: time of the recorded config, or the smallest known time without a recorded config.
+        recorded: knobs of the recorded config, or None.
     """
 
     case: Case
@@ -44,12 +46,12 @@ class Sample:
 
     @property
     def is_judged(self) -> bool:
-        """Return whether enough is known to say how good a config is."""
+        """True if the known times suffice to judge a config."""
         return self.recorded is not None or len(self.times) >= _SEVERAL
 
     @property
     def fastest(self) -> dict[str, Any]:
-        """Return the recorded knobs, or the fastest of several; none where fewer are known."""
+        """The recorded knobs, or the knobs of the fastest of at least five known configs; empty with fewer."""
         timed = {knobs: time_us for knobs, time_us in self.times.items() if time_us is not None}
         if self.recorded is not None or len(timed) < _SEVERAL:
             return dict(self.recorded or {})
@@ -57,18 +59,18 @@ class Sample:
 
 
 class CostTable:
-    """Costs of forms on cases: log time over the best.
+    """The costs of forms on cases: log time over the best time.
 
     Attributes:
         samples: the cases.
         variant: the variant whose configs are compared.
         shapes: the number of every shape; numbers: of every case's shape.
-        forms: what a rule may choose, the default first.
-        costs: (cases, forms); UNKNOWN, INVALID and FAILED stand for what has no time.
+        forms: forms that a rule may choose, the default first.
+        costs: (cases, forms) costs; UNKNOWN, INVALID and FAILED for missing times.
         known: (cases, forms) whether the time is known.
         valid: (cases, forms) whether the config is valid.
-        given: (shapes, forms) whether a form has other cases than those of the shape to be known from.
-        kinds: words of which no config serves two values.
+        given: (shapes, forms) whether a form comes from a case of another shape, too.
+        kinds: names of words whose values never share a config.
     """
 
     def __init__(self, op: Op, variant: Variant, samples: Sequence[Sample]) -> None:
@@ -106,7 +108,7 @@ class CostTable:
         return (FAILED, True, True) if time_us is None else (math.log(time_us / sample.best_us), True, True)
 
     def _borrow(self) -> None:
-        """Take what is not known of one 16-bit type as it is of the other, whose bytes are as many."""
+        """Fill unknown costs of a 16-bit type with the costs of the other 16-bit type, which has as many bytes."""
         places = {sample.case: place for place, sample in enumerate(self.samples)}
         for i, sample in enumerate(self.samples):
             other = {"bfloat16": "float16", "float16": "bfloat16"}.get(sample.case.dtype, "")
@@ -116,11 +118,11 @@ class CostTable:
                 self.costs[i, missing] = self.costs[twin, missing]
 
     def _ask(self, expressions: Sequence[str]) -> "list[Question]":
-        facts = [facts_of(sample.case) for sample in self.samples]
+        facts = [Facts.of(sample.case) for sample in self.samples]
         return [Question(text, np.array([one.number(text) for one in facts])) for text in expressions] + self.words
 
     def share(self, place: int, knobs: Mapping[str, Any]) -> float:
-        """Return the tuned time over that of a config on a case; NaN where it is not known."""
+        """Return the tuned time over a config's time on a case; NaN if the time is unknown."""
         cost, known, _ = self._cost(self.samples[place], knobs)
         return math.exp(-cost) if known else math.nan
 
@@ -142,11 +144,11 @@ def near_configs(op: Op, variant: Variant, case: Case, recorded: Sequence[Donor]
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A number of every case, or whether an option has a value.
+    """A question with its answers: a number for every case, or whether a word has a value.
 
     Attributes:
         subject, equals: as in rule.Split.
-        values: of every case the number, or 1 where the option has the value.
+        values: number of every case, or 1 where the word has the value.
     """
 
     subject: str
@@ -155,7 +157,7 @@ class Question:
 
 
 def _word_questions(op: Op, samples: Sequence[Sample]) -> Iterator[Question]:
-    facts = [facts_of(sample.case) for sample in samples]
+    facts = [Facts.of(sample.case) for sample in samples]
     for word in ("dtype", "quant", *op.options):
         for value in list(dict.fromkeys(one.words[word] for one in facts))[:-1]:
             yield Question(word, np.array([float(one.words[word] == value) for one in facts]), value)
@@ -167,5 +169,5 @@ def _expressions(axes: Sequence[str]) -> list[str]:
 
 
 def default_knobs(variant: Variant, case: Case) -> dict[str, Any]:
-    """Return the knobs of a variant's default; none for a variant without one."""
+    """Return the knobs of a variant's default; empty for a variant without knobs."""
     return config_values(variant.default_config(case)) or {}

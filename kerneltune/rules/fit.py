@@ -1,4 +1,4 @@
-"""Rules fitted to measured times, and what leave-one-shape-out says of them. Pure numbers: needs no GPU."""
+"""Fit rules to measured times and judge them by leaving out each shape in turn. Needs no GPU."""
 
 import itertools
 import math
@@ -9,28 +9,33 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kerneltune.rule import Node, Rule, Split, facts_of, used
+from kerneltune.rule import Facts, Node, Rule, Split, used_forms
 from kerneltune.rules.costs import UNKNOWN, CostTable, default_knobs, near_configs
 from kerneltune.rules.transfer import Donor
 from kerneltune.rules.trees import TreeShape, grown
 from kerneltune.spec import Case, Op, Variant
 
 _Picks = Mapping[int, Mapping[str, Any]]
-"""Case, by its place in a table -> the knobs that a look-up takes for it."""
+"""Place of a case in a table -> knobs that a look-up takes."""
 
+_KINDS = (("nothing", ""), ("once", ""), ("once", "kinds"), ("sizes", ""), ("sizes", "kinds"), ("ratios", "words"))
+"""Questions and separating words of the trees that are tried.
+
+Each kind does best for some operator when shapes are left out. The other combinations do best for none (H200, 2026-11-25).
+"""
 _GAINS = (0.002, 0.008)
 _NEAR = (0.0, 2.01, 4.01)
 _PART_COSTS = 0.001
-"""Mean log time that each part of a tree's shape must save, so that of two that do alike the plainer is kept."""
+"""Mean log time that each part of a tree's shape must save, so that the plainer of two equally good trees is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What leave-one-shape-out says of a rule.
+    """The quality of a rule on shapes that were left out of its fit.
 
     Attributes:
-        shares: recorded case -> tuned time over the rule's time; NaN where the rule's config was not timed there.
-        others: the same of cases without a recorded config, of which several times are known: the least of these over the rule's.
+        shares: recorded case -> tuned time over the rule's time; NaN if the rule's config was not timed on the case.
+        others: case without a recorded config -> smallest known time over the rule's time; NaN as above.
     """
 
     shares: Mapping[Case, float] = field(default_factory=dict)
@@ -38,22 +43,22 @@ class Judgement:
 
     @property
     def judged(self) -> list[float]:
-        """The shares that are known."""
+        """The known shares of recorded cases."""
         return [share for share in self.shares.values() if not math.isnan(share)]
 
     @property
     def observed(self) -> list[float]:
-        """The shares that are known of cases without a recorded config."""
+        """The known shares of cases without a recorded config."""
         return [share for share in self.others.values() if not math.isnan(share)]
 
     @property
     def geomean(self) -> float:
-        """Return the geometric mean."""
+        """The geometric mean on recorded cases."""
         return _geomean(self.judged)
 
     @property
     def worst(self) -> float:
-        """The least."""
+        """The smallest share on recorded cases."""
         return min(self.judged, default=math.nan)
 
     @property
@@ -69,9 +74,9 @@ class Judgement:
         return found
 
     def merit(self, without: Sequence[Case] = ()) -> float:
-        """Return what is maximised: the mean share, less what the worst lacks, less what is not known.
+        """Return the mean log share plus a tenth of the smallest log share; an unknown share counts as UNKNOWN.
 
-        without: cases that do not count.
+        Cases in `without` do not count.
         """
         every = [share for case, share in [*self.shares.items(), *self.others.items()] if case not in without]
         shares = [math.exp(-UNKNOWN) if math.isnan(share) else share for share in every]
@@ -85,18 +90,18 @@ def _geomean(shares: Sequence[float]) -> float:
 
 
 def chosen(op: Op, variant: Variant, rule: Rule, case: Case, recorded: Sequence[Donor]) -> Mapping[str, Any]:
-    """Return the knobs that a look-up takes for an unrecorded case: near, by the rule, or by default."""
+    """Return the knobs that a look-up takes for an unrecorded case: a near config, a proposal of the rule, or the default."""
     near = next(near_configs(op, variant, case, recorded), None) if rule.near else None
     if near is not None and near[0] <= rule.near:
         return near[1]
-    for knobs in rule.proposals(facts_of(case)):
+    for knobs in rule.proposals(Facts.of(case)):
         if not knobs or variant.valid_config(case, knobs) is not None:
             return knobs or default_knobs(variant, case)
     return default_knobs(variant, case)
 
 
 def judgement(table: CostTable, picks: _Picks) -> Judgement:
-    """Return how good the picks are."""
+    """Return the quality of the picks."""
     shares = {place: table.share(place, knobs) for place, knobs in picks.items()}
     recorded, others = (
         {s.case: shares[i] for i, s in enumerate(table.samples) if i in shares and (s.recorded is not None) == wanted}
@@ -106,15 +111,15 @@ def judgement(table: CostTable, picks: _Picks) -> Judgement:
 
 
 def _shapes(table: CostTable) -> list[TreeShape]:
-    """Return the shapes that are tried, the plainest first, nearest sizes left aside."""
-    words = {one.subject for one in table.words} - {"dtype"}
-    apart = ["", *(["kinds"] if words & table.kinds else []), *(["words"] if words - table.kinds else [])]
-    trees = [TreeShape(asks, gain, kind) for asks in ("sizes", "ratios") for gain in _GAINS for kind in apart]
-    return [TreeShape("nothing"), *(TreeShape("once", apart=kind) for kind in apart), *trees]
+    """Return the shapes that are tried, the plainest first, without a distance of the nearest sizes."""
+    has_kinds = any(question.subject in table.kinds for question in table.words)
+    kinds = [(asks, apart) for asks, apart in _KINDS if apart != "kinds" or has_kinds]
+    gains = {"nothing": _GAINS[:1], "once": _GAINS[:1]}
+    return [TreeShape(asks, gain, apart) for asks, apart in kinds for gain in gains.get(asks, _GAINS)]
 
 
 def _picked(table: CostTable, shape: TreeShape, places: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-    """Return what rules of this shape choose for cases, each rule made without the case's sizes."""
+    """Return the knobs that rules of this shape choose for cases; each rule is grown without the sizes of its case."""
     found: dict[int, Mapping[str, Any]] = {}
     for number in dict.fromkeys(int(table.numbers[place]) for place in places):
         rule = grown(table, shape, number)
@@ -125,7 +130,7 @@ def _picked(table: CostTable, shape: TreeShape, places: Sequence[int]) -> dict[i
 
 
 def _near_or(picks: _Picks, nearest: Mapping[int, Sequence[tuple[float, dict[str, Any]]]], near: float) -> _Picks:
-    """Return the picks, of cases that have recorded sizes near enough the config of the nearest."""
+    """Return the picks, with the nearest recorded config where its sizes are near enough."""
     return {
         place: nearest[place][0][1] if near and nearest[place] and nearest[place][0][0] <= near else knobs
         for place, knobs in picks.items()
@@ -133,7 +138,7 @@ def _near_or(picks: _Picks, nearest: Mapping[int, Sequence[tuple[float, dict[str
 
 
 def judgements(table: CostTable) -> dict[TreeShape, Judgement]:
-    """Return how rules of every shape do on the judged cases when they know nothing of the case's sizes."""
+    """Return the quality of every shape of rule on the judged cases, whose sizes the rule does not know."""
     if len(table.shapes) < 2:
         return {TreeShape("nothing"): Judgement()}
     places = [place for place, sample in enumerate(table.samples) if sample.is_judged]
@@ -147,7 +152,7 @@ def judgements(table: CostTable) -> dict[TreeShape, Judgement]:
 
 
 def untimed(table: CostTable) -> dict[Case, list[dict[str, Any]]]:
-    """Return the configs that rules would choose for cases of sizes they do not know, and whose times there are not known."""
+    """Return the configs with unknown times that rules would choose for cases whose sizes they do not know."""
     every = range(len(table.samples))
     nearest = {place: table.nearest(place) for place in every}
     found: dict[Case, list[dict[str, Any]]] = {}
@@ -160,12 +165,12 @@ def untimed(table: CostTable) -> dict[Case, list[dict[str, Any]]]:
 
 
 def best_shape(found: Mapping[TreeShape, Judgement], without: Sequence[Case] = ()) -> TreeShape:
-    """Return the shape that does best when shapes are left out; a part more must save `_PART_COSTS`."""
+    """Return the best shape of rule; each part of a shape must save `_PART_COSTS`."""
     return max(found, key=lambda shape: found[shape].merit(without) - _PART_COSTS * shape.parts)
 
 
 def unseen(table: CostTable, found: Mapping[TreeShape, Judgement]) -> Judgement:
-    """Return how rules do whose shape, too, is chosen without the sizes that are left out."""
+    """Return the quality of rules whose shape, too, is chosen without the left-out sizes."""
     shares: dict[Case, float] = {}
     others: dict[Case, float] = {}
     for axes in table.shapes:
@@ -177,9 +182,9 @@ def unseen(table: CostTable, found: Mapping[TreeShape, Judgement]) -> Judgement:
 
 
 def left_out(table: CostTable, kind: str) -> Judgement:
-    """Return how rules do that know nothing of a whole group of cases: a table of the other cases makes each of them.
+    """Return the quality of rules on groups of cases that were left out of their fit.
 
-    kind: `band` for cases whose first size rounds to the same power of two, `rest` for cases of the same other sizes.
+    `kind` is `band` (cases whose first size rounds to the same power of two) or `rest` (cases with equal other sizes).
     """
     groups: dict[Any, list[int]] = {}
     for place, sample in enumerate(table.samples):
@@ -198,7 +203,7 @@ def left_out(table: CostTable, kind: str) -> Judgement:
 
 
 def fitted(table: CostTable) -> tuple[Rule, Judgement]:
-    """Return the rule whose shape does best when shapes are left out, and how it does."""
+    """Return the rule with the best shape, and its quality."""
     found = judgements(table)
     shape = best_shape(found)
     apart = unseen(table, found)
@@ -210,8 +215,8 @@ def fitted(table: CostTable) -> tuple[Rule, Judgement]:
 
 
 def _pruned(rule: Rule) -> Rule:
-    """Return the rule without the forms that no leaf uses."""
-    kept = sorted(set(used(rule.tree)))
+    """Return the rule without unused forms."""
+    kept = sorted(set(used_forms(rule.tree)))
     places = {form: place for place, form in enumerate(kept)}
 
     def renumbered(node: Node) -> Node:

@@ -25,7 +25,7 @@ def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results
     A kept trial counts before the evidence of a cached config, which was measured on another day.
 
     Raises:
-        ValueError: a file that cannot be read.
+        ValueError: a file cannot be read.
     """
     times: _Times = {}
     for case, knobs, time_us in _kept(op, variant, results, gpu):
@@ -48,7 +48,7 @@ def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, 
     """Return the cases and knobs that were timed with the present code of a variant.
 
     Raises:
-        ValueError: a file that cannot be read.
+        ValueError: a file cannot be read.
     """
     blocks = read(table_path(results, gpu, op.name))
     ours = [b for b in blocks if (b.variant, b.policy, b.source_hash) == (variant.name, "cold", variant.source_hash)]
@@ -63,9 +63,9 @@ def to_observe(
     wanted: Sequence[Case],
     most: int,
 ) -> Iterator[tuple[Case, list[Config]]]:
-    """Yield each wanted case with what rules may choose for it, recorded cases first, then those of which least is known.
+    """Yield each wanted case with the configs that rules may choose, recorded cases first, then cases with few known times.
 
-    most: configs per case beside what rules choose.
+    `most` limits the configs per case beside the choices of rules.
     """
     choices = untimed(CostTable(op, variant, samples)) if len(samples) > 1 else {}
     times = {sample.case: len(sample.times) for sample in samples}
@@ -88,7 +88,7 @@ def targets(op: Op, variant: Variant, donors: Sequence[Donor], bench: Iterable[C
 
 
 def shape_of(case: Case) -> tuple[Any, ...]:
-    """Return what tells a case from others but for its type."""
+    """Return the sizes, the mode and the options of a case."""
     return case.axes, case.quant, case.options
 
 

@@ -1,4 +1,4 @@
-"""Configs that serve a case from other cases: knobs as they are, or following a size as the recorded configs do."""
+"""Transfer configs from recorded cases to other cases, with equal knobs or with knobs that follow a size."""
 
 import itertools
 import math
@@ -17,18 +17,18 @@ from kerneltune.rule import Scaled, knobs_at
 from kerneltune.spec import Case, Config, Op, Variant
 
 _EXPLAINED = 0.6
-"""Share of a knob's variance that may be left when it follows a size; as it is the knob is offered in any case."""
+"""Largest fraction of a knob's variance that may remain if the knob follows a size."""
 _LEAST_DONORS = 5
 _LEAST_RIVALS = 8
-"""Configs of a case: some of its space where other cases do not give as many."""
+"""Smallest number of configs of a case; configs of its space fill up a smaller number."""
 
 Donor = tuple[Case, dict[str, Any]]
 Pairs = tuple[tuple[str, Any], ...]
-"""A form of rule.Form as pairs, which can be counted."""
+"""A `rule.Form` as hashable pairs."""
 
 
 def donors_of(op: Op, variant: Variant, policy: str, device_slug: str, root: Path | None) -> list[Donor]:
-    """Return the recorded cases of a variant with their knobs, without those that no longer fit."""
+    """Return the recorded cases of a variant with their knobs, if the knobs are still valid."""
     found = []
     for entry in cache.load(op.name, device_slug, root):
         case = entry.as_case
@@ -38,9 +38,9 @@ def donors_of(op: Op, variant: Variant, policy: str, device_slug: str, root: Pat
 
 
 def followed(donors: Sequence[Donor]) -> dict[str, Scaled]:
-    """Return the knobs that follow a size, each as the size and the factor that leave least of its variance.
+    """Return the knobs that follow a size, each with the size and the factor that explain most of its variance.
 
-    A knob is kept between its least and its largest value among the donors.
+    The bounds of a knob are its smallest and its largest value among the donors.
     """
     found: dict[str, Scaled] = {}
     if len(donors) < _LEAST_DONORS:
@@ -61,9 +61,9 @@ def followed(donors: Sequence[Donor]) -> dict[str, Scaled]:
 
 
 def forms_of(donor: Donor, follows: Mapping[str, Scaled]) -> list[Pairs]:
-    """Return a donor's config as it is, with each knob that follows a size following, and with all of them.
+    """Return a donor's config with plain knobs, with each single knob following its size, and with all knobs following.
 
-    Where the common factor does not give the donor's own value, the donor's own factor stands in its place.
+    If the common factor does not give the donor's value, the donor's own factor replaces it.
     """
     case, knobs = donor
     sizes, scaled = dict(case.axes), {}
@@ -76,7 +76,7 @@ def forms_of(donor: Donor, follows: Mapping[str, Scaled]) -> list[Pairs]:
 
 
 def distance(a: Case, b: Case) -> float:
-    """Return how far apart two cases are: log2 of their sizes, 2 for another option or mode, 0.5 for another type."""
+    """Return the distance of two cases: log2 of their sizes, plus 2 for each other option or mode, plus 0.5 for another type."""
     apart = sum(abs(math.log2(max(size, 1) / max(b[axis], 1))) for axis, size in a.axes)
     other = dict(b.options)
     apart += 2.0 * sum(other.get(name) != value for name, value in a.options)
@@ -84,7 +84,7 @@ def distance(a: Case, b: Case) -> float:
 
 
 def rivals(op: Op, variant: Variant, case: Case, donors: Sequence[Donor], most: int) -> list[Config]:
-    """Return what a rule might choose for a case: default, promising, the nearest donors' configs, then the most frequent."""
+    """Return configs that a rule might choose for a case: default, promising, of the nearest donors, then the most frequent."""
     follows = followed(donors)
     offered = [(distance(case, donor[0]), form) for donor in donors for form in forms_of(donor, follows)]
     counts = Counter(form for _, form in offered)

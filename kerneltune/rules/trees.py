@@ -9,30 +9,30 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kerneltune.rule import Facts, Leaf, Node, Rule, Split, facts_of
+from kerneltune.rule import Facts, Leaf, Node, Rule, Split
 from kerneltune.rules.costs import Costs, CostTable, Question, Rows
 
 _WORST_COUNTS = 0.25
 """Share of a leaf's largest cost that counts beside the mean."""
 _USED = 4
-"""Forms of a leaf: the next serves where those before it are not valid."""
+"""Forms of a leaf. A form serves where all forms before it are invalid."""
 _LEAST = 2
 """Fewest shapes of a leaf."""
 _DEEPEST = 8
 """Most questions to a leaf."""
 _ROUNDS = 3
-"""Of moving bounds after a tree has grown; more moved none."""
+"""Number of times that the bounds move after a tree has grown. A fourth time moved no bound of the shipped rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """How a tree may grow, and how far the nearest recorded sizes serve.
+    """The questions that a tree may ask, and the distance up to which the nearest recorded sizes serve.
 
     Attributes:
-        asks: `nothing` for the default alone, `once` for one leaf, `sizes`, or `ratios` for sizes, their ratios and bytes.
-        gain: mean log time that a question must save per case of the whole table.
-        apart: `kinds` where cases that differ in a word no config serves two values of have trees of their own; `words` where
-            those do that differ in any option or in the mode.
+        asks: questions of the tree: `nothing` (the default alone), `once` (a single leaf), `sizes`, or `ratios` (sizes, ratios of
+            sizes, and bytes).
+        gain: mean log time per case of the whole table that a question must save.
+        apart: words that separate trees: `kinds` (words whose values never share a config), `words` (also all options), or none.
         near: as in rule.Rule.
     """
 
@@ -43,12 +43,12 @@ class TreeShape:
 
     @property
     def parts(self) -> int:
-        """Return what the shape costs, in parts."""
+        """The complexity of the shape."""
         return {"nothing": 0, "once": 1, "sizes": 3, "ratios": 4}[self.asks] + (self.near > 0)
 
 
 def _best_prefixes(costs: Costs) -> Costs:
-    """Return for every number of leading rows (1, 2, …) the least objective times the number, over the forms."""
+    """Return for every number of leading rows (1, 2, …) the smallest objective of a form, times the number of rows."""
     count = np.arange(1, len(costs) + 1)[:, None]
     totals = np.cumsum(costs, axis=0) + _WORST_COUNTS * np.maximum.accumulate(costs, axis=0) * count
     best: Costs = totals.min(axis=1)
@@ -56,7 +56,7 @@ def _best_prefixes(costs: Costs) -> Costs:
 
 
 def _undominated(costs: Costs) -> npt.NDArray[np.intp]:
-    """Return the columns that no other column equals or undercuts in every row, of equal columns the first."""
+    """Return the columns that no other column equals or undercuts in every row, and the first of equal columns."""
     unique, first = np.unique(costs, axis=1, return_index=True)
     no_dearer = (unique[:, :, None] <= unique[:, None, :]).all(axis=0)
     kept: npt.NDArray[np.intp] = first[no_dearer.sum(axis=0) == 1]
@@ -90,7 +90,7 @@ class _Grower:
         return Split(subject=question.subject, **asked, then=then, otherwise=otherwise)
 
     def kinds(self, rows: Rows) -> tuple[Question, float] | None:
-        """Return the question that parts cases which have trees of their own; None where there are none."""
+        """Return a question that separates cases into trees of their own, or None."""
         words = {"": set(), "kinds": self.table.kinds, "words": self.table.kinds | set(self.table.op.options)}[self.shape.apart]
         parting = (one for one in self.table.words if one.subject in words and len(set(one.values[rows])) > 1)
         return next(((one, 0.5) for one in parting), None)
@@ -111,13 +111,13 @@ class _Grower:
         return best
 
     def is_enough(self, rows: Rows) -> bool:
-        """Return whether cases are of as many shapes as a leaf must have."""
+        """Return whether the cases have enough shapes for a leaf."""
         return len(set(self.table.numbers[rows])) >= _LEAST
 
     def ranking(self, rows: Rows) -> Leaf:
-        """Return a leaf's forms: the best for all its cases, then the best for those that it is not valid for, then others.
+        """Return a leaf's forms: the best form for all cases, then the best form for the cases that it is invalid for, and so on.
 
-        The first was timed on one of the leaf's cases at least, if any was: of a guess nothing is known.
+        If any form was timed on a case of the leaf, the first form was.
         """
         chosen: list[int] = []
         left, timed = rows, self.table.known[np.ix_(rows, self.columns)].any(axis=0)
@@ -144,10 +144,7 @@ def _round(bound: float) -> float:
 
 
 class _Mover:
-    """Moves the bounds of a grown tree.
-
-    A tree grows from its root: where a bound is chosen, it is not known yet what the questions below will tell apart.
-    """
+    """Moves the bounds of a grown tree, because a bound is chosen before the questions below it are known."""
 
     def __init__(self, table: CostTable, questions: Sequence[Question]) -> None:
         self.table = table
@@ -164,7 +161,7 @@ class _Mover:
         return node if node.at_most is None else msgspec.structs.replace(node, at_most=self.bound(node, rows))
 
     def bound(self, node: Split, rows: Rows) -> float:
-        """Return the bound that costs least; that of the node where no other costs less."""
+        """Return the bound with the smallest cost; the present bound if no other bound costs less."""
         assert node.at_most is not None
         values = self.questions[node.subject, None].values[rows]
         order = np.argsort(values, kind="stable")
@@ -183,7 +180,7 @@ class _Mover:
         return answers
 
     def costs(self, node: Node, rows: Rows) -> Costs:
-        """Return what every case costs by a tree."""
+        """Return the cost of every case by a tree."""
         if not isinstance(node, Split):
             forms, valid = np.array(node), self.table.valid[np.ix_(rows, np.array(node))]
             first = np.where(valid.any(axis=1), valid.argmax(axis=1), 0)
@@ -195,7 +192,7 @@ class _Mover:
 
 
 def grown(table: CostTable, shape: TreeShape, without: int = -1) -> Rule:
-    """Return the rule that a table without one shape makes."""
+    """Return the rule of a table, or of the table without a shape."""
     rows = np.flatnonzero(table.numbers != without)
     forms = table.given[without] if without >= 0 else np.ones(len(table.forms), bool)
     node: Node = (0,) if shape.asks == "nothing" else _Grower(table, rows, forms, shape).grow(rows)
@@ -207,7 +204,7 @@ def grown(table: CostTable, shape: TreeShape, without: int = -1) -> Rule:
         variant=table.variant.name,
         policy="cold",
         near=shape.near,
-        known=_known([facts_of(case) for case in cases], table.op.free_options),
+        known=_known([Facts.of(case) for case in cases], table.op.free_options),
         least={axis: min(case[axis] for case in cases) for axis in table.op.axes},
         forms=tuple(table.forms),
         tree=node,
@@ -215,7 +212,7 @@ def grown(table: CostTable, shape: TreeShape, without: int = -1) -> Rule:
 
 
 def _known(facts: Sequence[Facts], free: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values of every word among some cases, but of options a config of which serves other values as well."""
+    """Return the values of every word among the cases, without the type and the free options."""
     kept = [name for name in facts[0].words if name != "dtype" and name not in free]
     words = [{**{name: one.words[name] for name in kept}, "bytes": one.itemsize} for one in facts]
     return {name: list(dict.fromkeys(one[name] for one in words)) for name in words[0]}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from command_line import operators, refused, run
 
-from kerneltune.rule import SCHEMA
+from kerneltune.rule_file import SCHEMA
 
 
 @pytest.fixture

@@ -12,25 +12,25 @@ FIELDS = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 16,
 
 
 def test_fit_writes_a_rule_beside_the_configs_and_says_what_leaving_out_says(configs_dir: Path) -> None:
-    from kerneltune import cache, rule
+    from kerneltune import cache, rule_file
     from kerneltune.files import data_root
 
     for entry in cache.load("fp8_transpose_2d", "nvidia_h200", data_root("configs")):
         cache.store("fp8_transpose_2d", "nvidia_h200", entry)
     checked = run("cache", "fit", "fp8_transpose_2d", "--check").stdout.splitlines()
-    path = rule.path_of("fp8_transpose_2d", "nvidia_h200", configs_dir)
+    path = rule_file.path_of("fp8_transpose_2d", "nvidia_h200", configs_dir)
     of_observed = ["other", "mean", "worst", "unseen", "worst"]
     assert checked[0].split() == ["op", "cases", "judged", "mean", "worst", *of_observed]
     assert not path.exists()
     assert float(checked[1].split()[3]) > 0.9
     assert run("cache", "fit", "fp8_transpose_2d").stdout.splitlines() == checked
-    made = rule.load_strict(path)
+    made = rule_file.load_strict(path)
     assert [(one.variant, one.policy) for one in made] == [("optimized", "cold")]
-    assert path.read_text() == rule.dumps("fp8_transpose_2d", "nvidia_h200", made, json.loads(path.read_text())["fitted"])
+    assert path.read_text() == rule_file.dumps("fp8_transpose_2d", "nvidia_h200", made, json.loads(path.read_text())["fitted"])
 
 
 def test_fit_leaves_whole_groups_out_and_writes_nothing(configs_dir: Path) -> None:
-    from kerneltune import cache, rule
+    from kerneltune import cache, rule_file
     from kerneltune.files import data_root
 
     for entry in cache.load("fp8_tensorwise_3d", "nvidia_h200", data_root("configs")):
@@ -38,7 +38,7 @@ def test_fit_leaves_whole_groups_out_and_writes_nothing(configs_dir: Path) -> No
     band = run("cache", "fit", "fp8_tensorwise_3d", "--leave-out", "band").stdout.splitlines()
     assert float(band[1].split()[3]) > 0.97
     assert float(band[1].split()[6]) > 0.97
-    assert not rule.path_of("fp8_tensorwise_3d", "nvidia_h200", configs_dir).exists()
+    assert not rule_file.path_of("fp8_tensorwise_3d", "nvidia_h200", configs_dir).exists()
     assert "leave-out: 'bands': expected one of band, rest" in refused("cache", "fit", "--leave-out", "bands")
 
 
