@@ -216,11 +216,11 @@ def test_doctor_says_which_gpu_it_is(unit: str, line: str, tmp_path: Path, monke
 
 @pytest.mark.gpu
 def test_doctor_knows_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")  # what it says of each line is as long as the machine makes it
+    monkeypatch.setenv("COLUMNS", "200")  # long paths of a machine fold the other columns
     result = run("doctor", "--configs", tmp_path, "--results", tmp_path)
     assert result.exit_code == 0
     for words in ("driver", "SM clock", "throttled", "other processes"):
-        assert words in result.stdout
+        assert set(words.split()) <= set(result.stdout.split()), words
 
 
 def test_unknown_option_names_the_commands_that_have_it() -> None:

@@ -54,7 +54,8 @@ def adopt_package(place: Place) -> None:
     tune(place, classes=4)
     (served,) = serve(place, "use_foreign.py", "1000", "4096")
     require(served["digest"] == plain["digest"], "served results differ")
-    require(served["served"] == {"hits": 4, "misses": 0, "tunings": 0}, f"serving counted {served['served']}")
+    # both sizes of shift_kernel have one key, so that three choices serve four launches
+    require(served["served"] == {"hits": 3, "misses": 0, "tunings": 0}, f"serving counted {served['served']}")
     (other,) = serve(place, "use_foreign.py", "1000", "2048", miss="nearest")
     missed = place.kerneltune("adopt", "list", "cap/misses").stdout
     require("scaled_sum_kernel" in missed, "a launch that was not tuned is not recorded")
