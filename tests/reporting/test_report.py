@@ -115,6 +115,20 @@ def test_every_recorded_table_fits_and_tells_all_rows_apart(family: str, width: 
     assert len(set(named)) == len(rows) > 0
 
 
+def test_summary_names_up_to_five_rows_that_are_20_percent_slower_the_slowest_first() -> None:
+    ratios = (1.2, 0.81, 0.8, 0.5)
+    a = [record(100.0 * ratio, axes={"M": m, "N": 64}) for m, ratio in enumerate(ratios, start=1)]
+    b = [record(100.0, axes=row.axes) for row in a]
+    said = "20 % slower or more in 2 rows: 0.50x fwd fp8 bf16 4×64; 0.80x fwd fp8 bf16 3×64"
+    assert said in tables.ab_table(tables.ab_rows(a, b)).head
+    assert not any("20 %" in line for line in tables.ab_table(tables.ab_rows(a[:2], b[:2])).head)
+    many = [record(10.0, axes={"M": m, "N": 64}) for m in range(1, 8)]
+    (line,) = (x for x in tables.ab_table(tables.ab_rows(many, [record(100.0, axes=r.axes) for r in many])).head if "20 %" in x)
+    assert line.startswith("20 % slower or more in 7 rows: ")
+    assert line.endswith("; …")
+    assert line.count("0.10x") == 5
+
+
 def test_best_peers_are_the_fastest_of_every_case() -> None:
     rows = [
         record(), record(90.0, variant="liger", role="peer"), record(80.0, variant="quack", role="peer"),
