@@ -337,6 +337,6 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     page = (tmp_path / "site" / "commands" / "index.html").read_text(encoding="utf-8")
     assert "kerneltune sweep" in page
     assert "kerneltune gate" in page
-    assert "Check, tune what the cache lacks, measure all variants and peers, and keep the records." in page
+    assert "Check, tune missing configs, measure all variants and peers, and keep the records." in page
     assert "profiled" not in page
     assert "geometric mean" in (tmp_path / "site" / "results" / "rmsnorm" / "index.html").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`kerneltune adopt`: what a capture or a tuned folder holds, and what is suspicious about its kernels."""
+"""`kerneltune adopt`: list the kernels of a capture or a tuned folder, and find suspicious kernels."""
 
 from collections import Counter
 from pathlib import Path
@@ -23,15 +23,15 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture
 
 @app.command("list")
 def list_command(folder: Folder) -> None:
-    """Show the kernels of a capture: launches, share of the GPU time, configs, keys, and what the keys leave out."""
+    """Show the kernels of a capture: launches, share of the GPU time, configs, keys, and sizes that the keys leave out."""
     show_capture(folder)
 
 
 @app.command("lint")
 def lint_command(folder: Folder) -> None:
-    """Show what is suspicious: keys that name no argument or omit sizes, configs that never win, results that vary.
+    """Show suspicious kernels: keys that name no argument or omit sizes, configs that never win, results that vary.
 
-    Exit code 1 where there is something.
+    Exit code 1 if a kernel is suspicious.
     """
     from kerneltune.adopt.overview import findings, read_capture
 

@@ -1,4 +1,4 @@
-"""`kerneltune cache`: what the config cache holds, and whether it is sound."""
+"""`kerneltune cache`: show, check and exchange the configs of the cache."""
 
 import dataclasses
 import fnmatch
@@ -61,7 +61,7 @@ def show_(
     gpu: o.Gpu = None,
     configs: o.Configs = None,
 ) -> None:
-    """Show the cached configs of one operator."""
+    """Show the cached configs of an operator."""
     from kerneltune.cache import load
 
     files = _chosen(op, gpu, configs)
@@ -198,12 +198,14 @@ def _author_names(op: Op, variant: str) -> dict[str, str]:
 @app.command("import")
 def import_(
     op: o.OpName,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What `cache export` wrote.")],
-    gpu: Annotated[str, typer.Option("--gpu", help="The GPU that they are for, as its folder is called.")],
-    force: Annotated[bool, typer.Option("--force", help="Also of another GPU, and in the place of what the cache has.")] = False,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that `cache export` wrote.")],
+    gpu: Annotated[str, typer.Option("--gpu", help="The GPU of the configs, by the name of its folder.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Store configs of another GPU, too, and replace stored configs.")
+    ] = False,
     configs: o.Configs = None,
 ) -> None:
-    """Take configs from exported files into the cache; all are checked before one is stored."""
+    """Store the configs of exported files in the cache, after all of them are checked."""
     from kerneltune import cache, device, exchange
 
     known = o.load_ops()
@@ -297,10 +299,10 @@ def _require_fit(op: Op, entry: "CacheEntry") -> None:
 
 
 def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:
-    """Return the cache files of an operator and a GPU, of all where none is given.
+    """Return the cache files of an operator and a GPU; of all operators or GPUs where the argument is None.
 
     Raises:
-        ValueError: there is none; names those that are.
+        ValueError: no such file exists; the message names the existing files.
     """
     files = o.config_files(configs)
     if not files:

@@ -24,10 +24,12 @@ Program = Annotated[list[str], typer.Argument(metavar="-- PROGRAM …", help="Th
 
 def command(
     program: Program,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the capture; added to if it is there.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the capture; an existing capture is extended.")
+    ],
     kernel: Annotated[
         list[str] | None,
-        typer.Option("--kernel", metavar="GLOB", help="Only kernels of such a name; the others tune themselves as usual."),
+        typer.Option("--kernel", metavar="GLOB", help="Only kernels whose name matches; other kernels tune themselves as usual."),
     ] = None,
     max_bytes: Annotated[
         int,
@@ -49,8 +51,8 @@ def command(
 
     Subprocesses are recorded as well. The kernels run with their authors' first configs, so nothing is timed, or as the authors
     tune them under --autotune. The capture holds shapes, strides, configs, grids, the values of integer and boolean tensors, and
-    samples of other tensors of at most 1 MiB. The program's exit code is that of this command, or 2 where a decorator names what
-    its kernel does not have. The program's output is untouched; what this command has to say goes to standard error.
+    samples of other tensors of at most 1 MiB. The exit code is the program's, or 2 if a decorator names an argument that
+    its kernel lacks. The program's output is untouched; messages of this command go to standard error.
     """
     from kerneltune.adopt.folder import CLASSES, processes, read_notes, remove_stale
     from kerneltune.adopt.launcher import require_program, run_program

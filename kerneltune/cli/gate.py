@@ -134,13 +134,13 @@ def _emitted(emit: list[str] | None) -> dict[str, Path]:
 
 
 def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool) -> "tuple[Verdict, list[Record]]":
-    """Hold the wanted rows of a file against those of a file; return the verdict and the new records."""
+    """Compare the wanted rows of the new file with the baseline; return the verdict and the new records."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.rows import defaults_of
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
 
-    records = load(new)  # first, for where it is missing git would say the wrong thing of the baseline
+    records = load(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
     selected([*against, *records], wanted)  # a name that neither side has is an error
     records, against = ([record for record in side if takes(wanted, record)] for side in (records, against))
@@ -151,7 +151,7 @@ def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None,
 def _measured(
     baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
 ) -> "tuple[Verdict, list[Record]]":
-    """Hold a fresh run against the baseline; return the verdict and what was measured."""
+    """Hold a fresh run against the baseline; return the verdict and the new records."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.run import run_gate
     from kerneltune.run_options import require_gpu, results_folder

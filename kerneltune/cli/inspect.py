@@ -60,8 +60,8 @@ def command(
 
     Cases of the sweeps without a cached config, and sizes such as M=8192, are compiled with the default configs.
 
-    Registers and spilled bytes are per thread, shared bytes per program; programs and warps are what one SM holds,
-    and what limits them; loads and stores of global memory are bits x instructions. Whether they got worse: gate --static.
+    Registers and spilled bytes are per thread, shared bytes per program; programs and warps are the most that an SM
+    holds, with their limiter; loads and stores of global memory are bits x instructions. `gate --static` compares two revisions.
     Kernels that results/static knows, by a digest of Triton's own IR, are not compiled further.
     With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config or
     --against does not compile.
@@ -176,13 +176,13 @@ def _changed(
 
 
 def _is_whole(configs: Path | None, wanted: "Selection", *narrowing: object) -> bool:
-    """Return whether all configs of the package are compiled, and no others, as for results/static."""
+    """Return whether exactly the configs of the package are compiled, as for results/static."""
     everything = replace(wanted, ops=(), cases=(), dtypes=(), quants=(), variants=())
     return wanted == everything and not any(narrowing) and o.configs_root(configs) == data_root("configs")
 
 
 def _ship(found: "Survey") -> None:
-    """Have results/static know the kernels that were found, and no others."""
+    """Make results/static hold exactly the kernels of the survey."""
     from kerneltune.measuring import inspected
 
     for target, facts in found.facts.items():
@@ -262,7 +262,7 @@ def _swept_cases(known: "Mapping[str, Op]", chosen: "Sequence[Op]") -> dict[str,
 
 
 def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: str, cases: list[str]) -> ValueError:
-    """Return the error of a selection that leaves no config: it names the first option that leaves none, and what is.
+    """Return the error of a selection without configs: it names the first option that leaves none, and the known values.
 
     Args:
         cases: names of the operator's cases in sweeps, which are selected as well.

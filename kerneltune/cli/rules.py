@@ -30,7 +30,7 @@ def observe(
     cases: Annotated[int | None, typer.Option("--cases", metavar="N", help="Cases per operator, the least known first.")] = None,
     budget: Annotated[float | None, o.seconds("Begin no case after that.")] = None,
     extra: Annotated[list[str] | None, typer.Option("--sweep", metavar="FILE", help="Further cases; may be repeated.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also what was timed with the present code.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Time configs again that were timed with the present code.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
@@ -87,9 +87,9 @@ def fit(
 ) -> None:
     """Fit the rules of a GPU to the kept times, and write the rules beside the configs.
 
-    The table says how a rule does on sizes that it was not fitted to, as geometric mean and worst: the tuned time over the rule's
-    on recorded cases; the least known time over the rule's on other cases, observed without a recorded config; unseen: both,
-    where the kind of the tree, too, is chosen without the case's sizes. Needs no GPU.
+    The table shows a rule's speed on sizes that it was not fitted to, geometric mean and worst: tuned time over the rule's time
+    on recorded cases; least known time over the rule's time on observed cases without a recorded config; unseen: both, with the
+    kind of the tree chosen without the case's sizes, too. Needs no GPU.
     """
     from kerneltune.rules.costs import CostTable
     from kerneltune.rules.fit import fitted, left_out

@@ -19,9 +19,9 @@ _SHOWN = 12
 def command(
     program: Program,
     configs: Annotated[
-        Path, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_ADOPT", help="Folder that `tune` has written.")
+        Path, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_ADOPT", help="Folder that `tune` wrote.")
     ],
-    miss: Annotated[str, o.pick("--miss", startup.POLICIES, "What launches that were not tuned run with.")] = "author",
+    miss: Annotated[str, o.pick("--miss", startup.POLICIES, "The config of launches that were not tuned.")] = "author",
     manifest: Annotated[
         str, typer.Option("--manifest", metavar="SHA256", help="Refuse any other table; the digest's beginning is enough.")
     ] = "",

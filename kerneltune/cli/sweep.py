@@ -1,4 +1,4 @@
-"""`kerneltune sweep`: check, tune what the cache lacks, measure, record and tabulate a family."""
+"""`kerneltune sweep`: check, tune, measure, record and tabulate a family."""
 
 from collections import Counter
 from pathlib import Path
@@ -25,8 +25,8 @@ def command(
     *,
     wanted: "Selection",
     policy: o.PolicyName = "cold",
-    tune: Annotated[bool, typer.Option("--tune/--no-tune", help="Tune what the config cache lacks.")] = True,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure what other packages offer as well.")] = True,
+    tune: Annotated[bool, typer.Option("--tune/--no-tune", help="Tune cases that the config cache lacks.")] = True,
+    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the operators of other packages, too.")] = True,
     quick: Annotated[
         bool, typer.Option("--quick", help="Ten headline cases with the configs at hand: check and tune nothing else.")
     ] = False,
@@ -41,15 +41,15 @@ def command(
     results: o.Results = None,
     workers: o.Workers = None,
 ) -> None:
-    """Check, tune what the cache lacks, measure all variants and peers, and keep the records.
+    """Check, tune missing configs, measure all variants and peers, and keep the records.
 
     Without a GPU the check cases run in Triton's interpreter: correctness is checked there, without timing. On a GPU a first
     table of ten cases appears before anything is tuned and before peers that compile are measured; with --quick these cases are
     all, and nothing is tuned. A family may also be the folder of a capture, where configs and results then go.
 
     --stale holds each config that other code chose to the clock beside its default, and stores the faster; then it measures the
-    cases whose records are of other code or of another config. The most used come first, and the next run goes on where one
-    ends. Without a GPU, and with --check-only, it lists them and the minutes that they take.
+    cases whose records are of other code or of another config. The most used cases come first, and a run continues where the
+    last run ended. Without a GPU, and with --check-only, it lists them and the minutes that they take.
 
     Exit code 1 if one of our own variants fails, or a stale config no longer runs.
     """
@@ -169,7 +169,7 @@ def _stale_table(found: "Sequence[Stale]") -> Table:
 
 
 def _start_server() -> None:
-    """Begin to start the measuring child where there may be a GPU: its imports take as long as those of this process."""
+    """Start the measuring child if there may be a GPU, because its imports take as long as the imports of this process."""
     from kerneltune import device
     from kerneltune.processes import start_server
 
@@ -204,7 +204,7 @@ def _show_unchecked(family: str, selection: "Selection", checked: "Sequence[Reco
 
 
 def _show_recorded(family: str, asked: str, results: Path) -> None:
-    """Show what recorded GPU times say of the family, and what a GPU would add to `kerneltune sweep ASKED`."""
+    """Show the recorded GPU times of the family, and the steps that `kerneltune sweep ASKED` would add on a GPU."""
     from kerneltune.records import load
     from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, side
     from kerneltune.sweep import family_name, recorded_root

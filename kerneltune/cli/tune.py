@@ -30,7 +30,7 @@ def command(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option("--model", metavar="FILE", help="Tune what a Hugging Face config.json uses."),
+        typer.Option("--model", metavar="FILE", help="Tune the operators that the model of a Hugging Face config.json uses."),
     ] = None,
     tokens: cases.Tokens = cases.TOKENS,
     ep: cases.Ep = 1,
@@ -63,12 +63,12 @@ def command(
         typer.Option("--knob", metavar="NAME=V1,V2", help="Further values of a knob; may be repeated."),
     ] = None,
     gpus: Annotated[
-        str, typer.Option("--gpus", metavar="all|N", help="Of this host, or of the cluster; one case at a time on each.")
+        str, typer.Option("--gpus", metavar="all|N", help="GPUs of this host, or of the cluster; each tunes one case at a time.")
     ] = "",
     ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="Tune on the GPUs of this Ray cluster.")] = "",
     share: Annotated[
         float | None,
-        typer.Option("--share", metavar="FRACTION", help="Of a capture: tune classes until they cover this much time."),
+        typer.Option("--share", metavar="FRACTION", help="In a capture, tune classes until they cover this part of the time."),
     ] = None,
     widen: Annotated[bool, typer.Option("--widen", help="Of a capture: also configs around the authors' lists.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Of a capture: only say how many configs there are.")] = False,
