@@ -230,10 +230,10 @@ def row_of(record: Record) -> object:
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Return key -> the items that have it, both in order of appearance."""
-    groups: dict[K, list[T]] = {}
+    found: dict[K, list[T]] = {}
     for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return groups
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
@@ -243,13 +243,13 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 def newest_rows(records: Iterable[Record], identity: Callable[[Record], object]) -> dict[object, Record]:
     """Return row -> its newest record, in order of appearance; `identity` returns the row of a record."""
-    latest: dict[object, Record] = {}
+    found: dict[object, Record] = {}
     for record in records:
         row = identity(record)
-        known = latest.setdefault(row, record)
+        known = found.setdefault(row, record)
         if known is not record and datetime.fromisoformat(record.date) >= datetime.fromisoformat(known.date):
-            latest[row] = record
-    return latest
+            found[row] = record
+    return found
 
 
 def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":

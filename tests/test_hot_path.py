@@ -10,7 +10,7 @@ import torch
 from kerneltune import cache
 from kerneltune.ops.rmsnorm import FwdConfig, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.fwd import OP
-from kerneltune.ops.rmsnorm.kernels import forward
+from kerneltune.ops.rmsnorm.kernels import forward, rows
 from kerneltune.tune.candidates import changed
 
 
@@ -101,8 +101,8 @@ def test_the_wrapper_costs_at_most_as_much_again_as_a_bare_launch(monkeypatch: p
         rsigma = torch.empty((64,), dtype=torch.float32, device=x.device)
         forward._rmsnorm_fwd_once[(64,)](  # noqa: SLF001  # the launch alone is what is timed
             x, weight, None, None, y, rsigma, None, None, None, 64, 1024, 1024, None, 1e-6,
-            ZERO_CENTERED=False, FP8=False, FP8_MAX=448.0, KEEP=False, ROWS=1, COLS=1024, HELD=1, GAMMAS=1,
-            BY_WARPS=False, POLICY="evict_first", num_warps=4,
+            OUTPUT=rows.Output.of(zero_centered=False, fp8=False, fp8_max=448.0, keep=False),
+            WHOLE=rows.WholeRows.of(rows=1, cols=1024, held=1, gammas=1, by_warps=False, policy="evict_first"), num_warps=4,
         )  # fmt: skip
 
     def called() -> None:

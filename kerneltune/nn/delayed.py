@@ -1,6 +1,6 @@
-"""Scale operands by the largest magnitudes of past steps, so that a cast is one launch.
+"""Delayed scaling: scales from the largest magnitudes of past steps, so that every operand is cast in one launch.
 
-Source: TransformerEngine's delayed scaling, from its contract.
+Source: TransformerEngine's delayed scaling, from its contract. May import its neighbours, ops.
 """
 
 from collections.abc import Mapping
@@ -20,17 +20,16 @@ from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 
 _FP8_MAX = FP8_MAX["e4m3"]
 _LEAST = 1e-12
-"""The least magnitude that a scale is computed from, as in fresh casts."""
+"""The largest magnitude that scales are made of where there is less, as in fresh casts."""
 ROWS, GRADS, WEIGHTS = 0, 1, 2
 """Places of the scales: of the rows, of the gradients, and from there on of the experts' weights."""
 
 
 class DelayedScaling(nn.Module):
-    """Hold the scales of one expert layer's rows, gradients and weights, and the largest magnitudes behind the scales.
+    """The scales of one expert layer's rows, gradients and weights, and the largest magnitudes they are made of.
 
-    Call `update` once per optimizer step. Until an update has seen rows, gradients and every expert's weights with a value
-    that is neither 0 nor infinite, each cast computes fresh scales, as under `tensorwise`. The state stays fp32 if the layer is
-    cast.
+    Call `update` once per optimiser step. Until one has seen rows, gradients and every expert's weights that are not all 0 or
+    infinite, each cast takes fresh scales, as under `tensorwise`. State is part of the layer's; where that is cast it stays fp32.
 
     Args:
         num_experts: E.
@@ -38,8 +37,8 @@ class DelayedScaling(nn.Module):
 
     Attributes:
         num_experts: E.
-        known: whether casts use `scales`.
-        scales: (2 + E,) fp32, multiply before the cast; 1 until a magnitude is known.
+        known: whether casts take `scales`.
+        scales: (2 + E,) fp32, multiply before the cast; 1 until there is a magnitude to make them of.
         history: (history, 2 + E) fp32, of the step under way first.
 
     Raises:
@@ -68,7 +67,7 @@ class DelayedScaling(nn.Module):
     def update(self) -> None:
         """Make new scales, and start the next step's largest magnitudes from nothing.
 
-        Operands that were only 0 or infinite keep their scale. Waits for the device until the scales are known.
+        What was only 0 or infinite keeps its scale. Waits for the device until the scales are known.
         """
         amax = self.history.amax(0)
         usable = (amax > 0) & amax.isfinite()
@@ -117,7 +116,7 @@ class DelayedScaling(nn.Module):
 
     def _remember(self, mine: slice, scale_inv: Tensor) -> None:
         seen = self.history[0, mine]
-        amax = nn.functional.threshold(scale_inv * _FP8_MAX, 1.0001 * _LEAST, 0.0)  # because fresh casts raise 0 to _LEAST
+        amax = nn.functional.threshold(scale_inv * _FP8_MAX, 1.0001 * _LEAST, 0.0)  # what fresh casts make of less may be of 0
         torch.maximum(seen, amax, out=seen)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -141,12 +140,12 @@ class DelayedScaling(nn.Module):
         self.known = state
 
     def extra_repr(self) -> str:
-        """Return the text that `print(module)` shows."""
+        """Return what `print(module)` shows."""
         return f"{self.num_experts}, history={self.history.shape[0]}"
 
 
 def update_scales(model: nn.Module) -> int:
-    """Update every DelayedScaling of a model, once per optimizer step, and return their number."""
+    """`DelayedScaling.update` of every layer in a model, once per optimiser step; how many there are."""
     layers = [module for module in model.modules() if isinstance(module, DelayedScaling)]
     for layer in layers:
         layer.update()
@@ -154,7 +153,7 @@ def update_scales(model: nn.Module) -> int:
 
 
 class _Product(torch.autograd.Function):
-    """Compute Y, dA and dW under delayed scaling in six launches: three casts and three products."""
+    """Y, dA and dW under delayed scaling: six launches, three casts and three products."""
 
     @staticmethod
     def forward(
@@ -178,7 +177,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         offs, a_t, scale_a, w_t, scale_w = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
         q, q_t, scale = ctx.scaling.cast(grads[0], offs, GRADS)
         da = db_t = None
         if ctx.needs_input_grad[0]:

@@ -37,6 +37,8 @@ class StreamConfig:
 
 _MOST_READS = 16
 _MOST_FOLDED = 256
+"""Loads for each store that are unrolled, and words that are folded into one where an operator reads more: unrolled, they
+would be thousands of loads."""
 
 
 def space(_case: Case) -> Space:

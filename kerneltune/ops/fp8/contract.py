@@ -16,6 +16,7 @@ import torch
 from kerneltune.compat import assert_group_ends
 from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_format, debugging
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
@@ -26,6 +27,7 @@ FP8 = {
     "e4m3fnuz": torch.float8_e4m3fnuz,
     "e5m2fnuz": torch.float8_e5m2fnuz,
 }
+"""torch's type of each fp8 format."""
 
 OPTIONS: dict[str, tuple[Option, ...]] = {
     "fp8_format": tuple(FP8),
@@ -153,6 +155,21 @@ GROUP_CAST: dict[str, Any] = {**CONTRACT, "options": GROUP_OPTIONS, "free_option
 """The fields of `Op` that casts of token groups with a scale per row or column share."""
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class Scaling(Constants):
+    """The constants by which a kernel makes scales.
+
+    Attributes:
+        fp8_max: the largest finite value of the cast's type.
+        pow2: whether scales are rounded down to a power of two.
+        inverse: whether 1 / scale is written in place of the scale.
+    """
+
+    fp8_max: float
+    pow2: bool
+    inverse: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Cast:
     """How elements become fp8.
@@ -168,9 +185,9 @@ class Cast:
     inverse: bool
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """The constants of a kernel."""
-        return {"FP8_MAX": FP8_MAX[self.fp8_format], "POW2": self.pow2, "INVERSE": self.inverse}
+    def scaling(self) -> "Scaling":
+        """Return the constants by which a kernel makes scales."""
+        return Scaling.of(fp8_max=FP8_MAX[self.fp8_format], pow2=self.pow2, inverse=self.inverse)
 
     @property
     def scale_of_nothing(self) -> float:

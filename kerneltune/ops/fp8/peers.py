@@ -13,6 +13,7 @@ from kerneltune.spec import Case, Config, Inputs, Outputs, Variant
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _LARGEST_EAGER = 1 << 32
+"""Elements from which peers of several fp32 copies are left out: 2^32 elements are 16 GiB a copy."""
 
 
 def _scale(amax: torch.Tensor, fp8_format: str, pow2: bool) -> torch.Tensor:
@@ -60,6 +61,7 @@ def _by_torch(function: Callable[..., tuple[torch.Tensor, ...]], tensors: str, r
 
 
 _FIRST, _SECOND = _by_torch(_grouped, "x1 offs", "q1 scale1"), _by_torch(_grouped, "x2 offs", "q2 scale2")
+"""The casts of the first and of the second matrix."""
 
 
 def _dual(mode: str, inputs: Inputs, _config: None) -> Outputs:
@@ -219,3 +221,4 @@ GROUPS = _peers(torchao_group, _by_torch(_grouped, "x offs", "q scale"), not_tor
 TWO_OF_GROUPS = _peers(torchao_dual, _dual)
 BOTH_OF_GROUPS = _peers(torchao_both_of_groups, _by_torch(_both_of_groups, "x offs", _BOTH), not_torchao_group)
 TENSORWISE = _torch(_tensorwise)
+"""The peers of each operator: torchao's functions, and torch's in each mode of torch.compile."""

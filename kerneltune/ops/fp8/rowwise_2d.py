@@ -19,6 +19,7 @@ from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _MOST_CHUNKS = 16
+"""Loads of a row that a program holds: of 16 bytes a thread, 16 loads take the 64 registers that `_held_valid` allows."""
 
 
 @dataclass(frozen=True, slots=True)

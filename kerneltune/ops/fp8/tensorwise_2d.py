@@ -24,6 +24,7 @@ from kerneltune.ops.fp8.kernels.early import cast_with_known_scale, cast_with_on
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 LAYOUTS = ("row", "col", "both")
+"""What is written: rows of the cast, its transpose, or both."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from kerneltune.kernel_lib.arguments import debugging
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT
 
 MOST_GROUPS = 1024
+"""Groups of a launch: each program holds the ends of all groups in registers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ def _run_bf16(inputs: Inputs, _config: None) -> Outputs:
 
 
 _ENDS_OF: "torch.utils.weak.WeakIdKeyDictionary" = torch.utils.weak.WeakIdKeyDictionary()
+"""The ends of aligned groups, by the tensor of group ends that they were made of."""
 
 
 def _ends(inputs: Inputs) -> torch.Tensor:
@@ -71,6 +72,7 @@ def _ends(inputs: Inputs) -> torch.Tensor:
 
 
 _BF16_OF: "torch.utils.weak.WeakIdKeyDictionary" = torch.utils.weak.WeakIdKeyDictionary()
+"""Operands in bf16, by the fp8 operand that they were made of: the conversion is no part of the time of a peer."""
 
 
 def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:

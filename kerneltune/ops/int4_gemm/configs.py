@@ -34,6 +34,7 @@ _HALF_THE_REGISTERS = 128
 _WARPGROUPS_AT_ONCE = 4 * _SMS
 """Warpgroups of such programs that the chip holds."""
 _ROWS_OF_WARPGROUP = 64
+"""Rows of w that wgmma takes as its first operand."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from kerneltune.ops.int4_gemm.configs import (
     wrong_for_warpgroups,
 )
 from kerneltune.ops.int4_gemm.kernels.warpgroups import int4_gemm_by_warpgroups
-from kerneltune.ops.int4_gemm.kernels.warps import int4_gemm_by_warps
+from kerneltune.ops.int4_gemm.kernels.warps import Weight, Work, int4_gemm_by_warps
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Inputs, Op, Outputs, Variant
@@ -71,10 +71,13 @@ def int4_gemm(
     prefetch = c.prefetch and since_sm_90() and _aligned(x, weight)
     operands = (x, weight.packed, weight.scales, weight.scales if zeros is None else zeros, y if bias is None else bias, y)
     sizes = (N, M, K, x.stride(0))
+    rows, along = (16, 1) if c.warpgroup else (c.rows, c.along)
     common = {
-        "GROUPS": weight.scales.shape[3], "ONE_GROUP": weight.group not in GROUPS, "ZEROS": zeros is not None,
-        "BIAS": bias is not None, "PREFETCH": prefetch, "TOKENS": c.tokens, "STEPS": steps, "SPLITS": c.splits,
-        "BLOCKS": c.blocks, "LEAD": _lead(c), "num_warps": warps_of(c), "num_stages": 1,
+        "WEIGHT": Weight.of(
+            groups=weight.scales.shape[3], one_group=weight.group not in GROUPS, zeros=zeros is not None, bias=bias is not None
+        ),
+        "WORK": Work.of(tokens=c.tokens, rows=rows, along=along, steps=steps, splits=c.splits, blocks=c.blocks),
+        "LEAD": _lead(c) if prefetch else 0, "num_warps": warps_of(c), "num_stages": 1,
         **({"launch_pdl": True} if prefetch else {}),
         **({"maxnreg": most_registers(c)} if is_cuda() and most_registers(c) else {}),
     }  # fmt: skip
@@ -91,7 +94,7 @@ def int4_gemm(
     ahead = _reads_ahead(c, weight, full and even)
     with counters(cdiv(words, 2), x.device) if words else nullcontext(y) as parts:
         int4_gemm_by_warps[grid](
-            *operands, parts, *sizes, FULL=full, EVEN=even, LAST_SHORTER=shorter, ROWS=c.rows, ALONG=c.along, AHEAD=ahead,
+            *operands, parts, *sizes, FULL=full, EVEN=even, LAST_SHORTER=shorter, AHEAD=ahead,
             LAST_APART=ahead and c.tokens == 16 and steps > 2, **common,
         )  # fmt: skip
     return y

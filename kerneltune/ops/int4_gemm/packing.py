@@ -23,6 +23,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight consecutive codes lies in nibble i: pairs of consecutive codes are 16 bits apart. AWQ has the same order."""
 MOST_CODE = 15
 _MOST_ZERO = 16
+"""The largest code, of four bits, and the largest zero point: GPTQ stores z - 1 in four bits, so that z may be 16."""
 
 
 class Codes(NamedTuple):

@@ -69,3 +69,4 @@ PERMUTE = _variants(_permute, "x places", "y")
 PERMUTE_FP8 = _variants(_permute_fp8, "x pairs offs", "q q_t", "top_k")
 UNPERMUTE = _variants(_unpermute, "y places weights", "out")
 UNPERMUTE_BWD = _variants(_unpermute_bwd, "dout y places weights", "dy dweights")
+"""The peers of each operator: torch's functions in each mode of torch.compile."""

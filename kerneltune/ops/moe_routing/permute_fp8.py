@@ -21,6 +21,7 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
+"""Types of the rows that are gathered: fp8, or its bytes."""
 
 
 @dataclass(frozen=True, slots=True)

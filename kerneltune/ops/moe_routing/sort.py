@@ -19,6 +19,8 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 _BLOCK = 128
 _MOST_BLOCKS = 1 << 16
 _MOST_EXPERTS = 1024
+"""Pairs of a program; programs whose counts one program of `sum_blocks` adds up, for 8 million pairs in all; experts, whose
+counts a program holds."""
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -18,6 +18,7 @@ from kerneltune.spec import Case, Inputs, Option
 EPS = 1e-5
 """Of all cases."""
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+"""torch's type of each fp8 format."""
 
 ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """Relative size of one unit in the last place."""

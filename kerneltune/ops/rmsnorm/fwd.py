@@ -354,4 +354,5 @@ OP = Op(
     **CONTRACT,
 )
 _CALLED = tuple((option, values[0]) for option, values in OP.options.items())
+"""The options under which a call looks its config up."""
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

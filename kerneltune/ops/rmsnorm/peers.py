@@ -194,3 +194,4 @@ FORWARD = _peers(_torch_fwd, _liger_fwd, _quack_fwd)
 BACKWARD = _peers(_torch_bwd, _liger_bwd, _quack_bwd)
 ADD_FORWARD = _peers(_torch_fwd, _liger_add_fwd, _quack_fwd)
 ADD_BACKWARD = _peers(_torch_bwd, _liger_add_bwd, _quack_bwd)
+"""The peers of each operator."""

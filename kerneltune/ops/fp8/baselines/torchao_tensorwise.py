@@ -208,6 +208,7 @@ def _staged(
 _SPACE = constant({"block": (8192, 4096, 2048), "warps": (4,)})
 """The pull request's configs on NVIDIA, of which the default is the first."""
 _DEFAULT = constant(FlatConfig(block=8192, warps=4))
+"""The largest block that is offered."""
 
 VARIANTS = (
     Variant("baseline", run, FlatConfig, _SPACE, default=_DEFAULT, unsupported=nothing_to_do),

@@ -6,6 +6,7 @@ of the transpose programs of their expert that nobody spins for long: programs b
 small expert when transpose programs read it; of large experts most of the gain is that the two passes overlap.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.arguments import check_apart, in_pairs
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.launch import resident
 from kerneltune.kernel_lib.tl_exchange import await_done, close_done, launch_tag, leave_done, places, published, raise_seen, seen
 from kerneltune.kernel_lib.tl_lib import (
@@ -78,15 +80,45 @@ def cast_into_both(
     with workspace(groups * K, x.device) as ws, counters(cdiv(groups, 2), x.device) as done:
         for phase, programs in ((0, lag + blocks + tiles),) if together else ((1, blocks), (2, tiles)):
             kernel[(programs,)](
-                x, *outputs, ws_ptr=ws, done_ptr=done.view(torch.int32), G=groups, lag=lag, **arguments,
-                K=K, ROWS=c.rows, STEP=c.step, ABREAST=min(c.step, abreast(c.warps, c.cols)), LANES=c.cols // pairs,
-                PAIRS=pairs, TILE_ROWS=TILE_ROWS, TILE_COLS=tile_cols, PHASE=phase, num_warps=c.warps, **cast.constants,
+                x, *outputs, ws_ptr=ws, done_ptr=done.view(torch.int32), G=groups, lag=lag, **arguments, K=K,
+                SCALING=cast.scaling,
+                ROW_PASS=RowPass.of(
+                    rows=c.rows, step=c.step, abreast=min(c.step, abreast(c.warps, c.cols)), words=c.cols // pairs, pairs=pairs
+                ),
+                TILE=TransposeTile.of(rows=TILE_ROWS, cols=tile_cols), PHASE=phase, num_warps=c.warps,
             )  # fmt: skip
 
 
 def abreast(warps: int, cols: int) -> int:
     """Return the rows that the warps of a program load side by side, 16 elements of a thread each, stored as 16 bytes."""
     return max(1, warps * 512 // cols)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RowPass(Constants):
+    """The work of a row program.
+
+    Attributes:
+        rows: rows of a program.
+        step: rows that are cast at a time.
+        abreast: rows that the warps load side by side.
+        words: words of a load.
+        pairs: elements of a word: 2 where 16-bit elements are loaded as int32, else 1.
+    """
+
+    rows: int
+    step: int
+    abreast: int
+    words: int
+    pairs: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TransposeTile(Constants):
+    """The rows and columns of a transpose program's tile."""
+
+    rows: int
+    cols: int
 
 
 @triton.jit
@@ -129,7 +161,7 @@ def _place(rows, words, height, pitch: tl.constexpr, c: tl.constexpr, C: tl.cons
 @triton.jit
 def _cast_rows(
     group, row, height, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
-    stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    stride: tl.constexpr, K: tl.constexpr, SCALING: tl.constexpr,
     STEP: tl.constexpr, ABREAST: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Cast `height` rows of a group from `row` of all, STEP at a time, in loads of COLS words; 16-bit elements are in PAIRS.
@@ -167,8 +199,8 @@ def _cast_rows(
             if c > 0:
                 top = _larger(top, m, PAIRS)
         tops = maxima
-        scale = amax_to_scale(_amax(_largest(top, 2, PAIRS), dtype, PAIRS), FP8_MAX, POW2)
-        store_here(scale_ptr + row + rows, reciprocal(scale) if INVERSE else scale, rows < height)
+        scale = amax_to_scale(_amax(_largest(top, 2, PAIRS), dtype, PAIRS), SCALING.fp8_max, SCALING.pow2)
+        store_here(scale_ptr + row + rows, reciprocal(scale) if SCALING.inverse else scale, rows < height)
         for c in tl.static_range(CHUNKS):
             offsets, mask = _place(rows, words, height, C, c, C, COLS, WHOLE)
             if PAIRS == 2:
@@ -177,7 +209,20 @@ def _cast_rows(
             else:
                 q = to_fp8(xs[c].to(tl.float32) * scale[:, :, None], fp8)
             tl.store(q_ptr + offsets, q, mask=mask, cache_modifier=".cs")
-    word_ptr = places(ws_ptr, group * K + words)  # first halves of words lie together, then second ones
+    _publish_columns(places(ws_ptr, group * K + words), tops, words, tag, C, COLS, ABREAST, PAIRS, dtype)
+    leave_done(done_ptr + group)
+
+
+@triton.jit
+def _publish_columns(
+    word_ptr, tops, words, tag,
+    C: tl.constexpr, COLS: tl.constexpr, ABREAST: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Publish the largest magnitudes of all columns, `tops` of each load, by atomic max.
+
+    word_ptr: the words of the first load, in which first halves of words lie together, then second halves.
+    """
+    CHUNKS: tl.constexpr = (C + COLS - 1) // COLS
     for first_c in tl.static_range(0, CHUNKS, ABREAST):  # a thread looks at 16 words at a time
         befores = ()
         for i in tl.static_range(ABREAST):
@@ -192,7 +237,6 @@ def _cast_rows(
                 for half in tl.static_range(PAIRS):
                     amax = magnitude_to_fp32((top >> (16 * half)) & 0xFFFF if PAIRS == 2 else top, dtype)
                     raise_seen(word_ptr + (at + half * C), amax, tag, befores[i * PAIRS + half], words < C - at)
-    leave_done(done_ptr + group)
 
 
 @triton.jit
@@ -218,16 +262,19 @@ def _transpose_end(row, lo, hi, live, scale, x_ptr, to_ptr, ld, stride: tl.const
 
 @triton.jit
 def _transpose_tile(
-    group, first, col0, lo, hi, arrivals, waiters, x_ptr, to_ptr, ld, scale_t_ptr, ws_ptr, done_ptr, G,
-    stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, WHOLE: tl.constexpr, JAGGED: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    group, at, arrivals, waiters, x_ptr, to_ptr, ld, scale_t_ptr, ws_ptr, done_ptr, G,
+    stride: tl.constexpr, K: tl.constexpr, SCALING: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
+    WHOLE: tl.constexpr, JAGGED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Transpose rows [lo, hi) of a group's tile at x_ptr to to_ptr, whose rows lie `ld` apart, after `arrivals` row programs.
+    """Transpose a group's tile at x_ptr to to_ptr, whose rows lie `ld` apart, after `arrivals` row programs.
 
-    first: the group's first rows, which write its scales. waiters: tiles of the group. WHOLE: all ROWS of a tile are the group's;
-    without JAGGED lo is 0. ALIGNED: all ROWS columns of the transpose are the group's, zeros behind its rows.
+    at: whether the tile has the group's first rows, and so writes its scales; the tile's first column; its rows [lo, hi).
+    waiters: tiles of the group. WHOLE: all rows of a tile are the group's; without JAGGED lo is 0. ALIGNED: all columns that the
+    tile has in the transpose are the group's, zeros behind its rows.
     """
+    first, col0, lo, hi = at
+    ROWS: tl.constexpr = TILE.rows
+    COLS: tl.constexpr = TILE.cols
     fp8: tl.constexpr = to_ptr.dtype.element_ty
     rows, cols = tl.arange(0, ROWS), tl.arange(0, COLS)
     live = cols < K - col0
@@ -243,9 +290,9 @@ def _transpose_tile(
     column = tl.minimum(col0 + cols, K - 1)
     amax = published(ws_ptr, group * K + column % PAIRS * (K // PAIRS) + column // PAIRS)
     close_done(done_ptr + group, arrivals + waiters, ws_ptr, G)
-    scale = amax_to_scale(amax, FP8_MAX, POW2)
+    scale = amax_to_scale(amax, SCALING.fp8_max, SCALING.pow2)
     if first:
-        tl.store(scale_t_ptr + group * K + col0 + cols, reciprocal(scale) if INVERSE else scale, mask=live)
+        tl.store(scale_t_ptr + group * K + col0 + cols, reciprocal(scale) if SCALING.inverse else scale, mask=live)
     q = to_fp8(x.to(tl.float32) * scale[None, :], fp8).to(tl.uint8, bitcast=True)
     to_ptr = to_ptr.to(tl.pointer_type(tl.uint8))
     offsets = cols[:, None] * ld + rows[None, :]
@@ -283,18 +330,17 @@ def role_of(program, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr):
 @triton.jit
 def cast_both(
     x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, ws_ptr, done_ptr, G, lag,
-    N: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, ABREAST: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, PHASE: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, SCALING: tl.constexpr, ROW_PASS: tl.constexpr, TILE: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """Write q (G, N, K) and scale (G, N) along the rows of x (G, N, K), qt (G, K, N) and scale_t (G, K) down its columns.
 
     lag: by how many row programs those run ahead, at least an expert's; the others come evenly between transpose programs.
     PHASE: 0 both passes in one launch, 1 the row programs, 2 the transpose programs.
     """
+    ROWS: tl.constexpr = ROW_PASS.rows
     BLOCKS: tl.constexpr = (N + ROWS - 1) // ROWS
-    TILE_BLOCKS: tl.constexpr = (N + TILE_ROWS - 1) // TILE_ROWS
-    STRIPES: tl.constexpr = (K + TILE_COLS - 1) // TILE_COLS
+    TILE_BLOCKS: tl.constexpr = (N + TILE.rows - 1) // TILE.rows
+    STRIPES: tl.constexpr = (K + TILE.cols - 1) // TILE.cols
     TILES: tl.constexpr = TILE_BLOCKS * STRIPES
     program = tl.program_id(0)
     if PHASE == 0:
@@ -307,16 +353,17 @@ def cast_both(
         height = ROWS if N % ROWS == 0 else tl.minimum(N - first, ROWS)
         _cast_rows(
             block // BLOCKS, wide(block // BLOCKS) * N + first, height, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
-            K // PAIRS, K, FP8_MAX, POW2, INVERSE, STEP, ABREAST, LANES, PAIRS, N % ROWS == 0 and ROWS % STEP == 0,
+            K // ROW_PASS.pairs, K, SCALING, ROW_PASS.step, ROW_PASS.abreast, ROW_PASS.words, ROW_PASS.pairs,
+            N % ROWS == 0 and ROWS % ROW_PASS.step == 0,
         )  # fmt: skip
     if PHASE != 1 and tile >= 0:
-        block, stripe = _place_of_tile(tile, TILE_BLOCKS, STRIPES, TILE_ROWS)
-        row0, col0 = block * TILE_ROWS, stripe * TILE_COLS
+        block, stripe = _place_of_tile(tile, TILE_BLOCKS, STRIPES, TILE.rows)
+        row0, col0 = block * TILE.rows, stripe * TILE.cols
         x_ptr += (wide(expert) * N + row0) * K + col0
         qt_ptr += (wide(expert) * K + col0) * N + row0
         _transpose_tile(
-            expert, row0 == 0, col0, 0, N - row0, BLOCKS, TILES, x_ptr, qt_ptr, N, scale_t_ptr, ws_ptr, done_ptr, G,
-            K, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, N % TILE_ROWS == 0, False, False,
+            expert, (row0 == 0, col0, 0, N - row0), BLOCKS, TILES, x_ptr, qt_ptr, N, scale_t_ptr, ws_ptr, done_ptr, G,
+            K, K, SCALING, TILE, ROW_PASS.pairs, N % TILE.rows == 0, False, False,
         )  # fmt: skip
 
 
@@ -338,17 +385,20 @@ def _group_of(slot, before, G):
 @triton.jit
 def cast_both_groups(
     x_ptr, q_ptr, qt_ptr, scale_ptr, scale_t_ptr, offs_ptr, ws_ptr, done_ptr, M, ld, G, lag,
-    stride: tl.constexpr, K: tl.constexpr, FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, ABREAST: tl.constexpr, LANES: tl.constexpr, PAIRS: tl.constexpr,
-    TILE_ROWS: tl.constexpr, TILE_COLS: tl.constexpr, GROUPS: tl.constexpr, ALIGNED: tl.constexpr, PHASE: tl.constexpr,
+    stride: tl.constexpr, K: tl.constexpr, SCALING: tl.constexpr, ROW_PASS: tl.constexpr, TILE: tl.constexpr,
+    GROUPS: tl.constexpr, ALIGNED: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """Cast G ≤ GROUPS groups of rows of x (M, K), ends offs (G,), into q (M, K), scale (M,), qt (K, ld), scale_t (G, K).
 
-    Row programs begin where the group does; tiles lie at multiples of TILE_ROWS, so that their bytes go out in whole lines; or
+    Row programs begin where the group does; tiles lie at multiples of their rows, so that their bytes go out in whole lines; or
     they begin with the group, where its columns are ALIGNED. Groups in disorder are taken for empty. Rows of x are `stride`
     elements apart.
     """
-    STRIPES: tl.constexpr = (K + TILE_COLS - 1) // TILE_COLS
+    ROWS: tl.constexpr = ROW_PASS.rows
+    ABREAST: tl.constexpr = ROW_PASS.abreast
+    PAIRS: tl.constexpr = ROW_PASS.pairs
+    TILE_ROWS: tl.constexpr = TILE.rows
+    STRIPES: tl.constexpr = (K + TILE.cols - 1) // TILE.cols
     program = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
     starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0)
@@ -379,21 +429,21 @@ def cast_both_groups(
         begins = tl.where(usable, start_of(offs_ptr, of), 0)
         ends = tl.where(usable, load_constant(offs_ptr + of), 0)
         slot = block - begins // ROWS - of
-        if (ends - begins < ROWS) & (STEP > 1):
+        if (ends - begins < ROWS) & (ROW_PASS.step > 1):
             if slot == 0:  # few rows at a time: masks of more would take registers from all
                 _cast_rows(
                     of, wide(begins), ends - begins, x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
-                    stride // PAIRS, K, FP8_MAX, POW2, INVERSE, ABREAST, ABREAST, LANES, PAIRS, ABREAST == 1,
+                    stride // PAIRS, K, SCALING, ABREAST, ABREAST, ROW_PASS.words, PAIRS, ABREAST == 1,
                 )  # fmt: skip
         elif slot * ROWS < tl.maximum(ends - begins, 1):  # the last ROWS rows may be some that another program casts, too
             _cast_rows(
                 of, wide(tl.maximum(tl.minimum(begins + slot * ROWS, ends - ROWS), begins)), tl.minimum(ends - begins, ROWS),
                 x_ptr, q_ptr, scale_ptr, ws_ptr, done_ptr,
-                stride // PAIRS, K, FP8_MAX, POW2, INVERSE, STEP, ABREAST, LANES, PAIRS, True,
+                stride // PAIRS, K, SCALING, ROW_PASS.step, ABREAST, ROW_PASS.words, PAIRS, True,
             )  # fmt: skip
     elif tile < tile_blocks * STRIPES:
         block, stripe = _place_of_tile(tile, tile_blocks, STRIPES, TILE_ROWS)
-        col0 = stripe * TILE_COLS
+        col0 = stripe * TILE.cols
         column = (start // TILE_ROWS + block) * TILE_ROWS
         row0 = start + block * TILE_ROWS if ALIGNED else column
         if ALIGNED:
@@ -402,6 +452,6 @@ def cast_both_groups(
         x_ptr += wide(row0) * stride + col0
         qt_ptr += wide(col0) * ld + column
         _transpose_tile(
-            group, block == 0, col0, lo, hi, blocks, tile_blocks * STRIPES, x_ptr, qt_ptr, ld, scale_t_ptr, ws_ptr, done_ptr, G,
-            stride, K, FP8_MAX, POW2, INVERSE, TILE_ROWS, TILE_COLS, PAIRS, False, not ALIGNED, ALIGNED,
+            group, (block == 0, col0, lo, hi), blocks, tile_blocks * STRIPES, x_ptr, qt_ptr, ld, scale_t_ptr, ws_ptr, done_ptr, G,
+            stride, K, SCALING, TILE, PAIRS, False, not ALIGNED, ALIGNED,
         )  # fmt: skip

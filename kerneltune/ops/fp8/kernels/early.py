@@ -21,6 +21,7 @@ from kerneltune.kernel_lib.launch import registers, resident, too_small_to_trans
 from kerneltune.kernel_lib.relaunch import Launch, relaunch
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
 from kerneltune.kernel_lib.tl_lib import (
+    FP8_MAX,
     TL_DTYPES,
     TL_FP8,
     amax_to_scale,
@@ -32,8 +33,10 @@ from kerneltune.kernel_lib.tl_lib import (
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8.contract import Cast
 from kerneltune.ops.fp8.kernels.tensorwise import (
+    Out,
     amax_segments,
     cast_segments,
+    finite_tile,
     finite_words,
     largest_magnitude,
     load_quads,
@@ -41,7 +44,7 @@ from kerneltune.ops.fp8.kernels.tensorwise import (
     store_tile,
     without_rows,
 )
-from kerneltune.ops.fp8.kernels.tiles import locate_block
+from kerneltune.ops.fp8.kernels.tiles import Groups, Tile, locate_block
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -108,24 +111,29 @@ def cast_with_one_scale(
     programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
     offs_or_any = x if offs is None else offs
     tile: dict[str, Any] = {
-        "C": x.shape[1], "stride": x.stride(0), "JAGGED": offs is not None,
-        "ALIGNMENT": GROUP_ALIGNMENT if aligned else 0, "ONE": aligned and segments == 1,
-        "GROUPS_LOG2": max(0, (groups - 1).bit_length()), "ROWS": c.rows, "COLS": cols, "PAIRS": pairs, "dtype": dtype,
-        "EVEN_ROWS": offs is None and rows % c.rows == 0, "num_warps": c.warps,
+        "C": x.shape[1], "stride": x.stride(0), "num_warps": c.warps,
+        "GROUPS": Groups.of(
+            jagged=offs is not None, alignment=GROUP_ALIGNMENT if aligned else 0, one=aligned and segments == 1,
+            log2=max(0, (groups - 1).bit_length()), even=offs is None and rows % c.rows == 0,
+        ),
+        "TILE": Tile.of(rows=c.rows, cols=cols, pairs=pairs, dtype=dtype),
     }  # fmt: skip
     if c.ctas:
         tile |= registers(c.warps, c.ctas)
-    out = {"ROWMAJOR": q is not None, "COLMAJOR": q_t is not None, "fp8": TL_FP8[cast.fp8_format], "PACKED": ld % 4 == 0}
+    out = Out.of(
+        fp8=TL_FP8[cast.fp8_format], fp8_max=FP8_MAX[cast.fp8_format], inverse=cast.inverse,
+        rowmajor=q is not None, colmajor=q_t is not None, packed=ld % 4 == 0,
+    )  # fmt: skip
     size = (rows, ld, groups, total)
     q_or_any, q_t_or_any = x if q is None else q, x if q_t is None else q_t.view(torch.uint8)
     if cast.pow2:
         if not c.ctas and (offs is None or aligned) and x.itemsize == 4:
             tile |= registers(c.warps, _at_most(c, 4 // pairs))
-        constants = {"FP8_MAX": cast.constants["FP8_MAX"], **out, **tile}
+        constants = {"OUT": out, **tile}
         few = min(total, resident(x.device, c.ctas or _AGAIN))
         casts = (x, q_or_any, q_t_or_any)
         early: dict[str, Any] = {**constants, "STAGES": c.stages}
-        again: dict[str, Any] = {**constants, "INVERSE": cast.inverse, "LANES": _LANES}
+        again: dict[str, Any] = {**constants, "LANES": _LANES}
         options = {"launch_pdl": True} if since_sm_90() else {}
         with workspace(segments + total, x.device) as ws:
             first = cast_early[(programs,)](*casts, offs_or_any, amax, ws, *size, **early)
@@ -138,10 +146,7 @@ def cast_with_one_scale(
     tile |= {"STAGES": c.stages}
     with workspace(segments, x.device) as ws:
         amax_segments[(programs,)](x, offs_or_any, ws, *size, **tile)
-        cast_segments[(programs,)](
-            x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size,
-            FP8_MAX=cast.constants["FP8_MAX"], INVERSE=cast.inverse, **out, **tile,
-        )  # fmt: skip
+        cast_segments[(programs,)](x, q_or_any, q_t_or_any, scale, offs_or_any, ws, *size, OUT=out, **tile)
 
 
 class _Launches(NamedTuple):
@@ -208,9 +213,14 @@ def cast_with_known_scale(
     cast_known[(min(total, resident(x.device, c.ctas)) if c.ctas else total,)](
         x, x if q is None else q, x if q_t is None else q_t.view(torch.uint8), scale_inv, scale, amax, offs,
         rows, ld, groups, total,
-        C=x.shape[1], stride=x.stride(0), GROUPS_LOG2=(groups - 1).bit_length(), ALIGNMENT=GROUP_ALIGNMENT,
-        ROWMAJOR=q is not None, COLMAJOR=q_t is not None, ROWS=c.rows, COLS=cols, PAIRS=pairs, dtype=dtype,
-        fp8=TL_FP8[fp8_format], STAGES=c.stages, num_warps=c.warps, **(registers(c.warps, c.ctas) if c.ctas else {}),
+        C=x.shape[1], stride=x.stride(0),
+        GROUPS=Groups.of(jagged=True, alignment=GROUP_ALIGNMENT, one=True, log2=(groups - 1).bit_length(), even=False),
+        OUT=Out.of(
+            fp8=TL_FP8[fp8_format], fp8_max=FP8_MAX[fp8_format], inverse=True,
+            rowmajor=q is not None, colmajor=q_t is not None, packed=True,
+        ),
+        TILE=Tile.of(rows=c.rows, cols=cols, pairs=pairs, dtype=dtype),
+        STAGES=c.stages, num_warps=c.warps, **(registers(c.warps, c.ctas) if c.ctas else {}),
     )  # fmt: skip
 
 
@@ -233,10 +243,7 @@ def _at_most(c: "SegmentConfig", itemsize: int) -> int:
 @triton.jit
 def cast_early(
     x_ptr, q_ptr, qt_ptr, offs_ptr, amax_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
-    FP8_MAX: tl.constexpr, JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ONE: tl.constexpr, GROUPS_LOG2: tl.constexpr,
-    ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write q and its transpose as `cast_segments` does, some tiles by another scale.
 
@@ -247,41 +254,26 @@ def cast_early(
     if since_sm_90():
         gdc_launch_dependents()  # the programs of `cast_again` may take their places; they wait for the end of all of these
     tag = launch_tag(ws_ptr)
-    stripes = tl.cdiv(C, COLS)
+    stripes = tl.cdiv(C, TILE.cols)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        group, stripe, columns, first_row, lo, hi = locate_block(
-            tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
-        )  # fmt: skip
-        xs = load_quads(
-            x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT, False
-        )  # fmt: skip
-        x0, x1, x2, x3 = xs
-        largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
-        if PAIRS == 2:
-            infinite: tl.constexpr = 0x7C00 if dtype == tl.float16 else 0x7F80
-            if largest >= infinite:  # the tile holds NaN or infinity, and only then costs the making finite
-                x0, x1, x2, x3 = finite_words((x0, x1, x2, x3), PAIRS, dtype)
-                largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
-        live = (hi > 0) | (columns > 0 if ALIGNMENT else False)
-        seen = raised(ws_ptr, segment_of(group, ONE), magnitude_to_fp32(largest, dtype), tag, live)
+        at = locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
+        group, _stripe, columns, _first_row, _lo, hi = at
+        x0, x1, x2, x3 = load_quads(x_ptr, stride, C, at, GROUPS, TILE, False)
+        x0, x1, x2, x3, largest = finite_tile(x0, x1, x2, x3, TILE)
+        live = (hi > 0) | (columns > 0 if GROUPS.alignment else False)
+        seen = raised(ws_ptr, segment_of(group, GROUPS.one), magnitude_to_fp32(largest, TILE.dtype), tag, live)
         if amax_ptr is not None:
             seen = tl.maximum(seen, tl.load(amax_ptr + group))
         if live:
-            publish(ws_ptr, (1 if ONE else G) + tile, seen, tag, live)
-            store_tile(
-                (x0, x1, x2, x3), amax_to_scale(seen, FP8_MAX, True), q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi,
-                C, JAGGED, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
-            )  # fmt: skip
+            publish(ws_ptr, (1 if GROUPS.one else G) + tile, seen, tag, live)
+            scale = amax_to_scale(seen, OUT.fp8_max, True)
+            store_tile((x0, x1, x2, x3), scale, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
 
 
 @triton.jit
 def cast_again(
     x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, amax_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
-    FP8_MAX: tl.constexpr, INVERSE: tl.constexpr,
-    JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ONE: tl.constexpr, GROUPS_LOG2: tl.constexpr,
-    ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, LANES: tl.constexpr,
+    GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the scales and, at amax_ptr, the largest magnitudes; repeat the tiles that `cast_early` cast by another scale.
 
@@ -289,71 +281,53 @@ def cast_again(
     """
     if since_sm_90():
         gdc_wait()
-    stripes = tl.cdiv(C, COLS)
+    stripes = tl.cdiv(C, TILE.cols)
     step = tl.num_programs(0)
     lanes = tl.arange(0, LANES)
-    segments = 1 if ONE else G
+    segments = 1 if GROUPS.one else G
     for group in range(tl.program_id(0), segments, step):
         amax = published(ws_ptr, group)
-        if JAGGED:
-            amax = tl.where(without_rows(offs_ptr, group, rows, G, ONE), 0.0, amax)
+        if GROUPS.jagged:
+            amax = tl.where(without_rows(offs_ptr, group, rows, G, GROUPS.one), 0.0, amax)
         if amax_ptr is not None:
             tl.store(amax_ptr + group, amax)
-        scale = amax_to_scale(amax, FP8_MAX, True)
-        tl.store(scale_ptr + group, reciprocal(scale) if INVERSE else scale)
+        scale = amax_to_scale(amax, OUT.fp8_max, True)
+        tl.store(scale_ptr + group, reciprocal(scale) if OUT.inverse else scale)
     for first in range(tl.program_id(0), total, step * LANES):
         tiles = tl.minimum(first + lanes * step, total - 1)
-        groups, _stripes, _tiles, _rows, _lo, his = locate_block(
-            tiles, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
-        )  # fmt: skip
-        right = amax_to_scale(published(ws_ptr, segment_of(groups, ONE)), FP8_MAX, True)
-        wrong = (his > 0) & (amax_to_scale(published(ws_ptr, segments + tiles), FP8_MAX, True) != right)
+        groups, _stripes, _tiles, _rows, _lo, his = locate_block(tiles, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
+        right = amax_to_scale(published(ws_ptr, segment_of(groups, GROUPS.one)), OUT.fp8_max, True)
+        wrong = (his > 0) & (amax_to_scale(published(ws_ptr, segments + tiles), OUT.fp8_max, True) != right)
         wrong = wrong & (first + lanes * step < total)
-        at = tl.min(tl.where(wrong, lanes, LANES), axis=0)
-        while at < LANES:
-            tile = first + at * step
-            group, stripe, _t, first_row, lo, hi = locate_block(
-                tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
-            )  # fmt: skip
-            xs = load_quads(
-                x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT, False
-            )  # fmt: skip
-            xs = finite_words(xs, PAIRS, dtype)
-            scale = amax_to_scale(published(ws_ptr, segment_of(group, ONE)), FP8_MAX, True)
-            store_tile(
-                xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi,
-                C, JAGGED, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
-            )  # fmt: skip
-            at = tl.min(tl.where(wrong & (lanes > at), lanes, LANES), axis=0)
+        lane = tl.min(tl.where(wrong, lanes, LANES), axis=0)
+        while lane < LANES:
+            at = locate_block(first + lane * step, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
+            xs = finite_words(load_quads(x_ptr, stride, C, at, GROUPS, TILE, False), TILE)
+            group = at[0]
+            scale = amax_to_scale(published(ws_ptr, segment_of(group, GROUPS.one)), OUT.fp8_max, True)
+            store_tile(xs, scale, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
+            lane = tl.min(tl.where(wrong & (lanes > lane), lanes, LANES), axis=0)
     close_launch(ws_ptr, launch_tag(ws_ptr))
 
 
 @triton.jit
 def cast_known(
     x_ptr, q_ptr, qt_ptr, scale_inv_ptr, scale_ptr, amax_ptr, offs_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
-    GROUPS_LOG2: tl.constexpr, ALIGNMENT: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write q and its transpose as `cast_segments` does, by the scale at scale_ptr; raise amax, write 1 / scale."""
     scale = tl.load(scale_ptr)
-    stripes = tl.cdiv(C, COLS)
+    stripes = tl.cdiv(C, TILE.cols)
     if tl.program_id(0) == 0:
         tl.store(scale_inv_ptr, reciprocal(scale))
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        group, stripe, columns, first_row, lo, hi = locate_block(
-            tile, total, offs_ptr, rows, stripes, G, True, GROUPS_LOG2, ROWS, ALIGNMENT
-        )
-        xs = load_quads(
-            x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, False, False, False
-        )  # fmt: skip
-        if columns > 0:
-            if PAIRS == 2:
-                largest = largest_magnitude(xs, PAIRS, dtype)
+        at = locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
+        xs = load_quads(x_ptr, stride, C, at, GROUPS, TILE, False)
+        if at[2] > 0:
+            if TILE.pairs == 2:
+                largest = largest_magnitude(xs, TILE)
             else:  # of NaN and infinity, too
                 m01, m23 = tl.maximum(magnitude(xs[0]), magnitude(xs[1])), tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
                 largest = tl.max(tl.max(tl.maximum(m01, m23), axis=1), axis=0)
-            tl.atomic_max(amax_ptr, magnitude_to_fp32(largest, dtype), sem="relaxed")
-            store_tile(
-                xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi,
-                C, True, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, False, True,
-            )  # fmt: skip
+            tl.atomic_max(amax_ptr, magnitude_to_fp32(largest, TILE.dtype), sem="relaxed")
+            store_tile(xs, scale, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)

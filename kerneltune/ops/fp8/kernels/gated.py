@@ -17,6 +17,7 @@ from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
 from kerneltune.kernel_lib.launch import registers, resident, too_small_to_transpose
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
 from kerneltune.kernel_lib.tl_lib import (
+    FP8_MAX,
     TL_DTYPES,
     TL_FP8,
     amax_to_scale,
@@ -28,8 +29,8 @@ from kerneltune.kernel_lib.tl_lib import (
 )
 from kerneltune.kernel_lib.workspace import workspace
 from kerneltune.ops.fp8.contract import Cast
-from kerneltune.ops.fp8.kernels.tensorwise import finite_words, largest_magnitude, load_quads, store_tile, without_rows
-from kerneltune.ops.fp8.kernels.tiles import locate_block
+from kerneltune.ops.fp8.kernels.tensorwise import Out, finite_tile, finite_words, load_quads, store_tile, without_rows
+from kerneltune.ops.fp8.kernels.tiles import Groups, Tile, locate_block
 from kerneltune.rounding import cdiv
 
 if TYPE_CHECKING:
@@ -78,9 +79,15 @@ def gate_and_cast(
     total = ld // c.rows * cdiv(width, cols)
     programs = min(total, resident(x.device, c.ctas)) if c.ctas else total
     tile: dict[str, Any] = {
-        "C": width, "stride": x.stride(0), "stride_dy": 0 if dy is None else dy.stride(0), "FP8_MAX": cast.constants["FP8_MAX"],
-        "ALIGNMENT": GROUP_ALIGNMENT, "GROUPS_LOG2": max(0, (groups - 1).bit_length()), "COLMAJOR": q_t is not None,
-        "ROWS": c.rows, "COLS": cols, "PAIRS": pairs, "dtype": dtype, "fp8": TL_FP8[cast.fp8_format], "num_warps": c.warps,
+        "C": width, "stride": x.stride(0), "stride_dy": 0 if dy is None else dy.stride(0), "num_warps": c.warps,
+        "GROUPS": Groups.of(
+            jagged=True, alignment=GROUP_ALIGNMENT, one=True, log2=max(0, (groups - 1).bit_length()), even=False
+        ),
+        "OUT": Out.of(
+            fp8=TL_FP8[cast.fp8_format], fp8_max=FP8_MAX[cast.fp8_format], inverse=cast.inverse,
+            rowmajor=True, colmajor=q_t is not None, packed=True,
+        ),
+        "TILE": Tile.of(rows=c.rows, cols=cols, pairs=pairs, dtype=dtype),
         **(registers(c.warps, c.ctas) if c.ctas else {}),
     }  # fmt: skip
     operands = (dy, x, q, q if q_t is None else q_t.view(torch.uint8))
@@ -89,7 +96,7 @@ def gate_and_cast(
     options = {"launch_pdl": True} if since_sm_90() else {}
     with workspace(1 + total, x.device) as ws:
         gate_early[(programs,)](*operands, offs, ws, *size, STAGES=c.stages, **tile)
-        gate_again[(few,)](*operands, scale, offs, ws, *size, INVERSE=cast.inverse, LANES=_LANES, **tile, **options)
+        gate_again[(few,)](*operands, scale, offs, ws, *size, LANES=_LANES, **tile, **options)
 
 
 _UNPACK_BF16 = "shl.b32 {0}l, {1}, 16; and.b32 {0}h, {1}, 0xffff0000;"
@@ -97,6 +104,8 @@ _UNPACK_FP16 = "{{ .reg .b16 l, h; mov.b32 {{l, h}}, {1}; cvt.f32.f16 {0}l, l; c
 _SIGMOID = """mul.f32 s{0}, g{0}, 0fBFB8AA3B; ex2.approx.ftz.f32 s{0}, s{0};
     add.f32 s{0}, s{0}, 0f3F800000; rcp.approx.ftz.f32 s{0}, s{0};"""
 """1 / (1 + exp2(-log2(e) * g)): without the scaling of Triton's exp and division the values that overflow are the same."""
+
+# g * sigmoid(g) * u, and its gradients: u becomes that of the gate, d that of the up projection
 _GATE = _SIGMOID + " mul.f32 g{0}, g{0}, s{0}; mul.f32 g{0}, g{0}, u{0};"
 _GATE_GRADIENT = (
     _SIGMOID
@@ -120,6 +129,7 @@ def _words(unpack: str, packed: str, operands: dict[str, str], compute: str, res
     return "\n".join([f"{{ .reg .f32 {names};", *lines, "}"])
 
 
+# the words that hold the halves of each operand, and the PTX of each type
 _GATED = {"g": "$1", "u": "$2"}
 _DIFFERENTIATED = {"d": "$2", "g": "$3", "u": "$4"}
 _GATE_BF16 = tl.constexpr(_words(_UNPACK_BF16, "bf16x2", _GATED, _GATE, "g"))
@@ -179,130 +189,93 @@ def _gated_gradient(dy, gate, up, PAIRS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _compute(
-    dy_ptr, x_ptr, stride: tl.constexpr, stride_dy: tl.constexpr, C: tl.constexpr, stripe, first_row, lo, hi,
-    QUADS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr,
+    dy_ptr, x_ptr, stride: tl.constexpr, stride_dy: tl.constexpr, C: tl.constexpr, at, GROUPS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Return rows [lo, hi) of a tile, gated, as four sub-tiles as `load_quads` does; of a gradient four of each half."""
-    gates = load_quads(x_ptr, stride, C, stripe, first_row, lo, hi, QUADS, COLS, False, False, False)
-    ups = load_quads(x_ptr + C, stride, C, stripe, first_row, lo, hi, QUADS, COLS, False, False, False)
+    """Return the tile `at`, gated, as four sub-tiles as `load_quads` does; of a gradient four of each half."""
+    gates = load_quads(x_ptr, stride, C, at, GROUPS, TILE, False)
+    ups = load_quads(x_ptr + C, stride, C, at, GROUPS, TILE, False)
     tiles = ()
     if dy_ptr is None:
         for k in tl.static_range(4):
-            tiles = tiles + (_gated(gates[k], ups[k], PAIRS, dtype),)
+            tiles = tiles + (_gated(gates[k], ups[k], TILE.pairs, TILE.dtype),)
     else:
-        dys = load_quads(dy_ptr, stride_dy, C, stripe, first_row, lo, hi, QUADS, COLS, False, False, False)
+        dys = load_quads(dy_ptr, stride_dy, C, at, GROUPS, TILE, False)
         second = ()
         for k in tl.static_range(4):
-            dgate, dup = _gated_gradient(dys[k], gates[k], ups[k], PAIRS, dtype)
+            dgate, dup = _gated_gradient(dys[k], gates[k], ups[k], TILE.pairs, TILE.dtype)
             tiles, second = tiles + (dgate,), second + (dup,)
         tiles = tiles + second
     return tiles
 
 
 @triton.jit
-def _finite(x0, x1, x2, x3, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """Return four sub-tiles that `store_tile` takes, and their largest magnitude."""
-    largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
-    if PAIRS == 2:
-        infinite: tl.constexpr = 0x7C00 if dtype == tl.float16 else 0x7F80
-        if largest >= infinite:  # the tile holds NaN or infinity, and only then costs the making finite
-            x0, x1, x2, x3 = finite_words((x0, x1, x2, x3), PAIRS, dtype)
-            largest = largest_magnitude((x0, x1, x2, x3), PAIRS, dtype)
-    return x0, x1, x2, x3, largest
-
-
-@triton.jit
-def _store(
-    xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi, WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr,
-    COLMAJOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
-):  # fmt: skip
-    """Scale, cast and store a tile of an output of WIDTH columns."""
-    store_tile(
-        xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi,
-        WIDTH, True, ALIGNMENT, True, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, False, True,
-    )  # fmt: skip
+def _second_half(at, stripes):
+    """Return the place of the tile that has the up projection's gradient where `at` has the gate's."""
+    group, stripe, columns, first_row, lo, hi = at
+    return group, stripe + stripes, columns, first_row, lo, hi
 
 
 @triton.jit
 def gate_early(
     dy_ptr, x_ptr, q_ptr, qt_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
-    stride_dy: tl.constexpr, FP8_MAX: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS_LOG2: tl.constexpr, COLMAJOR: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr, STAGES: tl.constexpr,
+    stride_dy: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write q and its transpose, some tiles by another scale than that of all groups.
 
-    C columns of a half; x, dy, q, C and strides count words under PAIRS.
+    C columns of a half; x, dy, q, C and strides count words.
     Workspace: word 0 the largest magnitude of all groups, word 1 + t the one that tile t was cast by.
     """
     if since_sm_90():
         gdc_launch_dependents()  # the programs of `gate_again` may take their places; they wait for the end of all of these
     tag = launch_tag(ws_ptr)
-    stripes = tl.cdiv(C, COLS)
+    stripes = tl.cdiv(C, TILE.cols)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        group, stripe, columns, first_row, lo, hi = locate_block(
-            tile, total, offs_ptr, rows, stripes, G, True, GROUPS_LOG2, ROWS, ALIGNMENT
-        )
-        xs = _compute(dy_ptr, x_ptr, stride, stride_dy, C, stripe, first_row, lo, hi, ROWS // 4, COLS, PAIRS, dtype)
-        x0, x1, x2, x3, largest = _finite(xs[0], xs[1], xs[2], xs[3], PAIRS, dtype)
+        at = locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
+        xs = _compute(dy_ptr, x_ptr, stride, stride_dy, C, at, GROUPS, TILE)
+        x0, x1, x2, x3, largest = finite_tile(xs[0], xs[1], xs[2], xs[3], TILE)
         if dy_ptr is not None:
-            y0, y1, y2, y3, larger = _finite(xs[4], xs[5], xs[6], xs[7], PAIRS, dtype)
+            y0, y1, y2, y3, larger = finite_tile(xs[4], xs[5], xs[6], xs[7], TILE)
             largest = tl.maximum(largest, larger)
-        live = (hi > 0) | (columns > 0)
-        seen = raised(ws_ptr, 0, magnitude_to_fp32(largest, dtype), tag, live)
+        live = (at[5] > 0) | (at[2] > 0)
+        seen = raised(ws_ptr, 0, magnitude_to_fp32(largest, TILE.dtype), tag, live)
         if live:
             publish(ws_ptr, 1 + tile, seen, tag, live)
-            scale = amax_to_scale(seen, FP8_MAX, True)
+            scale = amax_to_scale(seen, OUT.fp8_max, True)
             width: tl.constexpr = C if dy_ptr is None else 2 * C
-            _store(
-                (x0, x1, x2, x3), scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi,
-                width, ALIGNMENT, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8,
-            )  # fmt: skip
+            store_tile((x0, x1, x2, x3), scale, q_ptr, qt_ptr, ld, at, width, GROUPS, OUT, TILE)
             if dy_ptr is not None:
-                _store(
-                    (y0, y1, y2, y3), scale, q_ptr, qt_ptr, ld, group, stripe + stripes, first_row, lo, hi,
-                    width, ALIGNMENT, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8,
-                )  # fmt: skip
+                store_tile((y0, y1, y2, y3), scale, q_ptr, qt_ptr, ld, _second_half(at, stripes), width, GROUPS, OUT, TILE)
 
 
 @triton.jit
 def gate_again(
     dy_ptr, x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
-    stride_dy: tl.constexpr, FP8_MAX: tl.constexpr, INVERSE: tl.constexpr, ALIGNMENT: tl.constexpr, GROUPS_LOG2: tl.constexpr,
-    COLMAJOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
-    LANES: tl.constexpr,
+    stride_dy: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the scale; repeat the tiles that `gate_early` cast by another one, as `cast_again` finds them."""
     if since_sm_90():
         gdc_wait()
-    stripes = tl.cdiv(C, COLS)
+    stripes = tl.cdiv(C, TILE.cols)
     step = tl.num_programs(0)
     lanes = tl.arange(0, LANES)
     amax = tl.where(without_rows(offs_ptr, 0, rows, G, True), 0.0, published(ws_ptr, 0))
-    scale = amax_to_scale(amax, FP8_MAX, True)
+    scale = amax_to_scale(amax, OUT.fp8_max, True)
     if tl.program_id(0) == 0:
-        tl.store(scale_ptr, reciprocal(scale) if INVERSE else scale)
+        tl.store(scale_ptr, reciprocal(scale) if OUT.inverse else scale)
     for first in range(tl.program_id(0), total, step * LANES):
         tiles = tl.minimum(first + lanes * step, total - 1)
-        _groups, _stripes, _widths, _rows, _lo, his = locate_block(
-            tiles, total, offs_ptr, rows, stripes, G, True, GROUPS_LOG2, ROWS, ALIGNMENT
-        )
-        wrong = (his > 0) & (amax_to_scale(published(ws_ptr, 1 + tiles), FP8_MAX, True) != scale)
+        _groups, _stripes, _widths, _rows, _lo, his = locate_block(tiles, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
+        wrong = (his > 0) & (amax_to_scale(published(ws_ptr, 1 + tiles), OUT.fp8_max, True) != scale)
         wrong = wrong & (first + lanes * step < total)
-        at = tl.min(tl.where(wrong, lanes, LANES), axis=0)
-        while at < LANES:
-            group, stripe, _columns, first_row, lo, hi = locate_block(
-                first + at * step, total, offs_ptr, rows, stripes, G, True, GROUPS_LOG2, ROWS, ALIGNMENT
-            )
-            xs = _compute(dy_ptr, x_ptr, stride, stride_dy, C, stripe, first_row, lo, hi, ROWS // 4, COLS, PAIRS, dtype)
+        lane = tl.min(tl.where(wrong, lanes, LANES), axis=0)
+        while lane < LANES:
+            at = locate_block(first + lane * step, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
+            xs = _compute(dy_ptr, x_ptr, stride, stride_dy, C, at, GROUPS, TILE)
             width: tl.constexpr = C if dy_ptr is None else 2 * C
-            _store(
-                finite_words((xs[0], xs[1], xs[2], xs[3]), PAIRS, dtype), scale, q_ptr, qt_ptr, ld, group, stripe,
-                first_row, lo, hi, width, ALIGNMENT, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8,
-            )  # fmt: skip
+            words = finite_words((xs[0], xs[1], xs[2], xs[3]), TILE)
+            store_tile(words, scale, q_ptr, qt_ptr, ld, at, width, GROUPS, OUT, TILE)
             if dy_ptr is not None:
-                _store(
-                    finite_words((xs[4], xs[5], xs[6], xs[7]), PAIRS, dtype), scale, q_ptr, qt_ptr, ld, group, stripe + stripes,
-                    first_row, lo, hi, width, ALIGNMENT, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8,
-                )  # fmt: skip
-            at = tl.min(tl.where(wrong & (lanes > at), lanes, LANES), axis=0)
+                words = finite_words((xs[4], xs[5], xs[6], xs[7]), TILE)
+                store_tile(words, scale, q_ptr, qt_ptr, ld, _second_half(at, stripes), width, GROUPS, OUT, TILE)
+            lane = tl.min(tl.where(wrong & (lanes > lane), lanes, LANES), axis=0)
     close_launch(ws_ptr, launch_tag(ws_ptr))

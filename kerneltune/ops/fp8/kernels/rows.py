@@ -28,7 +28,7 @@ def cast_rows(x: torch.Tensor, q: torch.Tensor, scale: torch.Tensor, cast: Cast,
     _cast_rows[(programs,)](
         x, q, scale, M, K, x.stride(0),
         ROWS=c.rows, COLS=c.cols, CHUNKS=cdiv(K, c.cols), EVEN=K % c.cols == 0, STAGES=c.stages, RELOAD=c.reload,
-        num_warps=c.warps, **cast.constants,
+        SCALING=cast.scaling, num_warps=c.warps,
     )  # fmt: skip
 
 
@@ -61,7 +61,7 @@ def _store_rows(q_ptr, tile, cols, M, K, x, scale, ROWS: tl.constexpr, EVEN: tl.
 def _cast_rows(
     x_ptr, q_ptr, scale_ptr,
     M, K, stride_xm,
-    FP8_MAX: tl.constexpr, POW2: tl.constexpr, INVERSE: tl.constexpr,
+    SCALING: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr,
     STAGES: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +85,8 @@ def _cast_rows(
             top = magnitude(xs[0])
             for c in tl.static_range(1, CHUNKS):
                 top = tl.maximum(top, magnitude(xs[c]))
-        scale = amax_to_scale(magnitude_to_fp32(tl.max(top, axis=1), x_ptr.dtype.element_ty), FP8_MAX, POW2)
-        kept = reciprocal(scale) if INVERSE else scale
+        scale = amax_to_scale(magnitude_to_fp32(tl.max(top, axis=1), x_ptr.dtype.element_ty), SCALING.fp8_max, SCALING.pow2)
+        kept = reciprocal(scale) if SCALING.inverse else scale
         tl.store(scale_ptr + tile * ROWS + lanes, kept, mask=lanes < M - tile * ROWS)
         if RELOAD:
             for c in tl.range(0, CHUNKS, num_stages=STAGES):

@@ -6,9 +6,12 @@ the end of what the first has read in L2, and closes the launch. 16-bit elements
 by two, and rows of four bytes transposed with byte permutes.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, published, raise_published
 from kerneltune.kernel_lib.tl_groups import group_bounds
 from kerneltune.kernel_lib.tl_lib import (
@@ -27,6 +30,26 @@ from kerneltune.kernel_lib.tl_lib import (
 )
 from kerneltune.kernel_lib.tl_transpose import store_transposed_tile, store_transposed_words
 from kerneltune.ops.fp8.kernels.tiles import aligned_column, locate_block
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Out(Constants):
+    """The outputs of a cast.
+
+    Attributes:
+        fp8: the type of the cast.
+        fp8_max: the largest finite value of that type.
+        inverse: whether 1 / scale is written in place of the scale.
+        rowmajor, colmajor: whether the cast, and whether its transpose, is written.
+        packed: whether rows of the transpose are a multiple of four bytes long, so that they are written as words.
+    """
+
+    fp8: tl.dtype
+    fp8_max: float
+    inverse: bool
+    rowmajor: bool
+    colmajor: bool
+    packed: bool
 
 
 @triton.jit
@@ -84,50 +107,50 @@ def _finite_half(bits, infinite: tl.constexpr):
 
 
 @triton.jit
-def load_quads(
-    x_ptr, stride: tl.constexpr, C: tl.constexpr, stripe, first_row, lo, hi,
-    QUADS: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr, AGAIN: tl.constexpr,
-):  # fmt: skip
-    """Load rows [lo, hi) of a tile as four (QUADS, COLS) sub-tiles; sub-tile k has the rows 4i + k. Zeros elsewhere."""
+def load_quads(x_ptr, stride: tl.constexpr, C: tl.constexpr, at, GROUPS: tl.constexpr, TILE: tl.constexpr, AGAIN: tl.constexpr):
+    """Load the tile `at` as four (rows / 4, cols) sub-tiles; sub-tile k has the rows 4i + k. Zeros outside the group.
+
+    AGAIN: leave the tile in L2, because the next launch reads it again.
+    """
+    _group, stripe, _tiles, first_row, lo, hi = at
     policy: tl.constexpr = "" if AGAIN else "evict_first"
-    cols = tl.arange(0, COLS)
-    tile_ptr = x_ptr + first_row * stride + stripe * COLS
+    cols = tl.arange(0, TILE.cols)
+    tile_ptr = x_ptr + first_row * stride + stripe * TILE.cols
     tiles = ()
     for k in tl.static_range(4):
-        rows = tl.arange(0, QUADS) * 4 + k
-        mask = _inside(rows, lo, hi, stripe * COLS + cols, C, COLS, EVEN_ROWS, JAGGED)
+        rows = tl.arange(0, TILE.rows // 4) * 4 + k
+        mask = _inside(rows, lo, hi, stripe * TILE.cols + cols, C, GROUPS, TILE)
         offsets = rows[:, None] * stride + cols[None, :]
         tiles = tiles + (tl.load(tile_ptr + offsets, mask=mask, other=0, eviction_policy=policy),)
     return tiles
 
 
 @triton.jit
-def _inside(
-    rows, lo, hi, cols, C: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, JAGGED: tl.constexpr
-):  # fmt: skip
-    """Return the mask of a tile's elements that its segment has. Under EVEN_ROWS tiles past the last one repeat it."""
+def _inside(rows, lo, hi, cols, C: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
+    """Return the mask of a tile's elements that its group has. Where groups are even, tiles past the last one repeat it."""
     mask = tl.full((1, 1), True, tl.int1)
-    if not EVEN_ROWS:
+    if not GROUPS.even:
         mask = mask & (rows < hi)[:, None]
-    if JAGGED:
+    if GROUPS.jagged and not GROUPS.alignment:
         mask = mask & (rows >= lo)[:, None]
-    if C % COLS != 0:
+    if C % TILE.cols != 0:
         mask = mask & (cols < C)[None, :]
     return mask
 
 
 @triton.jit
-def finite_words(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
+def finite_words(xs, TILE: tl.constexpr):
     """Make the pairs of a tile out of `load_quads` finite; single elements are made finite where they are used."""
-    if PAIRS == 2:
+    dtype: tl.constexpr = TILE.dtype
+    if TILE.pairs == 2:
         xs = finite_pairs(xs[0], dtype), finite_pairs(xs[1], dtype), finite_pairs(xs[2], dtype), finite_pairs(xs[3], dtype)
     return xs
 
 
 @triton.jit
-def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
-    """Return the largest `magnitude` of a tile; under PAIRS that of NaN or infinity, unless `finite_words` made it finite."""
-    if PAIRS == 2:
+def largest_magnitude(xs, TILE: tl.constexpr):
+    """Return the largest `magnitude` of a tile; in pairs that of NaN or infinity, unless `finite_words` made the tile finite."""
+    if TILE.pairs == 2:
         pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
         largest = tl.maximum(pairs & 0xFFFF, pairs >> 16)
     else:
@@ -135,6 +158,18 @@ def largest_magnitude(xs, PAIRS: tl.constexpr, dtype: tl.constexpr):
         m23 = tl.maximum(finite_magnitude(xs[2]), finite_magnitude(xs[3]))
         largest = tl.maximum(m01, m23)
     return tl.max(tl.max(largest, axis=1), axis=0)
+
+
+@triton.jit
+def finite_tile(x0, x1, x2, x3, TILE: tl.constexpr):
+    """Return the four sub-tiles of a tile, made finite as `store_tile` needs them, and their largest magnitude."""
+    largest = largest_magnitude((x0, x1, x2, x3), TILE)
+    if TILE.pairs == 2:
+        infinite: tl.constexpr = 0x7C00 if TILE.dtype == tl.float16 else 0x7F80
+        if largest >= infinite:  # the tile holds NaN or infinity; no other tile pays for making it finite
+            x0, x1, x2, x3 = finite_words((x0, x1, x2, x3), TILE)
+            largest = largest_magnitude((x0, x1, x2, x3), TILE)
+    return x0, x1, x2, x3, largest
 
 
 @triton.jit
@@ -156,106 +191,96 @@ def without_rows(offs_ptr, group, rows, G, ONE: tl.constexpr):
 @triton.jit
 def amax_segments(
     x_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
-    JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ONE: tl.constexpr, GROUPS_LOG2: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Publish the largest magnitude of every segment in its word of the workspace, by atomic max of its tiles.
 
-    In PAIRS x is int32, and C, COLS and stride count words of two elements of `dtype`.
+    In pairs x is int32, and C and stride count words.
     """
     tag = launch_tag(ws_ptr)
-    stripes = tl.cdiv(C, COLS)
+    stripes = tl.cdiv(C, TILE.cols)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        group, stripe, _tiles, first_row, lo, hi = locate_block(
-            tile, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
-        )  # fmt: skip
-        xs = load_quads(
-            x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT, True
-        )  # fmt: skip
-        amax = magnitude_to_fp32(largest_magnitude(finite_words(xs, PAIRS, dtype), PAIRS, dtype), dtype)
-        raise_published(ws_ptr, segment_of(group, ONE), amax, tag, hi > 0)
+        at = locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
+        group, _stripe, _tiles, _first_row, _lo, hi = at
+        xs = load_quads(x_ptr, stride, C, at, GROUPS, TILE, True)
+        amax = magnitude_to_fp32(largest_magnitude(finite_words(xs, TILE), TILE), TILE.dtype)
+        raise_published(ws_ptr, segment_of(group, GROUPS.one), amax, tag, hi > 0)
 
 
 @triton.jit
 def store_tile(
-    xs, scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi, C: tl.constexpr,
-    JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr,
+    xs, scale, q_ptr, qt_ptr, ld, at, C: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """Scale and cast a tile out of `finite_words` into q and its transpose, whose rows are `ld` apart.
 
-    With ALIGNMENT all ROWS columns of the transpose are written: a group's, and zeros.
+    With an alignment all columns that the tile has in the transpose are written: a group's, and zeros.
     """
+    group, stripe, _tiles, first_row, lo, hi = at
+    ROWS: tl.constexpr = TILE.rows
+    COLS: tl.constexpr = TILE.cols
+    PAIRS: tl.constexpr = TILE.pairs
+    dtype: tl.constexpr = TILE.dtype
+    ALIGNMENT: tl.constexpr = GROUPS.alignment
     lanes = tl.arange(0, COLS)
     live = stripe * COLS + lanes < C
     ys, qs = (), ()
     for k in tl.static_range(4):
         if PAIRS == 2:
-            q = to_fp8_pair(values(xs[k], 0, PAIRS, dtype) * scale, values(xs[k], 1, PAIRS, dtype) * scale, fp8)
+            q = to_fp8_pair(values(xs[k], 0, PAIRS, dtype) * scale, values(xs[k], 1, PAIRS, dtype) * scale, OUT.fp8)
         else:
             y = finite(xs[k]) * scale
-            q = to_fp8(y, fp8)
+            q = to_fp8(y, OUT.fp8)
             ys = ys + (y,)
-        if ROWMAJOR:
+        if OUT.rowmajor:
             r = tl.arange(0, ROWS // 4) * 4 + k
-            mask = _inside(r, lo, hi, stripe * COLS + lanes, C, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT)
+            mask = _inside(r, lo, hi, stripe * COLS + lanes, C, GROUPS, TILE)
             q_tile = q_ptr + first_row * C + stripe * COLS
             tl.store(q_tile + (r[:, None] * C + lanes[None, :]), q, mask=mask, cache_modifier=".cs")
         qs = qs + (q,)
-    if COLMAJOR:
+    if OUT.colmajor:
         column = aligned_column(first_row, group, lo, ROWS, ALIGNMENT) if ALIGNMENT else first_row
         base = wide(stripe * (COLS * PAIRS)) * ld + column
-        if not JAGGED:
+        if not GROUPS.jagged:
             base += wide(group) * (C * PAIRS - 1) * ld
-        EDGES: tl.constexpr = JAGGED and not ALIGNMENT
-        end = ROWS if EVEN_ROWS or ALIGNMENT else tl.minimum(hi, ROWS)
+        EDGES: tl.constexpr = GROUPS.jagged and not ALIGNMENT
+        end = ROWS if GROUPS.even or ALIGNMENT else tl.minimum(hi, ROWS)
         begin = 0 if ALIGNMENT else tl.maximum(lo, 0)
-        if PAIRS == 1 and PACKED:  # cast once more: ptxas 12.8 gets q wrong where these words are made of it
-            words = to_fp8_words(ys[0], ys[1], ys[2], ys[3], fp8)
+        if PAIRS == 1 and OUT.packed:  # cast once more: ptxas 12.8 gets q wrong where these words are made of it
+            words = to_fp8_words(ys[0], ys[1], ys[2], ys[3], OUT.fp8)
             store_transposed_words(qt_ptr, base, ld, begin, end, live, words, EDGES, C % COLS == 0)
         else:
-            store_transposed_tile(qt_ptr, base, ld, begin, end, live, qs, EDGES, C % COLS == 0, PACKED, PAIRS)
+            store_transposed_tile(qt_ptr, base, ld, begin, end, live, qs, EDGES, C % COLS == 0, OUT.packed, PAIRS)
 
 
 @triton.jit
 def cast_segments(
     x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
-    FP8_MAX: tl.constexpr, INVERSE: tl.constexpr,
-    JAGGED: tl.constexpr, ALIGNMENT: tl.constexpr, ONE: tl.constexpr, GROUPS_LOG2: tl.constexpr,
-    ROWMAJOR: tl.constexpr, COLMAJOR: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr, fp8: tl.constexpr,
-    EVEN_ROWS: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write q (all rows, C) and its transpose, segment by segment (G, C, rows), or under JAGGED as a whole (C, rows).
+    """Write q (all rows, C) and its transpose, segment by segment (G, C, rows), or of token groups as a whole (C, rows).
 
-    In PAIRS x is int32 and q int16, and C, COLS and stride count words of two elements of `dtype`.
+    In pairs x is int32 and q int16, and C and stride count words.
     """
-    stripes = tl.cdiv(C, COLS)
+    stripes = tl.cdiv(C, TILE.cols)
     scale = 0.0
     of = -1
+    # from the last tile to the first: what `amax_segments` has read last is still in L2
     for back in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
-        group, stripe, columns, first_row, lo, hi = locate_block(
-            total - 1 - back, total, offs_ptr, rows, stripes, G, JAGGED, GROUPS_LOG2, ROWS, ALIGNMENT
-        )  # fmt: skip
-        xs = load_quads(
-            x_ptr, stride, C, stripe, first_row, lo, hi, ROWS // 4, COLS, EVEN_ROWS, JAGGED and not ALIGNMENT, False
-        )  # fmt: skip
-        segment = segment_of(group, ONE)
+        at = locate_block(total - 1 - back, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
+        group, stripe, columns, _first_row, lo, hi = at
+        xs = load_quads(x_ptr, stride, C, at, GROUPS, TILE, False)
+        segment = segment_of(group, GROUPS.one)
         if segment != of:
-            scale = amax_to_scale(published(ws_ptr, segment), FP8_MAX, False)
+            scale = amax_to_scale(published(ws_ptr, segment), OUT.fp8_max, False)
             of = segment
-        if (hi > 0) | (columns > 0 if ALIGNMENT else False):
+        if (hi > 0) | (columns > 0 if GROUPS.alignment else False):
             if (lo >= 0) & (stripe == 0):
-                tl.store(scale_ptr + segment, reciprocal(scale) if INVERSE else scale)
-            store_tile(
-                finite_words(xs, PAIRS, dtype), scale, q_ptr, qt_ptr, ld, group, stripe, first_row, lo, hi, C,
-                JAGGED, ALIGNMENT, ROWMAJOR, COLMAJOR, ROWS, COLS, PAIRS, dtype, fp8, EVEN_ROWS, PACKED,
-            )  # fmt: skip
-    if JAGGED:
-        empty = amax_to_scale(tl.zeros((), dtype=tl.float32), FP8_MAX, False)
-        for group in range(tl.program_id(0), 1 if ONE else G, tl.num_programs(0)):
-            if without_rows(offs_ptr, group, rows, G, ONE):
-                tl.store(scale_ptr + group, reciprocal(empty) if INVERSE else empty)
+                tl.store(scale_ptr + segment, reciprocal(scale) if OUT.inverse else scale)
+            store_tile(finite_words(xs, TILE), scale, q_ptr, qt_ptr, ld, at, C, GROUPS, OUT, TILE)
+    # no tile writes the scale of a segment without rows
+    if GROUPS.jagged:
+        empty = amax_to_scale(tl.zeros((), dtype=tl.float32), OUT.fp8_max, False)
+        for group in range(tl.program_id(0), 1 if GROUPS.one else G, tl.num_programs(0)):
+            if without_rows(offs_ptr, group, rows, G, GROUPS.one):
+                tl.store(scale_ptr + group, reciprocal(empty) if OUT.inverse else empty)
     close_launch(ws_ptr, launch_tag(ws_ptr))

@@ -3,9 +3,12 @@
 A stripe is COLS columns of a group, a tile ROWS rows of a stripe. Tiles of a stripe follow each other, stripes of a group too.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.tl_exchange import raise_published
 from kerneltune.kernel_lib.tl_groups import group_bounds, locate_aligned
 from kerneltune.kernel_lib.tl_lib import (
@@ -20,6 +23,42 @@ from kerneltune.kernel_lib.tl_lib import (
 
 _BLOCKS_TOGETHER = tl.constexpr(8)
 """Blocks of aligned groups whose tiles follow each other: they write neighbouring pieces of the same rows of the transpose."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tile(Constants):
+    """The tile of a program.
+
+    Attributes:
+        rows: rows of the tile.
+        cols: words of a row.
+        pairs: elements of a word: 2 where 16-bit elements are loaded as int32, else 1.
+        dtype: the type of an element.
+    """
+
+    rows: int
+    cols: int
+    pairs: int
+    dtype: tl.dtype
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Groups(Constants):
+    """The groups of rows.
+
+    Attributes:
+        jagged: whether groups are token groups, which end at `offs`; else all groups have the same number of rows.
+        alignment: the multiple of rows at which a token group begins in the transpose; 0 where groups follow each other.
+        one: whether all groups share one scale.
+        log2: questions that find a group among all groups.
+        even: whether the rows of each group are a multiple of a tile's rows.
+    """
+
+    jagged: bool
+    alignment: int
+    one: bool
+    log2: int
+    even: bool
 
 
 @triton.jit
@@ -71,24 +110,24 @@ def aligned_column(first_row, group, lo, ROWS: tl.constexpr, ALIGNMENT: tl.const
 
 
 @triton.jit
-def locate_block(
-    tile, total, offs_ptr, rows, stripes, G,
-    JAGGED: tl.constexpr, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """Locate a tile of weights, or under JAGGED of token groups, which end at offs (G,) and are cut at multiples of ROWS.
+def locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS: tl.constexpr, ROWS: tl.constexpr):
+    """Locate a tile of weights, or of token groups, which end at offs (G,) and are cut at multiples of ROWS.
 
-    A group may share its first and last block with its neighbours, and has one slot more than blocks if it ends at a multiple.
-    With ALIGNMENT a group is cut at its first row and multiples of ROWS from there.
+    A token group may share its first and last block with its neighbours, and has one slot more than blocks if it ends at a
+    multiple. With an alignment a token group is cut at its first row and multiples of ROWS from there.
+
+    Returns group, stripe of the group, tiles of the stripe (with an alignment columns of the transpose), first of all rows, and
+    the group's rows [lo, hi) from there.
     """
-    if not JAGGED:
+    if not GROUPS.jagged:
         return locate_in_weights(tile, total, rows, stripes, ROWS)
-    elif ALIGNMENT:
-        return _locate_aligned_tile(tile, total, offs_ptr, rows, stripes, G, GROUPS_LOG2, ROWS, ALIGNMENT)
+    elif GROUPS.alignment:
+        return _locate_aligned_tile(tile, total, offs_ptr, rows, stripes, G, GROUPS.log2, ROWS, GROUPS.alignment)
     else:
         slot = tile // stripes
         group = slot * 0
-        for bit in tl.static_range(GROUPS_LOG2):
-            ahead = group + (1 << (GROUPS_LOG2 - 1 - bit))
+        for bit in tl.static_range(GROUPS.log2):
+            ahead = group + (1 << (GROUPS.log2 - 1 - bit))
             first = load_constant(offs_ptr + tl.minimum(ahead, G) - 1) // ROWS + ahead
             group = tl.where((ahead < G) & (first <= slot), ahead, group)
         start, end = group_bounds(offs_ptr, group, rows)

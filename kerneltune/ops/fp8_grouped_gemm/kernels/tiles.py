@@ -1,6 +1,7 @@
 """Multiply groups of fp8 matrices: persistent programs walk over tiles of all groups in one pipelined loop."""
 
 import contextvars
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT
 from kerneltune.kernel_lib.launch import resident
 from kerneltune.kernel_lib.tl_lib import aligned_start, wide
@@ -57,8 +59,9 @@ def multiply_groups(
         (programs,),
         (x, y, z, *arguments),
         {
-            **sizes, **modes, "DEPTH": p.depth, "ALIGNMENT": GROUP_ALIGNMENT if p.aligned else 0, "BM": c.rows, "BN": c.cols,
-            "BK": c.depth, "BAND": c.band, "RUN": c.run, "PARTS": c.parts, "STAGES": c.stages, "num_warps": c.warps,
+            **modes, "ALIGNMENT": GROUP_ALIGNMENT if p.aligned else 0, "PARTS": c.parts, "STAGES": c.stages, "num_warps": c.warps,
+            "SHAPE": Shape.of(rows=p.rows, cols=p.cols, depth=p.depth, experts=p.groups, padded=next_power_of_2(p.groups)),
+            "TILE": ProductTile.of(rows=c.rows, cols=c.cols, depth=c.depth, band=c.band, run=c.run),
         },
     )  # fmt: skip
     if p.rows and not p.aligned:
@@ -77,6 +80,36 @@ def _with_scratch(grid: tuple[int], arguments: tuple[Any, ...], constants: dict[
     where = arguments[3].device
     triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=where))
     _grouped_gemm[grid](*arguments, **constants)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Shape(Constants):
+    """The sizes of a product that a kernel is compiled for.
+
+    Attributes:
+        rows: rows of each group's result; 0 where these are the group's tokens.
+        cols: columns of the result.
+        depth: k of the forward pass.
+        experts: groups.
+        padded: the next power of two of the groups.
+    """
+
+    rows: int
+    cols: int
+    depth: int
+    experts: int
+    padded: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ProductTile(Constants):
+    """The tile of a program, and the order of tiles: as in `GemmConfig`."""
+
+    rows: int
+    cols: int
+    depth: int
+    band: int
+    run: int
 
 
 @triton.jit
@@ -231,33 +264,32 @@ def _clear_behind_groups(out_ptr, offs_ptr, M, COLS: tl.constexpr, E: tl.constex
     _clear_rest(out_ptr, tl.minimum(tl.maximum(tl.load(offs_ptr + E - 1), 0), M), M, COLS, BN)
 
 
-@triton.jit(do_not_specialize=["M"])
-def _grouped_gemm(
-    a, b, out, scale_a_ptr, scale_b_ptr, offs_ptr, M, stride_a, stride_b,
-    ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr,
-    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, RUN: tl.constexpr, PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Multiply. Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), out is a pointer to (M, COLS).
+@triton.jit
+def _schedule(offs_ptr, M, SHAPE: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Return what a program needs to find its tiles, and its steps of k in all.
 
-    Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS, COLS).
-    With ALIGNMENT a and b are descriptors of the same, in which a group begins at its `aligned_start`, with zeros behind it up
-    to a multiple of ALIGNMENT. Else groups that no descriptor can begin with get zeros, and are `_weight_gradient_of_the_rest`'s.
+    Returns the most rows that groups can have together, the place of each group, the number of tiles up to each group's end, and
+    the steps of all tiles that this program takes.
     """
-    TILE_COLS: tl.constexpr = (COLS + BN - 1) // BN
-    STEPS: tl.constexpr = (DEPTH + BK - 1) // BK
-    groups = tl.arange(0, GROUPS)
-    starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < E), other=0)
-    ends = tl.load(offs_ptr + groups, mask=groups < E, other=0)
-    limit = (M // ALIGNMENT - E + 1) * ALIGNMENT - 1 if ALIGNMENT else M  # the most rows that groups can have together
+    ROWS: tl.constexpr = SHAPE.rows
+    BM: tl.constexpr = TILE.rows
+    BN: tl.constexpr = TILE.cols
+    BK: tl.constexpr = TILE.depth
+    RUN: tl.constexpr = TILE.run
+    TILE_COLS: tl.constexpr = (SHAPE.cols + BN - 1) // BN
+    STEPS: tl.constexpr = (SHAPE.depth + BK - 1) // BK
+    groups = tl.arange(0, SHAPE.padded)
+    starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < SHAPE.experts), other=0)
+    ends = tl.load(offs_ptr + groups, mask=groups < SHAPE.experts, other=0)
+    limit = (
+        (M // ALIGNMENT - SHAPE.experts + 1) * ALIGNMENT - 1 if ALIGNMENT else M
+    )  # the most rows that groups can have together
     starts = tl.minimum(tl.maximum(starts, 0), limit)
     ends = tl.maximum(tl.minimum(ends, limit), starts)
     tokens = ends - starts
     if ROWS:
-        places = _places(tokens, E) if GROUPS <= 128 else groups
-        tiles = tl.where(groups < E, (ROWS + BM - 1) // BM * TILE_COLS, 0)
+        places = _places(tokens, SHAPE.experts) if SHAPE.padded <= 128 else groups
+        tiles = tl.where(groups < SHAPE.experts, (ROWS + BM - 1) // BM * TILE_COLS, 0)
         last = (places + 1) * tiles
         covered = tokens if ALIGNMENT else tl.where(_described(starts, ends), tokens + starts % BK, 0)
         steps = tl.maximum(tl.cdiv(covered, BK), 1)  # a group of no tokens has a result too, of zeros
@@ -267,6 +299,30 @@ def _grouped_gemm(
         last = tl.cumsum(tiles, axis=0)
         steps = STEPS
     total = tl.sum((_share(last, RUN) - _share(last - tiles, RUN)) * steps, axis=0)
+    return limit, places, last, total
+
+
+@triton.jit(do_not_specialize=["M"])
+def _grouped_gemm(
+    a, b, out, scale_a_ptr, scale_b_ptr, offs_ptr, M, stride_a, stride_b,
+    SHAPE: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, ALIGNMENT: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Multiply. Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), out is a pointer to (M, COLS).
+
+    Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS, COLS).
+    With ALIGNMENT a and b are descriptors of the same, in which a group begins at its `aligned_start`, with zeros behind it up
+    to a multiple of ALIGNMENT. Else groups that no descriptor can begin with get zeros, and are `_weight_gradient_of_the_rest`'s.
+    """
+    ROWS: tl.constexpr = SHAPE.rows
+    COLS: tl.constexpr = SHAPE.cols
+    BM: tl.constexpr = TILE.rows
+    BN: tl.constexpr = TILE.cols
+    BK: tl.constexpr = TILE.depth
+    RUN: tl.constexpr = TILE.run
+    TILE_COLS: tl.constexpr = (COLS + BN - 1) // BN
+    STEPS: tl.constexpr = (SHAPE.depth + BK - 1) // BK
+    limit, places, last, total = _schedule(offs_ptr, M, SHAPE, TILE, ALIGNMENT)
 
     nth = -1
     done = -1
@@ -290,7 +346,9 @@ def _grouped_gemm(
         if step == tile_steps:
             step = 0
             nth += 1
-            group, start, end, strip, column = _locate(_tile(nth, RUN), places, last, offs_ptr, limit, ROWS, TILE_COLS, BM, BAND)
+            group, start, end, strip, column = _locate(
+                _tile(nth, RUN), places, last, offs_ptr, limit, ROWS, TILE_COLS, BM, TILE.band
+            )
             if ROWS:
                 a_row = strip * BM
                 b_row = column * BN
@@ -316,7 +374,9 @@ def _grouped_gemm(
         acc = tl.dot(a_desc.load([a_row, at]), b_desc.load([b_row, at]).T, acc)
         if step == tile_steps - 1:
             done += 1
-            group, start, end, strip, column = _locate(_tile(done, RUN), places, last, offs_ptr, limit, ROWS, TILE_COLS, BM, BAND)
+            group, start, end, strip, column = _locate(
+                _tile(done, RUN), places, last, offs_ptr, limit, ROWS, TILE_COLS, BM, TILE.band
+            )
             if ROWS:
                 row = strip * BM
                 row_end = ROWS
@@ -329,7 +389,7 @@ def _grouped_gemm(
             )  # fmt: skip
             acc = tl.zeros((BM, BN), dtype=tl.float32)
     if not ROWS:
-        _clear_rest(out, tl.minimum(tl.maximum(tl.load(offs_ptr + E - 1), 0), M), M, COLS, BN)
+        _clear_rest(out, tl.minimum(tl.maximum(tl.load(offs_ptr + SHAPE.experts - 1), 0), M), M, COLS, BN)
 
 
 @triton.jit(do_not_specialize=["M"])

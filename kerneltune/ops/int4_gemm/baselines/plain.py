@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.device import sm_count
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.tl_gemm import dot, is_last, sum_of_parts
 from kerneltune.kernel_lib.tl_lib import only_if, wide
 from kerneltune.kernel_lib.workspace import counters
@@ -62,19 +63,32 @@ class StreamConfig(PlainConfig):
     ctas: int
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class PlainTile(Constants):
+    """The knobs of `PlainConfig` that a kernel needs."""
+
+    tokens: int
+    rows: int
+    depth: int
+    stages: int
+
+
 @triton.jit
 def _product(
     x_ptr, q_ptr, scale_ptr, zero_ptr, first_token, first_row, start, end, N, M, K, groups, GROUP,
-    ZEROS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
+    ZEROS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return (TOKENS, ROWS) fp32 of the tiles start … end - 1 of k."""
+    """Return (tokens, rows) fp32 of the tiles start … end - 1 of k."""
+    TOKENS: tl.constexpr = TILE.tokens
+    ROWS: tl.constexpr = TILE.rows
+    DEPTH: tl.constexpr = TILE.depth
     tokens = first_token + tl.arange(0, TOKENS)
     rows = first_row + tl.arange(0, ROWS)
     live = (rows < M)[:, None]
     x_ptrs = x_ptr + wide(tokens)[:, None] * K + tl.arange(0, DEPTH)[None, :]
     q_ptrs = q_ptr + wide(rows)[:, None] * (K // 2) + tl.arange(0, DEPTH // 2)[None, :]
     acc = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
-    for tile in tl.range(start, end, num_stages=STAGES):
+    for tile in tl.range(start, end, num_stages=TILE.stages):
         k = tile * DEPTH
         x = tl.load(x_ptrs + k, mask=(tokens < N)[:, None], other=0.0)
         codes = tl.load(q_ptrs + k // 2, mask=live, other=0)
@@ -97,9 +111,12 @@ def _store(y_ptr, bias_ptr, y, tokens, rows, N, M, BIAS: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def _plain(
     x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, groups, GROUP,
-    ZEROS: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    SPLITS: tl.constexpr,
+    ZEROS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
+    """Write a tile of y, or a part of its k: SPLITS programs share a tile."""
+    TOKENS: tl.constexpr = TILE.tokens
+    ROWS: tl.constexpr = TILE.rows
+    DEPTH: tl.constexpr = TILE.depth
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
     row_tiles = tl.cdiv(M, ROWS)
@@ -108,7 +125,7 @@ def _plain(
     share = tl.cdiv(depth, SPLITS)
     y = _product(
         x_ptr, q_ptr, scale_ptr, zero_ptr, first_token, first_row, split * share, tl.minimum(split * share + share, depth),
-        N, M, K, groups, GROUP, ZEROS, TOKENS, ROWS, DEPTH, STAGES)  # fmt: skip
+        N, M, K, groups, GROUP, ZEROS, TILE)  # fmt: skip
     tokens = first_token + tl.arange(0, TOKENS)[:, None]
     rows = first_row + tl.arange(0, ROWS)[None, :]
     if SPLITS == 1:
@@ -125,10 +142,12 @@ def _plain(
 @triton.jit(do_not_specialize=["N"])
 def _streamk(
     x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, groups, GROUP, share,
-    ZEROS: tl.constexpr, BIAS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
-    PARTS: tl.constexpr,
+    ZEROS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Take, in program p, the pieces p share … of all tiles' pieces of k, one behind the other; at most PARTS share a tile."""
+    TOKENS: tl.constexpr = TILE.tokens
+    ROWS: tl.constexpr = TILE.rows
+    DEPTH: tl.constexpr = TILE.depth
     depth = K // DEPTH
     row_tiles = tl.cdiv(M, ROWS)
     at = tl.program_id(0) * share
@@ -139,7 +158,7 @@ def _streamk(
         first_token, first_row = tile // row_tiles * TOKENS, tile % row_tiles * ROWS
         y = _product(
             x_ptr, q_ptr, scale_ptr, zero_ptr, first_token, first_row, at - tile * depth, until - tile * depth,
-            N, M, K, groups, GROUP, ZEROS, TOKENS, ROWS, DEPTH, STAGES)  # fmt: skip
+            N, M, K, groups, GROUP, ZEROS, TILE)  # fmt: skip
         tokens = first_token + tl.arange(0, TOKENS)[:, None]
         rows = first_row + tl.arange(0, ROWS)[None, :]
         first = tile * depth // share
@@ -203,8 +222,8 @@ def _arguments(inputs: Inputs, c: PlainConfig) -> tuple[tuple[torch.Tensor, ...]
     N, M = x.shape[0], codes.shape[0]
     y = torch.empty((N, M), dtype=x.dtype, device=x.device)
     tile = {
-        "ZEROS": zeros is not None, "BIAS": bias is not None, "TOKENS": c.tokens, "ROWS": c.rows, "DEPTH": c.depth,
-        "STAGES": c.stages, "num_warps": c.warps,
+        "ZEROS": zeros is not None, "BIAS": bias is not None, "num_warps": c.warps,
+        "TILE": PlainTile.of(tokens=c.tokens, rows=c.rows, depth=c.depth, stages=c.stages),
     }  # fmt: skip
     tiles = cdiv(N, c.tokens) * cdiv(M, c.rows)
     return (x, codes, scales, scales if zeros is None else zeros, y if bias is None else bias), tile, y, tiles

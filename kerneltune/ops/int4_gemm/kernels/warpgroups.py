@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.tl_gemm import dot
 from kerneltune.kernel_lib.tl_lib import only_if, since_sm_90, wide
-from kerneltune.ops.int4_gemm.kernels.warps import codes, elements_of, finish, halves, into_l2, values_of
+from kerneltune.ops.int4_gemm.kernels.warps import codes, elements_of, finish, halves, into_l2, values_of, weight_places
 
 
 @triton.jit
@@ -55,14 +55,19 @@ def _scaled(sums, scales, q: tl.constexpr, GROUPS: tl.constexpr):
 @triton.jit(do_not_specialize=["N"])
 def _int4_gemm_by_warpgroups(
     x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, stride_xn,
-    GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, PREFETCH: tl.constexpr,
-    TOKENS: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr,
+    WEIGHT: tl.constexpr, WORK: tl.constexpr, LEAD: tl.constexpr,
 ):  # fmt: skip
     """Write y (N, M).
 
-    A program takes TOKENS rows of x, BLOCKS blocks of 64 rows of w, and 128 STEPS of k, the last split the rest.
-    PREFETCH: as in `kernels`, of the first LEAD steps. GROUPS: at most two groups in 128 of k.
+    The last split takes the rest of k. LEAD: steps that L2 is asked for in advance, 0 for none. The weight has at most two groups
+    in 128 of k.
     """
+    GROUPS: tl.constexpr = WEIGHT.groups
+    ONE_GROUP: tl.constexpr = WEIGHT.one_group
+    ZEROS: tl.constexpr = WEIGHT.zeros
+    TOKENS: tl.constexpr = WORK.tokens
+    STEPS: tl.constexpr = WORK.steps
+    BLOCKS: tl.constexpr = WORK.blocks
     W: tl.constexpr = 4 * BLOCKS
     row_blocks = tl.cdiv(M, 64)
     split, tile = tl.program_id(0), tl.program_id(1)
@@ -77,7 +82,7 @@ def _int4_gemm_by_warpgroups(
     s_block = row_block[None, None, :] + tl.zeros_like(block) if ONE_GROUP else block
     w_step = wide(row_blocks) * 1024
     s_step = 0 if ONE_GROUP else wide(row_blocks) * (64 * GROUPS)
-    if PREFETCH:
+    if LEAD:
         gdc_launch_dependents()
         lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
         row = first_token + (tile * W + warp)[None, None, :] % TOKENS  # for every block of rows of w another
@@ -91,17 +96,8 @@ def _int4_gemm_by_warpgroups(
                     into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
             into_l2(w_ptr + block * 1024 + piece * 256 + step * w_step, lane, live, 1024)
         gdc_wait()
-    # five axes: c, j, warp, and two within a thread, as in `kernels`
-    c5 = tl.arange(0, 4)[:, None, None, None, None]
-    j5 = tl.arange(0, 8)[None, :, None, None, None]
-    i_outer = tl.arange(0, 2)[None, None, None, :, None]
-    i_inner = tl.arange(0, 2)[None, None, None, None, :]
-    group = tl.arange(0, GROUPS)[None, None, None, :, None]
-    word = tl.arange(0, 4)[None, None, None, None, :]
-    piece5 = piece[:, :, :, None, None]
-    w_ptrs = w_ptr + (block[:, :, :, None, None] * 1024 + piece5 * 256 + (j5 * 16 + c5 * 4)) + (i_outer * 128 + word)
-    s_offsets = s_block[:, :, :, None, None] * (64 * GROUPS) + piece5 * 2 + (j5 * (8 * GROUPS) + c5 * 0)
-    s_offsets += group * 8 + i_inner
+    w_ptrs, s_offsets, s_inner = weight_places(w_ptr, block, s_block, piece, 2, GROUPS)
+    s_offsets += s_inner
     token = first_token + tl.arange(0, TOKENS)[:, None]
     k = kb * 128 + tl.arange(0, 64)[None, :]
     x_ptrs = x_ptr + (wide(token) * stride_xn + k)
@@ -136,7 +132,7 @@ def _int4_gemm_by_warpgroups(
         y += _scaled(_product(second, z0, xb, sums, 1, GROUPS, ZEROS), s0, 2, GROUPS)
         w0, s0, z0, xa0, xb0 = w1, s1, z1, xa1, xb1
     y = tl.reshape(tl.permute(tl.reshape(y, (BLOCKS, 4, 2, 8, TOKENS)), (4, 0, 3, 1, 2)), (TOKENS, 64 * BLOCKS))
-    finish(y_ptr, bias_ptr, part_ptr, split, tile, first_token, y, N, M, SPLITS, BIAS)
+    finish(y_ptr, bias_ptr, part_ptr, split, tile, first_token, y, N, M, WORK.splits, WEIGHT.bias)
 
 
 int4_gemm_by_warpgroups = _int4_gemm_by_warpgroups

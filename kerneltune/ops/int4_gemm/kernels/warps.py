@@ -13,10 +13,13 @@ to wait for L2 in turn. For 32 tokens, m = 3584 and k = 8192 in 112 programs of 
 411 instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.tl_gemm import dot, gather_parts
 from kerneltune.kernel_lib.tl_lib import is_cuda, only_if, since_sm_90, wide
 
@@ -64,6 +67,46 @@ _CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 _CONSTRAINTS_ZEROS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 _EIGHT_FP16 = tl.constexpr((tl.float16,) * 8)
 _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
+"""PTX of `_steps`, its constraints with and without zero points, and the types of its results. The excess is -(1024 + 8) and
+-(64 + 8) in fp16, -(128 + 8) in bf16; 8 less with zero points."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Weight(Constants):
+    """The form of the weight.
+
+    Attributes:
+        groups: groups of k that have scales of their own, in 128 of k.
+        one_group: whether all of k shares one scale.
+        zeros: whether there are zero points; else every zero point is 8.
+        bias: whether a bias is added to the product.
+    """
+
+    groups: int
+    one_group: bool
+    zeros: bool
+    bias: bool
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Work(Constants):
+    """The work of a program.
+
+    Attributes:
+        tokens: rows of x.
+        rows: rows of w of a warp; 16 of a warpgroup's warp.
+        along: warps that share the k of a program.
+        steps: steps of a program, each of 128 `along` of k.
+        splits: programs that share a tile's k.
+        blocks: blocks of 64 rows of w.
+    """
+
+    tokens: int
+    rows: int
+    along: int
+    steps: int
+    splits: int
+    blocks: int
 
 
 @triton.jit
@@ -250,64 +293,55 @@ def finish(
     tl.store(y_ptr + (wide(tokens) * M + rows), y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["N"])
-def _int4_gemm(
-    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, stride_xn,
-    GROUPS: tl.constexpr, ONE_GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
-    FULL: tl.constexpr, EVEN: tl.constexpr, LAST_SHORTER: tl.constexpr, PREFETCH: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, ALONG: tl.constexpr, STEPS: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCKS: tl.constexpr, LEAD: tl.constexpr, AHEAD: tl.constexpr, LAST_APART: tl.constexpr,
-):  # fmt: skip
-    """Write y (N, M).
+@triton.jit
+def _rows_of_warps(warp, tile, row_blocks, BLOCKS: tl.constexpr, PER_BLOCK: tl.constexpr):
+    """Return which warps are the first of a block of rows (0), the block of rows of each warp, and the block that it loads.
 
-    A program takes TOKENS rows of x, BLOCKS blocks of 64 rows of w, and 128 ALONG STEPS of k; a warp ROWS rows and 128 STEPS.
-    FULL: N is a multiple of TOKENS. EVEN: the programs take exactly K; LAST_SHORTER: those of the last split in fewer steps.
-    PREFETCH: ask L2 for x and the first LEAD blocks of every warp while the kernel in front still runs, and read nothing before
-    its end, so that it may be the one that writes them: L2 is where all SMs meet. AHEAD: load x a step ahead of its
-    use. LAST_APART: the last step follows the loop, which loads nothing past the end and codes between the halves of a block; of
-    even programs AHEAD, without zero points.
+    Warps side by side read the same x at the same time: the first from L2, the others from L1.
     """
-    R: tl.constexpr = ROWS // 8
-    PER_BLOCK: tl.constexpr = 64 // ROWS
-    PIECES: tl.constexpr = PER_BLOCK * BLOCKS
-    W: tl.constexpr = ALONG * PIECES
-    row_blocks = tl.cdiv(M, 64)
-    split, tile = tl.program_id(0), tl.program_id(1)
-    first_token = tl.program_id(2) * TOKENS
-    end = tl.minimum(tl.cdiv(K, 128), (split + 1) * (STEPS * ALONG))
-
-    warp = tl.arange(0, W)
-    kb = split * (STEPS * ALONG) + warp // PIECES
-    piece = (warp % PER_BLOCK)[None, None, :]
     if BLOCKS == 1:
-        first_of_block = warp
-        rb = tile
-        row_block = tile
-    else:  # warps side by side read the same x at the same time: the first from L2, the others from L1
+        return warp, tile, tile
+    else:
+        PIECES: tl.constexpr = PER_BLOCK * BLOCKS
         first_of_block = warp // PIECES + warp % PER_BLOCK
         rb = tile * BLOCKS + warp % PIECES // PER_BLOCK
-        row_block = tl.minimum(rb, row_blocks - 1)  # the last once more past the end
-    block = (wide(kb) * row_blocks + row_block)[None, None, :]
-    s_block = (row_block if BLOCKS == 1 else row_block[None, None, :]) + tl.zeros_like(block) if ONE_GROUP else block
-    w_step = wide(ALONG) * row_blocks * 1024
-    s_step = 0 if ONE_GROUP else wide(ALONG) * row_blocks * (64 * GROUPS)
-    if PREFETCH:
-        gdc_launch_dependents()
-        lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
-        start = split * (STEPS * ALONG * 128)
-        row = first_token + (rb + tl.zeros_like(warp))[None, None, :] % TOKENS  # for every block of rows of w another
-        x_slice = x_ptr + wide(row) * stride_xn + start
-        bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
-        into_l2(x_slice + tl.zeros_like(lane), lane + first_of_block[None, None, :], (row < N) & (start < K), bytes_of_x)
-        for step in tl.static_range(min(STEPS, LEAD)):
-            live = (kb + step * ALONG < end)[None, None, :]
-            if step == 0 or not ONE_GROUP:
-                into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
-                if ZEROS:
-                    into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
-            into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
-        gdc_wait()
-    # five axes: c, j, warp, and two within a thread
+        return first_of_block, rb, tl.minimum(rb, row_blocks - 1)  # past the end the last block once more
+
+
+@triton.jit
+def _ask_l2(
+    operands, stride_xn, N, K, split, first_token, rb, first_of_block, warp, piece, kb, end, block, s_block, w_step, s_step,
+    WEIGHT: tl.constexpr, WORK: tl.constexpr, LEAD: tl.constexpr,
+):  # fmt: skip
+    """Ask L2 for the x of a program and the first LEAD blocks of each warp, then wait for the end of the kernel in front.
+
+    The kernel in front may write any operand: nothing is read here, and L2 is where all SMs meet.
+    """
+    x_ptr, w_ptr, scale_ptr, zero_ptr = operands
+    R: tl.constexpr = WORK.rows // 8
+    STEPS: tl.constexpr = WORK.steps
+    ALONG: tl.constexpr = WORK.along
+    GROUPS: tl.constexpr = WEIGHT.groups
+    gdc_launch_dependents()
+    lane = tl.arange(0, 4)[:, None, None] + tl.arange(0, 8)[None, :, None]
+    start = split * (STEPS * ALONG * 128)
+    row = first_token + (rb + tl.zeros_like(warp))[None, None, :] % WORK.tokens  # for every block of rows of w another
+    x_slice = x_ptr + wide(row) * stride_xn + start
+    bytes_of_x = 2 * (tl.minimum(K, start + STEPS * ALONG * 128) - start)
+    into_l2(x_slice + tl.zeros_like(lane), lane + first_of_block[None, None, :], (row < N) & (start < K), bytes_of_x)
+    for step in tl.static_range(min(STEPS, LEAD)):
+        live = (kb + step * ALONG < end)[None, None, :]
+        if step == 0 or not WEIGHT.one_group:
+            into_l2(scale_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+            if WEIGHT.zeros:
+                into_l2(zero_ptr + s_block * (64 * GROUPS) + step * s_step, lane + piece, live, 128 * GROUPS)
+        into_l2(w_ptr + block * 1024 + piece * (128 * R) + step * w_step, lane, live, 512 * R)
+    gdc_wait()
+
+
+@triton.jit
+def weight_places(w_ptr, block, s_block, piece, R: tl.constexpr, GROUPS: tl.constexpr):
+    """Return the pointers of a warp's codes and the offsets of its scales: five axes, c, j, warp, and two within a thread."""
     c5 = tl.arange(0, 4)[:, None, None, None, None]
     j5 = tl.arange(0, 8)[None, :, None, None, None]
     i_outer = tl.arange(0, R)[None, None, None, :, None]
@@ -317,8 +351,15 @@ def _int4_gemm(
     piece5 = piece[:, :, :, None, None]
     w_ptrs = w_ptr + (block[:, :, :, None, None] * 1024 + piece5 * (128 * R) + (j5 * 16 + c5 * 4)) + (i_outer * 128 + word)
     s_offsets = s_block[:, :, :, None, None] * (64 * GROUPS) + piece5 * R + (j5 * (8 * GROUPS) + c5 * 0)
-    s_inner = group * 8 + i_inner
-    # six axes: c, token, warp, and token, quarter of the block and k within a thread
+    return w_ptrs, s_offsets, group * 8 + i_inner
+
+
+@triton.jit
+def _token_places(x_ptr, stride_xn, kb, first_token, TOKENS: tl.constexpr):
+    """Return the places of x in a block: six axes, c, token, warp, and token, quarter of the block and k within a thread.
+
+    Returns tokens, the offsets of the quarters, those of k, k without that within a thread, and pointers without quarter and k.
+    """
     c6 = tl.arange(0, 4)[:, None, None, None, None, None] * 8
     token = tl.arange(0, 8)[None, :, None, None, None, None] + tl.arange(0, TOKENS // 8)[None, None, None, :, None, None] * 8
     token = first_token + token
@@ -326,6 +367,63 @@ def _int4_gemm(
     t6 = tl.arange(0, 8)[None, None, None, None, None, :]
     k6 = (kb * 128)[None, None, :, None, None, None] + c6
     x_rows = x_ptr + (wide(token) * stride_xn + k6)
+    return token, quarter, t6, k6, x_rows
+
+
+@triton.jit
+def _to_matrix(y, WORK: tl.constexpr):
+    """Return the sums of all warps as (tokens, rows of w): add those that share rows, then put rows side by side."""
+    TOKENS: tl.constexpr = WORK.tokens
+    R: tl.constexpr = WORK.rows // 8
+    PER_BLOCK: tl.constexpr = 64 // WORK.rows
+    PIECES: tl.constexpr = PER_BLOCK * WORK.blocks
+    y = _sum_over_warps(tl.reshape(y, (WORK.along * PIECES, 8 * R, TOKENS)), WORK.along, PIECES, R, TOKENS)
+    if WORK.blocks == 1:
+        y = tl.reshape(tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1)), (TOKENS, 64))
+    else:
+        y = tl.permute(tl.reshape(y, (WORK.blocks, PER_BLOCK, R, 8, TOKENS)), (4, 0, 3, 1, 2))
+        y = tl.reshape(y, (TOKENS, 64 * WORK.blocks))
+    return y
+
+
+@triton.jit(do_not_specialize=["N"])
+def _int4_gemm(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, N, M, K, stride_xn,
+    WEIGHT: tl.constexpr, WORK: tl.constexpr, LEAD: tl.constexpr,
+    FULL: tl.constexpr, EVEN: tl.constexpr, LAST_SHORTER: tl.constexpr, AHEAD: tl.constexpr, LAST_APART: tl.constexpr,
+):  # fmt: skip
+    """Write y (N, M).
+
+    LEAD: steps that L2 is asked for in advance, 0 for none. FULL: N is a multiple of a program's tokens. EVEN: the programs take
+    exactly K; LAST_SHORTER: those of the last split in fewer steps. AHEAD: load x a step ahead of its use. LAST_APART: the last
+    step follows the loop, which loads nothing past the end and codes between the halves of a block; of even programs AHEAD,
+    without zero points.
+    """
+    STEPS: tl.constexpr = WORK.steps
+    ALONG: tl.constexpr = WORK.along
+    GROUPS: tl.constexpr = WEIGHT.groups
+    R: tl.constexpr = WORK.rows // 8
+    PER_BLOCK: tl.constexpr = 64 // WORK.rows
+    W: tl.constexpr = ALONG * PER_BLOCK * WORK.blocks
+    row_blocks = tl.cdiv(M, 64)
+    split, tile = tl.program_id(0), tl.program_id(1)
+    first_token = tl.program_id(2) * WORK.tokens
+    end = tl.minimum(tl.cdiv(K, 128), (split + 1) * (STEPS * ALONG))
+    warp = tl.arange(0, W)
+    kb = split * (STEPS * ALONG) + warp // (PER_BLOCK * WORK.blocks)
+    piece = (warp % PER_BLOCK)[None, None, :]
+    first_of_block, rb, row_block = _rows_of_warps(warp, tile, row_blocks, WORK.blocks, PER_BLOCK)
+    block = (wide(kb) * row_blocks + row_block)[None, None, :]
+    s_block = (row_block if WORK.blocks == 1 else row_block[None, None, :]) + tl.zeros_like(block) if WEIGHT.one_group else block
+    w_step = wide(ALONG) * row_blocks * 1024
+    s_step = 0 if WEIGHT.one_group else wide(ALONG) * row_blocks * (64 * GROUPS)
+    if LEAD:
+        _ask_l2(
+            (x_ptr, w_ptr, scale_ptr, zero_ptr), stride_xn, N, K, split, first_token, rb, first_of_block, warp, piece, kb, end,
+            block, s_block, w_step, s_step, WEIGHT, WORK, LEAD,
+        )  # fmt: skip
+    w_ptrs, s_offsets, s_inner = weight_places(w_ptr, block, s_block, piece, R, GROUPS)
+    token, quarter, t6, k6, x_rows = _token_places(x_ptr, stride_xn, kb, first_token, WORK.tokens)
     x_ptrs = x_rows + (quarter + t6)
     k6 += quarter
 
@@ -334,7 +432,7 @@ def _int4_gemm(
     w0 = codes(w_ptrs, live, EVEN)
     if since_sm_90():
         gdc_wait()  # the compiler would put the loads of x in front of these
-    y = tl.zeros((W, R, 8, TOKENS // 8, 4, 2), dtype=tl.float32)
+    y = tl.zeros((W, R, 8, WORK.tokens // 8, 4, 2), dtype=tl.float32)
     if not LAST_SHORTER:
         steps: tl.constexpr = STEPS
     else:
@@ -349,14 +447,14 @@ def _int4_gemm(
             x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
         # after the last the same again
         x_step = tl.where(step + 1 < steps, 128 * ALONG, 0) if AHEAD and not LAST_APART else 128 * ALONG
-        if BLOCKS == 1:
+        if WORK.blocks == 1:
             x_ptrs += x_step
         else:  # half as many pointers to keep
             x_rows += x_step
             x_ptrs = x_rows + (quarter + t6)
         k6 += x_step
         zeros = s0
-        if ZEROS:
+        if WEIGHT.zeros:
             live = (kb + step * ALONG < end)[None, None, :, None, None]
             zeros = codes(zero_ptr + s_offsets + s_inner, live, EVEN)
         w_ptrs += w_step
@@ -365,12 +463,12 @@ def _int4_gemm(
         first, second = halves(w0)
         if not LAST_APART:
             s1, w1 = codes(scale_ptr + s_offsets + s_inner, live, False), codes(w_ptrs, live, False)
-        y += _half_block(first, s0, zeros, x0, 0, GROUPS, ZEROS)
+        y += _half_block(first, s0, zeros, x0, 0, GROUPS, WEIGHT.zeros)
         if AHEAD:
             x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         if LAST_APART:
             s1, w1 = codes(scale_ptr + s_offsets + s_inner, live, EVEN), codes(w_ptrs, live, EVEN)
-        y += _half_block(second, s0, zeros, x1, 1, GROUPS, ZEROS)
+        y += _half_block(second, s0, zeros, x1, 1, GROUPS, WEIGHT.zeros)
         if AHEAD:
             x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
         w0, s0 = w1, s1
@@ -378,14 +476,7 @@ def _int4_gemm(
         first, second = halves(w0)
         y += _half_block(first, s0, s0, x0, 0, GROUPS, False)
         y += _half_block(second, s0, s0, x1, 1, GROUPS, False)
-
-    y = _sum_over_warps(tl.reshape(y, (W, 8 * R, TOKENS)), ALONG, PIECES, R, TOKENS)
-    if BLOCKS == 1:
-        y = tl.reshape(tl.permute(tl.reshape(y, (PIECES, R, 8, TOKENS)), (3, 2, 0, 1)), (TOKENS, 64))
-    else:
-        y = tl.permute(tl.reshape(y, (BLOCKS, PER_BLOCK, R, 8, TOKENS)), (4, 0, 3, 1, 2))
-        y = tl.reshape(y, (TOKENS, 64 * BLOCKS))
-    finish(y_ptr, bias_ptr, part_ptr, split, tile, first_token, y, N, M, SPLITS, BIAS)
+    finish(y_ptr, bias_ptr, part_ptr, split, tile, first_token, _to_matrix(y, WORK), N, M, WORK.splits, WEIGHT.bias)
 
 
 int4_gemm_by_warps = _int4_gemm

@@ -294,6 +294,7 @@ def _pr593_fwd_space(case: Case) -> Space:
 
 _TRANSPOSE_TILES = {(32, 64, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (64, 64, 8)}
 _REDUCE_TILES = {(64, 64, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (256, 64, 8), (256, 128, 8)}
+"""Rows, columns and warps of the tiles that the pull request of Transformer Engine lists for the transpose and the reduction."""
 
 
 def _pr593_fwd_valid(_case: Case, config: TePr593FwdConfig) -> str | None:

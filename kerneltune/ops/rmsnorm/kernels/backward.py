@@ -4,6 +4,7 @@ Because a loop holds each 16-bit value in a register of its own, 16-bit values a
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kerneltune.kernel_lib.arguments import in_pairs
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, sum_of_published
 from kerneltune.kernel_lib.tl_lib import TL_DTYPES, held, load_constant, since_sm_90, to_pairs, values, wide
 from kerneltune.kernel_lib.workspace import workspace
@@ -57,9 +59,11 @@ def gradients(
         for phase, options in phases_of(parts, c):
             _rmsnorm_bwd_main[(groups * parts,)](
                 words[0], words[1], rsigma, *words[2:], partials, ws, M, N // pairs,
-                ZERO_CENTERED=zero_centered, ROWS=c.rows, COLS=c.cols // pairs, CHUNKS=chunks, PARTS=parts, PHASE=phase,
-                PAIRS=pairs, dtype=TL_DTYPES[x.dtype], DG_ROWS=c.sum_rows(x.element_size()),
-                EARLY=parts == 1 and M * N <= _SHORT, STAGES=c.stages, num_warps=c.warps, **options,
+                LOOP=GradientLoop.of(
+                    rows=c.rows, cols=c.cols // pairs, chunks=chunks, parts=parts, sum_rows=c.sum_rows(x.element_size()),
+                    pairs=pairs, dtype=TL_DTYPES[x.dtype], zero_centered=zero_centered,
+                ),
+                PHASE=phase, EARLY=parts == 1 and M * N <= _SHORT, STAGES=c.stages, num_warps=c.warps, **options,
             )  # fmt: skip
     if dgamma is not None:
         rows = next_power_of_2(groups)
@@ -77,6 +81,31 @@ def _pairs(weight: torch.Tensor | None, *matrices: torch.Tensor | None) -> int:
     return 2 if even and all(matrix is None or in_pairs(matrix) for matrix in matrices) else 1
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class GradientLoop(Constants):
+    """The work of a program.
+
+    Attributes:
+        rows: rows of a tile.
+        cols: words of a load.
+        chunks: loads of a row that one program holds.
+        parts: programs that share a row, one load each.
+        sum_rows: rows of a program's sums for dγ.
+        pairs: elements of a word: 2 where 16-bit elements are loaded as int32, else 1.
+        dtype: the type of an element.
+        zero_centered: whether 1 is added to the weight.
+    """
+
+    rows: int
+    cols: int
+    chunks: int
+    parts: int
+    sum_rows: int
+    pairs: int
+    dtype: tl.dtype
+    zero_centered: bool
+
+
 @triton.jit
 def _load(ptr, tile, first_col, M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Load (ROWS, COLS) of a contiguous matrix; zeros outside it."""
@@ -90,29 +119,31 @@ def _load(ptr, tile, first_col, M, N: tl.constexpr, ROWS: tl.constexpr, COLS: tl
 
 
 @triton.jit
-def _times_gamma(dz32, g, HALF: tl.constexpr, g_ptr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+def _times_gamma(dz32, g, HALF: tl.constexpr, g_ptr, LOOP: tl.constexpr):
     """Return dz γ, fp32, of a half of the words.
 
-    g: the weight of the columns, words as dz has them, or under PAIRS the tensors of an fp32 weight's even and odd columns.
+    g: the weight of the columns, words as dz has them, or in pairs the tensors of an fp32 weight's even and odd columns.
     """
     dzg = dz32
     if g_ptr is not None:
-        if PAIRS == 2 and g_ptr.dtype.element_ty == tl.float32:
+        if LOOP.pairs == 2 and g_ptr.dtype.element_ty == tl.float32:
             gamma = g[HALF]
         else:
-            gamma = values(g[0], HALF, PAIRS, dtype)
-        dzg = dz32 * (gamma + 1.0 if ZERO_CENTERED else gamma)[None, :]
+            gamma = values(g[0], HALF, LOOP.pairs, LOOP.dtype)
+        dzg = dz32 * (gamma + 1.0 if LOOP.zero_centered else gamma)[None, :]
     return dzg
 
 
 @triton.jit
-def _products(dz, x, g, g_ptr, ZERO_CENTERED: tl.constexpr, PAIRS: tl.constexpr, dtype: tl.constexpr):
+def _products(dz, x, g, g_ptr, LOOP: tl.constexpr):
     """Return dz γ x, summed over the halves of words."""
+    PAIRS: tl.constexpr = LOOP.pairs
+    dtype: tl.constexpr = LOOP.dtype
     dz32 = values(dz, 0, PAIRS, dtype)
-    s = _times_gamma(dz32, g, 0, g_ptr, ZERO_CENTERED, PAIRS, dtype) * values(x, 0, PAIRS, dtype)
+    s = _times_gamma(dz32, g, 0, g_ptr, LOOP) * values(x, 0, PAIRS, dtype)
     if PAIRS == 2:
         dz32 = values(dz, 1, PAIRS, dtype)
-        s += _times_gamma(dz32, g, 1, g_ptr, ZERO_CENTERED, PAIRS, dtype) * values(x, 1, PAIRS, dtype)
+        s += _times_gamma(dz32, g, 1, g_ptr, LOOP) * values(x, 1, PAIRS, dtype)
     return s
 
 
@@ -128,21 +159,93 @@ def _to_rows(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _rmsnorm_bwd_main(
-    dz_ptr, x_ptr, rsigma_ptr, g_ptr, dsum_ptr, dx_ptr, dg_ptr, ws_ptr,
-    M, N: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
-    PAIRS: tl.constexpr, dtype: tl.constexpr, DG_ROWS: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
+def _load_weight(g_ptr, first_col, N: tl.constexpr, LOOP: tl.constexpr):
+    """Load the weight of all loads of a program: for each a tuple, as `_times_gamma` takes it."""
+    COLS: tl.constexpr = LOOP.cols
+    gs = ()
+    for c in tl.static_range(LOOP.chunks):
+        cols = first_col + c * COLS + tl.arange(0, COLS)
+        if g_ptr is None:
+            gs = gs + ((0,),)
+        elif LOOP.pairs == 2 and g_ptr.dtype.element_ty == tl.float32:
+            even = tl.load(g_ptr + cols * 2, mask=cols < N, other=0, eviction_policy="evict_last")
+            gs = gs + ((even, tl.load(g_ptr + cols * 2 + 1, mask=cols < N, other=0, eviction_policy="evict_last")),)
+        else:
+            gs = gs + ((tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),),)
+    return gs
+
+
+@triton.jit
+def _write_tile(
+    xs, dzs, dsums, gs, dgs, r, total, tile, first_col, lanes, left,
+    g_ptr, dsum_ptr, dx_ptr, dg_ptr, N: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Write dx, and one fp32 row of dγ partials per group of PARTS programs: dg (groups, N * PAIRS).
+    """Write dx of a tile whose sums of dz γ x are `total`; return the sums for dγ with the tile added."""
+    COLS: tl.constexpr = LOOP.cols
+    PAIRS: tl.constexpr = LOOP.pairs
+    dtype: tl.constexpr = LOOP.dtype
+    slope = (r * r * total * (1.0 / (N * PAIRS)))[:, None]
+    r = r[:, None]
+    dgs_next = ()
+    for c in tl.static_range(LOOP.chunks):
+        cols = first_col + c * COLS + tl.arange(0, COLS)
+        mask = (lanes < left)[:, None]
+        if N % COLS != 0:
+            mask = mask & (cols < N)[None, :]
+        x = held(xs[c])
+        dz = held(dzs[c])
+        x32 = values(x, 0, PAIRS, dtype)
+        dz32 = values(dz, 0, PAIRS, dtype)
+        dx = r * (_times_gamma(dz32, gs[c], 0, g_ptr, LOOP) - slope * x32)
+        if dsum_ptr is not None:
+            dx += values(dsums[c], 0, PAIRS, dtype)
+        if dg_ptr is not None:
+            dgs_next = dgs_next + (dgs[c * PAIRS] + _to_rows(dz32 * x32 * r, LOOP.sum_rows),)
+        if PAIRS == 2:
+            x32 = values(x, 1, PAIRS, dtype)
+            dz32 = values(dz, 1, PAIRS, dtype)
+            high = r * (_times_gamma(dz32, gs[c], 1, g_ptr, LOOP) - slope * x32)
+            if dsum_ptr is not None:
+                high += values(dsums[c], 1, PAIRS, dtype)
+            if dg_ptr is not None:
+                dgs_next = dgs_next + (dgs[c * PAIRS + 1] + _to_rows(dz32 * x32 * r, LOOP.sum_rows),)
+            dx = to_pairs(dx, high, dtype)
+        else:
+            dx = dx.to(dtype)
+        dx_tile = dx_ptr + wide(tile * LOOP.rows) * N
+        tl.store(dx_tile + (lanes[:, None] * N + cols[None, :]), dx, mask=mask, cache_modifier=".cs")
+    return dgs_next
+
+
+@triton.jit
+def _write_partials(dgs, group, first_col, dg_ptr, N: tl.constexpr, LOOP: tl.constexpr):
+    """Write a program's row of dγ partials from its sums; in pairs even and odd columns are put side by side again."""
+    COLS: tl.constexpr = LOOP.cols
+    PAIRS: tl.constexpr = LOOP.pairs
+    for c in tl.static_range(LOOP.chunks):
+        cols = first_col + c * COLS + tl.arange(0, COLS)
+        dg = tl.sum(dgs[c * PAIRS], axis=0)
+        if PAIRS == 2:
+            cols = (first_col + c * COLS) * 2 + tl.arange(0, COLS * 2)
+            dg = tl.reshape(tl.join(dg, tl.sum(dgs[c * PAIRS + 1], axis=0)), (COLS * 2,))
+        tl.store(dg_ptr + wide(group) * (N * PAIRS) + cols, dg, mask=cols < N * PAIRS)
+
+
+@triton.jit
+def _rmsnorm_bwd_main(
+    dz_ptr, x_ptr, rsigma_ptr, g_ptr, dsum_ptr, dx_ptr, dg_ptr, ws_ptr, M, N: tl.constexpr,
+    LOOP: tl.constexpr, PHASE: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write dx, and one fp32 row of dγ partials per group of programs that share rows: dg (groups, all columns).
 
     g_ptr None: γ is 1. dg_ptr None: no dγ. dsum_ptr: a gradient that is added to dx, or None.
 
-    PARTS programs share a row, one load each, or one program holds its CHUNKS loads. In PAIRS dz, x, 16-bit γ, dsum and dx are
-    int32, and N and COLS count words of two values of `dtype`. DG_ROWS: rows of a program's sums for dγ. EARLY: the next kernel
-    may be launched at once, not only when the loops are over.
+    Programs share a row, one load each, or one program holds all loads of a row. In pairs dz, x, 16-bit γ, dsum and dx are int32,
+    and N counts words. EARLY: the next kernel may be launched at once, not only when the loops are over.
     """
+    ROWS: tl.constexpr = LOOP.rows
+    COLS: tl.constexpr = LOOP.cols
+    PARTS: tl.constexpr = LOOP.parts
     if EARLY and since_sm_90():
         gdc_launch_dependents()
     part = tl.program_id(0) % PARTS
@@ -152,26 +255,18 @@ def _rmsnorm_bwd_main(
     first_col = part * COLS
     lanes = tl.arange(0, ROWS)
     slots = part * ROWS + lanes
-    gs = ()
+    gs = _load_weight(g_ptr, first_col, N, LOOP)
     dgs = ()
-    for c in tl.static_range(CHUNKS):
-        cols = first_col + c * COLS + tl.arange(0, COLS)
-        if g_ptr is None:
-            gs = gs + ((0,),)
-        elif PAIRS == 2 and g_ptr.dtype.element_ty == tl.float32:
-            even = tl.load(g_ptr + cols * 2, mask=cols < N, other=0, eviction_policy="evict_last")
-            gs = gs + ((even, tl.load(g_ptr + cols * 2 + 1, mask=cols < N, other=0, eviction_policy="evict_last")),)
-        else:
-            gs = gs + ((tl.load(g_ptr + cols, mask=cols < N, other=0, eviction_policy="evict_last"),),)
-        if dg_ptr is not None:
-            for _ in tl.static_range(PAIRS):
-                dgs = dgs + (tl.zeros((DG_ROWS, COLS), dtype=tl.float32),)
+    if dg_ptr is not None:
+        for _ in tl.static_range(LOOP.chunks * LOOP.pairs):
+            dgs = dgs + (tl.zeros((LOOP.sum_rows, COLS), dtype=tl.float32),)
+    # Publish the first tile before the loop, so that each iteration waits for sums that were published one iteration ago.
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
         x_next = _load(x_ptr, group, first_col, M, N, ROWS, COLS)
         dz_next = _load(dz_ptr, group, first_col, M, N, ROWS, COLS)
         if PHASE != 2:
-            partial = tl.sum(_products(dz_next, x_next, gs[0], g_ptr, ZERO_CENTERED, PAIRS, dtype), axis=1)
+            partial = tl.sum(_products(dz_next, x_next, gs[0], g_ptr, LOOP), axis=1)
             publish(ws_ptr, group * (PARTS * ROWS) + slots, partial, tag, lanes >= 0)
     r_next = load_constant(rsigma_ptr + tl.minimum(group * ROWS + lanes, M - 1))
     for tile in tl.range(group, tiles, step, num_stages=STAGES, disable_licm=True):
@@ -188,65 +283,31 @@ def _rmsnorm_bwd_main(
             x_next = _load(x_ptr, ahead, first_col, M, N, ROWS, COLS)
             dz_next = _load(dz_ptr, ahead, first_col, M, N, ROWS, COLS)
             if PHASE != 2:
-                partial = tl.sum(_products(dz_next, x_next, gs[0], g_ptr, ZERO_CENTERED, PAIRS, dtype), axis=1)
+                partial = tl.sum(_products(dz_next, x_next, gs[0], g_ptr, LOOP), axis=1)
                 publish(ws_ptr, ahead * (PARTS * ROWS) + slots, partial, tag, lanes * 0 + ahead < tiles)
             total = tl.zeros((ROWS,), dtype=tl.float32)
             if PHASE != 1:
                 total = sum_of_published(ws_ptr, tile, tag, ROWS, PARTS, PHASE)
         else:
             sums = tl.zeros((ROWS, COLS), dtype=tl.float32)
-            for c in tl.static_range(CHUNKS):
+            for c in tl.static_range(LOOP.chunks):
                 x = _load(x_ptr, tile, c * COLS, M, N, ROWS, COLS)
                 dz = _load(dz_ptr, tile, c * COLS, M, N, ROWS, COLS)
-                sums += _products(dz, x, gs[c], g_ptr, ZERO_CENTERED, PAIRS, dtype)
+                sums += _products(dz, x, gs[c], g_ptr, LOOP)
                 xs = xs + (x,)
                 dzs = dzs + (dz,)
             total = tl.sum(sums, axis=1)
         if dsum_ptr is not None:
-            for c in tl.static_range(CHUNKS):
+            for c in tl.static_range(LOOP.chunks):
                 dsums = dsums + (_load(dsum_ptr, tile, first_col + c * COLS, M, N, ROWS, COLS),)
         if PHASE != 1:
-            slope = (r * r * total * (1.0 / (N * PAIRS)))[:, None]
-            r = r[:, None]
-            dgs_next = ()
-            for c in tl.static_range(CHUNKS):
-                cols = first_col + c * COLS + tl.arange(0, COLS)
-                mask = (lanes < left)[:, None]
-                if N % COLS != 0:
-                    mask = mask & (cols < N)[None, :]
-                x = held(xs[c])
-                dz = held(dzs[c])
-                x32 = values(x, 0, PAIRS, dtype)
-                dz32 = values(dz, 0, PAIRS, dtype)
-                dx = r * (_times_gamma(dz32, gs[c], 0, g_ptr, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
-                if dsum_ptr is not None:
-                    dx += values(dsums[c], 0, PAIRS, dtype)
-                if dg_ptr is not None:
-                    dgs_next = dgs_next + (dgs[c * PAIRS] + _to_rows(dz32 * x32 * r, DG_ROWS),)
-                if PAIRS == 2:
-                    x32 = values(x, 1, PAIRS, dtype)
-                    dz32 = values(dz, 1, PAIRS, dtype)
-                    high = r * (_times_gamma(dz32, gs[c], 1, g_ptr, ZERO_CENTERED, PAIRS, dtype) - slope * x32)
-                    if dsum_ptr is not None:
-                        high += values(dsums[c], 1, PAIRS, dtype)
-                    if dg_ptr is not None:
-                        dgs_next = dgs_next + (dgs[c * PAIRS + 1] + _to_rows(dz32 * x32 * r, DG_ROWS),)
-                    dx = to_pairs(dx, high, dtype)
-                else:
-                    dx = dx.to(dtype)
-                dx_tile = dx_ptr + wide(tile * ROWS) * N
-                tl.store(dx_tile + (lanes[:, None] * N + cols[None, :]), dx, mask=mask, cache_modifier=".cs")
-            dgs = dgs_next
+            dgs = _write_tile(
+                xs, dzs, dsums, gs, dgs, r, total, tile, first_col, lanes, left, g_ptr, dsum_ptr, dx_ptr, dg_ptr, N, LOOP
+            )
     if PHASE != 1 and dg_ptr is not None:
         if not EARLY and since_sm_90():
             gdc_launch_dependents()
-        for c in tl.static_range(CHUNKS):
-            cols = first_col + c * COLS + tl.arange(0, COLS)
-            dg = tl.sum(dgs[c * PAIRS], axis=0)
-            if PAIRS == 2:
-                cols = (first_col + c * COLS) * 2 + tl.arange(0, COLS * 2)
-                dg = tl.reshape(tl.join(dg, tl.sum(dgs[c * PAIRS + 1], axis=0)), (COLS * 2,))
-            tl.store(dg_ptr + wide(group) * (N * PAIRS) + cols, dg, mask=cols < N * PAIRS)
+        _write_partials(dgs, group, first_col, dg_ptr, N, LOOP)
     if PARTS > 1 and PHASE == 0:
         close_launch(ws_ptr, tag)
 

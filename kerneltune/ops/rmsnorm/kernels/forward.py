@@ -6,6 +6,7 @@ publishes its next tile before it waits for the present one, so that the wait is
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.arguments import check_apart
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.launch import registers
 from kerneltune.kernel_lib.tl_exchange import (
     await_done,
@@ -27,6 +29,8 @@ from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, INTERPRETED, held,
 from kerneltune.kernel_lib.tl_transpose import store_transposed, transpose_bytes
 from kerneltune.kernel_lib.workspace import counters, workspace
 from kerneltune.ops.rmsnorm.kernels.rows import (
+    Output,
+    WholeRows,
     gamma,
     inside,
     load_chunk,
@@ -100,14 +104,14 @@ def normalize(
             check_apart(name, matrix, config.rows)
     tensors = (x, weight, add, None if add is None else total, y, rsigma, scale, amax, scale_inv)
     sizes = (M, N, x.stride(0), None if add is None else add.stride(0), eps)
-    constants = {"ZERO_CENTERED": zero_centered, "FP8_MAX": FP8_MAX[fp8_format]}
+    output = {"zero_centered": zero_centered, "fp8": quant != "none", "fp8_max": FP8_MAX[fp8_format]}
     if y_t is not None and M % config.rows == 0 and transposes_at_once(N, config):
-        _write_both_at_once(tensors, y_t, sizes, constants, config)
+        _write_both_at_once(tensors, y_t, sizes, output, config)
         return y, total, rsigma, y_t, scale_inv
     if y_t is not None and _transposes_behind(y, config):
-        write_both(tensors, y_t, sizes, constants, config)
+        write_both(tensors, y_t, sizes, output, config)
         return y, total, rsigma, y_t, scale_inv
-    _write_rows_of(tensors, sizes, constants | {"FP8": quant != "none"}, y_t is not None, config)
+    _write_rows_of(tensors, sizes, output, y_t is not None, config)
     if y_t is not None:
         transpose_bytes[(cdiv(M, _TILE_ROWS) * cdiv(N, _TILE_COLS),)](
             y.view(torch.uint8), y_t.view(torch.uint8), M, N, N,
@@ -116,21 +120,20 @@ def normalize(
     return y, total, rsigma, y_t, scale_inv
 
 
-def _write_rows_of(
-    tensors: tuple[Any, ...], sizes: tuple[Any, ...], constants: dict[str, Any], keep: bool, c: "FwdConfig"
-) -> None:
+def _write_rows_of(tensors: tuple[Any, ...], sizes: tuple[Any, ...], output: dict[str, Any], keep: bool, c: "FwdConfig") -> None:
     """Write y. keep: so that L2 has it for the next kernel."""
     (M, N), x, plain = sizes[:2], tensors[0], _is_plain(tensors, sizes)
     tiles = cdiv(M, c.rows)
     if not c.ctas:
-        _rmsnorm_fwd_once[(tiles,)](*tensors, *sizes, **constants, KEEP=keep or plain, **_whole(N, c, plain))
+        _rmsnorm_fwd_once[(tiles,)](*tensors, *sizes, OUTPUT=Output.of(**output, keep=keep or plain), **_whole(N, c, plain))
         return
     parts, chunks = c.parts(N)
     with workspace(tiles * parts * c.rows, x.device) if parts > 1 else nullcontext() as ws:
         for phase, options in phases_of(parts, c):
             _rmsnorm_fwd_loop[(groups_of(x.device, tiles, parts, c) * parts,)](
-                *tensors, ws, *sizes, **constants, KEEP=keep, ROWS=c.rows, COLS=c.cols, CHUNKS=chunks, PARTS=parts, PHASE=phase,
-                EVEN=N % c.cols == 0, STAGES=c.stages, num_warps=c.warps, **options,
+                *tensors, ws, *sizes, OUTPUT=Output.of(**output, keep=keep),
+                LOOP=RowLoop.of(rows=c.rows, cols=c.cols, chunks=chunks, parts=parts, even=N % c.cols == 0), PHASE=phase,
+                STAGES=c.stages, num_warps=c.warps, **options,
             )  # fmt: skip
 
 
@@ -140,14 +143,14 @@ def transposes_at_once(N: int, c: "FwdConfig") -> bool:
 
 
 def _write_both_at_once(
-    tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], constants: dict[str, Any], c: "FwdConfig"
+    tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], output: dict[str, Any], c: "FwdConfig"
 ) -> None:
     """Write y of short rows, whole tiles of them, and its transpose from registers; the rest is that of `_rmsnorm_fwd_once`.
 
     Of rows that are no multiple of 4 ptxas 12.8 makes wrong code; a tile that is not full has not run on a GPU.
     """
     _rmsnorm_fwd_at_once[(cdiv(sizes[0], c.rows),)](
-        *tensors, y_t, *sizes, **constants, ROWS=c.rows, COLS=c.cols, num_warps=c.warps
+        *tensors, y_t, *sizes, OUTPUT=Output.of(**output, keep=False), ROWS=c.rows, COLS=c.cols, num_warps=c.warps
     )
 
 
@@ -159,15 +162,16 @@ def _transposes_behind(y: torch.Tensor, c: "FwdConfig") -> bool:
 
 
 def write_both(
-    tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], constants: dict[str, Any], c: "FwdConfig"
+    tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], output: dict[str, Any], c: "FwdConfig"
 ) -> None:
     """Write y and its transpose in one launch; tensors and sizes are those of `_rmsnorm_fwd_once`."""
     (M, N), x = sizes[:2], tensors[0]
     blocks = cdiv(M, _BLOCK)
     with counters(cdiv(blocks, 2), x.device) as done:
-        _rmsnorm_fwd_turned[(blocks * (_BLOCK // c.rows + cdiv(N, _TILE)),)](
-            *tensors, y_t.view(torch.uint8), done.view(torch.int32), *sizes, cdiv(BEHIND_BYTES, _BLOCK * N), **constants,
-            BLOCK=_BLOCK, TILE=_TILE, **_whole(N, c, _is_plain(tensors, sizes)),
+        _rmsnorm_fwd_transposed[(blocks * (_BLOCK // c.rows + cdiv(N, _TILE)),)](
+            *tensors, y_t.view(torch.uint8), done.view(torch.int32), *sizes, cdiv(BEHIND_BYTES, _BLOCK * N),
+            OUTPUT=Output.of(**output, keep=True), PLACE=Blocks.of(rows=_BLOCK, cols=_TILE),
+            **_whole(N, c, _is_plain(tensors, sizes)),
         )  # fmt: skip
 
 
@@ -185,20 +189,43 @@ def _whole(N: int, c: "FwdConfig", plain: bool) -> dict[str, Any]:
     else:
         held = loads
         gammas = 0 if c.rows * loads * c.cols > _MOST_BESIDE_GAMMA else loads
-    sizes = {
-        "ROWS": c.rows, "COLS": c.cols, "HELD": held, "GAMMAS": gammas, "BY_WARPS": c.warps >= 16,
-        "POLICY": "" if plain else "evict_first", "num_warps": c.warps,
-    }  # fmt: skip
+    policy = "" if plain else "evict_first"
+    whole = WholeRows.of(rows=c.rows, cols=c.cols, held=held, gammas=gammas, by_warps=c.warps >= 16, policy=policy)
+    sizes = {"WHOLE": whole, "num_warps": c.warps}
     return sizes | registers(c.warps, SHARING) if c.reload and held else sizes
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Blocks(Constants):
+    """The rows of a block, which count their writers together, and the columns of a transposed tile of a block."""
+
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class RowLoop(Constants):
+    """The work of a program that loops over tiles.
+
+    Attributes:
+        rows: rows of a tile.
+        cols: elements of a load.
+        chunks: loads of a row that one program holds.
+        parts: programs that share a row, one load each.
+        even: whether the row is a multiple of a load.
+    """
+
+    rows: int
+    cols: int
+    chunks: int
+    parts: int
+    even: bool
 
 
 @triton.jit
 def _rmsnorm_fwd_once(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
-    M, N: tl.constexpr, stride_xm, stride_am, eps,
-    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
-    POLICY: tl.constexpr,
+    M, N: tl.constexpr, stride_xm, stride_am, eps, OUTPUT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Write y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows.
 
@@ -207,15 +234,14 @@ def _rmsnorm_fwd_once(
     """
     whole_rows(
         tl.program_id(0), x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
-        M, N, stride_xm, stride_am, eps, ZERO_CENTERED, FP8, FP8_MAX, KEEP, ROWS, COLS, HELD, GAMMAS, BY_WARPS, POLICY,
+        M, N, stride_xm, stride_am, eps, OUTPUT, WHOLE,
     )  # fmt: skip
 
 
 @triton.jit
 def _rmsnorm_fwd_at_once(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr,
-    M, N: tl.constexpr, stride_xm, stride_am, eps,
-    ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    M, N: tl.constexpr, stride_xm, stride_am, eps, OUTPUT: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Write y as fp8 and its transpose (N, M), a program for ROWS whole rows, which it holds as four tiles of every fourth row.
 
@@ -250,9 +276,9 @@ def _rmsnorm_fwd_at_once(
         x = xs[k].to(tl.float32)
         r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)
         tl.store(rsigma_ptr + tile * ROWS + rows, r, mask=rows < left)
-        y = x * r[:, None] * gamma(g, ZERO_CENTERED)
+        y = x * r[:, None] * gamma(g, OUTPUT.zero_centered)
         amax = raised(amax, y)
-        q = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
+        q = quantize(y, scale, OUTPUT.fp8_max, y_ptr.dtype.element_ty)
         tl.store(y_ptr + to, q, mask=mask)
         qs = qs + (q,)
     base = wide(tile * ROWS)
@@ -261,13 +287,9 @@ def _rmsnorm_fwd_at_once(
 
 
 @triton.jit
-def _rmsnorm_fwd_turned(
+def _rmsnorm_fwd_transposed(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, y_t_ptr, done_ptr,
-    M, N: tl.constexpr, stride_xm, stride_am, eps, lag,
-    ZERO_CENTERED: tl.constexpr, FP8_MAX: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
-    POLICY: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    M, N: tl.constexpr, stride_xm, stride_am, eps, lag, OUTPUT: tl.constexpr, WHOLE: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     """Write y as fp8, and its transpose (N, M), M a multiple of 4.
 
@@ -276,6 +298,9 @@ def _rmsnorm_fwd_turned(
 
     done_ptr: a 32-bit counter per block of rows, 0 before and after.
     """
+    BLOCK: tl.constexpr = PLACE.rows
+    TILE: tl.constexpr = PLACE.cols
+    ROWS: tl.constexpr = WHOLE.rows
     WRITERS: tl.constexpr = BLOCK // ROWS
     TRANSPOSERS: tl.constexpr = (N + TILE - 1) // TILE
     BOTH: tl.constexpr = WRITERS + TRANSPOSERS
@@ -305,8 +330,7 @@ def _rmsnorm_fwd_turned(
         if tile * ROWS < M:
             whole_rows(
                 tile, x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
-                M, N, stride_xm, stride_am, eps, ZERO_CENTERED, True, FP8_MAX, True, ROWS, COLS, HELD, GAMMAS, BY_WARPS,
-                POLICY,
+                M, N, stride_xm, stride_am, eps, OUTPUT, WHOLE,
             )  # fmt: skip
         leave_done(done_ptr + block)
 
@@ -330,15 +354,17 @@ def _transpose_tile(y_ptr, y_t_ptr, block, first_col, M, N: tl.constexpr, BLOCK:
 @triton.jit
 def _rmsnorm_fwd_loop(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr,
-    M, N, stride_xm, stride_am, eps,
-    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, PHASE: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr,
+    M, N, stride_xm, stride_am, eps, OUTPUT: tl.constexpr, LOOP: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write y by resident programs that loop over tiles; several PARTS share a row, or one holds its CHUNKS loads.
 
     The weight stays in registers, as it is stored: loaded in the loop it would take as much shared memory as x does.
     """
+    ROWS: tl.constexpr = LOOP.rows
+    COLS: tl.constexpr = LOOP.cols
+    CHUNKS: tl.constexpr = LOOP.chunks
+    PARTS: tl.constexpr = LOOP.parts
+    EVEN: tl.constexpr = LOOP.even
     part = tl.program_id(0) % PARTS
     first_tile = tl.program_id(0) // PARTS
     step = tl.num_programs(0) // PARTS
@@ -346,7 +372,7 @@ def _rmsnorm_fwd_loop(
     lanes = tl.arange(0, ROWS)
     inv_n = 1.0 / N
     scale = 1.0
-    if FP8:
+    if OUTPUT.fp8:
         scale = tl.load(scale_ptr)
         if tl.program_id(0) == 0 and PHASE != 1:
             tl.store(scale_inv_ptr, reciprocal(scale))
@@ -392,8 +418,8 @@ def _rmsnorm_fwd_loop(
                 if not EVEN:
                     mask = mask & (cols_c < N)[None, :]
                 y_tile = y_ptr + wide(tile * ROWS) * N + (lanes[:, None] * N + cols_c[None, :])
-                amax = write_rows(held(xs[c]), held(gs[c]), r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
-    if FP8 and PHASE != 1:
+                amax = write_rows(held(xs[c]), held(gs[c]), r, y_tile, scale, mask, amax, OUTPUT)
+    if OUTPUT.fp8 and PHASE != 1:
         tl.atomic_max(amax_ptr, tl.max(amax), sem="relaxed")
     if PARTS > 1 and PHASE == 0:
         close_launch(ws_ptr, tag)

@@ -1,9 +1,51 @@
 """Device functions of RMSNorm's forward on tiles of rows: load, sum up, write, find the largest."""
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.tl_lib import held, is_cuda, quantize, reciprocal, wide
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Output(Constants):
+    """What is written as y.
+
+    Attributes:
+        zero_centered: whether 1 is added to the weight.
+        fp8: whether y is cast to fp8.
+        fp8_max: the largest finite value of the fp8 type.
+        keep: whether y is stored so that L2 has it for the next kernel.
+    """
+
+    zero_centered: bool
+    fp8: bool
+    fp8_max: float
+    keep: bool
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WholeRows(Constants):
+    """The work of a program that writes whole rows.
+
+    Attributes:
+        rows: rows of a program.
+        cols: elements of a load.
+        held: loads of x that are held between the sum and the output. The other loads are read again, from L2, that many ahead
+            of their use. All are held where a matrix is added to x.
+        gammas: loads of the weight that are ahead of their use: all cost registers, none costs their latency.
+        by_warps: whether each warp publishes its own largest magnitude, which ends a large program without a barrier.
+        policy: the eviction policy of the loads of x that are held.
+    """
+
+    rows: int
+    cols: int
+    held: int
+    gammas: int
+    by_warps: bool
+    policy: str
 
 
 @triton.jit
@@ -115,15 +157,14 @@ def raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
 
 @triton.jit
 def write_rows(
-    x, g, r, y_ptr, scale, mask, amax,
-    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
+    x, g, r, y_ptr, scale, mask, amax, OUTPUT: tl.constexpr
 ):  # fmt: skip
-    """Store (ROWS, COLS) of y, under KEEP so that L2 has it for the next kernel; return amax with them."""
-    y = x.to(tl.float32) * r[:, None] * gamma(g, ZERO_CENTERED)
-    if FP8:
+    """Store (rows, cols) of y; return the larger of amax and the magnitudes of y."""
+    y = x.to(tl.float32) * r[:, None] * gamma(g, OUTPUT.zero_centered)
+    if OUTPUT.fp8:
         amax = raised(amax, y)
-        y = quantize(y, scale, FP8_MAX, y_ptr.dtype.element_ty)
-    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier="" if KEEP else ".cs")
+        y = quantize(y, scale, OUTPUT.fp8_max, y_ptr.dtype.element_ty)
+    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier="" if OUTPUT.keep else ".cs")
     return amax
 
 
@@ -131,24 +172,20 @@ def write_rows(
 def whole_rows(
     tile,
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
-    M, N: tl.constexpr, stride_xm, stride_am, eps,
-    ZERO_CENTERED: tl.constexpr, FP8: tl.constexpr, FP8_MAX: tl.constexpr, KEEP: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, HELD: tl.constexpr, GAMMAS: tl.constexpr, BY_WARPS: tl.constexpr,
-    POLICY: tl.constexpr,
+    M, N: tl.constexpr, stride_xm, stride_am, eps, OUTPUT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write rows [tile * ROWS, …) of y. KEEP: as in `write_rows`.
-
-    HELD: how many loads of x are held between the sum and the output; the others are read again, from L2, that many ahead of
-    their use: all are held where something is added to x. GAMMAS: as many loads of the weight are ahead of theirs: all cost
-    registers, none costs their latency. POLICY: the eviction policy of the loads of x that are held.
-    """
+    """Write the rows of a tile of y: add up the squares of what is held, then scale and store it, load by load."""
+    ROWS: tl.constexpr = WHOLE.rows
+    COLS: tl.constexpr = WHOLE.cols
+    HELD: tl.constexpr = WHOLE.held
+    GAMMAS: tl.constexpr = WHOLE.gammas
     tl.static_assert(add_ptr is None or HELD == (N + COLS - 1) // COLS)
     CHUNKS: tl.constexpr = (N + COLS - 1) // COLS
     lanes = tl.arange(0, ROWS)
     left = M - tile * ROWS
     cols = tl.arange(0, COLS)
     scale = 1.0
-    if FP8:
+    if OUTPUT.fp8:
         scale = tl.load(scale_ptr)
         if tile == 0:
             tl.store(scale_inv_ptr, reciprocal(scale))
@@ -162,20 +199,20 @@ def whole_rows(
         x = load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, "evict_last")
         squares += x.to(tl.float32) * x.to(tl.float32)
     for c in tl.static_range(HELD):
-        x = load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, POLICY)
+        x = load_chunk(x_rows, c, lanes, left, N, ROWS, COLS, WHOLE.policy)
         if add_ptr is not None:
             add_rows = add_ptr + wide(tile * ROWS) * stride_am + lanes[:, None] * stride_am
-            other = load_chunk(add_rows, c, lanes, left, N, ROWS, COLS, POLICY)
+            other = load_chunk(add_rows, c, lanes, left, N, ROWS, COLS, WHOLE.policy)
             x = (x.to(tl.float32) + other.to(tl.float32)).to(x.dtype)
             sum_rows = sum_ptr + wide(tile * ROWS) * N + lanes[:, None] * N
             mask = inside(lanes, left, c * COLS + cols, N, ROWS, COLS)
-            tl.store(sum_rows + (c * COLS + cols)[None, :], x, mask=mask, cache_modifier="" if KEEP else ".cs")
+            tl.store(sum_rows + (c * COLS + cols)[None, :], x, mask=mask, cache_modifier="" if OUTPUT.keep else ".cs")
         squares += x.to(tl.float32) * x.to(tl.float32)
         xs = xs + (x,)
         if c < GAMMAS:
             gs = gs + (load_gamma(g_ptr, c * COLS + cols, N),)
     seen = 0.0
-    if FP8 and BY_WARPS:
+    if OUTPUT.fp8 and WHOLE.by_warps:
         seen = tl.load(amax_ptr, cache_modifier=".cg")  # long before it is needed
     r = tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / N) + eps)
     tl.store(rsigma_ptr + tile * ROWS + lanes, r, mask=lanes < left)
@@ -187,6 +224,6 @@ def whole_rows(
         if c + GAMMAS < CHUNKS:
             gs = gs + (load_gamma(g_ptr, (c + GAMMAS) * COLS + cols, N),)
         y_tile = y_rows + (c * COLS + cols)[None, :]
-        amax = write_rows(x, gs[c], r, y_tile, scale, mask, amax, ZERO_CENTERED, FP8, FP8_MAX, KEEP)
-    if FP8:
-        raise_amax(amax_ptr, amax, seen, BY_WARPS)
+        amax = write_rows(x, gs[c], r, y_tile, scale, mask, amax, OUTPUT)
+    if OUTPUT.fp8:
+        raise_amax(amax_ptr, amax, seen, WHOLE.by_warps)
