@@ -14,7 +14,7 @@ BASE ?= main
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile $(PIP_FLAGS) --constraint $(CONSTRAINTS)
 
-.PHONY: sweep test gpu proof inspect release notes clean
+.PHONY: sweep test gpu gpu-planted proof inspect release notes clean
 
 sweep: $(VENV)/.installed
 	$(BIN)/kerneltune sweep $(FAMILY)
@@ -32,6 +32,10 @@ test: $(VENV)/.installed-test
 # not given. Without a network: make gpu VENV_FLAGS=--system-site-packages PIP_FLAGS='--no-index --find-links DIR'
 gpu: $(VENV)/.installed-gpu
 	$(BIN)/python tests/journeys $(if $(JOURNEY),--only $(JOURNEY))
+
+# Plants regressions that only a GPU shows, all or the one called PLANT, in copies of the package, and sees whether the journeys find them.
+gpu-planted: $(VENV)/.installed-gpu
+	$(BIN)/python tests/journeys/planted.py $(PLANT)
 
 # Lists the journeys that have not passed on a GPU with the code as it is, and writes the state into README and docs/limitations.md.
 proof: $(VENV)/.installed

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def main(command: Sequence[str] = (sys.executable, str(HERE))) -> int:
     if gpu["slug"] == "interpreter" and not options.without_gpu:
         raise ValueError("no NVIDIA GPU that torch can use: journeys run on one")
     print(f"{gpu['name']}, torch {gpu['torch']}, triton {gpu['triton']}; outputs in {out}", flush=True)
-    return _run(Runner(out, gpu, command), chosen, gpu)
+    return _run(Runner(out, gpu, command), chosen, keeps=not options.no_proof and gpu["slug"] != "interpreter")
 
 
 def _options() -> argparse.Namespace:
@@ -39,6 +39,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="names of journeys, separated by commas")
     parser.add_argument("--out", default=os.environ.get("GPU_OUT") or str(ROOT / "results" / "runs" / "gpu"))
     parser.add_argument("--proof", action="store_true", help="run nothing: list what has not passed with this code")
+    parser.add_argument("--no-proof", action="store_true", help="do not change proof.json")
     parser.add_argument("--without-gpu", action="store_true", help="run the journeys that need none")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--said", help=argparse.SUPPRESS)
@@ -58,8 +59,8 @@ def _chosen(only: str) -> list[Journey]:
     return [JOURNEYS[name] for name in names]
 
 
-def _run(runner: Runner, chosen: list[Journey], gpu: Mapping[str, str]) -> int:
-    """Run, show the table and keep it."""
+def _run(runner: Runner, chosen: list[Journey], keeps: bool) -> int:
+    """Run, show the table and keep it; keeps: whether the proof, too."""
     began, code = time.monotonic(), 0
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -70,10 +71,10 @@ def _run(runner: Runner, chosen: list[Journey], gpu: Mapping[str, str]) -> int:
     text = table(endings)
     print(f"\n{text}\n{time.monotonic() - began:.0f} s in all", flush=True)
     (runner.out / "table.txt").write_text(text + "\n")
-    summary = {"gpu": dict(gpu), "journeys": [asdict(one) for one in endings]}
+    summary = {"gpu": dict(runner.gpu), "journeys": [asdict(one) for one in endings]}
     (runner.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    if gpu["slug"] != "interpreter":
-        proof.keep(runner.out, gpu, endings)
+    if keeps:
+        proof.keep(runner.out, runner.gpu, endings)
     return code or int(any(one.passed in (FAILED, INTERRUPTED) for one in endings))
 
 

@@ -19,6 +19,8 @@ from threading import Event
 
 from journey import FAILED, HERE, INTERRUPTED, LEFT_OUT, PASSED, ROOT, Journey
 
+GPU_HERE = "JOURNEY_GPU_HERE"
+"""A variable with the answer of `gpu_here`, where the sources cannot be asked."""
 _MARK = "JOURNEY_MARK"
 _GRACE_S = 3.0
 _AT_ONCE = 4
@@ -43,7 +45,10 @@ class Ending:
 
 
 def gpu_here() -> dict[str, str]:
-    """Return name, slug, arch, driver and versions of the GPU, by a process that leaves nothing on it."""
+    """Return what the GPU and the source are, by a process that leaves nothing on the GPU."""
+    if told := os.environ.get(GPU_HERE):
+        known: dict[str, str] = json.loads(told)
+        return known
     code = (
         "import json, platform; from kerneltune import device as d; c = d.current(); d.select_backend(); "
         "from kerneltune.measuring.compare import commit; print(json.dumps({'slug': c.slug, 'name': c.name, 'arch': c.arch, "
