@@ -3,15 +3,16 @@
 import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from journey import ROOT, Place, journey, json_lines, require
 
 
-def capture(place: Place, *program: str | Path) -> str:
+def capture(place: Place, *program: str | Path, options: Sequence[str] = ()) -> str:
     """Capture a program, list and check what was captured; return the program's output."""
-    out = place.kerneltune("capture", "--out", "cap", "--", sys.executable, *program).stdout
+    out = place.kerneltune("capture", "--out", "cap", *options, "--", sys.executable, *program).stdout
     listed = place.kerneltune("adopt", "list", "cap").stdout
     require("classes" in listed, "no table of kernels")
     place.kerneltune("sweep", "cap", "--check-only", "--results", "checked")
@@ -62,7 +63,8 @@ def adopt_package(place: Place) -> None:
     require("scaled_sum_kernel" in missed, "a launch that was not tuned is not recorded")
     counts = other["served"]
     require(counts["misses"] >= 1 and counts["tunings"] == 0, f"serving counted {counts}")
-    place.kerneltune("tune", "cap/misses")
+    tune(place)
+    serve(place, "use_foreign.py", "1000", "2048")
 
 
 @journey(limit_s=150)
@@ -86,6 +88,17 @@ def adopt_two_processes(place: Place) -> None:
     require(first["configs"] == second["configs"], f"{first['configs']} and {second['configs']} differ")
     require(first["digest"] == second["digest"], "results differ")
     require(bool(first["configs"]), "no kernel was launched")
+
+
+@journey(limit_s=150)
+def adopt_plain(place: Place) -> None:
+    """Serve a script whose kernel has no autotuner: its warps and stages are tuned."""
+    place.bring("plain.py", "observed.py")
+    (plain,) = json_lines(place.python("plain.py", "1000", "4096").stdout)
+    capture(place, "plain.py", "1000", "4096", options=("--plain",))
+    tune(place, classes=2)
+    (served,) = serve(place, "plain.py", "1000", "4096")
+    require(served["digest"] == plain["digest"], "served results differ")
 
 
 @journey(limit_s=200, packages=("fla", "einops"))

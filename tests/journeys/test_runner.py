@@ -10,6 +10,8 @@ from pathlib import Path
 
 from journey import HERE, ROOT
 
+from kerneltune.inspection.proof import code_of, load_proof
+
 FAKES = str(HERE / "fakes.py")
 
 
@@ -39,6 +41,10 @@ def test_journeys_end_in_a_table_with_their_outputs_kept(tmp_path: Path) -> None
     assert (tmp_path / "out" / "broken.failed" / "place" / "left.txt").read_text() == "seen"
     assert "lacking  not run            0  no_such_package: not installed" in out
     assert out.splitlines()[-4:-1] == ["1 of 5 passed", "run alone: make gpu JOURNEY=broken", "run alone: make gpu JOURNEY=hangs"]
+    kept = load_proof(tmp_path / "out" / "results" / "nvidia_fake" / "proof.json")
+    assert {name: run.passed for name, run in kept.journeys.items()} == {"fine": True, "broken": False, "hangs": False}
+    assert kept.journeys["fine"].commit == "4010a35"
+    assert len(code_of(kept, "fine")["kerneltune.stats"]) == 8
     state = Path("/proc", (tmp_path / "pid").read_text(), "stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"  # nobody may ask what became of it
 
