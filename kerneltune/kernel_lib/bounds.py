@@ -1,15 +1,21 @@
-"""Find accesses outside of tensors and integer overflow in kernels that Triton's interpreter runs.
+"""Make Triton's interpreter as strict as hardware is free: accesses, races, undefined values, keywords and endless programs.
 
 Every tensor argument gets addresses of its own, so that an access tells which argument it was made from, however far off it
-is. An access outside of the argument's storage raises before memory is touched. Tensors on device `meta` have addresses and
-no memory: with them a few programs of a launch of any size are run for their addresses alone. Knows no operator.
+is. An access outside of the argument's storage raises before memory is touched. Elements that a load's mask leaves out hold
+garbage unless the load has an `other`. Two programs that access one element without an order fail, see `races`. Tensors on device
+`meta` have addresses and no memory: with them a few programs of a launch of any size are run for their addresses alone. Knows no
+operator.
 """
 
+import ctypes
 import dataclasses
+import functools
 import inspect
 import itertools
+import math
+import sys
+import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from kerneltune.errors import meant
+from kerneltune.kernel_lib.races import Conflict, Races
+
 _REGION_BITS = 46
 """log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
 _FIRST_REGION = 1 << 4
@@ -26,10 +35,16 @@ _FIRST_REGION = 1 << 4
 _ALIGNMENT = 4096
 _LAUNCH_SECONDS = 2.0
 """Time for one launch without memory: programs that wait for a value would wait for ever."""
+PROGRAM_SECONDS = 60.0
+"""Time for one program: a program of a check takes milliseconds, an endless loop takes for ever."""
+_WHOLE_GARBAGE = 90
+"""Garbage of whole numbers: small, so that address arithmetic on elements that are left out does not overflow."""
+_FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
+"""Largest value, NaN and least value, as bits, of the types that the interpreter stores as whole numbers."""
 
 
 class KernelFaultError(Exception):
-    """A kernel accesses memory outside of an argument, overflows an integer, or breaks an assertion of its own; one line."""
+    """A kernel does what no GPU defines, breaks an assertion of its own or does not end; one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +70,28 @@ class _Region:
     start: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """The load that runs.
+
+    Attributes:
+        has_other: elements that the mask leaves out have a value.
+        is_volatile: the load waits for other programs.
+        is_shared: the load bypasses L1, so that it sees what atomics of other programs left until now.
+    """
+
+    has_other: bool = False
+    is_volatile: bool = False
+    is_shared: bool = False
+
+
 class NotJudgedError(Exception):
     """A launch without memory takes too long: it waits for values, or its programs have too much to do."""
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Raise KernelFaultError where an interpreted kernel leaves an argument's storage or overflows; nothing on a GPU.
+    """Raise KernelFaultError where an interpreted kernel does what no GPU defines; nothing on a GPU.
 
     The error is raised inside of the kernel; Triton wraps it in its own, which has it as its cause. Of a launch with tensors on
     device `meta` the programs at the corners of the grid run; loads give zeros.
@@ -78,7 +108,11 @@ def guarded() -> Iterator[None]:
         (interpreter, "_implicit_cvt"): guard.converted,
         (interpreter, "_interpreter"): _Accesses(interpreter._interpreter, guard),
         (interpreter.GridExecutor, "_init_args_hst"): guard.named_arguments,
-        (interpreter.GridExecutor, "__call__"): guard.sampled,
+        (interpreter.GridExecutor, "__call__"): guard.launched,
+        (interpreter.InterpreterBuilder, "set_grid_dim"): guard.grid_known,
+        (interpreter.InterpreterBuilder, "set_grid_idx"): guard.program_begun,
+        (interpreter.TritonSemantic, "_load_legacy"): guard.loaded,
+        (interpreter.InterpreterBuilder, "create_masked_load"): guard.loaded_under_mask,
         (interpreter.InterpreterBuilder, "create_assert"): _asserted,
         (interpreter.interpreter_builder, "options"): dataclasses.replace(interpreter.interpreter_builder.options, debug=True),
     }
@@ -100,9 +134,17 @@ class _Guard:
         self._convert: Callable[[Any], Any] = interpreter._implicit_cvt
         self._arguments: Callable[..., Any] = interpreter.GridExecutor._init_args_hst
         self._call: Callable[..., Any] = interpreter.GridExecutor.__call__
+        self._set_grid_dim: Callable[..., Any] = interpreter.InterpreterBuilder.set_grid_dim
+        self._set_grid_idx: Callable[..., Any] = interpreter.InterpreterBuilder.set_grid_idx
+        self._masked_load: Callable[..., Any] = interpreter.InterpreterBuilder.create_masked_load
         self._names: dict[int, str] = {}
         self._regions: list[_Region] = []
+        self._grid: tuple[int, ...] = (1, 1, 1)
+        self._races = Races()
+        self._load: Callable[..., Any] = interpreter.TritonSemantic._load_legacy
+        self._loading = _Loading()
         self.deadline = 0.0
+        self.program_begin = 0.0
 
     @property
     def named_arguments(self) -> Callable[..., Any]:
@@ -120,13 +162,67 @@ class _Guard:
         return init
 
     @property
-    def sampled(self) -> Callable[..., Any]:
+    def grid_known(self) -> Callable[..., Any]:
+        """Stand for InterpreterBuilder.set_grid_dim: a launch begins."""
+        guard = self
+
+        def begin(builder: Any, *sizes: int) -> None:
+            guard._set_grid_dim(builder, *sizes)
+            guard._grid = sizes
+            guard._races.begin_launch(math.prod(sizes))
+
+        return begin
+
+    @property
+    def program_begun(self) -> Callable[..., Any]:
+        """Stand for InterpreterBuilder.set_grid_idx: a program begins."""
+        guard = self
+
+        def begin(builder: Any, *at: int) -> None:
+            guard._set_grid_idx(builder, *at)
+            guard.program_begin = time.monotonic()
+            guard._races.begin_program((at[0] * guard._grid[1] + at[1]) * guard._grid[2] + at[2])
+
+        return begin
+
+    @property
+    def loaded(self) -> Callable[..., Any]:
+        """Stand for TritonSemantic._load_legacy: note what the load says, which the interpreter's own code does not keep."""
+        guard = self
+
+        def load(semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
+            cache, is_volatile = str(rest[2]), rest[4]
+            guard._loading = _Loading(other is not None, bool(is_volatile), cache.endswith((".CG", ".CV")))
+            try:
+                return guard._load(semantic, pointer, mask, other, *rest)
+            finally:
+                guard._loading = _Loading()
+
+        return load
+
+    @property
+    def loaded_under_mask(self) -> Callable[..., Any]:
+        """Stand for InterpreterBuilder.create_masked_load: without `other`, elements that the mask leaves out hold garbage."""
+        guard, interpreter = self, self._interpreter
+
+        def load(builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+            if other is None and not guard._loading.has_other and not mask.data.all():
+                kind = pointers.get_element_ty()
+                other = interpreter.TensorHandle(_garbage(mask.data, kind, interpreter._get_np_dtype(kind)), kind)
+            return guard._masked_load(builder, pointers, mask, other, *rest, **named)
+
+        return load
+
+    @property
+    def launched(self) -> Callable[..., Any]:
         """Stand for GridExecutor.__call__: launch on device `meta` the programs at the corners of the grid alone."""
         guard = self
 
         def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
+            _check_keywords(executor, kwargs)
             if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
-                return guard._call(executor, *args, **kwargs)
+                with _Watchdog(guard, executor.fn.__name__):
+                    return guard._call(executor, *args, **kwargs)
             guard.deadline = time.monotonic() + _LAUNCH_SECONDS
             names = inspect.getfullargspec(executor.fn).args
             given = {name: value for name, value in kwargs.items() if name in names}
@@ -175,17 +271,28 @@ class _Guard:
         found.handle.data = np.array([start], dtype=np.uint64)
         return found
 
-    def real(self, what: str, addresses: Any, mask: Any, item_size: int) -> Any:
+    def real(
+        self,
+        what: str,
+        addresses: Any,
+        mask: Any,
+        item_size: int,
+        note: "Callable[[_Region, Any], Conflict | None] | None" = None,
+    ) -> Any:
         """Return the addresses in memory of an access; None for a tensor without memory.
 
+        Args:
+            note: region and bytes of its storage that are accessed -> the conflict with another program.
+
         Raises:
-            KernelFaultError: an element that the mask lets through lies outside of its argument.
+            KernelFaultError: an element that the mask lets through lies outside of its argument, or another program's access to
+                it has no order.
         """
         if not addresses.size or int(addresses.flat[0]) >> _REGION_BITS < _FIRST_REGION:
             return addresses
         number = (int(addresses.flat[0]) >> _REGION_BITS) - _FIRST_REGION
         if number >= len(self._regions) or bool((addresses >> np.uint64(_REGION_BITS) != number + _FIRST_REGION).any()):
-            return self._each(what, addresses, mask, item_size)
+            return self._each(what, addresses, mask, item_size, note)
         region = self._regions[number]
         at = addresses - np.uint64(region.first)
         outside = mask & (at > np.uint64(max(0, region.size - item_size))) if region.size >= item_size else mask
@@ -195,29 +302,81 @@ class _Guard:
             if time.monotonic() > self.deadline:
                 raise NotJudgedError(f"{_LAUNCH_SECONDS:g} s are over")
             return None
+        if note is not None and (conflict := note(region, at[mask])) is not None:
+            raise self._race(what, region, conflict)
         return addresses + np.uint64(region.offset % (1 << 64))
 
-    def _each(self, what: str, addresses: Any, mask: Any, item_size: int) -> Any:
+    def load(self, addresses: Any, mask: Any, item_size: int) -> Any:
+        """Return the addresses in memory of a load; a volatile load waits for other programs, so that it races with nothing."""
+
+        def note(region: _Region, at: Any) -> Conflict | None:
+            storage = region.first + region.offset
+            if self._loading.is_volatile:
+                self._races.acquire([storage + int(byte) for byte in at[:1]])
+                return None
+            return self._races.load(storage, region.size, at, item_size, _line(), self._loading.is_shared)
+
+        return self.real("load", addresses, mask, item_size, note)
+
+    def store(self, addresses: Any, mask: Any, values: Any, held: Callable[[Any, Any, Any], Any]) -> Any:
+        """Return the addresses in memory of a store.
+
+        Args:
+            held: addresses in memory, mask and element type -> the values held there.
+        """
+
+        def note(region: _Region, at: Any) -> Conflict | None:
+            def is_changed() -> Any:
+                real = addresses + np.uint64(region.offset % (1 << 64))
+                bits = f"u{values.dtype.itemsize}"
+                return (held(real, mask, values.dtype).view(bits) != values.view(bits))[mask]
+
+            return self._races.store(region.first + region.offset, region.size, at, values.dtype.itemsize, _line(), is_changed)
+
+        return self.real("store", addresses, mask, values.dtype.itemsize, note)
+
+    def atomic(self, addresses: Any, mask: Any, item_size: int, semantics: Any) -> Any:
+        """Return the addresses in memory of an atomic."""
+        kind = str(semantics).rpartition(".")[2].upper()
+
+        def note(region: _Region, at: Any) -> Conflict | None:
+            return self._races.atomic(
+                region.first + region.offset, region.size, at, item_size, _line(),
+                acquires=kind.startswith("ACQUIRE"), releases=kind.endswith("RELEASE"),
+            )  # fmt: skip
+
+        return self.real("atomic", addresses, mask, item_size, note)
+
+    def _each(self, what: str, addresses: Any, mask: Any, item_size: int, note: Any) -> Any:
         """Treat an access to several regions one element after the other."""
         found = np.zeros_like(addresses)
         mask = np.broadcast_to(mask, addresses.shape)
         for place in np.ndindex(addresses.shape):
             if mask[place]:
-                one = self.real(what, np.array([addresses[place]], dtype=np.uint64), np.array([True]), item_size)
+                one = self.real(what, np.array([addresses[place]], dtype=np.uint64), np.array([True]), item_size, note)
                 if one is None:
                     return None
                 found[place] = one[0]
         return found
 
     def _error(self, what: str, region: _Region, address: int) -> KernelFaultError:
-        index = (address - region.start) // region.item_size
-        of = "x".join(map(str, region.shape)) or "scalar"
-        program = ", ".join(map(str, self._interpreter.interpreter_builder.grid_idx))
-        place = _index(index, region)
-        where = f" {place}" if place else ""
         return KernelFaultError(
-            f"{what} outside of {region.name}: element {index}{where} of {of} {region.dtype.removeprefix('torch.')}, "
-            f"program ({program}){_line()}"
+            f"{what} outside of {_element(region, address)}, program ({_text(self._interpreter.interpreter_builder.grid_idx)})"
+            f"{_line()}"
+        )
+
+    def _race(self, what: str, region: _Region, conflict: Conflict) -> KernelFaultError:
+        number, place = conflict.earlier.program, []
+        for size in reversed(self._grid):
+            number, at = divmod(number, size)
+            place.append(at)
+        kinds = (
+            "store different values to" if what == conflict.kind == "store" else f"{conflict.kind} and {what} without an order"
+        )
+        return KernelFaultError(
+            f"two programs {kinds}{' of' if 'order' in kinds else ''} {_element(region, region.first + conflict.at)}: "
+            f"program ({_text(reversed(place))}){conflict.earlier.line}; "
+            f"program ({_text(self._interpreter.interpreter_builder.grid_idx)}){_line()}"
         )
 
 
@@ -232,26 +391,120 @@ class _Accesses:
 
     def load(self, addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
         """Load from checked addresses."""
-        real = self._guard.real("load", addresses, mask, np.dtype(dtype).itemsize)
+        real = self._guard.load(addresses, mask, np.dtype(dtype).itemsize)
         if real is None:
             return np.zeros(addresses.shape, dtype)
         return self._native.load(real, mask, other, dtype)
 
     def store(self, addresses: Any, values: Any, mask: Any) -> Any:
         """Store to checked addresses."""
-        real = self._guard.real("store", addresses, mask, values.dtype.itemsize)
+        real = self._guard.store(addresses, mask, values, self._held)
         return self._native.store(real, values, mask) if real is not None else None
+
+    def _held(self, addresses: Any, mask: Any, dtype: Any) -> Any:
+        return self._native.load(addresses, mask, np.zeros(addresses.shape, dtype), dtype)
 
     def atomic_rmw(self, operation: Any, addresses: Any, values: Any, mask: Any, semantics: Any) -> Any:
         """Update checked addresses."""
-        real = self._guard.real("atomic", addresses, mask, values.dtype.itemsize)
+        real = self._guard.atomic(addresses, mask, values.dtype.itemsize, semantics)
         return self._native.atomic_rmw(operation, real, values, mask, semantics) if real is not None else np.zeros_like(values)
 
     def atomic_cas(self, addresses: Any, expected: Any, values: Any, semantics: Any) -> Any:
         """Update checked addresses."""
         every = np.ones_like(addresses, dtype=bool)
-        real = self._guard.real("atomic", addresses, every, values.dtype.itemsize)
+        real = self._guard.atomic(addresses, every, values.dtype.itemsize, semantics)
         return self._native.atomic_cas(real, expected, values, semantics) if real is not None else np.zeros_like(values)
+
+
+class _Watchdog:
+    """Ends a launch in which one program runs for longer than `PROGRAM_SECONDS`."""
+
+    def __init__(self, guard: _Guard, kernel: str) -> None:
+        self._guard, self._kernel = guard, kernel
+        self._thread_id = threading.get_ident()
+        self._lock, self._end = threading.Lock(), threading.Event()
+        self._reason = ""
+
+    def __enter__(self) -> None:
+        self._guard.program_begin = time.monotonic()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._end.wait(max(0.01, self._guard.program_begin + PROGRAM_SECONDS - time.monotonic())):
+            with self._lock:
+                if time.monotonic() - self._guard.program_begin < PROGRAM_SECONDS or self._end.is_set():
+                    continue
+                program = _text(self._guard._interpreter.interpreter_builder.grid_idx)
+                line = _line(sys._current_frames().get(self._thread_id))
+                self._reason = f"{self._kernel}: program ({program}) has not ended after {PROGRAM_SECONDS:g} s{line}"
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(_EndedError))
+                return
+
+    def __exit__(self, kind: Any, error: Any, _trace: Any) -> None:
+        with self._lock:
+            self._end.set()
+        if not self._reason:
+            return
+        if not any(isinstance(found, _EndedError) for found in _causes(error)):
+            try:
+                time.sleep(1.0)  # the launch ended by itself just before the exception that is to come
+            except _EndedError:
+                return
+        raise KernelFaultError(self._reason)
+
+
+class _EndedError(Exception):
+    """Raised in the thread of a launch that does not end."""
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def fault_of(error: BaseException) -> KernelFaultError | None:
+    """Return the fault of a kernel that an error is, or that Triton raised it from; None for other errors."""
+    return next((found for found in _causes(error) if isinstance(found, KernelFaultError)), None)
+
+
+@functools.cache
+def _launch_keywords() -> frozenset[str]:
+    """Return the keywords of a launch that are no parameters of the kernel, those of all backends that Triton has."""
+    from triton.backends import backends
+
+    found = {"grid", "warmup", "debug", "num_warps", "num_stages", "num_ctas", "maxnreg"}
+    for backend in backends.values():
+        module = inspect.getmodule(backend.compiler)
+        options = [kind for name, kind in vars(module).items() if name.endswith("Options") and dataclasses.is_dataclass(kind)]
+        found |= {option.name for kind in options for option in dataclasses.fields(kind)}
+    return frozenset(found)
+
+
+def _check_keywords(executor: Any, given: dict[str, Any]) -> None:
+    """Raise KernelFaultError for a keyword that is neither a parameter nor an option; the interpreter would drop it."""
+    known = (*executor.arg_names, *sorted(_launch_keywords()))
+    for name in given:
+        if name not in known:
+            raise KernelFaultError(
+                f"{executor.fn.__name__}: {name!r}: no parameter of the kernel and no option of a launch{meant(name, known)}"
+            )
+
+
+def _garbage(mask: Any, kind: Any, dtype: Any) -> Any:
+    """Return garbage for the elements that a mask leaves out: the largest value, NaN and the least value in turns."""
+    if kind.is_ptr():
+        return np.zeros(mask.shape, dtype)
+    if kind.is_floating() and dtype.kind == "f":
+        values = (np.finfo(dtype).max, np.nan, np.finfo(dtype).min)
+    else:
+        values = _FLOAT_GARBAGE.get(kind.name, (_WHOLE_GARBAGE,) * 3)
+    found = np.zeros(mask.shape, dtype)
+    left_out = np.flatnonzero(~mask)
+    for first, value in enumerate(values):
+        found.flat[left_out[first :: len(values)]] = value
+    return found
 
 
 def _asserted(_builder: Any, condition: Any, message: str) -> None:
@@ -271,8 +524,27 @@ def _index(element: int, region: _Region) -> str:
     return f"at ({', '.join(map(str, places))})"
 
 
-def _line() -> str:
-    """Return `, FILE:LINE` of the kernel's statement that runs."""
-    frames = traceback.extract_stack()
-    ours = [frame for frame in frames if "/triton/" not in frame.filename and frame.filename != __file__]
-    return f", {Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else ""
+def _element(region: _Region, address: int) -> str:
+    """Name the element of an argument at an address, with its place and the argument's shape and type."""
+    index = (address - region.start) // region.item_size
+    shape = "x".join(map(str, region.shape)) or "scalar"
+    place = _index(index, region)
+    return f"{region.name}: element {index}{f' {place}' if place else ''} of {shape} {region.dtype.removeprefix('torch.')}"
+
+
+def _text(program: Any) -> str:
+    return ", ".join(map(str, program))
+
+
+def _line(frame: Any = None) -> str:
+    """Return `, FILE:LINE` of the kernel's statement that runs in a frame; the caller's without one."""
+    frame = frame or sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name not in _OWN_FILES and "/triton/" not in name:
+            return f", {Path(name).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+_OWN_FILES = frozenset({__file__, str(Path(__file__).with_name("interpreted.py")), str(Path(__file__).with_name("races.py"))})

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang")
+_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype")
 _USED = ("_LangPatchScope", "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "interpreter_builder", "_implicit_cvt")
 """Parts of the interpreter that are replaced and used, the same from triton 3.6.0 to 3.9.0. None is public."""
 
@@ -62,7 +62,7 @@ def mend() -> None:
         )
     if hasattr(interpreter._convert_float, _MENDED):
         return
-    for name, changed in zip(_REPLACED, (_rounded, _patched_core, _once), strict=True):
+    for name, changed in zip(_REPLACED, (_rounded, _patched_core, _once, _remembered), strict=True):
         setattr(interpreter, name, changed(getattr(interpreter, name)))
     setattr(interpreter._convert_float, _MENDED, True)
     builder = interpreter.InterpreterBuilder
@@ -121,6 +121,19 @@ def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return scope
 
     return patched
+
+
+def _remembered(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Remember numpy's type of each element type: the interpreter makes a dict of all types at every call."""
+    found: dict[str, Any] = {}
+
+    def remembered(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in found:
+            found[name] = np_dtype(kind)
+        return found[name]
+
+    return remembered
 
 
 def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:

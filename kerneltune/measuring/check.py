@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from kerneltune.errors import first_line, place_of
-from kerneltune.kernel_lib.bounds import KernelFaultError, guarded
+from kerneltune.kernel_lib.bounds import fault_of, guarded
 from kerneltune.kernel_lib.interpreted import mended
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 
@@ -112,7 +112,7 @@ class Checker:
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
             if out_of_memory_reason(error):
                 raise
-            fault = _fault(error)
+            fault = fault_of(error)
             return [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
         return self._overwritten(outputs) or self._disagreements(outputs)
 
@@ -145,14 +145,9 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config) -> list
         with mended(), guarded():
             variant.run(op.inputs(case, device="meta"), config)
     except Exception as error:
-        if (fault := _fault(error)) is not None:
+        if (fault := fault_of(error)) is not None:
             return [str(fault)]
     return []
-
-
-def _fault(error: Exception) -> KernelFaultError | None:
-    """Return the fault of a kernel that an error is, or that Triton raised it from."""
-    return next((found for found in (error, error.__cause__) if isinstance(found, KernelFaultError)), None)
 
 
 def broken_context() -> str:

@@ -1,0 +1,216 @@
+"""Find accesses of two programs to one element whose order nothing defines, in a launch that Triton's interpreter runs.
+
+The interpreter runs programs one after the other, so that a race shows in no value. Each program's run is cut into segments by
+its releasing atomics. An access is ordered after a segment if its program acquired, by an atomic or a volatile load of the same
+address, what that segment's program released. Two accesses of different programs to one element conflict if they are not ordered
+and one is a plain store, or one is an atomic and the other a plain load. Imports numpy alone.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_ALWAYS = np.iinfo(np.int32).max
+_MOST_PENDING = 1 << 24
+"""Loaded elements that are kept until a store to their storage asks for them."""
+_MOST_SYNCHRONIZING = 32
+"""An atomic on more elements accumulates and orders nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The program and the line of an access."""
+
+    program: int
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """An element that two programs access without an order.
+
+    Attributes:
+        at: byte of the storage.
+        earlier: the access that came first in the interpreter.
+        kind: what the earlier access did: `load`, `store` or `atomic`.
+    """
+
+    at: int
+    earlier: Place
+    kind: str
+
+
+class _Shadow:
+    """The last accesses to every unit of a storage, as events; 0 for none."""
+
+    def __init__(self, size: int, unit: int) -> None:
+        self.size, self.unit = size, unit
+        self.events: dict[str, Any] = {}
+        self.pending: list[tuple[int, Any]] = []
+        self.num_pending = 0
+
+    def of(self, kind: str) -> Any:
+        """Return the events of a kind, (units,) int32."""
+        if kind not in self.events:
+            self.events[kind] = np.zeros(-(-self.size // self.unit), np.int32)
+        return self.events[kind]
+
+    def units(self, at: Any, item_size: int) -> Any:
+        """Return the units that elements at some bytes cover; units become smaller where an element is smaller."""
+        if item_size < self.unit:
+            factor = self.unit // item_size
+            self.events = {kind: np.repeat(events, factor) for kind, events in self.events.items()}
+            self.pending = [(e, (units[:, None] * factor + np.arange(factor)).ravel()) for e, units in self.pending]
+            self.unit = item_size
+        units = (at // np.uint64(self.unit)).astype(np.int64)
+        count = item_size // self.unit
+        return units if count == 1 else (units[:, None] + np.arange(count)).ravel()
+
+
+@dataclass(slots=True)
+class Races:
+    """The accesses of one launch; call `begin_launch`, then `begin_program` for each program."""
+
+    _shadows: dict[int, _Shadow] = field(default_factory=dict)
+    _released: dict[int, Any] = field(default_factory=dict)
+    _numbers: dict[tuple[int, str], int] = field(default_factory=dict)
+    _lines: list[str] = field(default_factory=lambda: [""])
+    _segments: Any = None
+    _programs: Any = None
+    _known: Any = None
+    _segment: int = 0
+    _program: int = 0
+    _num_programs: int = 0
+
+    def begin_launch(self, num_programs: int) -> None:
+        """Forget the accesses of the launch before."""
+        self._shadows, self._released, self._numbers, self._lines = {}, {}, {}, [""]
+        self._segments, self._programs = np.zeros(64, np.int32), np.full(64, num_programs, np.int32)
+        self._segment, self._num_programs = 0, num_programs
+
+    def begin_program(self, program: int) -> None:
+        """Begin a program, which knows of no other program's accesses."""
+        self._program = program
+        self._segment += 1
+        self._known = np.zeros(self._num_programs + 1, np.int32)
+        self._known[[program, self._num_programs]] = _ALWAYS
+
+    def _event(self, line: str) -> int:
+        """Return the number of the present segment and a line."""
+        number = self._numbers.setdefault((self._segment, line), len(self._lines))
+        if number == len(self._lines):
+            self._lines.append(line)
+            if number == len(self._segments):
+                self._segments, self._programs = (np.concatenate([old, old]) for old in (self._segments, self._programs))
+            self._segments[number], self._programs[number] = self._segment, self._program
+        return number
+
+    def _unordered(self, events: Any) -> Any:
+        """Return where the present program is not ordered after an event."""
+        return self._segments[events] > self._known[self._programs[events]]
+
+    def _found(self, shadow: _Shadow, kind: str, units: Any) -> tuple[Conflict | None, Any]:
+        """Return the first conflict with events of a kind, and where all of them are; None where there is none."""
+        if kind not in shadow.events:
+            return None, None
+        events = shadow.events[kind][units]
+        wrong = self._unordered(events)
+        if not wrong.any():
+            return None, None
+        first = int(wrong.argmax())
+        event = int(events[first])
+        place = Place(int(self._programs[event]), self._lines[event])
+        return Conflict(int(units[first]) * shadow.unit, place, "load" if kind.startswith("load") else kind), wrong
+
+    def _shadow(self, storage: int, size: int, item_size: int) -> _Shadow:
+        if storage not in self._shadows:
+            self._shadows[storage] = _Shadow(size, item_size)
+        return self._shadows[storage]
+
+    def load(self, storage: int, size: int, at: Any, item_size: int, line: str, is_shared: bool = False) -> Conflict | None:
+        """Note a load of the elements at some bytes of a storage; return its conflict with an earlier access.
+
+        Args:
+            is_shared: the load may see what atomics have left until now: it conflicts with plain stores alone.
+        """
+        shadow = self._shadow(storage, size, item_size)
+        units = shadow.units(at, item_size)
+        for kind in ("store",) if is_shared else ("store", "atomic"):
+            conflict, _ = self._found(shadow, kind, units)
+            if conflict:
+                return conflict
+        if is_shared:
+            return None
+        shadow.pending.append((self._event(line), units))
+        shadow.num_pending += units.size
+        if shadow.num_pending > _MOST_PENDING:
+            self._flush(shadow)
+        return None
+
+    def store(self, storage: int, size: int, at: Any, item_size: int, line: str, is_changed: Any) -> Conflict | None:
+        """Note a plain store; return its conflict with an earlier access.
+
+        Args:
+            is_changed: function without arguments -> whether each element gets a value other than it holds.
+        """
+        shadow = self._shadow(storage, size, item_size)
+        units = shadow.units(at, item_size)
+        self._flush(shadow)
+        for kind in ("store", "atomic", "load", "load of another"):
+            conflict, wrong = self._found(shadow, kind, units)
+            if conflict is None:
+                continue
+            differing = wrong & np.repeat(is_changed(), units.size // max(1, at.size))
+            if differing.any():
+                first = int(differing.argmax())
+                event = int(shadow.events[kind][units][first])
+                place = Place(int(self._programs[event]), self._lines[event])
+                return Conflict(int(units[first]) * shadow.unit, place, conflict.kind)
+        shadow.of("store")[units] = self._event(line)
+        return None
+
+    def atomic(
+        self, storage: int, size: int, at: Any, item_size: int, line: str, acquires: bool, releases: bool
+    ) -> Conflict | None:
+        """Note an atomic, which orders programs as its semantics say; return its conflict with an earlier access."""
+        shadow = self._shadow(storage, size, item_size)
+        units = shadow.units(at, item_size)
+        self._flush(shadow)
+        places = [storage + int(byte) for byte in at] if at.size <= _MOST_SYNCHRONIZING else []
+        if acquires:
+            self.acquire(places)
+        for kind in ("store", "load", "load of another"):
+            conflict, _ = self._found(shadow, kind, units)
+            if conflict:
+                return conflict
+        shadow.of("atomic")[units] = self._event(line)
+        if releases and places:
+            self._release(places)
+        return None
+
+    def acquire(self, places: list[int]) -> None:
+        """Order the present program after what others released at some addresses."""
+        for place in places:
+            if place in self._released:
+                np.maximum(self._known, self._released[place], out=self._known)
+
+    def _release(self, places: list[int]) -> None:
+        known = self._known.copy()
+        known[self._program] = self._segment
+        for place in places:
+            before = self._released.get(place)
+            self._released[place] = known if before is None else np.maximum(known, before)
+        self._segment += 1
+
+    def _flush(self, shadow: _Shadow) -> None:
+        """Enter pending loads; a unit keeps its last load and one of another program."""
+        for event, units in shadow.pending:
+            last, another = shadow.of("load"), shadow.of("load of another")
+            before = last[units]
+            foreign = self._programs[before] != self._programs[event]
+            foreign &= before > 0
+            another[units[foreign]] = before[foreign]
+            last[units] = event
+        shadow.pending.clear()
+        shadow.num_pending = 0

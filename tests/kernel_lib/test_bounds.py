@@ -1,0 +1,193 @@
+"""What the interpreter refuses beyond addresses: undefined values, races of programs, keywords, programs that do not end."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kerneltune.kernel_lib import bounds
+from kerneltune.kernel_lib.bounds import fault_of, guarded
+from kerneltune.kernel_lib.interpreted import mended
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="what Triton's interpreter finds")
+
+
+def fault(launch: Callable[[], object]) -> str:
+    """Return the line of a launch's fault; empty where there is none."""
+    try:
+        with mended(), guarded():
+            launch()
+    except Exception as error:
+        if (found := fault_of(error)) is None:
+            raise
+        return str(found)
+    return ""
+
+
+@triton.jit
+def _sum_of_row(x_ptr, y_ptr, N, HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, at < N, other=0) if HAS_OTHER else tl.load(x_ptr + at, at < N)
+    tl.store(y_ptr, tl.sum(x.to(tl.float32)))
+    tl.store(y_ptr + 1, tl.max(x.to(tl.float32)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.uint8])
+@pytest.mark.parametrize("N", [5, 7])
+def test_masked_load_without_other_gives_garbage_and_with_other_its_value(dtype: torch.dtype, N: int) -> None:
+    x, y = torch.ones(8).to(dtype), torch.zeros(2)
+    with mended(), guarded():
+        _sum_of_row[(1,)](x, y, N, True, 8)
+    assert y.tolist() == [N, 1]
+    with mended(), guarded():
+        _sum_of_row[(1,)](x, y, N, False, 8)
+    assert y[0] != N
+    assert y[1] > 1
+
+
+@triton.jit
+def _copy_tail(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, at < N) * 2, at < N)
+
+
+def test_garbage_behind_the_mask_of_a_store_is_no_fault() -> None:
+    x, y = torch.randn(13), torch.empty(13)
+    assert fault(lambda: _copy_tail[(4,)](x, y, 13, 4)) == ""
+    assert torch.equal(y, x * 2)
+
+
+@triton.jit
+def _overlapping(y_ptr, STEP: tl.constexpr, VALUE: tl.constexpr):
+    at = tl.program_id(0) * STEP + tl.arange(0, 4)
+    tl.store(y_ptr + at, tl.program_id(0).to(tl.float32) if VALUE == "program" else at.to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_programs_that_store_different_values_to_an_element_are_named(dtype: torch.dtype) -> None:
+    y = torch.empty(32, dtype=dtype)
+    found = fault(lambda: _overlapping[(3,)](y, 3, "program"))
+    assert found.startswith("two programs store different values to y_ptr: element 3 of 32 "), found
+    assert "program (0, 0, 0), test_bounds.py:" in found
+    assert "; program (1, 0, 0), test_bounds.py:" in found
+
+
+def test_two_programs_that_store_one_value_to_an_element_are_no_fault() -> None:
+    assert fault(lambda: _overlapping[(3,)](torch.empty(32), 3, "place")) == ""
+    assert fault(lambda: _overlapping[(3,)](torch.empty(32), 4, "program")) == ""
+
+
+@triton.jit
+def _phases(x_ptr, part_ptr, y_ptr, ORDER: tl.constexpr):
+    me, count = tl.program_id(0), tl.num_programs(0)
+    if ORDER == "counter before store":
+        last = tl.atomic_add(y_ptr + 1, 1.0) == count - 1
+    tl.store(part_ptr + me, tl.load(x_ptr + me))
+    if ORDER == "none":
+        last = me == count - 1
+    elif ORDER == "relaxed":
+        last = tl.atomic_add(y_ptr + 1, 1.0, sem="relaxed") == count - 1
+    elif ORDER == "last arriver":
+        last = tl.atomic_add(y_ptr + 1, 1.0) == count - 1
+    if last:
+        tl.store(y_ptr, tl.sum(tl.load(part_ptr + tl.arange(0, 4))))
+
+
+@pytest.mark.parametrize("order", ["none", "relaxed", "counter before store"])
+def test_load_of_another_programs_store_without_a_barrier_is_named(order: str) -> None:
+    found = fault(lambda: _phases[(4,)](torch.ones(4), torch.empty(4), torch.zeros(2), order))
+    assert found.startswith("two programs store and load without an order of part_ptr: element "), found
+    assert "program (3, 0, 0), test_bounds.py:" in found
+
+
+def test_load_behind_an_acquiring_atomic_of_the_last_arriver_is_no_fault() -> None:
+    y = torch.zeros(2)
+    assert fault(lambda: _phases[(4,)](torch.ones(4), torch.empty(4), y, "last arriver")) == ""
+    assert y[0] == 4
+
+
+@triton.jit
+def _neighbour(x_ptr, SELF: tl.constexpr):
+    me = tl.program_id(0)
+    x = tl.load(x_ptr + (me if SELF else me + 1))
+    tl.store(x_ptr + me, x + 1)
+
+
+def test_in_place_kernel_that_reads_a_neighbour_is_named_and_its_own_elements_are_no_fault() -> None:
+    assert fault(lambda: _neighbour[(4,)](torch.zeros(5), True)) == ""
+    found = fault(lambda: _neighbour[(4,)](torch.zeros(5), False))
+    assert found.startswith("two programs load and store without an order of x_ptr: element 1 of 5 float32: program (0, 0, 0)")
+
+
+@triton.jit
+def _amax_then_use(x_ptr, top_ptr, y_ptr):
+    me = tl.program_id(0)
+    x = tl.load(x_ptr + me)
+    tl.atomic_max(top_ptr, x)
+    tl.store(y_ptr + me, x / tl.load(top_ptr))
+
+
+def test_maximum_that_is_used_in_the_launch_that_raises_it_is_named() -> None:
+    found = fault(lambda: _amax_then_use[(4,)](torch.arange(4.0) + 1, torch.zeros(1), torch.empty(4)))
+    assert found.startswith("two programs load and atomic without an order of top_ptr: element 0 of 1 float32"), found
+
+
+@triton.jit
+def _bytes_of_words(y_ptr):
+    me = tl.program_id(0)
+    tl.store(y_ptr.to(tl.pointer_type(tl.uint8)) + me, me.to(tl.uint8))
+
+
+def test_bytes_of_one_word_that_programs_store_are_no_fault() -> None:
+    y = torch.zeros(2, dtype=torch.int32)
+    assert fault(lambda: _bytes_of_words[(8,)](y)) == ""
+    assert y.view(torch.uint8).tolist() == list(range(8))
+
+
+def test_unknown_keyword_of_a_launch_is_named_with_the_one_meant() -> None:
+    found = fault(lambda: _copy_tail[(1,)](torch.ones(4), torch.empty(4), 4, 4, num_stage=3))
+    assert found == "_copy_tail: 'num_stage': no parameter of the kernel and no option of a launch; did you mean num_stages?"
+    options = {"num_warps": 4, "num_stages": 2, "maxnreg": 64, "enable_fp_fusion": False, "num_ctas": 1}
+    assert fault(lambda: _copy_tail[(1,)](torch.ones(4), torch.empty(4), 4, BLOCK=4, **options)) == ""
+
+
+@triton.jit
+def _endless(x_ptr, N):
+    i = tl.program_id(0)
+    while i < N:
+        i += 0
+    tl.store(x_ptr, 1.0)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(bounds, "PROGRAM_SECONDS", 0.3)
+    yield
+    time.sleep(0.4)  # an exception that came late would be raised here
+
+
+@pytest.mark.usefixtures("quick")
+def test_program_that_does_not_end_is_named_with_kernel_and_line() -> None:
+    found = fault(lambda: _endless[(2,)](torch.zeros(1), 1))
+    assert found.startswith("_endless: program (0, 0, 0) has not ended after 0.3 s, test_bounds.py:")
+    assert fault(lambda: _endless[(2,)](torch.zeros(1), 0)) == ""
+
+
+@triton.jit
+def _slow(x_ptr, N):
+    for i in range(N):
+        tl.store(x_ptr + tl.program_id(0), i)
+
+
+@pytest.mark.usefixtures("quick")
+def test_launch_of_many_programs_may_take_longer_than_one_program() -> None:
+    x = torch.zeros(64)
+    begin = time.monotonic()
+    rounds = 0
+    while time.monotonic() - begin < 0.5 or not rounds:
+        assert fault(lambda: _slow[(64,)](x, 20)) == ""
+        rounds += 1
+    assert x.eq(19).all()
