@@ -33,6 +33,9 @@ def command(
     baseline: Baseline,
     new: New = None,
     run: Annotated[str | None, typer.Option("--run", metavar="FAMILY", help="Measure this family now, on this GPU.")] = None,
+    allow_stale: Annotated[
+        bool, typer.Option("--allow-stale", help="Pass records of other code than this checkout's: for history.")
+    ] = False,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Judge peers as well; with --run: measure them.")] = False,
     policy: Annotated[
         str | None,
@@ -77,15 +80,16 @@ def command(
 ) -> None:
     """Say whether the new records are slower than the baseline.
 
-    Exit code 0: no. 1: a regression, a failed or a missing row. 2: nothing compared, or not comparable. 3: ambiguous, measure
-    more. A run measures suspects again by itself, up to twice. A first baseline: gate FILE --run FAMILY --update.
+    Exit code 0: no. 1: a regression, a failed or a missing row, or records of other code than this checkout's. 2: nothing
+    compared, or not comparable. 3: ambiguous, measure more. A run measures suspects again by itself, up to twice. A first
+    baseline: gate FILE --run FAMILY --update.
 
     With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
     """
     if static:
         o.refuse(
             "expected without --static", new=new, run=run, peers=peers, policy=policy, processes=processes, update=update,
-            save=save, margin=margin, junit=junit, markdown=markdown, annotations=annotations, emit=emit,
+            allow_stale=allow_stale, save=save, margin=margin, junit=junit, markdown=markdown, annotations=annotations, emit=emit,
         )  # fmt: skip
         if len(wanted.ops) > 1:
             raise ValueError(f"op: {wanted.ops[1]!r}: expected one operator, or all, with --static")
@@ -104,8 +108,9 @@ def command(
             update=update,
             save=save,
         )
-        _report(*_judged(baseline, new, wanted, margin, peers), junit, markdown, annotations, emitted)
+        _report(*_judged(baseline, new, wanted, margin, peers, allow_stale), junit, markdown, annotations, emitted)
         return
+    o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
     results = o.results_root(results, run)
     selection = o.make_selection(o.load_ops(), str(run), wanted)
@@ -133,10 +138,12 @@ def _emitted(emit: list[str] | None) -> dict[str, Path]:
     return found
 
 
-def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool) -> "tuple[Verdict, list[Record]]":
+def _judged(
+    baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool, allow_stale: bool
+) -> "tuple[Verdict, list[Record]]":
     """Compare the wanted rows of the new file with the baseline; return the verdict and the new records."""
     from kerneltune.gating.baseline import load_baseline
-    from kerneltune.gating.rows import defaults_of
+    from kerneltune.gating.rows import defaults_of, stale_lines
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
 
@@ -145,7 +152,9 @@ def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None,
     selected([*against, *records], wanted)  # a name that neither side has is an error
     records, against = ([record for record in side if takes(wanted, record)] for side in (records, against))
     tolerated = DEFAULT_MARGIN if margin is None else margin
-    return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op)), records
+    stale = [] if allow_stale else [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops())]
+    verdict = gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)
+    return verdict, records
 
 
 def _measured(

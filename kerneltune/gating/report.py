@@ -46,6 +46,7 @@ def gate_text(verdict: Verdict, width: int = 100) -> str:
             below = below if len(below[0]) <= width else [_INDENT + part for part in (change, reason) if part]
             text = "\n".join([named, *(_wrapped(part, width) for part in below if part.strip())])
         lines.append(text)
+    lines += [_wrapped(f"failed: {failure}", width) for failure in verdict.failures]
     lines += [_wrapped(f"note: {note}", width) for note in _notes(verdict)]
     return "\n".join([*lines, _wrapped(summary(verdict), width)]) + "\n"
 
@@ -58,7 +59,8 @@ def gate_markdown(verdict: Verdict) -> str:
         for row in _counting(verdict)
     )
     table = Table(tuple(Column(name, digits=0 if name in ("µs", "slowdown") else None) for name in names), rows)
-    notes = "\n".join(f"Note: {note}" for note in _notes(verdict))
+    said_of_all = [*(f"Failed: {failure}" for failure in verdict.failures), *(f"Note: {note}" for note in _notes(verdict))]
+    notes = "\n".join(said_of_all)
     said = f"**{summary(verdict)}**".replace("|", "\\|")
     return "\n\n".join(filter(None, [said, table.markdown().rstrip() if rows else "", notes])) + "\n"
 
@@ -87,6 +89,9 @@ def gate_junit(verdict: Verdict) -> str:
             child.text = _xml(f"case {row.case}: {text}")
         if row.verdict != "pass" and (tag is None or tag == "skipped"):
             said.append(f"{_tag(row)}: {row.label} {row.variant}: {text}")
+    for failure in verdict.failures:
+        test = ElementTree.SubElement(suite, "testcase", classname="gate", name=_xml(failure.partition(": ")[0]), time="0")
+        ElementTree.SubElement(test, "failure", type="regression", message=_xml(failure)).text = _xml(failure)
     if verdict.exit_code == UNUSABLE:
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name="comparable", time="0")
         ElementTree.SubElement(test, "error", type="unusable", message=_xml(verdict.reason)).text = _xml(summary(verdict))
@@ -107,6 +112,7 @@ def gate_annotations(verdict: Verdict) -> str:
     level = {PASS: "notice", AMBIGUOUS: "warning"}.get(verdict.exit_code, "error")
     lines: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
     lines[level].append(_command(level, "kerneltune gate", summary(verdict)))
+    lines["error"] += [_command("error", "kerneltune gate", failure) for failure in verdict.failures]
     lines["notice"] += [_command("notice", "kerneltune gate", note) for note in _notes(verdict)]
     for row in _counting(verdict):
         level = "error" if row.verdict in _ERRORS else "warning" if row.verdict == "ambiguous" else "notice"

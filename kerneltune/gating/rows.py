@@ -1,14 +1,15 @@
 """Find the records of one row in two sets of records: whatever the order of keys, and with an option at its default.
 
 An option that an operator got later stands in newer records and not in older ones. Where its value is the default, the row is
-the one that the older record holds. Judges nothing and reads no file.
+the one that the older record holds. Also says which records are of other code than the operators at hand. Reads no file.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 
 from kerneltune.listing import OpFacts
-from kerneltune.records import Record
+from kerneltune.records import Record, grouped, newest
 from kerneltune.spec import Op, Option
+from kerneltune.table import counted
 
 Identity = Callable[[Record], object]
 """Gives what is equal for two records of one row."""
@@ -19,6 +20,25 @@ Defaults = Callable[[str], Mapping[str, Option]]
 def defaults_of(ops: Mapping[str, Op | OpFacts], name: str) -> Mapping[str, Option]:
     """Return the default of every option of an operator; empty for one that is not known."""
     return {option: values[0] for option, values in ops[name].options.items()} if name in ops else {}
+
+
+def stale_lines(records: Iterable[Record], ops: Mapping[str, Op]) -> list[str]:
+    """Return a line for each own variant whose newest timed records are of other code than the operators at hand."""
+    timed = [record for record in newest(records) if record.status == "passed" and record.role != "peer"]
+    lines = []
+    for (name, variant), rows in grouped(timed, lambda record: (record.op, record.variant)).items():
+        here = next((v.source_hash for v in ops[name].variants if v.name == variant), None) if name in ops else None
+        stale = [row for row in rows if row.source_hash != here]
+        if not stale:
+            continue
+        count = f"{len(stale)} of {counted(len(rows), 'row')}"
+        if here is None:
+            missing = f"no variant {variant}" if name in ops else "no such operator here: --plugin loads those of other packages"
+            lines.append(f"{name} {variant}: {count}: {missing}")
+        else:
+            of = ", ".join(dict.fromkeys(row.source_hash[:8] for row in stale))
+            lines.append(f"{name} {variant}: {count} measured with other code ({of}, here {here[:8]}): measure again")
+    return lines
 
 
 def identity_of(baseline: Iterable[Record], new: Iterable[Record], defaults: Defaults) -> Identity:

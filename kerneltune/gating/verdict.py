@@ -6,12 +6,16 @@ single row, the correction the run: with 200 rows something always looks slower.
 surely so, that is beyond it but not surely within 0.5 µs, or that is known too badly to tell, is ambiguous: it neither fails nor
 passes, but asks to be measured again.
 
+A family fails as a whole where the geometric mean of its rows' slowdowns is surely above 1 %: a slowdown of 2 % everywhere is
+within every row's margin. Code fails where the new records are of other code than the checkout's.
+
 Only what changed on our side can fail. The same measurement on both sides passes, however noisy it is. A failure that the
 baseline has as well, and whatever happens to a peer, is a note unless peers are judged. Rows of a GPU or a policy that only one
 side has are left out, and a note counts them.
 
 Records with samples are compared by process (see stats). Where both sides are of one process, or a side has no samples, the
-intervals are held against each other at their worst ends: wide, but blind to what differs between processes.
+intervals are held against each other at their worst ends, which say nothing of what differs between processes: the spread of all
+rows about their median stands in for it.
 
 Does not measure or read files.
 """
@@ -21,15 +25,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 from types import MappingProxyType
 from typing import Literal
+
+import numpy as np
 
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.pooling import pool
 from kerneltune.gating.rows import Defaults, defaults_of, identity_of
-from kerneltune.records import Key, Record, newest_rows, other_run
+from kerneltune.records import Key, Record, grouped, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
-from kerneltune.table import printable
+from kerneltune.table import counted, printable
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
 DEFAULT_MARGIN = 0.03
@@ -37,6 +44,11 @@ MIN_CHANGE_US = 0.5
 ALPHA = 0.05
 _BLIND = 0.03
 """A row whose slowdown is known no better than ± this is not judged."""
+_FAMILY_MARGIN, _FAMILY_ROWS = 0.01, 5
+"""A family of at least so many rows fails where the lower end of its mean's interval is above the margin."""
+_SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 8, 0.03, 3.0
+_SIGMAS_PER_MAD = 1.4826
+"""The spread of so many rows, at most this large, widens the interval of a row of one process a side by this factor."""
 _BETWEEN_UNITS_PERCENT = 5.5
 """How far apart the same code was found on two H200s at worst (docs/notes/gate.md)."""
 A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
@@ -109,13 +121,16 @@ class GateRow:
 class Verdict:
     """The gate's answer: exit code 0 pass, 1 regression, 2 nothing to compare or not comparable, 3 ambiguous.
 
-    `notes` are what a reader has to know of all rows, whatever the answer.
+    Attributes:
+        notes: facts about all rows that a reader needs, whatever the answer.
+        failures: a line for each reason beyond single rows why the gate fails: stale code, a family that is slower as a whole.
     """
 
     rows: tuple[GateRow, ...]
     exit_code: int
     reason: str
     notes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
 
     def count(self, verdict: Outcome) -> int:
         """Return how many rows got this verdict; notes do not count."""
@@ -175,6 +190,7 @@ def gate(
     *,
     peers: bool = False,
     defaults: Defaults = _NO_DEFAULTS,
+    stale: Sequence[str] = (),
 ) -> Verdict:
     """Compare the newest record of every row.
 
@@ -184,6 +200,7 @@ def gate(
         again: how many further measurements a row's new record is pooled with; the row says so.
         peers: whether peers are judged as well; their rows are notes otherwise.
         defaults: operator -> the default of every option; asked only where a side has an option that the other lacks.
+        stale: a line for each variant whose new records are of other code than the checkout's; the gate fails by them.
 
     Raises:
         ValueError: a margin below 0 or not finite.
@@ -202,6 +219,7 @@ def gate(
         if old.status == "passed" and _place(old) in new_places and old.device != INTERPRETER
     ]
     found = [_met(old, fresh, by_process) for (old, fresh), by_process in zip(pairs, _shifts(pairs), strict=True)]
+    found = _widened(found)
     rows = _judged_rows(found, margin, again, peers)
     rows += [
         _failed(record, of_old.get(key), peers)
@@ -210,10 +228,12 @@ def gate(
     ]
     notes = [
         _other_unit([met for met in found if isinstance(met, _Change)]),
+        _short_rows([met for met in found if isinstance(met, _Change)], margin),
         _left_out("baseline", of_old.values(), new_places),
         _left_out("new", of_new.values(), old_places),
     ]
-    return _verdict(tuple(rows), tuple(filter(None, notes)))
+    families, doubtful = _slower_families([met for met in found if isinstance(met, _Change) and (peers or not met.is_peer)])
+    return _verdict(tuple(rows), tuple(filter(None, [*notes, *doubtful])), (*stale, *families))
 
 
 def confirm(
@@ -293,6 +313,74 @@ def _judged_rows(found: Sequence["_Change | GateRow"], margin: float, again: Map
     return rows
 
 
+def _widened(found: Sequence["_Change | GateRow"]) -> "list[_Change | GateRow]":
+    """Widen the intervals of rows of one process a side by the spread of their slowdowns, which processes differ by at least."""
+    logs = [math.log1p(met.slowdown) for met in found if isinstance(met, _Change) and not met.basis and met.low < met.high]
+    if len(logs) < _SPREAD_ROWS:
+        return list(found)
+    middle = median(logs)
+    spread = min(_MOST_SPREAD, _SIGMAS_PER_MAD * median(abs(log - middle) for log in logs))
+    factor = math.exp(_SPREADS * spread)
+    return [
+        replace(met, low=min(met.low, (1 + met.slowdown) / factor - 1), high=max(met.high, (1 + met.slowdown) * factor - 1))
+        if isinstance(met, _Change) and not met.basis and met.low < met.high
+        else met
+        for met in found
+    ]
+
+
+def _slower_families(found: Sequence[_Change]) -> tuple[list[str], list[str]]:
+    """Return a line for each family whose geometric mean is surely slower: of families that fail, and of two GPUs' families."""
+    slower: list[str] = []
+    doubtful: list[str] = []
+    for (family, device, policy), rows in grouped(found, lambda met: (met.new.family or met.new.op, *_place(met.new))).items():
+        if len(rows) < _FAMILY_ROWS:
+            continue
+        shift = _family_shift(rows)
+        low, high = shift.bounds
+        if low > _FAMILY_MARGIN:
+            of_two = any("unit" in other_run(met.old, met.new) for met in rows)
+            basis = "" if any(met.basis for met in rows) else "; one process a side"
+            line = (
+                f"{family} on {device}, {policy}: slower by {shift.slowdown:.1%} in the geometric mean of {len(rows)} rows "
+                f"({low:+.1%} to {high:+.1%}), tolerated {_FAMILY_MARGIN:.0%}{basis}"
+            )
+            (doubtful if of_two else slower).append(line)
+    return slower, doubtful
+
+
+def _family_shift(rows: Sequence[_Change]) -> Shift:
+    """Return the geometric mean of the rows' slowdowns.
+
+    The mean is as uncertain as the rows differ, or as their own intervals are wide, and as the means of whole processes differ.
+    """
+    logs = np.array([math.log1p(met.slowdown) for met in rows])
+    of_rows = np.array([(math.log1p(met.high) - math.log1p(max(met.low, -0.9))) / 4 for met in rows])
+    spread = max(float(logs.std(ddof=1)), float(np.sqrt(np.square(of_rows).mean())))
+    errors, freedom = [spread / math.sqrt(len(rows))], len(rows) - 1
+    for side in ("old", "new"):
+        samples = [getattr(met, side).samples_us or () for met in rows]
+        count = min(map(len, samples))
+        if count > 1 and count == max(map(len, samples)):
+            means = [np.mean([np.log(np.median(processes[at])) for processes in samples]) for at in range(count)]
+            errors.append(float(np.std(means, ddof=1)) / math.sqrt(count))
+            freedom = min(freedom, 2 * (count - 1))
+    return Shift(float(logs.mean()), math.hypot(*errors), freedom)
+
+
+def _short_rows(found: Sequence[_Change], margin: float) -> str:
+    """Return which change of rows too short for the margin can be seen; empty where all rows are long enough."""
+    short = [met for met in found if _us(met.old) * margin < MIN_CHANGE_US and not met.is_peer]
+    if not short or not margin:
+        return ""
+    shortest = min(short, key=lambda met: _us(met.old))
+    least = MIN_CHANGE_US / _us(shortest.old)
+    return (
+        f"{counted(len(short), 'row')} shorter than {MIN_CHANGE_US / margin:.1f} µs: changes below {MIN_CHANGE_US} µs are not "
+        f"judged, {least:+.1%} of the shortest, {shortest.new.label} {shortest.new.variant}"
+    )
+
+
 def _noted(row: GateRow, why: str) -> GateRow:
     return replace(row, note=why, reason="; ".join(filter(None, [why, row.reason])))
 
@@ -349,37 +437,43 @@ def _same_measurement(old: Record, new: Record) -> bool:
 
 
 def _judged(met: _Change, p: float, margin: float, again: Mapping[RowKey, int]) -> GateRow:
+    verdict, reason = _outcome(met, p, margin)
+    times = again.get((met.new.key, met.new.variant), 0)
+    measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
+    parts = [reason]
+    if verdict != "pass":
+        parts += _other_versions(met)
+    if verdict not in ("pass", "faster"):
+        parts.append(met.basis or "one process a side")
+    elif verdict == "faster" or measured_again:
+        parts.append(met.basis)
+    return _row(met.new, verdict, "; ".join(filter(None, [*parts, measured_again])), met, p)
+
+
+def _outcome(met: _Change, p: float, margin: float) -> tuple[Outcome, str]:
+    """Return the verdict on a row and its reason; `p` is corrected over all rows."""
     threshold = max(margin, met.floor)
     not_by_chance = p <= ALPHA and met.low > 0
     surely_slower = not_by_chance and met.change_us > MIN_CHANGE_US
     beyond = f"at least {met.low:+.1%}, tolerated {threshold:.1%}"
     half_width = (met.high - met.low) / 2
-    verdict: Outcome = "pass"
-    reason = ""
     if surely_slower and met.low > threshold:
-        verdict, reason = "regression", beyond
-    elif met.change_us > MIN_CHANGE_US and met.slowdown > margin:
-        verdict, reason = "ambiguous", f"{beyond}: measure more"
-    elif surely_slower and met.high > threshold:
-        verdict, reason = "ambiguous", f"up to {met.high:+.1%}, tolerated {threshold:.1%}: measure more"
-    elif not_by_chance and met.low > threshold and met.high * _us(met.old) > MIN_CHANGE_US:
+        return "regression", beyond
+    if met.change_us > MIN_CHANGE_US and met.slowdown > margin:
+        return "ambiguous", f"{beyond}: measure more"
+    if surely_slower and met.high > threshold:
+        return "ambiguous", f"up to {met.high:+.1%}, tolerated {threshold:.1%}: measure more"
+    if not_by_chance and met.low > threshold and met.high * _us(met.old) > MIN_CHANGE_US:
         up_to = f"{met.change_us:.2f} µs, up to {met.high * _us(met.old):.2f}, tolerated {MIN_CHANGE_US}"
-        verdict, reason = "ambiguous", f"{beyond}; {up_to}: measure more"
-    elif half_width > max(_BLIND, margin) and half_width * _us(met.old) > MIN_CHANGE_US:
-        verdict, reason = "ambiguous", f"known to ±{half_width:.1%} only: measure more"
-    elif surely_slower and met.low > met.floor:
-        verdict, reason = (
-            "slower",
-            f"within the tolerated {threshold:.1%}{'' if met.basis else '; without a spread of processes'}",
-        )
-    elif -met.change_us > MIN_CHANGE_US and met.high < -threshold:
-        verdict = "faster"
-    if verdict != "pass":
-        reason = "; ".join(filter(None, [reason, *_other_versions(met)]))
-    times = again.get((met.new.key, met.new.variant), 0)
-    measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
-    parts = [reason, met.basis if verdict != "pass" or measured_again else "", measured_again]
-    return _row(met.new, verdict, "; ".join(filter(None, parts)), met, p)
+        return "ambiguous", f"{beyond}; {up_to}: measure more"
+    if half_width > max(_BLIND, margin) and half_width * _us(met.old) > MIN_CHANGE_US:
+        return "ambiguous", f"known to ±{half_width:.1%} only: measure more"
+    if not_by_chance and met.slowdown > threshold:
+        seen = f"{MIN_CHANGE_US / _us(met.old):+.1%} of this row"
+        return "slower", f"{met.change_us:.2f} µs: below {MIN_CHANGE_US} µs nothing is judged, {seen}"
+    if surely_slower and met.low > met.floor:
+        return "slower", f"within the tolerated {threshold:.1%}"
+    return ("faster" if -met.change_us > MIN_CHANGE_US and met.high < -threshold else "pass"), ""
 
 
 def _other_versions(met: _Change) -> list[str]:
@@ -421,16 +515,18 @@ def _other_unit(compared: Sequence[_Change]) -> str:
     return f"another {apart[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
 
 
-def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...]) -> Verdict:
+def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[str, ...]) -> Verdict:
     counts = {verdict: sum(row.verdict == verdict and not row.is_note for row in rows) for verdict in WORST_FIRST}
     if not counts["failed"] and all(row.slowdown is None for row in rows):
-        return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes)
+        return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes, failures)
     for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
         found = [_counted(counts[verdict], verdict) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]
+        if code == REGRESSION and failures:
+            found.append(failures[0] if len(failures) == 1 else f"{failures[0]}, and {len(failures) - 1} more")
         if found:
-            return Verdict(rows, code, ", ".join(found), notes)
+            return Verdict(rows, code, ", ".join(found), notes, failures)
     tolerated = counts["slower"]
-    return Verdict(rows, PASS, f"{tolerated} slower within the margin" if tolerated else "no row is slower", notes)
+    return Verdict(rows, PASS, f"{tolerated} slower, tolerated" if tolerated else "no row is slower", notes)
 
 
 def _counted(count: int, verdict: Outcome) -> str:

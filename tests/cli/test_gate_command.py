@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import yaml
 from command_line import NO_TIMES, both, record, refused, run
+from literal_records import changed
 
-from kerneltune import records
+from kerneltune import ops, records
 from kerneltune.cli import console
 from kerneltune.records import Record
 
@@ -33,7 +34,7 @@ from kerneltune.records import Record
     ],
 )
 def test_the_gate_s_exit_code_is_its_answer(new: list[Record], code: int, last: str, write: Callable[..., Path]) -> None:
-    result = run("gate", write("old.jsonl", *both()), write("new.jsonl", *new))
+    result = run("gate", "--allow-stale", write("old.jsonl", *both()), write("new.jsonl", *new))
     lines = result.stdout.splitlines()
     answer = next(i for i, line in enumerate(lines) if line.startswith("gate: "))
     assert (result.exit_code, " ".join(line.strip() for line in lines[answer:])) == (code, last)
@@ -47,7 +48,7 @@ def test_a_missing_new_file_is_not_blamed_on_the_baseline(tmp_path: Path) -> Non
 
 def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Path) -> None:
     old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
-    assert run("gate", old, new, "--margin", "0.5").exit_code == 0
+    assert run("gate", "--allow-stale", old, new, "--margin", "0.5").exit_code == 0
     assert (
         refused("gate", old, new, "--margin", "-1") == "error: margin: -1.0: expected a fraction from 0 to below 1, such as 0.03"
     )
@@ -61,7 +62,7 @@ def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: 
     step.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(step))
     markdown, junit = tmp_path / "out" / "gate.md", tmp_path / "gate.xml"
-    result = run("gate", old, new, "--markdown", markdown, "--junit", junit, "--annotations")
+    result = run("gate", "--allow-stale", old, new, "--markdown", markdown, "--junit", junit, "--annotations")
     assert (result.exit_code, result.stderr) == (1, f"wrote {junit}\nwrote {markdown}\n")
     text, *commands = result.stdout.split("gate: regression: 1 regression (2 rows compared, 0 faster)\n")
     assert text.startswith("regression  rmsnorm_fwd")
@@ -70,7 +71,7 @@ def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: 
     assert step.read_text() == f"before\n{markdown.read_text()}\n"
     assert 'tests="2" failures="1" errors="0" skipped="0">' in junit.read_text()
     step.write_text("")
-    assert run("gate", old, new).exit_code == 1
+    assert run("gate", "--allow-stale", old, new).exit_code == 1
     assert step.read_text() == ""
 
 
@@ -79,7 +80,16 @@ def test_gate_unwritable_junit_hides_neither_the_verdict_nor_the_other_files(
     new: list[Record], code: int, write: Callable[..., Path], tmp_path: Path
 ) -> None:
     markdown = tmp_path / "gate.md"
-    result = run("gate", write("old.jsonl", *both()), write("new.jsonl", *new), "--junit", tmp_path, "--markdown", markdown)
+    result = run(
+        "gate",
+        "--allow-stale",
+        write("old.jsonl", *both()),
+        write("new.jsonl", *new),
+        "--junit",
+        tmp_path,
+        "--markdown",
+        markdown,
+    )
     assert result.exit_code == code
     assert markdown.exists()
     assert "\ngate: " in f"\n{result.stdout}"
@@ -90,10 +100,10 @@ def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Pa
     old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(console.console, "width", 80)
-    assert run("gate", old, new).stdout == (
+    assert run("gate", "--allow-stale", old, new).stdout == (
         "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold  optimized\n"
         "            50 → 70 µs  +40.0% [+40.0%, +40.0%]\n"
-        "            (at least +40.0%, tolerated 3.0%)\n"
+        "            (at least +40.0%, tolerated 3.0%; one process a side)\n"
         "gate: regression: 1 regression (2 rows compared, 0 faster)\n"
     )
 
@@ -111,8 +121,8 @@ def test_what_only_a_run_takes(write: Callable[..., Path]) -> None:
 
 def test_the_gate_judges_the_rows_of_two_files_that_are_selected(write: Callable[..., Path]) -> None:
     files = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
-    assert run("gate", *files, "--op", "rmsnorm_fwd", "--case", "te-*").exit_code == 1
-    passed = run("gate", *files, "--variant", "base*")
+    assert run("gate", "--allow-stale", *files, "--op", "rmsnorm_fwd", "--case", "te-*").exit_code == 1
+    passed = run("gate", "--allow-stale", *files, "--variant", "base*")
     assert (passed.exit_code, passed.stdout) == (0, "gate: pass: no row is slower (1 row compared, 0 faster)\n")
     assert refused("gate", *files, "--variant", "fast") == "error: variant: 'fast': expected one of baseline, optimized"
     assert refused("gate", *files, "--case", "nope").startswith("error: case: 'nope': no record of such a case")
@@ -122,7 +132,7 @@ def test_the_gate_prints_markdown_in_place_of_text(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run("gate", write("old.jsonl", *both()), write("new.jsonl", *both(100, 70)), "--markdown", "-")
+    result = run("gate", "--allow-stale", write("old.jsonl", *both()), write("new.jsonl", *both(100, 70)), "--markdown", "-")
     assert (result.exit_code, result.stderr, Path("-").exists()) == (1, "", False)
     assert result.stdout.startswith("**gate: regression: 1 regression (2 rows compared, 0 faster)**\n\n| verdict | ")
 
@@ -170,7 +180,7 @@ def test_broken_record_files(write: Callable[..., Path], tmp_path: Path) -> None
 
 def test_gate_escape_sequences_of_a_reason_never_reach_the_terminal(write: Callable[..., Path]) -> None:
     failed = record(variant="optimized", status="failed", reason="\x1b]0;owned\x07 \u202etxt", **NO_TIMES)
-    result = run("gate", write("old.jsonl", *both()), write("new.jsonl", record(), failed))
+    result = run("gate", "--allow-stale", write("old.jsonl", *both()), write("new.jsonl", record(), failed))
     assert "\\x1b]0;owned\\x07 \\u202etxt" in result.stdout
     assert not set("\x1b\x07\u202e") & set(result.output)
 
@@ -179,7 +189,7 @@ def test_gate_emits_what_dashboards_read(write: Callable[..., Path], tmp_path: P
     old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
     files = {name: tmp_path / f"{name}.json" for name in ("bencher", "github-action-benchmark", "hud")}
     emitted = [part for name, file in files.items() for part in ("--emit", f"{name}={file}")]
-    assert run("gate", old, new, *emitted).exit_code == 1
+    assert run("gate", "--allow-stale", old, new, *emitted).exit_code == 1
     assert all(json.loads(file.read_text()) for file in files.values())
     assert refused("gate", old, new, "--emit", "bencher") == (
         "error: emit: 'bencher': expected FORMAT=FILE, FORMAT one of bencher, github-action-benchmark, hud"
@@ -193,5 +203,18 @@ def test_the_action_runs_the_gate_as_it_is() -> None:
     command = [line for line in step.splitlines() if line.startswith("kerneltune gate") or "kerneltune gate" in line]
     options = set(re.findall(r"--[a-z]+", step))
     assert command
-    assert options <= set(re.findall(r"--[a-z]+", run("gate", "--help").stdout))
+    assert options <= set(re.findall(r"--[a-z]+", run("gate", "--allow-stale", "--help").stdout))
     assert all(f"inputs.{name}" in (Path(__file__).parents[2] / "action.yml").read_text() for name in action["inputs"])
+
+
+def test_records_of_other_code_than_the_checkout_s_fail_unless_they_are_allowed(write: Callable[..., Path]) -> None:
+    old, new = write("old.jsonl", *both()), write("new.jsonl", *both())
+    result = run("gate", old, new, "--annotations")
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 1
+    assert "failed: rmsnorm_fwd optimized: 1 of 1 row measured with other code (" in text
+    assert "measure again, or --allow-stale" in text
+    assert "gate: regression: rmsnorm_fwd baseline: 1 of 1 row measured with other code" in text
+    assert run("gate", old, new, "--allow-stale").exit_code == 0
+    of_here = [changed(r, source_hash=ops.load()[r.op].variant(r.variant).source_hash) for r in both()]
+    assert run("gate", old, write("here.jsonl", *of_here)).exit_code == 0

@@ -104,7 +104,7 @@ def test_gate_shows_regressions_whole(columns: int, tmp_path: Path, monkeypatch:
     append(new, both(100.0, 61.987))
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(console.console, "width", columns)
-    result = run("gate", old, new)
+    result = run("gate", "--allow-stale", old, new)
     assert result.exit_code == 1
     assert max(map(len, result.stdout.splitlines())) <= columns
     assert "50.12 → 61.99 µs" in " ".join(result.stdout.split())

@@ -30,7 +30,7 @@ from kerneltune.stats import shifts
         (record(), record(spread=9.0), "ambiguous", 3),
         (record(4.0, spread=0.2), record(4.0, spread=0.2), "pass", 0),
         (record(aa_floor=0.09), record(110.0), "ambiguous", 3),
-        (record(4.0, spread=0.01), record(4.47, spread=0.01), "pass", 0),
+        (record(4.0, spread=0.01), record(4.47, spread=0.01), "slower", 0),
         (record(4.0, spread=0.01), record(4.49, spread=0.01), "ambiguous", 3),
         (record(4.0, spread=0.01), record(4.51, spread=0.01), "regression", 1),
         (record(4.0, spread=0.01), record(3.51, spread=0.01), "pass", 0),
@@ -226,13 +226,13 @@ def test_overlapping_intervals_never_regress_and_a_file_never_regresses_against_
             "regression",
             "at least +4.9%, tolerated 3.0%; 1 and 3 processes",
         ),
-        (by_process(100, 0.0), by_process(106, 0.0), "regression", "at least +5.0%, tolerated 3.0%"),
-        (record(), by_process(106, 0, 0.002, -0.002), "regression", "at least +5.0%, tolerated 3.0%"),
+        (by_process(100, 0.0), by_process(106, 0.0), "regression", "at least +5.0%, tolerated 3.0%; one process a side"),
+        (record(), by_process(106, 0, 0.002, -0.002), "regression", "at least +5.0%, tolerated 3.0%; one process a side"),
         (
             record(ci_low_us=99.9, ci_high_us=100.1),
             record(102.5, ci_low_us=102.4, ci_high_us=102.6),
             "slower",
-            "within the tolerated 3.0%; without a spread of processes",
+            "within the tolerated 3.0%; one process a side",
         ),
     ],
 )
@@ -315,7 +315,7 @@ def test_what_is_ambiguous_still_is_measured_a_second_time_and_a_regression_is_n
 def test_beyond_the_margin_but_perhaps_within_half_a_microsecond_is_ambiguous() -> None:
     old = by_process(6, 0, 0.002, -0.002)
     verdicts = [gate([old], [by_process(6 * (1 + part), 0, 0.002, -0.002)], 0.03).rows[0] for part in (0.06, 0.08, 0.09)]
-    assert [row.verdict for row in verdicts] == ["pass", "ambiguous", "regression"]
+    assert [row.verdict for row in verdicts] == ["slower", "ambiguous", "regression"]
     assert verdicts[1].reason == (
         "at least +7.5%, tolerated 3.0%; 0.48 µs, up to 0.51, tolerated 0.5: measure more; 3 and 3 processes"
     )
@@ -323,7 +323,7 @@ def test_beyond_the_margin_but_perhaps_within_half_a_microsecond_is_ambiguous() 
 
 def test_a_row_that_changed_names_what_else_did() -> None:
     (row,) = gate([record()], [record(110.0, driver="580", triton="3.6")], 0.03).rows
-    assert row.reason == "at least +9.0%, tolerated 3.0%; driver 570 → 580; triton 3.5 → 3.6"
+    assert row.reason == "at least +9.0%, tolerated 3.0%; driver 570 → 580; triton 3.5 → 3.6; one process a side"
     assert gate([record()], [record(driver="580")], 0.03).rows[0].reason == ""
 
 

@@ -1,0 +1,97 @@
+"""Verdicts over many rows: a family that is slower as a whole, rows below the floor, no false alarm of A against A."""
+
+import numpy as np
+import pytest
+from gate_rows import by_process, record
+
+from kerneltune.gating.report import gate_annotations, gate_junit, gate_text
+from kerneltune.gating.rows import stale_lines
+from kerneltune.gating.verdict import AMBIGUOUS, PASS, REGRESSION, gate
+from kerneltune.records import Record
+
+ROWS = 40
+
+
+def family(factors: np.ndarray, unit: str = "one", us: float = 100.0) -> list[Record]:
+    """Return records of one process of as many rows as there are factors."""
+    return [
+        record(us * factor, 0.001 * us, axes={"M": row + 1, "N": 64}, family="rmsnorm", unit=unit)
+        for row, factor in enumerate(factors)
+    ]  # fmt: skip
+
+
+def test_two_percent_on_all_rows_fail_the_family() -> None:
+    noise = np.random.default_rng(0).normal(0, 0.003, (2, ROWS))
+    answer = gate(family(1 + noise[0]), family(1.02 * (1 + noise[1])), 0.03)
+    assert answer.exit_code == REGRESSION
+    (line,) = answer.failures
+    assert line.startswith("rmsnorm on NVIDIA H200, cold: slower by 2.1% in the geometric mean of 40 rows (+1.9% to")
+    assert line.endswith("tolerated 1%; one process a side")
+    assert f"failed: {line[:30]}" in gate_text(answer)
+    assert 'name="rmsnorm on NVIDIA H200, cold"' in gate_junit(answer)
+    assert "::error title=kerneltune gate::rmsnorm on NVIDIA H200" in gate_annotations(answer)
+
+
+def test_two_percent_on_all_rows_of_another_gpu_are_a_note() -> None:
+    answer = gate(family(np.ones(ROWS)), family(np.full(ROWS, 1.02), unit="other"), 0.03)
+    assert answer.failures == ()
+    assert any("slower by 2.0% in the geometric mean" in note for note in answer.notes)
+
+
+@pytest.mark.parametrize("shift", [0.005, -0.02])
+def test_family_that_is_slower_by_half_a_percent_or_faster_passes(shift: float) -> None:
+    noise = np.random.default_rng(1).normal(0, 0.003, (2, ROWS))
+    assert gate(family(1 + noise[0]), family((1 + shift) * (1 + noise[1])), 0.03).failures == ()
+
+
+def test_processes_that_differ_as_a_whole_make_no_family_slower() -> None:
+    old = [by_process(100.0, 0.0, 0.03, -0.03, axes={"M": row, "N": 64}, family="rmsnorm") for row in range(1, 21)]
+    new = [by_process(101.5, 0.0, 0.03, -0.03, axes={"M": row, "N": 64}, family="rmsnorm") for row in range(1, 21)]
+    assert gate(old, new, 0.03).failures == ()
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_against_a_fails_in_at_most_one_of_a_hundred_runs(processes: int) -> None:
+    """Gaussian noise of 2 % per row and process, in 1,000 runs of one process a side, and in 100 runs of three."""
+    rng = np.random.default_rng(35)
+    runs = 1000 if processes == 1 else 100
+    failed = 0
+    for _ in range(runs):
+        if processes == 1:
+            old, new = (family(1 + rng.normal(0, 0.02, ROWS)) for _ in range(2))
+        else:
+            old, new = (
+                [by_process(100.0, *rng.normal(0, 0.02, 3), axes={"M": row, "N": 64}, family="rmsnorm") for row in range(1, ROWS)]
+                for _ in range(2)
+            )
+        failed += gate(old, new, 0.03).exit_code == REGRESSION
+    assert failed <= runs // 100
+
+
+def test_a_regression_among_noisy_rows_of_one_process_is_found() -> None:
+    noise = 1 + np.random.default_rng(2).normal(0, 0.003, (2, ROWS))
+    noise[1, 7] *= 1.08
+    answer = gate(family(noise[0]), family(noise[1]), 0.03)
+    assert [row.record.axes["M"] for row in answer.rows if row.verdict == "regression"] == [8]
+    assert "one process a side" in next(row.reason for row in answer.rows if row.verdict == "regression")
+
+
+def test_nine_percent_of_a_row_of_five_microseconds_are_listed() -> None:
+    answer = gate([record(4.9, 0.02)], [record(5.34, 0.02)], 0.03)
+    (row,) = answer.rows
+    assert (row.verdict, answer.exit_code) == ("slower", PASS)
+    assert row.reason == "0.44 µs: below 0.5 µs nothing is judged, +10.2% of this row; one process a side"
+    assert any(
+        note.startswith("1 row shorter than 16.7 µs: changes below 0.5 µs are not judged, +10.2% of") for note in answer.notes
+    )
+    assert "slower" in gate_text(answer)
+
+
+def test_stale_lines_fail_the_gate_beside_ambiguous_rows_and_name_variants_that_are_gone() -> None:
+    answer = gate([record()], [record(103.5)], 0.03, stale=["rmsnorm_fwd optimized: 1 row"])
+    assert answer.exit_code == REGRESSION
+    assert gate([record()], [record(103.5)], 0.03).exit_code == AMBIGUOUS
+    assert stale_lines([record()], {}) == [
+        "rmsnorm_fwd optimized: 1 of 1 row: no such operator here: --plugin loads those of other packages"
+    ]
+    assert stale_lines([record(role="peer")], {}) == []
