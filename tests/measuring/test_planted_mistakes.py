@@ -26,7 +26,7 @@ def findings(op: Op) -> list[str]:
 
 
 EXPECTED = {
-    "off_by_one_mask": "two programs store different values to y_ptr: element 100 at (1, 0) of 7x100 bfloat16: program (0, 0, 0), ",
+    "off_by_one_mask": "two programs store different values to y_ptr: element 100 at (1, 0) of 7x100 bfloat16: program ",
     "missing_mask": "load outside of x_ptr: element 756 at (7, 0) of 7x100 bfloat16, program (6, 0, 0)",
     "wrong_stride": "y: 595 of 700 wrong, first at (1, 0): ",
     "wrong_cast": "y: ",
