@@ -1,6 +1,6 @@
-"""The device that kernels run on: a GPU's identity and limits, or Triton's interpreter where there is no GPU.
+"""Describe the device that kernels run on: a GPU's identity and limits, or Triton's interpreter.
 
-Queries the device only when asked. Imports torch inside functions, so that the CLI starts without it.
+Imports torch inside functions, so that the command line starts without torch.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ The power cap is none of them: long kernels hold a GPU at it all the time.
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or the interpreter; two units of one model are equal.
+    """Describe a GPU model or the interpreter; two GPUs of a model are equal.
 
     Attributes:
         name: as the driver says it, for example `NVIDIA H200`.
@@ -29,7 +29,7 @@ class Device:
         sms: SMs (compute units on AMD).
         l2_bytes: size of the last-level cache.
         driver: driver version.
-        unit: which GPU of the model: a digest of the identifier that the driver gives it; empty where it gives none.
+        unit: digest of the GPU's serial identifier; empty if the driver gives none.
     """
 
     name: str
@@ -61,7 +61,7 @@ PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
 """Device name -> element type -> TFLOP/s of the tensor cores as the data sheet gives them, without sparsity."""
 
 ARCHITECTURES: Mapping[str, str] = {"nvidia_h100_80gb_hbm3": "sm_90", "nvidia_h200": "sm_90", "nvidia_b200": "sm_100"}
-"""Folder of a GPU model -> architecture, for work on its files where no such GPU is."""
+"""Folder of a GPU model -> architecture, for work on its files without the GPU."""
 
 _UNIT_DIGITS = 12
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -95,7 +95,7 @@ def wants_interpreter() -> bool:
 
 
 def select_backend() -> None:
-    """Turn Triton's interpreter on where there is no GPU; call before anything imports triton."""
+    """Turn Triton's interpreter on if no GPU is seen; call it before anything imports triton."""
     if not has_gpu():
         os.environ["TRITON_INTERPRET"] = "1"
 
@@ -115,7 +115,7 @@ def current() -> Device:
 
 @cache
 def model() -> str:
-    """Return `current().name`, by NVML where that is sure, so that readers of records start without torch."""
+    """Return `current().name`, by NVML if NVML sees a single model, so that readers of records start without torch."""
     if wants_interpreter() or not os.path.exists(_DEVICE_FILES[0]) or os.environ.get("CUDA_VISIBLE_DEVICES"):
         return current().name
     try:
@@ -124,13 +124,13 @@ def model() -> str:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         names = {str(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
-    except Exception:  # no NVML, or one that does not answer: torch knows
+    except Exception:  # NVML is missing or does not answer: torch knows
         names = set()
     return names.pop() if len(names) == 1 else current().name
 
 
 def unit_of(uuid: str) -> str:
-    """Shorten a GPU's identifier for records: long enough to tell GPUs apart, and nothing else; empty for one of zeros."""
+    """Digest a GPU's identifier for records, which need to tell GPUs apart; empty for an identifier of zeros."""
     uuid = uuid.removeprefix("GPU-")
     if not uuid.strip("0-"):
         return ""
@@ -139,12 +139,12 @@ def unit_of(uuid: str) -> str:
 
 @cache
 def current_slug() -> str:
-    """`current().slug`, remembered: what the configs of this device are filed under."""
+    """Return `current().slug`, the folder of this device's configs, remembered."""
     return current().slug
 
 
 def arch_of(device_slug: str) -> str:
-    """Return the architecture of a GPU model by its folder; empty where it is neither known nor in this machine."""
+    """Return the architecture of a GPU model by its folder; empty for a model that is neither known nor in this machine."""
     here = current()
     return here.arch if here.slug == device_slug else ARCHITECTURES.get(device_slug, "")
 
@@ -203,5 +203,5 @@ def nvml_handle() -> Any:
 
 
 def slowed_down(reasons: int) -> bool:
-    """Return whether NVML's clocks event reasons are such that a round is repeated."""
+    """Return whether a round is repeated for these clocks event reasons of NVML."""
     return any(reasons & bit for bit in SLOWDOWNS)

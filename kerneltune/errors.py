@@ -1,4 +1,4 @@
-"""Write errors on one line. Imports the standard library."""
+"""Write errors on one line."""
 
 import re
 from collections.abc import Iterable
@@ -6,19 +6,20 @@ from functools import partial
 from pathlib import Path
 
 PLACE = "place_in_kernel"
-"""Attribute of an error of another process: what `place_in_kernel` said there."""
+"""Attribute of an error of another process: the answer of `place_in_kernel` there."""
 _LONGEST = 200
 _TRITON_PLACE = re.compile(r"at \d+:\d+:")
-"""First line of Triton's CompilationError; the kernel's code follows, a caret, and what is wrong."""
+"""First line of Triton's CompilationError; the kernel's code, a caret and the reason follow."""
 _MANY, _MOST = 24, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
 
 
 def first_line(error: BaseException) -> str:
-    """Return `TypeError: text`, the text being the first line that says something, of Triton's compiler also the last.
+    """Return `TypeError: text`: the first line with text, for Triton's compiler also the last line.
 
-    The type alone where no line does. Of what Triton's interpreter wraps it is the error itself, and where in the kernel.
+    An error without text has its type alone. An error that Triton's interpreter wrapped is unwrapped, and its line in the kernel
+    is named.
     """
     chain = wrapped_by_interpreter(error)
     if len(chain) > 1:
@@ -41,7 +42,7 @@ def wrapped_by_interpreter(error: BaseException) -> list[BaseException]:
 
 
 def place_in_kernel(chain: list[BaseException]) -> str:
-    """Return `FILE:LINE: ` of the last statement of such errors that is none of Triton's own, or what they say of it."""
+    """Return `FILE:LINE: ` of the last statement of these errors outside Triton, or their own `PLACE`."""
     import traceback
 
     for error in reversed(chain):
@@ -57,13 +58,13 @@ def place_in_kernel(chain: list[BaseException]) -> str:
 def without_places(text: str) -> str:
     """Remove from a text the folders that packages are installed in, which differ on the reader's machine.
 
-    A path with a space is found only where it stands alone in brackets.
+    A path with a space is found only if it stands alone in brackets.
     """
     return _INSTALLED.sub("", _PLACE.sub("", text))
 
 
 def place_of(function: object, error: BaseException | None = None) -> str:
-    """Return `FILE:LINE: ` of a function, or of its file's statement that led to an error; empty where that is not known."""
+    """Return `FILE:LINE: ` of a function, or of its file's statement that led to an error; empty if unknown."""
     import inspect  # slow to import, and --help is to be quick
     import traceback
 
@@ -78,9 +79,9 @@ def place_of(function: object, error: BaseException | None = None) -> str:
 
 
 def unknown(field: str, value: object, known: Iterable[object], more: str = "") -> ValueError:
-    """Make the error of an unknown value; it names the known values, then what else may be, then the nearest of them.
+    """Make the error of an unknown value, which names the known values, then `more`, then the nearest known value.
 
-    More than a screen of names are only counted where one of them is near, and cut short where none is.
+    If there are more names than a screen holds, they are only counted if a near name exists, else cut short.
     """
     names = [str(name) for name in known]
     near = meant(value, names)
@@ -90,7 +91,7 @@ def unknown(field: str, value: object, known: Iterable[object], more: str = "") 
 
 
 def meant(value: object, names: Iterable[str]) -> str:
-    """`; did you mean NAME?`, the nearest name of a text; empty where none is near, or it is one of them."""
+    """Return `; did you mean NAME?` with the name nearest to a text; empty without a near name, or for a known name."""
     from difflib import get_close_matches  # slow to import, and --help is to be quick
 
     names = list(names)

@@ -24,7 +24,7 @@ _IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
 _IN_NAME = re.compile(r"[^A-Za-z0-9_.=+-]+")
 
 Names = Mapping[str, str]
-"""Knob -> what the author of the kernel calls it."""
+"""Knob -> its name in the kernel's source."""
 
 _AUTOTUNE = '''
 
@@ -82,7 +82,7 @@ def to_python(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) 
 
 
 def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
-    """Return a JSON object for every set of entries that differ along one axis only: the case, and the configs by size."""
+    """Return a JSON object for each set of entries that differ along a single axis: the case, and the configs by size."""
     axis = (op.free_axes or op.axes)[0]
     files: dict[str, dict[str, Any]] = {}
     for entry in sorted(entries, key=lambda e: dict(e.axes).get(axis, 0)):
@@ -113,10 +113,10 @@ WRITERS: Mapping[str, Callable[[Op, str, Sequence[CacheEntry], Names], dict[str,
 def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
     """Return the entries of a file that `WRITERS` wrote; run nothing of the file.
 
-    device: the only GPU, as its folder is called, of which they may be; any if not given.
+    device: the folder of the only GPU whose entries are taken; None for any GPU.
 
     Raises:
-        ValueError: it is of none of the formats, of another operator or GPU, or cannot be read.
+        ValueError: a file of another format, operator or GPU, or a file that cannot be read.
     """
     found, entries = _from_json(path) if path.suffix == ".json" else _from_source(path)
     for field, of, expected in (("op", found[0], op.name), ("device", found[1], device or found[1])):

@@ -1,8 +1,7 @@
-"""The one place that reads, validates, locks, replaces and appends to files of data.
+"""Read, validate, lock, replace and append to files of data; no other module does.
 
-A reader gets bytes of a regular file of limited size, and values of a msgspec schema; whatever is wrong is one line that names
-the file, the line or entry, the field and the value. A writer replaces a file as a whole or not at all, under a lock that says
-who holds it. Knows nothing of what is in the files. Imports the standard library and msgspec.
+A reader gets bytes of a regular file of limited size, and values of a msgspec schema; an error is a line with the file, the line
+or entry, the field and the value. A writer replaces a file as a whole or not at all, under a lock that names its holder.
 """
 
 import contextlib
@@ -35,14 +34,14 @@ _STEP = re.compile(r"\.(?P<name>[^.\[\]]+)|\[(?P<index>\d+|\.\.\.)\]")
 _FIELD = re.compile(r"^Object (?:missing required|contains unknown) field `(?P<name>.*)`$", re.DOTALL)
 
 _NEW = re.compile(r"\.[0-9a-f]{16}\.tmp")
-"""Name of a file that is to replace another."""
+"""Name of a file that will replace another file."""
 _BYTE = re.compile(r"\(byte (\d+)\)$")
 
 T = TypeVar("T")
 
 
 def data_root(folder: str) -> Path:
-    """Return `folder` of the checkout that holds this package, or its packaged copy where there is no checkout."""
+    """Return `folder` of the checkout that holds this package; without a checkout its packaged copy."""
     package = Path(__file__).resolve().parent
     return (package.parent if in_checkout() else package) / folder
 
@@ -56,7 +55,7 @@ def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
     """Return the content of a regular file; never waits for a pipe.
 
     Raises:
-        ValueError: `cannot read file: …`: no such file, not a regular file, or more than `largest` bytes.
+        ValueError: `cannot read file: …`: missing, not a regular file, or more than `largest` bytes.
     """
     with opened(path, largest) as file:
         return file.read(largest + 1)
@@ -67,7 +66,7 @@ def opened(path: Path, largest: int = LARGEST) -> Iterator[BinaryIO]:
     """Open a regular file for reading, line by line or whole; never waits for a pipe.
 
     Raises:
-        ValueError: `cannot read file: …`: no such file, not a regular file, or more than `largest` bytes.
+        ValueError: `cannot read file: …`: missing, not a regular file, or more than `largest` bytes.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -115,7 +114,7 @@ def decode(data: bytes | str, schema: type[T]) -> T:
 
 
 class Versioned(msgspec.Struct):
-    """Hold the field that files of every schema have."""
+    """Hold the field that files of every schema have: its version."""
 
     schema: int
 
@@ -124,7 +123,7 @@ V = TypeVar("V", bound=Versioned)
 
 
 def decode_versioned(data: bytes | str, kind: type[V], version: int, **expected: str) -> V:
-    """Return the content of a file of one version, in which some fields have expected values.
+    """Return the content of a file that has this version and these values of some fields.
 
     Raises:
         ValueError: as `decode`; another version, or another value.
@@ -179,9 +178,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def append_lines(path: Path, data: bytes, keep_partial: bool = False) -> None:
-    """Append whole lines in one piece, all or none; they are on disk when this returns. Creates the folders.
-
-    The lock of the file is held meanwhile.
+    """Append all lines or none under the lock of the file, and flush them to disk. Creates the folders.
 
     Args:
         keep_partial: text behind the last newline, such as a killed process leaves, gets a newline. Else it is cut off.
@@ -209,8 +206,8 @@ def append_lines(path: Path, data: bytes, keep_partial: bool = False) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file that is about to be read and replaced; creates the folders.
 
-    The lock is `.NAME.lock` beside the file. It ends with the process that holds it. After 2 s of waiting one warning says which
-    process that is.
+    The lock is `.NAME.lock` beside the file. It ends with the process that holds it. After 2 s of waiting a warning names this
+    process.
 
     Raises:
         ValueError: `cannot write file: …`: the lock cannot be made.
@@ -232,7 +229,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _wait(descriptor: int, path: Path) -> None:
-    """Take the lock of an open file, with one warning where that lasts."""
+    """Take the lock of an open file; warn once after `WAIT_S`."""
     warn_at = time.monotonic() + WAIT_S
     while True:
         try:
@@ -301,7 +298,7 @@ def _append(descriptor: int, data: bytes, size: int) -> None:
 
 
 def _explained(error: msgspec.ValidationError, data: object) -> str:
-    """Return what msgspec found wrong as `field: value: expected …`."""
+    """Return the error of msgspec as `field: value: expected …`."""
     found = _AT.match(str(error))
     assert found is not None
     what, path = found["what"], found["path"] or "$"

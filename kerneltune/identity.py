@@ -1,4 +1,4 @@
-"""Digest what a function runs: its syntax tree and the trees of everything that it uses, without names, comments and types.
+"""Digest the code of a function: its syntax tree and the trees of everything that it uses, without names, comments and types.
 
 A digest stays the same when a comment, a docstring, an annotation, an error message or the layout changes, when a function, a
 constant or a local variable is renamed, and when code moves to another module. It changes with every constant, operation and
@@ -26,15 +26,15 @@ _ENGINE = (
     "kerneltune.spec", "kerneltune.cache", "kerneltune.device", "kerneltune.errors", "kerneltune.misses",
     "kerneltune.kernel_lib.functions",
 )  # fmt: skip
-"""Modules that change neither the results nor the speed of a given config: references to them are not followed."""
+"""Modules that change neither the results nor the speed of a config: references to them are not followed."""
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
 _WRAPPED = ("__wrapped__", "__func__", "fn", "func", "_init_fn")
-"""Where bound methods and the decorators of functools, triton and torch keep the function that they wrap."""
+"""Attributes in which bound methods and decorators of functools, triton and torch keep the function that they wrap."""
 
 
 @functools.cache
 def code_digest(target: Any) -> str:
-    """Return 12 hexadecimal digits that identify what a callable runs.
+    """Return 12 hexadecimal digits that identify the code of a callable.
 
     Args:
         target: a function, a Triton kernel, a class, an object that wraps a function, or a `functools.partial` of these.
@@ -64,7 +64,7 @@ def module_digest(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class _Module:
-    """A source file.
+    """Hold a source file.
 
     Attributes:
         package: the package that relative imports start from.
@@ -79,7 +79,7 @@ class _Module:
 
 @dataclass(frozen=True)
 class _Scope:
-    """Names inside one definition.
+    """Hold the names inside a definition.
 
     Attributes:
         local: local names by number, in the order of their first binding.
@@ -93,17 +93,17 @@ class _Scope:
 
 @dataclass(frozen=True)
 class _Own:
-    """A name that a module of the digested package binds; no name: the module itself."""
+    """Hold a name that a module of the digested package binds; without a name, the module itself."""
 
     module: _Module
     name: str = ""
 
 
 class _Writer:
-    """Writes a canonical text of definitions. A definition stands in full where it is used first, later as its number."""
+    """Write a canonical text of definitions: a definition in full at its first use, its number at later uses."""
 
     def __init__(self, followed: set[str]) -> None:
-        """followed: top-level packages whose definitions are written; of all others the name stands."""
+        """followed: top-level packages whose definitions are written; definitions of other packages are written by name."""
         self._followed = followed
         self._parts: list[str] = []
         self._numbers: dict[tuple[str, str], int] = {}
@@ -131,7 +131,7 @@ class _Writer:
             self._instance(value)
 
     def _instance(self, value: Any) -> None:
-        """Write what a wrapper wraps, the class of a callable, class and fields of a dataclass, else the value itself."""
+        """Write the function in a wrapper, the class of a callable, class and fields of a dataclass, else the value itself."""
         if wrapped := next((getattr(value, name) for name in _WRAPPED if callable(getattr(value, name, None))), None):
             self.value(wrapped)
         elif is_dataclass(value):
@@ -251,7 +251,7 @@ class _Writer:
             self._found(self._resolve(name, scope), name)
 
     def _attribute(self, node: ast.Attribute, scope: _Scope) -> None:
-        """Write `a.b.c`: as the definition where `a` is a module that is followed, by name where it is another package's."""
+        """Write `a.b.c`: its definition if `a` is a followed module, its name if `a` is a module of another package."""
         names = [node.attr]
         base = node.value
         while isinstance(base, ast.Attribute):
@@ -277,7 +277,7 @@ class _Writer:
         return name.partition(".")[0] in self._followed and name not in _ENGINE
 
     def _resolve(self, name: str, scope: _Scope) -> "_Own | str | None":
-        """Return what a name that is not local means: see `_member`; a builtin is the name itself."""
+        """Return the meaning of a name that is not local: see `_member`; a builtin is the name itself."""
         if name in scope.imported:
             return self._target(*scope.imported[name])
         if name in scope.module.bound:
@@ -285,7 +285,7 @@ class _Writer:
         return f"builtin {name}"
 
     def _member(self, module: _Module, name: str) -> "_Own | str | None":
-        """Return what `name` means in a module: a definition, the text of another package's name, or None for the engine."""
+        """Return the meaning of `name` in a module: a definition, the text of another package's name, or None for the engine."""
         statements = module.bound.get(name, ())
         for statement in statements:
             for bound, source, attribute in _imports(statement, module):
@@ -296,7 +296,7 @@ class _Writer:
         return _Own(module, name)
 
     def _target(self, source: str, attribute: str) -> "_Own | str | None":
-        """Return what `import source` or `from source import attribute` binds."""
+        """Return the meaning of the name that `import source` or `from source import attribute` binds."""
         full = f"{source}.{attribute}" if attribute else source
         if source in _ENGINE or full in _ENGINE:
             return None
@@ -309,7 +309,7 @@ class _Writer:
         return full if module is None else self._member(module, attribute)
 
     def _calls_engine(self, value: ast.expr | None, module: _Module) -> bool:
-        """Return whether an assigned value is made by the engine: a look-up of configs is no part of what a config runs."""
+        """Return whether the engine makes an assigned value: a look-up of configs is no part of a config's code."""
         if not isinstance(value, ast.Call):
             return False
         base = value.func
@@ -343,7 +343,7 @@ def _bound_by(node: ast.AST) -> Iterator[str]:
 
 
 def _imports(node: ast.AST, module: _Module) -> Iterator[tuple[str, str, str]]:
-    """Yield (bound name, module, attribute or "") of an import statement, also of those inside a top-level `if` or `try`."""
+    """Yield (bound name, module, attribute or "") of an import statement, also of imports inside a top-level `if` or `try`."""
     for statement in ast.walk(node) if isinstance(node, ast.If | ast.Try) else (node,):
         if isinstance(statement, ast.Import):
             for alias in statement.names:
@@ -355,7 +355,7 @@ def _imports(node: ast.AST, module: _Module) -> Iterator[tuple[str, str, str]]:
 
 
 def _imported_from(node: ast.ImportFrom, module: _Module) -> str:
-    """Return the module of `from … import …`, which may be relative."""
+    """Return the module of `from … import …`, also of a relative import."""
     if not node.level:
         return node.module or ""
     above = module.package.split(".")
@@ -422,7 +422,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _instructions(code: CodeType) -> object:
-    """Return what a code object runs, without its lines."""
+    """Return the instructions, names and constants of a code object, without line numbers."""
     constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return code.co_code, code.co_names, code.co_varnames, constants
 

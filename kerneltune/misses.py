@@ -1,6 +1,6 @@
-"""Look-ups that the config cache had no entry for: warn of each once, refuse them in strict mode, make a sweep of their log.
+"""Warn once of each look-up that the config cache has no entry for, refuse it in strict mode, and make a sweep of the log.
 
-Looks nothing up. Imports the standard library, msgspec, device, files and spec.
+Looks nothing up.
 """
 
 import json
@@ -24,7 +24,7 @@ _Name = Annotated[str, msgspec.Meta(pattern=r"^[^\s{}:,]+$")]
 
 
 class _Row(msgspec.Struct):
-    """A line of the log."""
+    """Hold a line of the log."""
 
     op: _Name
     variant: _Name
@@ -37,12 +37,12 @@ class _Row(msgspec.Struct):
 
 
 class CacheMissWarning(UserWarning):
-    """A case that the cache has no config of its own for."""
+    """Warn of a case without a config of its own in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A look-up for which the cache has no entry of exactly that case."""
+    """Hold a look-up for which the cache has no entry of exactly that case."""
 
     op: str
     variant: str
@@ -52,18 +52,18 @@ class Miss:
 
 
 _said: set[tuple[object, ...]] = set()
-"""Misses that were warned of, without their free axes."""
+"""Misses with a warning, without their free axes."""
 
 
 def report(miss: Miss, used: str, free_axes: Sequence[str]) -> None:
-    """Warn of a miss, saying what is used instead; append it to KERNELTUNE_LOG_MISSES where that is set.
+    """Warn of a miss and name the config used instead; append the miss to the log that KERNELTUNE_LOG_MISSES names.
 
-    Warns once for all sizes of the free axes, which may change with every call; says nothing of the interpreter, for which
-    nothing is tuned.
+    Free axes may change with every call: a single warning covers all their sizes. Misses of the interpreter, for which nothing is
+    tuned, are not reported.
 
     Raises:
         LookupError: KERNELTUNE_STRICT is on.
-        ValueError: it is neither on nor off.
+        ValueError: KERNELTUNE_STRICT is neither on nor off.
     """
     if miss.device == INTERPRETER:
         return
@@ -95,12 +95,12 @@ def _is_strict() -> bool:
 
 
 def forget() -> None:
-    """Warn again of what was warned of."""
+    """Forget the warnings given, so that each is given again."""
     _said.clear()
 
 
 def _append(path: Path, miss: Miss) -> None:
-    """Append in one write, which no other process can split; a log that cannot be written is no reason to stop."""
+    """Append a miss in a single write, which no other process can split; warn of a log that cannot be written."""
     case = miss.case
     options = dict(case.options)
     row = _Row(miss.op, miss.variant, miss.device, dict(case.axes), case.dtype, case.quant, options, miss.policy)
@@ -119,7 +119,7 @@ def read(path: Path) -> list[Miss]:
     """Load the misses of a log, each once.
 
     Raises:
-        ValueError: one line naming the file, the line and what is wrong with it.
+        ValueError: a line with the file, the line number, the field and the value.
     """
     found: dict[Miss, None] = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
@@ -136,7 +136,7 @@ def sweep_text(misses: Sequence[Miss]) -> str:
     """Write the text of a sweep file whose bench cases are the misses, each case once.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no misses.
     """
     if not misses:
         raise ValueError("misses: none: nothing to tune")

@@ -1,6 +1,6 @@
-"""Rank stored configs by their distance to a case, as the cache does; exported dispatch modules carry this code along.
+"""Rank stored configs by their distance to a case; exported dispatch modules contain this code.
 
-Knows no file and no entry. Imports bisect and math.
+Knows no file and no entry.
 """
 
 import math
@@ -28,10 +28,10 @@ def ranked(
     free_options: Collection[str],
     bands: Bands,
 ) -> list[tuple[Nearness, Any]]:
-    """Sort what can serve a case: its own type first, then its own sizes, then the nearest; ties as given.
+    """Sort the entries that can serve a case: its own type first, then its own sizes, then the nearest; ties as given.
 
-    Free options differ at the case's own sizes, or free axes do within a band, never both: to a guess made twice the default is
-    preferred.
+    An entry may differ in free options at the case's sizes, or in free axes within a band. It may not differ in both: the default
+    is better than two guesses at once.
     """
     free = frozenset(free_axes), frozenset(free_options), bands
     found = [(_nearness(wanted, place, *free), what) for place, what in stored]
@@ -54,7 +54,7 @@ def _nearness(
 
 
 def _along_axes(axes: Mapping[str, int], sizes: Mapping[str, int], free: frozenset[str], bands: Bands) -> float | None:
-    """Return the log2 distance between sizes; None where it is not to be bridged."""
+    """Return the log2 distance between sizes; None if a fixed axis or a band differs."""
     if sizes.keys() != axes.keys():
         return None
     distance = 0.0
@@ -67,7 +67,7 @@ def _along_axes(axes: Mapping[str, int], sizes: Mapping[str, int], free: frozens
 
 
 def _along_options(options: Mapping[str, Any], values: Mapping[str, Any], free: frozenset[str]) -> float | None:
-    """Return the distance between values of options; None where it is not to be bridged."""
+    """Return the distance between values of options; None if a fixed option differs."""
     if values.keys() != options.keys():
         return None
     changed = [option for option, value in options.items() if values[option] != value]
@@ -80,5 +80,5 @@ def band_of(ends: tuple[int, ...], size: int) -> int:
 
 
 def _apart(a: object, b: object) -> float:
-    """Return the log2 distance between values; a fixed one where a value is no number, or 0, which often means something else."""
+    """Return the log2 distance between values; a fixed distance if a value is no number or is 0, often a switch."""
     return abs(math.log2(a / b)) if type(a) is int and type(b) is int and min(a, b) > 0 else _NO_NUMBER

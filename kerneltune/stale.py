@@ -27,7 +27,7 @@ CONFIG_S = 0.6
 _CASE_S = 8.0
 """Seconds of measuring a case of a family without records. H200: 1 to 14 s, by family."""
 _LONGEST_GAP_S = 120.0
-"""Seconds that lie between two records of one run, at most."""
+"""Seconds between two records of a run, at most."""
 _AT_ONCE = 16
 """Cases whose configs are compiled before the first of the cases is measured."""
 _Uses = Mapping[tuple[str, Case], int]
@@ -39,7 +39,7 @@ class StaleFamily:
 
     Attributes:
         cases: how many bench cases are selected.
-        stale: cases of which a variant has no record, a failed record, or a record of other code or of another config.
+        stale: cases with a variant that has no record, a failed record, or a record of other code or another config.
         seconds_a_case: how long a case took when the records were made.
         orphans: how many records are of no case of the sweep file.
     """
@@ -76,11 +76,11 @@ class Stale:
 def find(ops: Mapping[str, Op], selection: Selection, options: Options, gpu: str) -> Stale:
     """Find the stale configs and records of a GPU.
 
-    A GPU without any records has no stale ones; else a family without records is stale.
+    A GPU without any records has no stale records; on other GPUs a family without records is stale.
 
     Args:
         ops: operators by name.
-        selection: the family, all families where it is empty, and a part of them.
+        selection: the family, empty for all families, and a part of its cases.
         options: the folders of configs and records, the policy, and whether peers count.
         gpu: the GPU, as its folder is called.
 
@@ -160,7 +160,7 @@ def _config_now(op: Op, variant: Variant, case: Case, options: Options, gpu: str
 
 
 def _seconds_a_case(recorded: Sequence[Record]) -> float:
-    """Return the mean time that a case took, by the dates of the records of one run."""
+    """Return the mean time of measuring a case, by the dates of the records."""
     dates = sorted({datetime.fromisoformat(row.date) for row in recorded})
     gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(dates)]
     of_one_run = [gap for gap in gaps if gap <= _LONGEST_GAP_S]
@@ -174,7 +174,7 @@ class Refreshed:
     Attributes:
         verdicts: operator and verdict of each stale config.
         measured: the new records.
-        left: what is stale still.
+        left: the configs and cases that are stale still.
     """
 
     verdicts: tuple[tuple[str, EntryVerdict], ...]
@@ -202,7 +202,7 @@ def refresh(ops: Mapping[str, Op], stale: Stale, selection: Selection, options: 
 
 
 def _batches(stale: Stale) -> Iterator[tuple[sweep.Sweep, list[sweep.SweepCase]]]:
-    """Yield stale cases family by family, those of the headlines first, as many as are compiled at once."""
+    """Yield stale cases family by family, headline cases first, `_AT_ONCE` at a time."""
     for is_headline in (True, False):
         for family in stale.families:
             cases = [entry for entry in family.stale if family.plan.headlines(entry) is is_headline]

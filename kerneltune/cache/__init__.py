@@ -1,4 +1,4 @@
-"""The config cache: files of the best known configs (`entries`), and the look-up of a call's config (`chooser`)."""
+"""Keep the fastest known configs in files (`entries`), and look up the config of a call (`chooser`)."""
 
 from kerneltune.cache.chooser import Choice, Chooser, clear, ruling_of
 from kerneltune.cache.entries import (

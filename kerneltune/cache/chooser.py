@@ -1,4 +1,4 @@
-"""The look-up of a config: the case's own entry, one near it, what the rule of the GPU proposes, or the default."""
+"""Look up the config of a case: its own entry, a near entry, a proposal of the GPU's rule, or the default."""
 
 import math
 import warnings
@@ -15,15 +15,15 @@ from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
 from kerneltune.spec import Case, Op, Range, Space, Variant, config_from, out_of_range, ranges_of, valid_config
 
 _MOST_ELEMENTS = 1 << 48
-"""More elements than any memory holds."""
+"""Elements of an axis, at most: no memory holds more."""
 
 
 class Choice(NamedTuple):
-    """Holds the answer of a look-up.
+    """Hold the answer of a look-up.
 
     Attributes:
         source: `own`, `near` for a recorded config of other sizes, options or type, `rule`, or `default`.
-        told: the answer in words; empty where the case has a config of its own.
+        told: the answer in words; empty for `own`.
     """
 
     config: Any
@@ -33,12 +33,12 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Chooser:
-    """Choose the config that an operator's function runs with where its caller gives none. Made once, called at every launch.
+    """Choose the config of an operator's function where the caller gives none; called at every launch.
 
     Attributes:
-        op, variant, policy, free_axes, free_options, bands: what is looked up, as in `candidates`.
-        config, valid, default, space: of the variant, as in spec.Variant.
-        root: the folder of the cache, None for that of `roots`.
+        op, variant, policy, free_axes, free_options, bands: as in `candidates`.
+        config, valid, default, space: as in spec.Variant.
+        root: the folder of the cache; None for `roots()`.
     """
 
     op: str
@@ -61,10 +61,10 @@ class Chooser:
     def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: Options = (), gpu: str | None = None) -> Any:
         """Return the config of `find`, remembered until `clear`.
 
-        Anything but an entry of the case's own is a miss, which is warned of once for all sizes of the free axes.
+        Any source but `own` is a miss, which is warned of once for all sizes of the free axes.
 
         Args:
-            gpu: the folder of another device than the present one.
+            gpu: the folder of a device; None for the device at hand.
 
         Raises:
             LookupError: a miss, and KERNELTUNE_STRICT is on.
@@ -74,8 +74,8 @@ class Chooser:
     def find(self, case: Case, gpu: str | None = None) -> Choice:
         """Return the first valid config of: the case's own entry, entries near it, the rule's proposals, the default.
 
-        Entries of the case's own sizes with another value of a free option, or of the other 16-bit type, are near. The rule
-        knows how far other sizes of the free axes may be; without a rule any distance is near.
+        Near entries have the case's sizes and another value of a free option, or the other 16-bit type, or other sizes of the
+        free axes. The rule says how far other sizes may be; without a rule any distance is near.
 
         Raises:
             ValueError: not even the default is valid for the case.
@@ -90,7 +90,7 @@ class Chooser:
         return near or self._ruled(case, table, ruling, gpu) or self._default(case)
 
     def _near(self, case: Case, table: "_Table", limit: float) -> Choice | None:
-        """Return the first valid config of near entries, those of other sizes up to a log2 distance; None if there is none."""
+        """Return the first valid config of near entries, with sizes up to a log2 distance; None if there is none."""
         kin = table.same_bands.get(_fixed(self, case.axes), ()) if limit else table.same_sizes.get(case.axes, ())
         if not kin:
             return None
@@ -124,11 +124,11 @@ class Chooser:
         return Choice(config, "default", f"{told}: the default" if told else "the default")
 
     def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
-        """Return the config with these knobs; None where they are not the variant's knobs, or not valid for the case."""
+        """Return the config with these knobs; None for knobs of another variant, or not valid for the case."""
         return valid_config(self.config, self.valid, case, knobs)
 
     def defect(self, entry: CacheEntry) -> str | None:
-        """Return why an entry cannot be believed: a knob's name, type or range, or `valid` for its own case; None if it can."""
+        """Return why an entry is not used: a knob's name, type or range, or `valid` for its own case; None if it is used."""
         case = entry.as_case
         if any(size > _MOST_ELEMENTS for _, size in entry.axes):
             return f"axes: a size of more than {_MOST_ELEMENTS}"
@@ -162,13 +162,13 @@ def _chooser(
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """The entries of one variant and mode that can be believed, those of the chooser's policy before those of `cold`.
+    """Hold the entries of a variant and mode without a defect; entries of the chooser's policy come before entries of `cold`.
 
     Attributes:
-        own: by sizes, type and options; of the chooser's policy only.
-        same_sizes: by sizes.
-        same_bands: by sizes, of free axes their bands.
-        ranges: of the knobs, over all recorded cases.
+        own: entries of the chooser's policy, by sizes, type and options.
+        same_sizes: all entries, by sizes.
+        same_bands: all entries, by sizes and by the bands of free axes.
+        ranges: the range of each knob over all recorded cases.
     """
 
     own: Mapping[Any, CacheEntry]
@@ -178,7 +178,7 @@ class _Table:
 
 
 def _fixed(chooser: Chooser, axes: Axes) -> Axes:
-    """Return every size that is not free, and the band of every free size that has bands."""
+    """Return the sizes of axes that are not free, and the bands of free axes."""
     free, bands = chooser.free_axes, chooser.bands
     kept = [(axis, size) for axis, size in axes if axis in bands or axis not in free]
     return tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
@@ -186,7 +186,7 @@ def _fixed(chooser: Chooser, axes: Axes) -> Axes:
 
 @lru_cache(maxsize=1024)
 def ruling_of(chooser: Chooser, gpu: str) -> rule_file.ServingRule | None:
-    """Return the rule that a GPU's cases without an entry run by: that of the cache, else the packaged rule; None if none."""
+    """Return the rule for a GPU's cases without an entry: the cache's rule, else the packaged rule; None if none."""
     file = rule_file.path_of(chooser.op, gpu, Path())
     root = readable(file, chooser.root).parents[len(file.parts) - 1]
     return rule_file.serving_rule(root, gpu, chooser.op, chooser.variant, chooser.policy)
@@ -227,7 +227,7 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
 
 
 def _told(case: Case, entry: CacheEntry, distance: float, policy: str) -> str:
-    """Return what an entry is for, as far as it is not for this case, and its config."""
+    """Return how an entry's case differs from a case, and the entry's config."""
     sizes = " ".join(f"{axis}={size}" for axis, size in entry.axes)
     changed = "".join(f" {name}={value}" for name, value in entry.options if value != case.option(name))
     changed += f" {entry.policy}" if entry.policy != policy else ""
@@ -235,7 +235,7 @@ def _told(case: Case, entry: CacheEntry, distance: float, policy: str) -> str:
 
 
 def clear() -> None:
-    """Forget every answer and every file read; needed after KERNELTUNE_CONFIGS or a file changed from outside."""
+    """Forget every answer and every file read; call it after KERNELTUNE_CONFIGS or a file was changed from outside."""
     for remembered in (_chosen, _table, ruling_of):
         remembered.cache_clear()
     entries.forget()

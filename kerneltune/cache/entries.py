@@ -1,6 +1,6 @@
-"""The files of the config cache: one JSON file per GPU and operator, with the best known config of each case.
+"""Read and write the files of the config cache: a JSON file per GPU and operator has the fastest known config of each case.
 
-Does not measure, decide which config is better, or check that a config is valid for a case.
+Measures nothing, compares no configs and does not check that a config is valid for a case.
 """
 
 import json
@@ -35,7 +35,7 @@ from kerneltune.spec import MOST, Case, Option
 _when_stored: list[Callable[[], None]] = []
 SCHEMA = 1
 _NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
-"""What some writers put in the place of a number, which JSON has not: one entry is bad then, not the file."""
+"""NaN and infinity, which JSON lacks and some writers write: read as null, so that their entry is bad and not the file."""
 Axes = tuple[tuple[str, int], ...]
 Options = tuple[tuple[str, Option], ...]
 
@@ -49,7 +49,7 @@ _Knob = bool | _Whole | float | str
 
 
 class _Evidence(msgspec.Struct):
-    """What is checked of an entry's evidence; other fields are free."""
+    """Check these fields of an entry's evidence; further fields may have any value."""
 
     time_us: _Measure | None = None
     default_us: _Measure | None = None
@@ -60,7 +60,7 @@ class _Evidence(msgspec.Struct):
 
 
 class _EntryRow(msgspec.Struct, forbid_unknown_fields=True):
-    """An entry as it stands in a file."""
+    """Hold an entry as a file has it."""
 
     variant: _Name
     case: _Name
@@ -74,7 +74,7 @@ class _EntryRow(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _File(Versioned):
-    """A file of the cache."""
+    """Hold the fields of a file of the cache."""
 
     op: str
     device: str
@@ -83,14 +83,14 @@ class _File(Versioned):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheEntry:
-    """The best config of one variant on one case, and the evidence for it.
+    """Hold the fastest known config of a variant on a case, and the evidence.
 
     Attributes:
         case: the case's name; no part of the entry's identity.
         evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash; over_default, the
             95 % interval of the default's time over this config's, from the rounds that chose it.
 
-    `entry_from` makes one of values that come from elsewhere.
+    `entry_from` makes an entry of values from elsewhere.
     """
 
     variant: str
@@ -105,12 +105,12 @@ class CacheEntry:
 
     @property
     def as_case(self) -> Case:
-        """The case that the entry is for."""
+        """Return the case of the entry."""
         return Case(self.case, self.axes, self.dtype, self.quant, self.options)
 
     @property
     def identity(self) -> tuple[str, str, str, str, Options, Axes]:
-        """Return what the entry is for; a file holds one entry of each identity."""
+        """Return variant, policy, type, mode, options and sizes, which no other entry of a file shares."""
         return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes
 
 
@@ -118,19 +118,19 @@ def entry_from(values: Mapping[str, Any]) -> CacheEntry:
     """Return the entry with these fields, axes and options as mappings.
 
     Raises:
-        ValueError: one line naming the field, its value and what is expected.
+        ValueError: a line with the field, its value and the expected values.
     """
     return _entry(checked(values, _EntryRow))
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """An entry that may serve a look-up.
+    """Hold an entry that may serve a look-up.
 
     Attributes:
-        exact: whether it was stored for exactly this case.
-        distance: log2 distance along free axes or options, one for an option that is no number, a half for another element type;
-            0 when exact, and between sizes of 0 and 1.
+        exact: whether the entry was stored for exactly this case.
+        distance: log2 distance along free axes or options; 1 for an option that is no number, 0.5 for another element type; 0
+            where exact, and between sizes of 0 and 1.
     """
 
     entry: CacheEntry
@@ -147,11 +147,10 @@ def roots() -> Path:
 def readable(file: Path, root: Path | None = None) -> Path:
     """Return where a file of the cache, such as `nvidia_h200/rmsnorm_fwd.json`, is read.
 
-    Where the current folder has no such file and neither a folder is given nor KERNELTUNE_CONFIGS is set, that is the packaged
-    copy.
+    The packaged copy is read where no folder is given, KERNELTUNE_CONFIGS is not set and the current folder lacks the file.
 
     Args:
-        root: the folder of the cache, None for that of `roots`.
+        root: the folder of the cache; None for `roots()`.
     """
     path = (root or roots()) / file
     packaged = root is None and not os.environ.get("KERNELTUNE_CONFIGS") and not path.exists()
@@ -159,12 +158,12 @@ def readable(file: Path, root: Path | None = None) -> Path:
 
 
 def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
-    """Return the file of an operator and a GPU, there or not; root: the folder of the cache, None for that of `roots`."""
+    """Return the path of an operator's file for a GPU, which may not exist; root: the folder of the cache, None for `roots()`."""
     return readable(Path(device_slug) / f"{op_name}.json", root)
 
 
 def load(op_name: str, device_slug: str, root: Path | None = None) -> list[CacheEntry]:
-    """Return the readable entries of an operator; whatever is broken is left out with one warning."""
+    """Return the readable entries of an operator, and warn once of entries that cannot be read."""
     path = path_of(op_name, device_slug, root)
     if not path.exists():
         return []
@@ -179,7 +178,7 @@ def load_strict(path: Path) -> list[CacheEntry]:
     """Return all entries of a file.
 
     Raises:
-        ValueError: one line naming the file, the line or entry, the field and the value.
+        ValueError: a line with the file, the line or entry, the field and the value.
     """
     entries, errors = _scan(path)
     if errors:
@@ -188,12 +187,12 @@ def load_strict(path: Path) -> list[CacheEntry]:
 
 
 def store(op_name: str, device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
-    """Call `store_all` with one entry."""
+    """Call `store_all` with a single entry."""
     return store_all(op_name, device_slug, [entry], root)
 
 
 def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], root: Path | None = None) -> Path:
-    """Put entries in place of those with their identities, all or none; readers see the old file or the new one.
+    """Store all entries or none, each in place of the entry with its identity; readers see the old file or the new file.
 
     Raises:
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
@@ -202,7 +201,7 @@ def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], roo
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
-            present = path if path.exists() else path_of(op_name, device_slug, root)  # a first file begins as the packaged one
+            present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
             stored = {entry.identity: entry for entry in (load_strict(present) if present.exists() else [])}
             for entry in entries:
                 stored.pop(entry.identity, None)
@@ -229,10 +228,10 @@ def candidates(
     free_options: tuple[str, ...] = (),
     bands: Bands = NO_BANDS,
 ) -> list[Hit]:
-    """Return every entry that may serve this case, as `nearness.ranked` says, the nearest first.
+    """Return every entry that may serve a case, the nearest first, as `nearness.ranked` sorts them.
 
-    Of two as near, the one of the policy comes before one of `cold`, which models run with; then as `in_order`. Only entries of
-    the policy are exact.
+    Of two entries as near, an entry of the policy comes before an entry of `cold`, the policy that models run with; further ties
+    are as `in_order`. Only entries of the policy are exact.
     """
     known = alike(path_of(op_name, device_slug, root), variant, policy, quant)
     found = ranked((dict(axes), dtype, dict(options)), known, free_axes, free_options, bands)
@@ -240,7 +239,7 @@ def candidates(
 
 
 def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-    """Return the larger first, by sizes and options, then by the config's text: of two that are as near the first is taken."""
+    """Sort entries by falling size, then by the text of their config, so that ties of a look-up have one answer."""
     return sorted(entries, key=lambda entry: (-_size(entry), _order(entry.config)))
 
 
@@ -251,7 +250,7 @@ def forget() -> None:
 
 
 def when_stored(forget_answers: Callable[[], None]) -> None:
-    """Call a function whenever entries were stored."""
+    """Call a function after entries are stored."""
     _when_stored.append(forget_answers)
 
 
@@ -262,7 +261,7 @@ def _loaded(path: Path) -> tuple[CacheEntry, ...]:
 
 @lru_cache(maxsize=1024)
 def alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, CacheEntry], ...]:
-    """Return the entries of a file for any sizes, element type and options, each with these, in order; `cold` comes last."""
+    """Return a variant's entries for any sizes, type and options, each with these, as `in_order`; entries of `cold` come last."""
     of_variant = [e for e in _loaded(path) if (e.variant, e.quant) == (variant, quant)]
     found = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in of_variant if e.policy == wanted)]
     return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in found)
@@ -274,17 +273,17 @@ def _size(entry: CacheEntry) -> int:
 
 
 def json_text(value: object) -> str:
-    """Return a value as JSON, as it stands in a file."""
+    """Return a value as JSON, as files have it."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False)
 
 
 def _order(config: Mapping[str, Any]) -> str:
-    """Text by which configs are ordered, also of values that no config has."""
+    """Return the text by which configs are sorted, also of values that JSON lacks."""
     return json.dumps(config, default=str)
 
 
 def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
-    """Return the good entries of a file, and what is wrong with it."""
+    """Return the good entries of a file, and an error for each bad entry."""
     try:
         items = _read(path)
     except ValueError as error:
@@ -318,7 +317,7 @@ def _entry(row: _EntryRow) -> CacheEntry:
 
 
 def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> str:
-    """Return the file's text: one entry a line, sorted, so that a diff shows the entries that changed."""
+    """Return the file's text: each entry on its line, sorted, so that a diff shows the entries that changed."""
     rows = []
     for entry in sorted(entries, key=lambda e: (*e.identity[:4], json_text(e.options), e.axes)):
         values = {f.name: getattr(entry, f.name) for f in fields(CacheEntry)}

@@ -1,4 +1,4 @@
-"""`kerneltune cache observe`, `fit` and `explain`: the rules of cases that have no config of their own."""
+"""Define `kerneltune cache observe`, `fit` and `explain`: rules for cases without a config of their own."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -258,16 +258,16 @@ def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: 
 
 
 def _option(op: Op, name: str, value: str) -> Option:
-    """Return the value of an option that is written like this."""
+    """Return the value of an option by its text."""
     offered = {str(one): one for one in op.options[name]}
     return offered[o.choice(name, value, offered)]
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:
-    """Return the folder of the GPU that is meant: as given, this machine's, or the only folder.
+    """Return the folder of a GPU: the given GPU, this machine's, or the only folder.
 
     Raises:
-        ValueError: none of these.
+        ValueError: several folders and no GPU, or an unknown GPU.
     """
     from kerneltune import device
 
@@ -283,7 +283,7 @@ def _gpu(gpu: str | None, configs: Path | None) -> str:
 
 
 def _with_variant(known: Mapping[str, Op], name: str) -> list[str]:
-    """Return the operators with a variant of that name that has knobs."""
+    """Return the operators whose variant of this name has knobs."""
     return [op.name for op in known.values() if any(of.name == name and of.config is not None for of in op.variants)]
 
 
