@@ -397,6 +397,8 @@ class Server:
         if row is not None and (served := self._allowed(call, state, row)) is not None:
             self.counts.hits += 1
             return _remember(plan, key, served)
+        if len(state.configs) == 1:  # nothing to choose
+            return _remember(plan, key, _served(state.configs, state.counters[0]))
         if _launches_nothing(call, state.configs[0]):  # a later launch of this key may launch something
             return _served(state.configs[:1], state.counters[1])
         self.counts.misses += 1
@@ -453,8 +455,7 @@ class Server:
     ) -> tuple[Any]:
         """Have the author's autotuner launch, tuning if it must, and remember its choice."""
         self.counters.add(state.counters[1])
-        if len(state.configs) > 1:
-            self._say(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
+        self._say(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
         alone = call.twin(state.configs)
         if state.choices is not None:
             alone.cache = state.choices

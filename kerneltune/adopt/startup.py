@@ -88,6 +88,9 @@ PORTFOLIO, COUNTS = "KERNELTUNE_ADOPT_PORTFOLIO", "KERNELTUNE_ADOPT_COUNTS"
 POLICIES = ("author", "nearest", "default", "error")
 """Choices of the config that launches which were not tuned run with."""
 
+_MISS_BYTES, _MOST_MISSES = 64 << 20, 16
+"""Bytes of values and classes of each kernel that a served process records at most: a class takes its host milliseconds."""
+
 _installed: dict[str, Any] = {}
 
 
@@ -171,7 +174,9 @@ def install(
         from kerneltune.adopt.recorder import Recorder
         from kerneltune.adopt.serving import Server
 
-        missing = None if misses is None else Recorder(Path(misses) if misses else root / "misses")
+        missing = None
+        if misses is not None:
+            missing = Recorder(Path(misses) if misses else root / "misses", max_bytes=_MISS_BYTES, most_classes=_MOST_MISSES)
         counters = Counters(Path(counts) if counts else None)
         prepared = _prepared(root, autotuning)
         server = Server(root, autotuning.Config, miss, manifest, missing, portfolio, prepared, counters)

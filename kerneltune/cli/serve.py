@@ -45,8 +45,9 @@ def command(
     if manifest:
         environment[startup.MANIFEST] = manifest
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
-        code = run_program(program, environment | {startup.COUNTS: folder})
-        counts = read_counts(Path(folder).glob(f"*{SUFFIX}"))
+        files = Path(folder, "counts")  # below a folder that goes: a process that outlives the program makes it no more
+        code = run_program(program, environment | {startup.COUNTS: str(files)})
+        counts = read_counts(files.glob(f"*{SUFFIX}"))
     _show_counts(counts, configs)
     raise typer.Exit(code)
 

@@ -148,6 +148,18 @@ def test_serving_with_policy_author_tunes_once_for_equal_lists_made_for_each_lau
 
 
 @pytest.mark.usefixtures("untimed")
+def test_serving_a_kernel_with_a_single_config_is_no_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned_folder(tmp_path)
+    kernel = example().row_sum
+    monkeypatch.setattr(kernel, "configs", kernel.configs[4:5])
+    server = served(tmp_path, miss="error")
+    y = torch.empty(4)
+    kernel[(4,)](torch.ones(4, 64), y, 4, 64)
+    assert (y.tolist(), server.counts.misses) == ([64.0] * 4, 0)
+    assert not (tmp_path / "misses").exists()
+
+
+@pytest.mark.usefixtures("untimed")
 def test_serving_a_launch_of_nothing_is_no_miss(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
     server = served(tmp_path, miss="error")
