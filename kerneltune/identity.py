@@ -405,11 +405,16 @@ def _module(name: str) -> _Module | None:
 
 def _require_loaded(module: ModuleType, source: bytes, file: Path) -> None:
     """Raise ValueError where a function of a module was loaded from another source than its file has now."""
-    now = {code.co_qualname: _instructions(code) for code in _codes(compile(source, file, "exec", dont_inherit=True))}
+    now: dict[str, list[object]] = {}  # a file may define several functions of one name
+    for code in _codes(compile(source, file, "exec", dont_inherit=True)):
+        now.setdefault(code.co_qualname, []).append(_instructions(code))
     for value in vars(module).values():
-        function = _unwrapped(value)
+        try:
+            function = _unwrapped(value)
+        except Exception:  # an object of another package may do anything when it is asked for an attribute
+            continue
         is_own = inspect.isfunction(function) and function.__module__ == module.__name__
-        if is_own and now.get(function.__qualname__) != _instructions(function.__code__):
+        if is_own and _instructions(function.__code__) not in now.get(function.__qualname__, ()):
             raise ValueError(f"{file}: {function.__qualname__}: edited after it was imported: start a new process")
 
 
