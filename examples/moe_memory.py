@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kerneltune import ops, sweep, workloads
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
+from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import SCALINGS, Recipe
-from kerneltune.nn.weight_workspace import WeightWorkspace
 from kerneltune.spec import Case
 from kerneltune.workloads.moe_training import inputs
 
@@ -45,10 +45,11 @@ def step_memory(case: Case) -> dict[str, Memory]:
     for name, recipe in recipes.items():
         found[name] = _measured(case, partial(fp8_grouped_mm, recipe=recipe), 0)
     for name in SCALINGS:
-        workspace = WeightWorkspace()
-        weights = workspace.get(inputs(case, device="cuda")["w"], Recipe(name), update=True)
-        found[f"{name}, cached"] = _measured(case, partial(fp8_grouped_mm, recipe=name, weights=weights), workspace.nbytes)
-        del workspace, weights
+        w = inputs(case, device="cuda")["w"]
+        kept = KeptWeights(w.shape[0], w.device)
+        weights = kept.current(w, Recipe(name), update=True)
+        found[f"{name}, cached"] = _measured(case, partial(fp8_grouped_mm, recipe=name, weights=weights), kept.nbytes)
+        del kept, weights, w
     return found
 
 

@@ -108,10 +108,10 @@ def run_sweep(
             config = f" with {table.pairs(record.config)}" if record.config else ""
             progress.note(f"failed its check: {what}{config}: {record.reason}")
         if options.tune:
-            from kerneltune.tune.tune_run import tune_entries
+            from kerneltune.tune.tune_run import TunePlan, tune_here
 
             campaign.bench.end()
-            tune_entries(ops, entries, selection, options, progress)
+            tune_here(TunePlan(ops, entries, selection, options), progress)
         measured, files = campaign.measure_and_write(entries)
         return SweepResult([*failed, *measured], files, tables.rank_flips(records.load(files[0])))
 

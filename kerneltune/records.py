@@ -230,10 +230,10 @@ def row_of(record: Record) -> object:
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """Return key -> the items that have it, both in order of appearance."""
-    found: dict[K, list[T]] = {}
+    groups: dict[K, list[T]] = {}
     for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
@@ -243,13 +243,13 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 def newest_rows(records: Iterable[Record], identity: Callable[[Record], object]) -> dict[object, Record]:
     """Return row -> its newest record, in order of appearance; `identity` returns the row of a record."""
-    found: dict[object, Record] = {}
+    latest: dict[object, Record] = {}
     for record in records:
         row = identity(record)
-        known = found.setdefault(row, record)
+        known = latest.setdefault(row, record)
         if known is not record and datetime.fromisoformat(record.date) >= datetime.fromisoformat(known.date):
-            found[row] = record
-    return found
+            latest[row] = record
+    return latest
 
 
 def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":

@@ -1,6 +1,6 @@
-"""Select a part of a sweep, say how it runs and reports progress, and keep the rows of an interrupted run.
+"""Select a part of a sweep, hold the options of a run, and keep the rows of an interrupted run.
 
-Rows lie case by case under `results/runs` and are deleted at the end of their stage. Runs nothing.
+The rows of an interrupted run are files under `results/runs`, one row per case, which the end of their stage deletes.
 """
 
 import fnmatch
@@ -14,6 +14,7 @@ from kerneltune.errors import meant, unknown
 from kerneltune.files import read_bytes
 from kerneltune.listing import check_case
 from kerneltune.records import Key, Record
+from kerneltune.search.loop import Search
 from kerneltune.search.task import Run, config_values
 from kerneltune.spec import Case, Op, Variant
 
@@ -130,6 +131,15 @@ class Options:
     knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     gpus: str = ""
     ray: str = ""
+
+    @property
+    def search(self) -> Search:
+        """The limits of each search.
+
+        Raises:
+            ValueError: a limit is out of range.
+        """
+        return Search(self.budget_s, self.trials, self.sampler, until_gain=self.until_gain or None)
 
 
 def results_folder(options: Options) -> Path:

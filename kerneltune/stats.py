@@ -126,7 +126,7 @@ def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift |
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for at, (old, new) in enumerate(sides):
         groups.setdefault((tuple(map(len, old)), tuple(map(len, new))), []).append(at)
-    found: list[Shift | None] = [None] * len(sides)
+    result: list[Shift | None] = [None] * len(sides)
     for lengths, members in groups.items():
         freedom = len(lengths[0]) + len(lengths[1]) - 2
         if freedom < 1:
@@ -140,8 +140,8 @@ def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift |
         variance = np.sum([(between + part.mean(axis=0)) / len(part) for part in within], axis=0)
         logs = centres[1].mean(axis=0) - centres[0].mean(axis=0)
         for at, log, error in zip(members, logs.tolist(), np.sqrt(variance).tolist(), strict=True):
-            found[at] = Shift(log, error, freedom)
-    return found
+            result[at] = Shift(log, error, freedom)
+    return result
 
 
 def paired_shift(old: Sequence[Samples], new: Sequence[Samples]) -> Shift | None:

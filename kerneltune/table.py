@@ -240,9 +240,9 @@ def _noted(line: str, note: str, width: int) -> list[str]:
 
 def joined(tables: Iterable[Table], style: str, width: int) -> str:
     """Return tables below each other; CSV has a single heading where the tables have equal columns."""
-    found = list(tables)
-    texts = [table.render(style, width) for table in found]
-    if style == "csv" and all(a.columns == b.columns for a, b in pairwise(found)):
+    listed = list(tables)
+    texts = [table.render(style, width) for table in listed]
+    if style == "csv" and all(a.columns == b.columns for a, b in pairwise(listed)):
         return "".join([*texts[:1], *(text.partition("\n")[2] for text in texts[1:])])
     return "\n".join(texts)
 
@@ -253,7 +253,7 @@ def _pipe(cells: Iterable[str]) -> str:
 
 def printable(text: str) -> str:
     """Return the text with control characters, escape sequences and marks of writing direction as visible escapes."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:

@@ -4,26 +4,18 @@ import atexit
 import os
 import sys
 from collections.abc import Iterable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
+from made_up import CompiledAtOnce
 
-from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.tuner import Tuner, tune
-
-
-def compiled(_config: object) -> "Future[CompileResult]":
-    """Nothing to compile."""
-    future: Future[CompileResult] = Future()
-    future.set_result(CompileResult((), 0.0))
-    return future
 
 
 def main(folder: Path, does: str) -> None:
@@ -32,7 +24,7 @@ def main(folder: Path, does: str) -> None:
     variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
     store = TrialStore(folder / "trials.log", source_hash="abc")
     with GpuWorker(FakeBench) as bench:
-        tune(Tuner(Task(OPS[0], CASE, variant), store, bench, compiled), Search(), folder / "configs")
+        tune(Tuner(Task(OPS[0], CASE, variant), store, bench, CompiledAtOnce()), Search(), folder / "configs")
 
 
 def fork_instead(_python: str, command: list[str], kept: Iterable[int]) -> int:

@@ -113,7 +113,7 @@ class FakeTuner(Tuner):
     """Times are a formula, None for a config that is wrong; a final is won by the faster config, or by whom it is told."""
 
     def __init__(self, case: Case, variant: Variant, store: TrialStore, landscape: Landscape) -> None:
-        super().__init__(Task(op_of(variant), case, variant), store, NoBench(), compiled)
+        super().__init__(Task(op_of(variant), case, variant), store, NoBench(), CompiledAtOnce())
         self.landscape = landscape
         self.evaluated: list[Config] = []
         self.finals: list[list[Config]] = []
@@ -158,7 +158,7 @@ def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
         if config in tuner.evaluated:  # not where it is refused
             told.append(config)
 
-    tuner.measure, tuner.meanwhile, tuner.bench.stop = gated, meanwhile, stop  # type: ignore[method-assign]
+    tuner.measure, tuner.queue.fill, tuner.worker.stop = gated, meanwhile, stop  # type: ignore[method-assign]
     return on_trial
 
 
@@ -192,7 +192,17 @@ def evaluated(tuner: Tuner, config: Config, compiled: CompileResult) -> Evaluati
     return tuner.evaluate(config, compiled, tuner.refusal(config, compiled))
 
 
-def compiled(_config: Config) -> "Future[CompileResult]":
+def compiled(_config: object = None) -> "Future[CompileResult]":
     future: Future[CompileResult] = Future()
     future.set_result(CompileResult((), 0.0))
     return future
+
+
+class CompiledAtOnce:
+    """A queue whose configs are compiled when they are asked for; tests give it other functions."""
+
+    workers = 1
+
+    def __init__(self) -> None:
+        self.fill: Callable[[], None] = lambda: None
+        self.begin: Callable[[Task, Config], Future[CompileResult]] = lambda _task, config: compiled(config)

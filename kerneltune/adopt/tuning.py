@@ -43,7 +43,7 @@ from kerneltune.stats import Samples
 from kerneltune.table import counted
 from kerneltune.tune.candidates import cached, present
 from kerneltune.tune.gpu_worker import ChildCrashedError, GpuWorker
-from kerneltune.tune.tune_run import tune_entries
+from kerneltune.tune.tune_run import TunePlan, tune_here
 
 FAMILY = "captured"
 _MOST_CONFIGS = 4
@@ -160,7 +160,8 @@ def tune_capture(
         try:
             for policy in dict.fromkeys(map(policy_of, chosen)):
                 entries = [_entry(by_name, one) for one in chosen if policy_of(one) == policy]
-                tune_entries(by_name, entries, Selection(FAMILY, variants=(TUNED,)), replace(options, policy=policy), limited)
+                selection = Selection(FAMILY, variants=(TUNED,))
+                tune_here(TunePlan(by_name, entries, selection, replace(options, policy=policy)), limited)
         except _OutOfTimeError:
             progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
         cache.clear()

@@ -57,7 +57,9 @@ def command(
     if source and (run or (_is_file(a) and _is_file(b))):
         raise ValueError(f"from: {str(source[0])!r}: expected only where A or B is a variant, and without --run")
     if a is not None and a == b and not run:
-        raise ValueError(f"b: {b!r}: the same records as A: expected others, or --run to measure a variant twice")
+        raise ValueError(
+            f"b: {b!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
+        )
     from kerneltune.table import joined
 
     wanted = replace(wanted, family=family or "")
@@ -75,7 +77,7 @@ def command(
         sides = _side(a, records, wanted), _side(b, records, wanted)
     tables = _tables(a, b, *([record for record in side if record.policy == policy] for side in sides))
     if not any(tables.values()):
-        raise ValueError(f"nothing to compare: no case, device and policy that both {a} and {b} have records of")
+        raise ValueError(f"nothing to compare: {a} and {b} have no record of the same case, device and policy")
     deliver(_render((a, b), tables, style, _remarks(a, b, sides, tables)), output)
 
 
@@ -117,10 +119,10 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | 
     selection = o.make_selection(known, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
     with reporter() as progress:
         options = o.make_options(policy, results=results)
-        found = measure_live(known, replace(selection, variants=(a, b)), options, progress, "compare --run")
+        measured = measure_live(known, replace(selection, variants=(a, b)), options, progress, "compare --run")
     if a == b:
-        return found[::2], found[1::2]
-    return [record for record in found if record.variant == a], [record for record in found if record.variant == b]
+        return measured[::2], measured[1::2]
+    return [record for record in measured if record.variant == a], [record for record in measured if record.variant == b]
 
 
 def _recorded(source: list[Path] | None, family: str | None, results: Path | None) -> "list[Record]":
@@ -142,26 +144,26 @@ def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
     from kerneltune.reporting.naming import by_family
     from kerneltune.sweep import family_name
 
-    found = []
+    records = []
     for path in files:
         rows = load(path)
         if not rows:
             raise ValueError(f"{path}: no records")
-        found += rows
-    families = by_family(found)
-    return found if family is None else families[o.choice("family", family_name(family), families)]
+        records += rows
+    families = by_family(records)
+    return records if family is None else families[o.choice("family", family_name(family), families)]
 
 
 def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Record]":
     """Return the wanted records that a name stands for, of all policies: of a file, of a variant, or of the best peers."""
     from kerneltune.reporting.tables import BEST_PEER, side
 
-    found = selected(_loaded([Path(name)], wanted.family or None) if _is_file(name) else records, wanted)
+    chosen = selected(_loaded([Path(name)], wanted.family or None) if _is_file(name) else records, wanted)
     if _is_file(name):
-        return found
+        return chosen
     if name != BEST_PEER:
-        o.choice("variant", name, [*dict.fromkeys(record.variant for record in found), BEST_PEER, f"a {_SUFFIX} file"])
-    return side(found, name)
+        o.choice("variant", name, [*dict.fromkeys(record.variant for record in chosen), BEST_PEER, f"a {_SUFFIX} file"])
+    return side(chosen, name)
 
 
 def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict[str, list[Comparison]]":
@@ -171,14 +173,14 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
 
     if not _is_file(a) and not _is_file(b):
         families = by_family(of_a)
-        found = {family: ab_rows(members, of_b) for family, members in families.items()}
-        found = {family: rows for family, rows in found.items() if rows}
-        return found if len(found) > 1 else {"": [row for rows in found.values() for row in rows]}
+        tables = {family: ab_rows(members, of_b) for family, members in families.items()}
+        tables = {family: rows for family, rows in tables.items() if rows}
+        return tables if len(tables) > 1 else {"": [row for rows in tables.values() for row in rows]}
     of_both = [v for v in dict.fromkeys(record.variant for record in of_a) if any(record.variant == v for record in of_b)]
     if not of_both:  # each file holds a single variant
         return {"": ab_rows(of_a, of_b)} if len({record.variant for record in of_a}) == 1 else {}
     rows = {v: ab_rows([r for r in of_a if r.variant == v], [r for r in of_b if r.variant == v]) for v in of_both}
-    return {variant: found for variant, found in rows.items() if found}
+    return {variant: compared for variant, compared in rows.items() if compared}
 
 
 def _remarks(a: str, b: str, sides: "Sides", tables: "dict[str, list[Comparison]]") -> list[str]:

@@ -84,8 +84,8 @@ def end_if_failed(records: "Iterable[Record]") -> None:
             reason = record.reason.removesuffix(f", for {record.op} {record.case_label}")
             config = f" ({record.config_label})" if record.config else ""
             failed.setdefault((f"{record.case} {record.label}", reason), []).append(record.variant + config)
-    for (case, reason), found in failed.items():
-        variants = list(dict.fromkeys(found))
+    for (case, reason), labels in failed.items():
+        variants = list(dict.fromkeys(labels))
         more = f" and {len(variants) - _SHOWN_CONFIGS} more" if len(variants) > _SHOWN_CONFIGS else ""
         error_line(f"failed: {', '.join(variants[:_SHOWN_CONFIGS])}{more} {case}: {reason}")
     if failed:

@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from kerneltune.sweep import SweepCase
 
 
-def selected(found: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
+def selected(records: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
     """Return the records that the options select.
 
     Raises:
         ValueError: a name that no record has.
     """
     for field, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
-        o.chosen(field, names, (getattr(record, field) for record in found))
-    o.matching("variant", wanted.variants, (record.variant for record in found))
+        o.chosen(field, names, (getattr(record, field) for record in records))
+    o.matching("variant", wanted.variants, (record.variant for record in records))
     for pattern in wanted.cases:
-        cases = dict.fromkeys(record.case for record in found)
+        cases = dict.fromkeys(record.case for record in records)
         if not fnmatch.filter(cases, pattern):
-            raise ValueError(f"case: {pattern!r}: no record of such a case{meant(pattern, cases)}")
-    return [record for record in found if takes(wanted, record)]
+            raise ValueError(f"case: {pattern!r}: no record of a case of this name{meant(pattern, cases)}")
+    return [record for record in records if takes(wanted, record)]
 
 
 def takes(wanted: "Selection", record: "Record") -> bool:
@@ -52,11 +52,11 @@ def swept(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "list[SweepCa
 
 def bench_cases(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "dict[str, list[Case]]":
     """Return the bench cases of all sweep files, and of the files in `extra`, by operator."""
-    found: dict[str, list[Case]] = {}
+    by_op: dict[str, list[Case]] = {}
     for entry in swept(known, extra):
         if entry.section == "bench":
-            found.setdefault(entry.op, []).append(entry.case)
-    return found
+            by_op.setdefault(entry.op, []).append(entry.case)
+    return by_op
 
 
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:
@@ -74,7 +74,7 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     own = sweep.results_root(results, asked)
     if family is None and os.environ.get(PLUGINS) and root != own:  # nobody asked for the records that the package ships
         raise ValueError(
-            f"no records in {own}: run `kerneltune sweep FILE.yaml` on a GPU first, or see recorded ones by "
+            f"no records in {own}: run `kerneltune sweep FILE.yaml` on a GPU first, or show recorded results by "
             "`compare --family NAME` and `report FILE`"
         )
     pattern = f"{device.slug(here) if is_gpu else '*'}/{family or '*'}.jsonl"

@@ -98,7 +98,7 @@ def _require_runnable(variant: Variant, case: Case) -> None:
         raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")
     unsupported = variant.unsupported(case)
     if unsupported:
-        raise ValueError(f"{variant.name} cannot take {case.name}: {unsupported}")
+        raise ValueError(f"{variant.name} does not support {case.name}: {unsupported}")
 
 
 def _require_nvidia() -> None:
@@ -108,7 +108,7 @@ def _require_nvidia() -> None:
     from kerneltune import device
 
     if not device.current().is_gpu or torch.version.hip is not None:
-        raise ValueError("profile needs an NVIDIA GPU; without one, inspect shows what compiling alone says")
+        raise ValueError("profile needs an NVIDIA GPU; `inspect` shows registers, spills and occupancy without a GPU")
 
 
 def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
@@ -119,7 +119,7 @@ def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | 
     for case in cases:
         if name in (None, case.name) and dtype in (None, case.dtype) and quant in (None, case.quant):
             return case
-    raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}")
+    raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}: see `ops {op.name}`")
 
 
 def _show(

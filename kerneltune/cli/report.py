@@ -114,10 +114,10 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
     from kerneltune import cache
     from kerneltune.device import slug
 
-    found: dict[str, list[CacheEntry]] = {}
+    entries: dict[str, list[CacheEntry]] = {}
     for op, device in dict.fromkeys((record.op, slug(record.device)) for record in records):
-        found.setdefault(op, []).extend(cache.load(op, device, configs))
-    return found
+        entries.setdefault(op, []).extend(cache.load(op, device, configs))
+    return entries
 
 
 def _markdown(sources: "Sources", picture: Path | None, folder: Path) -> str:

@@ -32,13 +32,13 @@ def apply() -> None:
         ValueError: `pyproject.toml: tool.kerneltune.field: value: expected …`.
     """
     try:
-        found = checked(_table(), _Settings)
+        settings = checked(_table(), _Settings)
     except ValueError as error:
         raise ValueError(f"{_FILE}: tool.kerneltune.{error}") from error
-    if found.plugins:
+    if settings.plugins:
         known = [item for item in os.environ.get(PLUGINS, "").split(os.pathsep) if item]
-        os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys([*known, *found.plugins]))
-    for variable, value in ((FAMILY, found.family), (RESULTS, found.results), ("KERNELTUNE_CONFIGS", found.configs)):
+        os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys([*known, *settings.plugins]))
+    for variable, value in ((FAMILY, settings.family), (RESULTS, settings.results), ("KERNELTUNE_CONFIGS", settings.configs)):
         if value is not None:
             os.environ.setdefault(variable, value)
 

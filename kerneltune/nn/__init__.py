@@ -1,9 +1,8 @@
 """Give models functions with autograd and modules, built from the operators.
 
-The functions are custom operators of torch's, so they compile without a graph break, and so do modules, but for delayed scaling,
+The functions are custom operators of torch, so they compile without a graph break. Modules do, too, except for delayed scaling,
 weights that GroupedLinear keeps from microbatch to microbatch, and converted modules of unknown kinds that call
-`torch._grouped_mm`. Importing this also registers the casts, `kerneltune::fp8_…` and `kerneltune::multi_cast_transpose`, as
-operators of torch's. May import torch and ops.
+`torch._grouped_mm`. The import also registers the casts, `kerneltune::fp8_…` and `kerneltune::multi_cast_transpose`, with torch.
 """
 
 import kerneltune.ops.fp8

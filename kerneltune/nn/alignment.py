@@ -1,4 +1,4 @@
-"""Rows, and groups of them moved apart, so that every one begins where fp8 casts and products can read it. May import torch."""
+"""Give rows, and groups of rows, starts from which fp8 casts and products can read them."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ ALIGNED = 16
 
 
 def is_row_major(x: Tensor) -> bool:
-    """Return whether rows of x (M, K) are contiguous, one after the other."""
+    """Return whether each row of x (M, K) is contiguous and no two rows overlap."""
     return x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
@@ -25,8 +25,9 @@ def aligned_groups(offs: Tensor, M: int) -> tuple[Tensor, Tensor, int]:
         offs: (E,) int32, where each group's rows end, not decreasing; the last is M.
 
     Returns:
-        (M,) int64, the place of each row; (E,) int32, where the groups end there; and the rows in all, a multiple of 16 that M
-        and E alone decide. Rows between are to be zero, which adds nothing to any product; those after the last group are its.
+        (M,) int64, the new place of each row; (E,) int32, the new ends of the groups; and the number of all rows, a multiple of
+        16 that M and E alone decide. Rows between groups are to be zero, which adds nothing to any product; rows after the last
+        group count as rows of that group.
     """
     E = offs.shape[0]
     total = cdiv(M + (ALIGNED - 1) * E, ALIGNED) * ALIGNED

@@ -2,24 +2,26 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
 
 from torch import nn
 
-from kerneltune.compat import is_compiled
+from kerneltune.compat import has_hooks, is_compiled
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.alignment import ALIGNED
-from kerneltune.nn.candidates import Reasons, experts_of, feeding_norms, linears_of
 from kerneltune.nn.converted import (
     Converted,
     change_class,
     convert_experts,
     expert_weights,
+    family_of,
     is_converted,
     revert,
     why_not_reverted,
 )
-from kerneltune.nn.fp8_linear import Fp8Linear
+from kerneltune.nn.forward_code import names_in_forward
+from kerneltune.nn.fp8_linear import Fp8Linear, why_not_fp8
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.recipes import Recipe, recipe_of
 
@@ -27,9 +29,26 @@ Filter = Callable[[nn.Module, str], bool]
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
+_PRODUCTS = {"@", "bmm", "matmul", "_grouped_mm", "grouped_mm"}
+
+_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_DENSE = {"input_layernorm": _ATTENTION, "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")}
+_READERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "LlamaDecoderLayer": _DENSE,
+    "MistralDecoderLayer": _DENSE,
+    "Qwen2DecoderLayer": _DENSE,
+    "Qwen3DecoderLayer": _DENSE,
+    "Qwen3MoeDecoderLayer": {"input_layernorm": _ATTENTION},
+    "DeepseekV3DecoderLayer": {"input_layernorm": ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")},
+}
+"""Class of a decoder layer of transformers to its normalizations, and the linear layers that alone read each of them."""
+
+_Reasons = dict[str, tuple[nn.Module, str | None]]
+"""Name of a module to the module, and why it is not converted, or None."""
+
 
 def _folded(names: Iterable[str]) -> str:
-    """Return the names in a line; names that differ in numbers alone become one pattern with their count: `layers.*.mlp (61)`."""
+    """Return the names in a line; numbers become `*`, as in `layers.*.mlp (61)`, with a count."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(_NUMBER.sub(".*", name), []).append(name or "the model itself")
@@ -73,16 +92,16 @@ def convert_to_fp8_training(
 ) -> Conversion:
     """Let the expert layers of a model, and its dense layers, multiply in fp8 from now on, in place: forward and backward.
 
-    - A GroupedLinear takes the recipe.
+    - A GroupedLinear multiplies by the recipe.
     - An expert module of `transformers` runs in fp8 whatever its `experts_implementation` is, and so do torchtitan's grouped
       experts with w1, w2 and w3.
     - Any other module with expert weights of its own, which are parameters of three axes, also in a ParameterList, sees them as
-      tensors whose grouped and batched products (`torch._grouped_mm`, `torch.bmm`, `torch.matmul`) run in fp8. It is skipped
-      where the code of its forward pass names no such product. A forward pass that makes none with one of the weights raises a
+      tensors whose grouped and batched products (`torch._grouped_mm`, `torch.bmm`, `torch.matmul`) run in fp8. Conversion skips
+      a module whose forward pass names none of these products. A forward pass that makes none with one of the weights raises a
       ValueError: nothing stays in bf16 unnoticed.
-    - With `dense`, an `nn.Linear` becomes an `Fp8Linear`, where that pays. Output layers and routers stay.
+    - With `dense`, each `nn.Linear` that is large enough for fp8 to pay becomes an `Fp8Linear`. Output layers and routers stay.
     - With `norms`, RMS normalizations of known decoder layers write the fp8 operands of the linear layers that alone read them;
-      their own result is NaN. Such a layer is compiled as a whole or not at all.
+      their own result is NaN. Compile a decoder layer with these norms as a whole, or not at all.
 
     Groups may have any size. Parameters, their names and all hooks stay. The forward passes compile without a graph break, but
     for `delayed` and modules of other kinds that call `torch._grouped_mm`. Activation checkpoints may be anywhere. Converted
@@ -97,11 +116,11 @@ def convert_to_fp8_training(
         filter_fn: (module, its name in the model) -> whether to convert it; None converts all. Only asked about candidates.
 
     Returns:
-        The names of the converted modules, and what was skipped and why.
+        The names of the converted modules, and the reasons for skipped modules.
 
     Raises:
         ValueError: no module, a parameter without a shape, an unknown recipe, nothing to convert, or an expert weight that no
-            product can take; the model stays as it is.
+            product supports; the model stays as it is.
     """
     _check_model(model)
     for name, p in model.named_parameters():
@@ -111,8 +130,8 @@ def convert_to_fp8_training(
     if norms and not dense:
         raise ValueError("norms=True takes dense=True: normalizations feed linear layers that multiply in fp8")
     skipped: dict[str, str] = {}
-    layers = _chosen(experts_of(model), filter_fn, skipped) if experts else {}
-    linears = _chosen(linears_of(model), filter_fn, skipped) if dense else {}
+    layers = _chosen(_experts_of(model), filter_fn, skipped) if experts else {}
+    linears = _chosen(_linears_of(model), filter_fn, skipped) if dense else {}
     if not layers and not linears:
         named = {name or type(model).__name__: reason for name, reason in skipped.items()}
         raise ValueError(
@@ -126,7 +145,7 @@ def convert_to_fp8_training(
         convert_experts(module, name, fresh)
     for linear in linears.values():
         Fp8Linear.from_linear(linear, fresh)  # type: ignore[arg-type]
-    feeding = _chosen(feeding_norms(model), filter_fn, skipped) if norms else {}
+    feeding = _chosen(_feeding_norms(model), filter_fn, skipped) if norms else {}
     for norm in feeding.values():
         change_class(norm, "norm")
     for note in notes:
@@ -148,8 +167,8 @@ def _check_model(model: object) -> None:
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
 
 
-def _chosen(found: Reasons, filter_fn: Filter | None, skipped: dict[str, str]) -> dict[str, nn.Module]:
-    """Return the modules to convert, and add the reasons for the others to `skipped`."""
+def _chosen(found: _Reasons, filter_fn: Filter | None, skipped: dict[str, str]) -> dict[str, nn.Module]:
+    """Return the modules to convert, and add the reasons for all other modules to `skipped`."""
     chosen = {}
     for name, (module, reason) in found.items():
         why = "left out by filter_fn" if reason is None and filter_fn is not None and not filter_fn(module, name) else reason
@@ -166,7 +185,7 @@ def _wanted(experts: bool, dense: bool) -> str:
 
 
 def _check(module: nn.Module, name: str) -> None:
-    """Raise a ValueError that names a module with a weight that fp8 products cannot take."""
+    """Raise a ValueError that names a module with a weight that fp8 products do not support."""
     where = name or type(module).__name__
     devices = set()
     for weight_name, weight in expert_weights(module).items():
@@ -183,7 +202,7 @@ def _check(module: nn.Module, name: str) -> None:
     if "forward" in vars(module):
         raise ValueError(f"{where} has a forward set on the object, as hooks of accelerate are: convert before that")
     if hasattr(module, "fp8"):
-        raise ValueError(f"{where} already has an attribute `fp8`, which conversion takes: rename it")
+        raise ValueError(f"{where} already has an attribute `fp8`, which conversion needs: rename it")
 
 
 def revert_from_fp8_training(model: nn.Module) -> list[str]:
@@ -206,3 +225,95 @@ def revert_from_fp8_training(model: nn.Module) -> list[str]:
     for module in found.values():
         revert(module)
     return list(found)
+
+
+def _experts_of(model: nn.Module) -> _Reasons:
+    """Return the modules with expert weights, and modules whose class name says expert but whose weights have other axes."""
+    found: _Reasons = {}
+    for name, module in model.named_modules():
+        if expert_weights(module):
+            found[name] = module, _why_not_experts(module)
+        elif "expert" in type(module).__name__.lower() and any(p.ndim > 1 for p in module.parameters(recurse=False)):
+            found[name] = module, f"a {type(module).__name__} without weights of three axes (E, N, K)"
+    return found
+
+
+def _why_not_experts(module: nn.Module) -> str | None:
+    is_known = isinstance(module, GroupedLinear | Converted) or family_of(module) is not None
+    if is_known or not _PRODUCTS.isdisjoint(names_in_forward(module)):
+        return None
+    return f"the code of {type(module).__name__}.forward makes no grouped or batched product with its weights of three axes"
+
+
+def _linears_of(model: nn.Module) -> _Reasons:
+    """Return the linear layers of a model; output layers, routers and layers for which fp8 does not pay have a reason to stay."""
+    reasons = dict.fromkeys(_output_layers(model), "the model's output layer") | _routers(model)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: (module, reasons.get(module) or why_not_fp8(module)) for name, module in linears.items()}
+
+
+def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the output layers that a model or its parts name, and layers in no list of the shape of the largest embedding."""
+    for module in model.modules():
+        try:
+            found = cast(Any, module).get_output_embeddings()
+        except (AttributeError, NotImplementedError):  # of a module that has none
+            continue
+        if isinstance(found, nn.Module):
+            yield found
+    largest = max((module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)), default=None)
+    repeated = {part for module in model.modules() if isinstance(module, nn.ModuleList) for part in module.modules()}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module not in repeated and module.weight.shape == largest:
+            yield module
+
+
+def _routers(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the linear layers beside experts that have an output for each of them, and why they stay as they are."""
+    found: dict[nn.Module, str] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            count = _num_experts(name, child)
+            others = [m for other in parent.children() if other is not child for m in other.modules()] if count > 1 else []
+            reason = f"a router, which chooses among {count} experts"
+            found |= {m: reason for m in others if isinstance(m, nn.Linear) and m.out_features == count}
+    return found
+
+
+def _num_experts(name: str, module: nn.Module) -> int:
+    """Return how many experts a module holds; 0 for another module."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return len(module) if "expert" in name else 0
+    weights = [] if isinstance(module, GroupedLinear) else list(expert_weights(module).values())
+    return weights[0].shape[0] if weights else 0
+
+
+def _feeding_norms(model: nn.Module) -> _Reasons:
+    """Return the RMS normalizations of a model. A reason of None says that only linear layers in fp8 read the normalization."""
+    found: _Reasons = {}
+    for layer_name, layer in model.named_modules():
+        is_known = type(layer).__module__.startswith("transformers.models.")
+        for norm_name, readers in _READERS.get(type(layer).__name__, {}).items() if is_known else ():
+            norm = layer.get_submodule(norm_name)
+            found[f"{layer_name}.{norm_name}".removeprefix(".")] = norm, _why_not_fed(layer, norm, readers)
+    why = "linear layers in fp8 alone must read it: no known decoder layer says so"
+    others = {n: (m, why) for n, m in model.named_modules() if "RMSNorm" in type(m).__name__ and n not in found}
+    return found | others
+
+
+def _why_not_fed(layer: nn.Module, norm: nn.Module, readers: tuple[str, ...]) -> str | None:
+    cls = type(norm).__mro__[2] if isinstance(norm, Converted) else type(norm)
+    if cls.__module__ != type(layer).__module__ or not cls.__name__.endswith("RMSNorm") or "forward" in vars(norm):
+        return f"a {cls.__name__}, which may have a forward of its own"
+    if has_hooks(norm):
+        return "hooks read its result"
+    modules = dict(layer.named_modules())
+    for name in readers:
+        reader = modules.get(name)
+        if not isinstance(reader, Fp8Linear):
+            return f"{name}, which reads it, does not multiply in fp8"
+        if not isinstance(reader.fp8_recipe, Recipe) or reader.fp8_recipe.scaling != "tensorwise":
+            return f"{name}, which reads it, has another scaling than tensorwise"
+        if has_hooks(reader):
+            return f"hooks read the input of {name}"
+    return None

@@ -1,20 +1,336 @@
-"""Change the class of a module so that it multiplies in fp8, and change it back."""
+"""Let modules multiply in fp8 by another class: the products and state of a converted module, and the forward pass of its class.
 
+Conversion gives a module a subclass of its class and a child `fp8`, the `ConvertedProducts`. For the families `fused` (experts of
+`transformers`), `grouped` (torchtitan) and `norm`, the subclass has a forward pass of this package. For any other module the
+subclass runs the module's own forward pass, which sees the expert weights as `ExpertOperand`.
+"""
+
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, NamedTuple, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerneltune.compat import has_default_gate, in_backward, is_gated_experts, own_parameter, untraced
-from kerneltune.nn.alignment import ALIGNED
-from kerneltune.nn.converted_products import ConvertedProducts, ExpertOperand
+from kerneltune.compat import (
+    apply_gate,
+    grouped_mm,
+    has_default_gate,
+    has_own_gate,
+    in_backward,
+    is_gated_experts,
+    own_parameter,
+    plain_tensors,
+    untraced,
+)
+from kerneltune.nn.alignment import ALIGNED, row_major
+from kerneltune.nn.autocast import in_autocast
+from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.experts_mm import ExpertWeights, fp8_experts_mm
 from kerneltune.nn.feeding_norm import feeding_norm_forward
+from kerneltune.nn.forward_code import names_in_forward
 from kerneltune.nn.fp8_linear import Fp8Linear
-from kerneltune.nn.fused_experts import fused_experts_forward, weight_names
-from kerneltune.nn.grouped_experts import WEIGHT_NAMES, grouped_experts_forward, is_grouped_experts
 from kerneltune.nn.grouped_linear import GroupedLinear
+from kerneltune.nn.grouped_mm import fp8_grouped_mm, fp8_permuted_mm
+from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe
+from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens
+from kerneltune.nn.swiglu import is_plain_silu, swiglu
+
+
+class ConvertedProducts(nn.Module):
+    """Hold the recipe of a converted module and the scaling state of each of its weights.
+
+    A child module of the converted module, named `fp8`, so that it moves, prints and is saved with it.
+
+    Args:
+        recipe: a Recipe, or `delayed`.
+        weights: parameters (E, …) of three axes, by name.
+
+    Attributes:
+        recipe: a Recipe, or `delayed`.
+        module: name of the converted module, for messages.
+        weights: names of the parameters.
+        multiplied: names of the weights with which the watched forward pass under way has multiplied in fp8; None outside of the
+            pass. Families' own forward passes never set it, because torch.compile guards on a set that a forward pass changes.
+    """
+
+    def __init__(self, recipe: Recipe | str, weights: dict[str, Tensor], module: str) -> None:
+        super().__init__()
+        self.recipe = recipe
+        self.module, self.weights = module, tuple(weights)
+        self.multiplied: set[str] | None = None
+        for name, weight in weights.items():
+            local = local_part(weight)
+            if recipe == "delayed":
+                self.add_module(f"{name}_scaling", DelayedScaling(local.shape[0], device=local.device))
+            self.add_module(f"{name}_kept", KeptWeights(local.shape[0], local.device))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Let a forward pass see the weights as `ExpertOperand`, and check that it multiplies by each of them.
+
+        Raises:
+            ValueError: the forward pass has not multiplied by each of the weights in fp8.
+        """
+        multiplied: set[str] = set()  # torch.compile does not trace set[str]()
+        self.multiplied = multiplied
+        try:
+            yield
+        finally:
+            self.multiplied = None
+        missing = [name for name in self.weights if name not in multiplied]
+        if missing:
+            raise ValueError(
+                f"{self.module} was converted, but its forward pass makes no grouped or batched product with its expert weights "
+                f"{', '.join(missing)}: leave it out by filter_fn"
+            )
+
+    def grouped(self, rows: Tensor, weight: Tensor, offs: Tensor, name: str) -> Tensor:
+        """Multiply rows (M, K) in groups that end at offs (E,) with weight (E, K, N), of either order.
+
+        Args:
+            name: of the parameter behind the weight.
+        """
+        how, weight, options = self._prepared(weight, name)
+        try:
+            return fp8_grouped_mm(row_major(in_autocast(rows)), weight, offs, recipe=how, **options)
+        except ValueError as error:
+            raise ValueError(f"{self.module}.{name}: {error}") from None
+
+    def routed(self, tokens: Tensor, weight: Tensor, routing: Routing, name: str) -> Tensor:
+        """Multiply tokens (T, K), copied to their experts, with weight (E, K, N), of either order.
+
+        Args:
+            name: of the parameter behind the weight.
+        """
+        if not isinstance(self.recipe, Recipe) or self.recipe.scaling != "tensorwise":
+            return self.grouped(permute_tokens(in_autocast(tokens), routing), weight, routing.offs, name)
+        how, weight, options = self._prepared(weight, name)
+        try:
+            return fp8_permuted_mm(row_major(in_autocast(tokens)), weight, routing, how, **options)
+        except ValueError as error:
+            raise ValueError(f"{self.module}.{name}: {error}") from None
+
+    @property
+    def takes_swiglu(self) -> bool:
+        """Return whether `gated_experts` runs experts by this recipe."""
+        return isinstance(self.recipe, Recipe) and self.recipe.scaling == "tensorwise" and self.recipe.pow2
+
+    def gated_experts(self, tokens: Tensor, up: tuple[str, Tensor], down: tuple[str, Tensor], routing: Routing) -> Tensor:
+        """Send tokens (T, K) through experts: multiply with up (E, K, 2I), gate by SwiGLU, multiply with down (E, I, N).
+
+        Args:
+            up, down: the name of the parameter behind a weight, and the weight, of either order.
+        """
+        (how, w, kept_w), (_, v, kept_v) = (self._prepared(weight, name) for name, weight in (up, down))
+        try:
+            return fp8_experts_mm(
+                row_major(in_autocast(tokens)), ExpertWeights(w, **kept_w), ExpertWeights(v, **kept_v), routing, how
+            )
+        except ValueError as error:
+            raise ValueError(f"{self.module}.{up[0]}, {down[0]}: {error}") from None
+
+    def _prepared(self, weight: Tensor, name: str) -> tuple[Any, Tensor, dict[str, Any]]:
+        """Return the recipe or scaling, the weight in a supported order, and the keyword arguments for its kept casts."""
+        kept: Any = getattr(self, f"{name}_kept")
+        how = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
+        weight = weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
+        return how, weight, kept.options(weight, how)
+
+    def batched(self, batches: Tensor, weight: Tensor, name: str) -> Tensor:
+        """Multiply batches (E, m, K) with weight (E, K, N)."""
+        E, m, K = batches.shape
+        offs = torch.arange(1, E + 1, device=batches.device, dtype=torch.int32) * m
+        return self.grouped(batches.reshape(E * m, K), weight, offs, name).view(E, m, weight.shape[2])
+
+    def extra_repr(self) -> str:
+        """Return the recipe, for `print(module)`."""
+        return f"recipe={self.recipe}"
+
+
+def local_part(parameter: Tensor) -> Tensor:
+    """Return the local part of a DTensor, or another tensor as it is."""
+    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return local
+
+
+class ExpertOperand(Tensor):
+    """A converted module's expert weight as its own forward sees it: grouped and batched products with it run in fp8.
+
+    A result of another function is an `ExpertOperand` if it has three axes, and else a plain tensor.
+    """
+
+    fp8_products: ConvertedProducts
+    product_name: str
+
+    @staticmethod
+    def of(parameter: Tensor, products: ConvertedProducts, name: str) -> "ExpertOperand":
+        """Return an alias of a parameter, or of the local part of a DTensor, that gradients flow through."""
+        return _marked(local_part(parameter), products, name)
+
+    def to_local(self) -> "ExpertOperand":
+        """Return the operand itself, for forward passes that call `to_local` of a DTensor."""
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch's, grouped and batched products with the weight as second operand in fp8."""
+        kwargs = kwargs or {}
+        # tuples, because torch.compile does not find functions in a dict
+        product = _grouped_product if func in _GROUPED_PRODUCTS else _batched_product if func in _BATCHED_PRODUCTS else None
+        if product is not None:
+            operands = [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
+            options = {name: value for name, value in kwargs.items() if name not in _OPERANDS}
+            is_by_weight = len(operands) > 1 and isinstance(operands[1], cls) and not isinstance(operands[0], cls)
+            made = product(*operands, **options) if is_by_weight else None
+            if made is not None:
+                multiplied = operands[1].fp8_products.multiplied
+                if multiplied is not None:
+                    multiplied.add(operands[1].product_name)
+                return made
+        with plain_tensors():
+            out = func(*args, **kwargs)
+        first = args[0][0] if args and isinstance(args[0], list | tuple) and args[0] else args[0] if args else None
+        if not isinstance(first, cls):
+            return out
+        if isinstance(out, tuple | list):
+            return type(out)(_still_operand(t, first) for t in out) if type(out) in (tuple, list) else out
+        return _still_operand(out, first)
+
+
+def _marked(plain: Tensor, products: ConvertedProducts, name: str) -> ExpertOperand:
+    operand = plain.as_subclass(ExpertOperand)
+    operand.fp8_products, operand.product_name = products, name
+    return operand
+
+
+def _still_operand(out: Any, source: ExpertOperand) -> Any:
+    if not isinstance(out, Tensor) or out.ndim != 3 or out.layout != torch.strided:
+        return out
+    return _marked(out, source.fp8_products, source.product_name)
+
+
+def _plain(operand: ExpertOperand) -> Tensor:
+    with plain_tensors():
+        return operand.view(operand.shape)  # torch.compile does not trace `as_subclass(Tensor)`
+
+
+def _grouped_product(
+    a: Tensor,
+    b: ExpertOperand,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    if offs is None:
+        return _batched_product(a, b) if bias is None and a.ndim == 3 else None
+    if a.ndim != 2 or b.ndim != 3:
+        return None
+    y = b.fp8_products.grouped(a, _plain(b), offs, b.product_name)
+    y = y if bias is None else y + bias
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def _batched_product(a: Tensor, b: ExpertOperand) -> Tensor | None:
+    if a.ndim != 3 or b.ndim != 3 or a.shape[0] != b.shape[0]:
+        return None
+    return b.fp8_products.batched(a, _plain(b), b.product_name)
+
+
+_GROUPED_PRODUCTS = (grouped_mm, nn.functional.grouped_mm)
+_BATCHED_PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_OPERANDS = ("input", "self", "mat_a", "mat2", "other", "mat_b")
+"""Names of the first operand of these products, then of the second."""
+
+
+def fused_weight_names(module: nn.Module) -> list[str]:
+    """Return the names of the weights in the order of their products."""
+    return ["gate_up_proj" if cast(Any, module).has_gate else "up_proj", "down_proj"]
+
+
+def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Send tokens (T, H) through the experts that the router chose, as every `experts_implementation` of the library does.
+
+    Args:
+        hidden_states: (T, H).
+        top_k_index: (T, k), experts; an expert of another rank is out of range, as the library marks it, and has weight 0.
+        top_k_weights: (T, k).
+
+    Returns:
+        (T, H) of the type of hidden_states.
+    """
+    up, down = fused_weight_names(module)
+    routing = sort_tokens(top_k_index, getattr(module, up).shape[0])
+    products: ConvertedProducts = module.fp8
+    has_default_gate = module.has_gate and module.fp8_default_gate and not has_own_gate(module)
+    has_swiglu = has_default_gate and is_plain_silu(module.act_fn)
+    if has_swiglu and not module.has_bias and products.takes_swiglu:
+        weights = (up, _weight_of_products(module, up)), (down, _weight_of_products(module, down))
+        x = products.gated_experts(hidden_states, *weights, routing)
+    else:
+        x = products.routed(hidden_states, _weight_of_products(module, up), routing, up)
+        x = _with_bias(module, up, x, routing.offs)
+        x = swiglu(x) if has_swiglu else apply_gate(module, x) if module.has_gate else module.act_fn(x)
+        x = products.grouped(x, _weight_of_products(module, down), routing.offs, down)
+        x = _with_bias(module, down, x, routing.offs)
+    return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
+
+
+def _weight_of_products(module: Any, name: str) -> Tensor:
+    """Return the local part of a weight as (E, K, N)."""
+    weight = local_part(getattr(module, name))
+    return weight if module.is_transposed else weight.transpose(1, 2)
+
+
+def _with_bias(module: Any, name: str, y: Tensor, offs: Tensor) -> Tensor:
+    return y + _bias_of_rows(module, name, offs, y.shape[0]).to(y.dtype) if module.has_bias else y
+
+
+def _bias_of_rows(module: Any, name: str, offs: Tensor, num_rows: int) -> Tensor:
+    rows = torch.arange(num_rows, device=offs.device, dtype=offs.dtype)
+    bias = local_part(getattr(module, f"{name}_bias"))
+    return bias[torch.searchsorted(offs, rows, right=True).clamp_(max=offs.shape[0] - 1)]
+
+
+_GROUPED_WEIGHTS = ("w1", "w2", "w3")
+_OTHER_ACTIVATIONS = {"gelu", "relu", "sigmoid", "tanh", "elu", "mish", "softplus", "clamp", "clip"}
+
+
+def is_grouped_experts(module: nn.Module) -> bool:
+    """Return whether a module has w1, w2 and w3 alone, and a forward of x and num_tokens_per_expert with SiLU alone."""
+    weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    if set(weights) != set(_GROUPED_WEIGHTS) or any(w.ndim != 3 for w in weights.values()):
+        return False
+    if list(inspect.signature(type(module).forward).parameters)[1:] != ["x", "num_tokens_per_expert"]:
+        return False
+    names = names_in_forward(module)
+    return "silu" in names and names.isdisjoint(_OTHER_ACTIVATIONS)
+
+
+def grouped_experts_forward(module: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+    """Send rows x (M, K), sorted by expert, through their experts.
+
+    Args:
+        x: (M, K); rows beyond the counted rows become 0, as token dispatchers pad.
+        num_tokens_per_expert: (E,) integers.
+
+    Returns:
+        (M, K) of the type of x.
+    """
+    products: ConvertedProducts = module.fp8
+    w1, w2, w3 = (local_part(getattr(module, name)).transpose(1, 2) for name in _GROUPED_WEIGHTS)
+    ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+    is_counted = torch.arange(x.shape[0], device=x.device)[:, None] < ends[-1]
+    offs = torch.cat([ends[:-1], torch.full_like(ends[:1], x.shape[0])])
+    rows = torch.where(is_counted, x, 0).bfloat16()
+    hidden = F.silu(products.grouped(rows, w1, offs, "w1")) * products.grouped(rows, w3, offs, "w3")
+    return products.grouped(hidden, w2, offs, "w2").to(x.dtype)
 
 
 class _Family(NamedTuple):
@@ -26,9 +342,9 @@ class _Family(NamedTuple):
 
 
 _FAMILIES = {
-    "fused": _Family(is_gated_experts, weight_names, fused_experts_forward),
+    "fused": _Family(is_gated_experts, fused_weight_names, fused_experts_forward),
     "norm": _Family(lambda _: False, lambda _: (), feeding_norm_forward),
-    "grouped": _Family(is_grouped_experts, lambda _: WEIGHT_NAMES, grouped_experts_forward),
+    "grouped": _Family(is_grouped_experts, lambda _: _GROUPED_WEIGHTS, grouped_experts_forward),
 }
 
 
@@ -71,7 +387,7 @@ def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 
 
 class Converted:
-    """Mark classes that conversion made, and pickle their modules by what they were made of."""
+    """Mark classes that conversion made, and pickle their modules by base class and kind."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made: Any = type(self)

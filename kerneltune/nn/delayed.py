@@ -1,6 +1,6 @@
-"""Delayed scaling: scales from the largest magnitudes of past steps, so that every operand is cast in one launch.
+"""Scale operands by the largest magnitudes of past steps, so that a cast is one launch.
 
-Source: TransformerEngine's delayed scaling, from its contract. May import its neighbours, ops.
+Source: TransformerEngine's delayed scaling, from its contract.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,17 @@ from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 
 _FP8_MAX = FP8_MAX["e4m3"]
 _LEAST = 1e-12
-"""The largest magnitude that scales are made of where there is less, as in fresh casts."""
+"""The least magnitude that a scale is computed from, as in fresh casts."""
 ROWS, GRADS, WEIGHTS = 0, 1, 2
 """Places of the scales: of the rows, of the gradients, and from there on of the experts' weights."""
 
 
 class DelayedScaling(nn.Module):
-    """The scales of one expert layer's rows, gradients and weights, and the largest magnitudes they are made of.
+    """Hold the scales of one expert layer's rows, gradients and weights, and the largest magnitudes behind the scales.
 
-    Call `update` once per optimiser step. Until one has seen rows, gradients and every expert's weights that are not all 0 or
-    infinite, each cast takes fresh scales, as under `tensorwise`. State is part of the layer's; where that is cast it stays fp32.
+    Call `update` once per optimizer step. Until an update has seen rows, gradients and every expert's weights with a value
+    that is neither 0 nor infinite, each cast computes fresh scales, as under `tensorwise`. The state stays fp32 if the layer is
+    cast.
 
     Args:
         num_experts: E.
@@ -37,8 +38,8 @@ class DelayedScaling(nn.Module):
 
     Attributes:
         num_experts: E.
-        known: whether casts take `scales`.
-        scales: (2 + E,) fp32, multiply before the cast; 1 until there is a magnitude to make them of.
+        known: whether casts use `scales`.
+        scales: (2 + E,) fp32, multiply before the cast; 1 until a magnitude is known.
         history: (history, 2 + E) fp32, of the step under way first.
 
     Raises:
@@ -67,7 +68,7 @@ class DelayedScaling(nn.Module):
     def update(self) -> None:
         """Make new scales, and start the next step's largest magnitudes from nothing.
 
-        What was only 0 or infinite keeps its scale. Waits for the device until the scales are known.
+        Operands that were only 0 or infinite keep their scale. Waits for the device until the scales are known.
         """
         amax = self.history.amax(0)
         usable = (amax > 0) & amax.isfinite()
@@ -116,7 +117,7 @@ class DelayedScaling(nn.Module):
 
     def _remember(self, mine: slice, scale_inv: Tensor) -> None:
         seen = self.history[0, mine]
-        amax = nn.functional.threshold(scale_inv * _FP8_MAX, 1.0001 * _LEAST, 0.0)  # what fresh casts make of less may be of 0
+        amax = nn.functional.threshold(scale_inv * _FP8_MAX, 1.0001 * _LEAST, 0.0)  # because fresh casts raise 0 to _LEAST
         torch.maximum(seen, amax, out=seen)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -140,12 +141,12 @@ class DelayedScaling(nn.Module):
         self.known = state
 
     def extra_repr(self) -> str:
-        """Return what `print(module)` shows."""
+        """Return the text that `print(module)` shows."""
         return f"{self.num_experts}, history={self.history.shape[0]}"
 
 
 def update_scales(model: nn.Module) -> int:
-    """`DelayedScaling.update` of every layer in a model, once per optimiser step; how many there are."""
+    """Update every DelayedScaling of a model, once per optimizer step, and return their number."""
     layers = [module for module in model.modules() if isinstance(module, DelayedScaling)]
     for layer in layers:
         layer.update()
@@ -153,7 +154,7 @@ def update_scales(model: nn.Module) -> int:
 
 
 class _Product(torch.autograd.Function):
-    """Y, dA and dW under delayed scaling: six launches, three casts and three products."""
+    """Compute Y, dA and dW under delayed scaling in six launches: three casts and three products."""
 
     @staticmethod
     def forward(
@@ -177,7 +178,7 @@ class _Product(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         offs, a_t, scale_a, w_t, scale_w = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
         q, q_t, scale = ctx.scaling.cast(grads[0], offs, GRADS)
         da = db_t = None
         if ctx.needs_input_grad[0]:

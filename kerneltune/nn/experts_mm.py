@@ -1,9 +1,10 @@
-"""Run experts in fp8 as one function, from tokens to the rows of the second product: what it casts, it casts as it is made.
+"""Run experts in fp8 as one function, from tokens to the rows of the second product.
 
     Y = swiglu(X W) V      for every group of rows with its own W and V
 
-Under `tensorwise` with powers of two. Neither the rows that SwiGLU gates nor their gradient are written in 16 bits. Results are
-those of `fp8_permuted_mm`, `swiglu` and `fp8_grouped_mm`, up to a rounding of the gate.
+The function supports `tensorwise` scales that are powers of two. It writes neither the rows that SwiGLU gates nor their gradient
+in 16 bits: both are cast while they are computed. `fp8_permuted_mm`, `swiglu` and `fp8_grouped_mm` in turn give the same results
+up to a rounding of the gate.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of one product of experts.
+    """Hold the operands of one product that stand for its weight.
 
     Attributes:
         b_t: (E, K, N) as `fp8_grouped_mm` takes it.
@@ -45,7 +46,7 @@ def fp8_experts_mm(x: Tensor, up: ExpertWeights, down: ExpertWeights, routing: R
         up: b_t (E, K, 2I), whose columns hold gate, then up.
         down: b_t (E, I, N).
         routing: of the same tokens.
-        recipe: with tensorwise scaling and powers of two. The scale of tokens is of all of them, also of those without an expert.
+        recipe: with tensorwise scaling and powers of two. The scale of the tokens covers tokens without an expert, too.
 
     Returns:
         (T k, N) in the order of `routing`, of x's type.
@@ -81,7 +82,7 @@ def fp8_experts_mm_fwd(
     for_up: bool,
     for_down: bool,
 ) -> list[Tensor]:
-    """Return Y (T k, N) and what the backward pass needs, in the order of `_Kept`.
+    """Return Y (T k, N), and the operands of the backward pass in the order of `_save`.
 
     Args:
         x, up, down: (T, K), (E, K, 2I) and (E, I, N).
@@ -95,7 +96,7 @@ def fp8_experts_mm_fwd(
     q, q_t = moe_routing.moe_permute_fp8(tokens.q, pairs, offs, places.shape[1])
     w, scale_w, *w_t = given_up[:2] or cast_for_product(up, "tensorwise", True, both=for_x and keep_weights)
     h = fp8_grouped_gemm(q, w, tokens.scale, scale_w, offs, out_dtype=x.dtype)
-    del q, w  # beside what is kept, only the operands of one product are alive at a time
+    del q, w  # so that the operands of one product at a time are alive, beside the kept tensors
     v, scale_v, *v_t = given_down[:2] or cast_for_product(down, "tensorwise", True, both=(for_x or for_up) and keep_weights)
     gated = fp8.fp8_swiglu_2d(h, offs, layout="both" if for_down else "row")
     assert gated.q is not None
@@ -150,7 +151,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.dtype, ctx.dtypes, ctx.given = x.dtype, (up.dtype, down.dtype), (len(given_up), len(given_down))
     made = output[1:]
     ctx.mark_non_differentiable(*made)
-    ctx.set_materialize_grads(False)  # else autograd fills zeros as large as what was kept
+    ctx.set_materialize_grads(False)  # else autograd fills zeros as large as the kept tensors
     num_rows = (ctx.for_x or ctx.for_up) + 2 * ctx.for_up + 2 * ctx.for_down
     rows, cast = made[:num_rows], made[num_rows:]
     weights = []
@@ -164,13 +165,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     places, offs, *kept = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
+    ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
     dx, d_up, d_down = (None, None, None) if grads[0] is None else _gradients(ctx, row_major(grads[0]), places, offs, kept)
     return (dx, d_up, d_down, *[None] * 3, [None] * ctx.given[0], [None] * ctx.given[1], *[None] * 4)
 
 
 def _gradients(ctx: Any, dy: Tensor, places: Tensor, offs: Tensor, kept: list[Tensor]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, up and down; takes what it has used out of `kept`, so that it is freed."""
+    """Return the gradients of x, up and down. The list `kept` loses each tensor at its last use, so that its memory is free."""
     ops, for_rows = torch.ops.kerneltune, ctx.for_x or ctx.for_up
     num_rows, num_up = ctx.counts
     w, v = kept[num_rows : num_rows + num_up], kept[num_rows + num_up :]

@@ -10,10 +10,10 @@ from torch import nn
 
 
 def names_in_forward(module: nn.Module) -> set[str]:
-    """Return the names that a module's forward pass uses, and `@` where it multiplies by that operator.
+    """Return the names that a module's forward pass uses, and `@` if the pass multiplies by the operator.
 
     Follows the methods of the module, the children that it names, and Python functions outside torch. Attributes of other
-    objects count by name alone, so a call through such an object hides what that calls.
+    objects count by name alone: functions behind them are not followed.
     """
     names: set[str] = set()
     seen: set[int] = set()
@@ -33,7 +33,7 @@ def names_in_forward(module: nn.Module) -> set[str]:
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and those of the functions inside it."""
+    """Yield a code object and the code objects of the functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -46,7 +46,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _callees(names: Iterable[str], scope: dict[str, Any], owner: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
-    """Yield what the names may mean in a method of a module or in a function of its file, each with the module it belongs to."""
+    """Yield the objects that the names may mean in a method of a module or in a function of its file, each with its module."""
     children = dict(owner.named_children())
     for name in names:
         child = children.get(name)

@@ -1,9 +1,8 @@
-"""The three products of an expert layer in fp8, casts included, as torch operators: one for Y, one for dA.
+"""Register the products of an expert layer in fp8, casts included, as torch operators: one for Y, one for dA.
 
     Y = A W      dA = dY Wᵀ      dW = Aᵀ dY      for every group of rows with its own W
 
-Launches, forward and backward: tensorwise 9, rowwise 6; with weights already cast 7 and 5. Trusts what it is given. May import
-recipes, ops.
+Launches, forward and backward: tensorwise 9, rowwise 6; with weights already cast 7 and 5. Arguments are not checked.
 """
 
 from typing import Any, NamedTuple
@@ -20,13 +19,13 @@ from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 
 
 class Fp8Weights(NamedTuple):
-    """Expert weights (E, K, N) in fp8 for the forward product, and transposed for dA.
+    """Hold expert weights (E, K, N) in fp8 for the forward product, and transposed for dA.
 
     Attributes:
         q: (E, K, N), strides (K N, 1, K).
-        scale: what values of q are multiplied by: (E,) or (E, N) fp32.
+        scale: factors of the values of q: (E,) or (E, N) fp32.
         q_t: (E, N, K), strides (N K, 1, N).
-        scale_t: what values of q_t are multiplied by: (E,) or (E, K) fp32.
+        scale_t: factors of the values of q_t: (E,) or (E, K) fp32.
     """
 
     q: Tensor
@@ -42,8 +41,8 @@ class Fp8Weights(NamedTuple):
 def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, amax: Tensor | None = None) -> Fp8Weights:
     """Return b_t (E, K, N), column-major or contiguous, in both layouts; scale_t is scale where an expert has one scale.
 
-    into: what an earlier call for a weight of this size and recipe returned, to be written in its place.
-    amax: as in `fp8_tensorwise_3d`, where that casts.
+    into: the result of an earlier call for a weight of this size and recipe, which is overwritten.
+    amax: of `fp8_tensorwise_3d`; `rowwise` ignores it.
     """
     _check_device(b_t)
     if b_t.is_contiguous():
@@ -65,7 +64,7 @@ def _check_device(w: Tensor) -> None:
 
 
 def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights:
-    """Return what `cast_weights` does by functions that torch.compile can trace. No gradient."""
+    """Return the result of `cast_weights` by operators that torch.compile traces. No gradient."""
     if not torch.compiler.is_compiling():
         _check_device(b_t)
     contiguous = b_t.is_contiguous()
@@ -81,6 +80,18 @@ def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights
         q, scale, q_t, scale_t = ops.fp8_rowwise_3d_both(w, pow2=recipe.pow2, inverse=True)
         weights = Fp8Weights(q, scale.view(w.shape[0], w.shape[2]), q_t, scale_t)
     return weights.transposed() if contiguous else weights
+
+
+def cast_traced_for_product(b_t: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    """Return b_t (E, K, N), column-major, in fp8 for the forward product alone, and its scale, by operators that torch traces."""
+    if not torch.compiler.is_compiling():
+        _check_device(b_t)
+    ops = torch.ops.kerneltune
+    if recipe.scaling == "tensorwise":
+        q, scale = ops.fp8_tensorwise_3d(b_t.detach(), layout="row", pow2=recipe.pow2, inverse=True)
+        return q, scale
+    q, scale = ops.fp8_colwise_3d(b_t.detach(), pow2=recipe.pow2, inverse=True)
+    return q, scale.view(b_t.shape[0], b_t.shape[2])
 
 
 @custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))
@@ -111,7 +122,7 @@ def fp8_grouped_mm_fwd(
     for_da: bool,
     for_dw: bool,
 ) -> list[Tensor]:
-    """Y, and what the backward can use of the casts.
+    """Return Y, and the casts that the backward pass reads.
 
     Args:
         a, b_t, offs: as in `grouped_mm.fp8_grouped_mm`, or tokens (T, K) in place of rows.
@@ -166,7 +177,7 @@ def _(
 def fp8_grouped_mm_da(
     dy: Tensor, offs: Tensor, w: list[Tensor], scaling: str, pow2: bool, da_dtype: torch.dtype, for_da: bool, for_dw: bool
 ) -> list[Tensor]:
-    """dA, and what dW takes of dY: an operator of its own, so that nothing of it is alive when dW, the largest of all, is made.
+    """Return dA, and dY cast for dW. As an operator of its own it frees its temporaries before dW, the largest tensor, is made.
 
     Args:
         dy: (M, N), rows any distance apart, for `rowwise` less than 2^24 numbers.

@@ -1,25 +1,24 @@
-"""A layer of expert weights, whose fp8 can be kept from microbatch to microbatch. May import its neighbours."""
+"""Multiply groups of rows by expert weights whose fp8 can be kept from microbatch to microbatch."""
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kerneltune.compat import apply_to_tensors, untraced
+from kerneltune.compat import untraced
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
+from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.operands import check_operands
 from kerneltune.nn.recipes import Recipe, recipe_of
-from kerneltune.nn.weight_workspace import WeightWorkspace
 
-_from_workspace: Callable[..., Fp8Weights] = untraced(WeightWorkspace.get)
+_current: Callable[..., Fp8Weights] = untraced(KeptWeights.current)
 
 
 class GroupedLinear(nn.Module):
-    """Rows of x times the weight of the expert whose group they are in, y = x Wᵀ; no bias.
+    """Multiply each group of rows by the weight of its expert, y = x Wᵀ; no bias.
 
     Args:
         num_experts, in_features, out_features: E, K, N; K and N multiples of 16.
@@ -36,8 +35,6 @@ class GroupedLinear(nn.Module):
     weight: nn.Parameter
     delayed: DelayedScaling | None
     _fresh: Recipe | None
-    amax: Tensor
-    """(E,) fp32, what the weights of the experts are expected to reach: as at the last cast. No part of the state."""
 
     def __init__(
         self,
@@ -58,9 +55,7 @@ class GroupedLinear(nn.Module):
             )
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, device=device, dtype=dtype))
-        self.workspace = WeightWorkspace()
-        self.register_buffer("amax", None, persistent=False)  # a buffer stays where it is, so compiled graphs may write to it
-        self._expect_nothing()
+        self.kept = KeptWeights(num_experts, self.weight.device)
         self.set_recipe(recipe)
         self.reset_parameters()
 
@@ -70,7 +65,7 @@ class GroupedLinear(nn.Module):
         return self._fresh if self.delayed is None else self.delayed
 
     def set_recipe(self, recipe: str | Recipe | DelayedScaling | None) -> None:
-        """Multiply otherwise from now on; the workspace is let go of.
+        """Multiply by another recipe from now on; the fp8 weights are released.
 
         Raises:
             ValueError: an unknown recipe, or a DelayedScaling of another number of experts. The layer stays as it is.
@@ -83,7 +78,7 @@ class GroupedLinear(nn.Module):
             self._fresh, self.delayed = None, recipe
         else:
             raise ValueError(f"recipe must scale {self.num_experts} experts, got {recipe.num_experts}")
-        self.workspace.clear()
+        self.kept.clear()
 
     def reset_parameters(self) -> None:
         """Draw the weight as torch.nn.Linear does: uniform within 1 / √in_features."""
@@ -96,14 +91,14 @@ class GroupedLinear(nn.Module):
         """Multiply x (M, K), in groups that end at offs (E,) int32, to (M, N) of x's type.
 
         Args:
-            is_first_microbatch: None casts the weight anew and keeps nothing but how large it was. True casts it into the
-                workspace, False takes what is there, unless the weight is known to have changed, as an optimiser step lets know
-                and a change of its `.data` does not; the workspace breaks torch.compile's graph.
-            skip_update: with either, one number on the device: not 0 leaves the workspace as it is. For captured steps, which
-                are replayed for first and later microbatches alike.
+            is_first_microbatch: None casts the weight and keeps no fp8, unless `set_first_microbatch` says more. True casts into
+                kept memory. False reads that memory, and casts only if torch knows that the weight has changed: an optimizer step
+                counts, a change through `.data` does not. True and False break torch.compile's graph.
+            skip_update: with True or False, one value on the device: not 0 keeps the fp8 as it is. For captured steps, which are
+                replayed for first and later microbatches.
 
         Raises:
-            ValueError: as `fp8_grouped_mm`; a skip_update without workspace, or that is not one number on the weight's device.
+            ValueError: as `fp8_grouped_mm`; a skip_update without is_first_microbatch, or not one value on the weight's device.
         """
         if skip_update is not None:
             self._check_skip(skip_update, is_first_microbatch)
@@ -112,16 +107,15 @@ class GroupedLinear(nn.Module):
         if recipe is None:
             check_operands(x, b_t, offs, Recipe())
             return nn.functional.grouped_mm(x, b_t.to(x.dtype), offs=offs)
-        cast = None
-        if is_first_microbatch is not None:
+        if (is_first_microbatch, self.kept.is_first_microbatch) != (None, None):
             check_operands(x, b_t, offs, recipe)  # before the weight is cast
-            cast = _from_workspace(
-                self.workspace, self.weight, recipe, update=is_first_microbatch, skip=skip_update, amax=self._expected()
-            )
-        return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast, amax=self._expected())
+        if is_first_microbatch is None:
+            return fp8_grouped_mm(x, b_t, offs, recipe=recipe, **self.kept.options(b_t, recipe))
+        cast = _current(self.kept, self.weight, recipe, update=is_first_microbatch, skip=skip_update)
+        return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast)
 
     def extra_repr(self) -> str:
-        """Return what `print(module)` shows."""
+        """Return the text that `print(module)` shows."""
         recipe = self._fresh if self.delayed is None else "delayed"
         return f"{self.num_experts}, {self.in_features}, {self.out_features}, recipe={recipe}"
 
@@ -132,17 +126,3 @@ class GroupedLinear(nn.Module):
             raise ValueError(f"skip_update must be one number on {self.weight.device}, got {skip!r}")
         if skip.numel() != 1 or skip.device != self.weight.device:
             raise ValueError(f"skip_update must be one number on {self.weight.device}, got {tuple(skip.shape)} on {skip.device}")
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.workspace.clear()  # of a weight that is about to move
-        moved = apply_to_tensors(self, fn, recurse)
-        self._expect_nothing()
-        return moved
-
-    def _expected(self) -> Tensor:
-        if self.amax.device != self.weight.device:  # a weight that was put in another's place
-            self._expect_nothing()
-        return self.amax
-
-    def _expect_nothing(self) -> None:
-        self.amax = torch.zeros(self.num_experts, dtype=torch.float32, device=self.weight.device)

@@ -1,6 +1,6 @@
-"""Grouped matrix products of mixture-of-experts training in fp8: a function with autograd.
+"""Multiply groups of rows, or tokens routed to experts, by expert weights in fp8, with autograd.
 
-Casts and products run on a GPU and in Triton's interpreter. May import its neighbours, ops.
+Casts and products run on a GPU and in Triton's interpreter.
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from kerneltune.nn.delayed import DelayedScaling, delayed_product
 from kerneltune.nn.fp8_products import Fp8Weights, cast_traced_weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
 from kerneltune.nn.operands import check_ends, check_operands, check_weights, wants_gradient
 from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.nn.routing import Routing
 
 
 def fp8_grouped_mm(
@@ -28,7 +29,7 @@ def fp8_grouped_mm(
     amax: Tensor | None = None,
     check_offs: bool = False,
 ) -> Tensor:
-    """Rows of A times their group's matrix, in fp8 with fp32 accumulation; differentiable once in A and B_t, also in fp8.
+    """Multiply the rows of A by their group's matrix, in fp8 with fp32 accumulation; differentiable once in A and B_t, in fp8.
 
     Compiles without a graph break and can be captured: no step of it waits for the GPU.
 
@@ -37,14 +38,14 @@ def fp8_grouped_mm(
         B_t: (E, K, N) bf16, fp16 or fp32, column-major, which is the transposed view of a contiguous (E, N, K), or contiguous. K
             and N multiples of 16. Its gradient is column-major.
         offs: (E,) int32, E to 1024, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size.
-            Rows behind the last have no part in scales and gradients; those of results are zeros.
+            Rows behind the last group have no part in scales and gradients; the result has zeros there.
         recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks.
         out_dtype: of the result; None is A's.
         weights: B_t in fp8 by the same recipe, if it has been cast before, as GroupedLinear does.
-        amax: (E,) fp32 that stays from step to step, zeros at first: under `tensorwise` what the largest magnitudes of B_t were,
-            by which they are cast in one go while their scales stay; no result depends on it. Taken where the backward shall
-            have the weights' transpose, with powers of two.
-        check_offs: check what is said of offs, which waits for the GPU; on the CPU it is always checked. Under TRITON_DEBUG=1
+        amax: (E,) fp32, the largest magnitudes of B_t at the last cast, zeros at first; the caller keeps the tensor from step to
+            step, and the cast updates it. Under `tensorwise` with powers of two, a cast reads B_t once instead of twice while
+            the scales stay. No result depends on it. Used only where the backward pass needs the weights' transpose.
+        check_offs: whether to check the order of offs, which waits for the GPU. The CPU always checks it. Under TRITON_DEBUG=1
             the GPU asserts it.
 
     Returns:
@@ -66,10 +67,43 @@ def fp8_grouped_mm(
     return _product(row_major(A), B_t, offs, how, out_dtype or A.dtype, weights)
 
 
+def fp8_permuted_mm(
+    x: Tensor,
+    B_t: Tensor,
+    routing: Routing,
+    recipe: Recipe,
+    *,
+    weights: Fp8Weights | None = None,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """Multiply each token by the matrices of its experts, in fp8; differentiable once in x and B_t.
+
+    Because one `tensorwise` scale serves all copies of a token, tokens are cast before they are copied to their experts: the copy
+    moves bytes in place of bf16 values, and a K-th of the rows is cast. Where every token has an expert, results have the bits
+    of `fp8_grouped_mm` on `permute_tokens`.
+
+    Args:
+        x: (T, K) bf16, fp16 or fp32, rows contiguous.
+        B_t: (E, K, N) as `fp8_grouped_mm` takes it.
+        routing: of the same tokens.
+        recipe: with tensorwise scaling. The scale covers tokens without an expert, too.
+        weights, amax: as `fp8_grouped_mm` takes them.
+
+    Returns:
+        (T k, N) in the order of `routing`, of x's type.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or device, which it names.
+    """
+    check_operands(x, B_t, routing.offs, recipe)
+    given = checked_weights(x, B_t, recipe, weights, amax)
+    return fresh_product(row_major(x), B_t, routing.offs, [routing.pairs, routing.places], recipe, x.dtype, given)
+
+
 def checked_weights(
     A: Tensor, B_t: Tensor, recipe: Recipe | DelayedScaling, weights: Fp8Weights | None, amax: Tensor | None
 ) -> Fp8Weights | None:
-    """Return weights, checked; or B_t cast by `amax`, where `fp8_grouped_mm` takes that; None leaves the cast to the product.
+    """Return the checked weights, or B_t cast by `amax` where `fp8_grouped_mm` uses that; None leaves the cast to the product.
 
     Raises:
         ValueError: weights or amax do not fit.
@@ -106,7 +140,7 @@ def fresh_product(
     out_dtype: torch.dtype,
     weights: Fp8Weights | None,
 ) -> Tensor:
-    """Return Y of `fp8_grouped_mm_fwd`, which takes the operands as they are, with autograd."""
+    """Return Y of `fp8_grouped_mm_fwd`, with autograd; nothing is checked."""
     y: Tensor = fp8_grouped_mm_fwd(
         a, b_t, offs, index, [] if weights is None else list(weights), recipe.scaling, recipe.pow2, recipe.keep_weights,
         out_dtype, wants_gradient(a), wants_gradient(b_t),
@@ -119,7 +153,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.da_dtype, ctx.dw_dtype, ctx.lengths = a.dtype, b_t.dtype, (len(index), len(weights))
     made = output[1:]
     ctx.mark_non_differentiable(*made)
-    ctx.set_materialize_grads(False)  # else autograd fills zeros as large as what was kept
+    ctx.set_materialize_grads(False)  # else autograd fills zeros as large as the kept tensors
     kept_a, made = (made[:2], made[2:]) if ctx.for_dw else ([], made)
     kept_w = (made or list(weights[2:]) or [b_t]) if ctx.for_da else []
     places = index[1:]
@@ -136,7 +170,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the rows or tokens, and of b_t."""
     offs, *kept = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch does so itself, but after this function
+    ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
     num_places, num_rows = ctx.counts
     places, kept = kept[:num_places], kept[num_places:]
     a, w = kept[:num_rows], kept[num_rows:]

@@ -1,7 +1,6 @@
-"""A linear layer with weights of four bits, for inference: made of a float layer, of packed weights, or of GPTQ's or AWQ's.
+"""Multiply by weights of four bits, for inference, from a float layer, packed weights, or a GPTQ or AWQ checkpoint.
 
-The kernels run on a GPU and in Triton's interpreter; anywhere else the weights are made whole again and torch multiplies.
-May import ops.
+The kernels run on a GPU and in Triton's interpreter. On any other device the weights are dequantized and torch multiplies.
 """
 
 from collections.abc import Mapping
@@ -16,10 +15,10 @@ from kerneltune.ops.int4_gemm import Codes, Int4Weight, dequantise, int4_gemm, p
 
 
 class Int4Linear(nn.Module):
-    """y = x · wᵀ + bias, w = (q - z) s with codes q of four bits. Has no gradient: nothing in it is a parameter.
+    """Compute y = x · wᵀ + bias, w = (q - z) s with codes q of four bits. No tensor is a parameter, so there is no gradient.
 
-    A new layer holds zeros; `from_linear` and `from_codes` make one with weights, `load_state_dict` fills one, and refuses
-    tensors of other types and scales that are not finite.
+    A new layer holds zeros. `from_linear` and `from_codes` make a layer with weights. `load_state_dict` fills a layer, and
+    refuses tensors of other types and scales that are not finite.
 
     Args:
         in_features, out_features: K and M; K a multiple of the group and of 32, M even.
@@ -98,11 +97,11 @@ class Int4Linear(nn.Module):
 
     @property
     def weight(self) -> Int4Weight:
-        """Return what `int4_gemm` takes."""
+        """Return the weight as `int4_gemm` reads it."""
         return Int4Weight(self.packed, self.scales, self.zeros, self.out_features, self.in_features, self.group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, in_features) to (…, out_features).
+        """Multiply x (…, in_features) to (…, out_features).
 
         Raises:
             ValueError: a shape, type or device that does not fit.
@@ -129,13 +128,13 @@ class Int4Linear(nn.Module):
             )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """Return what `print(module)` shows."""
+        """Return the text that `print(module)` shows."""
         zeros, bias = self.zeros is not None, self.bias is not None
         return f"{self.in_features}, {self.out_features}, group={self.group}, zeros={zeros}, bias={bias}"
 
 
 def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
-    """Return why a tensor cannot be loaded; None where it can, or where torch says why."""
+    """Return why a tensor cannot be loaded; None if the tensor can be loaded, or if torch itself gives the reason."""
     if not isinstance(loaded, Tensor):
         return None
     if loaded.dtype != dtype:

@@ -1,4 +1,4 @@
-"""Check the operands of grouped fp8 products before anything is launched. May import its neighbours, ops."""
+"""Check the operands of grouped fp8 products before any launch."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
 def check_operands(
     A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype | None = None
 ) -> None:
-    """Check the arguments of `fp8_grouped_mm`, as far as the host knows them.
+    """Check the arguments of `fp8_grouped_mm`, except for values on the device.
 
     Raises:
         ValueError: a wrong kind of tensor, shape, stride, dtype, device or number of experts, which it names.
@@ -64,7 +64,7 @@ def _check_delayed(recipe: DelayedScaling, A: Tensor, E: int) -> None:
 
 
 def check_ends(offs: Tensor, M: int) -> None:
-    """Check where groups end, which waits for the device.
+    """Check the ends of groups, which waits for the device.
 
     Raises:
         ValueError: offs decrease, or are not within 0 and M.
@@ -100,5 +100,5 @@ def check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScal
 
 
 def wants_gradient(t: Tensor) -> bool:
-    """Return whether a product now is to have a gradient for t."""
+    """Return whether a product that runs now needs a gradient for t."""
     return torch.is_grad_enabled() and t.requires_grad

@@ -1,4 +1,4 @@
-"""Recipes by which the operands of products are scaled to fp8. Values only; may import the standard library."""
+"""Name the recipes by which the operands of products are scaled to fp8."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,15 @@ SCALINGS = ("tensorwise", "rowwise")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Fresh scales in every step, e4m3 throughout.
+    """Compute fresh scales in every step; all operands are e4m3.
 
     Attributes:
-        scaling: `tensorwise`, one scale per activation or gradient tensor and one per expert's weights; or `rowwise`, one per
-            row of what is multiplied: per token and per weight column, and for the weight gradient per group and column.
+        scaling: `tensorwise` has a scale per activation or gradient tensor and a scale per expert's weights. `rowwise` has a
+            scale per row of an operand: per token and per weight column, and for the weight gradient per group and column.
         pow2: scales rounded down to powers of two.
-        keep_weights: the weights' fp8 transpose, made beside the cast of the forward, waits for the backward,
-            E K N bytes; else the backward reads the weights again, one launch more, two under tensorwise.
+        keep_weights: whether the forward pass also casts the weights' transpose and keeps it for the backward pass, E K N bytes.
+            Else the backward pass casts the weights again: a launch more, two under tensorwise. An Fp8Linear then also keeps its
+            input in place of the input's cast, which other operators often keep anyway.
 
     Raises:
         ValueError: an unknown scaling.
@@ -30,7 +31,7 @@ class Recipe:
 
 
 def recipe_of(recipe: str | Recipe, *others: str) -> Recipe:
-    """Return the recipe, or that of a scaling's name with its defaults. others: further accepted names, for the message.
+    """Return the recipe, or the default recipe of a scaling's name. others: further accepted names, for the message.
 
     Raises:
         ValueError: neither.

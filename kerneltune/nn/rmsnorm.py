@@ -1,4 +1,4 @@
-"""RMSNorm for models: a function with autograd and a module, also of a sum with a residual.
+"""Normalize by the root mean square: a function with autograd and a module, also of a sum with a residual.
 
 The kernels run on a GPU and in Triton's interpreter; on any other device the same formula runs in plain torch.
 """
@@ -96,7 +96,7 @@ class RMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight so that the module only normalises: 1, or 0 where it is zero-centred."""
+        """Set the weight so that the module only normalizes: 1, or 0 for a zero-centered weight."""
         if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
@@ -109,7 +109,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, residual=residual)
 
     def extra_repr(self) -> str:
-        """Return what `print(module)` shows."""
+        """Return the text that `print(module)` shows."""
         affine = "" if self.elementwise_affine else ", elementwise_affine=False"
         return f"{self.hidden_size}, eps={self.eps:g}, zero_centered={self.zero_centered}{affine}"
 
@@ -189,7 +189,7 @@ rmsnorm_fwd.register_autograd(_backward, setup_context=_save)
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Say whether Triton can run on x's device."""
+    """Return whether Triton can run on x's device."""
     return x.is_cuda or bool(INTERPRETED)
 
 

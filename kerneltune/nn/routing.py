@@ -1,6 +1,6 @@
-"""Routing of tokens to experts and back, with autograd; compiles without a graph break, and graphs can capture it.
+"""Route tokens to experts and back, with autograd; compiles without a graph break, and CUDA graphs can capture it.
 
-Nothing waits for the device, and no gradient is accumulated in memory: results are the same in every run.
+No function waits for the device, and no kernel adds to a gradient in memory: results are the same in every run.
 """
 
 from typing import Any, NamedTuple
@@ -15,12 +15,12 @@ from kerneltune.ops import moe_routing
 
 
 class Routing(NamedTuple):
-    """The places of the rows of tokens, made by `sort_tokens`; M = T K rows.
+    """Hold the places of the rows of tokens, made by `sort_tokens`; M = T K rows.
 
     Attributes:
         pairs: (M,) int32, the pair token * K + choice of each row; -1 behind the last expert's rows.
         places: (T, K) int32, the row of each pair; -1 for a pair of no expert.
-        offs: (E,) int32, where each expert's rows end: what grouped products take.
+        offs: (E,) int32, where each expert's rows end, as grouped products need it.
     """
 
     pairs: Tensor
@@ -29,11 +29,11 @@ class Routing(NamedTuple):
 
 
 def sort_tokens(ids: Tensor, num_experts: int) -> Routing:
-    """Sort the choices of a router by expert, those of an expert in the order of the tokens.
+    """Sort the choices of a router by expert; the choices of an expert keep the order of the tokens.
 
     Args:
-        ids: (T, K) int32 or int64, the experts of each token, as `topk` returns them; one outside [0, num_experts) is no expert,
-            such as that of another device.
+        ids: (T, K) int32 or int64, the experts of each token, as `topk` returns them; an id outside [0, num_experts) is no
+            expert, for example an expert of another device.
         num_experts: E, 1 to 1024.
 
     Raises:

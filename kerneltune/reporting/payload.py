@@ -102,7 +102,7 @@ def _sides(records: Sequence[Record]) -> list[str]:
 
 def without_paths(text: str) -> str:
     """Return the text with the names of files in place of their absolute paths, which are this machine's."""
-    return _ABSOLUTE.sub(lambda found: found["name"], text)
+    return _ABSOLUTE.sub(lambda path: path["name"], text)
 
 
 _ABSOLUTE = re.compile(r"(?<![\w.:/<>-])(?:~|)/(?:[^\s/'\":,;()<>]+/)+(?P<name>[^\s/'\":,;()<>]*)")
@@ -132,20 +132,20 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
 def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
     """Return the records that a page has room for, case by case, and a remark about the records left out."""
     groups = grouped(records, lambda record: (record.key, record.device))
-    found: list[Record] = []
+    shown: list[Record] = []
     cases = 0
     for group in groups.values():
-        if found and len(found) + len(group) > MOST_RECORDS:
+        if shown and len(shown) + len(group) > MOST_RECORDS:
             break
-        found += group
+        shown += group
         cases += 1
     left_out = len(groups) - cases
-    remarks = [INTERPRETER_NOTE] if any(record.device == INTERPRETER for record in found) else []
+    remarks = [INTERPRETER_NOTE] if any(record.device == INTERPRETER for record in shown) else []
     if left_out:
         remarks.append(
-            f"{left_out} of {len(groups)} cases are left out to keep this page small: --op, --dtype, --quant select others"
+            f"{left_out} of {len(groups)} cases are left out to keep this page small: --op, --dtype, --quant select other cases"
         )
-    return found, "; ".join(remarks)
+    return shown, "; ".join(remarks)
 
 
 def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:

@@ -26,19 +26,19 @@ def speedups(families: Mapping[str, Sequence[Comparison]], a: str, b: str, sourc
     Raises:
         ValueError: no row has a speed-up.
     """
-    found = {
+    speedups_of = {
         family: values for family, rows in families.items() if (values := [r.speedup for r in rows if r.speedup is not None])
     }
-    if not found:
+    if not speedups_of:
         raise ValueError(f"no case has a time of both {a} and {b}: nothing to draw")
-    every = [value for values in found.values() for value in values]
+    every = [value for values in speedups_of.values() for value in values]
     low, high = min(0.8, *every) / 1.05, max(1.25, *every) * 1.05
 
     def x(speedup: float) -> float:
         part = math.log(speedup / low) / math.log(high / low)
         return round(_LABEL + part * (_WIDTH - _RIGHT - _LABEL), 1)
 
-    bottom = _TOP + _LINE * len(found)
+    bottom = _TOP + _LINE * len(speedups_of)
     name = "the fastest peer of every case" if a == BEST_PEER else a
     parts = [
         f'<text class="title" x="8" y="24">{escape(b)}: speed relative to {escape(name)} (higher is faster)</text>',
@@ -49,7 +49,7 @@ def speedups(families: Mapping[str, Sequence[Comparison]], a: str, b: str, sourc
             f'<line class="{"one" if tick == 1 else "grid"}" x1="{x(tick)}" x2="{x(tick)}" y1="{_TOP - 6}" y2="{bottom}"/>'
         )
         parts.append(f'<text class="small" x="{x(tick)}" y="{bottom + 14}" text-anchor="middle">{tick:g}x</text>')
-    ranked = sorted(found.items(), key=lambda item: -statistics.geometric_mean(item[1]))
+    ranked = sorted(speedups_of.items(), key=lambda item: -statistics.geometric_mean(item[1]))
     for nth, (family, values) in enumerate(ranked):
         y, mean = _TOP + _LINE * nth + _LINE // 2, statistics.geometric_mean(values)
         parts.append(f'<text x="{_LABEL - 12}" y="{y + 4}" text-anchor="end">{escape(family.replace("_", " "))}</text>')

@@ -105,8 +105,8 @@ def best_peers(records: Iterable[Record]) -> list[Record]:
 
 def side(records: Iterable[Record], name: str) -> list[Record]:
     """Return the newest records of a variant, or of the fastest peer of every case where the name is `best-peer`."""
-    found = newest(records)
-    return best_peers(found) if name == BEST_PEER else [record for record in found if record.variant == name]
+    latest = newest(records)
+    return best_peers(latest) if name == BEST_PEER else [record for record in latest if record.variant == name]
 
 
 def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[str, tuple[str, str]]) -> Table:
@@ -249,11 +249,11 @@ def sweep_table(records: Sequence[Record], flips: bool = False, brief: bool = Fa
 
 def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
     """Return variant -> reason where all records of several cases are skipped, unless it is an operator's last variant."""
-    found = grouped(records, lambda record: (record.op, record.variant))
-    shown = {op for (op, _), of_it in found.items() if any(r.status != "skipped" for r in of_it)}
+    of_variants = grouped(records, lambda record: (record.op, record.variant))
+    shown = {op for (op, _), of_it in of_variants.items() if any(r.status != "skipped" for r in of_it)}
     return {
         (op, variant): "; ".join(dict.fromkeys(" ".join(r.reason.split()) for r in of_it))
-        for (op, variant), of_it in found.items()
+        for (op, variant), of_it in of_variants.items()
         if op in shown and len(of_it) > 1 and all(r.status == "skipped" for r in of_it)
     }
 
@@ -284,9 +284,9 @@ def _order(values: Iterable[str]) -> dict[str, int]:
 
 def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:
     """Return the options and the axes that the cases have, in order of appearance."""
-    found = list(names)
-    options = dict.fromkeys(option for name in found for option in name.options)
-    return list(options), list(dict.fromkeys(axis for name in found for axis in name.axes))
+    cases = list(names)
+    options = dict.fromkeys(option for name in cases for option in name.options)
+    return list(options), list(dict.fromkeys(axis for name in cases for axis in name.axes))
 
 
 def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) -> list[Value]:
@@ -315,8 +315,8 @@ def _sides(rows: Sequence[Comparison], a: str, b: str) -> str:
     """Return the names of A and B in words: `A: the fastest peer of every case (torch.compile 20, liger 9); B: optimized`."""
     said = []
     for letter, name in (("A", a), ("B", b)):
-        found = Counter((row.a if letter == "A" else row.b).variant for row in rows)
-        counts = ", ".join(f"{variant} {count}" for variant, count in found.most_common())
+        variants = Counter((row.a if letter == "A" else row.b).variant for row in rows)
+        counts = ", ".join(f"{variant} {count}" for variant, count in variants.most_common())
         said.append(f"{letter}: the fastest peer of every case ({counts})" if name == BEST_PEER else f"{letter}: {name}")
     return "; ".join(said)
 
@@ -359,18 +359,18 @@ def _ab_summary(rows: Sequence[Comparison]) -> list[str]:
 def _reached(rows: Sequence[Comparison]) -> list[str]:
     """Return the median share that B reaches, of each bound."""
     reached = ((row.bound, share(row.b, row.bound)) for row in rows)
-    found = grouped([(bound, part) for bound, part in reached if part is not None], lambda item: item[0])
+    by_bound = grouped([(bound, part) for bound, part in reached if part is not None], lambda item: item[0])
     said = [
-        f"{statistics.median(part for _, part in of):.1f} % of the {bound}{f' ({_count(of)})' if len(found) > 1 else ''}"
-        for bound, of in sorted(found.items())
+        f"{statistics.median(part for _, part in of):.1f} % of the {bound}{f' ({_count(of)})' if len(by_bound) > 1 else ''}"
+        for bound, of in sorted(by_bound.items())
     ]
     return [f"B reaches {' and '.join(said)} in the median"] if said else []
 
 
 def _named_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
     """Return the columns, with the bound of the rows in the heading of the shares; `bound` where another column says which."""
-    found = set(bounds)
-    word = "bound" if len(found) > 1 else bounds_named(found)
+    kinds = set(bounds)
+    word = "bound" if len(kinds) > 1 else bounds_named(kinds)
     return [replace(c, name=c.name.replace("ceiling", word)) if c.key.endswith("pct_bound") else c for c in columns]
 
 

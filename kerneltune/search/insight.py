@@ -1,7 +1,4 @@
-"""Analyse the trials of searches: regret, importance of knobs, values that never win, ties, the smallest portfolio.
-
-Pure functions of configs and times. May import optuna.
-"""
+"""Analyse the trials of searches: regret, importance of knobs, values that never win, ties, the smallest portfolio."""
 
 import itertools
 import math
@@ -16,17 +13,17 @@ from kerneltune.rounding import cdiv
 from kerneltune.search.task import Knobs
 
 NEAR = 0.02
-"""Configs within this fraction of the best are good enough."""
+"""Fraction over the best time up to which a config is good enough."""
 TIE = 0.01
-"""Configs within this fraction of the best cannot be told apart by what a screen measures."""
+"""Fraction over the best time up to which the times of a screen cannot distinguish configs."""
 _MOST_S = 10.0
-"""Seconds that a portfolio is looked for; the smallest that is known by then is said to be no more than that."""
+"""Seconds of the search for a portfolio, after which the smallest known portfolio counts as perhaps not the fewest."""
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
 class DeadValue:
-    """A value that no config within 2 % of the best has. saving: the share of all configs that have it."""
+    """A value that no config within 2 % of the best has. `saving` is the fraction of configs with this value."""
 
     knob: str
     value: Any
@@ -35,7 +32,7 @@ class DeadValue:
 
 @dataclass(frozen=True, slots=True)
 class Portfolio:
-    """The fewest configs of which one is within 2 % of the best on every case. worst: the largest gap that is left."""
+    """The smallest set with a config within 2 % of the best time of every case. `worst` is the largest remaining gap."""
 
     configs: tuple[Knobs, ...]
     worst: float
@@ -43,7 +40,7 @@ class Portfolio:
 
 
 def regret(times: Sequence[float | None]) -> list[float]:
-    """After every evaluation, how far the best so far is above the best of all; infinite before the first time."""
+    """Return after every evaluation the gap of the best time so far to the best of all; infinite before the first time."""
     best = min(time for time in times if time is not None)
     so_far = itertools.accumulate((float("inf") if time is None else time for time in times), min)
     return [time / best - 1.0 for time in so_far]
@@ -56,7 +53,7 @@ def sparkline(gaps: Sequence[float], width: int = 40) -> str:
 
 
 def importances(times: Mapping[Knobs, float]) -> dict[str, float]:
-    """Return how much of being among the best tenth each knob explains (PED-ANOVA), largest first; empty if none varies."""
+    """Return the importance of each knob for the fastest tenth (PED-ANOVA), largest first; empty if no knob varies."""
     import optuna
 
     configs = [dict(knobs) for knobs in times]
@@ -76,7 +73,7 @@ def importances(times: Mapping[Knobs, float]) -> dict[str, float]:
 
 
 def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[DeadValue]:
-    """Values that no good config of any case has, the largest saving first."""
+    """Return the values that no good config of any case has, the largest saving first."""
     tried: dict[tuple[str, Any], int] = {}
     alive: set[tuple[str, Any]] = set()
     total = 0
@@ -93,19 +90,19 @@ def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[DeadValue]:
 
 
 def ties(times: Mapping[Knobs, float]) -> list[Knobs]:
-    """Return the configs that cannot be told from the best, fastest first."""
+    """Return the configs that are indistinguishable from the best config, fastest first."""
     best = min(times.values())
     return sorted((knobs for knobs, time in times.items() if time <= (1 + TIE) * best), key=lambda knobs: times[knobs])
 
 
 def portfolio(cases: Sequence[Mapping[Knobs, float]]) -> Portfolio:
-    """Return the smallest set of configs that has one within 2 % of the best of every case, as an integer program finds it."""
+    """Return the smallest set with a config within 2 % of the best time of every case, by an integer program."""
     best = [min(times.values()) for times in cases]
     configs = list(dict.fromkeys(knobs for times in cases for knobs in times))
     gaps = np.array(
         [[times.get(knobs, math.inf) / least - 1.0 for knobs in configs] for times, least in zip(cases, best, strict=True)]
     )
-    count = 1.0 + np.minimum(gaps, 1.0).mean(axis=0) / len(configs)  # of sets of one size that with smaller gaps
+    count = 1.0 + np.minimum(gaps, 1.0).mean(axis=0) / len(configs)  # between sets of equal size, prefer smaller gaps
     covered = LinearConstraint((gaps <= NEAR).astype(float), lb=1)
     found = milp(count, integrality=1, bounds=Bounds(0, 1), constraints=covered, options={"time_limit": _MOST_S})
     chosen = np.flatnonzero(found.x > 0.5)

@@ -1,7 +1,7 @@
-"""The search of a finite space: an Optuna study is asked for configs, and told their times, until enough is known.
+"""Search a finite space: ask an Optuna study for configs and tell it their times until a limit is reached.
 
-Knows no operator, GPU or file: whoever starts a search says how a config is evaluated, so a replay runs the same code
-offline. Imports Optuna when a search begins.
+The search knows no operator, GPU or file. An `Evaluator` evaluates the configs, so a replay of measured spaces runs the same
+code. Optuna is imported when a search begins.
 """
 
 import operator
@@ -26,22 +26,23 @@ SAMPLERS = ("ours", "random")
 DEFAULT_SAMPLER = "ours"
 ENUMERATE_UP_TO = 120
 AHEAD = 8
-"""Configs in flight as long as one of them is compiled and waits to be measured: what to try is decided that many configs
-before its time is known; a replay keeps the same delay. While none waits, as many compile as there are compilers."""
+"""Configs in flight while a compiled config waits for its measurement.
+
+The sampler decides without the times of these configs. While no config waits, every compiler has a config.
+"""
 _AHEAD_BLIND = 48
-"""Configs in flight where no time changes what is tried next."""
+"""Configs in flight of a search whose order no time changes."""
 _FIRST = 8
 _LESS_LIKELY = 2.0
-"""Factor by which a config is drawn less likely for every knob in which it differs from a default or a neighbour's best.
+"""Factor by which a config is drawn later for every knob that differs from the default or from the best config of a near case.
 
-Those are good guesses: on the shipped spaces at most two knobs differ from the default's in 8 % of all configs, and in 39 of the
-63 that are within 3 % of the best.
+Defaults and near cases guess well. On the shipped spaces, configs within two knobs of the default are 8 % of all configs, and 39
+of the 63 configs within 3 % of the best.
 """
 _GAIN_AFTER = 16
 _GAIN_EVERY = 4
-_AT_HAND = 2
-"""Compiled configs with which the bench, measuring one, does not wait for what is decided here. A search is told of as many at
-a time, as a replay has all evaluations at once."""
+_READY = 2
+"""Compiled configs that keep the GPU busy while the search decides. As many evaluations are told to the study at a time."""
 _POLL_S = 0.001
 
 
@@ -50,14 +51,14 @@ class Search:
     """The limits of a search.
 
     Attributes:
-        budget_s: seconds per case from its first result on that the bench is ready for, None for no limit.
-        trials: most configs.
-        until_gain: stop when trying all the rest is expected to save less than this fraction of the best time.
-        sampler: where the space is not simply enumerated: one of SAMPLERS.
-        seed: of whatever is drawn.
+        budget_s: seconds per case, counted from the first evaluation after the GPU is ready; None for no limit.
+        trials: largest number of configs.
+        sampler: sampler of a space that is too large to be enumerated, a name of SAMPLERS.
+        seed: seed of everything that is drawn.
+        until_gain: end when all untried configs are expected to save less than this fraction of the best time.
 
     Raises:
-        ValueError: a number out of range, an unknown sampler.
+        ValueError: a value is out of range, or the sampler is unknown.
     """
 
     budget_s: float | None = None
@@ -77,82 +78,93 @@ class Search:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r}")
 
     def enumerates(self, configs: int) -> bool:
-        """Return whether all configs of a space of that size are tried, in order."""
+        """Return whether a space with this number of configs is tried completely, in order."""
         unlimited = self.budget_s is None and self.until_gain is None and (self.trials or configs) >= configs
         return unlimited and configs <= ENUMERATE_UP_TO
 
 
 class Started(Protocol):
-    """A config whose evaluation has begun: it is compiled, then measured unless the compiler's word is enough."""
+    """A config whose evaluation has begun with its compilation."""
 
     def done(self) -> bool:
-        """Return whether it is compiled."""
+        """Return whether the config is compiled."""
 
     def evaluate(self) -> "Future[Evaluation]":
-        """Return the evaluation of a compiled config; one that is measured waits for its turn, and may be cancelled as long."""
+        """Return the evaluation of the compiled config. Until its measurement begins, the future can be cancelled."""
 
     def cancel(self) -> None:
-        """Give up compiling; what was stored stays."""
+        """Give up compiling; stored results stay."""
+
+
+class Evaluator(Protocol):
+    """Evaluates configs for a search."""
+
+    @property
+    def compilers(self) -> int:
+        """The number of configs that compile at the same time."""
+
+    def begin(self, config: Config) -> Started:
+        """Begin to compile a config."""
+
+    def is_ready(self) -> bool:
+        """Return whether a compiled config can be measured now. The seconds of a budget begin with the first evaluation then."""
+
+    def use_idle_time(self) -> None:
+        """Do useful work while the search waits. The search calls this again and again."""
 
 
 def explore(
     pool: Sequence[Config],
     first: Sequence[Config],
     search: Search,
-    start: Callable[[Config], Started],
+    evaluator: Evaluator,
     on_trial: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None,
     known: Mapping[Config, Evaluation] = MappingProxyType({}),
-    compilers: int = 1,
-    meanwhile: Callable[[], None] = lambda: None,
     feasibility: Mapping[Config, float] | None = None,
-    ready: Callable[[], bool] = lambda: True,
 ) -> dict[Config, Evaluation]:
     """Try configs of a pool until a budget is used, the expected gain is small, or no config is left.
 
     Args:
-        pool: all configs, none twice.
-        first: configs of the pool to begin with, such as the default and the best of the nearest shape.
-        search: how much to search.
-        start: begins to evaluate a config.
-        on_trial: told every new evaluation.
-        known: what was found out before; it counts as tried, as in a search that was interrupted.
-        compilers: how many configs compile at the same time.
-        meanwhile: called whenever the search has asked for what it wants, again and again.
-        feasibility: the probability that a config of the pool compiles for good, where something is known.
-        ready: whether the bench could measure: a refusal before that does not begin the budget's seconds.
+        pool: all configs, each once.
+        first: configs of the pool to begin with, such as the default and the best config of the nearest case.
+        search: limits of the search.
+        evaluator: evaluates the configs.
+        on_trial: function that is called with every new evaluation.
+        known: evaluations of an earlier search, which count as tried.
+        feasibility: probability that each config of the pool compiles without a refusal; None where nothing is known.
 
     Returns:
-        The evaluations in their order, those known first.
+        The evaluations in their order, known evaluations first.
     """
     asking, gain = Asking(pool, first, search, feasibility), _Gain(pool, search, known)
     for config, evaluation in known.items():
         asking.tell(config, evaluation.time_us)
     limit = len(pool) if search.trials is None else min(search.trials, len(pool))
-    line, found = _Line(compilers), dict(known)
-    began: float | None = None  # starting a process on the GPU, inputs and reference are not the search's time
+    flying, found = _InFlight(evaluator.compilers), dict(known)
+    began: float | None = None  # the time to start a process and to make inputs does not belong to the search
     enough = False
     try:
         while True:
-            while not enough and line.has_room(asking.ahead) and len(found) + line.length < limit:
+            while not enough and flying.has_room(asking.ahead) and len(found) + flying.length < limit:
                 asked = asking.ask()
                 if asked is None:
                     break
-                line.add(asked, start(asked))
-            if not line.length:
+                flying.add(asked, evaluator.begin(asked))
+            if not flying.length:
                 break
             asking.prepare()
-            meanwhile()
-            for config, evaluation in line.move():
+            evaluator.use_idle_time()
+            for config, evaluation in flying.move():
                 found[config] = evaluation
                 asking.tell(config, evaluation.time_us)
                 on_trial(config, evaluation)
-                began = time.monotonic() if began is None and ready() else began
+                began = time.monotonic() if began is None and evaluator.is_ready() else began
                 spent = search.budget_s is not None and began is not None and time.monotonic() - began > search.budget_s
                 enough = enough or spent or gain.is_small(config, evaluation)
             if enough:
-                line.give_up()
+                flying.give_up()
     finally:
-        line.give_up()
+        flying.give_up()
     return found
 
 
@@ -164,9 +176,9 @@ def times_of(found: Mapping[Config, Evaluation]) -> dict[Config, float]:
 def opening(
     pool: Sequence[Config], first: Sequence[Config], search: Search, feasibility: Mapping[Config, float] | None = None
 ) -> list[Config]:
-    """Return all configs in the order in which a search begins: no sampler knows better before the first times.
+    """Return all configs in the order in which a search tries them before the first times are known.
 
-    Configs that are more likely to be refused than not come last.
+    Configs that are probably refused come last.
     """
     order = list(dict.fromkeys([*first, *pool]))
     begin = len(set(first))
@@ -177,7 +189,7 @@ def opening(
 
 
 def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:
-    """Return configs in random order, those like one of the guesses sooner: drawn with a weight, without being put back."""
+    """Return configs in random order; a config that differs little from a guess probably comes early."""
     rng, known = random.Random(seed), [_values(guess) for guess in guesses]
 
     def when(config: Config) -> float:
@@ -193,11 +205,11 @@ def _values(config: Config) -> tuple[Any, ...]:
 
 
 class Asking:
-    """An Optuna study over the configs of a pool, each of which is asked for once.
+    """An Optuna study over the configs of a pool that asks for every config once.
 
     Attributes:
-        ahead: how many configs may be in flight.
-        study: the study, kept in memory; finished trials are in the trial store's journal.
+        ahead: number of configs that may be in flight.
+        study: study in memory; the trial store's journal has the finished trials.
     """
 
     def __init__(
@@ -222,7 +234,7 @@ class Asking:
         self._asked: dict[Config, optuna.Trial] = {}
 
     def ask(self) -> Config | None:
-        """Return the next config to try, None when there is no other."""
+        """Return the next config to try; None when all were tried."""
         if not self._left:
             return None
         trial = self.study.ask(dict(self._sampler.space))
@@ -232,7 +244,7 @@ class Asking:
         return config
 
     def tell(self, config: Config, time_us: float | None) -> None:
-        """Tell the study a config's time, None where it has none; also of a config that it was not asked for."""
+        """Tell the study a config's time, or None for a failure, whether the study asked for the config or not."""
         from optuna.trial import TrialState
 
         from kerneltune.search.study import finished_trial
@@ -245,14 +257,14 @@ class Asking:
             self.study.tell(trial, time_us, state=TrialState.FAIL if time_us is None else TrialState.COMPLETE)
 
     def prepare(self) -> None:
-        """Import, while the first configs compile, what was not needed to ask for them. May be called again and again."""
+        """Import the model of the sampler while the first configs compile. A second call does nothing."""
         prepare = getattr(self._sampler, "prepare", None)
         if prepare is not None:
             prepare()
 
 
 def _sampler(order: Sequence[Config], guesses: int, search: Search, feasibility: Mapping[Config, float] | None) -> "ListSampler":
-    """Return the sampler of a search over configs in the order in which it begins."""
+    """Return the sampler of a search over configs in their first order."""
     from kerneltune.search.study import FiniteGPSampler, ListSampler
 
     configs = [knobs_of(config) for config in order]
@@ -262,8 +274,8 @@ def _sampler(order: Sequence[Config], guesses: int, search: Search, feasibility:
     return FiniteGPSampler(configs, guesses + _FIRST, search.seed, likely)
 
 
-class _Line:
-    """Configs on their way: compiling, or waiting for their evaluation. One slow compilation keeps no others waiting."""
+class _InFlight:
+    """Configs that compile or wait for their evaluation. A slow compilation delays no other config."""
 
     def __init__(self, compilers: int) -> None:
         self._compilers = compilers
@@ -272,30 +284,30 @@ class _Line:
 
     @property
     def length(self) -> int:
-        """Configs that were asked for and have no evaluation yet."""
+        """The number of configs that were asked for and have no evaluation yet."""
         return len(self._compiling) + len(self._waiting)
 
     def has_room(self, ahead: int) -> bool:
         """Return whether to ask for another config."""
-        return self.length < ahead or (len(self._waiting) <= _AT_HAND and len(self._compiling) < self._compilers)
+        return self.length < ahead or (len(self._waiting) <= _READY and len(self._compiling) < self._compilers)
 
     def add(self, config: Config, begun: Started) -> None:
         """Add a config that begins to compile."""
         self._compiling.append((config, begun))
 
     def move(self) -> list[tuple[Config, Evaluation]]:
-        """Have compiled configs evaluated; return up to two evaluations. Waits a little where there is none."""
+        """Hand compiled configs to their evaluation and return up to two finished evaluations; wait 1 ms if there are none."""
         for one in [one for one in self._compiling if one[1].done()]:
             self._compiling.remove(one)
             self._waiting.append((one[0], one[1].evaluate()))
-        ready = [one for one in self._waiting if one[1].done()][:_AT_HAND]
+        ready = [one for one in self._waiting if one[1].done()][:_READY]
         if not ready:
             time.sleep(_POLL_S)
         self._waiting = [one for one in self._waiting if one not in ready]
         return [(config, evaluation.result()) for config, evaluation in ready]
 
     def give_up(self) -> None:
-        """Give up what neither has an evaluation nor is measured at this moment."""
+        """Give up every config that has no evaluation, except the config that is measured at this moment."""
         for _, begun in self._compiling:
             begun.cancel()
         self._compiling.clear()
@@ -303,7 +315,7 @@ class _Line:
 
 
 class _Gain:
-    """The expected gain of a search with `until_gain`, by joint draws of a Gaussian process, whatever the sampler is."""
+    """The expected gain of a search with `until_gain`, from joint draws of a Gaussian process over all untried configs."""
 
     def __init__(self, pool: Sequence[Config], search: Search, known: Mapping[Config, Evaluation]) -> None:
         self._least, self._seed = search.until_gain, search.seed
@@ -312,7 +324,7 @@ class _Gain:
             self._seen = {self._index[config]: one.time_us for config, one in known.items()}
 
     def is_small(self, config: Config, evaluation: Evaluation) -> bool:
-        """Return whether to stop after this evaluation; decided every few evaluations."""
+        """Return whether to stop after this evaluation. The gain is computed after every fourth evaluation."""
         if self._least is None:
             return False
         self._seen[self._index[config]] = evaluation.time_us

@@ -19,13 +19,13 @@ _SCORED = 2048
 
 @dataclass(frozen=True, slots=True)
 class Untried:
-    """A study that asks for the next config of a list.
+    """The state of a study that asks for the next config of a list.
 
     Attributes:
-        study: the study.
-        trial: the trial that is asked for.
-        left: places in the list that were never tried, in order; never empty.
-        seen: the time of each tried config by its place, None where it failed.
+        study: study that asks.
+        trial: trial of the next config.
+        left: places in the list that were never tried, in order; at least one place.
+        seen: place -> time of each tried config; None for a failure.
         pending: places of configs that are being tried.
     """
 
@@ -40,7 +40,7 @@ class ListSampler(BaseSampler):
     """Try every config of a finite list once, in the order of the list.
 
     The knobs are categorical; `space` holds their distributions. A study must suggest the same choices, most simply by
-    `study.ask(sampler.space)`. When all configs were tried, the last one is suggested again.
+    `study.ask(sampler.space)`. When all configs were tried, the last config is suggested again.
     """
 
     def __init__(self, configs: Sequence[Knobs]) -> None:
@@ -111,9 +111,9 @@ class ListSampler(BaseSampler):
 class FiniteGPSampler(ListSampler):
     """Search a finite list of configs by the expected improvement of a Gaussian process over all untried configs.
 
-    Made for spaces of up to some thousand configs that are restricted by validity rules, as those of GPU kernels: never suggests
-    a config outside the list, never suggests a config twice, knows which trials are running, and learns from failed trials which
-    configs are likely to fail. The objective must be positive, such as a time; it is modelled on a logarithmic scale.
+    The sampler is made for spaces of up to some thousand configs that validity rules restrict, such as the spaces of GPU kernels.
+    It never suggests a config outside the list or a config twice, knows the running trials, and learns from failed trials which
+    configs will probably fail. The objective must be positive, such as a time; it is modelled on a logarithmic scale.
 
     Example:
         ::
@@ -139,10 +139,10 @@ class FiniteGPSampler(ListSampler):
         """Take the configs in the order in which to begin with them.
 
         Args:
-            configs: knob values by name. Good guesses first, the rest in random order.
-            n_startup_trials: so many of the first configs are tried before the model decides.
-            seed: of what the model draws.
-            feasibility: of each config the probability, in [0, 1], that it does not fail; None where nothing is known.
+            configs: knob values by name, good guesses first, then the other configs in random order.
+            n_startup_trials: number of first configs that are tried before the model decides.
+            seed: seed of the model's draws.
+            feasibility: probability, in [0, 1], that each config does not fail; None without prior knowledge.
         """
         super().__init__(configs)
         self._startup, self._seed = n_startup_trials, seed
@@ -185,7 +185,7 @@ def choice_order(value: Any) -> tuple[bool, Any]:
 
 
 def quiet() -> None:
-    """Have Optuna say warnings only."""
+    """Limit Optuna's log to warnings."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 

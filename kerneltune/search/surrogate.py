@@ -1,7 +1,4 @@
-"""A Gaussian process over the configs of a finite space: how fast an untried config may be, and what is left to gain.
-
-Knows no operator and measures nothing.
-"""
+"""Predict the times of untried configs of a finite space, and the gain that is left, by a Gaussian process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
@@ -20,8 +17,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NEAR, FAR = 0.3, 0.7
-"""Logarithms of times are cut so far above the best: how bad a bad config is says little about the good ones. FAR leaves more of
-the spread, and so more doubt about what is left to gain."""
+"""Distance above the best log time at which log times are cut, because very slow configs say little about fast configs.
+
+FAR keeps more of the spread than NEAR, and so more uncertainty about the gain that is left.
+"""
 _DOUBTFUL = 1e-6
 _JOINT = 256
 _DRAWS = 128
@@ -34,7 +33,7 @@ def _blas() -> ThreadpoolController:
 
 
 def _on_one_core(function: Callable[P, R]) -> Callable[P, R]:
-    """Matrices of some hundred rows: BLAS on two cores takes six times as long, and takes the cores from who compiles."""
+    """Limit BLAS to one core: for matrices of some hundred rows, two cores take six times as long and disturb the compilers."""
 
     @wraps(function)
     def limited(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -45,9 +44,9 @@ def _on_one_core(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Surrogate:
-    """Posterior of log time over a pool of configs, each knob a coordinate.
+    """The posterior of log time over a pool of configs; each knob is a coordinate.
 
-    Matérn 5/2 with one length scale per knob, fitted to the times seen under a prior on the scales.
+    The kernel is Matérn 5/2 with a length scale per knob. The scales are fitted to the known times, under a prior.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class Surrogate:
         """Take the space.
 
         Args:
-            pool: the knob values of every config.
-            seed: of the draws.
-            feasibility: the probability that each config gives a time, before any is tried; None where nothing is known.
-            worst: where logarithms of times are cut, above the best.
+            pool: knob values of every config.
+            seed: seed of the draws.
+            feasibility: prior probability that each config gives a time; None without prior knowledge.
+            worst: distance above the best log time at which log times are cut.
         """
         self._feasibility, self._worst = None if feasibility is None else np.asarray(feasibility), worst
         self._points = _coordinates(pool)
@@ -69,7 +68,7 @@ class Surrogate:
 
     @_on_one_core
     def fit(self, seen: Sequence[int], times: Sequence[float | None]) -> None:
-        """Learn from evaluated configs, by their index in the pool; None is a config that gave no time."""
+        """Learn from evaluated configs, given by their index in the pool, and their times; None for a config without a time."""
         timed = [(index, time) for index, time in zip(seen, times, strict=True) if time is not None]
         logs = np.log([time for _, time in timed])
         best = float(np.min(logs))
@@ -88,8 +87,8 @@ class Surrogate:
     def improvement(self, wanted: Sequence[int], pending: Sequence[int] = ()) -> Array:
         """Return the expected improvement (len(wanted),) of the log time, times the probability that a config gives a time.
 
-        One that more likely gives none counts next to nothing, and so comes last: nothing is known of times around it, and the
-        improvement there would look large for ever. Pending configs are believed to take what is predicted.
+        A config that probably gives no time gets a tiny value and comes last: because no time around it becomes known, its
+        improvement would look large for ever. Pending configs count with their predicted times.
         """
         seen, values = self._seen, self._values
         if len(pending):
@@ -104,7 +103,7 @@ class Surrogate:
         return improvement * np.where(chance < 0.5, _DOUBTFUL * chance, chance)
 
     def _chance(self, wanted: NDArray[np.int_]) -> Array:
-        """Return the probability that configs give a time: the same process over what worked and what did not."""
+        """Return the probability that configs give a time, from the same process over successes and failures."""
         believed = np.full(len(self._points), np.mean(self._worked)) if self._feasibility is None else self._feasibility
         factor = cho_factor(self._covariance(self._tried) + 0.1 * np.eye(len(self._tried)))
         surprise = cho_solve(factor, self._worked - believed[self._tried])
@@ -114,10 +113,10 @@ class Surrogate:
 
     @_on_one_core
     def gain(self, untried: Sequence[int]) -> float:
-        """Return the fraction of the best time that trying everything else is expected to save.
+        """Return the fraction of the best time that trying all untried configs is expected to save.
 
-        The mean, over draws of all untried times together, of how far their fastest lies below the best seen. Only the
-        256 with the largest expected improvement are drawn.
+        A joint draw gives a time for each of the 256 untried configs with the largest expected improvement. The gain is the mean,
+        over the draws, of the distance of the fastest drawn time below the best known time.
         """
         if not len(untried):
             return 0.0
@@ -145,14 +144,14 @@ class Surrogate:
         return self._kernel(seen, seen) + _noise(self._theta) * np.eye(len(seen))
 
     def _fit_scales(self) -> None:
-        """Fit the scales that make what was seen most likely, under a prior that holds them where nothing was seen."""
+        """Fit the scales by maximum likelihood of the known times, under a prior."""
         points, knobs = self._points[self._seen], self._points.shape[1]
         bounds = [(np.log(0.05), np.log(20.0))] * knobs + [(np.log(0.05), np.log(20.0)), (np.log(1e-3), np.log(0.5))]
         middle = np.log([*[0.7] * knobs, 1.0, 0.03])
         apart = np.square(points[:, None] - points).transpose(2, 0, 1)
 
         def cost(theta: Array) -> tuple[float, Array]:
-            """Return the function that is minimised, and its slope along each of theta."""
+            """Return the cost and its gradient with respect to theta."""
             shrink = np.exp(-2 * theta[:knobs])
             distance = np.sqrt(5.0 * np.tensordot(shrink, apart, 1))
             kernel = _matern(distance, theta)
@@ -170,7 +169,7 @@ class Surrogate:
 
 
 def _matern(distance: Array, theta: Array) -> Array:
-    """Matérn 5/2 of distances in length scales times √5."""
+    """Return Matérn 5/2 of distances, which are in length scales times √5."""
     kernel: Array = np.exp(theta[-2] - distance) * (1.0 + distance + distance**2 / 3.0)
     return kernel
 
@@ -180,7 +179,7 @@ def _noise(theta: Array) -> float:
 
 
 def _coordinates(pool: Sequence[Mapping[str, Any]]) -> Array:
-    """(configs, coordinates) in [0, 1]: powers of two are evenly spaced, what is no number gets a coordinate per value."""
+    """Return (configs, coordinates) in [0, 1]; powers of two are evenly spaced, each word of a knob is a coordinate."""
     columns = []
     for knob in pool[0]:
         given = [config[knob] for config in pool]

@@ -25,7 +25,7 @@ class TaskKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An operator's variant on a case under a policy: what is searched, checked, timed and stored.
+    """An operator's variant on a case under a policy: the unit that is searched, checked, timed and stored.
 
     A task is pickled by name. Another process imports the operator, so it does not see a space that was widened here.
     """
@@ -92,7 +92,7 @@ def knob_pairs(config: Config) -> "Knobs":
 
 
 def config_values(config: Config) -> dict[str, Any] | None:
-    """Return a config as JSON; None where there is no config."""
+    """Return a config as JSON; None for no config."""
     return None if config is None else knobs_of(config)
 
 

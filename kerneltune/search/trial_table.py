@@ -1,7 +1,7 @@
 """Read and write the trials of an operator on a GPU that are kept in git: `results/<gpu>/trials/<op>.csv.gz`.
 
-A file is a gzipped text of blocks, the newest last. A block holds the trials that one run measured of one variant: a JSON header
-behind `# `, a line of column names, and a CSV row per trial. New trials are added behind the old ones. Because anybody may have
+A file is a gzipped text of blocks, the newest last. A block holds the trials of a variant from a single run: a JSON header
+behind `# `, a line of column names, and a CSV row per trial. New trials follow the old trials. Because anybody may have
 written a file, the size of its text is limited and its headers have a schema.
 """
 
@@ -41,13 +41,13 @@ _LONGEST_LINE = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialBlock:
-    """The trials that one run measured of one variant.
+    """The trials of a variant from a single run.
 
     Attributes:
         op, variant, policy: the task of every trial, except for its case.
         device: name of the GPU.
         driver, torch, triton, source_hash: versions of the software that the times depend on.
-        commit, date: source and time of the run. For a whole space the date is that of its newest trial.
+        commit, date: source and time of the run. A whole space has the date of its newest trial.
         rows: (case, knobs, evaluation) of every trial, in the order in which a file keeps them.
         default: default config of a case whose whole space was measured; empty for other blocks.
         command: command that measures a whole space again; empty for other blocks.
@@ -74,7 +74,7 @@ class TrialBlock:
 
     @property
     def trials(self) -> dict[Knobs, Evaluation]:
-        """The trials by config. Only a whole space has one trial per config."""
+        """The trials by config, for a whole space."""
         return {knobs: evaluation for _, knobs, evaluation in self.rows}
 
     @property
@@ -125,7 +125,7 @@ def table_path(results: Path, gpu: str, op: str) -> Path:
 def add(path: Path, block: TrialBlock) -> None:
     """Add the rows of a block that a file does not have yet; a whole space is added whole.
 
-    Rows are added to the last block of the file where both blocks are of one run.
+    If the last block of the file is from the same run, the rows extend that block.
 
     Raises:
         ValueError: the file cannot be read or written.
@@ -176,7 +176,7 @@ def _cells(row: tuple[Case, Knobs, Evaluation]) -> list[Any]:
 
 
 def read(path: Path) -> list[TrialBlock]:
-    """Return the blocks of a file; none where there is no file.
+    """Return the blocks of a file; an empty list without a file.
 
     Raises:
         ValueError: one line naming the file, the line, and the mistake.

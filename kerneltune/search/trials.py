@@ -2,7 +2,7 @@
 
 A store holds the trials of an operator on a GPU model. It is an Optuna journal, which optuna-dashboard and optuna.load_study
 open. The journal has a study for each variant, case, policy and fingerprint, whose user attributes name them. A finished trial is
-one line, written in one piece and on disk when `put` returns, so a kill loses at most the running trial.
+a line that is on disk when `put` returns, so a kill loses at most the running trial.
 """
 
 import json
@@ -72,7 +72,7 @@ class _TrialRow(msgspec.Struct):
 
 
 class TrialStore:
-    """The trials of one operator on one GPU model.
+    """The trials of an operator on a GPU model.
 
     Opening a store writes nothing. Threads may share a store.
 
@@ -101,7 +101,7 @@ class TrialStore:
         self.know(trial for trial in _trials(self._storage, path) if trial.fingerprint == fingerprint)
 
     def get(self, task: Task, config: Config) -> Evaluation | None:
-        """Return the stored evaluation of a config with the store's fingerprint; None where there is none."""
+        """Return the stored evaluation of a config with the store's fingerprint, or None."""
         return self._found.get(task.key, {}).get(knob_pairs(config))
 
     def put(self, task: Task, config: Config, evaluation: Evaluation) -> None:
@@ -140,7 +140,7 @@ class TrialStore:
             raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
 
     def _study(self, task: Task, offered: Mapping[str, Sequence[Any]]) -> optuna.Study:
-        """Return the study of a task whose knobs offer these values, and create it where it does not exist."""
+        """Return the study of a task whose knobs offer these values; create a missing study."""
         about = {**task.identity, "fingerprint": self._fingerprint}
         name = _study_name({field: about[field] for field in _ABOUT}, offered)
         if name not in self._studies:
@@ -211,7 +211,7 @@ class TrialStore:
 
 
 def latest_fingerprint(path: Path, variant: str) -> Mapping[str, str]:
-    """Return the fingerprint of the newest trial of a variant; empty where there is no trial.
+    """Return the fingerprint of the newest trial of a variant; empty without a trial.
 
     Raises:
         ValueError: the file cannot be read, or a line of the file is no trial.
@@ -251,7 +251,7 @@ def searches_below(
 
 
 def history(path: Path) -> list[Trial]:
-    """Return every trial of a store under any fingerprint; none where there is no store.
+    """Return every trial of a store under any fingerprint; an empty list without a store.
 
     Raises:
         ValueError: the file cannot be read, or a line of the file is no trial.
@@ -314,13 +314,13 @@ class _JournalFile(JournalFileBackend):
         self._path = path
 
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        """Write logs in one piece."""
+        """Write logs in a single write."""
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         append_lines(self._path, lines.encode())
 
 
 def _existing(path: Path) -> JournalStorage | None:
-    """Return the storage of a journal; None where there is no file.
+    """Return the storage of a journal; None without a file.
 
     Raises:
         ValueError: the file cannot be read, is no journal, or was written by a version before 0.1.0.
@@ -333,7 +333,7 @@ def _existing(path: Path) -> JournalStorage | None:
 
 
 def _opened(path: Path) -> JournalStorage:
-    """Return the storage of a journal, and create the file where it does not exist.
+    """Return the storage of a journal; create a missing file.
 
     Raises:
         ValueError: the file cannot be read, or is no journal; names the line.

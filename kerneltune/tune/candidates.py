@@ -1,7 +1,6 @@
-"""Make the candidates of a search, its first configs and their probabilities to compile, from stored trials and the cache.
+"""Choose the candidates of a search, its first configs and their feasibility, from stored trials and the cache.
 
-Configs of the cache outlive the knobs and the limits that they were stored for: only those that a variant still supports count.
-Measures nothing.
+A cached config may be older than the present knobs and limits of its variant, so only valid configs count.
 """
 
 import itertools
@@ -27,31 +26,31 @@ if TYPE_CHECKING:
 
 REFUSED = frozenset(("compile", "spills", "occupancy"))
 
-Told = Sequence[tuple[Sizes, Mapping[str, Any], bool]]
-"""Other cases: sizes, knobs of a config, and whether it was refused."""
+OtherSizeTrials = Sequence[tuple[Sizes, Mapping[str, Any], bool]]
+"""Trials of other cases: sizes, knobs of the config, and whether the compiler refused it."""
 
 _PER_DOUBLING = 2.0
 _SIZES_COUNT = 0.2
 _DOUBT = 0.02
 _NEIGHBOURS = 3
 _TRANSFERRED = 16
-TOLD = 2000
-"""Refusals of other sizes that are asked, the newest: more take longer than they are worth."""
+MOST_OTHER_SIZES = 2000
+"""Newest trials of other sizes that the feasibility is computed from. More trials take longer than they save."""
 
 
 def neighbour_dtype(task: Task) -> Task | None:
-    """Return the same task in the other 16-bit type, whose ranking this one may start from."""
+    """Return the same task in the other 16-bit type, whose fastest configs are good candidates; None for other types."""
     other = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
     return replace(task, case=replace(task.case, dtype=other)) if other in task.op.dtypes else None
 
 
 def candidates(task: Task, store: "TrialStore | None" = None) -> list[Config]:
-    """Default first, then the space; only the neighbour's best where the other 16-bit type was searched before.
+    """Return the default, then the configs of the space, or the neighbour's best configs if the other 16-bit type was searched.
 
-    store: of what was searched before; without it all of the space is a candidate.
+    Without a store all configs of the space are candidates.
 
     Raises:
-        ValueError: the space has no valid config for the case, or says what makes no sense.
+        ValueError: the space has no valid config for the case, or contradicts itself.
     """
     space = checked_space(task)
     neighbour = neighbour_dtype(task)
@@ -64,7 +63,7 @@ def candidates(task: Task, store: "TrialStore | None" = None) -> list[Config]:
 
 
 def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> list[Config]:
-    """Return the default, what is promising, then what the cache holds for this case and the nearest: sizes, options, type."""
+    """Return the default, the promising configs, and the cached configs of this case and of the nearest cases."""
     nearest = [
         config for _, config in sorted(valid_cached_configs(task, root), key=lambda found: found[0].distance)[:_NEIGHBOURS]
     ]
@@ -74,29 +73,29 @@ def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> li
 
 
 def feasibility_of(task: Task, store: "TrialStore", pool: Sequence[Config]) -> dict[Config, float] | None:
-    """Return the probability that each config compiles for good, by what is stored of other sizes; None where nothing is."""
+    """Return the probability that each config is not refused, from trials of other sizes; None without trials."""
     told = [
         (trial.key.case.axes, dict(trial.knobs), trial.evaluation.status in REFUSED)
-        for trial in store.of_other_sizes(task)[-TOLD:]
+        for trial in store.of_other_sizes(task)[-MOST_OTHER_SIZES:]
         if list(dict(trial.knobs)) == list(knobs_of(pool[0]))
     ]
     found = probabilities(task.case.axes, [knobs_of(config) for config in pool], told)
     return None if found is None else dict(zip(pool, map(float, found), strict=True))
 
 
-def probabilities(sizes: Sizes, configs: Sequence[Mapping[str, Any]], told: Told) -> NDArray[np.float64] | None:
-    """Return the probability (configs,) that each config compiles for good; None where nothing is known of other cases.
+def probabilities(sizes: Sizes, configs: Sequence[Mapping[str, Any]], trials: OtherSizeTrials) -> NDArray[np.float64] | None:
+    """Return the probability (configs,) that each config is not refused; None without trials of other cases.
 
-    The share of those that were, every one counted by its distance in powers of two: e^-2 for a knob of twice the value, or of
-    another one where it is no number, and e^-0.4 for an axis of twice the size.
+    The probability is a weighted share of the accepted configs. A trial's weight falls with its distance: by e^-2 for a knob of
+    twice the value or another word, and by e^-0.4 for an axis of twice the size.
     """
-    if not told:
+    if not trials:
         return None
-    numbers, names = _split([knobs for _, knobs, _ in told] + list(configs))
-    axes = np.log2([[max(1, size) for _, size in place] for place in (*(s for s, _, _ in told), *[sizes] * len(configs))])
+    numbers, names = _split([knobs for _, knobs, _ in trials] + list(configs))
+    axes = np.log2([[max(1, size) for _, size in place] for place in (*(s for s, _, _ in trials), *[sizes] * len(configs))])
     numbers = np.hstack([numbers, _SIZES_COUNT * axes])
-    known = len(told)
-    accepted = np.array([not refused for _, _, refused in told], dtype=float)
+    known = len(trials)
+    accepted = np.array([not refused for _, _, refused in trials], dtype=float)
     found = np.empty(len(configs))
     for i in range(len(configs)):
         distance = np.abs(numbers[:known] - numbers[known + i]).sum(axis=1) + (names[:known] != names[known + i]).sum(axis=1)
@@ -106,7 +105,7 @@ def probabilities(sizes: Sizes, configs: Sequence[Mapping[str, Any]], told: Told
 
 
 def _split(configs: Sequence[Mapping[str, Any]]) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
-    """Return the numeric knobs as powers of two, and the other knobs as the number of their value."""
+    """Return the log2 of the numeric knobs, and the place of each value of the other knobs."""
     numbers, names = [], []
     for knob in configs[0]:
         values = [config[knob] for config in configs]
@@ -119,25 +118,25 @@ def _split(configs: Sequence[Mapping[str, Any]]) -> tuple[NDArray[np.float64], N
     return (np.column_stack(numbers) if numbers else empty), (np.column_stack(names) if names else empty.astype(int))
 
 
-Given = Sequence[tuple[str, tuple[str, ...]]]
-"""Names of knobs and their values as text."""
+KnobOverrides = Sequence[tuple[str, tuple[str, ...]]]
+"""Names of knobs with values as text."""
 _Values = tuple[Any, ...]
 
 
-def widened(variant: Variant, knobs: Given) -> Variant:
-    """Return the variant with further values to some knobs of its space; `valid` still has the last word.
+def widened(variant: Variant, knobs: KnobOverrides) -> Variant:
+    """Return the variant with more values for some knobs of its space. `valid` still applies.
 
     Raises:
-        ValueError: a knob that the variant does not have, or a value of another type.
+        ValueError: the variant lacks a knob, or a value has another type.
     """
     return _changed(variant, knobs, lambda offered, given: tuple(dict.fromkeys((*offered, *given))))
 
 
-def narrowed(variant: Variant, knobs: Given) -> Variant:
-    """Return the variant with only these values to some knobs of its space.
+def narrowed(variant: Variant, knobs: KnobOverrides) -> Variant:
+    """Return the variant with only these values for some knobs of its space.
 
     Raises:
-        ValueError: a knob that the variant does not have, or a value of another type.
+        ValueError: the variant lacks a knob, or a value has another type.
     """
     return _changed(variant, knobs, _some_of)
 
@@ -149,7 +148,7 @@ def _some_of(offered: _Values, given: _Values) -> _Values:
     return given
 
 
-def _changed(variant: Variant, knobs: Given, change: Callable[[_Values, _Values], _Values]) -> Variant:
+def _changed(variant: Variant, knobs: KnobOverrides, change: Callable[[_Values, _Values], _Values]) -> Variant:
     if not knobs:
         return variant
     types = knobs_of_class(variant.config)[0] if variant.config is not None else {}
@@ -173,8 +172,8 @@ def _typed(name: str, text: str, kind: Any) -> Any:
         raise ValueError(f"knob: {name}: {text!r}: expected {getattr(kind, '__name__', kind)}") from None
 
 
-def takes(task: Task) -> bool:
-    """Return whether the variant takes the case.
+def is_supported(task: Task) -> bool:
+    """Return whether the variant supports the case.
 
     Raises:
         ValueError: `unsupported` raises.
@@ -220,7 +219,7 @@ def _in_one_line(task: Task) -> Iterator[None]:
 
 
 def _why(variant: Variant, case: Case) -> str:
-    """Return the reason that `valid` gives most often."""
+    """Return the most frequent reason that `valid` gives."""
     assert variant.config is not None
     space = variant.space(case)
     configs = (variant.config(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values()))
@@ -231,13 +230,13 @@ def _why(variant: Variant, case: Case) -> str:
 def valid_cached_configs(
     task: Task, root: Path | None, *, device_slug: str = "", nearest: bool = True
 ) -> Iterator[tuple[cache.Hit, Config]]:
-    """Return the cached configs that are valid for a task, in the cache's order.
+    """Yield the cached configs that are valid for a task, in the order of the cache.
 
     Args:
-        task: whose configs are wanted.
-        root: the configs folder, None for the usual one.
-        device_slug: whose configs, this GPU's if not given.
-        nearest: also configs of other sizes and options than the case's own.
+        task: task of the configs.
+        root: folder of configs; None for the usual folder.
+        device_slug: GPU model of the configs; this machine's GPU if empty.
+        nearest: whether configs of other sizes and options count.
     """
     op, case, variant = task.op, task.case, task.variant
     free_axes, free_options = (op.free_axes, op.free_options) if nearest else ((), ())
@@ -248,36 +247,36 @@ def valid_cached_configs(
 
 
 def cached(task: Task, root: Path | None, device_slug: str = "") -> tuple[cache.CacheEntry, Config] | None:
-    """Return the entry that was stored for exactly this task, and its config, if that still fits."""
+    """Return the entry of exactly this task and its config; None if there is no valid config."""
     hits = valid_cached_configs(task, root, device_slug=device_slug, nearest=False)
     return next(((hit.entry, config) for hit, config in hits if hit.exact), None)
 
 
 def config_for(task: Task, root: Path | None) -> Config:
-    """Return what a call without `config=` runs a task with, by the same look-up; None for a variant without knobs."""
+    """Return the config of a call without `config=`; None for a variant without knobs."""
     return looked_up(task, root).config if task.variant.config is not None else None
 
 
 def looked_up(task: Task, root: Path | None) -> cache.Choice:
-    """Return what the look-up of a call without `config=` finds for a variant with knobs, and from where."""
+    """Return the config of a call without `config=` and its source, for a variant with knobs."""
     return cache.Chooser.of(task.op, task.variant, task.policy, root).find(task.op.called(task.case))
 
 
 def present(variant: Variant) -> dict[str, str]:
-    """Return what times of a variant depend on besides case and config, as it is now, by the names of `Entry.evidence`."""
+    """Return the present driver, source and packages that times of a variant depend on, by the names of `CacheEntry.evidence`."""
     return {"driver": device.current().driver, "source_hash": variant.source_hash, **device.versions()}
 
 
 def stamp(variant: Variant) -> dict[str, Any]:
-    """Return the evidence of when, at which commit and with what a variant is measured now."""
+    """Return the date, commit, driver, source and packages of a measurement now."""
     return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **present(variant)}
 
 
 def changed(variant: Variant, entry: cache.CacheEntry, here: bool) -> str:
-    """Return what has changed since an entry was stored; empty if nothing has.
+    """Return the changes since an entry was stored; empty if nothing changed.
 
     Args:
-        here: this machine has the entry's GPU. On others only the code is compared, not the driver and the packages.
+        here: this machine has the entry's GPU. On another machine only the code is compared, not the driver and the packages.
     """
     now = present(variant) if here else {"source_hash": variant.source_hash}
     then = {name: entry.evidence.get(name) for name in now}

@@ -1,7 +1,4 @@
-"""A worker for every GPU of a Ray cluster.
-
-Knows nothing of the work. Imports ray when it is used.
-"""
+"""Start a worker on every GPU of a Ray cluster. Ray is imported at the first use."""
 
 import importlib
 import logging
@@ -18,19 +15,26 @@ from kerneltune.tune.worker import Event, Identity, MakeWorker, RemoteTask, Work
 _REACH_S = 5.0
 _ASK_S = 1.0
 _GONE_S = 30.0
-"""A cluster that has had no GPU for so long gets none back."""
+"""Seconds without any GPU in the cluster after which its workers count as dead."""
 
 
 class RayWorkers:
-    """Workers as Ray actors, each of which holds one GPU exclusively. Use as a context manager."""
+    """Workers as Ray actors with an exclusive GPU each. Use as a context manager."""
 
     def __init__(
         self, family: str, options: Options, count: int | None = None, make: MakeWorker = Worker, gpus_each: float = 1
     ) -> None:
-        """options.ray: where the cluster is. count: workers, as many as it has GPUs if not given. gpus_each: 0 in tests.
+        """Connect to the cluster of `options.ray`.
+
+        Args:
+            family: name of the sweep.
+            options: options of the run.
+            count: number of workers; None for the number of GPUs in the cluster.
+            make: makes a worker.
+            gpus_each: GPUs of a worker, 0 in tests.
 
         Raises:
-            ValueError: ray is not installed, the cluster cannot be reached, or it has no GPU.
+            ValueError: ray is not installed, the cluster cannot be reached, or it has too few GPUs.
         """
         _reach(options.ray)
         try:
@@ -43,7 +47,7 @@ class RayWorkers:
             self._ray.init(
                 address=options.ray, log_to_driver=False, logging_level=logging.WARNING, runtime_env={"env_vars": plugins}
             )
-        except Exception as error:  # ray has many ways to say so
+        except Exception as error:  # ray raises many types of errors
             raise ValueError(f"ray: {options.ray!r}: cannot connect: {' '.join(str(error).split())[:200]}") from error
         offered = self._gpus()
         self.count = count or offered
@@ -54,17 +58,17 @@ class RayWorkers:
         self._waiting: dict[int, Any] = {}
 
     def start(self, index: int) -> None:
-        """Start a worker where a GPU is free; it says when it is ready."""
+        """Start a worker on a free GPU; it sends `ready`."""
         actor = self._ray.remote(_RayWorker).options(num_gpus=self._gpus_each, num_cpus=1, max_restarts=0)
         self._actors[index] = actor.remote(self._family, self._options, self._make)
         self._waiting[index] = self._actors[index].identity.remote()
 
     def give(self, index: int, order: RemoteTask) -> None:
-        """Give a task to a worker; `next` finds out about a dead worker."""
+        """Give a task to a worker; `next` reports a dead worker."""
         self._waiting[index] = self._actors[index].events.options(num_returns="streaming").remote(order)
 
     def next(self) -> tuple[int, Event]:
-        """Wait for what any worker has to say next; where all wait for a GPU and the cluster has lost its last, one is dead."""
+        """Wait for the next event of any worker. Report a worker as dead if all workers wait and the cluster has no GPU left."""
         hoped = time.monotonic()
         while not (said := self._ray.wait(list(self._waiting.values()), num_returns=1, timeout=_ASK_S)[0]):
             if self._is_any_at_work() or self._gpus() >= self._gpus_each:
@@ -94,7 +98,7 @@ class RayWorkers:
         return int(self._ray.cluster_resources().get("GPU", 0))
 
     def stop(self, index: int) -> None:
-        """End a worker, and give its GPU back."""
+        """End a worker and free its GPU."""
         self._waiting.pop(index, None)
         self._ray.kill(self._actors[index])
 
@@ -108,7 +112,7 @@ class RayWorkers:
 
 
 def _reach(address: str) -> None:
-    """Raise ValueError where nobody listens: ray itself would try for minutes."""
+    """Raise ValueError if no server listens at the address, because ray would try for minutes."""
     if address in ("auto", "local"):
         return
     host, _, port = address.removeprefix("ray://").rpartition(":")
@@ -121,7 +125,7 @@ def _reach(address: str) -> None:
 
 
 class _RayWorker:
-    """A worker that has its share of its host's cores: as many as there are GPUs, in their order."""
+    """A worker with the cores of its host divided by the GPUs of its host."""
 
     def __init__(self, family: str, options: Options, make: MakeWorker) -> None:
         ray: Any = importlib.import_module("ray")
@@ -132,7 +136,7 @@ class _RayWorker:
         self._worker = make(family, options, share_of_cores(int(mine[0]), gpus) if within else None)
 
     def identity(self) -> Identity:
-        """Return the identity of its GPU."""
+        """Return the identity of the worker's GPU."""
         return self._worker.identity()
 
     def events(self, order: RemoteTask) -> Iterator[Event]:

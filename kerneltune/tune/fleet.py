@@ -1,7 +1,6 @@
-"""`kerneltune tune`: on the GPU of this process, or spread over several workers whose results are merged here.
+"""Tune a sweep on the GPU of this process, or on several workers whose results are merged here.
 
-One piece of work is decided on one GPU. A worker that dies costs the evaluation it was at: its trials are stored already, and
-its work goes to another. Decides nothing about configs and prints nothing.
+Each task is decided on one GPU. If a worker dies, its trials are stored already, and another worker gets its task.
 """
 
 import time
@@ -10,34 +9,34 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kerneltune import cache, device, sweep
+from kerneltune import cache, device
 from kerneltune.files import read_text
 from kerneltune.run_options import Options, Progress, Selection, load_plan, wanted_variants
 from kerneltune.search.task import Task, store_path
 from kerneltune.spec import Op
 from kerneltune.sweep import results_root
-from kerneltune.tune.candidates import TOLD, widened
+from kerneltune.tune.candidates import MOST_OTHER_SIZES, widened
 from kerneltune.tune.cluster import RayWorkers
 from kerneltune.tune.session import Usage
-from kerneltune.tune.tune_run import TuningResult, TuningSummary, ended, keep_space, tell, tune_entries, wanted_works
+from kerneltune.tune.tune_run import TunePlan, TuningResult, TuningSummary, keep_space, tell, tune_here
 from kerneltune.tune.worker import Identity, LocalWorkers, RemoteTask, visible_gpus
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
 
 ATTEMPTS = 3
-"""So many workers may die over one piece of work, and so often may one be started again."""
+"""Number of workers that may die over a task, and of times that a worker is started."""
 
 
 class Fleet:
-    """A run that is spread over workers."""
+    """A run on several workers."""
 
     def __init__(self, workers: LocalWorkers | RayWorkers, options: Options, progress: Progress) -> None:
         self._workers, self._options, self._progress = workers, options, progress
         here = device.current()
         self.identity = Identity.of_this_process() if here.is_gpu else None
         self.finished: list[tuple[Task, TuningResult]] = []
-        self._works: list[Task] = []
+        self._tasks: list[Task] = []
         self._stores: dict[tuple[str, str], TrialStore] = {}
         self._queue: deque[int] = deque()
         self._reserved: dict[int, int] = {}
@@ -52,7 +51,7 @@ class Fleet:
         self._took_part: set[int] = set()
 
     def run(self, wanted: Callable[[str], Sequence[Task]]) -> Usage:
-        """Do all that is wanted on GPUs of one model, given its slug: this process's own, else that of the first worker.
+        """Perform the tasks that `wanted` names for a GPU model: the model of this process, else of the first worker.
 
         Raises:
             ValueError: no worker is left, or a file cannot be written.
@@ -62,9 +61,9 @@ class Fleet:
             self._alive.add(index)
         while self.identity is None or not self._idle:
             self._handle_next()
-        self._works += wanted(self.identity.device.slug)
-        self._queue.extend(range(len(self._works)))
-        self._progress.stage(f"tune on {self._workers.count} GPUs", len(self._works))
+        self._tasks += wanted(self.identity.device.slug)
+        self._queue.extend(range(len(self._tasks)))
+        self._progress.stage(f"tune on {self._workers.count} GPUs", len(self._tasks))
         while self._queue or self._reserved or self._running:
             for index in sorted(self._idle):
                 self._dispatch(index)
@@ -78,7 +77,7 @@ class Fleet:
         return Usage(wall_s, sum(usage.busy_s for usage in usages), self._trials, max(1, len(self._took_part)))
 
     def _dispatch(self, index: int) -> None:
-        """Give an idle worker what was reserved for it, what is next, or what was reserved for another."""
+        """Give an idle worker its reserved task, else the next task, else the task that is reserved for another worker."""
         number = self._reserved.pop(index, None)
         if number is None and self._queue:
             number = self._queue.popleft()
@@ -88,33 +87,33 @@ class Fleet:
             return
         if self._queue:
             self._reserved[index] = self._queue.popleft()
-        following = self._works[self._reserved[index]] if index in self._reserved else None
+        following = self._tasks[self._reserved[index]] if index in self._reserved else None
         self._idle.discard(index)
         self._running[index] = number
         self._took_part.add(index)
-        self._workers.give(index, self._order_for(self._works[number], following))
+        self._workers.give(index, self._order_for(self._tasks[number], following))
 
-    def _order_for(self, work: Task, following: Task | None) -> RemoteTask:
-        slug, op = self.slug, work.op.name
+    def _order_for(self, task: Task, following: Task | None) -> RemoteTask:
+        slug, op = self.slug, task.op.name
         config_file = cache.path_of(op, slug, self._options.configs)
         configs = read_text(config_file) if config_file.exists() else ""
-        self._store(work).begin(work)
-        return RemoteTask(work, following, tuple(self._store(work).relevant_to(work, TOLD)), configs)
+        self._store(task).begin(task)
+        return RemoteTask(task, following, tuple(self._store(task).relevant_to(task, MOST_OTHER_SIZES)), configs)
 
     @property
     def slug(self) -> str:
-        """Return the slug of the GPU model, once it is known."""
+        """The folder name of the GPU model, after the first worker is ready."""
         assert self.identity is not None
         return self.identity.device.slug
 
-    def _store(self, work: Task) -> "TrialStore":
+    def _store(self, task: Task) -> "TrialStore":
         from kerneltune.search.trials import TrialStore  # Optuna takes 0.4 s
 
-        key = work.op.name, work.variant.name
+        key = task.op.name, task.variant.name
         if key not in self._stores:
             assert self.identity is not None
-            path = store_path(results_root(self._options.results) / "runs" / "trials" / self.slug, work.op.name)
-            self._stores[key] = TrialStore(path, self.identity.commit, **self.identity.fingerprint(work.variant))
+            path = store_path(results_root(self._options.results) / "runs" / "trials" / self.slug, task.op.name)
+            self._stores[key] = TrialStore(path, self.identity.commit, **self.identity.fingerprint(task.variant))
         return self._stores[key]
 
     def _handle_next(self) -> None:
@@ -127,17 +126,17 @@ class Fleet:
             self._on_dead(index, payload)
         else:
             self._began = self._began or time.monotonic()
-            work = self._works[self._running[index]]
+            task = self._tasks[self._running[index]]
             if kind == "trial":
-                self._store(work).put(work, *payload)
+                self._store(task).put(task, *payload)
                 self._trials += 1
             else:
-                self._merge(work, payload)
+                self._merge(task, payload)
                 del self._running[index]
                 self._idle.add(index)
 
     def _on_ready(self, index: int, identity: Identity) -> None:
-        """Take a worker on, unless it is of another kind."""
+        """Accept a worker with the same GPU model and versions, and stop any other worker."""
         if self.identity is None and identity.device.is_gpu:
             self.identity = identity
         if identity == self.identity:
@@ -149,7 +148,7 @@ class Fleet:
         self._workers.stop(index)
 
     def _on_dead(self, index: int, reason: str) -> None:
-        """Hand on what a dead worker had, and start it again."""
+        """Put the tasks of a dead worker back into the queue, and start the worker again."""
         self._reason = reason
         self._progress.note(f"worker {index} died: {reason}")
         self._idle.discard(index)
@@ -160,9 +159,9 @@ class Fleet:
             if self._attempts[number] < ATTEMPTS:
                 self._queue.appendleft(number)
             else:
-                work = self._works[number]
+                task = self._tasks[number]
                 self._finish(
-                    work, TuningResult(problem=f"not tuned: {work.label}: {ATTEMPTS} workers died over it, the last: {reason}")
+                    task, TuningResult(problem=f"not tuned: {task.label}: {ATTEMPTS} workers died over it, the last: {reason}")
                 )
         if index in self._reserved:
             self._queue.appendleft(self._reserved.pop(index))
@@ -171,60 +170,58 @@ class Fleet:
             self._workers.start(index)
             self._alive.add(index)
 
-    def _merge(self, work: Task, done: TuningResult) -> None:
-        """Keep what a worker found: its config in the cache, its space in the results."""
+    def _merge(self, task: Task, done: TuningResult) -> None:
+        """Store the config of a result in the cache and its space in the results."""
         if done.entry is not None:
-            cache.store(work.op.name, self.slug, done.entry, self._options.configs)
-        self._finish(work, keep_space(done, self.slug, self._options))
+            cache.store(task.op.name, self.slug, done.entry, self._options.configs)
+        self._finish(task, keep_space(done, self.slug, self._options))
 
-    def _finish(self, work: Task, done: TuningResult) -> None:
-        self.finished.append((work, done))
-        tell(self._progress, work, done)
+    def _finish(self, task: Task, done: TuningResult) -> None:
+        self.finished.append((task, done))
+        tell(self._progress, task, done)
 
 
 def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> TuningSummary:
     """Search the selected bench cases, or measure their whole spaces.
 
     Raises:
-        ValueError: no GPU, bad input, a space that makes no sense, or a folder that cannot be written.
+        ValueError: there is no GPU, the input is wrong, a space contradicts itself, or a folder cannot be written.
     """
-    plan = load_plan(ops, selection)
-    entries = [entry for entry in plan.bench if selection.takes(entry)]
-    for name in dict.fromkeys(entry.op for entry in entries if options.knobs):
+    loaded = load_plan(ops, selection)
+    plan = TunePlan(ops, [entry for entry in loaded.bench if selection.takes(entry)], selection, options)
+    for name in dict.fromkeys(entry.op for entry in plan.entries if options.knobs):
         for variant in wanted_variants(ops[name], selection, options):
             if variant.config is not None:
                 widened(variant, options.knobs)
     if options.ray or options.gpus:
-        return _tune_on_many(ops, entries, selection, options, progress)
+        return _tune_on_many(plan, progress)
     if not device.current().is_gpu:
         raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
-    return tune_entries(ops, entries, selection, options, progress)
+    return tune_here(plan, progress)
 
 
-def _tune_on_many(
-    ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options, progress: Progress
-) -> TuningSummary:
+def _tune_on_many(plan: TunePlan, progress: Progress) -> TuningSummary:
     """Tune on several GPUs at once.
 
     Raises:
-        ValueError: there are none, or no worker on one of them stays alive.
+        ValueError: there are no GPUs, or every worker dies.
     """
 
     @lru_cache
-    def wanted(device_slug: str) -> tuple[list[Task], int]:
-        return wanted_works(ops, entries, selection, options, device_slug, progress)
+    def missing(device_slug: str) -> tuple[list[Task], int]:
+        return plan.missing(device_slug, progress)
 
     here = device.current()
-    if here.is_gpu and not wanted(here.slug)[0]:
-        return TuningSummary(here.slug, [], kept=wanted(here.slug)[1])
-    with make_workers(selection.family, options) as workers:
-        fleet = Fleet(workers, options, progress)
-        whole = fleet.run(lambda device_slug: wanted(device_slug)[0])
-    return ended(fleet.finished, whole, fleet.slug, wanted(fleet.slug)[1], selection, options, progress)
+    if here.is_gpu and not missing(here.slug)[0]:
+        return TuningSummary(here.slug, [], kept=missing(here.slug)[1])
+    with make_workers(plan.selection.family, plan.options) as workers:
+        fleet = Fleet(workers, plan.options, progress)
+        usage = fleet.run(lambda device_slug: missing(device_slug)[0])
+    return plan.summary(fleet.finished, usage, fleet.slug, missing(fleet.slug)[1], progress)
 
 
 def make_workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
-    """Make one worker for every GPU that the options name."""
+    """Return the workers, a worker for every GPU that the options name."""
     if not options.ray:
         return LocalWorkers(family, options, visible_gpus(options.gpus))
     if options.gpus in ("", "all"):

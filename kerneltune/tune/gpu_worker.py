@@ -1,6 +1,6 @@
-"""The bench that checks, times and compares configs, and the child process that it runs in, which may crash.
+"""Check, time and compare configs on a GPU, in a child process that may crash.
 
-The child is the one place that launches kernels on a GPU. Decides nothing and stores nothing. May import torch.
+On a GPU only this child process launches kernels. It decides nothing and stores nothing. May import torch.
 """
 
 import multiprocessing
@@ -30,29 +30,32 @@ from kerneltune.spec import Config
 from kerneltune.stats import Samples
 
 TRIED_WHOLE = 20
-"""Spaces up to this size are published lists, and run even where they spill."""
+"""Size up to which a space is a published list, whose configs are measured even if they spill."""
 SCREEN_SAMPLES = 5
 _SCREEN_US = 250.0
 _REJECTED_AT = 1.3
-"""A config whose first sample is slower than the best so far by this factor gets no others."""
+"""Factor over the best time so far at which a config gets no sample after its first."""
 TRIAL_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 300.0
 VARIANT_TIMEOUT_S = 900.0
-"""Time that each variant of a comparison may take, compilation included."""
+"""Seconds for each variant of a comparison, including compilation."""
 _EXIT_GRACE_S = 5.0
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
-"""Exit codes of a child that was sent SIGTERM, as by `timeout` to all processes at once: 255 where its server was, too."""
+"""Exit codes after SIGTERM, which `timeout` sends to all processes: 255 if the server of processes got the signal, too."""
 
 
 class GpuBench:
-    """A bench on the GPU of this process. What it makes of a task's case stays until another case is asked for, or `close`.
+    """Checks and times configs on the GPU of this process.
+
+    Inputs and reference of a case stay in memory until a request for another case, or `close`.
 
     Attributes:
-        on_variant: told the name of each variant before `compare` launches it, and an empty name before all are launched.
+        on_variant: function that `compare` calls with the name of each variant before it launches the variant alone, and with an
+            empty name before it launches all variants.
     """
 
     def __init__(self) -> None:
-        """Begin with what every case needs, a context on the GPU and Triton's driver; the first launch waits for it."""
+        """Begin to open a context on the GPU and Triton's driver; the first launch waits for both."""
         self.on_variant: Callable[[str], None] = lambda _name: None
         self._task: Task | None = None
         self._checker: Checker | None = None
@@ -62,7 +65,7 @@ class GpuBench:
         beside.shutdown(wait=False)
 
     def _open(self, task: Task) -> Checker:
-        """Let go of what was made of another case, and return what checks this one."""
+        """Free inputs and reference of another case, and return the checker of this case."""
         before, self._task = self._task, task
         if before is None or (before.op.name, before.case) != (task.op.name, task.case):
             self._checker = None
@@ -87,7 +90,7 @@ class GpuBench:
             self._inputs = made
 
     def check(self, task: Task, config: Config) -> Evaluation:
-        """Return `ok`, `wrong`, `failed` without inputs or reference, or `memory`; no time."""
+        """Return an evaluation without a time: `ok`, `wrong`, `memory`, or `failed` where inputs or reference cannot be made."""
         try:
             errors = affordable(lambda: self._open(task).errors(task.variant, config))
         except CaseError as error:
@@ -97,7 +100,7 @@ class GpuBench:
         return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Check a config and time it roughly: the median of the samples, one sample where that is far behind `best_us`."""
+        """Check a config and return the median of its samples; a config far behind `best_us` gets a single sample."""
         self.prepare(task)
         checked = self.check(task, config)
         if checked.status != "ok":
@@ -118,12 +121,14 @@ class GpuBench:
             return Evaluation("failed", detail=first_line(error))
 
     def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
-        """Time correct configs interleaved: (rounds,) microseconds each, None where those before leave no memory.
+        """Time correct configs interleaved and return (rounds,) microseconds for each; None for a config without memory.
 
-        Rounds end when the ratios to the first are known well.
+        The rounds end when the intervals of the ratios to the first config are narrow.
         """
         self.prepare(task)
-        contenders = {"0": self._contender(task, configs[0])}  # the others are held against it: without it there is no answer
+        contenders = {
+            "0": self._contender(task, configs[0])
+        }  # every other config is compared with the first config, so its failure fails the request
         for i, config in enumerate(configs[1:], start=1):
             beside = affordable(partial(self._contender, task, config))
             if not isinstance(beside, OutOfMemory):
@@ -138,7 +143,7 @@ class GpuBench:
         return time_runs(runs, ceiling, untimed, self.on_variant)
 
     def close(self) -> None:
-        """Give the memory of inputs and reference back."""
+        """Free the memory of inputs and reference."""
         self._task, self._checker, self._inputs = None, None, []
         torch.cuda.empty_cache()
 
@@ -148,7 +153,7 @@ class GpuBench:
 
 
 def open_driver() -> None:
-    """Open a context on the GPU and Triton's driver, which compiles and loads a C module, before a launch needs them."""
+    """Open a context on the GPU and Triton's driver, which compiles and loads a C module, before the first launch."""
     from triton.runtime.driver import driver
 
     torch.cuda.synchronize()
@@ -157,10 +162,10 @@ def open_driver() -> None:
 
 
 class ChildCrashedError(Exception):
-    """The measuring process crashed, was killed or stopped; says how.
+    """The child process crashed, was killed or stopped. The message says how.
 
     Attributes:
-        variant: what `compare` had launched alone; empty where that is not known.
+        variant: variant that `compare` had launched alone; empty where several variants may be the cause.
     """
 
     def __init__(self, reason: str = "", variant: str = "") -> None:
@@ -169,18 +174,18 @@ class ChildCrashedError(Exception):
 
 
 class ChildStoppedError(ChildCrashedError):
-    """The measuring process was ended from here or from outside, whatever it was at."""
+    """The child process was ended by this process or by a signal from outside."""
 
 
 class GpuWorker:
-    """A bench in a child process, which alone touches the GPU.
+    """A `GpuBench` in a child process. Use as a context manager.
 
-    Requests are those of GpuBench. A config that hangs, faults or takes the process along is a trial of status `lost`; the next
-    request finds a new child with a clean context, and has it make inputs and reference anew. One thread asks; `stop` and the end
-    of the context may come from another, and what is then being measured has no trial: it raises ChildCrashedError.
+    A config that hangs, faults or crashes the child has a trial of status `lost`. The next request starts a child with a clean
+    context, which makes inputs and reference again. One thread sends requests. Another thread may call `stop`, or leave the
+    context; a request that waits then raises ChildCrashedError.
 
     Attributes:
-        started: children so far.
+        started: number of children so far.
     """
 
     def __init__(
@@ -189,7 +194,7 @@ class GpuWorker:
         cores: frozenset[int] | None = None,
         trial_timeout_s: float = TRIAL_TIMEOUT_S,
     ) -> None:
-        """make: the bench, made in the child; an importable function. cores: that the child may run on, None for all."""
+        """Start no child yet. The importable function `make` makes the bench; `cores` are the child's, None for all."""
         self._make, self._cores = make, cores
         self.trial_timeout_s, self.variant_timeout_s = trial_timeout_s, VARIANT_TIMEOUT_S
         self.child: multiprocessing.process.BaseProcess | None = None
@@ -208,32 +213,32 @@ class GpuWorker:
         self.stop()
 
     def stop(self) -> None:
-        """End the child, also while another thread waits for it, and start no other."""
+        """End the child, even while another thread waits for its answer; no request starts another child."""
         self._closed = True
         self._end_child(asked_here=False)
 
     def end(self) -> None:
-        """End the child, and give its memory back; the next request starts another."""
+        """End the child and free its memory; the next request starts another child."""
         self._end_child()
 
     def busy_since(self, moment: float) -> float:
-        """Return seconds since a moment (time.monotonic) that the children spent on what they were asked for, not on starting."""
+        """Return the seconds since a moment (time.monotonic) that the children spent on requests; starting does not count."""
         return sum(ended - max(began, moment) for began, ended in self._busy if ended > moment)
 
     def begin(self) -> None:
-        """Start a child, which makes ready what does not depend on the case while this process does something else.
+        """Start a child, which opens the GPU while this process does other work.
 
         Raises:
-            ChildCrashedError: the bench stopped.
+            ChildCrashedError: the worker stopped.
         """
         if self.child is None:
             self._start()
 
     def prepare(self, task: Task) -> None:
-        """Have a child make the tensors of a task.
+        """Let the child make inputs and reference of a task.
 
         Raises:
-            ChildCrashedError: the child crashed, or the bench stopped.
+            ChildCrashedError: the child crashed, or the worker stopped.
         """
         self._ask("prepare", FINAL_TIMEOUT_S, task)
 
@@ -241,16 +246,16 @@ class GpuWorker:
         """Ask the bench in the child.
 
         Raises:
-            ChildCrashedError: the child crashed over the config, or the bench stopped.
+            ChildCrashedError: the child crashed over the config, or the worker stopped.
         """
         checked: Evaluation = self._ask("check", self.trial_timeout_s, task, config)
         return checked
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Ask the bench in the child; the trial is `lost` where the child crashes over it.
+        """Ask the bench in the child; the trial is `lost` if the child crashes.
 
         Raises:
-            ChildCrashedError: the child crashed before it came to the config or sent SIGTERM, or the bench stopped.
+            ChildCrashedError: the child crashed before it ran the config, was sent SIGTERM, or the worker stopped.
         """
         self.prepare(task)
         try:
@@ -265,7 +270,7 @@ class GpuWorker:
         """Ask the bench in the child.
 
         Raises:
-            ChildCrashedError: the child was lost, or the bench stopped.
+            ChildCrashedError: the child crashed, or the worker stopped.
         """
         self.prepare(task)
         samples: Sequence[Samples | None] = self._ask("samples", FINAL_TIMEOUT_S, task, configs)
@@ -275,13 +280,13 @@ class GpuWorker:
         """Ask the bench in the child.
 
         Raises:
-            ChildCrashedError: the child crashed, or the bench stopped.
+            ChildCrashedError: the child crashed, or the worker stopped.
         """
         compared: Compared = self._ask("compare", self.variant_timeout_s, runs, ceiling, untimed)
         return compared
 
     def close(self) -> None:
-        """Have the child free its tensors."""
+        """Let the child free its tensors."""
         if self._holds_tensors:
             with suppress(ChildCrashedError):
                 self._ask("close", self.trial_timeout_s)
@@ -336,9 +341,9 @@ class GpuWorker:
         return answer
 
     def _end_child(self, asked_here: bool = True) -> int | None:
-        """Have the child leave, by force if it must be; its exit code, None where another thread has it leave.
+        """End the child, by force if necessary, and return its exit code; None where another thread ends it.
 
-        asked_here: False where another thread may wait for an answer: the pipe stays open for that one to find the end of it.
+        If `asked_here` is false, another thread may wait for an answer, so the pipe stays open until that thread finds its end.
         """
         with self._lock:
             child, pipe, in_use = self.child, self._pipe, self.is_asking and not asked_here
@@ -355,9 +360,9 @@ class GpuWorker:
 
 
 def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int] | None) -> None:
-    """Answer one request after the other, in the child; end when its context is lost, or when nobody asks any more.
+    """Answer requests in the child until its context is lost or the parent closes the pipe.
 
-    It keeps to its cores once it is open: before that it waits for the GPU's and Triton's drivers, and other cores may as well.
+    The child keeps to its cores after it has opened the GPU's and Triton's drivers, because opening may use any core.
     """
     bench: Any = make()
     bench.on_variant = pipe.send
@@ -371,7 +376,7 @@ def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int]
             os.sched_setaffinity(0, cores)
         try:
             answer, lost = getattr(bench, name)(*arguments), ""
-        except Exception as error:  # no memory for the inputs as well: the next config finds a clean process
+        except Exception as error:  # also missing memory for the inputs: the next config finds a clean process
             answer, lost = None, first_line(error)
         lost = lost or broken_context()
         pipe.send((answer, lost, (began, time.monotonic())))
@@ -380,13 +385,13 @@ def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int]
 
 
 def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
-    """Split the cores: one for the measuring process, the others for the compilers; (None, None) where there is one core only."""
+    """Return a core for the measuring process and the other cores for the compilers; (None, None) if there is a single core."""
     cores = sorted(os.sched_getaffinity(0))
     return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
 
 
 def check_in_child(bench: GpuWorker | GpuBench, task: Task, config: Config) -> Untimed:
-    """Return status and reason of a checked config, also where the bench's process crashed."""
+    """Return status and reason of a checked config, even if the child crashed."""
     try:
         checked = bench.check(task, config)
     except ChildCrashedError as error:
@@ -399,10 +404,10 @@ def check_in_child(bench: GpuWorker | GpuBench, task: Task, config: Config) -> U
 
 
 def compare_in_child(bench: GpuWorker | GpuBench, family: str, runs: Sequence[Run], ceiling: Run | None) -> list[Record]:
-    """Compare variants of a case, one record each.
+    """Compare variants of a case and return a record for each.
 
-    A variant over which the bench's process crashes or hangs fails, and the others are measured by a new child; all fail where it
-    is not known whose launch it was. A ceiling that crashes costs its column.
+    A variant that crashes or hangs the child fails, and a new child measures the other variants. All variants fail if several may
+    be the cause of a crash. If the ceiling crashes, the records have no ceiling.
     """
     untimed: dict[str, Untimed] = {}
     while any(task.variant.name not in untimed for task, _ in runs):

@@ -37,11 +37,11 @@ def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int
     ordered = sorted(asked, key=lambda one: names.index(one[0].op.name))
     runs = {(task.op.name, task.variant.name): stamp(task.variant) for task, _ in ordered}
     progress.stage("observe", len(ordered))
-    with TuningSession(options) as machines:
+    with TuningSession(options) as session:
         for number, (task, configs) in enumerate(ordered):
             if options.budget_s is not None and time.monotonic() - began > options.budget_s:
                 return number
-            trials = _timed(machines, task, configs, ordered[number + 1 : number + 1 + _CASES_AHEAD], progress)
+            trials = _timed(session, task, configs, ordered[number + 1 : number + 1 + _CASES_AHEAD], progress)
             if trials:
                 here, run = device.current(), runs[task.op.name, task.variant.name]
                 block = block_of(task, trials, device=here.name, **run)
@@ -50,21 +50,21 @@ def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int
 
 
 def _timed(
-    machines: TuningSession, task: Task, configs: Sequence[Config], following: Sequence[Asked], progress: Progress
+    session: TuningSession, task: Task, configs: Sequence[Config], following: Sequence[Asked], progress: Progress
 ) -> Mapping[Config, Evaluation]:
     reason = obstacle(task)
     if reason is not None:
         progress.note(f"not timed: {task.label}: {reason}")
         return {}
-    tuner = machines.tuner(task)
-    tuner.measures_spills = True  # a call runs what spills, too
-    machines.look_ahead((machines.tuner(later), config) for later, wanted in following for config in wanted)
+    tuner = session.tuner(task)
+    tuner.measures_spills = True  # because a call runs a config that spills, too
+    session.look_ahead((later, config) for later, wanted in following for config in wanted)
     try:
-        with machines.deciding():
+        with session.deciding():
             trials = measure_space(tuner, configs)
     except ChildCrashedError as error:
         progress.note(f"not timed: {task.label}: {error}")
         return {}
-    machines.forget_ahead(tuner)
+    session.close(tuner)
     progress.advance(task.label)
     return trials

@@ -1,7 +1,6 @@
-"""The tuning stage: which cases lack a config or have a stale one, and their search on the GPU of this process, by its machines.
+"""Tune a sweep on the GPU of this process: list the tasks that lack a config or have a stale config, and search each task.
 
-One task, a variant on a case, is the unit of work wherever it runs: searched, or its whole space measured. Decides nothing about
-configs and prints nothing.
+A task, a variant on a case, is the unit of work on every GPU: its config is searched, or its whole space is measured.
 """
 
 import json
@@ -15,35 +14,34 @@ from kerneltune.files import append_lines
 from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task, commit, obstacle
 from kerneltune.run_options import Options, Progress, Selection, wanted_variants
-from kerneltune.search.loop import Search
 from kerneltune.search.task import Evaluation, Task, TaskKey, knob_pairs
 from kerneltune.spec import Config, Op
 from kerneltune.sweep import results_root
 from kerneltune.table import pairs
-from kerneltune.tune.candidates import cached, changed, checked_space, present, takes, widened
+from kerneltune.tune.candidates import cached, changed, checked_space, is_supported, present, widened
 from kerneltune.tune.gpu_worker import ChildCrashedError
 from kerneltune.tune.session import TuningSession, Usage
-from kerneltune.tune.tuner import NothingPassedError, Tuner, first_asked, measure_space, tune
+from kerneltune.tune.tuner import NothingPassedError, Tuner, first_runs, measure_space, tune
 
 if TYPE_CHECKING:
     from kerneltune.search.trial_table import TrialBlock
 
 _FROM = {"own": "its own config", "near": "of a near case", "rule": "by the rule", "default": "the default"}
 _CASES_AHEAD = 6
-"""Every other of them is the ceiling of one, which is compiled in no time."""
+"""Cases whose first configs are compiled ahead. Half of these cases are ceiling cases, which compile at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """Hold the result of a search.
+    """The result of a task.
 
     Attributes:
-        entry: stored in the config cache; None where whole spaces are measured, or nothing passed.
+        entry: entry that is now in the config cache; None where a space was measured, or no config passed.
         space: measured space; None where a config was searched.
-        best: what was found, in a few words.
-        skipped: why it cannot be done on this GPU; empty where it can.
-        problem: why nothing was found though it can; empty where all is well.
-        usage: None where the search did not begin.
+        best: best config, in a few words.
+        skipped: reason why this GPU cannot run the task, or empty.
+        problem: reason for a missing config on a GPU that can run the task; empty where all is well.
+        usage: usage of the search; None if no search began.
     """
 
     entry: cache.CacheEntry | None = None
@@ -59,11 +57,11 @@ class TuningSummary:
     """The result of a run.
 
     Attributes:
-        device_slug: the GPU model, as its folder is called, that it is for.
-        entries: stored in the config cache.
-        searched: cases of a variant that were to be searched, or their spaces measured.
-        failed: those of them that ended with a problem.
-        kept: cases of a variant of which the cache's config was kept as it is.
+        device_slug: folder name of the GPU model.
+        entries: entries that are now in the config cache.
+        searched: number of tasks that were searched, or whose spaces were measured.
+        failed: number of searched tasks that ended with a problem.
+        kept: number of tasks whose cached config was kept.
     """
 
     device_slug: str
@@ -73,169 +71,163 @@ class TuningSummary:
     kept: int = 0
 
 
-def tune_entries(
-    ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options, progress: Progress
-) -> TuningSummary:
-    """Search what the cache lacks; the ceiling of every case as well.
+@dataclass(frozen=True, slots=True)
+class TunePlan:
+    """A selected part of a sweep that is to be tuned.
+
+    Attributes:
+        ops: operators by name.
+        entries: selected bench cases.
+        selection: selection of operators, cases and variants.
+        options: options of the run.
+    """
+
+    ops: Mapping[str, Op]
+    entries: Sequence[sweep.SweepCase]
+    selection: Selection
+    options: Options
+
+    def missing(self, device_slug: str, progress: Progress) -> tuple[list[Task], int]:
+        """Return the tasks to search for a GPU model, and how many tasks keep their config.
+
+        A task is searched if the cache lacks its config, or with `stale` if the config is stale. All spaces and config files are
+        checked before anything is measured or written.
+
+        Raises:
+            ValueError: a space contradicts itself, or a config file is broken.
+        """
+        options, tasks = self.options, self._tasks()
+        _ = options.search  # raises for limits out of range
+        files = {cache.path_of(task.op.name, device_slug, options.configs) for task in tasks}
+        for path in sorted(files if not options.exhaustive else ()):
+            if path.exists():
+                cache.load_strict(path)
+        chosen = tasks
+        if not options.force and not options.exhaustive:
+            states = [_state(task, options, device_slug) for task in tasks]
+            stale = states.count("stale")
+            if stale and not options.stale:
+                progress.note(
+                    f"{stale} of {len(tasks) - states.count('lacking')} cached configs are stale: kept (`tune --stale` searches "
+                    "again, `sweep --stale` holds them to the clock)"
+                )
+            searched = ("lacking", "stale") if options.stale else ("lacking",)
+            chosen = [task for task, state in zip(tasks, states, strict=True) if state in searched]
+        for task in chosen:
+            checked_space(_widened(task, options))
+        return chosen, len(tasks) - len(chosen)
+
+    def _tasks(self) -> list[Task]:
+        """Return for every case its ceiling task, then its variants on the case as calls look it up; bf16 before other types.
+
+        If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
+
+        Raises:
+            ValueError: a variant cannot say whether it supports a case.
+        """
+        options = self.options
+        found: dict[TaskKey, Task] = {}
+        for entry in sorted(self.entries, key=lambda e: e.case.dtype != "bfloat16"):
+            op = self.ops[entry.op]
+            case = entry.case if options.exhaustive else op.called(entry.case)
+            tasks = [Task(op, case, variant, options.policy) for variant in wanted_variants(op, self.selection, options)]
+            ceiling = None if options.exhaustive else ceiling_task(self.ops, op, case, options.policy)
+            wanted = [task for task in tasks if task.variant.config is not None and is_supported(task)]
+            found |= {task.key: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
+        return list(found.values())
+
+    def summary(
+        self, finished: Sequence[tuple[Task, TuningResult]], usage: Usage, device_slug: str, kept: int, progress: Progress
+    ) -> TuningSummary:
+        """Return the summary of finished tasks; note the usage of the GPUs and add it to the log of searches.
+
+        Raises:
+            ValueError: the log cannot be written.
+        """
+        if usage.evaluations:
+            progress.note(usage.text)
+            searches = [{**task.identity, **done.usage.values} for task, done in finished if done.usage is not None]
+            run = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "family": sweep.family_name(self.selection.family)}
+            row = {**run, "commit": commit(), **usage.values, "searches": searches}
+            path = results_root(self.options.results) / "runs" / "searches" / f"{device_slug}.jsonl"
+            append_lines(path, (json.dumps(row) + "\n").encode())
+        cache.clear()
+        stored = [done.entry for _, done in finished if done.entry is not None]
+        return TuningSummary(device_slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
+
+
+def tune_here(plan: TunePlan, progress: Progress) -> TuningSummary:
+    """Tune on the GPU of this process.
 
     Raises:
-        ValueError: a GPU that nothing can be compiled for ahead of time, a space that makes no sense, or a broken config file.
+        ValueError: no kernel can be compiled ahead of time for this GPU, a space contradicts itself, or a config file is broken.
     """
     here = device.current()
-    works, kept = wanted_works(ops, entries, selection, options, here.slug, progress)
-    if not works:
+    tasks, kept = plan.missing(here.slug, progress)
+    if not tasks:
         return TuningSummary(here.slug, [], kept=kept)
-    release_memory()  # the measuring process needs what this one no longer does
+    release_memory()  # the worker's process needs the memory
     finished: list[tuple[Task, TuningResult]] = []
-    progress.stage("measure spaces" if options.exhaustive else "tune", len(works))
-    with TuningSession(options) as machines:
-        for number, work in enumerate(works, start=1):
-            done = keep_space(perform(machines, work, works[number:], selection.family, options), here.slug, options)
-            finished.append((work, done))
-            tell(progress, work, done)
-        whole = machines.usage
-    return ended(finished, whole, here.slug, kept, selection, options, progress)
-
-
-def ended(
-    finished: Sequence[tuple[Task, TuningResult]],
-    whole: Usage,
-    device_slug: str,
-    kept: int,
-    selection: Selection,
-    options: Options,
-    progress: Progress,
-) -> TuningSummary:
-    """Say and keep how busy the GPUs were; what became of it all."""
-    if whole.evaluations:
-        progress.note(whole.text)
-        searches = [{**task.identity, **done.usage.values} for task, done in finished if done.usage is not None]
-        run = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "family": sweep.family_name(selection.family)}
-        row = {**run, "commit": commit(), **whole.values, "searches": searches}
-        path = sweep.results_root(options.results) / "runs" / "searches" / f"{device_slug}.jsonl"
-        append_lines(path, (json.dumps(row) + "\n").encode())
-    cache.clear()
-    stored = [done.entry for _, done in finished if done.entry is not None]
-    return TuningSummary(device_slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
-
-
-def wanted_works(
-    ops: Mapping[str, Op],
-    entries: Sequence[sweep.SweepCase],
-    selection: Selection,
-    options: Options,
-    device_slug: str,
-    progress: Progress,
-) -> tuple[list[Task], int]:
-    """List the cases that the cache has no config for, or also a stale config where those are asked for.
-
-    Before anything is measured or written all spaces are held to make sense and all config files to be whole.
-
-    Raises:
-        ValueError: one does not, or is not.
-    """
-    search_of(options)
-    works = _works(ops, entries, selection, options)
-    files = {cache.path_of(work.op.name, device_slug, options.configs) for work in works}
-    for path in sorted(files if not options.exhaustive else ()):
-        if path.exists():
-            cache.load_strict(path)
-    chosen = works
-    if not options.force and not options.exhaustive:
-        states = [_state(work, options, device_slug) for work in works]
-        stale = states.count("stale")
-        if stale and not options.stale:
-            progress.note(
-                f"{stale} of {len(works) - states.count('lacking')} cached configs are stale: kept (`tune --stale` searches "
-                "again, `sweep --stale` holds them to the clock)"
-            )
-        searched = ("lacking", "stale") if options.stale else ("lacking",)
-        chosen = [work for work, state in zip(works, states, strict=True) if state in searched]
-    for work in chosen:
-        checked_space(_widened(work, options))
-    return chosen, len(works) - len(chosen)
+    progress.stage("measure spaces" if plan.options.exhaustive else "tune", len(tasks))
+    with TuningSession(plan.options) as session:
+        for number, task in enumerate(tasks, start=1):
+            done = keep_space(perform(session, task, tasks[number:], plan.selection.family), here.slug, plan.options)
+            finished.append((task, done))
+            tell(progress, task, done)
+        usage = session.usage
+    return plan.summary(finished, usage, here.slug, kept, progress)
 
 
 def _state(task: Task, options: Options, device_slug: str) -> str:
-    """Return the state of the cache's config for a task: `lacking`, `stale` or `fresh`."""
+    """Return the state of a task's config in the cache: `lacking`, `stale` or `fresh`."""
     found = cached(task, options.configs, device_slug)
     if found is None:
         return "lacking"
     return "stale" if changed(task.variant, found[0], device_slug == device.current().slug) else "fresh"
 
 
-def _works(ops: Mapping[str, Op], entries: Sequence[sweep.SweepCase], selection: Selection, options: Options) -> list[Task]:
-    """Return the ceiling of every case first, then the cases as calls look them up, bf16 before the other types.
+def perform(session: TuningSession, task: Task, following: Sequence[Task], family: str) -> TuningResult:
+    """Search a task, or measure its whole space.
 
-    No ceilings, and every case as it is, where whole spaces are measured.
-
-    Raises:
-        ValueError: a variant that cannot say whether it takes a case.
-    """
-    found: dict[TaskKey, Task] = {}
-    for entry in sorted(entries, key=lambda e: e.case.dtype != "bfloat16"):
-        op = ops[entry.op]
-        case = entry.case if options.exhaustive else op.called(entry.case)
-        tasks = [Task(op, case, variant, options.policy) for variant in wanted_variants(op, selection, options)]
-        ceiling = None if options.exhaustive else ceiling_task(ops, op, case, options.policy)
-        wanted = [task for task in tasks if task.variant.config is not None and takes(task)]
-        found |= {task.key: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
-    return list(found.values())
-
-
-def search_of(options: Options) -> Search:
-    """Return how much to search.
+    `following` are the tasks that this session will probably perform next, in order.
 
     Raises:
-        ValueError: it makes no sense.
-    """
-    return Search(options.budget_s, options.trials, options.sampler, until_gain=options.until_gain or None)
-
-
-def perform(machines: TuningSession, task: Task, following: Sequence[Task], family: str, options: Options) -> TuningResult:
-    """Search a task, or measure its whole space; `following` is what these machines are expected to do next, in this order.
-
-    Raises:
-        ValueError: a space that makes no sense, a store that cannot be read, or a folder that cannot be written.
+        ValueError: a space contradicts itself, a store cannot be read, or a folder cannot be written.
     """
     reason = obstacle(task)
     if reason is not None:
         return TuningResult(skipped=f"not tuned: {task.op.name} {task.case.name}: {reason}")
-    tuner = machines.tuner(_widened(task, options))
+    tuner = session.tuner(_widened(task, session.options))
     try:
-        with machines.deciding():
-            done = (
-                _measured(machines, tuner, family, options) if options.exhaustive else _tuned(machines, tuner, following, options)
-            )
+        with session.deciding():
+            if session.options.exhaustive:
+                done = TuningResult(space=_whole_space(tuner, measure_space(tuner), family, session.options))
+            else:
+                done = _tuned(session, tuner, following)
     except NothingPassedError as error:
         done = TuningResult(problem=str(error))
     except ChildCrashedError as error:
         done = TuningResult(problem=f"not tuned: {task.label}: {error}")
-    machines.forget_ahead(tuner)
-    return replace(done, usage=machines.usage_of(tuner))
+    return replace(done, usage=session.close(tuner))
 
 
-def _tuned(machines: TuningSession, tuner: Tuner, following: Sequence[Task], options: Options) -> TuningResult:
-    search = search_of(options)
-    later = [machines.tuner(_widened(task, options)) for task in following[:_CASES_AHEAD]]
-    machines.look_ahead(asked for one in later for asked in first_asked(one, search, options.configs))
-    entry = tune(tuner, search, options.configs)
+def _tuned(session: TuningSession, tuner: Tuner, following: Sequence[Task]) -> TuningResult:
+    search, configs = session.options.search, session.options.configs
+    later = [session.tuner(_widened(task, session.options)) for task in following[:_CASES_AHEAD]]
+    session.look_ahead(run for one in later for run in first_runs(one, search, configs))
+    entry = tune(tuner, search, configs)
     gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
     over = f", {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else ""
     return TuningResult(entry, best=pairs(entry.config) + over)
 
 
-def _measured(machines: TuningSession, tuner: Tuner, family: str, options: Options) -> TuningResult:
-    return TuningResult(space=_whole_space(tuner, measure_space(tuner), family, options))
-
-
 def _widened(task: Task, options: Options) -> Task:
-    """Return a task with the further values that the options give to its knobs."""
+    """Return a task whose space has the knob values of the options beside its own."""
     return replace(task, variant=widened(task.variant, options.knobs))
 
 
 def tell(progress: Progress, task: Task, done: TuningResult) -> None:
-    """Say what became of a task."""
+    """Report the result of a task."""
     if reason := done.skipped or done.problem:
         progress.note(reason)
     if done.best:
@@ -264,7 +256,7 @@ def _whole_space(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str,
 
 
 def keep_space(done: TuningResult, device_slug: str, options: Options) -> TuningResult:
-    """Add the space that a task has measured, if any, to the kept trials, and return the result with the file's name.
+    """Add a measured space to the kept trials, and return the result with the name of the file.
 
     Raises:
         ValueError: the file cannot be read or written.

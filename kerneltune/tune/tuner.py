@@ -1,8 +1,8 @@
-"""The search for the best config of a variant on a case, and its entry in the cache.
+"""Search the best config of a variant on a case and store it in the cache.
 
-compile -> drop what spills or does not fit -> check on poisoned outputs -> screen -> paired final against the incumbent. The
-incumbent is what a call without `config=` ran with before; it stays unless the interval says that the winner is faster. What to
-try is decided in search. A tuner refuses a config for what the compiler says, or has it measured, and stores it.
+compile -> drop configs that spill or do not fit -> check on poisoned outputs -> screen -> paired final against the incumbent. The
+incumbent is the config of a call without `config=` before the search; it stays unless the interval says that a challenger is
+faster. `search.loop` decides which configs are tried. A tuner refuses or measures a config, and stores the evaluation.
 """
 
 import sys
@@ -20,10 +20,11 @@ from kerneltune import cache, device
 from kerneltune.measuring.assembly import LIMITS, resident
 from kerneltune.measuring.compiler import CompileResult, PendingCompile
 from kerneltune.search.loop import Search, explore, opening, times_of
-from kerneltune.search.task import Evaluation, Task, knobs_of
+from kerneltune.search.task import Evaluation, Run, Task, knobs_of
 from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tune.candidates import candidates, checked_space, feasibility_of, looked_up, stamp, starting_points
+from kerneltune.tune.compile_queue import CompileQueue
 from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, ChildCrashedError, GpuWorker
 
 if TYPE_CHECKING:
@@ -33,23 +34,26 @@ _POLL_S = 0.001
 _FINALISTS = 4
 _FINAL_MARGIN = 1.04
 _AHEAD = 256
-"""Configs of a later case to compile; there may be nothing else to do while large inputs are made and a paired final runs."""
+"""Configs of a later case that are compiled ahead. Large inputs and a paired final leave the compilers much idle time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A `search.loop.Started`: a config that is being compiled, then measured by a tuner."""
+class CompilingConfig:
+    """A config that is being compiled for a tuner: a `search.loop.Started`."""
 
     tuner: "Tuner"
     config: Config
     pending: PendingCompile
 
     def done(self) -> bool:
-        """Return whether it is compiled."""
+        """Return whether the config is compiled."""
         return self.pending.done()
 
     def evaluate(self) -> "Future[Evaluation]":
-        """Return its evaluation, stored by then: at once where the compiler's word is enough, else behind earlier ones."""
+        """Return the evaluation, which is stored when it is done.
+
+        If the compiler refuses the config, the future is done; otherwise it waits for the worker.
+        """
         self.tuner.began = self.tuner.began or time.monotonic()
         compiled = self.pending.result()
         refusal = self.tuner.refusal(self.config, compiled)
@@ -65,51 +69,56 @@ class Begun:
 
 
 class Tuner:
-    """Evaluates configs of one task, each once, on a bench.
+    """Evaluates each config of a task at most once: the `search.loop.Evaluator` of a GPU. Use as a context manager.
 
-    What needs the bench is done by a thread, one thing after the other, so that the bench does not wait while this process
-    decides what to try next. Use as a context manager, which gives the bench back.
+    A thread sends the requests to the worker, so that the GPU does not wait for decisions of this process.
 
     Attributes:
-        resources: registers of all threads of a config's largest program, as far as it was compiled.
-        began: when the first config was there, compiled, to be evaluated (time.monotonic); None before.
-        evaluations: trials that it has stored.
-        compilers: how many configs compile at the same time.
-        whole: whether all of the space is searched, whatever was found for the other 16-bit type.
-        meanwhile: called again and again while the bench is waited for.
+        searches_all: whether the whole space is searched, although the other 16-bit type was searched before.
+        resources: registers of all threads of the largest program of every compiled config.
+        began: time (time.monotonic) of the first compiled config; None before.
+        evaluations: number of trials that this tuner has stored.
     """
 
-    def __init__(self, task: Task, store: "TrialStore", bench: GpuWorker, compiling: Callable[[Config], PendingCompile]) -> None:
-        """compiling: begins to compile a config."""
-        self.task, self.store, self.bench, self.compiling = task, store, bench, compiling
+    def __init__(
+        self, task: Task, store: "TrialStore", worker: GpuWorker, queue: CompileQueue, searches_all: bool = False
+    ) -> None:
+        self.task, self.store, self.worker, self.queue, self.searches_all = task, store, worker, queue, searches_all
         self.resources: dict[Config, int] = {}
         self.samples = SCREEN_SAMPLES
         self.measures_spills = False
         self.began: float | None = None
         self.evaluations = 0
         self._counting = Lock()
-        self.compilers, self.whole = 1, False
-        self.meanwhile: Callable[[], None] = lambda: None
         self._best_us: float | None = None
         self._in_turn = ThreadPoolExecutor(1)
         self._preparing: Future[Any] | None = None
 
+    @property
+    def compilers(self) -> int:
+        """The number of configs that compile at the same time."""
+        return self.queue.workers
+
     @cached_property
     def prune(self) -> bool:
-        """Return whether a config is dropped for what the compiler says."""
+        """Return whether configs that spill or do not fit an SM are dropped without a measurement."""
         return sum(1 for _ in self.task.variant.configs(self.task.case)) > TRIED_WHOLE
 
-    def begin(self, config: Config) -> Begun:
+    def begin(self, config: Config) -> CompilingConfig:
         """Begin to compile a config."""
-        return Begun(self, config, self.compiling(config))
+        return CompilingConfig(self, config, self.queue.begin(self.task, config))
+
+    def use_idle_time(self) -> None:
+        """Compile configs of later cases where a core is idle."""
+        self.queue.fill()
 
     def known(self, config: Config) -> Evaluation | None:
-        """Return the stored trial of a config."""
+        """Return the stored evaluation of a config, or None."""
         trial = self.store.get(self.task, config)
         return None if trial is None else self._remember(config, trial)
 
     def evaluate(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
-        """Return the stored trial of a config, else store a new one: its `refusal`, or measured here where there is none."""
+        """Return the stored evaluation of a config, or store its `refusal`, or measure the config and store the result."""
         known = self.known(config)
         if known is None:
             known = replace(
@@ -119,7 +128,7 @@ class Tuner:
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
             )
             self.store.put(self.task, config, known)
-            with self._counting:  # what is refused is stored by another thread than what is measured
+            with self._counting:  # refused and measured configs are stored by different threads
                 self.evaluations += 1
         return self._remember(config, known)
 
@@ -130,53 +139,51 @@ class Tuner:
         return trial
 
     def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
-        """Return the trial of a config that is not measured for what the compiler says; None for one that is measured."""
+        """Return the evaluation of a config that is refused after its compilation; None for a config to be measured."""
         if compiled.error:
             return Evaluation("lost" if compiled.lost else "compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune and not self.measures_spills:
             return Evaluation("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
-        if wanted > fitting and self.prune and config != self.task.default:  # all others are held to that
+        if wanted > fitting and self.prune and config != self.task.default:  # every other config is compared with the default
             return Evaluation("occupancy", detail=f"{fitting} programs fit an SM, not {wanted}")
         return None
 
     def measure(self, config: Config) -> Evaluation:
-        """Check a config and time it on the bench."""
-        return self.bench.trial(self.task, config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
+        """Check and time a config on the GPU."""
+        return self.worker.trial(self.task, config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
 
     def trials(self, configs: Sequence[Config]) -> list[Evaluation]:
-        """Measure every config anew; store nothing."""
+        """Measure every config again, and store nothing."""
         return [self.in_turn(self.measure, config).result() for config in configs]
 
     def in_turn(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
-        """Have the thread do what needs the bench, behind everything that it was given before."""
+        """Let the thread of the worker's requests do some work after all earlier requests."""
         return self._in_turn.submit(work, *arguments)
 
     def prepare(self) -> None:
-        """Have the bench make ready while the first configs compile."""
+        """Let the worker make inputs and the reference while the first configs compile."""
         self._preparing = self.in_turn(self._prepare)
 
-    def ready(self) -> bool:
-        """Return whether the bench makes nothing ready any more."""
+    def is_ready(self) -> bool:
+        """Return whether inputs and the reference are made."""
         return self._preparing is None or self._preparing.done()
 
     def _prepare(self) -> None:
         with suppress(ChildCrashedError):  # the first trial starts another child, or says so
-            self.bench.prepare(self.task)
+            self.worker.prepare(self.task)
 
     def run_final(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
-        """Return the best of correct configs, timed interleaved; the first is the incumbent and is kept unless surely slower.
+        """Time correct configs interleaved and return the best config with its evidence.
 
-        One for which there is no memory beside those before it drops out.
-
-        The evidence has the default's time, too, and the interval of default over best, from the same rounds, where it is one
-        of them.
-
-        Of challengers that cannot be told apart the one with the fewest registers wins, then the first.
+        The first config is the incumbent, which stays unless another config is surely faster. Of challengers with
+        indistinguishable times the config with the fewest registers wins, then the first. A config drops out if the GPU has no
+        memory for its inputs beside the inputs of the configs before it. If `default` is among the configs, the evidence has
+        its time and the interval of its time over the best time, from the same rounds.
         """
-        asked = self.in_turn(self.bench.samples, self.task, configs)
+        asked = self.in_turn(self.worker.samples, self.task, configs)
         while not asked.done():
-            self.meanwhile()
+            self.use_idle_time()
             time.sleep(_POLL_S)
         timed = [(config, taken) for config, taken in zip(configs, asked.result(), strict=True) if taken is not None]
         configs, samples = [config for config, _ in timed], [taken for _, taken in timed]
@@ -207,19 +214,19 @@ class Tuner:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for what the bench is at, unless interrupted, and have it give the memory of inputs and reference back."""
+        """Wait for the present request, except after an interrupt, and let the worker free inputs and reference."""
         if kind is not None and not issubclass(kind, Exception):
-            self.bench.stop()
+            self.worker.stop()
         self._in_turn.shutdown(cancel_futures=True)
         self._in_turn = ThreadPoolExecutor(1)
-        self.bench.close()
+        self.worker.close()
 
 
 def _resident(compiled: CompileResult) -> int:
-    """Return programs that one SM holds of the config's cooperative grids, all of which must fit to be launched.
+    """Return how many programs of the config's cooperative grids fit an SM, where all programs must run at once.
 
-    Where there is none, of the kernel of which it holds most: which one `ctas` is about is not known, and any of them runs. Any
-    number where the GPU's limits are not known.
+    Without a cooperative grid, return the largest number that fits for any kernel, because `ctas` may concern any kernel. On a
+    GPU with unknown limits every number fits.
     """
     arch = device.current().arch
     programs = [(kernel.cooperative, resident(kernel, arch).programs) for kernel in compiled.kernels if arch in LIMITS]
@@ -228,7 +235,7 @@ def _resident(compiled: CompileResult) -> int:
 
 
 class NothingPassedError(Exception):
-    """A search in which no config was correct and timed."""
+    """No config of a search was correct and timed."""
 
 
 def tune(
@@ -240,17 +247,17 @@ def tune(
     """Search one case and store the best config.
 
     Args:
-        tuner: of the case.
-        search: how much to search.
-        root: the configs folder, None for the usual one.
-        on_trial: told every new evaluation.
+        tuner: tuner of the case.
+        search: limits of the search.
+        root: folder of configs; None for the usual folder.
+        on_trial: function that is called with every new evaluation.
 
     Returns:
         The entry that is now in the cache.
 
     Raises:
         NothingPassedError: there is no config to store.
-        ChildCrashedError: the measuring process crashed over every finalist, or stopped.
+        ChildCrashedError: the worker's process crashed over every finalist, or stopped.
     """
     with tuner:
         pool = _pool(tuner)
@@ -258,19 +265,21 @@ def tune(
         explored = _explored(tuner, pool, first, search, on_trial, feasibility)
         times = times_of(explored)
         before = looked_up(tuner.task, root)
-        if before.config not in times and before.config not in explored:  # the incumbent is judged, whatever the search left out
+        if (
+            before.config not in times and before.config not in explored
+        ):  # the incumbent takes part in the final even if the search left it out
             trial = tuner.begin(before.config).evaluate().result()
             times |= {before.config: trial.time_us} if trial.time_us is not None else {}
         return _decide(tuner, before, times, explored, root)
 
 
 def measure_space(tuner: Tuner, some: Sequence[Config] | None = None) -> dict[Config, Evaluation]:
-    """Evaluate configs in random order with three times the samples of a search; decide nothing.
+    """Evaluate configs in random order with three times the samples of a search; store nothing in the cache.
 
-    some: the configs, None for every valid one of the space.
+    `some` are the configs; None stands for all valid configs of the space.
 
     Raises:
-        ValueError: the space has no valid config for the case, or says what makes no sense.
+        ValueError: the space has no valid config for the case, or contradicts itself.
     """
     pool = checked_space(tuner.task) if some is None else list(some)
     tuner.samples = 3 * SCREEN_SAMPLES
@@ -289,25 +298,24 @@ def _explored(
     known = _known(tuner, pool)
     if len(known) < len(pool):
         tuner.prepare()
-    pace = tuner.compilers, tuner.meanwhile
-    return explore(pool, first, search, tuner.begin, on_trial, known, *pace, feasibility, tuner.ready)
+    return explore(pool, first, search, tuner, on_trial, known, feasibility)
 
 
-def first_asked(tuner: Tuner, search: Search, root: Path | None) -> Iterator[tuple[Tuner, Config]]:
-    """Yield what the search of a case would try first now; nothing where some of it was tried before.
+def first_runs(tuner: Tuner, search: Search, root: Path | None) -> Iterator[Run]:
+    """Yield the configs that the search of a case would try first; nothing where the case was searched before.
 
     Raises:
-        ValueError: the space has no valid config for the case, or says what makes no sense.
+        ValueError: the space has no valid config for the case, or contradicts itself.
     """
     pool = _pool(tuner)
     if not _known(tuner, pool):
         feasibility = feasibility_of(tuner.task, tuner.store, pool)
         order = opening(pool, starting_points(tuner.task, pool, root), search, feasibility)
-        yield from ((tuner, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
+        yield from ((tuner.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
 
 
 def _pool(tuner: Tuner) -> list[Config]:
-    return candidates(tuner.task, None if tuner.whole else tuner.store)
+    return candidates(tuner.task, None if tuner.searches_all else tuner.store)
 
 
 def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Evaluation]:
@@ -347,12 +355,12 @@ def _decide(
 
 
 def _run_final(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tuple[Config, dict[str, Any]]:
-    """Run the tuner's final; where it crashes the child, let each challenger meet the incumbent in a final of two.
+    """Run the final; if the worker crashes, let each challenger meet the incumbent in a final of two configs.
 
-    What loses that drops out: a challenger beside the incumbent, or the incumbent alone, whom the next then follows.
+    If a final of two crashes, its challenger drops out. If the incumbent crashes alone, the next challenger takes its place.
 
     Raises:
-        ChildCrashedError: all dropped out, or the bench stopped.
+        ChildCrashedError: all configs dropped out, or the worker stopped.
     """
     try:
         return tuner.run_final(finalists, default)

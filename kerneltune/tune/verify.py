@@ -1,7 +1,4 @@
-"""Judge cached configs: fresh, stale but good, stale and slower, or invalid.
-
-Changes the cache only where that is asked for; prints nothing.
-"""
+"""Judge cached configs: fresh, stale but good, stale and slower, or invalid."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,18 +11,17 @@ from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
 from kerneltune.errors import unknown
 from kerneltune.run_options import Options, Progress
-from kerneltune.search.task import Task, TaskKey, knobs_of
+from kerneltune.search.task import Run, Task, TaskKey, knobs_of
 from kerneltune.spec import Config, Op
 from kerneltune.tune.candidates import changed, stamp
 from kerneltune.tune.gpu_worker import ChildCrashedError
 from kerneltune.tune.session import TuningSession
-from kerneltune.tune.tuner import Tuner
 
 RunFinal = Callable[[Task, Sequence[Config]], tuple[int, dict[str, Any]]]
-"""Return which config is the fastest, the first unless another surely is, and the evidence; the last is the default."""
+"""(task, configs) -> (place of the fastest config, evidence). The first config wins ties, the last config is the default."""
 
 _OF_THE_SEARCH = ("trials", "imported", "before")
-"""Fields of the evidence that a new timing keeps: they say how the config was found."""
+"""Fields of the evidence about the search, which a new timing keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +29,9 @@ class EntryVerdict:
     """The verdict on an entry.
 
     Attributes:
-        status: `fresh`; `stale` where no GPU can tell more; `stale-but-good`, `stale-slower`; `invalid`.
-        reason: one line.
-        renewed: of an entry that was timed: the faster of its config and the default, with the evidence of the paired final.
+        status: `fresh`, `stale` where no GPU can tell more, `stale-but-good`, `stale-slower` or `invalid`.
+        reason: reason on one line.
+        renewed: entry of a timed config: the faster of the config and the default, with new evidence.
     """
 
     entry: CacheEntry
@@ -49,8 +45,9 @@ class _Stale:
     """A stale entry that can still run.
 
     Attributes:
-        configs: the entry's, then the default where it is another.
-        reason: what has changed, one line.
+        task: task of the entry.
+        configs: config of the entry, then the default if it differs.
+        reason: changes since the entry was stored, on one line.
     """
 
     task: Task
@@ -59,14 +56,14 @@ class _Stale:
 
 
 def _without_timing(op: Op, entry: CacheEntry, is_here: bool) -> EntryVerdict | _Stale:
-    """Judge an entry as far as that takes no time on a GPU. is_here: this machine has the entry's GPU."""
+    """Judge an entry without timing it. `is_here`: this machine has the GPU of the entry."""
     case = entry.as_case
     try:
         variant = op.variant(entry.variant)
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
         reason = variant.unsupported(case) or variant.valid(case, config)
         configs = tuple(dict.fromkeys([config, task.default]))
-    except Exception as error:  # what an operator's own code says of an old entry
+    except Exception as error:  # an operator's own code may fail in any way on an old entry
         return EntryVerdict(entry, "invalid", " ".join(str(error).split()) or type(error).__name__)
     if reason is not None:
         return EntryVerdict(entry, "invalid", reason)
@@ -75,7 +72,7 @@ def _without_timing(op: Op, entry: CacheEntry, is_here: bool) -> EntryVerdict | 
 
 
 def verify(op: Op, entry: CacheEntry, final: RunFinal | None) -> EntryVerdict:
-    """Judge an entry of an operator; `final` times it against the default, None where this machine has not the entry's GPU."""
+    """Judge an entry of an operator. `final` times it against the default; None on a machine without the entry's GPU."""
     found = _without_timing(op, entry, final is not None)
     if isinstance(found, EntryVerdict):
         return found
@@ -100,17 +97,17 @@ def verify_cache(
     progress: Progress,
     renew: bool = False,
 ) -> list[tuple[str, str, EntryVerdict]]:
-    """Judge cached entries, given as (device, operator, entry); those of this machine's GPU that are stale are timed again.
+    """Judge cached entries, each given as (device, operator, entry), and time stale entries of this machine's GPU again.
 
     Args:
         ops: operators by name.
-        entries: judged in this order.
-        options: `budget_s` is the time after which stale entries are no longer timed, None for no limit.
-        progress: told every entry.
-        renew: store the faster of a stale config and the default, with the evidence.
+        entries: entries in the order in which to judge them.
+        options: after `budget_s` seconds no stale entry is timed; None for no limit.
+        progress: observer that is told every entry.
+        renew: store the faster of a stale config and the default, with new evidence.
 
     Raises:
-        ValueError: an operator that does not exist, or a folder that cannot be written.
+        ValueError: an operator does not exist, or a folder cannot be written.
     """
     here = device.current()
     for _, name, _ in entries:
@@ -119,14 +116,14 @@ def verify_cache(
     found = []
     progress.stage("verify", len(entries))
     with ExitStack() as stack:
-        machines = stack.enter_context(TuningSession(options)) if any(slug == here.slug for slug, *_ in entries) else None
+        session = stack.enter_context(TuningSession(options)) if any(slug == here.slug for slug, *_ in entries) else None
         over: set[TaskKey] = set()
-        if machines is not None:
-            machines.look_ahead(_stale(machines, entries, ops, over))
+        if session is not None:
+            session.look_ahead(_stale(entries, ops, over))
         began = time.monotonic()
         for slug, name, entry in entries:
             in_time = options.budget_s is None or time.monotonic() - began < options.budget_s
-            final = partial(_final, machines, over) if machines is not None and slug == here.slug and in_time else None
+            final = partial(_final, session, over) if session is not None and slug == here.slug and in_time else None
             verdict = verify(ops[name], entry, final)
             if renew and verdict.renewed is not None:
                 cache.store(name, slug, verdict.renewed, options.configs)
@@ -135,29 +132,27 @@ def verify_cache(
     return found
 
 
-def _stale(
-    machines: TuningSession, entries: Iterable[tuple[str, str, CacheEntry]], ops: Mapping[str, Op], over: Collection[TaskKey]
-) -> Iterator[tuple[Tuner, Config]]:
-    """Yield what finals of this GPU's entries will ask for, unless they are over by then."""
+def _stale(entries: Iterable[tuple[str, str, CacheEntry]], ops: Mapping[str, Op], over: Collection[TaskKey]) -> Iterator[Run]:
+    """Yield the configs that finals of this GPU's stale entries need, except for finals that are over."""
     for slug, name, entry in entries:
         found = _without_timing(ops[name], entry, is_here=True) if slug == device.current().slug else None
         if isinstance(found, _Stale) and found.task.key not in over:
-            yield from ((machines.tuner(found.task), config) for config in found.configs)
+            yield from ((found.task, config) for config in found.configs)
 
 
-def _final(machines: TuningSession, over: set[TaskKey], task: Task, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
-    """Return which config wins, the first unless another is surely faster, and the evidence; the last is the default.
+def _final(session: TuningSession, over: set[TaskKey], task: Task, configs: Sequence[Config]) -> tuple[int, dict[str, Any]]:
+    """Time configs as a `RunFinal` does.
 
     Raises:
-        ValueError: the first is wrong now, or cannot be timed.
+        ValueError: the first config is wrong now, or cannot be timed.
     """
-    tuner = machines.tuner(task)
+    tuner = session.tuner(task)
     over.add(task.key)
     try:
         with tuner:
             begun = [tuner.begin(config) for config in configs]
             tuner.prepare()
-            machines.fill()
+            session.queue.fill()
             for one in begun:
                 one.pending.result()
             trials = tuner.trials(configs)
@@ -167,5 +162,5 @@ def _final(machines: TuningSession, over: set[TaskKey], task: Task, configs: Seq
             best, evidence = tuner.run_final(timed, configs[-1])
     except ChildCrashedError as error:
         raise ValueError(f"crashed: {error}") from error
-    machines.forget_ahead(tuner)
+    session.close(tuner)
     return configs.index(best), evidence

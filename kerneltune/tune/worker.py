@@ -1,7 +1,7 @@
-"""Tuning work done where the files of this machine are not: what is known comes with the order, what is found goes back.
+"""Perform tuning tasks in a process without the files of the run: known trials come with a task, results go back.
 
-One worker has one GPU. On this host workers are processes; `cluster` has those of Ray. A worker writes only below a temporary
-folder of its own, and decides nothing about configs.
+Each worker has one GPU. On this host a worker is a process; `cluster` has the workers of a Ray cluster. A worker writes only
+below its own temporary folder.
 """
 
 import os
@@ -28,12 +28,12 @@ from kerneltune.tune.tune_run import TuningResult, perform
 _GRACE_S = 10.0
 
 Event = tuple[str, Any]
-"""`ready` and an Identity, `trial` and a config with its evaluation, `done` and a TuningResult, `dead` and why."""
+"""`ready` with an Identity, `trial` with a config and its evaluation, `done` with a TuningResult, or `dead` with a reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The GPU, versions and commit that a worker's times depend on; only workers of one identity take part in a run."""
+    """The GPU, versions and commit that a worker's times depend on. All workers of a run have the same identity."""
 
     device: Device
     versions: tuple[tuple[str, str], ...]
@@ -41,28 +41,29 @@ class Identity:
 
     @classmethod
     def of_this_process(cls) -> "Identity":
-        """Return the GPU that this process sees."""
+        """Return the identity of this process."""
         return cls(device.current(), tuple(device.versions().items()), commit())
 
     def fingerprint(self, variant: Variant) -> dict[str, str]:
-        """Return what times of a variant depend on besides case and config."""
+        """Return the driver, packages and source that times of a variant depend on."""
         return {**dict(self.versions), "driver": self.device.driver, "source_hash": variant.source_hash}
 
     @property
     def text(self) -> str:
-        """Name the identity on one line."""
+        """The identity on one line."""
         packages = " ".join(f"{name} {version}" for name, version in self.versions)
         return f"{self.device.name}, driver {self.device.driver}, {packages}, commit {self.commit}"
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteTask:
-    """A task, and what is known about it.
+    """A task with the known trials and configs of its operator.
 
     Attributes:
-        following: what the worker is expected to do next.
-        trials: evaluations of the operator's store, as far as the search looks at them.
-        configs: the operator's file in the config cache; empty where there is none.
+        task: task to perform.
+        following: next task that the worker will probably get.
+        trials: stored trials that the search looks at.
+        configs: text of the operator's file in the config cache; empty without a file.
     """
 
     task: Task
@@ -72,23 +73,23 @@ class RemoteTask:
 
 
 class Worker:
-    """Carries out orders, one after the other. Use as a context manager."""
+    """Performs tasks in sequence. Use as a context manager."""
 
     def __init__(self, family: str, options: Options, cores: frozenset[int] | None) -> None:
-        """cores: that it may use, None for all."""
+        """Make the worker's folder. `cores` are the cores that it may use; None for all cores."""
         self._family, self._cores = family, cores
         self._opened = ExitStack()
         root = self._opened.enter_context(held_folder())
         self._options = replace(options, results=root / "results", configs=root / "configs")
-        self._machines: TuningSession | None = None
+        self._session: TuningSession | None = None
         self._said: SimpleQueue[Event] = SimpleQueue()
 
     def identity(self) -> Identity:
-        """Return the identity of its GPU."""
+        """Return the identity of the worker's GPU."""
         return Identity.of_this_process()
 
     def events(self, order: RemoteTask) -> Iterator[Event]:
-        """Yield every new trial as soon as it is stored, then the report."""
+        """Yield every new trial as soon as it is stored, then the result."""
         Thread(target=self._carry_out, args=(order,), daemon=True).start()
         kind = ""
         while kind != "done":
@@ -97,12 +98,12 @@ class Worker:
 
     def _carry_out(self, order: RemoteTask) -> None:
         if self._cores:
-            os.sched_setaffinity(0, self._cores)  # of this thread and of the processes that it starts
+            os.sched_setaffinity(0, self._cores)  # for this thread and the processes that it starts
         try:
-            if self._machines is None:
-                machines = TuningSession(self._options, lambda *trial: self._said.put(("trial", trial)))
-                self._machines = self._opened.enter_context(machines)
-            report = self._perform(self._machines, order)
+            if self._session is None:
+                session = TuningSession(self._options, lambda *trial: self._said.put(("trial", trial)))
+                self._session = self._opened.enter_context(session)
+            report = self._perform(self._session, order)
         except Exception as error:  # no order may end a worker
             problem = (
                 f"not tuned: {order.task.op.name} {order.task.case.name}: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -110,18 +111,18 @@ class Worker:
             report = TuningResult(problem=problem)
         self._said.put(("done", report))
 
-    def _perform(self, machines: TuningSession, order: RemoteTask) -> TuningResult:
+    def _perform(self, session: TuningSession, order: RemoteTask) -> TuningResult:
         task = order.task
         assert self._options.results is not None and self._options.configs is not None
         slug = device.current().slug
-        machines.know(task, order.trials)
+        session.know(task, order.trials)
         config_file = self._options.configs / slug / f"{task.op.name}.json"
         config_file.unlink(missing_ok=True)
         if order.configs:
             replace_text(config_file, order.configs)
         cache.clear()
         following = [order.following] if order.following is not None else []
-        return perform(machines, task, following, self._family, self._options)
+        return perform(session, task, following, self._family)
 
     def __enter__(self) -> "Worker":
         return self
@@ -132,44 +133,44 @@ class Worker:
 
 
 MakeWorker = Callable[[str, Options, frozenset[int] | None], Worker]
-"""Worker, or an importable function that makes another."""
+"""`Worker`, or an importable function that makes a worker."""
 
 
 def share_of_cores(index: int, count: int) -> frozenset[int] | None:
-    """Return the cores of this host for the index-th of `count` workers; None (all) where there are fewer cores than workers."""
+    """Return the cores for the index-th of `count` workers of this host; None (all) if there are more workers than cores."""
     cores = sorted(os.sched_getaffinity(0))
     chosen = cores[index * len(cores) // count : (index + 1) * len(cores) // count]
     return frozenset(chosen) if chosen else None
 
 
 class LocalWorkers:
-    """Workers as processes, each of which sees one GPU and has its share of the cores. Use as a context manager."""
+    """Workers as processes with a GPU and a share of the cores each. Use as a context manager."""
 
     def __init__(self, family: str, options: Options, gpus: Sequence[str], make: MakeWorker = Worker) -> None:
-        """gpus: as CUDA_VISIBLE_DEVICES takes them."""
+        """Start no worker yet. `gpus` are names of GPUs in the form of CUDA_VISIBLE_DEVICES."""
         self._family, self._options, self._gpus, self._make = family, options, gpus, make
         self._processes: dict[int, BaseProcess] = {}
         self._pipes: dict[int, Connection] = {}
         self.count = len(gpus)
 
     def start(self, index: int) -> None:
-        """Start a worker; it says when it is ready."""
+        """Start a worker, which sends `ready`."""
         context = fast_context()
         self._pipes[index], theirs = context.Pipe()
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": self._gpus[index]}
         arguments = (theirs, share_of_cores(index, self.count), self._family, self._options, self._make)
         process = context.Process(target=in_environment, args=(environment, _serve, *arguments))
         process.start()
-        self._processes[index] = process  # not before: an interrupted start leaves nothing to wait for
+        self._processes[index] = process  # after `start`, because an interrupted start leaves no process to wait for
         theirs.close()
 
     def give(self, index: int, order: RemoteTask) -> None:
-        """Give a task to a worker; `next` finds out about a dead worker."""
+        """Give a task to a worker; `next` reports a dead worker."""
         with suppress(OSError):
             self._pipes[index].send(order)
 
     def next(self) -> tuple[int, Event]:
-        """Wait for what any worker has to say next."""
+        """Wait for the next event of any worker."""
         heard = wait(list(self._pipes.values()))[0]
         index = next(number for number, pipe in self._pipes.items() if pipe is heard)
         try:
@@ -180,7 +181,7 @@ class LocalWorkers:
             return index, ("dead", f"exit code {self._processes[index].exitcode}")
 
     def stop(self, index: int) -> None:
-        """End a worker: it leaves when it finds that nobody listens, by force if it must."""
+        """Close the pipe of a worker, at which it ends; kill it after 10 s."""
         pipe = self._pipes.pop(index, None)
         if pipe is not None:
             pipe.close()
@@ -195,17 +196,17 @@ class LocalWorkers:
 
     def __exit__(self, *_: object) -> None:
         for pipe in self._pipes.values():
-            pipe.close()  # all at once: they leave together
+            pipe.close()  # all pipes first, so that the workers end at the same time
         self._pipes.clear()
         for index in self._processes:
             self.stop(index)
 
 
 def visible_gpus(wanted: str) -> list[str]:
-    """Return the GPUs of this host that this process may use, `all` or the first so many, as CUDA_VISIBLE_DEVICES takes them.
+    """Return the GPUs of this host that this process may use, `all` or the first N, in the form of CUDA_VISIBLE_DEVICES.
 
     Raises:
-        ValueError: there are not so many, or `wanted` is no number.
+        ValueError: there are fewer GPUs, or `wanted` is no number.
     """
     import torch
 
@@ -222,7 +223,7 @@ def visible_gpus(wanted: str) -> list[str]:
 
 
 def _serve(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options, make: MakeWorker) -> None:
-    """Work: carry out what comes through the pipe until nobody is there any more."""
+    """Perform the tasks that come through the pipe until its other end is closed."""
     with make(family, options, cores) as worker, suppress(EOFError, OSError):
         pipe.send(("ready", worker.identity()))
         while True:

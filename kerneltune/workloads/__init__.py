@@ -1,6 +1,6 @@
-"""What operators make together in a model, measured as one: an Op each, whose variants are built from nn.
+"""Measure several operators of a model together: each workload is an Op whose variants are built from nn.
 
-Known to the command line beside the operators. A module whose name ends in `_table` declares how its
+The command line knows workloads beside the operators. A module whose name ends in `_table` declares how its
 records are shown: `OPS`, the operators it is about, and `tables(records)`. May import nn and ops; the tables import neither.
 """
 
@@ -24,7 +24,7 @@ def load() -> dict[str, Op]:
 
 
 def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts]:
-    """Return what is listed of all workloads by name; before_import: called before the code of a workload is imported."""
+    """Return the facts that `list` shows of all workloads, by name; before_import: called before each import."""
     return listed(MODULES, family, before_import)
 
 

@@ -1,4 +1,4 @@
-"""The cases of every operator that a language model uses, as the text of a sweep. Runs nothing; imports no operator."""
+"""Write the cases of every operator that a language model uses as the text of a sweep. Imports no operator."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ class ModelCase:
     """One case.
 
     Attributes:
-        layer: what people call the layer.
+        layer: common name of the layer.
         op: name of the operator.
         fields: axes, type and options as the sweep gives them.
     """
@@ -65,7 +65,7 @@ def sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: 
 
 
 def _read_as(model: Model) -> str:
-    """Return what the file was taken to say, for a reader who knows the model."""
+    """Return the sizes read from the file, so that a reader who knows the model can check them."""
     attention = f"{model.heads} heads of {model.head_dim}, {model.kv_heads} of keys and values"
     if model.latents:
         attention = f"{model.heads} heads with latents"
@@ -186,7 +186,7 @@ def _expert_weights(model: Model, experts: Experts, local: int) -> Iterator[Mode
 
 
 def _projections(model: Model, tokens: int) -> Iterator[ModelCase]:
-    """Int4 products of what is dense: attention, dense layers, shared experts."""
+    """Yield int4 products of attention, dense layers and shared experts."""
     if model.dtype == "float32":
         return
     for layer, (out, depth) in {**_attention(model), **_dense(model)}.items():

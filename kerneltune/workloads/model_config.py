@@ -1,4 +1,4 @@
-"""The layers of a language model, read from its Hugging Face `config.json`. Knows no operator; needs no package of models."""
+"""Read the sizes of a language model's layers from its Hugging Face `config.json`, also without `transformers`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MOST = 1 << 24
-"""Largest size that is believed."""
+"""Largest size that is accepted."""
 _MOST_BYTES = 16 << 20
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -26,17 +26,17 @@ _RMS_TYPES = ("lfm2", "nanochat", "step3")
 _PARTS = ("attn_config", "ffn_config")
 """Objects inside a file that hold a part of its sizes, as DBRX has them."""
 _LAYER_NORMS = ("phimoe",)
-"""The same of those whose norms are none though a field says so."""
+"""Beginnings of model types whose norms are no RMSNorm though a field says so."""
 _HEAD_NORMS = (
     "afmoe", "apertus", "doge", "dots1", "exaone4", "exaone_moe", "gemma3", "gemma4", "diffusion_gemma", "glm5", "hunyuan_v1",
     "hunyuan_vl", "hy_v3", "inkling", "laguna", "lfm2", "mellum", "minimax_m3", "nanochat", "qwen3", "qwen4", "step3", "t5gemma2",
 )  # fmt: skip
 """Beginnings of model types that normalise queries and keys head by head."""
 _WIDE_NORMS = ("olmo2", "olmo3", "olmoe", "flex_olmo", "olmo_hybrid", "minimax_m2")
-"""The same of those that normalise all heads together."""
+"""Beginnings of model types that normalize all heads together."""
 _ZERO_CENTRED = ("gemma", "diffusion_gemma", "vaultgemma", "t5gemma", "qwen3_next", "qwen3_5", "recurrent_gemma")
 _FUSED = ("phi3", "phi4", "glm4", "glm", "chatglm")
-"""Beginnings of model types whose dense gate and up are one matrix."""
+"""Beginnings of model types whose dense layers hold gate and up in a single matrix."""
 _FUSED_ATTENTION = (
     "bloom", "chatglm", "codegen", "dbrx", "falcon", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "openai-gpt", "persimmon",
     "phi3", "phi4",
@@ -53,15 +53,15 @@ _GATED = ("phi3", "phi4", "phimoe", "falcon_h1", "gpt_oss")
 _OWN_GATES = ("gpt_oss",)
 """Beginnings of model types whose gate is no plain product of activation and up."""
 _SHARED_AS_ROUTED = ("llama4",)
-"""Beginnings of model types with a shared expert, as wide as a routed one, that no field tells of."""
+"""Beginnings of model types with a shared expert that no field names; it is as wide as a routed expert."""
 _DENSE_BESIDE = ("longcat",)
-"""The same of those with dense layers beside the experts of every layer."""
+"""Beginnings of model types with dense layers beside the experts of every layer."""
 _ENCODERS = ("bert", "distilbert", "eurobert", "modernbert", "mpnet")
-"""Beginnings of model types that only encode, whose layers are not read here. Others have `type_vocab_size`."""
+"""Beginnings of model types that only encode and are refused. Any other encoder has the field `type_vocab_size`."""
 _FOUR_TIMES = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt")
-"""The same of those whose dense layers are four times as wide as the model where no field says more."""
+"""Beginnings of model types whose dense layers are four times as wide as the model unless a field gives the width."""
 _HALF = ("moshi", "recurrent_gemma")
-"""The same of those whose field has the width of gate and up together."""
+"""Beginnings of model types whose field holds the width of gate and up together."""
 _RECURRENT = ("linear_num", "mamba_", "ssm_", "lru_", "conv_L_cache", "conv_dim")
 """Beginnings of fields that tell of layers without attention."""
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
@@ -98,7 +98,7 @@ class Model:
             alone q, out and groups; empty for none.
         qk_norm: `head`, `width` or empty.
         has_rms_norm, zero_centered: what its norms are.
-        fused_attention, fused_mlp: whether query, key and value, or gate and up, are one matrix.
+        fused_attention, fused_mlp: whether a single matrix holds query, key and value, or gate and up.
         gated: whether there is a gate beside up.
         has_swiglu: whether the gate is SwiGLU.
         has_recurrence: whether some layers have no attention but a state.
@@ -215,7 +215,7 @@ def _describes(data: Mapping[str, Any]) -> bool:
 
 
 class _Fields:
-    """The fields of one file; sizes that it leaves out are those of the model's class, where transformers is installed."""
+    """The fields of one file; a missing size comes from the defaults of the model's class, if transformers is installed."""
 
     def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
         self.path, self.data = path, data
@@ -234,7 +234,8 @@ class _Fields:
         name = self.name_of(names)
         if name is not None:
             return self.checked(name, self.data[name])
-        known = self._defaults or {} if default is not None else self.defaults  # asked for where there is no other way
+        # transformers, whose import takes seconds, is asked only if the file and the caller give no size
+        known = self._defaults or {} if default is not None else self.defaults
         value = next((known[name] for name in names if known.get(name) is not None), default)
         if value is None:
             kind = f"{self.kind!r}" if self.kind else "missing"
@@ -258,7 +259,7 @@ class _Fields:
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Return what the model's class has where the file says nothing; nothing without transformers."""
+        """Return the default sizes of the model's class; empty without transformers."""
         if self._defaults is None:
             self._defaults = dict(_of_class(self.kind))
         return self._defaults

@@ -111,7 +111,7 @@ _MEANING = (
 
 
 def _means(rows: Sequence[_Row], recipe: str) -> str:
-    """Return the geometric means of a recipe; empty where there is nothing to compare."""
+    """Return the geometric means of a recipe; empty if no two records can be compared."""
     mine = [row for row in rows if row["recipe"] == recipe]
     parts = []
     for peer in ("bf16", "torchao"):

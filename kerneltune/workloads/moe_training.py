@@ -20,8 +20,8 @@ from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import GRADS, ROWS, DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
+from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import SCALINGS, Recipe
-from kerneltune.nn.weight_workspace import WeightWorkspace
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
@@ -55,7 +55,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Signal to quantisation noise: of results against fp32; of casts, given as (values, scale), against what was cast."""
+    """Signal to quantisation noise: of results against fp32; casts, given as (values, scale), are compared with their inputs."""
     errors = []
     allowed = 0.0 if inputs["a"].is_cuda else _INTERPRETER_DB
     for name, got in outputs.items():
@@ -107,12 +107,12 @@ def run_torchao(inputs: Inputs, _config: None) -> Outputs:
 
 
 def run_step(recipe: str, inputs: Inputs, _config: None) -> Outputs:
-    """`fp8_grouped_mm`, as GroupedLinear calls it: the largest weights are those of the step before."""
+    """`fp8_grouped_mm`, as GroupedLinear calls it: the largest magnitudes of the weights come from the step before."""
     return _step(partial(fp8_grouped_mm, recipe=_how(recipe, inputs), amax=_amax(inputs)), inputs)
 
 
 def _how(recipe: str, inputs: Inputs) -> Recipe | DelayedScaling:
-    """Return a recipe; for `delayed` scales that are known from one step."""
+    """Return a recipe; `delayed` has its scales from a step before."""
 
     def known() -> DelayedScaling:
         scaling = DelayedScaling(inputs["w"].shape[0], device=inputs["w"].device)
@@ -137,7 +137,7 @@ def run_compiled(scaling: str, inputs: Inputs, _config: None) -> Outputs:
 
 @cache
 def _product(scaling: str) -> Callable[..., Tensor]:
-    """`fp8_grouped_mm` by one recipe; the same function at every call, so that it is compiled once."""
+    """Return `fp8_grouped_mm` with a recipe: the same function object at every call, so that torch compiles it once."""
 
     def product(amax: Tensor, a: Tensor, b_t: Tensor, offs: Tensor) -> Tensor:
         return fp8_grouped_mm(a, b_t, offs, recipe=scaling, amax=amax)
@@ -159,9 +159,10 @@ def _weights(recipe: str, inputs: Inputs) -> Fp8Weights:
 
 
 def run_refresh(recipe: str, inputs: Inputs, _config: None) -> Outputs:
-    """Cast the weights into their workspace: the first microbatch does this besides."""
-    workspace: WeightWorkspace = _once(inputs, f"{recipe} workspace", WeightWorkspace)
-    return {"w": _cast_of_w(workspace.get(inputs["w"], _how(recipe, inputs), update=True, amax=_amax(inputs)))}
+    """Cast the weights into kept memory, as the first microbatch does."""
+    w = inputs["w"]
+    kept: KeptWeights = _once(inputs, f"{recipe} kept", lambda: KeptWeights(w.shape[0], w.device))
+    return {"w": _cast_of_w(kept.current(w, _how(recipe, inputs), update=True))}
 
 
 def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
@@ -229,7 +230,8 @@ _RUNS: dict[str, Callable[[str, Inputs, None], Outputs]] = {
 }  # fmt: skip
 _STEPS = ("", "_compiled")
 _RECIPES = dict.fromkeys(SCALINGS, tuple(_RUNS)) | {"delayed": ("", "_cached", "_refresh", "_casts")}
-"""Recipe -> what is timed of it; torch.compile's graph breaks under `delayed`, whose products are those of `tensorwise`."""
+"""Recipe -> suffixes of its timed variants. `delayed` lacks a compiled variant, because its graph breaks, and products, because
+they equal the products of `tensorwise`."""
 
 OPS = (
     Op(

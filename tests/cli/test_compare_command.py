@@ -57,7 +57,7 @@ def test_compare_plug_in_without_records_does_not_show_those_of_the_package(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "versus_jobs")
     monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
-    said = "error: no records in results: run `kerneltune sweep FILE.yaml` on a GPU first, or see recorded ones by "
+    said = "error: no records in results: run `kerneltune sweep FILE.yaml` on a GPU first, or show recorded results by "
     said += "`compare --family NAME` and `report FILE`"
     assert refused("compare") == said
     assert "rmsnorm.jsonl" in run("compare", "baseline", "optimized", "--family", "rmsnorm").stderr
@@ -125,7 +125,7 @@ def test_compare_takes_a_part_of_the_records(write: Callable[..., Path]) -> None
     part = ("--case", "te-*", "--dtype", "bfloat16", "--quant", "fp8")
     assert run("compare", "baseline", "optimized", "--from", path, *part).stdout == TABLE
     for option, said in (
-        (("--case", "othr"), "case: 'othr': no record of such a case; did you mean other?"),
+        (("--case", "othr"), "case: 'othr': no record of a case of this name; did you mean other?"),
         (("--dtype", "int8"), "dtype: 'int8': expected one of bfloat16, float16"),
         (("--quant", "int4"), "quant: 'int4': expected one of fp8, none"),
     ):
@@ -149,7 +149,7 @@ def test_compare_refuses_options_that_it_would_not_use(write: Callable[..., Path
     for names in (("baseline", "optimized", "--from", path, "--from", empty), (path, empty)):
         assert refused("compare", *names) == f"error: {empty}: no records"
     for same in ("baseline", str(path)):
-        said = f"b: {same!r}: the same records as A: expected others, or --run to measure a variant twice"
+        said = f"b: {same!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
         assert refused("compare", same, same) == f"error: {said}"
 
 
@@ -182,7 +182,7 @@ def test_compare_refuses_what_is_unknown(write: Callable[..., Path], tmp_path: P
     assert refused("compare", "baseline", "optimized", "--from", path, "--format", "html").startswith("error: format: 'html': ")
     assert refused("compare", "baseline", "optimized", "--from", path, "--policy", "warm").startswith("error: policy: 'warm': ")
     line = refused("compare", "optimized", "baseline", "--from", other)
-    assert line == "error: nothing to compare: no case, device and policy that both optimized and baseline have records of"
+    assert line == "error: nothing to compare: optimized and baseline have no record of the same case, device and policy"
     assert refused("compare", "a", "b", "--run") == "error: family: missing: expected --family where --run is given"
     for pair in (("opt*", "baseline"), ("[bp]*", "[bp]*")):
         line = refused("compare", *pair, "--run", "--family", "rmsnorm")

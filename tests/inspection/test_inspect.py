@@ -382,7 +382,9 @@ def test_profile_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(*pair[:3], "fast").startswith("error: variant: 'fast': expected one of baseline, ")
     assert refused(*pair[:3], "quack") == "error: quack needs quack, which is not installed"
     assert refused(*pair, "--config-b", "{}").startswith("error: config of optimized: expected the knobs [")
-    assert refused(*pair, "--quant", "int4").endswith("no sweep has a bench case of rmsnorm_fwd with dtype=None quant='int4'")
+    assert refused(*pair, "--quant", "int4").endswith(
+        "no sweep has a bench case of rmsnorm_fwd with dtype=None quant='int4': see `ops rmsnorm_fwd`"
+    )
 
 
 @pytest.mark.usefixtures("gpu")

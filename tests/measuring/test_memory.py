@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from made_up import NoBench, compiled
+from made_up import CompiledAtOnce, NoBench
 
 from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
@@ -288,7 +288,7 @@ def test_the_final_is_decided_among_those_that_fit(tmp_path: Path) -> None:
             return [None if config.n == 2 else np.linspace(0.99, 1.01, 15) * (20.0 - config.n) for config in configs]
 
     op = checked_op()
-    with Tuner(Task(op, CASE, op.variants[0]), TrialStore(tmp_path / "trials"), Bench(), compiled) as tuner:
+    with Tuner(Task(op, CASE, op.variants[0]), TrialStore(tmp_path / "trials"), Bench(), CompiledAtOnce()) as tuner:
         best, evidence = tuner.run_final([Knobs(0), Knobs(2), Knobs(5), Knobs(1)], Knobs(1))
     assert best == Knobs(5)
     assert evidence["time_us"] == 15.0

@@ -181,8 +181,8 @@ def test_the_workspace_keeps_its_place_and_its_flag(updates: int) -> None:
     for first in (True, False):
         for got, want in zip(step(module, x, offs, dy, is_first_microbatch=first), plain, strict=True):
             assert torch.equal(got, want)
-    assert module.workspace.weights is not None
-    kept = [t.data_ptr() for t in module.workspace.weights]
+    assert module.kept.held is not None
+    kept = [t.data_ptr() for t in module.kept.held]
     with torch.no_grad():
         module.weight.mul_(-0.5)
     changed = module(x, offs)
@@ -195,7 +195,7 @@ def test_the_workspace_keeps_its_place_and_its_flag(updates: int) -> None:
     changed = module(x, offs)
     skip.zero_()
     assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), changed)
-    assert [t.data_ptr() for t in module.workspace.weights] == kept
+    assert [t.data_ptr() for t in module.kept.held] == kept
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

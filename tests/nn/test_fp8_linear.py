@@ -1,6 +1,8 @@
 """Dense layers in fp8: results, shared casts, which layers convert, compilation."""
 
 import copy
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -98,6 +100,64 @@ def test_layer_keeps_the_operands_of_its_gradients_alone() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t.nbytes) and t, lambda t: t):
         layer(x)
     assert sum(kept.values()) == 32 * 64 + 64 * 48 + 2 * 4  # fp8 of x and of the weight, and their scales
+
+
+@pytest.mark.parametrize("recipe", [Recipe(keep_weights=False), Recipe("rowwise", pow2=False, keep_weights=False)], ids=str)
+def test_layer_that_keeps_no_casts_gives_the_bits_of_a_layer_that_keeps_them(recipe: Recipe) -> None:
+    layer, x = linear(), torch.randn(2, 16, 64, device=DEVICE).bfloat16().requires_grad_()
+    dy, found = torch.randn(2, 16, 48, device=DEVICE).bfloat16(), []
+    for how in (dataclasses.replace(recipe, keep_weights=True), recipe):
+        Fp8Linear.from_linear(layer, how)
+        y = layer(x)
+        found.append([y, *torch.autograd.grad(y, (x, *layer.parameters()), dy)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    layer.weight.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(layer(x), x, dy)[0], found[0][1])
+    layer.weight.requires_grad_()
+    assert torch.equal(torch.autograd.grad(layer(x.detach()), layer.weight, dy)[0], found[0][2])
+
+
+class Gated(nn.Module):
+    """A normalization, and a gated layer that reads its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+        self.gate, self.up, self.down = (nn.Linear(*sizes, bias=False) for sizes in ((64, 192), (64, 192), (192, 64)))
+        self.to(DEVICE, torch.bfloat16)
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        x = h.float()
+        x = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)).to(h.dtype) * self.scale
+        y: torch.Tensor = h + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
+
+
+def kept_bytes(model: nn.Module, step: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Return the bytes that a step keeps for its backward pass beside parameters and input."""
+    h = torch.randn(64, 64, device=DEVICE).bfloat16().requires_grad_()
+    own = {t.untyped_storage().data_ptr() for t in (h, *model.parameters())}
+    kept: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) and t, lambda t: t
+    ):
+        step(h).sum().backward()
+    return sum(nbytes for address, nbytes in kept.items() if address not in own)
+
+
+def test_layers_that_keep_no_casts_keep_as_many_bytes_as_in_bf16() -> None:
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=min_cut_rematerialization_partition
+    )
+    found = {}
+    for name, recipe in (("bf16", None), ("casts", Recipe()), ("no casts", Recipe(keep_weights=False))):
+        torch.compiler.reset()
+        model = Gated()
+        for layer in [] if recipe is None else [model.gate, model.up, model.down]:
+            Fp8Linear.from_linear(layer, recipe)
+        found[name] = kept_bytes(model, model), kept_bytes(model, torch.compile(model, backend=backend, fullgraph=True))
+    assert found["no casts"] == found["bf16"]
+    assert found["casts"] > found["bf16"]
 
 
 def test_conversion_in_print_counts_layers_of_one_name() -> None:

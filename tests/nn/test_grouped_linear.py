@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kerneltune.compat import preserved_versions
-from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, update_scales, weight_workspace
+from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, kept_weights, update_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ["tensorwise", "rowwise"]
@@ -30,8 +30,8 @@ def fresh(module: GroupedLinear, x: torch.Tensor, offs: torch.Tensor) -> torch.T
 
 
 def addresses(module: GroupedLinear) -> list[int]:
-    assert module.workspace.weights is not None
-    return [t.data_ptr() for t in module.workspace.weights]
+    assert module.kept.held is not None
+    return [t.data_ptr() for t in module.kept.held]
 
 
 def change(module: GroupedLinear) -> None:
@@ -44,10 +44,10 @@ def test_microbatches_share_one_cast(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     want = fresh(module, x, offs)
     assert torch.equal(module(x, offs), want)
-    assert module.workspace.nbytes == 0
+    assert module.kept.nbytes == 0
     assert torch.equal(module(x, offs, is_first_microbatch=True), want)
     scales = 4 * E if recipe == "tensorwise" else 4 * E * (K + N)
-    assert module.workspace.nbytes == 2 * E * K * N + scales
+    assert module.kept.nbytes == 2 * E * K * N + scales
     kept = addresses(module)
     module.weight.data = module.weight.data.clone()  # elsewhere, but of the same values
     assert torch.equal(module(x, offs, is_first_microbatch=False), want)
@@ -74,8 +74,8 @@ def test_a_weight_in_column_major_order(recipe: str) -> None:
 
 def test_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     casts = []
-    cast = weight_workspace.cast_weights
-    monkeypatch.setattr(weight_workspace, "cast_weights", lambda *args, **options: casts.append(1) or cast(*args, **options))
+    cast = kept_weights.cast_weights
+    monkeypatch.setattr(kept_weights, "cast_weights", lambda *args, **options: casts.append(1) or cast(*args, **options))
     module, (x, offs) = layer(), batch()
     for first, so_far in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 2), (False, 2)):
         module(x, offs, is_first_microbatch=first)
@@ -89,13 +89,13 @@ def test_what_the_weights_reached_is_expected_of_the_next_cast(first: bool | Non
     for _ in range(2):
         want = fresh(module, x, offs)
         assert torch.equal(module(x, offs, is_first_microbatch=first), want)
-        assert torch.equal(module.amax, module.weight.detach().abs().amax((1, 2)).float())
+        assert torch.equal(module.kept.amax, module.weight.detach().abs().amax((1, 2)).float())
         with torch.no_grad():
             module.weight *= 3
     assert set(module.state_dict()) == {"weight"}
-    assert module.amax.any()
-    assert not copy.deepcopy(module).half().amax.any()
-    assert module.amax.dtype == torch.float32
+    assert module.kept.amax.any()
+    assert not copy.deepcopy(module).half().kept.amax.any()
+    assert module.kept.amax.dtype == torch.float32
     elsewhere = GroupedLinear(E, K, N, device="meta", dtype=torch.bfloat16)
     elsewhere.load_state_dict(module.state_dict(), assign=True)
     assert torch.equal(elsewhere(x, offs, is_first_microbatch=first), fresh(module, x, offs))
@@ -143,8 +143,8 @@ def test_a_step_that_leaves_no_trace_on_the_weight() -> None:
 
 def test_a_step_of_other_weights_casts_again_and_spoils_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     casts = []
-    cast = weight_workspace.cast_weights
-    monkeypatch.setattr(weight_workspace, "cast_weights", lambda *args, **options: casts.append(1) or cast(*args, **options))
+    cast = kept_weights.cast_weights
+    monkeypatch.setattr(kept_weights, "cast_weights", lambda *args, **options: casts.append(1) or cast(*args, **options))
     module, (x, offs) = layer(), batch()
     other = torch.ones(1, requires_grad=True)
     other.sum().backward()
@@ -203,11 +203,11 @@ def test_moving_and_casting_the_layer() -> None:
     module, (x, offs) = layer(), batch()
     module(x, offs, is_first_microbatch=True)
     module.float()
-    assert module.workspace.nbytes == 0
+    assert module.kept.nbytes == 0
     y = module(x.float(), offs, is_first_microbatch=False)
     assert y.dtype == torch.float32
     assert torch.equal(y, fresh(module, x.float(), offs))
-    assert module.to("meta").workspace.nbytes == 0
+    assert module.to("meta").kept.nbytes == 0
 
 
 def test_copies_have_workspaces_of_their_own() -> None:
@@ -217,7 +217,7 @@ def test_copies_have_workspaces_of_their_own() -> None:
     torch.save(module, file)
     file.seek(0)
     for other in (copy.deepcopy(module), torch.load(file, weights_only=False)):
-        assert other.workspace.nbytes == 0
+        assert other.kept.nbytes == 0
         change(other)
         assert torch.equal(other(x, offs, is_first_microbatch=False), fresh(other, x, offs))
         assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
@@ -292,7 +292,7 @@ def test_what_a_flag_on_the_device_may_have_kept_is_cast_again_without_it(monkey
     assert not torch.equal(late, want)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.sum().backward()
-    monkeypatch.setattr(module.workspace, "_refresh", lambda *_: pytest.fail("cast again"))
+    monkeypatch.setattr(module.kept, "_refresh", lambda *_: pytest.fail("cast again"))
     assert torch.equal(module(x, offs, is_first_microbatch=False), want)
 
 
@@ -312,7 +312,7 @@ def test_another_recipe_takes_another_workspace() -> None:
     module(x, offs, is_first_microbatch=True)
     for recipe in (Recipe("rowwise"), Recipe("rowwise", pow2=False), None):
         module.set_recipe(recipe)
-        assert module.workspace.nbytes == 0
+        assert module.kept.nbytes == 0
         y = module(x, offs, is_first_microbatch=False)
         want = torch._grouped_mm(x, module.weight.transpose(1, 2), offs) if recipe is None else fresh(module, x, offs)
         assert torch.equal(y, want)
@@ -333,7 +333,7 @@ def test_compiles_without_a_graph_break_where_nothing_is_kept() -> None:
 
 def test_bad_arguments() -> None:
     module, (x, offs) = layer(), batch()
-    assert repr(module).startswith("GroupedLinear(2, 32, 16, recipe=Recipe(scaling='tensorwise'")
+    assert "2, 32, 16, recipe=Recipe(scaling='tensorwise'" in repr(module)
     for sizes in ((0, 32, 16), (2, 24, 16), (2, 32, 0)):
         with pytest.raises(ValueError, match=f"num_experts={sizes[0]} in_features={sizes[1]} out_features={sizes[2]}"):
             GroupedLinear(*sizes)
@@ -348,7 +348,7 @@ def test_bad_arguments() -> None:
     for first in (None, True):
         with pytest.raises(ValueError, match="one device, got meta"):
             module(x.to("meta"), offs, is_first_microbatch=first)
-    assert module.workspace.nbytes == 0  # nothing was cast
+    assert module.kept.nbytes == 0  # nothing was cast
     module.weight = torch.nn.Parameter(torch.empty(E, N, 2 * K, device=DEVICE, dtype=torch.bfloat16)[..., ::2])
     with pytest.raises(ValueError, match=r"B_t must be column-major, .* got \(1024, 2, 64\)"):
         module(x, offs, is_first_microbatch=True)

@@ -7,7 +7,7 @@ import torch
 
 from kerneltune.nn import Recipe, fp8_grouped_mm, permute_tokens, sort_tokens
 from kerneltune.nn.fp8_products import cast_weights
-from kerneltune.nn.permuted_mm import fp8_permuted_mm
+from kerneltune.nn.grouped_mm import fp8_permuted_mm
 from kerneltune.nn.routing import Routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -150,7 +150,7 @@ def test_cases_that_find_no_room_are_said(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(data, "MOST_RECORDS", 5)
     shown = payload(Sources(experts(), ("baseline", "optimized")))
     assert len(shown["cases"]) == 2
-    assert shown["remark"] == "3 of 5 cases are left out to keep this page small: --op, --dtype, --quant select others"
+    assert shown["remark"] == "3 of 5 cases are left out to keep this page small: --op, --dtype, --quant select other cases"
 
 
 def test_several_families_are_one_page_that_names_the_slowest_row_of_each(tmp_path: Path) -> None:

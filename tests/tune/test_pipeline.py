@@ -13,6 +13,7 @@ from typing import Any
 import made_up
 import pytest
 from made_up import CASE, LARGE, SMALL, Setting, Small, op_of, small_time
+from replayed import StandIn
 from started import environment
 from test_tune_run import H200, Bench, Pool
 
@@ -24,7 +25,7 @@ from kerneltune.search.loop import Search, explore
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tune.session import TuningSession
-from kerneltune.tune.tuner import first_asked, tune
+from kerneltune.tune.tuner import first_runs, tune
 
 SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
 POOL = list(LARGE.configs(CASE))
@@ -72,7 +73,7 @@ def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
             raise EnoughError
 
     with pytest.raises(EnoughError):
-        explore(POOL, POOL[:1], Search(budget_s=60.0), start, compilers=compilers, meanwhile=meanwhile)
+        explore(POOL, POOL[:1], Search(budget_s=60.0), StandIn(start, compilers, meanwhile))
     assert all(one.was_cancelled or one.evaluation.cancelled() for one in begun)
     return len(begun)
 
@@ -98,7 +99,8 @@ def test_what_is_refused_does_not_wait_for_the_bench() -> None:
             measured.evaluation.set_result(Evaluation("ok", 10.0))
 
     told: list[tuple[Config, str]] = []
-    explore(POOL[:10], (), Search(), lambda config: measured if config == POOL[0] else Refused(config), tell)
+    begin = StandIn(lambda config: measured if config == POOL[0] else Refused(config))
+    explore(POOL[:10], (), Search(), begin, tell)
     assert told[-1] == (POOL[0], "ok")
     assert {status for _, status in told[:-1]} == {"spills"}
 
@@ -140,10 +142,10 @@ def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting)
             prepared.append(True)
 
     tuner = setting.tuner(SMALL, small_time)
-    tuner.bench = Ready()
+    tuner.worker = Ready()
     waiting: list[Future[CompileResult]] = []
 
-    def compiling(_config: Config) -> "Future[CompileResult]":
+    def compiling(_task: Task, _config: Config) -> "Future[CompileResult]":
         waiting.append(Future())
         return waiting[-1]
 
@@ -153,11 +155,11 @@ def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting)
                 if not future.done():
                     future.set_result(CompileResult((), 0.0))
 
-    tuner.meanwhile, tuner.compiling = meanwhile, compiling
+    tuner.queue.fill, tuner.queue.begin = meanwhile, compiling
     assert tune(tuner, Search(), setting.root).evidence["trials"] == 25
     again = setting.tuner(SMALL, small_time)
-    again.bench = Ready()
-    again.compiling = compiling
+    again.worker = Ready()
+    again.queue.begin = compiling
     tune(again, Search(), setting.root)
     assert prepared == [True]  # not where everything is known
 
@@ -190,16 +192,16 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Options:
 def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None:
     cases = [Case(f"m{size}", (("M", size),), "bfloat16") for size in (8, 16, 32)]
     op = op_of(SMALL)
-    with TuningSession(slow) as machines:
-        now, *later = (machines.tuner(Task(op, case, SMALL)) for case in cases)
-        machines.look_ahead(asked for one in later for asked in first_asked(one, Search(), slow.configs))
+    with TuningSession(slow) as session:
+        now, *later = (session.tuner(Task(op, case, SMALL)) for case in cases)
+        session.look_ahead(run for one in later for run in first_runs(one, Search(), slow.configs))
         now.begin(Small(64, 1))
-        machines.fill()
-        machines.fill()
+        session.queue.fill()
+        session.queue.fill()
         assert [case for case, _ in Slow.given] == [cases[0], cases[1], cases[1]]  # three workers
         for done in range(1, 60):
             Slow.futures[done].set_result(CompileResult((), 0.0)) if done < len(Slow.futures) else None
-            machines.fill()
+            session.queue.fill()
         ahead = Slow.given[1:]
         assert len(ahead) == len(set(ahead)) == 50
         assert {case for case, _ in ahead} == {cases[1], cases[2]}
@@ -207,7 +209,7 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
         taken = [later[0].begin(config).pending for config in SMALL.configs(cases[1])]
         assert len(Slow.given) == 51
         assert len(taken) == 25
-        machines.forget_ahead(later[1])
+        session.close(later[1])
         later[1].begin(Small(64, 1))
         assert len(Slow.given) == 52
 

@@ -16,6 +16,7 @@ from made_up import (
     SINGLE,
     SMALL,
     WARPS,
+    CompiledAtOnce,
     FakeTuner,
     Landscape,
     Large,
@@ -153,16 +154,16 @@ def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: 
         return small_time(config)
 
     tuner, default = setting.tuner(SMALL, slow), Small(256, 4)
-    tuner.bench = MakesInputs()
+    tuner.worker = MakesInputs()
     told, statuses = in_step(tuner), list[str]()
-    step = tuner.meanwhile
+    step = tuner.queue.fill
 
     def meanwhile() -> None:
         step()
         if statuses:
             refused.set()
 
-    tuner.meanwhile = meanwhile
+    tuner.queue.fill = meanwhile
     tuner.refusal = lambda config, _compiled: Evaluation("spills") if config == default else None  # type: ignore[method-assign]
     tuner.winner = lambda configs: configs[0]
 
@@ -323,7 +324,7 @@ def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting
 
 
 def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
-    tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), compiled)
+    tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), CompiledAtOnce())
     assert tuner.prune  # 25 configs: no published list
     broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
     assert broken == Evaluation("compile", detail="CompilationError: no")
@@ -336,7 +337,7 @@ def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
 def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), compiled)
+    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), CompiledAtOnce())
     asked = Large(64, 1, 1, 4)
     twice = CompileResult((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
@@ -357,7 +358,7 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
 def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), compiled)
+    tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), CompiledAtOnce())
     here = device.current()
     monkeypatch.setattr(device, "current", lambda: replace(here, arch="sm_90"))
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
@@ -412,14 +413,14 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
     tuner = setting.tuner(SMALL, small_time)
     slow: Future[CompileResult] = Future()
 
-    def compiling(config: Config) -> "Future[CompileResult]":
+    def compiling(_task: Task, config: Config) -> "Future[CompileResult]":
         return slow if config == Small(64, 1) else compiled(config)
 
     def on_trial(_config: Config, _trial: Evaluation) -> None:
         if len(tuner.evaluated) == 24 and not slow.done():
             slow.set_result(CompileResult((), 60.0))
 
-    tuner.compiling = compiling
+    tuner.queue.begin = compiling
     entry = tune(tuner, Search(), setting.root, on_trial)
     assert tuner.evaluated[-1] == Small(64, 1)
     assert entry.evidence["trials"] == 25
@@ -428,7 +429,7 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
 def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
     futures: list[Future[CompileResult]] = []
 
-    def compiling(config: Config) -> "Future[CompileResult]":
+    def compiling(_task: Task, config: Config) -> "Future[CompileResult]":
         futures.append(Future() if len(futures) >= 3 else compiled(config))
         return futures[-1]
 
@@ -440,7 +441,7 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
         if len(tuner.evaluated) == 3:
             raise KeyboardInterrupt
 
-    tuner.compiling = compiling
+    tuner.queue.begin = compiling
     with pytest.raises(KeyboardInterrupt):
         tune(tuner, Search(trials=30), setting.root, interrupt)
     assert len(futures) == 2 + loop.AHEAD

@@ -125,7 +125,7 @@ function select(label, options, value, changed) {
   return element("label", {}, label, list);
 }
 
-const cards = (found, small) => element("div", { class: small ? "cards small" : "cards" }, ...found.filter(Boolean));
+const cards = (found) => element("div", { class: "cards" }, ...found.filter(Boolean));
 
 const opened = new Set();
 
