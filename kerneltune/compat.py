@@ -1,7 +1,8 @@
 """Hold every use of a private name of torch, Triton or transformers.
 
-`PRIVATE_NAMES` says for each name why kerneltune needs it and what happens without it; a test looks each name up. Names used by
-`ops/*/peers.py` stay there, because the digests of peers' code are part of shipped records.
+`PRIVATE_NAMES` says for each name why kerneltune needs it and what happens without it; a test looks each name up. Two kinds of
+files use their names themselves: `ops/*/peers.py`, because the digests of peers' code are part of shipped records, and
+`kernel_lib/bounds.py` and `kernel_lib/interpreted.py`, which replace the interpreter's functions.
 """
 
 from collections.abc import Callable
@@ -59,7 +60,9 @@ PRIVATE_NAMES = (
     ),
     PrivateName("torch:ops.aten._unsafe_view", "reshapes a result that autograd lets callers change in place", "a copy"),
     PrivateName("torch:ops.aten._weight_int4pack_mm", "is torch's peer of int4 products", "records have one peer less"),
-    PrivateName("torch:ops.aten._convert_weight_to_int4pack", "packs weights for torch's peer of int4", "the same"),
+    PrivateName(
+        "torch:ops.aten._convert_weight_to_int4pack", "packs weights for torch's peer of int4", "records have one peer less"
+    ),
     PrivateName("torch:cuda._sleep", "keeps the GPU busy while the host queues timed launches", "times hold the host's time"),
     PrivateName(
         "torch._C:_current_graph_task_id",
@@ -147,13 +150,47 @@ PRIVATE_NAMES = (
         "launches a compiled kernel again, with addresses in place of tensors",
         "fp8 casts of known shapes launch as Triton does, which takes the host longer",
     ),
+    PrivateName(
+        "triton.runtime.interpreter:_convert_float",
+        "is replaced, so that interpreted casts to bf16 and fp8 round to nearest even",
+        "checks without a GPU stop with a line that names the missing function",
+    ),
+    *(
+        PrivateName(
+            f"triton.runtime.interpreter:{name}", "patches Triton's language once per launch", "a call inside a kernel takes 3 ms"
+        )
+        for name in ("_patch_lang", "_patch_lang_core", "_LangPatchScope")
+    ),
+    PrivateName(
+        "triton.runtime.interpreter:_implicit_cvt",
+        "is replaced, so that each tensor argument has addresses of its own",
+        "accesses outside of an argument go unseen without a GPU",
+    ),
+    PrivateName(
+        "triton.runtime.interpreter:_interpreter",
+        "is replaced, so that each access of a kernel is checked",
+        "bad accesses go unseen without a GPU",
+    ),
+    PrivateName(
+        "triton.runtime.interpreter:GridExecutor._init_args_hst",
+        "is replaced, so that messages name the argument of an access",
+        "messages name no argument",
+    ),
+    PrivateName(
+        "triton._C.libtriton.ir:ROUNDING_MODE", "tells how an interpreted cast is to round", "all casts round to nearest even"
+    ),
+    PrivateName(
+        "triton._C.libtriton:get_cache_invalidating_env_vars",
+        "lists the environment variables that change compiled code",
+        "identities of compiled code miss these variables",
+    ),
 )
 
 untraced = _disable_dynamo
 """Decorate what torch.compile does not trace.
 
-`torch.compiler.disable` imports torch's compiler where it decorates, which takes as long as torch itself. torch decorates its own
-functions with this, which imports it at their first call.
+`torch.compiler.disable` imports torch's compiler with the decorated module, and the import takes as long as the import of torch.
+This decorator imports the compiler at the first call; torch decorates its own functions with it.
 """
 CustomOpDef = custom_ops.CustomOpDef
 preserved_versions = _unsafe_preserve_version_counter
@@ -206,7 +243,7 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Apply a function to the parameters and buffers of a module as torch does where it moves or casts a module."""
+    """Apply a function to the parameters and buffers of a module, as `module.to` does."""
     return nn.Module._apply(module, change, recurse)
 
 
@@ -229,7 +266,7 @@ def has_default_gate(cls: type[nn.Module]) -> bool:
 
 
 def has_own_gate(module: nn.Module) -> bool:
-    """Return whether a gate was set on an expert module itself, beside that of its class."""
+    """Return whether a gate was set on an expert module itself, beside the gate of its class."""
     return "_apply_gate" in vars(module)
 
 
