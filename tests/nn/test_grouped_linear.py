@@ -1,4 +1,4 @@
-"""The layer of expert weights: its workspace keeps its place and never goes stale, whatever is done to weight or layer."""
+"""The layer of expert weights: its kept fp8 stays in place and never goes stale, through all changes of weight and layer."""
 
 import copy
 import io
@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from kerneltune.compat import preserved_versions
-from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, kept_weights, update_scales
+from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, kept_weights, set_first_microbatch, update_scales
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ["tensorwise", "rowwise"]
@@ -101,8 +101,22 @@ def test_what_the_weights_reached_is_expected_of_the_next_cast(first: bool | Non
     assert torch.equal(elsewhere(x, offs, is_first_microbatch=first), fresh(module, x, offs))
 
 
+def test_microbatch_of_the_whole_model_serves_the_layer_and_the_argument_goes_first() -> None:
+    module, (x, offs) = layer(), batch()
+    before = module(x, offs)
+    for is_first in (True, False):
+        assert set_first_microbatch(module, is_first) == 1
+        assert torch.equal(module(x, offs), before)
+    change(module)
+    assert torch.equal(module(x, offs), before)
+    assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
+    set_first_microbatch(module, None)
+    assert module.kept.held is None
+    assert torch.equal(module(x, offs), fresh(module, x, offs))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_through_the_workspace(recipe: str) -> None:
+def test_gradients_through_kept_weights(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     x.requires_grad_()
     dy = torch.randn(M, N, device=DEVICE).bfloat16()
@@ -210,7 +224,7 @@ def test_moving_and_casting_the_layer() -> None:
     assert module.to("meta").kept.nbytes == 0
 
 
-def test_copies_have_workspaces_of_their_own() -> None:
+def test_copies_keep_weights_of_their_own() -> None:
     module, (x, offs) = layer(), batch()
     module(x, offs, is_first_microbatch=True)
     file = io.BytesIO()
@@ -269,7 +283,7 @@ def test_activation_checkpointing(first: bool, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_flag_on_the_device_keeps_the_workspace(recipe: str) -> None:
+def test_a_flag_on_the_device_keeps_the_weights(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     skip = torch.ones(1, device=DEVICE)
     old = module(x, offs, is_first_microbatch=True, skip_update=skip)  # the first call casts anyway
@@ -296,7 +310,7 @@ def test_what_a_flag_on_the_device_may_have_kept_is_cast_again_without_it(monkey
     assert torch.equal(module(x, offs, is_first_microbatch=False), want)
 
 
-def test_a_backward_after_a_flag_has_kept_the_workspace_goes_on() -> None:
+def test_a_backward_after_a_flag_has_kept_the_weights_goes_on() -> None:
     module, (x, offs) = layer(), batch()
     skip, dy = torch.ones(1, device=DEVICE), torch.randn(M, N, device=DEVICE).bfloat16()
     module(x, offs, is_first_microbatch=True)
@@ -307,7 +321,7 @@ def test_a_backward_after_a_flag_has_kept_the_workspace_goes_on() -> None:
     assert torch.equal(got, want)
 
 
-def test_another_recipe_takes_another_workspace() -> None:
+def test_another_recipe_releases_kept_weights() -> None:
     module, (x, offs) = layer("tensorwise"), batch()
     module(x, offs, is_first_microbatch=True)
     for recipe in (Recipe("rowwise"), Recipe("rowwise", pow2=False), None):
