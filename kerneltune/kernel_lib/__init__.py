@@ -1,1 +1,1 @@
-"""What operators share: device code (`tl_…`), launches, memory between programs, checks of tensors, groups of tokens."""
+"""Code that operators share: device code (`tl_…`), launches, memory between programs, checks of tensors, groups of tokens."""

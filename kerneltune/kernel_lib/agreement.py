@@ -1,4 +1,4 @@
-"""Compare two tensors and say in one line where they disagree, for the `compare` functions of operators.
+"""Compare two tensors and say in a line where they disagree, for the `compare` functions of operators.
 
 Knows no operator. May import torch.
 """

@@ -33,7 +33,7 @@ def check_matrix(name: str, x: torch.Tensor) -> None:
 
 
 def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
-    """Check that a tensor has exactly this shape, dtype and device; contiguous where it has one axis.
+    """Check that a tensor has exactly this shape, dtype and device; contiguous if it has a single axis.
 
     Raises:
         ValueError: it is not.

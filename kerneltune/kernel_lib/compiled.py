@@ -1,4 +1,4 @@
-"""Run functions of torch operators as variants, one operator after another or by torch.compile. Knows no operator."""
+"""Run functions of torch operators as variants, operator by operator or by torch.compile. Knows no operator."""
 
 import types
 from collections.abc import Callable, Hashable
@@ -10,14 +10,14 @@ import torch
 from kerneltune.spec import Config, Inputs, Outputs
 
 EAGER, DEFAULT = "eager", "default"
-"""Modes beside those of torch.compile: no compilation, and torch.compile without a mode."""
+"""Modes in addition to torch.compile's modes: no compilation, and torch.compile without a mode."""
 
 
 @cache
 def compiled_for(function: Callable[..., Any], *_case: Hashable, mode: str | None = None) -> Callable[..., Any]:
     """Compile `function` without a graph break, separately for every case: no case runs a kernel made for another.
 
-    torch keeps what it compiled, and counts it against a limit, by code object: each case has one of its own.
+    torch keeps compiled functions, and counts them against a limit, by code object: each case has one of its own.
     """
 
     def call(*arguments: Any) -> Any:

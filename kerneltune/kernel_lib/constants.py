@@ -1,4 +1,4 @@
-"""Group compile-time constants, so that a kernel takes a group of them as one parameter.
+"""Group compile-time constants, so that a kernel takes a group as a parameter.
 
 Knows no operator. May import triton and tl_lib.
 """
@@ -45,5 +45,5 @@ class Constants:
         return hash(self._values)
 
     def __repr__(self) -> str:
-        """Return an identifier, of which Triton makes the name of a compiled function and the key of a compiled kernel."""
+        """Return an identifier, because Triton makes names of functions and keys of kernels out of it."""
         return "_".join([type(self).__name__, *map(str, self._values)])

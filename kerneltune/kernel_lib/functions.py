@@ -70,12 +70,12 @@ def torch_operator(
 ) -> Callable[[Function], Function]:
     """Register a function as the torch operator `kerneltune::NAME`, which torch.compile and export can trace.
 
-    The operator has the function's parameters, but `config` and `out`, all of which may be given by position. It returns a tuple
+    The operator has the function's parameters except `config` and `out`, and takes each by position too. It returns a tuple
     of tensors, or a list where the function may leave some out. It cannot be differentiated.
 
     Args:
-        results: allocates what the function returns and launches nothing; it names the parameters that it needs.
-        name: of the operator; that of the function if empty.
+        results: allocates the function's results and launches nothing; it names the parameters that it needs.
+        name: of the operator; the function's name if empty.
         mutates: the tensors among the parameters that the function writes to.
         without: further parameters that the operator lacks; they have defaults.
     """

@@ -5,7 +5,7 @@ import torch
 from kerneltune.spec import Case
 
 GROUP_ALIGNMENT = 128
-"""Aligned groups begin at multiples of so many columns of a transposed fp8 operand: one step of a product's contraction."""
+"""Aligned groups begin at multiples of so many columns of a transposed fp8 operand: a step of a product's contraction."""
 
 
 def aligned_size(tokens: int, groups: int) -> int:
@@ -17,7 +17,7 @@ def aligned_starts(offs: torch.Tensor) -> torch.Tensor:
     """Return (G,) of offs' type, the column where each aligned group begins: a formula of its own start and number alone.
 
     No group reaches the next one's start, rounded up to a multiple of GROUP_ALIGNMENT as it may be. Columns up to that multiple
-    hold zeros; the others between groups are never read.
+    hold zeros; all other columns between groups are never read.
     """
     starts = torch.cat([offs.new_zeros(1), offs[:-1]])
     return (starts // GROUP_ALIGNMENT + torch.arange(offs.shape[0], dtype=offs.dtype, device=offs.device)) * GROUP_ALIGNMENT

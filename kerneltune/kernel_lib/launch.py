@@ -1,4 +1,4 @@
-"""Choose the device and the number of programs of a launch; launches whose programs wait for each other.
+"""Choose the device and the number of programs of a launch; launches whose programs spin on each other's counters.
 
 Knows no operator and launches nothing itself. May import torch.
 """
@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.interpreted import mend_or_warn
 from kerneltune.kernel_lib.tl_lib import is_cuda
 from kerneltune.rounding import cdiv
 
-mend_or_warn()  # every operator launches from here, also those that a user calls without a check
+mend_or_warn()  # every operator launches from here, also an operator that a user calls without a check
 
 _QUARTER = 16384
 """Registers of a quarter of an SM, which holds every fourth warp."""
@@ -34,7 +34,7 @@ def several_gpus() -> bool:
 
 
 def on_its_device(function: Callable[P, R]) -> Callable[P, R]:
-    """Run an operator's function on the GPU of its first argument (a tensor or several): Triton launches on the current one."""
+    """Run an operator's function on the GPU of its first argument (a tensor or several): Triton launches on the current GPU."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,7 +58,7 @@ def resident(where: torch.device, ctas: int) -> int:
 
 
 def registers(warps: int, ctas: int) -> dict[str, Any]:
-    """Return the launch option that makes `ctas` programs fit an SM; none where Triton has no such option."""
+    """Return the launch option that makes `ctas` programs fit an SM; no option where Triton has none."""
     return {"maxnreg": min(_MAX_REGISTERS, _QUARTER // (32 * cdiv(warps * ctas, 4)) // 8 * 8)} if is_cuda() else {}
 
 
@@ -68,10 +68,10 @@ def too_much_shared(shared_bytes: int) -> str | None:
 
 
 def too_small_to_transpose(rows: int, cols: int, warps: int) -> str | None:
-    """Return why a tile of fp8 numbers cannot be cast and go out as words of its transpose; None where it can.
+    """Return why a tile of fp8 values cannot be cast and written as words of its transpose; None if the tile can be.
 
-    Where a thread has fewer than sixteen, bytes of those words are of no number, and ptxas 12.8 then stores casts of which the
-    words are made before it has made them: the neighbouring output is wrong, without an error.
+    Where a thread has fewer than sixteen, some bytes of the words have no value, and ptxas 12.8 then stores the casts before it
+    has computed them: the neighbouring output is wrong, without an error.
     """
     per_thread = rows * cols / (32 * warps)
     return f"{per_thread:g} elements per thread, of which fp8 tiles that are transposed need 16" if per_thread < 16 else None
@@ -80,9 +80,9 @@ def too_small_to_transpose(rows: int, cols: int, warps: int) -> str | None:
 def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict[str, Any]]]:
     """Yield the launches of a kernel whose programs wait for each other: PHASE and launch options of each.
 
-    On CUDA one cooperative launch (PHASE 0) with as many registers as `ctas` programs leave each other. Elsewhere, and where
+    On CUDA a cooperative launch (PHASE 0) with as many registers as `ctas` programs leave each other. Elsewhere, and where
     not all that must wait for each other can be resident `together`, programs publish in one launch (PHASE 1) and collect in
-    a second (PHASE 2); the interpreter runs them in turn.
+    a second (PHASE 2); the interpreter runs one after the other.
     """
     if not is_cuda():
         return [(1, {}), (2, {})]

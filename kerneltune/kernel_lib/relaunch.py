@@ -1,7 +1,7 @@
-"""Launch a compiled kernel again, past Triton's look-up of what was compiled for the arguments.
+"""Launch a compiled kernel again, past Triton's look-up of compiled kernels.
 
 Because `kernel[grid](…)` binds and specializes each of thirty arguments, and hashes them, a launch takes several times as long as
-the driver needs. The caller must know that the arguments specialize as those of the first launch did: the same integers
+the driver needs. The caller must know that the arguments specialize as the first launch's arguments did: the same integers
 and constants, and pointers as much aligned.
 """
 

@@ -1,4 +1,4 @@
-"""How the programs of one launch talk to each other: tagged words in a workspace (workspace.py).
+"""Exchange values between the programs of a launch: tagged words in a workspace (workspace.py).
 
 Device code; knows no operator. May import triton and tl_lib.
 """
@@ -26,7 +26,7 @@ def close_launch(ws_ptr, tag):
 
 @triton.jit
 def publish(ws_ptr, index, value, tag, mask):
-    """Store the fp32 `value` with `tag` in one 64-bit word, which other programs of this launch can wait for."""
+    """Store the fp32 `value` with `tag` in a 64-bit word, which other programs of this launch can wait for."""
     if is_cuda():  # in the layout of `value`, whichever that is: `tl.store` would first move it into another
         tl.inline_asm_elementwise(
             """{
@@ -98,7 +98,7 @@ def raise_published(ws_ptr, index, value, tag, mask):
 def places(ws_ptr, index):
     """Return where words are, for `seen` and `raise_seen`: neighbouring threads take neighbouring words, one of each at a time.
 
-    Triton, which cannot tell that they are neighbours, gives no thread several; L2 raises what lies in one sector together.
+    Triton, which cannot tell that they are neighbours, gives no thread several; L2 takes the maxima of a sector together.
     """
     return (ws_ptr + 32 + held(index)).to(tl.pointer_type(tl.uint64))
 
@@ -111,14 +111,14 @@ def seen(word_ptr, mask):
 
 @triton.jit
 def raise_seen(word_ptr, value, tag, before, mask):
-    """`raise_published` of those words alone that were `seen` to be lower `before`: most need not be raised."""
+    """Call `raise_published` for the words alone that `seen` found to be lower `before`: most words are large enough."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     tl.atomic_max(word_ptr, word, mask=mask & (word > before), sem="relaxed")
 
 
 @triton.jit
 def raised(ws_ptr, index, value, tag, mask):
-    """`raise_published` of one word, and what it holds then: the largest of this launch until now."""
+    """Call `raise_published` for a word and return its value after that: the largest of this launch until now."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     found = tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
     return (tl.maximum(found, word) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -131,7 +131,7 @@ def arrive(ws_ptr, index, tag, live):
     The word is first raised to this launch's zero, so that nobody has to clear it.
     """
     counter_ptr = (ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64))
-    if is_cuda():  # a barrier that Triton does not see: it pipelines no loop that has one
+    if is_cuda():  # a barrier that Triton does not see, because Triton pipelines no loop that has a barrier
         tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
     else:
         tl.debug_barrier()
@@ -143,8 +143,8 @@ def arrive(ws_ptr, index, tag, live):
 def await_arrivals(ws_ptr, index, count, tag):
     """Wait until `count` programs of this launch have arrived at word `index`; then their words can be read.
 
-    All of them must be resident: launch cooperatively. The loads that follow in the thread go to L2, as this one does, and are
-    not issued before it has seen the last arrival.
+    All of them must be resident: launch cooperatively. Later loads of the thread go to L2, as the load of the counter does, and
+    are not issued before it has seen the last arrival.
     """
     word = (tag.to(tl.uint64) << 32) | tl.full((), 0, tl.uint64) + count
     tl.inline_asm_elementwise(
@@ -182,11 +182,11 @@ def leave_done(counter_ptr):
 
 @triton.jit
 def await_done(counter_ptr, count):
-    """Wait until `count` programs have counted themselves in; loads that follow must go to L2 (`.cg`), as this one does.
+    """Wait until `count` programs have counted themselves in; later loads must go to L2 (`.cg`), as the load of the counter does.
 
-    They must have begun before: on NVIDIA's GPUs those of smaller ids, for programs begin in that order; it is what they do, not
-    what CUDA promises. Nor does PTX promise that loads behind the barrier see what came before the count, for there is no fence:
-    L2, to which both go, orders them. Elsewhere the programs must have come to their end in an earlier launch.
+    The programs must have begun before: NVIDIA's GPUs begin programs in the order of their ids, although CUDA does not promise
+    it. Nor does PTX promise that loads behind the barrier see the stores before the count, because there is no
+    fence: L2, to which both go, orders them. Elsewhere the programs must have come to their end in an earlier launch.
     """
     if is_cuda():
         tl.inline_asm_elementwise(
@@ -240,8 +240,8 @@ def clear_done(counter_ptr, count):
 def close_done(counter_ptr, count, ws_ptr, groups):
     """Every program that waits with `await_done` calls this after it, and does not wait for it to happen.
 
-    The one that makes `count`, arrivals and waiters together, sets the counter to 0; the last of `groups` counters that is set to
-    0 gives the next launch on the workspace another tag.
+    The program that makes `count`, arrivals and waiters together, sets the counter to 0; the last of `groups` counters that is
+    set to 0 gives the next launch on the workspace another tag.
     """
     if is_cuda():
         tl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
 """Device code that matrix products share: a product of tiles, and a contraction that several programs share.
 
-Programs leave their parts in fp32; one adds the parts in the order of the contraction, so that equal inputs give equal bits:
-the last to arrive at a tile, or one that waits for the others. Launches nothing. May import triton and tl_lib.
+Programs leave their parts in fp32. The last program to arrive at a tile, or a program that waits for all parts, adds them in the
+order of the contraction, so that equal inputs give equal bits. Launches nothing. May import triton and tl_lib.
 """
 
 import triton
@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.tl_lib import INTERPRETED, is_cuda
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _WORDS_WAITED_FOR = 48
-"""How many words a thread waits for at once, each of which has a register."""
+"""Words that a thread waits for together; each takes a register."""
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def dot(a, b, acc):
 def is_last(counter_ptr, parts):
     """Count this program in, after all that its threads stored; return whether it is the last of `parts`.
 
-    The word it counts at is zero between launches. The last program can read from L2 what the other programs stored.
+    The word it counts at is zero between launches. The last program can read from L2 the values that all other programs stored.
     """
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == parts - 1
@@ -48,23 +48,24 @@ def sum_of_parts(part_ptr, stride, mask, PARTS: tl.constexpr):
 
 @triton.jit
 def gather_parts(tile_ptr, stride, split, part, SPLITS: tl.constexpr):
-    """Give the last of programs 0 … SPLITS - 1 the sum of their fp32 tiles, in this order; the others leave their tile for it.
+    """Give the last of programs 0 … SPLITS - 1 the sum of their fp32 tiles, in this order.
 
-    In words that are zero between launches: SPLITS - 1 tiles from tile_ptr on, stride words apart. A word left there is never 0
-    (its bits are turned, and a NaN of ones alone becomes another), and who waits for one leaves zero. Every thread has words of
-    its own in every tile, those of a warp side by side: what they hold is known to nobody but the same thread of the programs
-    that share them. So leaving and waiting are one piece of code: two might have different numbers in a thread. What other
-    programs get means nothing, and all must use it somehow, for code that nobody uses is dropped.
+    All other programs leave their tiles in words that are zero between launches: SPLITS - 1 tiles from tile_ptr on, stride words
+    apart. A word left there is never 0 (its bits are inverted, and a NaN of ones alone becomes another NaN), and the waiting
+    program leaves zero. Every thread has words of its own in every tile, and the words of a warp lie side by side: only the same
+    thread of the programs that share a word knows its element. So leaving and waiting share a piece of code: two might have
+    different numbers in a thread. The result of all other programs means nothing; they must use it nevertheless, because the
+    compiler drops code without a use.
 
-    The others must have begun before the last: on NVIDIA's GPUs those of smaller ids have, for programs begin in that order; it
-    is what they do, not what CUDA promises. For CUDA and the interpreter alone.
+    All other programs must have begun before the last: NVIDIA's GPUs begin programs in the order of their ids, although CUDA does
+    not promise it. For CUDA and the interpreter alone.
     """
     if is_cuda():
         tl.static_assert(part.numel >= num_threads())
         EACH: tl.constexpr = part.numel // num_threads()
         zeros = tl.zeros_like(part).to(tl.int32)
         operands = [tl.cast(tile_ptr, tl.int64) + zeros, tl.cast(stride, tl.int64) * 4 + zeros, split + zeros, part]
-        # called pure so that the copy of another layout, which nothing uses, is dropped; a test counts that one is left
+        # called pure so that the copy of another layout, which nothing uses, is dropped; a test counts the copies that are left
         return tl.inline_asm_elementwise(
             _gathering(SPLITS - 1, EACH, num_threads()), _operands(EACH), operands, dtype=tl.float32, is_pure=True, pack=EACH
         )
@@ -92,7 +93,7 @@ def _gathering(others, each, threads):
 
     Operands: the sums; the first tile's address, bytes from tile to tile, which program this is, the values.
     """
-    at_once = min(each, 4)  # words of one instruction
+    at_once = min(each, 4)  # words of an instruction
     vector = f".v{at_once}" if at_once > 1 else ""
     batch = max(at_once, min(each, _WORDS_WAITED_FOR // others // at_once * at_once))
     sums, numbers = [f"${i}" for i in range(each)], [f"${4 * each + i}" for i in range(each)]

@@ -1,4 +1,4 @@
-"""Where aligned token groups lie (groups.py says what they are), read off their ends by every program for itself.
+"""Where aligned token groups lie (groups.py says what they are), computed by every program from their ends.
 
 Device code; knows no operator. May import triton and tl_lib.
 """

@@ -15,7 +15,7 @@ FP8_DTYPES = {
     "e5m2fnuz": torch.float8_e5m2fnuz,
 }
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-"""What kernels are told that words of two numbers hold."""
+"""Triton's type of the elements that words of two hold."""
 
 TL_FP8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "e4m3fnuz": tl.float8e4b8, "e5m2fnuz": tl.float8e5b16}
 
@@ -29,13 +29,16 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.constexpr_function
 def is_cuda():
-    """Return whether kernels may hold PTX: what they are compiled for, here or ahead of time, is an NVIDIA GPU."""
+    """Return whether kernels may hold PTX: they are compiled, here or ahead of time, for an NVIDIA GPU."""
     return not INTERPRETED and target_info.is_cuda()
 
 
 @triton.constexpr_function
 def since_sm_90():
-    """Whether kernels may hold PTX that sm_90 brought: launches before the kernel in front has ended, packed 16-bit maxima."""
+    """Return whether kernels may hold PTX that sm_90 brought.
+
+    It brought launches before the kernel in front has ended, and packed 16-bit maxima.
+    """
     return not INTERPRETED and target_info.cuda_capability_geq(9, 0)
 
 
@@ -64,8 +67,8 @@ def reciprocal(x):
 def amax_to_scale(amax, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
     """Return the multiplier fp32(FP8_MAX / max(amax, 1e-12)), rounded down to a power of two under POW2.
 
-    NaN gives NaN, infinity gives 0. The power of two comes from exponents alone: that of the quotient is one less where the
-    mantissa divides more than it has.
+    NaN gives NaN, infinity gives 0. The power of two comes from exponents alone: the quotient's exponent is smaller by 1 where
+    the divisor has the larger mantissa.
     """
     limit = tl.zeros_like(amax) + FP8_MAX
     finite = tl.maximum(amax, 1e-12)
@@ -182,9 +185,9 @@ def load_constant(ptr):
 
 @triton.jit
 def store_here(ptr, value, mask):
-    """Store 32-bit numbers from the threads that hold them; `tl.store` would first hand them to others, over barriers.
+    """Store 32-bit numbers from the threads that hold them; `tl.store` would first move them to other threads, over barriers.
 
-    Several threads may hold one number, and store the same.
+    Several threads may hold the same element, and store the same value.
     """
     if is_cuda():
         tl.inline_asm_elementwise(
@@ -288,7 +291,7 @@ def pack_bytes(q0, q1, q2, q3):
 
 @triton.jit
 def words_of_pairs(p0, p1, p2, p3):
-    """Four tiles of int16, each of two bytes, to two of uint32: a word of the four lower bytes and one of the four upper ones.
+    """Return two tiles of uint32 out of four tiles of int16: the words of the lower bytes, and the words of the upper bytes.
 
     The first tile's bytes are the lowest. Byte permutes, as in `pack_bytes`.
     """

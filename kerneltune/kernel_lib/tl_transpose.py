@@ -1,4 +1,4 @@
-"""How bytes are transposed: a matrix, or tiles as they are stored, whole words where addresses allow, byte by byte at the ends.
+"""Transpose bytes: a matrix, or tiles as they are stored, whole words where addresses allow, byte by byte at the ends.
 
 Device code; knows no operator. May import triton and tl_lib.
 """
@@ -13,10 +13,10 @@ from kerneltune.kernel_lib.tl_lib import only_if, pack_bytes, words_of_pairs
 def transpose_bytes(
     x_ptr, q_ptr, M, N, stride, ROWS: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, BACKWARDS: tl.constexpr
 ):  # fmt: skip
-    """q[n, m] = x[m, n] (M, N) of a tile, a program each; both uint8, rows of x `stride` apart, those of q adjacent.
+    """q[n, m] = x[m, n] (M, N) of a tile, a program each; both uint8, rows of x `stride` apart, rows of q adjacent.
 
     GROUP row blocks follow each other, for their tiles are neighbouring pieces of the same rows of q. BACKWARDS: from the
-    last tile to the first, so that what was written last is read while L2 still has it.
+    last tile to the first, so that L2 still has the bytes that were written last.
     """
     down, across = tl.cdiv(M, ROWS), tl.cdiv(N, COLS)
     tile = tl.program_id(0)
@@ -35,7 +35,7 @@ def transpose_bytes(
 
 @triton.jit
 def store_transposed(q_ptr, base, ld, lo, hi, live, qs, JAGGED: tl.constexpr, EVEN: tl.constexpr, PACKED: tl.constexpr):
-    """Rows [lo, hi) of four fp8 sub-tiles (QUADS, COLS), of which sub-tile k has the rows 4i + k, to byte base + col * ld + row.
+    """Store rows [lo, hi) of four fp8 sub-tiles (QUADS, COLS) at byte base + col * ld + row; sub-tile k has the rows 4i + k.
 
     live: (COLS,), which columns exist, all of them under EVEN. PACKED: base and ld are multiples of 4, and the bytes go out as
     32-bit words, made of integers, never of a transposed fp8 tile (see `pack_bytes`). Else, or without JAGGED, lo is 0.
@@ -102,7 +102,7 @@ def store_transposed_words(q_ptr, base, ld, lo, hi, live, words, JAGGED: tl.cons
 
 @triton.jit
 def _store_end(byte_ptr, quad, ld, lo, hi, live, packed):
-    """Store the rows in [lo, hi) of one quad of packed words (QUADS, COLS), byte by byte."""
+    """Store the rows in [lo, hi) of a quad of packed words (QUADS, COLS), byte by byte."""
     quads = tl.arange(0, packed.shape[0])
     cols = tl.arange(0, packed.shape[1])
     word = tl.sum(tl.where((quads == quad)[:, None], packed, 0), axis=0)

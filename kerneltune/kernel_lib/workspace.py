@@ -25,10 +25,10 @@ LOANS_PER_CLEARING = 1 << 31
 
 
 class Loan:
-    """Memory that one caller has at a time: `with loan as tensor:`.
+    """Memory that a single caller has at a time: `with loan as tensor:`.
 
     The end of the block gives the memory back. If the block ends with an exception, the memory is dropped, because a launch may
-    be missing and the words may be those of an unfinished operation.
+    be missing and the words may belong to an unfinished operation.
     """
 
     __slots__ = ("_free", "_loans", "_period", "_tensor")
@@ -48,10 +48,10 @@ class Loan:
 
 
 class Pool:
-    """The memory of one size for one stream.
+    """The memory of a size for a stream.
 
     `lend` never gives memory that another caller has: two threads that launch on the stream at once have memory of their own, so
-    that the order of their launches does not matter. What was given back is lent again, without a wait, because the next
+    that the order of their launches does not matter. Returned memory is lent again without a wait, because the next
     borrower's launches follow on the same stream. `list.pop` and `list.append` are atomic, so that no lock is needed.
 
     Args:
@@ -72,7 +72,7 @@ class Pool:
 
 
 def workspace(slots: int, device: torch.device) -> Loan:
-    """Lend (≥ slots + header,) int64 words to the launches of one operation on the current stream.
+    """Lend (≥ slots + header,) int64 words to the launches of an operation on the current stream.
 
     Each launch marks its words with the launch number of the workspace, so that nothing is cleared between loans, except once in
     2^31. A CUDA graph has memory of its own, cleared once at the start of every replay, so that graphs may be replayed side by

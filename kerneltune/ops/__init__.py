@@ -24,13 +24,13 @@ def load() -> dict[str, Op]:
     """Return all operators by name; imports torch and triton.
 
     Raises:
-        ValueError: two operators have one name, a contract that contradicts itself, or a plug-in that is not usable.
+        ValueError: two operators have the same name, a contract contradicts itself, or a plug-in cannot be used.
     """
     return load_with(os.environ.get(PLUGINS, ""))
 
 
 def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts]:
-    """Return what is listed of all operators by name; imports neither torch nor triton, unless a plug-in does.
+    """Return the facts of all operators by name; imports neither torch nor triton, unless a plug-in does.
 
     Args:
         before_import: called before the code of an operator is imported.
@@ -66,7 +66,7 @@ def load_with(plugins: str) -> dict[str, Op]:
 
 
 def family(name: str) -> tuple[Op, ...]:
-    """Import a module of this folder and return its operators, or those of the modules in its folder."""
+    """Import a module or a folder of modules and return the operators in it."""
     module = importlib.import_module(name)
     if hasattr(module, "OPS") or hasattr(module, "OP"):
         found = tuple(getattr(module, "OPS", ())) or (module.OP,)

@@ -22,7 +22,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    """How memory is streamed.
+    """Config of a streaming kernel.
 
     Attributes:
         block: 32-bit words per load.
@@ -37,7 +37,7 @@ class StreamConfig:
 
 _MOST_READS = 16
 _MOST_FOLDED = 256
-"""Loads for each store that are unrolled, and words that are folded into one where an operator reads more: unrolled, they
+"""Most loads that are unrolled for a store, and most words that are folded to a word where an operator reads more: unrolled, they
 would be thousands of loads."""
 
 
@@ -58,7 +58,7 @@ def default(_case: Case) -> StreamConfig:
 
 
 def mix(read: int, write: int) -> tuple[int, int, int]:
-    """Return the read:write ratio as small whole numbers and a power of two: (2, 1, 1) is two to one, (8, 1, 16) 128 to one."""
+    """Return the read:write ratio as small whole numbers and a power of two: (2, 1, 1) is 2:1, (8, 1, 16) is 128:1."""
     ratio = Fraction(read, write).limit_denominator(4)
     if ratio <= _MOST_READS:
         return max(1, ratio.numerator), ratio.denominator, 1
@@ -101,7 +101,7 @@ def stream(src: torch.Tensor, writes: int, fold: int, config: StreamConfig) -> t
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """Draw src (reads, words) int32 of `read` bytes in all, how many rows to write, and how many words to fold into one."""
+    """Draw src (reads, words) int32 of `read` bytes in all, how many rows to write, and how many words to fold to a word."""
     reads, writes, fold = mix(case["read"], case["write"])
     src = torch.empty((reads, _words(case)), dtype=torch.int32, device=device)
     if device != "meta":

@@ -1,6 +1,6 @@
 """Expert weights in fp8 for the forward product, one scale per expert and column, in the layout they have.
 
-Config, space, validity and default are those of `fp8_rowwise_2d`, whose kernel casts the columns, which are rows in memory.
+Takes the config, space, validity and default of `fp8_rowwise_2d`, whose kernel casts the columns, which are rows in memory.
 Source: torchao's triton_fp8_colwise_3d_scale_and_cast.
 """
 
@@ -58,7 +58,7 @@ def fp8_colwise_3d(
         fp8_format: as in `fp8_rowwise_2d`, and so are pow2, inverse and config.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
-        out: tensors like those returned, to be written in their place.
+        out: tensors that the results are written to, in place of new ones.
         config: None takes the best known config.
 
     Returns:

@@ -38,7 +38,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
 """Type of the output; power-of-two scales; 1 / scale instead of scale; rows of zeros, subnormals, NaN and infinity in x."""
 
 GROUP_OPTIONS: dict[str, tuple[Option, ...]] = {**OPTIONS, "groups": ("balanced", "zipf", "ragged")}
-"""The options of token groups: beside those of any cast how unequal the groups are."""
+"""The options of token groups: the options of every cast, and how unequal the groups are."""
 
 TUNED: tuple[tuple[str, Option], ...] = tuple((name, values[0]) for name, values in OPTIONS.items())
 """The options under which configs are looked up. Only pow2 may change which is best: without it tensor-wise casts read twice."""
@@ -89,7 +89,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, s
 
 
 def _plant(x: torch.Tensor) -> None:
-    """Put special values at both ends of a matrix, where they meet the edges of tiles."""
+    """Put special values at both ends of a matrix, so that tiles at its edges cast special values."""
     tiny = 2.0**-24 if x.dtype == torch.float16 else 2.0**-130
     for row, value in ((0, 0.0), (1, tiny), (2, torch.nan), (3, torch.inf), (4, -torch.inf)):
         if row < x.shape[0]:
@@ -172,7 +172,7 @@ class Scaling(Constants):
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """How elements become fp8.
+    """The rounding and scaling of a cast to fp8.
 
     Attributes:
         fp8_format: a key of `FP8`.
@@ -201,7 +201,7 @@ def fp8_dtype(fp8_format: str, device: torch.device) -> torch.dtype:
     """Return torch's type of an fp8 format.
 
     Raises:
-        ValueError: no such format, or the device lacks it.
+        ValueError: the format is unknown, or the device does not support it.
     """
     check_format(fp8_format, FP8, device)
     return FP8[fp8_format]
@@ -238,10 +238,10 @@ def check_offs(offs: torch.Tensor, M: int, device: torch.device) -> None:
 def contiguous_result(
     name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a new contiguous tensor, or the given one.
+    """Return a new contiguous tensor, or the given tensor.
 
     Raises:
-        ValueError: the given one has another form.
+        ValueError: the given tensor has another form.
     """
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -251,10 +251,10 @@ def contiguous_result(
 def column_major_result(
     name: str, given: torch.Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a new tensor of this shape whose last two axes are column-major, or the given one.
+    """Return a new tensor of this shape whose last two axes are column-major, or the given tensor.
 
     Raises:
-        ValueError: the given one has another form.
+        ValueError: the given tensor has another form.
     """
     if given is None:
         return torch.empty((shape[0], shape[2], shape[1]), dtype=dtype, device=device).transpose(1, 2)

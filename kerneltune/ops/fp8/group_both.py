@@ -1,6 +1,6 @@
 """Token groups in both layouts, row by row for the product and column by column of every group for wgrad, in one launch.
 
-Config and kernel are those of `fp8_rowwise_3d_both`. Source: torchao's triton_fp8_rowwise_2d_scale_and_cast and
+Takes the config and the kernel of `fp8_rowwise_3d_both`. Source: torchao's triton_fp8_rowwise_2d_scale_and_cast and
 triton_fp8_per_group_colwise_scales, which read the tokens each.
 """
 
@@ -23,7 +23,10 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 
 def default(case: Case) -> BothConfig:
-    """Return a config for any shape: that of weights of as many rows, but 32 rows of a program unless few, and a lag of 4."""
+    """Return a config for any shape: the config of weights of as many rows, but with a lag of 4.
+
+    A program has 32 rows, or 16 where rows are few.
+    """
     weights = by_rule(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant), 32)
     return replace(weights, rows=16 if case["M"] < MANY_ROWS else 32, lag=4)
 
@@ -35,7 +38,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def run_separately(inputs: Inputs, _config: None) -> Outputs:
-    """Run the two operators that this one replaces, each in its best config, one after the other."""
+    """Run the row-wise and the column-wise operator, each in its best config."""
     q, scale = rowwise_2d.fp8_rowwise_2d(**{name: value for name, value in inputs.items() if name != "offs"})
     q_t, scale_t = group_colwise.fp8_group_colwise(**inputs)
     return {"q": q, "scale": scale, "q_t": q_t, "scale_t": scale_t}
@@ -96,7 +99,7 @@ def fp8_group_both(
         return found
     if config is None:
         config = _choose((("M", M), ("K", K), ("G", G)), DTYPE_NAMES[x.dtype], "fp8", TUNED_GROUPS)
-    # a group has one slot more than there are multiples of a block's rows in it
+    # a group has a slot more than it has multiples of a block's rows
     blocks, tile_blocks = M // config.rows + G, M // TILE_ROWS + G
     outputs = (found.q, found.q_t, found.scale, found.scale_t)
     of_groups: dict[str, Any] = {"offs_ptr": offs, "M": M, "stride": x.stride(0), "GROUPS": next_power_of_2(G)}

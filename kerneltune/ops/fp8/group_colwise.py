@@ -21,7 +21,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """How the columns of groups of rows are cast.
+    """Config of a cast of the columns of groups of rows.
 
     Attributes:
         rows: of a tile.

@@ -1,6 +1,6 @@
 """Two matrices with the same token groups in fp8 for wgrad, in one launch.
 
-Config, space, validity and default are those of `fp8_group_colwise`. Source: torchao's
+Takes the config, space, validity and default of `fp8_group_colwise`. Source: torchao's
 triton_fp8_per_group_colwise_scales_dual.
 """
 

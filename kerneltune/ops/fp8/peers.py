@@ -65,7 +65,7 @@ _FIRST, _SECOND = _by_torch(_grouped, "x1 offs", "q1 scale1"), _by_torch(_groupe
 
 
 def _dual(mode: str, inputs: Inputs, _config: None) -> Outputs:
-    """Cast as `fp8_group_colwise_dual`, one matrix after the other."""
+    """Cast as `fp8_group_colwise_dual`, first x1, then x2."""
     return {**_FIRST(mode, inputs, None), **_SECOND(mode, inputs, None)}
 
 
@@ -144,12 +144,12 @@ def _both_of(along: Outputs, down: Outputs) -> Outputs:
 
 
 def torchao_both_of_weights(inputs: Inputs, config: None) -> Outputs:
-    """Run torchao's casts of weights for the forward product and for dgrad, one after the other."""
+    """Run torchao's cast of weights for the forward product, then its cast for dgrad."""
     return _both_of(torchao_weights(inputs, config), torchao_transpose(inputs, config))
 
 
 def torchao_both_of_groups(inputs: Inputs, config: None) -> Outputs:
-    """Run torchao's casts of activations and of token groups, one after the other."""
+    """Run torchao's cast of activations, then its cast of token groups."""
     return _both_of(torchao_rows(inputs, config), torchao_group(inputs, config))
 
 

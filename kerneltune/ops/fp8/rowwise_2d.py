@@ -24,7 +24,7 @@ _MOST_CHUNKS = 16
 
 @dataclass(frozen=True, slots=True)
 class RowConfig:
-    """How rows are cast.
+    """Config of a cast of rows.
 
     Attributes:
         rows: of a tile.

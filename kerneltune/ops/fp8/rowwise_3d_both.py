@@ -27,7 +27,7 @@ MANY_ROWS = 4 * 132 * 32
 
 @dataclass(frozen=True, slots=True)
 class BothConfig:
-    """How both layouts are cast.
+    """Config of a cast of weights into both layouts.
 
     Attributes:
         rows: of a row program.
@@ -81,7 +81,8 @@ def default(case: Case) -> BothConfig:
 def by_rule(case: Case, of_whole_rows: int) -> BothConfig:
     """Return a config of few idle lanes and up to 32 registers of input, `of_whole_rows` where a load takes whole rows.
 
-    A program has 16 rows where there are few in all, or where rows are those of 2048 bf16: what runs ahead then stays in L2.
+    A program has 16 rows where the matrix has few rows, or rows of at most 2048 bf16 elements: the rows that run ahead then stay
+    in L2.
     """
     K, few = case["K"], case["E"] * case["N"] < MANY_ROWS
     warps = next((w for w in (4, 8) if _registers(case, 1, 512 * w, w) <= 32), 16)
@@ -127,7 +128,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def run_separately(inputs: Inputs, _config: None) -> Outputs:
-    """Run the two operators that this one replaces, each in its best config, one after the other."""
+    """Run the row-wise and the column-wise operator, each in its best config."""
     q, scale = colwise_3d.fp8_colwise_3d(**inputs)
     q_t, scale_t = rowwise_3d_transpose.fp8_rowwise_3d_transpose(**inputs)
     return {"q": q, "scale": scale, "q_t": q_t, "scale_t": scale_t}
@@ -167,7 +168,7 @@ def fp8_rowwise_3d_both(
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
-        out: tensors like those returned, to be written in their place.
+        out: tensors that the results are written to, in place of new ones.
         config: None takes the best known config.
 
     Raises:

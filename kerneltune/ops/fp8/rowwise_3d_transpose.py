@@ -1,6 +1,6 @@
 """Expert weights in fp8, transposed for dgrad, one scale per expert and row over the last axis.
 
-Config and kernel are those of `fp8_group_colwise`: an expert is a group of N rows in memory, whose columns the kernel casts.
+Takes the config and the kernel of `fp8_group_colwise`: an expert is a group of N rows in memory, whose columns the kernel casts.
 Source: torchao's triton_fp8_rowwise_3d_transpose_rhs.
 """
 
@@ -59,7 +59,7 @@ def fp8_rowwise_3d_transpose(
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
-        out: tensors like those returned, to be written in their place.
+        out: tensors that the results are written to, in place of new ones.
         config: None takes the best known config.
 
     Returns:

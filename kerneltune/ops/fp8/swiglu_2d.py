@@ -2,7 +2,7 @@
 
     y = silu(gate) * up, rounded to x's type      q = fp8(y' * s) as `fp8_tensorwise_2d` casts y, s from the rows of all groups
 
-The gated values are not written. Config is that of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
+The gated values are not written. Takes the config of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
 """
 
 from functools import partial
@@ -126,7 +126,7 @@ def check_layout(layout: str) -> None:
     """Check that a gated cast has this layout.
 
     Raises:
-        ValueError: no such layout.
+        ValueError: the layout is not offered.
     """
     if layout not in OPTIONS["layout"]:
         raise ValueError(f"layout must be row or both, got {layout=}")

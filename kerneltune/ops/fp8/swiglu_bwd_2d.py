@@ -2,7 +2,7 @@
 
     dx = swiglu_bwd(dy, x), rounded to x's type      q = fp8(dx' * s), as `fp8_tensorwise_2d` casts dx with one scale
 
-The gradient is not written in x's type. Config is that of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
+The gradient is not written in x's type. Takes the config of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
 """
 
 from functools import partial

@@ -24,12 +24,12 @@ from kerneltune.ops.fp8.kernels.early import cast_with_known_scale, cast_with_on
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 LAYOUTS = ("row", "col", "both")
-"""What is written: rows of the cast, its transpose, or both."""
+"""The outputs: rows of the cast, the transpose of the cast, or both."""
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentConfig:
-    """How segments with one scale each are cast.
+    """Config of a cast of segments that have one scale each.
 
     Attributes:
         rows: of a tile.
@@ -47,7 +47,7 @@ class SegmentConfig:
 
 
 def space(case: Case) -> Space:
-    """Offer wide tiles where rows go out as rows, tall tiles where they go out transposed."""
+    """Offer wide tiles for rows of the cast, tall tiles for its transpose."""
     wide = tuple(cols for cols in (128, 256, 512, 1024) if cols == 128 or cols < 2 * case["K"])
     return {
         "rows": (8, 16, 32, 64) if case.option("layout") == "row" else (64, 128),
@@ -123,10 +123,10 @@ def traffic(case: Case) -> Traffic:
 
 
 def check_layout(layout: str) -> None:
-    """Check that there is such a layout.
+    """Check that the layout is offered.
 
     Raises:
-        ValueError: no such layout.
+        ValueError: the layout is not offered.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
@@ -166,7 +166,8 @@ def fp8_tensorwise_2d(
         layout: `row`, `col` or `both`, from one pass.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
-        offs: (G,) int32, where groups of rows end, not decreasing, at most M: the scale is that of their rows, and q_t holds
+        offs: (G,) int32, where groups of rows end, not decreasing, at most M. The scale is made of the rows of groups, and q_t
+        holds
             aligned groups, for `fp8_grouped_gemm(aligned=True)`. Rows behind the last group are not written. Where they are in
             disorder results are undefined, and nothing outside the tensors is read or written.
         config: None takes the best known config.

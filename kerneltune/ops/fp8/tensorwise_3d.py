@@ -1,6 +1,6 @@
 """Expert weights in fp8 with one scale per expert, of elements made finite first, for the forward product, dgrad, or both.
 
-Config and kernels are those of `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_quantize_3d.
+Takes the config and the kernels of `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_quantize_3d.
 """
 
 import torch
@@ -63,7 +63,7 @@ def fp8_tensorwise_3d(
         amax: (E,) fp32, the largest magnitudes expected, 0 where nothing is known; the largest found take their place. The
             results do not depend on it: where a scale comes out as expected, no tile of the expert is cast twice. Without pow2
             it is left alone.
-        out: tensors like those returned, to be written in their place.
+        out: tensors that the results are written to, in place of new ones.
         config: None takes the best known config.
 
     Returns:

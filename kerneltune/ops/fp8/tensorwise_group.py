@@ -1,6 +1,6 @@
 """Token groups in fp8 with one scale per group, of elements made finite first.
 
-Config and kernels are those of `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_per_group_quantize.
+Takes the config and the kernels of `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_per_group_quantize.
 """
 
 import torch

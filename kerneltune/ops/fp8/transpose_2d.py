@@ -21,7 +21,7 @@ _ROW_BLOCKS = 512
 
 @dataclass(frozen=True, slots=True)
 class TransposeConfig:
-    """How bytes are transposed.
+    """Config of a transpose of bytes.
 
     Attributes:
         rows: of a tile.
@@ -35,7 +35,7 @@ class TransposeConfig:
 
 
 def space(_case: Case) -> Space:
-    """Offer tiles of which a row of either side is two memory sectors to eight."""
+    """Offer tiles whose rows and columns have two to eight memory sectors."""
     return {"rows": (64, 128, 256), "cols": (64, 128, 256), "warps": (2, 4, 8)}
 
 

@@ -18,14 +18,14 @@ from kerneltune.ops.fp8_grouped_gemm.operands import Product, check_operands, sc
 from kerneltune.spec import Case, Op, Option, Space, Variant
 
 _FREE_OPTIONS = ("scales", "groups", "values")
-"""Options of which a config for one value serves the other values: they change no tile."""
+"""Options that change no tile, so that a config serves all of their values."""
 _SHARED_BYTES = 232448 - 1024
 """Shared memory of an SM of sm_90 that programs may use, 227 KiB, without the 1 KiB that a program takes for itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """How groups are multiplied.
+    """Config of a grouped product.
 
     Attributes:
         backend: `triton`, or `cutlass` for torch's own kernel, which ignores the other knobs.
@@ -170,7 +170,7 @@ def fp8_grouped_gemm(
         a: e4m3, row-major: (M, K) tokens, or (N, M), the transposed output gradient.
         b: e4m3, column-major: (E, K, N) weights, strides (K N, 1, K), or (M, K) tokens, stride 1 along M. M may be any number;
             where M is contiguous, the other stride is a multiple of 16.
-        scale_a: fp32, what each value of a is multiplied by: one element; for b (E, K, N) also (M,) or (M, 1); for b (M, K) also
+        scale_a: fp32, factors of the values of a: one element; for b (E, K, N) also (M,) or (M, 1); for b (M, K) also
             (E,), (E, N) or (E N,).
         scale_b: likewise of b: one element; for b (E, K, N) also (E,), (E, N) or (E, 1, N); for b (M, K) also (E,), (E, K) or
             (E K,).
@@ -184,7 +184,7 @@ def fp8_grouped_gemm(
         config: None takes the best known config.
 
     Returns:
-        (M, N), of which rows past the last group are zeros; or (E, N, K), zeros for empty groups.
+        (M, N), zeros in rows past the last group; or (E, N, K), zeros for empty groups.
 
     Raises:
         ValueError: a wrong shape, stride, dtype, device or value, which it names.

@@ -19,9 +19,9 @@ class Product:
     Attributes:
         groups: how many groups.
         tokens: rows of a, or columns of a where a weight gradient contracts over them.
-        rows: of each group's result, 0 where they are its tokens.
+        rows: rows of each group's result, 0 where the group's tokens are its rows.
         cols: of the result.
-        depth: the contraction, 0 where it is the tokens.
+        depth: the contraction, 0 where tokens are summed over.
         aligned: whether the columns of a hold aligned groups.
     """
 
@@ -116,7 +116,7 @@ def _check_rows(name: str, x: torch.Tensor) -> None:
 
 
 def scale_modes(p: Product, a: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> tuple[int, int]:
-    """Return what each scale has a value for: 0 the tensor, 1 every group, 2 every row of a or column of b of every group.
+    """Return how many values each scale has: 0 the tensor, 1 every group, 2 every row of a or column of b of every group.
 
     Raises:
         ValueError: shapes, types, devices or strides that do not fit.

@@ -60,7 +60,7 @@ _ENDS_OF: "torch.utils.weak.WeakIdKeyDictionary" = torch.utils.weak.WeakIdKeyDic
 
 
 def _ends(inputs: Inputs) -> torch.Tensor:
-    """Return where groups of columns end, each with the zeros behind it where they are aligned; made at the first call."""
+    """Return where groups of columns end, with the zeros behind each aligned group; made at the first call."""
     offs: torch.Tensor = inputs["offs"]
     if not inputs["aligned"]:
         return offs
@@ -94,7 +94,7 @@ def _in_bf16(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _unsupported(case: Case) -> str | None:
-    """Say why torch's grouped products do not take a case."""
+    """Say why torch's grouped products do not support a case."""
     if case.dtype != "bfloat16":
         return "gives bfloat16"
     if case.option("product") == "weights" and case.option("groups") == "ragged":

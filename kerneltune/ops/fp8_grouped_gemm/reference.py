@@ -1,4 +1,4 @@
-"""What a grouped fp8 product is: values, formula, comparison, bytes and operations. Shares no code with the kernels.
+"""Values, formula, comparison, bytes and operations of grouped fp8 products. Shares no code with the kernels.
 
     out = (a @ b) * scale_a * scale_b for every group       a, b in e4m3, the sum in fp32, rounded once
 
@@ -28,7 +28,7 @@ integers whose sums are exact.
 """
 
 _FAST_BITS = 2.0**-13
-"""What a step of 32 of the tensor cores' fast accumulation may lose of the sum so far."""
+"""The part of the running sum that a step of 32 k may cut off in the tensor cores' fast accumulation."""
 _MOST_ERROR = 1 / 64
 _SCALE = 2.0**-6
 """The norm of the error over the norm of the result that is allowed: tensor cores cut running sums of fp8 to 14 bits. And
@@ -88,7 +88,7 @@ def _scales(shape: tuple[int, ...], device: str, generator: torch.Generator | No
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Multiply group by group in fp32; beside it the largest error that fast accumulation of such rows and columns explains."""
+    """Multiply group by group in fp32; beside it the largest error that fast accumulation explains."""
     a, b, dtype = inputs["a"], inputs["b"], inputs["out_dtype"]
     groups = bounds(inputs["offs"])
     if b.ndim == 3:

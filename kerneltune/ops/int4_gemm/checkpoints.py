@@ -15,7 +15,7 @@ def from_gptq(
 ) -> Codes:
     """Read GPTQ's plain packing.
 
-    qweight (K / 8, M) int32: eight k of a row in one word, the first in the lowest bits. qzeros (K / group, M / 8) int32: zero
+    qweight (K / 8, M) int32: a word has eight k of a row, the first in the lowest bits. qzeros (K / group, M / 8) int32: zero
     points of eight rows less one, or None for 8. scales (K / group, M).
 
     Args:
@@ -63,7 +63,7 @@ def to_gptq(codes: Codes, *, v2: bool = False) -> tuple[torch.Tensor, torch.Tens
 def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.Tensor) -> Codes:
     """Read AWQ's plain packing.
 
-    qweight (K, M / 8) int32: eight rows of a k in one word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits. qzeros
+    qweight (K, M / 8) int32: a word has eight rows of a k, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits. qzeros
     (K / group, M / 8) alike, or None for 8. scales (K / group, M).
 
     Raises:

@@ -18,7 +18,7 @@ BANDS = {"N": (8, 16, 32)}
 """Of 32 and 64 tokens a config for half or twice as many took 1.10 to 1.45 times as long as the default in 15 of 16 cases, 0.95
 times in one (H200, trials of `tune weight_only --case '*-n32' --case '*-n64'`, 2026-11-22, commits 5ec71b3 to 244df5b)."""
 FREE_OPTIONS = ("group", "zeros", "bias")
-"""Zero points and bias add little to a tile. A config takes as long for groups of 128 as for those of 64, within 7 % (H200,
+"""Zero points and bias add little to a tile. A config takes as long for groups of 128 as for groups of 64, within 7 % (H200,
 weight_only's records, 2026-11-22). `valid` refuses what lacks registers."""
 _ALONG = (1, 2, 4, 8)
 _SPLITS = (1, 2, 3, 4, 8)
@@ -26,9 +26,9 @@ _BLOCKS = (1, 2, 4)
 _SPLITS_OF_SEVERAL_BLOCKS = (1, 2, 3, 4, 5, 6, 8, 12)
 """A split has fewer programs: it takes more splits, and finer counts, to give every SM a program."""
 _SMS = 132
-"""Of the GPUs for which the rule of `default` was found."""
+"""SMs of the GPU for which the rule of `default` was found."""
 _MOST_PROGRAMS = 1024
-"""Of several splits, each of which has memory for its part."""
+"""Most programs of a product of several splits, because each split has memory for its part."""
 _HALF_THE_REGISTERS = 128
 """Registers per thread with which two programs of eight warps fit on an SM."""
 _WARPGROUPS_AT_ONCE = 4 * _SMS
@@ -39,12 +39,12 @@ _ROWS_OF_WARPGROUP = 64
 
 @dataclass(frozen=True, slots=True)
 class Int4Config:
-    """How a product is computed.
+    """Config of a product.
 
     Attributes:
         tokens: rows of x per program.
         rows: of w per warp, 64 or 32; per warpgroup 64.
-        along: warps one behind the other along k.
+        along: warps that share the k of a program.
         splits: programs that share a row of w.
         prefetch: ask L2 for x and w while the previous kernel on the stream still runs, if it lets the next one begin, as this
             kernel does; all reads come after its end.
@@ -144,7 +144,7 @@ def valid(case: Case, config: Int4Config) -> str | None:
 
 
 def _wrong(sizes: _Sizes, config: Int4Config) -> str | None:
-    """Say what `valid` has against a config."""
+    """Say why `valid` refuses a config."""
     if config.tokens not in sizes.tokens:
         return f"programs of {config.tokens} tokens where there are {sizes.N}"
     if config.along > sizes.depth or (config.splits - 1) * config.along * steps_of(sizes.K, config) >= sizes.depth:
@@ -156,7 +156,7 @@ def _wrong(sizes: _Sizes, config: Int4Config) -> str | None:
 
 
 def _no_warps(sizes: _Sizes, config: Int4Config) -> str | None:
-    """Say what `valid` has against warps by themselves."""
+    """Say why `valid` refuses a config of single warps."""
     warps = warps_of(config)
     if config.rows not in (32, 64):
         return f"{config.rows} rows of w per warp"
@@ -174,7 +174,7 @@ def _no_warps(sizes: _Sizes, config: Int4Config) -> str | None:
 
 
 def _no_warpgroups(sizes: _Sizes, config: Int4Config) -> str | None:
-    """Say what `valid` has against warpgroups."""
+    """Say why `valid` refuses a config of warpgroups."""
     if wrong := wrong_for_warpgroups(sizes.K, sizes.group, config):
         return wrong
     if sizes.N <= 8 or config.blocks not in sizes.blocks:
@@ -190,7 +190,7 @@ def _no_warpgroups(sizes: _Sizes, config: Int4Config) -> str | None:
 
 
 def wrong_for_warpgroups(depth: int, group: Option, config: Int4Config) -> str | None:
-    """Say what would hang, read past an end or multiply wrongly. group: 0, or `depth`, is one for all of k."""
+    """Say why a config would hang, read past an end or multiply wrongly. group: 0, or `depth`, is one for all of k."""
     blocks = cdiv(depth, DEPTH)
     if config.rows != _ROWS_OF_WARPGROUP:
         return f"{config.rows} rows of a warpgroup, which has {_ROWS_OF_WARPGROUP}"
@@ -204,7 +204,7 @@ def wrong_for_warpgroups(depth: int, group: Option, config: Int4Config) -> str |
 
 
 def _no_several_blocks(sizes: _Sizes, config: Int4Config) -> str | None:
-    """Say what `valid` has against programs of several blocks of rows."""
+    """Say why `valid` refuses programs of several blocks of rows."""
     warps, most = warps_of(config), _warps_at_once(config.rows, config.tokens)
     programs = sizes.programs(config.tokens, config.splits, config.blocks)
     if config.blocks not in sizes.blocks:

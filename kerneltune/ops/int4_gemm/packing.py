@@ -20,7 +20,8 @@ MIDDLE = 8
 """The zero point where none are given."""
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight consecutive codes lies in nibble i: pairs of consecutive codes are 16 bits apart. AWQ has the same order."""
+"""The number, among eight consecutive codes, of the code in nibble i: pairs of consecutive codes are 16 bits apart. AWQ has the
+same order."""
 MOST_CODE = 15
 _MOST_ZERO = 16
 """The largest code, of four bits, and the largest zero point: GPTQ stores z - 1 in four bits, so that z may be 16."""
@@ -41,7 +42,7 @@ class Int4Weight(NamedTuple):
         packed: (⌈K/128⌉, ⌈M/64⌉, 8, 8, 4, 4) int32. Word [b, r, i, j, c, q] holds row 64 r + 8 j + i, k = 128 b + 32 q + 8 c + t
             for t = 0 … 7; code t = (0, 2, 4, 6, 1, 3, 5, 7)[p] in bits 4 p … 4 p + 3.
         scales: (B, ⌈M/64⌉, 8, G, 8), B = ⌈K/128⌉ and G = 128 / group, or G = 1 from group 128 on, where B counts the groups.
-            [b, r, j, g, i] is that of row 64 r + 8 j + i and group G b + g. fp16 or bf16.
+            [b, r, j, g, i] is the scale of row 64 r + 8 j + i and group G b + g. fp16 or bf16.
         zeros: as scales, the zero points as numbers of their type; None for 8.
         rows, depth, group: M, K and the group size, K for one group.
     """

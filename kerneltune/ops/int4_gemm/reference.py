@@ -25,7 +25,7 @@ _FP8_UNIT = 2.0**-4
 
 
 class Forms:
-    """The weights of one input set in other layouts, each made when first asked for: nobody's time includes it."""
+    """The weights of an input set in other layouts. A layout is made at its first use, outside of what is timed."""
 
     def __init__(self, weight: Int4Weight) -> None:
         self.weight = weight
@@ -33,7 +33,7 @@ class Forms:
 
     @cached_property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return codes (M, K / 2) uint8, k even in the low half; scales and zeros (M, groups) of one type."""
+        """Return codes (M, K / 2) uint8, k even in the low half; scales and zeros (M, groups) of the same type."""
         codes, scales, zeros = packing.unpack(self.weight)
         return codes[:, 0::2] | (codes[:, 1::2] << 4), scales, None if zeros is None else zeros.to(scales.dtype)
 

@@ -12,8 +12,8 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.spec import Case, Inputs, Option
 
 OPTIONS: dict[str, tuple[Option, ...]] = {"routing": ("routed", "one", "dropped")}
-"""The experts of a case's tokens: drawn, some more popular than others; the first K for all tokens; drawn, a quarter of the
-choices of no expert."""
+"""The experts of a case's tokens: drawn, so that some experts are more popular; the first K for all tokens; drawn, a quarter of
+the choices of no expert."""
 
 CALLED: tuple[tuple[str, Option], ...] = (("routing", "routed"),)
 """The options under which configs are looked up: the host does not know how tokens fall to experts."""
@@ -75,7 +75,7 @@ def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = tup
     """Check a matrix of rows whose elements are adjacent.
 
     Raises:
-        ValueError: it is not one of these types, or not such a matrix.
+        ValueError: the type or the form does not fit.
     """
     if x.ndim != 2 or x.dtype not in dtypes:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -99,7 +99,7 @@ def check_index(name: str, index: torch.Tensor, shape: tuple[int | None, ...], w
 
 
 def check_router_weights(weights: torch.Tensor | None, places: torch.Tensor) -> None:
-    """Check that weights, if there are any, are those of these places.
+    """Check weights, unless they are None, against the places.
 
     Raises:
         ValueError: they are not.

@@ -20,7 +20,7 @@ class Torch(NamedTuple):
 
 
 def unsupported(case: Case) -> str | None:
-    """Say why torch's operators do not take a case."""
+    """Say why torch's operators do not support a case."""
     if case.option("routing") == "dropped":
         return "its indices are all of experts"
     return None if case["T"] and case["K"] else "no tokens"

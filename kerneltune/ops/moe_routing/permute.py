@@ -21,7 +21,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 @dataclass(frozen=True, slots=True)
 class RowsConfig:
-    """How to cut a matrix of tokens.
+    """Config of the cut of a matrix of tokens.
 
     Attributes:
         rows: tokens of a program.

@@ -25,8 +25,8 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
-class TileConfig:
-    """How to cut the rows.
+class PermuteFp8Config:
+    """Config of the cut of the rows.
 
     Attributes:
         rows: rows of a tile, 64 or 128.
@@ -44,7 +44,7 @@ def space(_case: Case) -> Space:
     return {"rows": (64, 128), "cols": (64, 128, 256), "warps": (2, 4, 8)}
 
 
-def valid(_case: Case, config: TileConfig) -> str | None:
+def valid(_case: Case, config: PermuteFp8Config) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     size = config.rows * config.cols / (32 * config.warps)
     if config.rows not in (64, 128):
@@ -52,9 +52,9 @@ def valid(_case: Case, config: TileConfig) -> str | None:
     return None if 32 <= size <= 256 else f"{size:g} bytes per thread"
 
 
-def default(_case: Case) -> TileConfig:
+def default(_case: Case) -> PermuteFp8Config:
     """Return a config for any shape: of five tried at 16B and 671B sizes the fastest (H200, 2026-11-23)."""
-    return TileConfig(128, 256, 8)
+    return PermuteFp8Config(128, 256, 8)
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -112,7 +112,7 @@ def _results(x: torch.Tensor, pairs: torch.Tensor, offs: torch.Tensor) -> Permut
 @torch_operator(_results)
 @on_its_device
 def moe_permute_fp8(
-    x: torch.Tensor, pairs: torch.Tensor, offs: torch.Tensor, top_k: int, *, config: TileConfig | None = None
+    x: torch.Tensor, pairs: torch.Tensor, offs: torch.Tensor, top_k: int, *, config: PermuteFp8Config | None = None
 ) -> PermutedFp8:
     """Copy fp8 rows to their experts as rows and, transposed, as aligned groups.
 
@@ -156,7 +156,7 @@ OP = Op(
     traffic=traffic,
     variants=(
         peers.PERMUTE_FP8.eager,
-        Variant("optimized", run_of(moe_permute_fp8), TileConfig, space, valid, default),
+        Variant("optimized", run_of(moe_permute_fp8), PermuteFp8Config, space, valid, default),
         peers.PERMUTE_FP8.compiled,
     ),
     module=__name__,

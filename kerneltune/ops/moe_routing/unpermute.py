@@ -1,6 +1,6 @@
 """Sum the rows of each token's experts, times the router's weights: a gather, so that nothing is accumulated in memory.
 
-Config, space, validity and default are those of `moe_permute`. Source: the unpermute of MoE training frameworks.
+Takes the config, space, validity and default of `moe_permute`. Source: the unpermute of MoE training frameworks.
 """
 
 from dataclasses import replace
@@ -42,7 +42,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Sum in fp32; beside it what the order of fp32 sums may change."""
+    """Sum in fp32; beside it the error that the order of fp32 sums allows."""
     y, places, weights = inputs["y"].float(), inputs["places"].long(), inputs["weights"]
     if not y.shape[0]:
         return {"out": inputs["y"].new_zeros((places.shape[0], y.shape[1])), "size": y.new_zeros(places.shape[0], y.shape[1])}
@@ -53,7 +53,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare within one rounding of the result and those of fp32 sums."""
+    """Compare within the rounding of the result and of fp32 sums."""
     want = expected["out"]
     if outputs["out"].dtype != want.dtype:
         return [f"out: {outputs['out'].dtype}, expected {want.dtype}"]
@@ -90,8 +90,8 @@ def moe_unpermute(
 
     Args:
         y: (M, H) bf16, fp16 or fp32, elements of a row adjacent.
-        places: (T, K) int32, the row of each pair; one outside [0, M) adds nothing.
-        weights: (T, K) bf16, fp16 or fp32, contiguous, what each row is multiplied by; None adds the rows as they are, which
+        places: (T, K) int32, the row of each pair; a place outside [0, M) adds nothing.
+        weights: (T, K) bf16, fp16 or fp32, contiguous, the factor of each row; None adds the rows as they are, which
             is the gradient of `moe_permute`.
         config: None takes the best known config.
 

@@ -1,6 +1,6 @@
 """Differentiate `moe_unpermute`: the gradients of the experts' rows and of the router's weights, every row read once.
 
-Config and space are those of `moe_permute`. Source: the unpermute of MoE training frameworks.
+Takes the config and the space of `moe_permute`. Source: the unpermute of MoE training frameworks.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ def valid(case: Case, config: RowsConfig) -> str | None:
 
 
 def default(case: Case) -> RowsConfig:
-    """Return a config for any shape, by rule: that of the forward, or half its columns or rows where a thread loads too much."""
+    """Return a config for any shape, by rule: the forward's config, or half its columns or rows where a thread loads too much."""
     config = permute.default(case)
     if valid(case, config) is None:
         return config
@@ -53,7 +53,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Differentiate in fp32; beside it what the order of fp32 sums may change."""
+    """Differentiate in fp32; beside it the error that the order of fp32 sums allows."""
     dout, y, places = inputs["dout"].float(), inputs["y"].float(), inputs["places"].long()
     T, K = places.shape
     flat, there = places.reshape(-1), (places >= 0).reshape(-1)
@@ -67,7 +67,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare dy within one rounding, dweights within those of fp32 sums."""
+    """Compare dy within its rounding, dweights within the rounding of fp32 sums."""
     want = expected["dy"]
     if outputs["dy"].dtype != want.dtype:
         return [f"dy: {outputs['dy'].dtype}, expected {want.dtype}"]

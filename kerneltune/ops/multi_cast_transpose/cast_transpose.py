@@ -34,12 +34,12 @@ _TUNED = (("fp8_format", "e4m3"), ("shapes", "same"))
 """The options under which configs are looked up."""
 
 _MOST_ROWS = 256
-"""Of a tile."""
+"""Most rows of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class MultiCastConfig:
-    """How matrices are cast and transposed.
+    """Config of a cast and transpose of many matrices.
 
     Attributes:
         rows: of a tile.
@@ -228,7 +228,7 @@ def multi_cast_transpose(
 ) -> MultiCast:
     """Cast any number of matrices to fp8, saturating, and transpose the casts; NaN stays NaN.
 
-    Matrices whose sizes and addresses are multiples of 16 share one launch, all others another.
+    Matrices whose sizes and addresses are multiples of 16 share a launch, all other matrices a second one.
 
     Args:
         xs: T contiguous matrices (M_t, N_t) of one dtype, bf16, fp16 or fp32, on one device; shapes may differ.
@@ -237,7 +237,8 @@ def multi_cast_transpose(
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         outputs: (cast (M_t, N_t), transpose (N_t, M_t)) fp8 of every matrix, contiguous, written in place; None allocates.
         scale_inv: (T,) fp32, likewise.
-        skip: (1,) fp32 on the device: where it is not 0 when the work runs, nothing is done. Takes outputs and scale_inv, and
+        skip: (1,) fp32 on the device: a value other than 0, when the launch runs, leaves all outputs as they are. Takes outputs
+        and scale_inv, and
             matrices that are not empty.
         config: None takes the best known config.
 

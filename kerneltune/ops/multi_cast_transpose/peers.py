@@ -1,4 +1,4 @@
-"""Peers: plain torch, weight by weight, or compiled as one function."""
+"""Peers: plain torch, weight by weight, or compiled as a function of all weights."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ def _cast_all(scales: torch.Tensor, amaxes: torch.Tensor, *weights_and_dtype: An
 
 
 def run(mode: str, inputs: Inputs, _config: None) -> Outputs:
-    """Cast as `multi_cast_transpose` in torch, one operator after another or by torch.compile with its defaults."""
+    """Cast as `multi_cast_transpose` in torch, operator by operator, or by torch.compile with its defaults."""
     scales, amaxes = inputs["scales"], inputs["amaxes"]
     tensors = (scales, amaxes, *(inputs[f"x{i}"] for i in range(scales.shape[0])))
     dtype = FP8_DTYPES[inputs["fp8_format"]]

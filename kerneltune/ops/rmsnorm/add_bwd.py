@@ -1,4 +1,4 @@
-"""Gradient of RMSNorm of a sum: that of the sum is added in the launch of RMSNorm's backward.
+"""Gradient of RMSNorm of a sum: the gradient of the sum is added in the launch of RMSNorm's backward.
 
 d x = d residual = rmsnorm_bwd(dz, total) + d total
 """
@@ -58,7 +58,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Return dx, and dgamma where there is a weight, from the saved rsigma, in fp32."""
+    """Return dx, and dgamma unless the weight is None, from the saved rsigma, in fp32."""
     expected = dict(bwd.reference({**inputs, "x": inputs["total"]}))
     expected["dx"] = expected["dx"] + inputs["dtotal"].float()
     if inputs["weight"] is None:
@@ -67,7 +67,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare dx to its rounding and to that of RMSNorm's part of it, dgamma as RMSNorm's; return a line per wrong output."""
+    """Compare dx within its rounding and the rounding of RMSNorm's part, dgamma as RMSNorm's; return a line per wrong output."""
     unit = ROUNDING[inputs["total"].dtype]
     part = (expected["dx"] - inputs["dtotal"].float()).abs()
     errors = close("dx", outputs["dx"], expected["dx"], rtol=unit, atol=1e-6 + (unit + 2e-6) * part)

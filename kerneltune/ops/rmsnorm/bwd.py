@@ -32,12 +32,12 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _WARP_BYTES = 512
-"""That a warp loads at once."""
+"""Bytes of a load of a warp: 16 of each thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class BwdConfig(Tiles):
-    """How rows are differentiated: `Tiles`; ctas is never 0."""
+    """Config of the backward pass: `Tiles`; ctas is never 0."""
 
     def sum_rows(self, itemsize: int) -> int:
         """Return how many rows a program's sums for dγ have: as many as its warps load at once.
@@ -87,7 +87,7 @@ def valid(case: Case, config: BwdConfig) -> str | None:
 
 
 def default(case: Case) -> BwdConfig:
-    """Return a config for any shape, by rule: the first valid one of what was fastest at rows of about this length."""
+    """Return a config for any shape, by rule: the first valid config among the fastest at rows of about this length."""
     return first_valid(case, likely(case), valid)
 
 
@@ -149,7 +149,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare dx to one rounding, dgamma to one rounding and the error of an fp32 sum."""
+    """Compare dx within its rounding, dgamma within its rounding and the error of an fp32 sum."""
     unit = ROUNDING[inputs["x"].dtype]
     dx_scale = float(expected["dx"].abs().max()) if expected["dx"].numel() else 0.0
     errors = close("dx", outputs["dx"], expected["dx"], rtol=unit, atol=1e-6 + 2e-6 * dx_scale)

@@ -16,12 +16,12 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like
 from kerneltune.spec import Case, Inputs, Option
 
 EPS = 1e-5
-"""Of all cases."""
+"""The epsilon of all cases."""
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 """torch's type of each fp8 format."""
 
 ROUNDING = {torch.float32: 2.0**-22, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
-"""Relative size of one unit in the last place."""
+"""Largest relative error of rounding to each type."""
 
 CONTRACT: dict[str, Any] = {"axes": ("M", "N"), "free_axes": ("M",), "dtypes": tuple(DTYPE_NAMES.values())}
 """The fields of `Op` that all operators share."""
@@ -63,7 +63,7 @@ def weight_bytes(case: Case) -> int:
 
 
 def sum_options(zero_centered: bool, weight: torch.Tensor | None, x: torch.Tensor) -> tuple[tuple[str, Option], ...]:
-    """Return the options of a call as those of a case with `SUM_OPTIONS`."""
+    """Return the options of a call in the form that a case has, with `SUM_OPTIONS`."""
     kind = "none" if weight is None else "same" if weight.dtype == x.dtype else "float32"
     return (("zero_centered", zero_centered), ("weight", kind))
 

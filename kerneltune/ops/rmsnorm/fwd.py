@@ -55,7 +55,7 @@ rows of 2304 to 5120 elements holding x was level or faster (H200, 2026-11-23)."
 
 @dataclass(frozen=True, slots=True)
 class FwdConfig(Tiles):
-    """How rows are normalized: `Tiles`, and one knob.
+    """Config of the forward pass: `Tiles`, and a knob.
 
     Attributes:
         reload: read x once more, from L2, instead of holding it. With stages over 1 and no loop, one load less than stages is
@@ -66,7 +66,7 @@ class FwdConfig(Tiles):
 
 
 def space(case: Case) -> Space:
-    """Offer loads from half a row, an eighth of a long or uneven one, to a whole row; tiles of many rows that are short."""
+    """Offer loads from half a row, or an eighth of a long or uneven row, to a whole row; tiles of many rows that are short."""
     whole = power_of_two(case["N"])
     if whole <= SHORT:
         transposed = case.quant == "fp8_t"
@@ -133,7 +133,7 @@ def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
 
 
 def default(case: Case) -> FwdConfig:
-    """Return a config for any shape, by rule: the first valid one of what was fastest at rows of about this length."""
+    """Return a config for any shape, by rule: the first valid config among the fastest at rows of about this length."""
     return first_valid(case, likely(case, reload=True), valid)
 
 

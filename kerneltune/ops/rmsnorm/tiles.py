@@ -15,19 +15,20 @@ MAX_PARTS = 64
 """The most programs that share a row."""
 
 REGISTERS = 65536
-"""Of an SM."""
+"""Registers of an SM."""
 
 SHARING = 2
-"""Programs that share an SM's registers where they hold a part of a row: one waits for its sum, the other reads."""
+"""Programs that share an SM's registers where they hold a part of a row: while one program waits for its sum, the other reads."""
 
 LONG = 16384
 """Elements of a row beyond which a program may hold a part of it."""
 
 SHORT = 512
-"""Elements of a row up to which a row is less than what a program should load at a time: a tile has many rows."""
+"""Elements of a row up to which a row is shorter than the best load of a program: a tile has many rows."""
 
 TRANSPOSED_ROWS = 32
-"""The fewest rows of a tile that is transposed where it is held: a row of the transpose is written by sectors of 32 bytes."""
+"""The fewest rows of a tile that its program transposes from registers: a row of the transpose is written by sectors of 32
+bytes."""
 
 FEW_ROWS = 128
 """Rows below which a program per row leaves SMs idle."""
@@ -43,12 +44,12 @@ _Config = TypeVar("_Config")
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How rows are cut.
+    """The cut of rows into loads and programs.
 
     Attributes:
         rows: of a tile.
         cols: of a load.
-        split: programs share a row, one load each; else one program loops over it.
+        split: programs share a row, and each has a load; else one program loops over it.
         warps: of a program.
         ctas: programs per SM, each looping over tiles; 0 for a program per tile.
         stages: depth of that loop's load pipeline.
@@ -128,7 +129,7 @@ def invalid_tile(case: Case, c: Tiles, tensors: int, most: int, held: int | None
 
 
 def sum_too_large(case: Case, config: Tiles, tensors: int) -> str | None:
-    """Say why the tiles of so many tensors do not fit shared memory, where those of a sum are among them."""
+    """Say why the tiles of so many tensors do not fit shared memory, the tensors of a sum among them."""
     _, loads = config.parts(case["N"])
     return _too_much_loaded(case, config.rows * config.cols * loads, config, tensors)
 
@@ -139,7 +140,7 @@ def _too_much_loaded(case: Case, elements: int, c: Tiles, tensors: int) -> str |
 
 
 def first_valid(case: Case, likely: Iterator[_Config], valid: Callable[[Case, _Config], str | None]) -> _Config:
-    """Return the first valid config, or the last one."""
+    """Return the first valid config, or the last config."""
     config = next(likely)
     while valid(case, config) is not None and (following := next(likely, None)) is not None:
         config = following
@@ -157,7 +158,7 @@ def phases_of(parts: int, c: Tiles) -> list[tuple[int, dict[str, Any]]]:
 
 
 def tile_rows(M: int, most: int) -> int:
-    """Return how many rows a tile takes, a power of two: fewer than the most where there would not be tiles for all SMs."""
+    """Return how many rows a tile takes, a power of two: fewer rows where tiles would be too few for all SMs."""
     while most > 1 and most * MANY_TILES > M:
         most //= 2
     return most

@@ -331,7 +331,7 @@ def test_plain_kernels_are_exact_on_a_gpu() -> None:
     want = exact(x, codes, None)
     assert torch.equal(plain.run_baseline(inputs, plain.PlainConfig(16, 64, 64, 4, 3))["y"], want)
     assert torch.equal(plain.run_splitk(inputs, plain.SplitConfig(16, 64, 64, 4, 3, 8))["y"], want)
-    assert torch.equal(plain.run_streamk(inputs, plain.StreamConfig(16, 64, 64, 4, 3, 2))["y"], want)
+    assert torch.equal(plain.run_streamk(inputs, plain.StreamKConfig(16, 64, 64, 4, 3, 2))["y"], want)
 
 
 def a_weight() -> Int4Weight:

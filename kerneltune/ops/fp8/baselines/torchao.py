@@ -22,7 +22,7 @@ from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 @dataclass(frozen=True, slots=True)
 class LoopConfig:
-    """How a loop over a row runs.
+    """Config of a loop over a row.
 
     Attributes:
         block: elements per step.
@@ -36,14 +36,14 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TileConfig:
-    """How tiles of the input, as it lies in memory, are cast.
+class TorchaoTileConfig:
+    """Config of a cast of tiles of the input as it lies in memory.
 
     Attributes:
         rows: of a tile.
         cols: of a tile.
         warps: of a program.
-        stages: depth of the load pipeline of the loop over tiles, where there is a loop.
+        stages: depth of the load pipeline of the loop over tiles, if the config has a loop.
     """
 
     rows: int
@@ -116,7 +116,7 @@ def _store_transposed(q_ptr, x, scale, first_row, rows, ld, first_col, C, FP8_MA
 def _transpose_scales(
     x_ptr, scale_ptr, K, N, FP8_MAX: tl.constexpr, POW2: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
-    """Lower the scales of a tile's columns to what the tile needs."""
+    """Lower the scales of a tile's columns to the scales that the tile needs."""
     expert = wide(tl.program_id(0))
     first_k = tl.program_id(1) * COLS
     k = first_k + tl.arange(0, COLS)
@@ -199,7 +199,7 @@ def run_rows(inputs: Inputs, config: LoopConfig) -> Outputs:
     return _outputs(inputs, q, scale)
 
 
-def run_weights(inputs: Inputs, config: TileConfig) -> Outputs:
+def run_weights(inputs: Inputs, config: TorchaoTileConfig) -> Outputs:
     """Run a program per expert and block of N, two loops over K."""
     E, K, N = inputs["w"].shape
     q = torch.empty((E, N, K), dtype=FP8[inputs["fp8_format"]], device=inputs["w"].device)
@@ -211,7 +211,7 @@ def run_weights(inputs: Inputs, config: TileConfig) -> Outputs:
     return _outputs(inputs, q.transpose(1, 2), scale)
 
 
-def run_atomic(inputs: Inputs, config: TileConfig) -> Outputs:
+def run_atomic(inputs: Inputs, config: TorchaoTileConfig) -> Outputs:
     """Fill with infinity, lower the scales tile by tile, read the tiles again to cast them."""
     E, K, N = inputs["w"].shape
     q = torch.empty((E, K, N), dtype=FP8[inputs["fp8_format"]], device=inputs["w"].device)
@@ -223,7 +223,7 @@ def run_atomic(inputs: Inputs, config: TileConfig) -> Outputs:
     return _outputs(inputs, q.transpose(1, 2), scale)
 
 
-def run_reduction(inputs: Inputs, config: TileConfig) -> Outputs:
+def run_reduction(inputs: Inputs, config: TorchaoTileConfig) -> Outputs:
     """Run a program per expert and block of K, two loops over N."""
     E, K, N = inputs["w"].shape
     q = torch.empty((E, K, N), dtype=FP8[inputs["fp8_format"]], device=inputs["w"].device)
@@ -235,20 +235,20 @@ def run_reduction(inputs: Inputs, config: TileConfig) -> Outputs:
     return _outputs(inputs, q.transpose(1, 2), scale)
 
 
-def run_group(inputs: Inputs, config: TileConfig) -> Outputs:
+def run_group(inputs: Inputs, config: TorchaoTileConfig) -> Outputs:
     """Run a program per group and block of columns, two loops over the group's rows."""
     q, scale = _groups((inputs["x"],), inputs, config)[0]
     return _outputs(inputs, q, scale)
 
 
-def run_dual(inputs: Inputs, config: TileConfig) -> Outputs:
+def run_dual(inputs: Inputs, config: TorchaoTileConfig) -> Outputs:
     """Cast two matrices in one launch: a program has its block of both."""
     (q1, scale1), (q2, scale2) = _groups((inputs["x1"], inputs["x2"]), inputs, config)
     first, second = _outputs(inputs, q1, scale1), _outputs(inputs, q2, scale2)
     return {"q1": first["q"], "scale1": first["scale"], "q2": second["q"], "scale2": second["scale"]}
 
 
-def _groups(xs: tuple[torch.Tensor, ...], inputs: Inputs, config: TileConfig) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _groups(xs: tuple[torch.Tensor, ...], inputs: Inputs, config: TorchaoTileConfig) -> list[tuple[torch.Tensor, torch.Tensor]]:
     offs, M = inputs["offs"], xs[0].shape[0]
     G, widest = offs.shape[0], max(x.shape[1] for x in xs)
     parts = []
@@ -269,22 +269,22 @@ def _outputs(inputs: Inputs, q: torch.Tensor, scale: torch.Tensor) -> Outputs:
     return {"q": q, "scale": scale.reciprocal() if inputs["inverse"] else scale}
 
 
-def tile_default(case: Case) -> TileConfig:
+def tile_default(case: Case) -> TorchaoTileConfig:
     """Return 128 x 128 tiles as torchao, half as many rows of fp32."""
-    return TileConfig(rows=64 if case.dtype == "float32" else 128, cols=128, warps=4, stages=4)
+    return TorchaoTileConfig(rows=64 if case.dtype == "float32" else 128, cols=128, warps=4, stages=4)
 
 
-def weights_default(case: Case) -> TileConfig:
+def weights_default(case: Case) -> TorchaoTileConfig:
     """Return one of torchao's eight."""
-    return TileConfig(rows=64, cols=128, warps=4 if case.dtype != "float32" else 8, stages=4)
+    return TorchaoTileConfig(rows=64, cols=128, warps=4 if case.dtype != "float32" else 8, stages=4)
 
 
-def reduction_default(case: Case) -> TileConfig:
+def reduction_default(case: Case) -> TorchaoTileConfig:
     """Return torchao's, with half the columns of fp32."""
-    return TileConfig(rows=64, cols=64 if case.dtype == "float32" else 128, warps=8, stages=6)
+    return TorchaoTileConfig(rows=64, cols=64 if case.dtype == "float32" else 128, warps=8, stages=6)
 
 
-def tile_valid(case: Case, config: TileConfig) -> str | None:
+def tile_valid(case: Case, config: TorchaoTileConfig) -> str | None:
     """Say why a config of tiles cannot run."""
     per_thread = config.rows * config.cols / (32 * config.warps)
     words = per_thread * ITEMSIZE[case.dtype] / 4
@@ -306,10 +306,10 @@ def atomics_pass_nan_over(case: Case) -> str | None:
 
 _GROUP_SPACE = constant({"rows": (64, 128, 256), "cols": (32, 64, 128), "warps": (4, 8), "stages": (2, 3)})
 """torchao's 36 configs."""
-_GROUP_DEFAULT = constant(TileConfig(rows=128, cols=32, warps=4, stages=3))
+_GROUP_DEFAULT = constant(TorchaoTileConfig(rows=128, cols=32, warps=4, stages=3))
 """torchao's config of before it searched."""
 
-ROWS = Variant(  # torchao's configs, on NVIDIA and AMD; its only one on NVIDIA
+ROWS = Variant(  # torchao's configs, on NVIDIA and AMD; torchao's only config on NVIDIA
     "baseline",
     run_rows,
     LoopConfig,
@@ -320,16 +320,16 @@ ROWS = Variant(  # torchao's configs, on NVIDIA and AMD; its only one on NVIDIA
 COLUMNS_OF_WEIGHTS = Variant(  # torchao's configs
     "baseline",
     run_weights,
-    TileConfig,
+    TorchaoTileConfig,
     constant({"rows": (64, 128), "cols": (128, 256), "warps": (4, 8), "stages": (4,)}),
     tile_valid,
     weights_default,
     nothing_to_do,
 )
-TRANSPOSED_WEIGHTS = Variant(  # torchao's only config on NVIDIA, and those that the experiments of its pull requests list
+TRANSPOSED_WEIGHTS = Variant(  # torchao's only config on NVIDIA, and the configs that the experiments of its pull requests list
     "baseline",
     run_atomic,
-    TileConfig,
+    TorchaoTileConfig,
     constant({"rows": (64, 128), "cols": (64, 128), "warps": (4, 8), "stages": (4,)}),
     tile_valid,
     tile_default,
@@ -338,11 +338,11 @@ TRANSPOSED_WEIGHTS = Variant(  # torchao's only config on NVIDIA, and those that
 TRANSPOSED_WEIGHTS_BY_REDUCTION = Variant(  # torchao's configs, and half their pipeline
     "reduction",
     run_reduction,
-    TileConfig,
+    TorchaoTileConfig,
     constant({"rows": (64,), "cols": (64, 128), "warps": (4, 8), "stages": (3, 6)}),
     tile_valid,
     reduction_default,
     nothing_to_do,
 )
-GROUPS = Variant("baseline", run_group, TileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)
-TWO_OF_GROUPS = Variant("baseline", run_dual, TileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)
+GROUPS = Variant("baseline", run_group, TorchaoTileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)
+TWO_OF_GROUPS = Variant("baseline", run_dual, TorchaoTileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)

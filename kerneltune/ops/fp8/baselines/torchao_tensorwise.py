@@ -23,12 +23,12 @@ from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Inputs, Outputs, Variant
 
 _LANES = 1024
-"""Blocks of which a program takes the maximum at a time."""
+"""Blocks whose maximum a program takes at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlatConfig:
-    """How blocks are cast.
+    """Config of a cast of blocks.
 
     Attributes:
         block: elements per program.
@@ -83,7 +83,8 @@ def _partials_flat(
 ):  # fmt: skip
     """Write the largest magnitude of every block, a row of blocks for every segment.
 
-    A block that several groups share has one of each group, empty ones between them included: that of group g lies g behind.
+    A block that several groups share has a maximum of each group, of empty groups between them too: the maximum of group g lies
+    g behind.
     """
     segment = wide(tl.program_id(1))
     block = tl.program_id(0)
@@ -150,12 +151,12 @@ def _cast_flat(
 
 
 def run(inputs: Inputs, config: FlatConfig) -> Outputs:
-    """Cast one tensor, its experts or its groups, whichever the inputs hold; the maximum by atomic max."""
+    """Cast the tensor, the experts or the groups of the inputs; the maximum by atomic max."""
     return _run(inputs, config, _atomic)
 
 
 def run_staged(inputs: Inputs, config: FlatConfig) -> Outputs:
-    """Cast one tensor, its experts or its groups, whichever the inputs hold; the maximum in two stages."""
+    """Cast the tensor, the experts or the groups of the inputs; the maximum in two stages."""
     return _run(inputs, config, _staged)
 
 
@@ -206,7 +207,7 @@ def _staged(
 
 
 _SPACE = constant({"block": (8192, 4096, 2048), "warps": (4,)})
-"""The pull request's configs on NVIDIA, of which the default is the first."""
+"""The pull request's configs on NVIDIA; the first is the default."""
 _DEFAULT = constant(FlatConfig(block=8192, warps=4))
 """The largest block that is offered."""
 

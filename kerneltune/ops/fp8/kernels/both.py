@@ -59,7 +59,7 @@ def cast_into_both(
     ahead: int = 0,
     **arguments: Any,
 ) -> None:
-    """Launch both passes at once, or one after the other where programs may not wait for each other.
+    """Launch both passes together, or the row pass first where programs may not wait for each other.
 
     Args:
         x: rows of all groups.
@@ -67,8 +67,8 @@ def cast_into_both(
         groups: experts, or token groups where `arguments` have offs_ptr.
         blocks: row programs.
         tile_blocks: transpose programs of every stripe.
-        ahead: row programs that go first, beside those of the config's lag.
-        arguments: those of one kernel alone.
+        ahead: row programs that go first, in addition to the config's lag.
+        arguments: further arguments of the kernel that is launched.
     """
     check_apart("x", x, max(TILE_ROWS, c.rows))
     K, tile_cols = x.shape[1], TILE_COLS_OF_WARP * c.warps
@@ -148,7 +148,7 @@ def _amax(m, dtype: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _place(rows, words, height, pitch: tl.constexpr, c: tl.constexpr, C: tl.constexpr, COLS: tl.constexpr, WHOLE: tl.constexpr):
-    """Return the offsets of load c of some rows, `pitch` words apart, and the mask of those that exist."""
+    """Return the offsets of load c of some rows, `pitch` words apart, and the mask of the words that exist."""
     word = c * COLS + words
     mask = tl.full((1, 1, 1), True, tl.int1)
     if not WHOLE:
@@ -334,7 +334,7 @@ def cast_both(
 ):  # fmt: skip
     """Write q (G, N, K) and scale (G, N) along the rows of x (G, N, K), qt (G, K, N) and scale_t (G, K) down its columns.
 
-    lag: by how many row programs those run ahead, at least an expert's; the others come evenly between transpose programs.
+    lag: row programs that go first, at least an expert's; all other row programs come evenly between transpose programs.
     PHASE: 0 both passes in one launch, 1 the row programs, 2 the transpose programs.
     """
     ROWS: tl.constexpr = ROW_PASS.rows
@@ -371,7 +371,7 @@ def cast_both(
 def _slots_before(starts, ROWS: tl.constexpr):
     """Return the blocks in the groups before each group that begins at one of `starts`.
 
-    A group has one block more than it has multiples of ROWS in it: one may be empty, but then the groups need no table.
+    A group has one block more than it has multiples of ROWS in it. The last block may be empty; in return groups need no table.
     """
     return starts // ROWS + tl.arange(0, starts.shape[0])
 

@@ -2,10 +2,10 @@
 
 The scale of a column needs all rows of the group, and the output wants the rows side by side. A stripe, COLS columns of a group,
 is cut into tiles of ROWS rows. Programs publish the largest magnitudes of their tiles by atomic max, spin until the stripe is
-complete, and cast. A program publishes its tile AHEAD of the present one before it spins, so that the stripe is complete when it
+complete, and cast. A program publishes a tile AHEAD of the present tile before it spins, so that the stripe is complete when it
 begins to spin; it holds that tile in registers, or reads it again from L2 (RELOAD). No stripe may have more than AHEAD + 1 times
-as many tiles as there are programs. 16-bit elements come in PAIRS, as int32: what a loop holds as 16-bit tensors takes a register
-each.
+as many tiles as there are programs. 16-bit elements come in PAIRS, as int32: a 16-bit element that a loop holds takes a register
+of its own.
 """
 
 from dataclasses import dataclass, replace
@@ -51,7 +51,7 @@ def cast_columns(
     c: "GroupConfig",
     aligned: bool = False,
 ) -> None:
-    """Cast the columns of every group in one launch, of one matrix or of two.
+    """Cast the columns of every group of one or two matrices in one launch.
 
     Args:
         parts: one or two.
@@ -96,7 +96,7 @@ def cast_columns(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Matrices(Constants):
-    """One matrix, or two with the same groups of rows, whose stripes follow those of the first.
+    """One or two matrices with the same groups of rows; the stripes of the second follow the stripes of the first.
 
     Attributes:
         width, width2: words of a row of the first and of the second matrix.
@@ -284,7 +284,7 @@ def _cast_transpose_groups(
     MATRICES: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr, SCALING: tl.constexpr, PACKED: tl.constexpr,
     PHASE: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Write q[group, col, row] = fp8(x[group, row, col] * s[group, col]), of one matrix or of two.
+    """Write q[group, col, row] = fp8(x[group, row, col] * s[group, col]) of one or two matrices.
 
     Weights (G * weight_rows, C) give q (G, C, weight_rows); token groups of (rows, C) give q (C, columns): columns is rows, or
     with an alignment holds aligned groups, zeros behind each. Scales are (G, C) either way. In pairs x is int32.
@@ -305,7 +305,7 @@ def _cast_transpose_groups(
     if JAGGED:
         number_tiles(table_ptr, offs_ptr, rows, G, GROUPS.log2, ROWS, GROUPS.alignment)
 
-    # Publish the first tile before the loop, so that each iteration begins with a tile that was published one iteration ago.
+    # Publish the first tile before the loop, so that each iteration begins with a tile that the iteration before has published.
     xs_next = ()
     for early in tl.static_range(AHEAD):
         next_at = _locate(tl.program_id(0) + early * step, total, table_ptr, offs_ptr, G, STRIPES, GROUPS, ROWS)

@@ -4,7 +4,7 @@
 scale of the segment is known. Most tiles see the binade of the segment's largest element, so that their scale is right. The k-th
 tile to arrive sees another binade only if none of the first k tiles has an element of that one, and none of it was expected.
 `cast_again`, the second launch, knows the largest magnitude and repeats the tiles that were cast by another scale. Scales and
-bytes are those of two passes, whatever was expected and in whatever order tiles arrive. No program spins.
+bytes equal the results of two passes, for any expected magnitude and any order in which tiles arrive. No program spins.
 """
 
 from collections.abc import Hashable
@@ -71,7 +71,7 @@ def cast_with_one_scale(
     """Cast the rows of x in as many equal segments as there are scales, or in the groups of `offs`.
 
     Args:
-        q, q_t: rows of the cast, and the cast transposed, contiguous; None to leave one out.
+        q, q_t: rows of the cast, and the cast transposed, contiguous; None to leave the output out.
         config: None where x is empty.
         amax: the largest magnitudes expected, per segment.
         aligned: q_t holds aligned groups; with one scale that is of all of them.
@@ -227,8 +227,8 @@ def cast_with_known_scale(
 def _pairs(x: torch.Tensor, q: torch.Tensor | None, q_t: torch.Tensor | None) -> int:
     """Return 2 where 16-bit elements are cast in pairs, if widths and addresses allow.
 
-    Because both layouts of 66 columns were wrong on an H200 in pairs, an odd number of pairs that goes out both ways is cast one
-    element at a time.
+    Because both layouts of 66 columns were wrong on an H200 in pairs, an odd number of pairs that is written both ways is cast
+    element by element.
     """
     both = q is not None and q_t is not None
     return 2 if in_pairs(x) and not (both and x.shape[1] % 4) else 1
@@ -249,7 +249,7 @@ def cast_early(
 
     amax_ptr: None, or the largest magnitudes expected per segment.
 
-    Workspace: word g the largest magnitude of segment g, word G + t the one that tile t was cast by.
+    Workspace: word g has the largest magnitude of segment g, word G + t the magnitude that tile t was cast by.
     """
     if since_sm_90():
         gdc_launch_dependents()  # the programs of `cast_again` may take their places; they wait for the end of all of these
@@ -277,7 +277,8 @@ def cast_again(
 ):  # fmt: skip
     """Write the scales and, at amax_ptr, the largest magnitudes; repeat the tiles that `cast_early` cast by another scale.
 
-    A program looks at LANES tiles at a time, each as far from the next as there are programs: wrong ones lie side by side.
+    A program looks at LANES tiles at a time, each as far from the next as there are programs, because wrong tiles lie side by
+    side.
     """
     if since_sm_90():
         gdc_wait()

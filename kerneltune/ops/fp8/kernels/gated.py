@@ -2,7 +2,7 @@
 
 `gate_early` computes every tile and casts it by the largest magnitude that was published until then. `gate_again` knows the
 largest magnitude of all, and computes and casts once more the tiles that were cast by another scale. A value is computed in fp32,
-rounded to the operand's type, and then cast, so that the bytes are those of two launches. Memory is read once.
+rounded to the operand's type, and then cast, so that the bytes equal those of two launches. Memory is read once.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -105,7 +105,7 @@ _SIGMOID = """mul.f32 s{0}, g{0}, 0fBFB8AA3B; ex2.approx.ftz.f32 s{0}, s{0};
     add.f32 s{0}, s{0}, 0f3F800000; rcp.approx.ftz.f32 s{0}, s{0};"""
 """1 / (1 + exp2(-log2(e) * g)): without the scaling of Triton's exp and division the values that overflow are the same."""
 
-# g * sigmoid(g) * u, and its gradients: u becomes that of the gate, d that of the up projection
+# g * sigmoid(g) * u, and its gradients: u becomes the gradient of the gate, d the gradient of the up projection
 _GATE = _SIGMOID + " mul.f32 g{0}, g{0}, s{0}; mul.f32 g{0}, g{0}, u{0};"
 _GATE_GRADIENT = (
     _SIGMOID
@@ -118,9 +118,9 @@ def _words(unpack: str, packed: str, operands: dict[str, str], compute: str, res
     """Return PTX that computes both halves of words of two 16-bit elements.
 
     Args:
-        unpack: PTX of one word; packed: the type of a word's halves.
+        unpack: the PTX that unpacks a word; packed: the type of a word's halves.
         operands: name of the halves -> the word.
-        compute: PTX of one half; results: names of the halves of the words that it gives.
+        compute: the PTX that computes a half; results: names of the halves of the words that it gives.
     """
     names = ", ".join(f"{name}{half}" for name in "gudst" for half in "lh")
     lines = [unpack.format(name, word) for name, word in operands.items()]
@@ -220,10 +220,10 @@ def gate_early(
     dy_ptr, x_ptr, q_ptr, qt_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
     stride_dy: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write q and its transpose, some tiles by another scale than that of all groups.
+    """Write q and its transpose, some tiles by another scale than the scale of all groups.
 
     C columns of a half; x, dy, q, C and strides count words.
-    Workspace: word 0 the largest magnitude of all groups, word 1 + t the one that tile t was cast by.
+    Workspace: word 0 has the largest magnitude of all groups, word 1 + t the magnitude that tile t was cast by.
     """
     if since_sm_90():
         gdc_launch_dependents()  # the programs of `gate_again` may take their places; they wait for the end of all of these
@@ -252,7 +252,7 @@ def gate_again(
     dy_ptr, x_ptr, q_ptr, qt_ptr, scale_ptr, offs_ptr, ws_ptr, rows, ld, G, total, C: tl.constexpr, stride: tl.constexpr,
     stride_dy: tl.constexpr, GROUPS: tl.constexpr, OUT: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Write the scale; repeat the tiles that `gate_early` cast by another one, as `cast_again` finds them."""
+    """Write the scale; cast again the tiles that `gate_early` cast by another scale, found as `cast_again` finds them."""
     if since_sm_90():
         gdc_wait()
     stripes = tl.cdiv(C, TILE.cols)

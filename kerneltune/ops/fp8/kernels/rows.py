@@ -68,7 +68,7 @@ def _cast_rows(
     """Write q[m, k] = fp8(x[m, k] * s[m]).
 
     A program holds ROWS x (CHUNKS * COLS) of x, or under RELOAD reads it twice, the second time from L2.
-    EVEN: K is a multiple of COLS. Rows of x lie `stride_xm` apart, those of q side by side.
+    EVEN: K is a multiple of COLS. Rows of x lie `stride_xm` apart, rows of q side by side.
     """
     lanes = tl.arange(0, ROWS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=1 if RELOAD else STAGES):

@@ -1,7 +1,7 @@
 """Quantize segments of rows with one scale each, reading twice: make finite and take amax, then make finite, scale and cast.
 
-A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; every tile is of one
-segment. The first launch leaves the largest magnitudes in a workspace, the second walks the tiles in reverse, so that it finds
+A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; no tile has rows of two
+segments. The first launch leaves the largest magnitudes in a workspace, the second walks the tiles in reverse, so that it finds
 the end of what the first has read in L2, and closes the launch. 16-bit elements come in PAIRS, as int32: made finite and cast two
 by two, and rows of four bytes transposed with byte permutes.
 """
@@ -54,7 +54,7 @@ class Out(Constants):
 
 @triton.jit
 def finite_magnitude(x):
-    """Return `magnitude` of x: that of 0 for NaN, that of the largest finite value for infinity."""
+    """Return `magnitude` of x: 0 for NaN, the magnitude of the largest finite value for infinity."""
     infinite: tl.constexpr = 0x7F800000 if x.dtype.primitive_bitwidth == 32 else 0x7C00 if x.dtype == tl.float16 else 0x7F80
     m = magnitude(x)
     return tl.where(m > infinite, tl.zeros_like(m), tl.minimum(m, tl.full(m.shape, infinite - 1, m.dtype)))
@@ -127,7 +127,10 @@ def load_quads(x_ptr, stride: tl.constexpr, C: tl.constexpr, at, GROUPS: tl.cons
 
 @triton.jit
 def _inside(rows, lo, hi, cols, C: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.constexpr):
-    """Return the mask of a tile's elements that its group has. Where groups are even, tiles past the last one repeat it."""
+    """Return the mask of a tile's elements that its group has.
+
+    Where groups are even, tiles past the last tile repeat the last tile.
+    """
     mask = tl.full((1, 1), True, tl.int1)
     if not GROUPS.even:
         mask = mask & (rows < hi)[:, None]
@@ -140,7 +143,7 @@ def _inside(rows, lo, hi, cols, C: tl.constexpr, GROUPS: tl.constexpr, TILE: tl.
 
 @triton.jit
 def finite_words(xs, TILE: tl.constexpr):
-    """Make the pairs of a tile out of `load_quads` finite; single elements are made finite where they are used."""
+    """Make the pairs of a tile out of `load_quads` finite; `store_tile` makes single elements finite."""
     dtype: tl.constexpr = TILE.dtype
     if TILE.pairs == 2:
         xs = finite_pairs(xs[0], dtype), finite_pairs(xs[1], dtype), finite_pairs(xs[2], dtype), finite_pairs(xs[3], dtype)
@@ -149,7 +152,10 @@ def finite_words(xs, TILE: tl.constexpr):
 
 @triton.jit
 def largest_magnitude(xs, TILE: tl.constexpr):
-    """Return the largest `magnitude` of a tile; in pairs that of NaN or infinity, unless `finite_words` made the tile finite."""
+    """Return the largest `magnitude` of a tile.
+
+    In pairs it is the magnitude of NaN or infinity, unless `finite_words` made the tile finite.
+    """
     if TILE.pairs == 2:
         pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
         largest = tl.maximum(pairs & 0xFFFF, pairs >> 16)
@@ -180,7 +186,7 @@ def segment_of(group, ONE: tl.constexpr):
 
 @triton.jit
 def without_rows(offs_ptr, group, rows, G, ONE: tl.constexpr):
-    """Return whether a segment has no rows: a group, or under ONE all of them."""
+    """Return whether a segment has no rows: a group or, with ONE, the union of all groups."""
     start, end = group_bounds(offs_ptr, group, rows)
     if ONE:
         end = tl.minimum(load_constant(offs_ptr + G - 1), rows)

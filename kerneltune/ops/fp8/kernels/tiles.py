@@ -72,7 +72,7 @@ def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
     """Locate a tile of weights with `rows` rows in every group.
 
     Returns group, stripe of the group, tiles of the stripe, first of all rows, and the group's rows [lo, hi) from there. Past the
-    last tile: those of the last tile, with hi = 0.
+    last tile it returns the last tile's, with hi = 0.
     """
     tiles = tl.cdiv(rows, ROWS)
     inside = tl.minimum(tile, total - 1)
@@ -113,7 +113,7 @@ def aligned_column(first_row, group, lo, ROWS: tl.constexpr, ALIGNMENT: tl.const
 def locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS: tl.constexpr, ROWS: tl.constexpr):
     """Locate a tile of weights, or of token groups, which end at offs (G,) and are cut at multiples of ROWS.
 
-    A token group may share its first and last block with its neighbours, and has one slot more than blocks if it ends at a
+    A token group may share its first and last block with its neighbours, and has a slot more than blocks if it ends at a
     multiple. With an alignment a token group is cut at its first row and multiples of ROWS from there.
 
     Returns group, stripe of the group, tiles of the stripe (with an alignment columns of the transpose), first of all rows, and
@@ -145,7 +145,7 @@ def locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS: tl.constexpr, 
 
 @triton.jit
 def in_order(starts, ends, groups, G, M):
-    """Return whether groups [starts, ends) follow each other in M rows; all (GROUPS,), of which G count."""
+    """Return whether the first G of groups [starts, ends) follow each other in M rows."""
     wrong = (groups < G) & ((starts < 0) | (ends < starts) | (ends > M))
     return tl.sum(wrong.to(tl.int32), axis=0) == 0
 
@@ -156,7 +156,7 @@ def number_tiles(
 ):  # fmt: skip
     """Write the table (G + 1,) int32 of `locate_fitted`: tiles per stripe in the groups before each; none of groups in disorder.
 
-    Every program writes it, the same to the same place, and reads what it wrote itself.
+    Every program writes the same table to the same place, and reads the words that it wrote itself.
     """
     groups = tl.arange(0, 1 << GROUPS_LOG2)
     start = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0)

@@ -1,4 +1,4 @@
-"""Multiply groups of fp8 matrices: persistent programs walk over tiles of all groups in one pipelined loop."""
+"""Multiply groups of fp8 matrices: persistent programs walk over the tiles of all groups in a pipelined loop."""
 
 import contextvars
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ def multiply_groups(
     mode_b: int,
     c: "GemmConfig",
 ) -> None:
-    """Write the product of checked operands into out; mode_a and mode_b are those of `scale_modes`."""
+    """Write the product of checked operands into out; `scale_modes` gives mode_a and mode_b."""
     most_strips = p.groups * cdiv(p.rows, c.rows) if p.rows else p.tokens // c.rows + p.groups
     programs = min(most_strips * cdiv(p.cols, c.cols), resident(a.device, c.ctas))
     x: Any = a
@@ -87,7 +87,7 @@ class Shape(Constants):
     """The sizes of a product that a kernel is compiled for.
 
     Attributes:
-        rows: rows of each group's result; 0 where these are the group's tokens.
+        rows: rows of each group's result; 0 where the group's tokens are its rows.
         cols: columns of the result.
         depth: k of the forward pass.
         experts: groups.
@@ -158,7 +158,7 @@ def _locate(
     """Return the group, its bounds, and the strip and column of a tile.
 
     Tiles go down BAND strips of a group, then to the next column. last: (GROUPS,) number of tiles up to each group's end.
-    ROWS: rows of every group's result, 0 where they are its tokens.
+    ROWS: rows of every group's result, 0 where the group's tokens are its rows.
     """
     if ROWS:
         strips = (ROWS + BM - 1) // BM
@@ -240,7 +240,7 @@ def _epilogue(
 
 @triton.jit
 def _columns(x_ptr, start, size, rows, stride, HEIGHT: tl.constexpr, BK: tl.constexpr):
-    """Describe the columns [start, start + size) of x, the first of which is 0: a load reads 0 beside them."""
+    """Describe the columns [start, start + size) of x by a descriptor, of which a load reads 0 beside them."""
     return tl.make_tensor_descriptor(x_ptr + start, [rows, size], [wide(stride), 1], [HEIGHT, BK])
 
 
@@ -266,7 +266,7 @@ def _clear_behind_groups(out_ptr, offs_ptr, M, COLS: tl.constexpr, E: tl.constex
 
 @triton.jit
 def _schedule(offs_ptr, M, SHAPE: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Return what a program needs to find its tiles, and its steps of k in all.
+    """Return the order of all tiles, and the steps of k that this program takes in all.
 
     Returns the most rows that groups can have together, the place of each group, the number of tiles up to each group's end, and
     the steps of all tiles that this program takes.
@@ -398,9 +398,9 @@ def _weight_gradient_of_the_rest(
     ROWS: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Write the weight gradients of the groups that no descriptor can begin with, loaded by single bytes; leave the others.
+    """Write the weight gradients of the groups that no descriptor can begin with, loaded by single bytes; leave all other groups.
 
-    Tiles are too small for wgmma: ptxas 12.8 makes wrong code of one that takes an operand from registers.
+    Tiles are too small for wgmma: ptxas 12.8 makes wrong code of a wgmma whose operand is in registers.
     """
     TILE_COLS: tl.constexpr = (COLS + BN - 1) // BN
     TILES: tl.constexpr = (ROWS + BM - 1) // BM * TILE_COLS

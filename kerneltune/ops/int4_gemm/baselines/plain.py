@@ -43,7 +43,7 @@ class PlainConfig:
 
 @dataclass(frozen=True, slots=True)
 class SplitConfig(PlainConfig):
-    """How a product is computed by several programs per tile: `PlainConfig`, and one knob.
+    """Config of a product that has several programs per tile: `PlainConfig`, and a knob.
 
     Attributes:
         splits: programs that share a tile's k.
@@ -53,8 +53,8 @@ class SplitConfig(PlainConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamConfig(PlainConfig):
-    """How a product is computed by programs with equal parts of all work: `PlainConfig`, and one knob.
+class StreamKConfig(PlainConfig):
+    """Config of a product whose programs have equal parts of all work: `PlainConfig`, and a knob.
 
     Attributes:
         ctas: programs per SM.
@@ -144,7 +144,7 @@ def _streamk(
     x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, groups, GROUP, share,
     ZEROS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Take, in program p, the pieces p share … of all tiles' pieces of k, one behind the other; at most PARTS share a tile."""
+    """Take, in program p, the pieces of k from p share on, in the order of all tiles; at most PARTS programs share a tile."""
     TOKENS: tl.constexpr = TILE.tokens
     ROWS: tl.constexpr = TILE.rows
     DEPTH: tl.constexpr = TILE.depth
@@ -199,7 +199,7 @@ def _run_split(inputs: Inputs, c: SplitConfig) -> Outputs:
     return {"y": y}
 
 
-def run_streamk(inputs: Inputs, c: StreamConfig) -> Outputs:
+def run_streamk(inputs: Inputs, c: StreamKConfig) -> Outputs:
     """Run `ctas` programs per SM, with equal parts of the work of all tiles."""
     arguments, tile, y, tiles = _arguments(inputs, c)
     (N, M), K = y.shape, inputs["x"].shape[1]
@@ -283,13 +283,13 @@ def split_default(case: Case) -> SplitConfig:
     return SplitConfig(**tile, splits=min(8, case["K"] // tile["depth"]))
 
 
-def stream_default(case: Case) -> StreamConfig:
+def stream_default(case: Case) -> StreamKConfig:
     """Return a config for any shape, by rule."""
-    return StreamConfig(**_tile(case), ctas=2)
+    return StreamKConfig(**_tile(case), ctas=2)
 
 
 VARIANTS = (
     Variant("baseline", run_baseline, PlainConfig, baseline_space, valid, baseline_default, not_empty),
     Variant("splitk", run_splitk, SplitConfig, split_space, valid, split_default, not_empty),
-    Variant("streamk", run_streamk, StreamConfig, stream_space, valid, stream_default, not_empty),
+    Variant("streamk", run_streamk, StreamKConfig, stream_space, valid, stream_default, not_empty),
 )

@@ -1,14 +1,14 @@
 """Multiply by single warps (mma.sync), without shared memory on the way from memory to the tensor cores.
 
-Each warp loads the codes of its rows and its k straight into the registers in which mma.sync wants its first operand, those of
-the next block while it multiplies with this one; x comes as the second operand in the same way. Codes less their zero points
-are exact in 16 bits, so sums over a group are those of integers times x, and a scale multiplies a sum. Tensors have an axis
+Each warp loads the codes of its rows and its k straight into the registers in which mma.sync wants its first operand, and loads
+the codes of the next block while it multiplies; x comes as the second operand in the same way. Codes less their zero points
+are exact in 16 bits, so sums over a group are sums of integers times x, and a scale multiplies a sum. Tensors have an axis
 for the four lanes that share a row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals
 out lanes. `warpgroups` shares the unpacking of codes.
 
 The warps of several blocks of rows in one program read the same x at the same time, which goes from L2 to L1 once for all.
-Where there are registers for it warps load x a step ahead. With 16 tokens and more than two steps the registers are those of
-the next codes, which then come half a step later. With 32 tokens a warp needs so many that an SM holds eight, too few
+If registers are left, warps load x a step ahead. With 16 tokens and more than two steps x takes the registers of the next codes,
+which are then loaded half a step later. With 32 tokens a warp needs so many that an SM holds eight, too few
 to wait for L2 in turn. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x 2 warps x
 411 instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
 """
@@ -34,7 +34,7 @@ _LOADS_FP16 = """
         lop3.b32 $5, $9, 0x00f000f0, 0x54005400, 0xea;
         lop3.b32 $6, u, 0x000f000f, 0x64006400, 0xea;
         lop3.b32 $7, u, 0x00f000f0, 0x54005400, 0xea;"""
-"""Codes 1024 + q and 64 + q in fp16: q in the lowest bits of the mantissa of 1024, four bits higher in that of 64."""
+"""Codes 1024 + q and 64 + q in fp16: q in the lowest bits of the mantissa of 1024, and four bits higher in the mantissa of 64."""
 
 _LOADS_BF16 = "".join(
     f"""
@@ -165,7 +165,7 @@ def elements_of(words, zero_a, zero_b, ZEROS: tl.constexpr, dtype: tl.constexpr)
 
 @triton.jit
 def values_of(tile, q: tl.constexpr, GROUPS: tl.constexpr):
-    """Select those of scales (4, 8, W, G, i) that quarter q of the block has, as (4, 8, W, i)."""
+    """Return the scales of quarter q of the block, (4, 8, W, i), out of scales (4, 8, W, G, i)."""
     if GROUPS == 1:
         return tl.reshape(tile, (tile.shape[0], tile.shape[1], tile.shape[2], tile.shape[4]))
     elif GROUPS == 2:
@@ -214,7 +214,10 @@ def _half_block(words, scales, zeros, x, HALF: tl.constexpr, GROUPS: tl.constexp
 
 @triton.jit
 def _sum_over_warps(y, ALONG: tl.constexpr, PIECES: tl.constexpr, R: tl.constexpr, TOKENS: tl.constexpr):
-    """Sum (ALONG PIECES, 8 i, TOKENS) to (PIECES, 8 i, TOKENS) by pairs; a split moves parts to one thread in one exchange."""
+    """Sum (ALONG PIECES, 8 i, TOKENS) to (PIECES, 8 i, TOKENS) by pairs.
+
+    `tl.split` moves the parts of a thread in a single exchange.
+    """
     if ALONG == 1:
         return y
     elif ALONG == 2:
@@ -282,7 +285,7 @@ def finish(
     tokens = first_token + tl.arange(0, TOKENS)[:, None]
     rows = tile * ROWS + tl.arange(0, ROWS)[None, :]
     mask = (tokens < N) & (rows < M)
-    if SPLITS > 1:  # the program of the last split began after those of the others
+    if SPLITS > 1:  # the program of the last split began after the programs of all other splits
         place = wide(tl.program_id(2)) * tl.num_programs(1) + tile
         each = wide(tl.num_programs(2)) * tl.num_programs(1) * (TOKENS * ROWS)
         first = part_ptr.to(tl.pointer_type(tl.int32)) + place * (TOKENS * ROWS)
@@ -297,7 +300,7 @@ def finish(
 def _rows_of_warps(warp, tile, row_blocks, BLOCKS: tl.constexpr, PER_BLOCK: tl.constexpr):
     """Return which warps are the first of a block of rows (0), the block of rows of each warp, and the block that it loads.
 
-    Warps side by side read the same x at the same time: the first from L2, the others from L1.
+    Warps side by side read the same x at the same time: the first warp from L2, all other warps from L1.
     """
     if BLOCKS == 1:
         return warp, tile, tile
@@ -358,7 +361,7 @@ def weight_places(w_ptr, block, s_block, piece, R: tl.constexpr, GROUPS: tl.cons
 def _token_places(x_ptr, stride_xn, kb, first_token, TOKENS: tl.constexpr):
     """Return the places of x in a block: six axes, c, token, warp, and token, quarter of the block and k within a thread.
 
-    Returns tokens, the offsets of the quarters, those of k, k without that within a thread, and pointers without quarter and k.
+    Returns tokens, offsets of the quarters, offsets of k within a thread, k without these offsets, and pointers without offsets.
     """
     c6 = tl.arange(0, 4)[:, None, None, None, None, None] * 8
     token = tl.arange(0, 8)[None, :, None, None, None, None] + tl.arange(0, TOKENS // 8)[None, None, None, :, None, None] * 8
@@ -372,7 +375,7 @@ def _token_places(x_ptr, stride_xn, kb, first_token, TOKENS: tl.constexpr):
 
 @triton.jit
 def _to_matrix(y, WORK: tl.constexpr):
-    """Return the sums of all warps as (tokens, rows of w): add those that share rows, then put rows side by side."""
+    """Return the sums of all warps as (tokens, rows of w): add the sums of warps that share rows, then put rows side by side."""
     TOKENS: tl.constexpr = WORK.tokens
     R: tl.constexpr = WORK.rows // 8
     PER_BLOCK: tl.constexpr = 64 // WORK.rows
@@ -395,8 +398,8 @@ def _int4_gemm(
     """Write y (N, M).
 
     LEAD: steps that L2 is asked for in advance, 0 for none. FULL: N is a multiple of a program's tokens. EVEN: the programs take
-    exactly K; LAST_SHORTER: those of the last split in fewer steps. AHEAD: load x a step ahead of its use. LAST_APART: the last
-    step follows the loop, which loads nothing past the end and codes between the halves of a block; of even programs AHEAD,
+    exactly K; LAST_SHORTER: programs of the last split take fewer steps. AHEAD: load x a step ahead of its use. LAST_APART: the
+    last step follows the loop, which loads nothing past the end and codes between the halves of a block; of even programs AHEAD,
     without zero points.
     """
     STEPS: tl.constexpr = WORK.steps

@@ -21,7 +21,7 @@ _PUBLISHED = {64: (1, 8), 128: (8,)}
 
 @dataclass(frozen=True, slots=True)
 class TeCastConfig:
-    """How a weight is cast.
+    """Config of the cast of a weight.
 
     Attributes:
         block: rows and columns of a tile.

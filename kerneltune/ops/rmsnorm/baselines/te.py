@@ -26,7 +26,7 @@ from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
 
 @dataclass(frozen=True, slots=True)
 class TeFwdConfig:
-    """How the norm kernel runs.
+    """Config of the norm kernel.
 
     Attributes:
         warps: of a program.
@@ -37,7 +37,7 @@ class TeFwdConfig:
 
 @dataclass(frozen=True, slots=True)
 class TePr593FwdConfig:
-    """How the norm kernel and the transpose run.
+    """Config of the norm kernel and the transpose.
 
     Attributes:
         warps: of a program of the norm kernel.
@@ -54,7 +54,7 @@ class TePr593FwdConfig:
 
 @dataclass(frozen=True, slots=True)
 class TeBwdConfig:
-    """How the main kernel and the reduction run.
+    """Config of the main kernel and the reduction.
 
     Attributes:
         warps: of a program of the main kernel.
@@ -286,7 +286,7 @@ def run_pr593_bwd(inputs: Inputs, config: TeBwdConfig) -> Outputs:
 
 
 def _pr593_fwd_space(case: Case) -> Space:
-    """Offer what was published; the transpose tile matters under fp8_t only."""
+    """Offer the published configs; the transpose tile matters under fp8_t only."""
     if case.quant != "fp8_t":
         return {"warps": (4, 8, 16), "tile_rows": (64,), "tile_cols": (64,), "tile_warps": (4,)}
     return {"warps": (4, 8, 16), "tile_rows": (32, 64, 128), "tile_cols": (64, 128), "tile_warps": (4, 8)}

@@ -89,7 +89,7 @@ class GradientLoop(Constants):
         rows: rows of a tile.
         cols: words of a load.
         chunks: loads of a row that one program holds.
-        parts: programs that share a row, one load each.
+        parts: programs that share a row; each has a load.
         sum_rows: rows of a program's sums for dγ.
         pairs: elements of a word: 2 where 16-bit elements are loaded as int32, else 1.
         dtype: the type of an element.
@@ -236,12 +236,12 @@ def _rmsnorm_bwd_main(
     dz_ptr, x_ptr, rsigma_ptr, g_ptr, dsum_ptr, dx_ptr, dg_ptr, ws_ptr, M, N: tl.constexpr,
     LOOP: tl.constexpr, PHASE: tl.constexpr, EARLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dx, and one fp32 row of dγ partials per group of programs that share rows: dg (groups, all columns).
+    """Write dx, and an fp32 row of dγ partials for each group of programs that share rows: dg (groups, all columns).
 
     g_ptr None: γ is 1. dg_ptr None: no dγ. dsum_ptr: a gradient that is added to dx, or None.
 
-    Programs share a row, one load each, or one program holds all loads of a row. In pairs dz, x, 16-bit γ, dsum and dx are int32,
-    and N counts words. EARLY: the next kernel may be launched at once, not only when the loops are over.
+    Programs share a row, each with a load, or a program holds all loads of its row. In pairs dz, x, 16-bit γ, dsum and dx are
+    int32, and N counts words. EARLY: the next kernel may be launched at once, not only when the loops are over.
     """
     ROWS: tl.constexpr = LOOP.rows
     COLS: tl.constexpr = LOOP.cols
@@ -260,7 +260,7 @@ def _rmsnorm_bwd_main(
     if dg_ptr is not None:
         for _ in tl.static_range(LOOP.chunks * LOOP.pairs):
             dgs = dgs + (tl.zeros((LOOP.sum_rows, COLS), dtype=tl.float32),)
-    # Publish the first tile before the loop, so that each iteration waits for sums that were published one iteration ago.
+    # Publish the first tile before the loop, so that each iteration waits for sums that the iteration before has published.
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
         x_next = _load(x_ptr, group, first_col, M, N, ROWS, COLS)

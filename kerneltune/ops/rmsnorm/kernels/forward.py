@@ -2,7 +2,7 @@
 
 Rows live in registers. A row too long for one program is shared by `PARTS` programs, which publish their partial sums and
 wait for each other's inside the launch (PHASE 0), or in two launches (PHASE 1 publishes, PHASE 2 collects). A program
-publishes its next tile before it waits for the present one, so that the wait is over when it begins.
+publishes its next tile before it waits for the present tile, so that the sums are complete when the wait begins.
 """
 
 from contextlib import nullcontext
@@ -52,7 +52,8 @@ _MOST_BESIDE_GAMMA = 32768
 """Elements of x that a program can hold beside the weight: more need 32 warps, whose threads have 64 registers."""
 
 _TILE_ROWS, _TILE_COLS = 64, 128
-"""Of the transpose's tiles; not searched: fp8_transpose_2d prefers 64 x 256 and groups of 512 row blocks, where x is cold."""
+"""Rows and columns of the transpose's tiles. They are not searched: fp8_transpose_2d prefers 64 x 256 and groups of 512 row
+blocks, where x is cold."""
 
 _BLOCK, _TILE = 128, 128
 """Rows and columns of tiles that are transposed beside the rows in work."""
@@ -62,7 +63,7 @@ BEHIND_COLS = range(8192, 16385)
 
 BEHIND_BYTES = 8_000_000
 """Bytes of y by which the transpose stays behind the writers, so that y is still in L2. H200, 2026-11-22: 3 to 7 % faster than a
-second launch; level at rows of 4096 elements, slower for shorter rows, and for longer ones, which looping programs write faster
+second launch; level at rows of 4096 elements, slower for shorter rows, and for longer rows, which looping programs write faster
 (docs/notes/rmsnorm.md). A matrix of less than three times the bytes leaves little to do beside."""
 
 _PLAIN = 512
@@ -87,7 +88,7 @@ def normalize(
     """Allocate the outputs and launch the forward of x, or of x + add; arguments are checked, config is None where x is empty.
 
     Returns:
-        y; x + add, or x where there is nothing to add; rsigma; y_t or None; scale_inv or None.
+        y; x + add, or x where add is None; rsigma; y_t or None; scale_inv or None.
     """
     M, N = x.shape
     y = x.new_empty((M, N), dtype=out_dtype if quant == "none" else FP8_DTYPES[fp8_format])
@@ -145,7 +146,7 @@ def transposes_at_once(N: int, c: "FwdConfig") -> bool:
 def _write_both_at_once(
     tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], output: dict[str, Any], c: "FwdConfig"
 ) -> None:
-    """Write y of short rows, whole tiles of them, and its transpose from registers; the rest is that of `_rmsnorm_fwd_once`.
+    """Write y of short rows, whole tiles of them, and its transpose from registers; all else is as in `_rmsnorm_fwd_once`.
 
     Of rows that are no multiple of 4 ptxas 12.8 makes wrong code; a tile that is not full has not run on a GPU.
     """
@@ -155,7 +156,7 @@ def _write_both_at_once(
 
 
 def _transposes_behind(y: torch.Tensor, c: "FwdConfig") -> bool:
-    """Say whether the programs that transpose y belong into the launch of those that write it, which must begin before them."""
+    """Say whether one launch writes and transposes y, in which writers must begin before transposers."""
     M, N = y.shape
     in_order = is_cuda() or INTERPRETED
     return in_order and not c.ctas and M % 4 == 0 and N in BEHIND_COLS and M * N >= 3 * BEHIND_BYTES
@@ -164,7 +165,7 @@ def _transposes_behind(y: torch.Tensor, c: "FwdConfig") -> bool:
 def write_both(
     tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], output: dict[str, Any], c: "FwdConfig"
 ) -> None:
-    """Write y and its transpose in one launch; tensors and sizes are those of `_rmsnorm_fwd_once`."""
+    """Write y and its transpose in one launch; tensors and sizes are as in `_rmsnorm_fwd_once`."""
     (M, N), x = sizes[:2], tensors[0]
     blocks = cdiv(M, _BLOCK)
     with counters(cdiv(blocks, 2), x.device) as done:
@@ -211,7 +212,7 @@ class RowLoop(Constants):
         rows: rows of a tile.
         cols: elements of a load.
         chunks: loads of a row that one program holds.
-        parts: programs that share a row, one load each.
+        parts: programs that share a row; each has a load.
         even: whether the row is a multiple of a load.
     """
 
@@ -229,7 +230,7 @@ def _rmsnorm_fwd_once(
 ):  # fmt: skip
     """Write y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows.
 
-    g_ptr None: g is 1. add_ptr: a matrix that is added to x first, the sum of which goes to sum_ptr; or both None. The options
+    g_ptr None: g is 1. add_ptr: a matrix that is added to x first; sum_ptr: where the sum goes; or both None. The options
     are those of `whole_rows`.
     """
     whole_rows(
@@ -245,7 +246,7 @@ def _rmsnorm_fwd_at_once(
 ):  # fmt: skip
     """Write y as fp8 and its transpose (N, M), a program for ROWS whole rows, which it holds as four tiles of every fourth row.
 
-    M is a multiple of ROWS. The other arguments are those of `_rmsnorm_fwd_once`.
+    M is a multiple of ROWS. All other arguments are as in `_rmsnorm_fwd_once`.
     """
     tile = tl.program_id(0)
     left = M - tile * ROWS
@@ -293,8 +294,8 @@ def _rmsnorm_fwd_transposed(
 ):  # fmt: skip
     """Write y as fp8, and its transpose (N, M), M a multiple of 4.
 
-    A tile of BLOCK rows and TILE columns is transposed by a program whose id comes `lag` blocks after those that write its rows,
-    so that it seldom waits for them and L2 still has them.
+    A tile of BLOCK rows and TILE columns is transposed by a program whose id comes `lag` blocks after the programs that write
+    its rows, so that it seldom waits for them and L2 still has them.
 
     done_ptr: a 32-bit counter per block of rows, 0 before and after.
     """
@@ -306,7 +307,7 @@ def _rmsnorm_fwd_transposed(
     BOTH: tl.constexpr = WRITERS + TRANSPOSERS
     blocks = tl.cdiv(M, BLOCK)
     lag = tl.minimum(lag, blocks)
-    first = lag * WRITERS  # then blocks that are written beside one that is transposed, then blocks that are only transposed
+    first = lag * WRITERS  # then blocks that are written while another block is transposed, then blocks that are only transposed
     inside = tl.program_id(0) - first
     last = inside - (blocks - lag) * BOTH
     transposes = True
@@ -356,7 +357,7 @@ def _rmsnorm_fwd_loop(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr, ws_ptr,
     M, N, stride_xm, stride_am, eps, OUTPUT: tl.constexpr, LOOP: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write y by resident programs that loop over tiles; several PARTS share a row, or one holds its CHUNKS loads.
+    """Write y by resident programs that loop over tiles; several programs share a row, or a program holds all loads of its row.
 
     The weight stays in registers, as it is stored: loaded in the loop it would take as much shared memory as x does.
     """

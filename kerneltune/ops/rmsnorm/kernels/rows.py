@@ -11,7 +11,7 @@ from kerneltune.kernel_lib.tl_lib import held, is_cuda, quantize, reciprocal, wi
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Output(Constants):
-    """What is written as y.
+    """The form of y.
 
     Attributes:
         zero_centered: whether 1 is added to the weight.
@@ -100,7 +100,7 @@ def load_chunk(x_rows, c, lanes, left, N: tl.constexpr, ROWS: tl.constexpr, COLS
 
 @triton.jit
 def load_gamma(g_ptr, cols, N):
-    """Load the weight as stored, or ones if there is none; load it before the sums that it has to wait for."""
+    """Load the weight as stored, or ones without a weight; load it before the sums that it has to wait for."""
     if g_ptr is None:
         return tl.full((1,), 1.0, tl.float32)
     else:
@@ -132,7 +132,8 @@ def raised(amax, y):
 def raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
     """Take the atomic max of *amax_ptr, which was `seen` some time before, and the tensor amax ≥ 0; most find it large enough.
 
-    BY_WARPS: every warp for itself, so that a large program, after which the next one begins, ends without a barrier.
+    BY_WARPS: every warp publishes its own magnitude, so that a large program ends without a barrier and the next program begins
+    sooner.
     """
     if BY_WARPS and is_cuda():  # in the layout of `amax`, whichever that is; numbers ≥ 0 are in the order of their bits
         tl.inline_asm_elementwise(
