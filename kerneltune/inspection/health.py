@@ -1,4 +1,4 @@
-"""Say what the state of an NVIDIA GPU means for the times measured on it: clocks, power, memory, sharing, counters.
+"""Tell the consequences of an NVIDIA GPU's state for times measured on it: clocks, power, memory, sharing, counters.
 
 Changes nothing and prints nothing. NVML is an argument, so that tests give their own.
 """
@@ -9,7 +9,7 @@ from typing import Any
 from kerneltune.device import SLOWDOWNS, slowed_down
 
 Line = tuple[str, str, str]
-"""(what, found, what that means for the numbers; empty where it is as it should be)."""
+"""(subject, state, consequence for the times; no consequence of a normal state)."""
 
 _HARMLESS = 0x1 | 0x2  # idle; held at the application clocks, which have a line of their own
 _REASONS = SLOWDOWNS | {
@@ -59,7 +59,7 @@ def throttle_names(reasons: int) -> list[str]:
 def counter_line(params: str | None, status: str) -> Line:
     """Return whether Nsight Compute may read the counters: by the driver's parameters and the capabilities of this process.
 
-    params: text of /proc/driver/nvidia/params, None where there is none; status: text of /proc/self/status.
+    params: text of /proc/driver/nvidia/params, None without an NVIDIA driver; status: text of /proc/self/status.
     """
     if params is None:
         return "GPU counters", "no NVIDIA driver loaded", "profile cannot run"

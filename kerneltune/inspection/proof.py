@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from kerneltune import device
 from kerneltune.files import Versioned, bad, data_root, decode_versioned, read_bytes, replace_text
 from kerneltune.table import counted
 
@@ -58,10 +59,12 @@ def load_proof(path: Path) -> Proof:
     """Return the proof in a file.
 
     Raises:
-        ValueError: the file cannot be read, or holds no proof; one line.
+        ValueError: the file cannot be read, or holds no proof of its folder's GPU; one line.
     """
     try:
         proof = decode_versioned(read_bytes(path), Proof, _SCHEMA)
+        if device.slug(proof.gpu) != path.parent.name:
+            raise bad("gpu", proof.gpu, f"the GPU of the folder {path.parent.name}")
         for name, run in proof.journeys.items():
             if not all(0 <= number < len(proof.code) for number in run.code):
                 raise bad(f"journeys.{name}.code", run.code, f"numbers below {len(proof.code)}")
@@ -110,7 +113,7 @@ def merge_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mappi
 
 @cache
 def digest_of(module: str) -> str:
-    """Return the digest of a module of the package without comments and docstrings; empty where there is no such file."""
+    """Return the digest of a module's syntax tree, without comments and docstrings; empty for a module without a file."""
     base = _PACKAGE.joinpath(*module.split(".")[1:])
     file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     if not file.is_file():
@@ -119,7 +122,7 @@ def digest_of(module: str) -> str:
 
 
 def _canonical(value: object) -> str:
-    """Return a text of a syntax tree that every version of Python gives: without what is empty, and without docstrings."""
+    """Return a syntax tree as text, without empty fields and docstrings: every version of Python gives this text."""
     if isinstance(value, list):
         return f"[{','.join(_canonical(item) for item in value if not _is_text(item))}]"
     if not isinstance(value, ast.AST):
@@ -146,7 +149,7 @@ def changed_modules(proof: Proof, name: str) -> list[str]:
 
 
 def unproven(proof: Proof, known: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yield each journey that has not passed with the code as it is, and why.
+    """Yield each journey that has not passed with the present code, and the reason.
 
     known: names of journeys that may never have run.
     """
@@ -163,10 +166,10 @@ def unproven(proof: Proof, known: Iterable[str] = ()) -> Iterator[tuple[str, str
 
 
 def state_line(proof: Proof, known: Sequence[str]) -> str:
-    """Return one sentence on how much has run on a GPU with the code as it is."""
+    """Return a sentence that counts the journeys that have passed on a GPU with the present code."""
     open_ones = dict(unproven(proof, known))
     names = dict.fromkeys((*known, *proof.journeys))
     commits = sorted({(run.date[:10], run.commit) for run in proof.journeys.values()})
     when = f" (last run {commits[-1][0]} at {commits[-1][1]})" if commits else ""
     passed = len(names) - len(open_ones)
-    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` have passed on {proof.gpu} with the code as it is{when}"
+    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` have passed on {proof.gpu} with the present code{when}"

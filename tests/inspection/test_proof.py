@@ -1,4 +1,4 @@
-"""The proof of a GPU: what it keeps, what it calls changed, and what a damaged file comes to."""
+"""The proof of a GPU: journeys that passed, changed, failed or never ran; damaged files."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_comments_and_docstrings_change_no_digest_but_code_does(package: Path) -
 
 
 def test_journeys_that_changed_failed_or_never_ran_are_listed(package: Path, tmp_path: Path) -> None:
-    path, known = tmp_path / "proof.json", ["fine", "broken", "new"]
+    path, known = tmp_path / "nvidia_h200" / "proof.json", ["fine", "broken", "new"]
     write(path, known, fine=run(), broken=run(passed=False))
     found = load_proof(path)
     assert dict(unproven(found, known)) == {
@@ -52,7 +52,7 @@ def test_journeys_that_changed_failed_or_never_ran_are_listed(package: Path, tmp
         "new": "has not run on NVIDIA H200",
     }
     assert state_line(found, known) == (
-        "1 of 3 journeys of `make gpu` have passed on NVIDIA H200 with the code as it is (last run 2026-11-25 at 4010a35)"
+        "1 of 3 journeys of `make gpu` have passed on NVIDIA H200 with the present code (last run 2026-11-25 at 4010a35)"
     )
     (package / "b.py").write_text("B = 2\n")
     proof.digest_of.cache_clear()
@@ -60,7 +60,7 @@ def test_journeys_that_changed_failed_or_never_ran_are_listed(package: Path, tmp
 
 
 def test_later_run_replaces_its_journey_and_keeps_the_others(package: Path, tmp_path: Path) -> None:
-    path = tmp_path / "proof.json"
+    path = tmp_path / "nvidia_h200" / "proof.json"
     write(path, ["one", "two", "old"], one=run(), two=run(), old=run())
     (package / "b.py").write_text("B = 2\n")
     proof.digest_of.cache_clear()
@@ -78,13 +78,14 @@ def test_later_run_replaces_its_journey_and_keeps_the_others(package: Path, tmp_
         ({"code": ["alone"]}, "code[0]: 'alone': expected a module and its digest"),
         ({"code": []}, "journeys.one.code: [0, 1]: expected numbers below 0"),
         ({"more": 1}, "more"),
+        ({"gpu": "NVIDIA B200"}, "gpu: 'NVIDIA B200': expected the GPU of the folder nvidia_h200"),
         (None, "JSON: "),
     ],
 )
 def test_damaged_proof_is_one_line_and_is_replaced(
     package: Path, tmp_path: Path, change: dict[str, object] | None, said: str
 ) -> None:
-    path = tmp_path / "proof.json"
+    path = tmp_path / "nvidia_h200" / "proof.json"
     write(path, ["one"], one=run())
     stored = json.loads(path.read_text())
     if said.startswith("code[0]"):
@@ -102,10 +103,10 @@ def test_damaged_proof_is_one_line_and_is_replaced(
 def test_doctor_lists_what_is_not_proven(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kerneltune.cli import doctor
 
-    for name in ("gpu_a", "gpu_b"):
+    for name in ("nvidia_h200", "nvidia_z"):
         (tmp_path / name).mkdir()
-    write(tmp_path / "gpu_a" / "proof.json", ["one", "two"], one=run(), two=run(passed=False))
-    (tmp_path / "gpu_b" / "proof.json").write_text("[]")
+    write(tmp_path / "nvidia_h200" / "proof.json", ["one", "two"], one=run(), two=run(passed=False))
+    (tmp_path / "nvidia_z" / "proof.json").write_text("[]")
     monkeypatch.setattr(proof, "data_root", lambda _folder: tmp_path)
     lines = list(doctor.journey_lines())
     assert lines[:2] == [
@@ -113,6 +114,6 @@ def test_doctor_lists_what_is_not_proven(package: Path, tmp_path: Path, monkeypa
         ("journey two", "not proven with this code", "failed at 4010a35, 2026-11-25"),
     ]
     assert lines[2][:2] == ("journeys", "no proof")
-    (tmp_path / "gpu_a" / "proof.json").unlink()
-    (tmp_path / "gpu_b" / "proof.json").unlink()
+    (tmp_path / "nvidia_h200" / "proof.json").unlink()
+    (tmp_path / "nvidia_z" / "proof.json").unlink()
     assert [line[1] for line in doctor.journey_lines()] == ["no proof"]

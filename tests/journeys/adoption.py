@@ -47,7 +47,7 @@ def serve(place: Place, *program: str | Path, miss: str = "error") -> list[dict[
 
 @journey(limit_s=180)
 def adopt_package(place: Place) -> None:
-    """Serve a package in site-packages: the same results, nothing timed, and what was not tuned is recorded."""
+    """Serve a package in site-packages: the same results, nothing timed, launches that were not tuned recorded."""
     place.bring("packages", "use_foreign.py", "observed.py")
     (plain,) = json_lines(place.python("use_foreign.py", "1000", "4096").stdout)
     require(plain["timed"] > 0, "the author's autotuner timed nothing, so there is nothing to show")

@@ -25,7 +25,7 @@ def doctor(place: Place) -> None:
 
 @journey(limit_s=150, ops=("rmsnorm",))
 def sweep_quick(place: Place) -> None:
-    """`sweep rmsnorm --quick` shows ten rows; `compare` and `report` read what it recorded."""
+    """`sweep rmsnorm --quick` shows ten rows; `compare` and `report` read its records."""
     place.kerneltune("sweep", "rmsnorm", "--quick", env=SHIPPED)
     rows = place.rows(place.results / "rmsnorm.jsonl")
     own = [row for row in rows if row["role"] == "own"]
@@ -44,7 +44,7 @@ def sweep_quick(place: Place) -> None:
 
 
 def _beside_records(place: Place, rows: list[dict[str, object]]) -> None:
-    """Hold the times against those that the repository ships, where they are of this model of GPU."""
+    """Hold the times against the repository's records of this model of GPU, if there are any."""
     shipped = ROOT / "results" / place.gpu["slug"] / "rmsnorm.jsonl"
     if not shipped.is_file():
         place.remarks.append("not compared with records: there are none of this GPU")
@@ -78,7 +78,7 @@ def sweep_family(place: Place) -> None:
 
 @journey(limit_s=150, ops=("fp8",))
 def tune_two(place: Place) -> None:
-    """`tune` of two cases; the next call runs with what it found, and a call at other sizes says that nothing is known."""
+    """`tune` of two cases; the next call runs with the config, and a call at other sizes says that there is none."""
     family = place.folder / "two.yaml"
     family.write_text(
         "family: two\nops: [fp8_rowwise_2d]\ndefaults: {dtype: bfloat16}\ncheck:\n  - {name: odd, M: 37, K: 1409}\n"

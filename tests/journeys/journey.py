@@ -1,7 +1,7 @@
-"""What a journey is, and what its functions use to run commands as a user does.
+"""Define a journey, and run commands as a user does.
 
-A journey is a function of a Place. It raises JourneyError, or any other exception, where a user would not see what the documents
-promise, and NotRun where a package or a tool is missing.
+A journey is a function of a Place. It raises an exception, as a rule JourneyError, where a user would miss a promise of the
+documents, and NotRun where a package or a tool is missing.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ _SHOWN = 30
 
 
 PASSED, FAILED, LEFT_OUT, INTERRUPTED = "yes", "no", "not run", "interrupted"
-"""How a journey ended."""
+"""Ends of a journey."""
 
 
 class JourneyError(Exception):
@@ -38,13 +38,13 @@ class NotRun(Exception):  # noqa: N818
 
 @dataclass(frozen=True)
 class Journey:
-    """One promise of the documents.
+    """A promise of the documents, with the function that tries it.
 
     Attributes:
         limit_s: seconds after which it is ended.
         alone: whether nothing else may run beside it, because it judges times.
         packages: that it imports; without them it is not run.
-        ops: families of operators that its result depends on, among those that its processes import; None for all.
+        ops: families of operators whose code decides its result; None for all that its processes import.
         without_gpu: whether it also runs without a GPU.
     """
 
@@ -57,7 +57,7 @@ class Journey:
     without_gpu: bool = False
 
     def code(self, modules: Iterable[str]) -> list[str]:
-        """Return the modules that are the journey's code, of those that its processes imported.
+        """Return the modules of the journey's code among the modules that its processes imported.
 
         Commands load all operators to know their names.
         """
@@ -88,7 +88,7 @@ class Place:
     """An empty folder that a journey runs in.
 
     Attributes:
-        gpu: name, slug, arch and versions of the GPU; the slug is `interpreter` without one.
+        gpu: name, slug, arch and versions of the GPU; the slug is `interpreter` on a machine without a GPU.
         remarks: that the table shows of a journey that passed.
     """
 
@@ -144,7 +144,7 @@ class Place:
         return self.call([sys.executable, *arguments], code, env)
 
     def bring(self, *names: str) -> None:
-        """Copy programs here; the folder `packages` becomes `site-packages`, on the path of what is started from now on."""
+        """Copy programs here; the folder `packages` becomes `site-packages`, on the path of later commands."""
         for name in names:
             if (PROGRAMS / name).is_dir():
                 target = self.folder / "site-packages"
@@ -190,7 +190,7 @@ def json_lines(text: str) -> list[dict[str, Any]]:
 
 
 def inside(journey: Journey, said: Path) -> int:
-    """Run one journey in this process, and write how it ended."""
+    """Run a journey in this process, and write its end."""
     place = Place(Path.cwd(), json.loads(os.environ["JOURNEY_GPU"]))
     try:
         journey.run(place)

@@ -2,7 +2,7 @@
 
 Each is planted in a copy of the package, so that several run at once and the sources stay as they are.
 
-Exit code 0: all were found. 1: one was not. 2: no GPU, or bad input.
+Exit code 0: every regression was found. 1: a regression was missed. 2: no GPU, or bad input.
 """
 
 import json
@@ -64,7 +64,7 @@ PLANTS = (
         'are filed under."""\n    return current().name',
         "tune_two",
     ),
-    Plant(  # two launches where one is needed on a GPU
+    Plant(  # the second of two launches
         "second_launch_missing",
         "kerneltune/kernel_lib/launch.py",
         '    return [(0, limit | {"launch_cooperative_grid": True})] if together else [(1, limit), (2, limit)]',
@@ -152,7 +152,7 @@ def copied(plant: Plant, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Found:
-    """What the journey said of a regression; was_found: whether it failed."""
+    """The answer of the journey to a regression; was_found: whether the journey failed."""
 
     plant: Plant
     was_found: bool
@@ -179,7 +179,7 @@ def find(plant: Plant, out: Path, gpu: Mapping[str, str]) -> Found:
 
 
 def main(names: Sequence[str]) -> int:
-    """Plant all regressions, or those that are named."""
+    """Plant the regressions of these names, all without a name."""
     known = {plant.name: plant for plant in PLANTS}
     for name in names:
         if name not in known:

@@ -1,6 +1,6 @@
 """Run the journeys: `python tests/journeys [--only NAME,NAME] [--out DIR]`, by `make gpu`.
 
-Exit code 0: none failed. 1: a journey failed. 2: no GPU, or bad input. 130: interrupted; what has run is kept.
+Exit code 0: none failed. 1: a journey failed. 2: no GPU, or bad input. 130: interrupted; outputs of earlier journeys are kept.
 """
 
 import argparse

@@ -1,8 +1,9 @@
-"""Keep what a run of the journeys proves, and say what has not been proven; see kerneltune/inspection/proof.py."""
+"""Keep the proof of a run of the journeys, and list the journeys without a proof; see kerneltune/inspection/proof.py."""
 
 import datetime
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,12 +41,13 @@ def keep(out: Path, gpu: Mapping[str, str], endings: Sequence[Ending]) -> None:
         for one in endings
         if one.passed in (PASSED, FAILED)
     }
-    for path in (ROOT / "results" / gpu["slug"] / PROOF, out / PROOF):
-        merge_proof(path, gpu["name"], runs, list(JOURNEYS))
+    path = ROOT / "results" / gpu["slug"] / PROOF
+    merge_proof(path, gpu["name"], runs, list(JOURNEYS))
+    shutil.copy(path, out)
 
 
 def show(known: Sequence[str]) -> int:
-    """List what has not passed with this code on each GPU, and write the state into the documents; the list is no failure."""
+    """List the journeys that have not passed with the present code on each GPU, and write the state into the documents."""
     states = []
     for path in proof_files():
         try:
@@ -58,7 +60,7 @@ def show(known: Sequence[str]) -> int:
         for name, why in unproven(found, known):
             print(f"  {name}: {why}")
     if not states:
-        states.append("no journey of `make gpu` has run with the code as it is")
+        states.append("no journey of `make gpu` has run with the present code")
         print(states[0])
     for name in DOCUMENTS:
         _write(ROOT / name, states)
@@ -66,7 +68,7 @@ def show(known: Sequence[str]) -> int:
 
 
 def _write(path: Path, states: Sequence[str]) -> None:
-    """Put the state between the two marks of a document, where it has them."""
+    """Put the state between the two marks of a document; a document without marks stays."""
     text = path.read_text(encoding="utf-8")
     lines = "".join(f"- {state[0].upper()}{state[1:]}.\n" for state in states)
     changed = BLOCK.sub(lambda found: found[1] + lines + found[2], text)

@@ -29,7 +29,7 @@ _KEPT_BYTES = 1 << 20
 
 @dataclass
 class Ending:
-    """How a journey ended.
+    """The end of a journey.
 
     Attributes:
         passed: PASSED, FAILED, LEFT_OUT or INTERRUPTED.
@@ -45,7 +45,7 @@ class Ending:
 
 
 def gpu_here() -> dict[str, str]:
-    """Return what the GPU and the source are, by a process that leaves nothing on the GPU."""
+    """Return facts about the GPU and the source, by a process that leaves nothing on the GPU."""
     if told := os.environ.get(GPU_HERE):
         known: dict[str, str] = json.loads(told)
         return known
@@ -62,7 +62,7 @@ def gpu_here() -> dict[str, str]:
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a journey: this one's without settings of kerneltune, the package and the hook on the path."""
+    """Return this process's environment without settings of kerneltune, with the package and the hook on the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KERNELTUNE_", "JOURNEY_"))}
     path = [str(HERE / "site"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return kept | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUSERBASE": site.getuserbase()} | more
@@ -72,14 +72,14 @@ class Runner:
     """Runs journeys; `ended` holds how each of them ended, also after Ctrl-C."""
 
     def __init__(self, out: Path, gpu: Mapping[str, str], command: Sequence[str]) -> None:
-        """out: folder of the outputs; command: runs one journey, with `--inside NAME --said FILE`."""
+        """out: folder of the outputs; command: runs a journey, with `--inside NAME --said FILE`."""
         self.out, self.gpu, self._command = out, gpu, list(command)
         self.ended: dict[str, Ending] = {}
         self._stop = Event()
         self._began = time.monotonic()
 
     def run(self, journeys: Sequence[Journey]) -> None:
-        """Run journeys: first those that may share the GPU, then the others one by one."""
+        """Run journeys: first all that may share the GPU, side by side, then the rest one after the other."""
         self.out.mkdir(parents=True, exist_ok=True)
         shared = sorted((one for one in journeys if not one.alone), key=lambda one: -one.limit_s)
         pool = ThreadPoolExecutor(max_workers=_AT_ONCE)
@@ -162,7 +162,7 @@ class Runner:
         return Ending(journey.name, told["passed"], reason=told["reason"], modules=found)
 
     def _wait(self, process: "subprocess.Popen[bytes]", limit_s: float) -> str:
-        """Wait for the end; return why it had to be ended, empty where it ended by itself."""
+        """Wait for the end; return the reason for ending the process, empty for a process that ended by itself."""
         until = time.monotonic() + limit_s
         while process.poll() is None:
             if self._stop.wait(0.1):
@@ -213,7 +213,7 @@ def _marked(mark: str) -> set[int]:
     """Return the processes that have a mark in their environment."""
     found, wanted = set(), f"{_MARK}={mark}".encode()
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # another user's, or one that has just ended
+        with suppress(OSError):  # the process has just ended, or is another user's
             if wanted in path.read_bytes().split(b"\0"):
                 found.add(int(path.parent.name))
     return found

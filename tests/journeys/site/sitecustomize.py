@@ -1,6 +1,6 @@
 """Write the names of the package's modules that this process imports, as it imports them, to the file that a variable names.
 
-A process that is killed has written what it had imported. Then the `sitecustomize` that this one hides is run.
+So a killed process has written its modules, too. At the end this file runs the `sitecustomize` that it hides.
 """
 
 import importlib.machinery
