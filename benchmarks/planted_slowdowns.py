@@ -6,7 +6,7 @@
 `measure` times every selected row in fresh processes, as it is and with delays of 2, 5 and 10 %. A delay is a kernel that spins
 on the device behind the last call of a sample. `decide` draws, without replacement, the processes of a baseline, of a new run and
 of its repeated measurements, and takes the gate's verdict: once with no delay, and for each delay with one row of ten delayed.
-All processes ran one after the other on one GPU, so the figures say nothing of other days, drivers and GPUs.
+The processes run in turn on a single GPU, so the figures say nothing about another day, driver or GPU.
 """
 
 import argparse
@@ -54,7 +54,7 @@ Process = Mapping[float, Sequence[Record]]
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The gate's verdicts on the rows with one delay.
+    """The gate's verdicts on the rows with a given delay.
 
     Attributes:
         delay: planted, a fraction; 0.0 for none.
@@ -208,7 +208,7 @@ def table(decisions: Iterable[Decisions]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, or decide on what was measured."""
+    """Measure rows, or take the gate's verdicts on measured rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     decided = commands.add_parser("decide", help="take the gate's verdicts on measured rows; needs no GPU")

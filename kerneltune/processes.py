@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -167,27 +167,6 @@ def _folder_of_sockets() -> str:
         return ""
     config["tempdir"] = str(process_folder())
     return str(config["tempdir"])
-
-
-@contextmanager
-def side_by_side(count: int) -> Iterator[Callable[[Callable[[Any], T], Iterable[Any]], Iterator[T]]]:
-    """Return a `map` that distributes its work to `count` processes and keeps the order; plain `map` for a count of 1.
-
-    Functions and items are pickled.
-
-    The processes do not hear Ctrl-C, which is their parent's to answer, and are gone at the end, whatever they are at.
-    """
-    if count == 1:
-        yield map
-        return
-    from pebble import ProcessPool  # slow to import
-
-    pool = ProcessPool(count, context=fast_context())
-    try:
-        yield lambda work, items: iter(pool.map(work, items).result())
-    finally:
-        pool.stop()
-        pool.join()
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:

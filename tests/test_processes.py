@@ -19,7 +19,7 @@ from started import environment
 from kerneltune import processes, records
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.run import _measure
-from kerneltune.processes import in_fresh_processes, side_by_side
+from kerneltune.processes import in_fresh_processes
 from kerneltune.run_options import Options, Selection
 
 
@@ -36,29 +36,6 @@ def test_every_process_is_another_and_errors_come_through(tmp_path: Path) -> Non
 
 def test_what_a_process_does_first_is_done_before_its_work(tmp_path: Path) -> None:
     assert list(in_fresh_processes(1, os.getcwd, first=partial(os.chdir, tmp_path))) == [str(tmp_path)]
-
-
-def at_work(number: int) -> int:
-    """Return the process's id; never return, but for 0 and 1."""
-    if number > 1:
-        signal.pause()
-    return os.getpid()
-
-
-def test_work_side_by_side_is_given_in_order_and_ends_with_an_interrupt() -> None:
-    with pytest.raises(KeyboardInterrupt), side_by_side(2) as each:
-        found = each(at_work, range(4))
-        seen = {next(found), next(found)}
-        raise KeyboardInterrupt
-    assert os.getpid() not in seen
-    for pid in seen:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-
-
-def test_work_of_one_process_is_done_here() -> None:
-    with side_by_side(1) as each:
-        assert list(each(at_work, [0])) == [os.getpid()]
 
 
 SERVED = """
