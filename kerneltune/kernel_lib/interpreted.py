@@ -62,7 +62,8 @@ def mend() -> None:
         )
     if hasattr(interpreter._convert_float, _MENDED):
         return
-    for name, changed in zip(_REPLACED, (_rounded, _patched_core, _once, _remembered), strict=True):
+    wrappers: tuple[Callable[[Any], Any], ...] = (_rounded, _patched_core, _once, _remembered)
+    for name, changed in zip(_REPLACED, wrappers, strict=True):
         setattr(interpreter, name, changed(getattr(interpreter, name)))
     setattr(interpreter._convert_float, _MENDED, True)
     builder = interpreter.InterpreterBuilder
