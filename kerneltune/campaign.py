@@ -17,6 +17,7 @@ from kerneltune.files import replace_text
 from kerneltune.measuring.check import LAUNCH_FAILURE, address_errors
 from kerneltune.measuring.compare import ceiling_task, check_only, make_record, memory_obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
+from kerneltune.measuring.mutations import MutationReport, mutate
 from kerneltune.measuring.pairs import PairChecker, configs_by_case, covering
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
@@ -143,6 +144,27 @@ def run_quick(
         if not campaign.journal("journal").exists():
             campaign.measure_first(entries, first_table)
         return SweepResult(*campaign.measure_and_write(entries))
+
+
+def mutate_outputs(ops: Mapping[str, Op], selection: Selection) -> list[MutationReport]:
+    """Perturb the outputs of each operator's first own variant on its check cases, and let its `compare` judge them.
+
+    Raises:
+        ValueError: bad input, no check case, or a variant that is wrong as it is.
+    """
+    plan = load_plan(ops, selection)
+    cases: dict[str, list[Case]] = {}
+    for entry in filter(selection.takes, plan.check):
+        cases.setdefault(entry.op, []).append(entry.case)
+    if not cases:
+        raise ValueError(f"{plan.path}: no check case selected")
+    found = []
+    for name, of_op in cases.items():
+        own = next((variant for variant in ops[name].variants if not variant.is_peer and not variant.part), None)
+        if own is None:
+            raise ValueError(f"{name}: only variants of other packages: expected one of this package to perturb")
+        found += mutate(ops[name], own, of_op)
+    return found
 
 
 def measure_live(

@@ -21,6 +21,7 @@ from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, dty
 INDEX = Path(__file__).with_name("index.json")
 OF_EVERY_CASE = ("name", "op", "dtype", "quant")
 """Fields that every case of a sweep has beside axes and options."""
+_WARPS, _WARP_COUNTS = ("warps", "num_warps"), (1, 2, 4, 8, 16, 32)
 _SIZES = (4096, 256, 16)
 """Sizes of all axes of the cases on which spaces are tried: a space has to have a valid config on one of these."""
 
@@ -183,6 +184,8 @@ def check_case(op: Op, case: Case) -> None:
     traffic = _asked(about, "traffic", op.traffic, case)
     if not isinstance(traffic, Traffic):
         raise _wrong(about, "traffic", op.traffic, f"{traffic!r}: expected a Traffic(read, write)")
+    if traffic.total <= 0 and all(size > 0 for _axis, size in case.axes):
+        raise _wrong(about, "traffic", op.traffic, f"{traffic!r}: expected the bytes that are read and written")
     for variant in op.variants:
         if variant.config is not None and variant.default is not None:
             _check_knobs(f"{op.name} {variant.name} {case.label}", variant, variant.default, variant.config, case)
@@ -221,6 +224,10 @@ def _wrong_knob(space: Space, knobs: Sequence[str]) -> str | None:
         if knob not in knobs or knob not in space:
             expected = f"a knob of the config: {', '.join(knobs)}" if knob in space else "values in the space"
             return f"{knob!r}: expected {expected}"
+        if knob in _WARPS and isinstance(space[knob], tuple | list | range):
+            for count in space[knob]:
+                if count not in _WARP_COUNTS:
+                    return f"{knob!r}: {count!r}: expected powers of two up to {_WARP_COUNTS[-1]}"
         if not isinstance(space[knob], tuple | list | range):
             return f"{knob!r}: {space[knob]!r}: expected a tuple of values"
     return None

@@ -12,10 +12,11 @@ from kerneltune.cli.progress import reporter
 from kerneltune.table import Column, Row, Table, counted, pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from kerneltune.records import Record
     from kerneltune.run_options import Selection
+    from kerneltune.spec import Op
     from kerneltune.stale import Stale
 
 
@@ -37,6 +38,9 @@ def command(
     trials: o.Trials = None,
     max_cases: o.MaxCases = None,
     check_only: Annotated[bool, typer.Option("--check-only", help="Check against the reference and stop there.")] = False,
+    mutate: Annotated[
+        bool, typer.Option("--mutate", help="With --check-only: perturb right outputs, and fail where compare accepts them.")
+    ] = False,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
@@ -51,10 +55,13 @@ def command(
     cases whose records are of other code or of another config. The most used cases come first, and a run continues where the
     last run ended. Without a GPU, and with --check-only, it lists them and the minutes that they take.
 
+    --mutate tests `compare`: one element, one row, a zeroed tail, truncation and a scale of 1.01 must be refused on some check
+    case. The first three are errors where they are accepted; the others are a matter of the tolerance, and are listed.
+
     Exit code 1 if one of our own variants fails, or a stale config no longer runs.
     """
     if stale:
-        o.refuse("not with --stale", quick=quick, trials=trials)
+        o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials)
         _refresh(family, wanted, max_cases, policy, peers, budget, check_only, configs, results, workers)
         return
     if not family:
@@ -75,6 +82,9 @@ def command(
     from kerneltune.reporting.tables import check_table, sweep_table
 
     selection = o.make_selection(known, family, wanted, max_cases)
+    if mutate:
+        _show_mutations(known, selection, check_only)
+        return
     options = o.make_options(
         policy, tune=tune and not quick, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
         configs=configs, results=results, workers=workers,
@@ -166,6 +176,24 @@ def _stale_table(found: "Sequence[Stale]") -> Table:
         rows += [Row((one.gpu, kind, name, count, of, seconds / 60)) for kind, name, count, of, seconds in stale if count]
     columns = (Column("gpu", shared=True), Column("of", shared=True), Column("op or family"))
     return Table((*columns, Column("stale", digits=0), Column("known", digits=0), Column("about min", digits=1)), tuple(rows))
+
+
+def _show_mutations(known: "Mapping[str, Op]", selection: "Selection", check_only: bool) -> None:
+    """List the mutations that each `compare` refused and accepted; exit with 1 where it accepts a gross mistake."""
+    from kerneltune.campaign import mutate_outputs
+
+    if not check_only:
+        raise ValueError("mutate: True: expected only with --check-only")
+    reports = mutate_outputs(known, selection)
+    for report in reports:
+        show_wrapped(report.line)
+    wrong = [report for report in reports if report.is_gross]
+    if wrong:
+        show_wrapped(
+            f"{len(wrong)} of {counted(len(reports), 'output')} not checked: compare accepts a mistake beyond any tolerance"
+        )
+        raise typer.Exit(1)
+    show_wrapped(f"compare checks all {counted(len(reports), 'output')}")
 
 
 def _start_server() -> None:

@@ -5,6 +5,12 @@ Knows no operator. May import torch.
 
 import torch
 
+_SHARE = 0.1
+"""Elements that may be a step off: results in bf16 before the cast to fp8 leave one in sixteen."""
+_BIASED_SHARE = 0.01
+"""From this share on, the elements that are off show on which side they lie."""
+_FEW, _SIGMAS = 2, 4.0
+_SCALE_ROUNDING = 1e-5
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -30,8 +36,12 @@ def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
     return _report(name, wrong & ~(got32.isnan() & want32.isnan()), got32, want32)
 
 
-def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
-    """fp8, equal or neighbours: of numbers that differ in their last place before the cast. NaN agrees with NaN alone."""
+def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float = _SHARE) -> list[str]:
+    """Compare fp8 values that may differ by one step, for results that differ in their last place before the cast.
+
+    At most a share of the elements may be off, as many of them towards zero as away from it: a cast by truncation fails. NaN
+    agrees with NaN alone.
+    """
 
     def ordered(q: torch.Tensor) -> torch.Tensor:  # fp8 is sign and magnitude: neighbours differ by one in the byte
         byte = q.view(torch.uint8).to(torch.int16)
@@ -40,8 +50,49 @@ def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]
     if got.shape != want.shape or got.dtype != want.dtype:
         return [f"{name}: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]
     got32, want32 = got.float(), want.float()
-    near = ((ordered(got) - ordered(want)).abs() <= 1) & (got32.isnan() == want32.isnan())
-    return _report(name, ~(near | (got32.isnan() & want32.isnan())), got32, want32)
+    distance = ordered(got) - ordered(want)
+    either_nan = got32.isnan() | want32.isnan()
+    near = (distance.abs() <= 1) & ~either_nan
+    if wrong := _report(name, ~(near | (got32.isnan() & want32.isnan())), got32, want32):
+        return wrong
+    off = near & (distance != 0)
+    count, total = int(off.sum()), off.numel()
+    if count > max(_FEW, share * total + _SIGMAS * (share * total) ** 0.5):
+        return [f"{name}: {count} of {total} are a step off, at most {share:.0%} may be"]
+    lower = int((off & (got32.abs() < want32.abs())).sum())
+    if count > _BIASED_SHARE * total and abs(2 * lower - count) > _SIGMAS * count**0.5:
+        side = "towards zero" if 2 * lower > count else "away from zero"
+        return [f"{name}: {max(lower, count - lower)} of the {count} elements that are a step off are rounded {side}"]
+    return []
+
+
+def rowwise(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, pow2: bool = False) -> list[str]:
+    """Compare fp8 rows and their scales, x ≈ q * scale, with x before the cast (rows, columns): a scale for each row.
+
+    Args:
+        pow2: scales are rounded up to powers of two.
+    """
+    if scale.numel() != q.shape[0]:
+        return [f"{name} scale: {scale.numel()} elements, expected one for each of {q.shape[0]} rows"]
+    return _scaled(name, q, scale.reshape(-1, 1), x, x.float().abs().amax(1, keepdim=True), pow2)
+
+
+def tensorwise(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, pow2: bool = False) -> list[str]:
+    """Compare fp8 values and their scale as `rowwise` does: one scale for all elements."""
+    if scale.numel() != 1:
+        return [f"{name} scale: {scale.numel()} elements, expected 1"]
+    return _scaled(name, q, scale.reshape(1, 1), x, x.float().abs().amax().reshape(1, 1), pow2)
+
+
+def _scaled(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, amax: torch.Tensor, pow2: bool) -> list[str]:
+    largest = torch.finfo(q.dtype).max
+    wanted = amax / largest
+    if pow2:
+        wanted = torch.exp2(torch.ceil(torch.log2(wanted)))
+    wanted = torch.where(amax > 0, wanted, scale)  # any scale of zeros gives zeros
+    if wrong := close(f"{name} scale", scale, wanted, rtol=_SCALE_ROUNDING, atol=0.0):
+        return wrong
+    return within_a_step(name, q, (x.float() / scale).clamp(-largest, largest).to(q.dtype))
 
 
 def _report(name: str, wrong: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> list[str]:

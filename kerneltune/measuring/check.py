@@ -71,6 +71,12 @@ class Checker:
             if out_of_memory_reason(error):
                 raise
             raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, for {op.name} {case.label}") from error
+        if not isinstance(self._expected, Mapping):
+            given = type(self._expected).__name__
+            raise CaseError(f"{place_of(op.reference)}reference: {given}: expected a dict of output -> tensor, for {op.name}")
+        for name, before in self.inputs_before.items():
+            if not _same(self.inputs[name], before):
+                raise CaseError(f"{place_of(op.reference)}reference: changes its input {name}, for {op.name} {case.label}")
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.inputs.items():
@@ -100,23 +106,29 @@ class Checker:
                 return [f"run {run + 1}: {line}" for line in found] if run else found
         return []
 
+    def outputs(self, variant: Variant, config: Config) -> Outputs:
+        """Run a variant on the inputs as they were made, with poisoned memory; return its outputs."""
+        for name, before in self.inputs_before.items():
+            if not _same(self.inputs[name], before):
+                self.inputs[name].copy_(before)
+        with poisoned_memory(), mended(), guarded():
+            outputs = variant.run(self.inputs, config)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return outputs
+
     def _errors_of_a_run(self, variant: Variant, config: Config) -> list[str]:
         try:
-            for name, before in self.inputs_before.items():
-                if not _same(self.inputs[name], before):
-                    self.inputs[name].copy_(before)
-            with poisoned_memory(), mended(), guarded():
-                outputs = variant.run(self.inputs, config)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            outputs = self.outputs(variant, config)
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
             if out_of_memory_reason(error):
                 raise
             fault = fault_of(error)
             return [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
-        return self._overwritten(outputs) or self._disagreements(outputs)
+        return self._overwritten(outputs) or self.disagreements(outputs)
 
-    def _disagreements(self, outputs: Outputs) -> list[str]:
+    def disagreements(self, outputs: Outputs) -> list[str]:
+        """Return the lines of the operator's `compare`, or why it gave none."""
         try:
             found: object = self.op.compare(self.case, self.inputs, outputs, self._expected)
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
@@ -125,7 +137,7 @@ class Checker:
             if lacking := sorted(set(self._expected) - set(outputs if isinstance(outputs, Mapping) else ())):
                 return [f"outputs: the reference gives {', '.join(lacking)}, the variant does not"]
             return [f"{place_of(self.op.compare, error)}compare: {first_line(error)}"]
-        if isinstance(found, list | tuple):
+        if isinstance(found, list | tuple) and all(isinstance(line, str) and line for line in found):
             return list(found)
         return [f"{place_of(self.op.compare)}compare: {found!r}: expected a list of lines, empty where all is well"]
 

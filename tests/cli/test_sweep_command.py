@@ -285,3 +285,11 @@ def test_bars_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "tune" in text
     assert "2/3" in text
     assert "best 3.2 µs" in text
+
+
+def test_mutations_of_a_right_variant_are_listed_and_need_check_only() -> None:
+    assert refused("sweep", "fp8_transpose", "--mutate") == "error: mutate: True: expected only with --check-only"
+    result = run("sweep", "fp8_transpose", "--check-only", "--mutate")
+    assert result.exit_code == 0, result.output
+    assert "fp8_transpose_2d q: compare refuses one element, " in result.stdout
+    assert result.stdout.endswith("compare checks all 1 output\n")

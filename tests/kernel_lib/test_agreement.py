@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kerneltune.kernel_lib.agreement import close, same_bits, within_a_step
+from kerneltune.kernel_lib.agreement import close, rowwise, same_bits, tensorwise, within_a_step
 
 INF, NAN = float("inf"), float("nan")
 
@@ -32,3 +32,41 @@ def test_further_than_a_step(got: float, want: float) -> None:
     for compare in (within_a_step, same_bits):
         (line,) = compare("y", q, expected)
         assert line.startswith("y: 1 of 1 wrong")
+
+
+E4M3 = torch.float8_e4m3fn
+
+
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """Cast to fp8 towards zero."""
+    q = x.to(E4M3)
+    above = q.float().abs() > x.abs()
+    return (q.view(torch.uint8) - above.to(torch.uint8)).view(E4M3)
+
+
+def test_truncation_to_fp8_is_found_and_rounding_of_bf16_results_is_not() -> None:
+    x = torch.randn(64, 256) * 10
+    assert within_a_step("y", x.bfloat16().to(E4M3), x.to(E4M3)) == []
+    (line,) = within_a_step("y", truncated(x), x.to(E4M3))
+    assert line.endswith("are a step off, at most 10% may be")
+    (line,) = within_a_step("y", truncated(x), x.to(E4M3), share=0.6)
+    assert line.endswith("are rounded towards zero")
+
+
+@pytest.mark.parametrize("pow2", [False, True])
+def test_rowwise_and_tensorwise_compare_scales_and_values(pow2: bool) -> None:
+    x = torch.randn(8, 64)
+    x[3] = 0.0
+    for check, amax in ((rowwise, x.abs().amax(1, keepdim=True)), (tensorwise, x.abs().amax().reshape(1, 1))):
+        scale = amax / 448
+        scale = torch.exp2(torch.ceil(torch.log2(scale))) if pow2 else scale
+        scale[scale == 0] = 1.0
+        q = (x / scale).to(E4M3)
+        assert check("y", q, scale, x, pow2) == []
+        assert check("y", q, scale * 1.01, x, pow2)[0].startswith("y scale: ")
+        assert check("y", truncated(x / scale), scale, x, pow2)
+        assert check("y", q, torch.cat([scale, scale]), x, pow2)[0].startswith(
+            f"y scale: {2 * scale.numel()} elements, expected "
+        )
+    whole_tile = x.abs().amax().expand(8, 1) / 448
+    assert rowwise("y", (x / whole_tile).to(E4M3), whole_tile, x)

@@ -1,0 +1,127 @@
+"""Perturb the outputs of a variant, to test an operator's `compare`: a comparison that accepts what is wrong checks nothing.
+
+Each mutation must be refused on one check case at least. Knows no operator. May import torch.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kerneltune.measuring.check import CaseError, Checker
+from kerneltune.spec import Case, Op, Outputs, Variant
+
+_MOST_CASES = 8
+_TAIL = 8
+"""The last elements of each row, one in so many, are zeroed."""
+_SCALED = 1.01
+
+
+@dataclass(frozen=True, slots=True)
+class MutationReport:
+    """The mutations of an output that `compare` refused on some case, and those that it accepted on all.
+
+    Attributes:
+        is_gross: whether an accepted mutation is no matter of tolerance: one element, one row, a zeroed tail.
+    """
+
+    op: str
+    output: str
+    refused: tuple[str, ...]
+    accepted: tuple[str, ...]
+
+    @property
+    def is_gross(self) -> bool:
+        """Return whether the comparison is wrong: tolerances may be wide, but one wrong element must be found."""
+        return bool(set(self.accepted) & _GROSS) or not self.refused
+
+    @property
+    def line(self) -> str:
+        """Say what was refused and what was accepted."""
+        accepted = f"; accepts {', '.join(self.accepted)}" if self.accepted else ""
+        return f"{self.op} {self.output}: compare refuses {', '.join(self.refused) or 'nothing'}{accepted}"
+
+
+def _one_element(values: torch.Tensor) -> torch.Tensor:
+    flat = values.reshape(-1).clone()
+    middle = flat.numel() // 2
+    flat[middle] = (flat[middle].float() * 2 + 1).to(values.dtype) if values.is_floating_point() else flat[middle] ^ 1
+    return flat.reshape(values.shape)
+
+
+def _one_row(values: torch.Tensor) -> torch.Tensor:
+    rows = values.reshape(-1, values.shape[-1] if values.ndim > 1 else 1).clone()
+    rows[-1] = rows[0] if rows.shape[0] > 1 else torch.zeros_like(rows[-1])
+    return rows.reshape(values.shape)
+
+
+def _truncated(values: torch.Tensor) -> torch.Tensor:
+    """Return values of which every other one lies a step closer to zero; fp32 loses the bits that bf16 lacks."""
+    if values.dtype == torch.float32:
+        return (values.contiguous().view(torch.int32) & ~0xFFFF).view(torch.float32)
+    bits = values.contiguous().view(torch.uint8 if values.dtype.itemsize == 1 else torch.int16).reshape(-1).clone()
+    every_other = torch.arange(bits.numel()) % 2 == 0
+    bits -= ((values.reshape(-1).float() != 0) & every_other).to(bits.dtype)
+    return bits.view(values.dtype).reshape(values.shape)
+
+
+def _zeroed_tail(values: torch.Tensor) -> torch.Tensor:
+    changed = values.clone()
+    length = values.shape[-1] if values.ndim else 1
+    changed.reshape(-1, length)[:, length - max(1, length // _TAIL) :] = 0
+    return changed
+
+
+def _scaled(values: torch.Tensor) -> torch.Tensor:
+    return (values.float() * _SCALED).to(values.dtype)
+
+
+_MUTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one element": _one_element,
+    "one row": _one_row,
+    "zeroed tail": _zeroed_tail,
+    "truncation": _truncated,
+    "scale x 1.01": _scaled,
+}
+_GROSS = {"one element", "one row", "zeroed tail"}
+_FLOATING = {"truncation", "scale x 1.01"}
+
+
+def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[MutationReport]:
+    """Perturb each output of a variant on the smaller check cases; return what `compare` made of it.
+
+    Raises:
+        CaseError: a case has no inputs or no reference, the variant is wrong as it is, or it has no outputs.
+    """
+    seen: dict[str, dict[str, bool]] = {}
+    supported = [case for case in cases if variant.unsupported(case) is None and op.traffic(case).total]
+    for case in sorted(supported, key=lambda case: op.traffic(case).total)[:_MOST_CASES]:
+        checker = Checker(op, case, "cpu")
+        config = variant.default_config(case)
+        if wrong := checker.errors(variant, config):
+            raise CaseError(f"{op.name} {variant.name} {case.name}: {wrong[0]}: only outputs of a right variant can be perturbed")
+        outputs = dict(checker.outputs(variant, config))
+        for name, mutation, changed in _mutated(outputs):
+            refused = bool(checker.disagreements({**outputs, name: changed}))
+            of_output = seen.setdefault(name, {})
+            of_output[mutation] = of_output.get(mutation, False) or refused
+    if not seen:
+        raise CaseError(f"{op.name} {variant.name}: no check case gives outputs that can be perturbed")
+    return [
+        MutationReport(
+            op.name, name, *(tuple(m for m, refused in found.items() if refused is wanted) for wanted in (True, False))
+        )
+        for name, found in seen.items()
+    ]
+
+
+def _mutated(outputs: Outputs) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield each output's name, the name of a mutation and the mutated output, where that differs."""
+    for name, values in outputs.items():
+        if not isinstance(values, torch.Tensor) or not values.numel() or values.dtype == torch.bool:
+            continue
+        for mutation, change in _MUTATIONS.items():
+            if values.is_floating_point() or mutation not in _FLOATING:
+                changed = change(values)
+                if not torch.equal(changed.contiguous().view(torch.uint8), values.contiguous().view(torch.uint8)):
+                    yield name, mutation, changed

@@ -1,0 +1,79 @@
+"""A comparison that accepts wrong outputs is found; the shipped operators' comparisons are not."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from planted_kernels import inputs, op_with, reference
+
+from kerneltune.kernel_lib.agreement import close
+from kerneltune.listing import check_case, check_contract
+from kerneltune.measuring.check import CaseError, Checker
+from kerneltune.measuring.mutations import mutate
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="mutations are judged without a GPU")
+
+
+@dataclass(frozen=True, slots=True)
+class Warps:
+    warps: int
+
+
+CASES = [Case("small", (("M", 7), ("N", 100)), "bfloat16"), Case("one", (("M", 1), ("N", 1)), "bfloat16")]
+
+
+def reports(op: Op) -> dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]]:
+    return {r.output: (r.refused, r.accepted, r.is_gross) for r in mutate(op, op.variants[0], CASES)}
+
+
+def test_right_comparison_refuses_all_and_a_wide_tolerance_accepts_what_it_must() -> None:
+    found = reports(op_with(""))
+    assert found["y"] == (("one element", "one row", "zeroed tail", "scale x 1.01"), ("truncation",), False)
+    strict = replace(op_with(""), compare=lambda _c, _i, got, want: close("y", got["y"], want["y"], 1e-4, 0.0))
+    assert reports(strict)["y"] == (("one element", "one row", "zeroed tail", "truncation", "scale x 1.01"), (), False)
+
+
+def test_comparison_that_accepts_all_and_one_that_looks_at_a_mean_are_gross() -> None:
+    assert all(gross for _refused, _accepted, gross in reports(replace(op_with(""), compare=lambda *_: [])).values())
+
+    def mean(_case: Case, _inputs: Inputs, got: Outputs, want: Outputs) -> list[str]:
+        apart = (got["y"].float().nanmean() - want["y"].nanmean()).abs()
+        return ["y: mean differs"] if apart > 0.1 else []
+
+    assert reports(replace(op_with(""), compare=mean))["y"][2]
+
+
+def test_outputs_of_a_wrong_variant_are_not_perturbed() -> None:
+    with pytest.raises(CaseError, match="only outputs of a right variant can be perturbed"):
+        reports(op_with("wrong_scale"))
+
+
+@pytest.mark.parametrize("lines", [[None], [False], [""], "wrong", 0])
+def test_comparison_that_gives_no_lines_is_refused(lines: object) -> None:
+    op = replace(op_with(""), compare=lambda *_: lines)
+    (line,) = Checker(op, CASES[0], "cpu").errors(op.variants[0], op.variants[0].default_config(CASES[0]))  # type: ignore[misc]
+    assert line.endswith("expected a list of lines, empty where all is well")
+
+
+def test_reference_that_changes_its_inputs_or_gives_no_dict_is_named() -> None:
+    def changing(given: Inputs) -> Outputs:
+        given["x"].mul_(2)
+        return reference(given)
+
+    with pytest.raises(CaseError, match=r"test_mutations\.py:\d+: reference: changes its input x, for double "):
+        Checker(replace(op_with(""), reference=changing), CASES[0], "cpu")
+    with pytest.raises(CaseError, match="reference: Tensor: expected a dict of output -> tensor"):
+        Checker(replace(op_with(""), reference=lambda given: given["x"]), CASES[0], "cpu")
+    assert inputs(CASES[0], device="cpu")["x"].shape == (7, 100)
+
+
+def test_traffic_of_nothing_and_three_warps_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected the bytes that are read and written"):
+        check_case(replace(op_with(""), traffic=lambda _case: Traffic(0, 0)), CASES[0])
+    for counts in ((4, 3), (64,)):
+        variant = replace(
+            op_with("").variants[0], config=Warps, space=lambda _case: {"warps": counts}, default=lambda _case: Warps(4)  # noqa: B023
+        )  # fmt: skip
+        with pytest.raises(ValueError, match=f"space: 'warps': {counts[-1]}: expected powers of two up to 32, for double "):
+            check_contract(replace(op_with(""), variants=(variant,)))
