@@ -60,8 +60,8 @@ PLANTS = (
     Plant(  # in the interpreter the name and the folder are the same word
         "folder_of_another_name",
         "kerneltune/device.py",
-        'are filed under."""\n    return current().slug',
-        'are filed under."""\n    return current().name',
+        "    return current().slug\n",
+        "    return current().name\n",
         "tune_two",
     ),
     Plant(  # the second of two launches
