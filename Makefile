@@ -27,6 +27,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not alone"
 	$(BIN)/python -m pytest -m alone
+	$(BIN)/python tests/journeys --list
 
 # Runs the tests that need a GPU, and the journeys of tests/journeys or the one called JOURNEY; outputs go to GPU_OUT, results/runs/gpu if
 # not given. Without a network: make gpu VENV_FLAGS=--system-site-packages PIP_FLAGS='--no-index --find-links DIR'

@@ -5,6 +5,7 @@ A journey's code is the modules of the package that its processes imported, each
 
 import ast
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from kerneltune.table import counted
 PROOF = "proof.json"
 _SCHEMA = 1
 _DIGITS = 8
+_NUMBERS = re.compile(r"\[[\d,\s]+\]")
 _NAMED = 4
 """Changed modules that a line names."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -95,7 +97,8 @@ def save_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mappin
         for name, (run, code) in sorted(runs.items())
     }
     encoded = msgspec.json.encode(Proof(schema=_SCHEMA, gpu=gpu, journeys=journeys, code=lines))
-    replace_text(path, msgspec.json.format(encoded, indent=1).decode() + "\n")
+    text = msgspec.json.format(encoded, indent=1).decode()
+    replace_text(path, _NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
 
 
 def merge_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mapping[str, str]]], known: Sequence[str]) -> None:
@@ -172,4 +175,4 @@ def state_line(proof: Proof, known: Sequence[str]) -> str:
     commits = sorted({(run.date[:10], run.commit) for run in proof.journeys.values()})
     when = f" (last run {commits[-1][0]} at {commits[-1][1]})" if commits else ""
     passed = len(names) - len(open_ones)
-    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` have passed on {proof.gpu} with the present code{when}"
+    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` passed on {proof.gpu} with the present code{when}"

@@ -52,7 +52,7 @@ def test_journeys_that_changed_failed_or_never_ran_are_listed(package: Path, tmp
         "new": "has not run on NVIDIA H200",
     }
     assert state_line(found, known) == (
-        "1 of 3 journeys of `make gpu` have passed on NVIDIA H200 with the present code (last run 2026-11-25 at 4010a35)"
+        "1 of 3 journeys of `make gpu` passed on NVIDIA H200 with the present code (last run 2026-11-25 at 4010a35)"
     )
     (package / "b.py").write_text("B = 2\n")
     proof.digest_of.cache_clear()

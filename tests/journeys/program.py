@@ -23,8 +23,8 @@ def main(command: Sequence[str] = (sys.executable, str(HERE))) -> int:
     options = _options()
     if options.inside:
         return inside(JOURNEYS[options.inside], Path(options.said))
-    if options.proof:
-        return proof.show(list(JOURNEYS))
+    if options.list or options.proof:
+        return proof.show(list(JOURNEYS), is_written=options.proof)
     chosen = _chosen(options.only)
     out = Path(options.out).resolve()
     gpu = gpu_here()
@@ -38,7 +38,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make gpu", description=__doc__)
     parser.add_argument("--only", default="", help="names of journeys, separated by commas")
     parser.add_argument("--out", default=os.environ.get("GPU_OUT") or str(ROOT / "results" / "runs" / "gpu"))
-    parser.add_argument("--proof", action="store_true", help="run nothing: list what has not passed with this code")
+    parser.add_argument("--list", action="store_true", help="run nothing: list the journeys that have not passed with this code")
+    parser.add_argument("--proof", action="store_true", help="the same, and write the state into the documents")
     parser.add_argument("--no-proof", action="store_true", help="do not change proof.json")
     parser.add_argument("--without-gpu", action="store_true", help="run the journeys that need none")
     parser.add_argument("--inside", help=argparse.SUPPRESS)

@@ -46,8 +46,8 @@ def keep(out: Path, gpu: Mapping[str, str], endings: Sequence[Ending]) -> None:
     shutil.copy(path, out)
 
 
-def show(known: Sequence[str]) -> int:
-    """List the journeys that have not passed with the present code on each GPU, and write the state into the documents."""
+def show(known: Sequence[str], is_written: bool) -> int:
+    """List the journeys that have not passed with the present code; is_written: also write the state into the documents."""
     states = []
     for path in proof_files():
         try:
@@ -62,7 +62,7 @@ def show(known: Sequence[str]) -> int:
     if not states:
         states.append("no journey of `make gpu` has run with the present code")
         print(states[0])
-    for name in DOCUMENTS:
+    for name in DOCUMENTS if is_written else ():
         _write(ROOT / name, states)
     return 0
 
