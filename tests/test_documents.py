@@ -247,14 +247,15 @@ def call_problem(function: Callable[..., Any] | None, call: ast.Call) -> str:
 
 
 def yaml_problems(block: Block) -> list[str]:
-    """Load a sweep, steps of a workflow, or hooks of pre-commit; a sweep is also read by the commands of its page."""
+    """Load a sweep, a workflow or its steps, or hooks of pre-commit; a sweep is also read by the commands of its page."""
     found = yaml.safe_load(block.text)
     if isinstance(found, dict) and "family" in found:
         used = [c.line for b in blocks(block.page) for c in b.commands() if str(block.file_name) in c.line]
         return [] if used else ["a sweep that no command of the page reads"]
     wrong: list[str] = []
     inputs = yaml.safe_load((ROOT / "action.yml").read_text())["inputs"]
-    for step in found:
+    steps = [step for job in found["jobs"].values() for step in job["steps"]] if isinstance(found, dict) else found
+    for step in steps:
         if "repo" in step:
             for hook in step["hooks"]:
                 parsed(hook["entry"].split()[1:])
@@ -263,7 +264,7 @@ def yaml_problems(block: Block) -> list[str]:
             wrong += sorted(step["with"].keys() - inputs.keys())
             wrong += sorted(name for name, about in inputs.items() if about.get("required") and name not in step["with"])
         else:
-            wrong += [] if step["uses"].startswith("actions/checkout@") else [step["uses"]]
+            wrong += [] if step["uses"].startswith(("actions/checkout@", "huggingface/hf-jobs-action@")) else [step["uses"]]
     return wrong
 
 
