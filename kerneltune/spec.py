@@ -256,6 +256,7 @@ class Op:
         traffic: case -> the fewest bytes.
         variants: implementations and peers, baseline first.
         module: package or module that holds the operator's source.
+        origin: arguments with which `operators` of the module makes the operator; None if the module holds it in `OP` or `OPS`.
     """
 
     name: str
@@ -275,6 +276,7 @@ class Op:
     as_called: Callable[[Case], Case] | None = None
     bands: Bands = field(default_factory=lambda: NO_BANDS)
     flops: Callable[[Case], int] | None = None
+    origin: tuple[Any, ...] | None = None
 
     def variant(self, name: str) -> Variant:
         """Return the variant of that name.

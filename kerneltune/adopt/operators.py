@@ -1,6 +1,7 @@
 """Captured kernels as operators: one for each kernel, a case for each class of launches, so that every tool takes them.
 
-The capture folder is named by an environment variable, which child processes inherit; `--plugin` with this module loads them.
+`operators` makes them of a folder, and another process makes them of the same folder: see `Op.origin`. For `--captured`, an
+environment variable names the folder to this module, which is the plug-in.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 
-CAPTURED, WIDEN = "KERNELTUNE_CAPTURED", "KERNELTUNE_CAPTURED_WIDEN"
+CAPTURED = "KERNELTUNE_CAPTURED"
 CLASS = "launch"
 BYTES, BYTES_OF = "bytes", "arguments"
 """An option of every case, by which tables say that GB/s count the arguments' bytes."""
@@ -39,24 +40,30 @@ class Numbered:
     candidate: int
 
 
-def operators() -> tuple[Op, ...]:
-    """Return the operators of the capture that the environment names; none if it names no folder."""
+def operators(folder: str, widen: bool = False) -> tuple[Op, ...]:
+    """Return the operators of a capture, the most expensive kernel first.
+
+    Args:
+        folder: of the capture.
+        widen: whether configs around the authors' lists are offered as well.
+    """
+    return _operators(os.path.abspath(folder), widen)
+
+
+def captured_operators() -> tuple[Op, ...]:
+    """Return the operators of the capture that `--captured` names; none if it names none."""
     folder = os.environ.get(CAPTURED)
-    return _operators(folder, os.environ.get(WIDEN) == "1") if folder else ()
+    return operators(folder) if folder else ()
 
 
 def __getattr__(name: str) -> Any:
-    """Return OPS, or the config class of a kernel, by which processes exchange configs.
+    """Return OPS, by which the operators of `--captured` are loaded as a plug-in.
 
     Raises:
         AttributeError: the module has no attribute of this name.
     """
     if name == "OPS":
-        return operators()
-    for op in operators() if name.startswith("Config_") else ():
-        kind = tuned_variant(op).config
-        if kind is not None and kind.__name__ == name:
-            return kind
+        return captured_operators()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -71,7 +78,7 @@ def write_sweep(root: Path) -> Path:
     Raises:
         ValueError: the folder holds no capture, or cannot be written.
     """
-    replace_text(root / SWEEP, sweep_text(read_capture(root).classes, _operators(str(root.resolve()), False)))
+    replace_text(root / SWEEP, sweep_text(read_capture(root).classes, operators(str(root))))
     return root / SWEEP
 
 
@@ -147,6 +154,7 @@ def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
         traffic=partial(_traffic, about),
         variants=(author, tuned),
         module=__name__,
+        origin=(str(root), widen),
         options={CLASS: tuple(by_digest), BYTES: (BYTES_OF,)},
     )
 
@@ -189,7 +197,7 @@ def _is_offered(one: Candidate, widen: bool) -> bool:
 
 
 def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
-    """Return a frozen dataclass with the knobs of a kernel's configs, found again by name in the module of OPS."""
+    """Return a frozen dataclass with the knobs of a kernel's configs."""
     configs = [one.config for launch in launches for one in launch.candidates]
     names = list(configs[0]["kwargs"]) if configs else []
     types = {knob: type(configs[0]["kwargs"][knob]) for knob in names}
@@ -202,10 +210,23 @@ def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
     )
     if not uniform:
         return Numbered
-    fields: list[Any] = [*types.items(), *((option, int) for option in _OPTIONS)]
-    kind: type[Any] = dataclasses.make_dataclass(name, fields, frozen=True)
+    return _made_class(name, (*types.items(), *((option, int) for option in _OPTIONS)))
+
+
+@cache
+def _made_class(name: str, knobs: tuple[tuple[str, type], ...]) -> type[Any]:
+    """Return the frozen dataclass of these knobs; its instances are pickled with the knobs, as no module holds the class."""
+
+    def reduced(config: Any) -> tuple[Any, ...]:
+        return _made_config, (name, knobs, tuple(getattr(config, knob) for knob, _ in knobs))
+
+    kind: type[Any] = dataclasses.make_dataclass(name, knobs, frozen=True, namespace={"__reduce__": reduced})
     kind.__module__ = __name__
     return kind
+
+
+def _made_config(name: str, knobs: tuple[tuple[str, type], ...], values: tuple[Any, ...]) -> Config:
+    return _made_class(name, knobs)(*values)
 
 
 def knobs_of_config(stored: Mapping[str, Any], kind: type[Any], candidates: Sequence[Candidate]) -> Config:

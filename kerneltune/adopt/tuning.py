@@ -6,8 +6,7 @@ Writes the table that serving reads.
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +16,8 @@ from kerneltune import cache, device, sweep
 from kerneltune.adopt import ahead
 from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses
 from kerneltune.adopt.operators import (
-    CAPTURED,
     SWEEP,
     TUNED,
-    WIDEN,
     case_of,
     forget,
     offered,
@@ -149,27 +146,27 @@ def tune_capture(
         raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
     if added := add_misses(root):
         progress.note(f"{counted(added, 'class', 'classes')} of {root / MISSES} {'is' if added == 1 else 'are'} tuned as well")
-    with captured_as_operators(root, widen):
-        capture = read_capture(root)
-        skipped = list(capture.problems)
-        chosen = _chosen(capture, share, skipped, device.current().slug)
-        options = Options(configs=root / "configs", results=root / "results", workers=workers, force=force)
-        limited = _limited(progress, began + budget_s if budget_s else float("inf"))
-        by_name = {op.name: op for op in operators()}
-        replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
-        try:
-            for policy in dict.fromkeys(map(policy_of, chosen)):
-                entries = [_entry(by_name, one) for one in chosen if policy_of(one) == policy]
-                selection = Selection(FAMILY, variants=(TUNED,))
-                tune_here(TunePlan(by_name, entries, selection, replace(options, policy=policy)), limited)
-        except _OutOfTimeError:
-            progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
-        cache.clear()
-        tuned = _collect(capture, by_name, options, skipped)
-        table = _table(tuned, by_name)
-        digest = write_table(root, table)
-        _keep_compiled(root, table, tuned, progress)
-        return Outcome(path_of(root, table.device), digest, tuned, skipped, time.monotonic() - began)
+    forget()  # a process that has read this capture before may lack classes
+    capture = read_capture(root)
+    skipped = list(capture.problems)
+    chosen = _chosen(capture, share, skipped, device.current().slug)
+    options = Options(configs=root / "configs", results=root / "results", workers=workers, force=force)
+    limited = _limited(progress, began + budget_s if budget_s else float("inf"))
+    by_name = {op.name: op for op in operators(str(root), widen)}
+    replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
+    try:
+        for policy in dict.fromkeys(map(policy_of, chosen)):
+            entries = [_entry(by_name, one) for one in chosen if policy_of(one) == policy]
+            selection = Selection(FAMILY, variants=(TUNED,))
+            tune_here(TunePlan(by_name, entries, selection, replace(options, policy=policy)), limited)
+    except _OutOfTimeError:
+        progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
+    cache.clear()
+    tuned = _collect(capture, by_name, options, skipped)
+    table = _table(tuned, by_name)
+    digest = write_table(root, table)
+    _keep_compiled(root, table, tuned, progress)
+    return Outcome(path_of(root, table.device), digest, tuned, skipped, time.monotonic() - began)
 
 
 def policy_of(launch: LaunchClass) -> str:
@@ -180,22 +177,6 @@ def policy_of(launch: LaunchClass) -> str:
 def _entry(by_name: Mapping[str, Op], launch: LaunchClass) -> sweep.SweepCase:
     op = by_name[operator_name(launch)]
     return sweep.SweepCase(op.name, case_of(launch, op.axes), "bench")
-
-
-@contextmanager
-def captured_as_operators(root: Path, widen: bool) -> Iterator[None]:
-    """Have this process and its children see a capture's kernels as operators."""
-    forget()
-    before = {name: os.environ.get(name) for name in (CAPTURED, WIDEN)}
-    os.environ[CAPTURED], os.environ[WIDEN] = str(root.resolve()), "1" if widen else "0"
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str | None) -> list[LaunchClass]:

@@ -68,9 +68,9 @@ def command(
     """
     if against is not None and against_rev is not None:
         raise ValueError("--against and --against-rev: expected one of them")
-    from kerneltune.adopt.operators import operators
+    from kerneltune.adopt.operators import captured_operators
 
-    captured = tuple(each.name for each in operators())
+    captured = tuple(each.name for each in captured_operators())
     wanted = replace(wanted, ops=(op,) if op else captured)
     _require_names(wanted.cases, op or "OP")
     whole = gpu == _GPU and _is_whole(configs, wanted, target, config, against, against_rev)

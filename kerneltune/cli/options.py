@@ -402,9 +402,9 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
 
 def _captured_names() -> set[str]:
     """Return the names of the capture's operators."""
-    from kerneltune.adopt.operators import operators
+    from kerneltune.adopt.operators import captured_operators
 
-    return {op.name for op in operators()}
+    return {op.name for op in captured_operators()}
 
 
 def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", max_cases: int | None = None) -> "Selection":

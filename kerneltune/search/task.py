@@ -37,7 +37,7 @@ class Task:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the function and the names by which another process finds the task."""
-        return _named_task, (self.op.module, self.op.name, self.variant.name, self.case, self.policy)
+        return _named_task, (self.op.module, self.op.origin, self.op.name, self.variant.name, self.case, self.policy)
 
     @property
     def key(self) -> TaskKey:
@@ -62,12 +62,17 @@ class Task:
         return self.variant.default_config(self.case)
 
 
-def _named_task(module: str, op_name: str, variant: str, case: Case, policy: str) -> Task:
+def _named_task(module: str, origin: tuple[Any, ...] | None, op_name: str, variant: str, case: Case, policy: str) -> Task:
     """Find a task by name: the operator in `OP` or `OPS` of its module or of a package that holds the module.
+
+    An operator with an origin is made anew by `operators` of its module.
 
     Raises:
         ValueError: neither `OP` nor `OPS` of the module, or of a package that holds it, is or has the operator.
     """
+    if origin is not None:
+        made = {op.name: op for op in importlib.import_module(module).operators(*origin)}
+        return Task(made[op_name], case, made[op_name].variant(variant), policy)
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         found = importlib.import_module(".".join(parts[:length]))

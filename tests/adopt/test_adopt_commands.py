@@ -16,7 +16,6 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, LAUNCHES, META, remove_stale
 from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_variant, write_sweep
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.tuning import captured_as_operators
 from kerneltune.cli import app, console
 from kerneltune.records import Record, append
 from kerneltune.search.task import Evaluation, Task, store_path
@@ -110,11 +109,10 @@ def test_lint_reports_lists_that_the_program_assigns_for_one_key(tmp_path: Path,
 
 def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> None:
     launch = captured(tmp_path, pattern="row_sum").classes[0]
-    with captured_as_operators(tmp_path, False):
-        (op,) = operators()
-        case, variant = case_of(launch, op.axes), tuned_variant(op)
-        store = TrialStore(store_path(tmp_path / "results" / "runs" / "trials" / "gpu", op.name), "")
-        store.put(Task(op, case, variant), variant.default_config(case), Evaluation("wrong", detail="y_ptr: differs by 1e-2"))
+    (op,) = operators(str(tmp_path))
+    case, variant = case_of(launch, op.axes), tuned_variant(op)
+    store = TrialStore(store_path(tmp_path / "results" / "runs" / "trials" / "gpu", op.name), "")
+    store.put(Task(op, case, variant), variant.default_config(case), Evaluation("wrong", detail="y_ptr: differs by 1e-2"))
     found = run("adopt", "lint", tmp_path).stdout
     assert "two_kernels.row_sum: results change with the config: 1 configs disagree with the author's first: " in found
     assert "y_ptr: differs by 1e-2" in found
@@ -143,8 +141,7 @@ def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
 
 def test_sweep_file_leaves_out_what_cannot_be_replayed(tmp_path: Path) -> None:
     first, second = captured(tmp_path, (4, 96), (8, 96), pattern="row_sum").classes
-    with captured_as_operators(tmp_path, False):
-        text = sweep_text([first, dataclasses.replace(second, problem="a function made the kernel")], operators())
+    text = sweep_text([first, dataclasses.replace(second, problem="a function made the kernel")], operators(str(tmp_path)))
     assert (text.count(first.digest), text.count(second.digest)) == (2, 0)
 
 
@@ -152,8 +149,7 @@ def test_sweep_file_of_a_launch_with_a_zero_is_read_again(tmp_path: Path) -> Non
     startup.capture(tmp_path)
     example().row_sum[(0,)](torch.empty(0, 8), torch.empty(0), 0, 8)
     startup.uninstall()
-    with captured_as_operators(tmp_path, False):
-        cases = load(write_sweep(tmp_path), {op.name: op for op in operators()}).bench
+    cases = load(write_sweep(tmp_path), {op.name: op for op in operators(str(tmp_path))}).bench
     assert dict(cases[0].case.axes) == {"N": 8}
 
 
@@ -333,8 +329,7 @@ def test_commands_of_a_capture_use_its_folders_and_name_its_operators_alone(
         monkeypatch.delenv(variable)
     captured(tmp_path, (4, 96), pattern="row_sum")
     file = write_sweep(tmp_path)
-    with captured_as_operators(tmp_path, widen=False):
-        (name,) = [op.name for op in operators()]
+    (name,) = [op.name for op in operators(str(tmp_path))]
     assert run("sweep", file, "--variant", "nope").stderr == "error: variant: 'nope': expected one of baseline, optimized\n"
     assert run("sweep", file, "--op", "").stderr == f"error: op: '': expected one of {name}\n"
     assert f"{tmp_path}/results/*/captured.jsonl" in run("--captured", tmp_path, "compare", "--family", file).stderr

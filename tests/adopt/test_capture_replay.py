@@ -13,7 +13,7 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.effects import differences, disagreement, learn
 from kerneltune.adopt.folder import CLASSES
 from kerneltune.adopt.kernels import Call
-from kerneltune.adopt.operators import CAPTURED, operators, write_sweep
+from kerneltune.adopt.operators import operators, write_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import Launch, ReplayError, make_launch
 
@@ -69,10 +69,9 @@ def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Pat
         assert [line.partition(":")[0] for line in differences(launch, launch.state)] == found
 
 
-def test_an_argument_that_is_called_as_a_field_of_every_case_is_no_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_argument_that_is_called_as_a_field_of_every_case_is_no_axis(tmp_path: Path) -> None:
     replayed(tmp_path, scaled, torch.ones(128), torch.ones(128), 128, 2, 3)
-    monkeypatch.setenv(CAPTURED, str(tmp_path))
-    (op,) = operators()
+    (op,) = operators(str(tmp_path))
     assert op.axes == ("N",)
     (entry, *_) = sweep.load(write_sweep(tmp_path), {op.name: op}).check
     assert (entry.case["N"], entry.case.dtype) == (128, "float32")

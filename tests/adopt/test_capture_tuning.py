@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,12 +12,13 @@ import made_up_gpu
 import numpy as np
 import pytest
 import torch
-from adopted import captured, example, of_kernel
+from adopted import captured, example, of_kernel, run_python
 from made_up_gpu import Bench
 from typer.testing import CliRunner
 
 from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, META
+from kerneltune.adopt.operators import case_of, operators, tuned_variant
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
@@ -213,3 +215,27 @@ def test_tune_without_a_gpu_raises(tmp_path: Path) -> None:
     capture_sums(tmp_path, (4, 96))
     with pytest.raises(ValueError, match="tune needs a GPU"):
         tune_capture(tmp_path, Quiet())
+
+
+LOADED = """
+import pickle, sys
+with open(sys.argv[1], "rb") as file:
+    task, config = pickle.load(file)
+print(task.op.name, task.case.label, config, config == task.default)
+assert type(config) is type(task.default)
+inputs = task.op.inputs(task.case, device="cpu", seed=0)
+task.variant.run(inputs, config)
+print(inputs["launch"].named["y_ptr"].tolist()[:2])
+"""
+
+
+def test_task_and_config_of_a_capture_reach_another_process_without_its_environment(tmp_path: Path) -> None:
+    capture_sums(tmp_path / "cap", (4, 96))
+    (launch,) = read_capture(tmp_path / "cap").classes
+    (op,) = operators(str(tmp_path / "cap"), widen=True)
+    task = Task(op, case_of(launch, op.axes), tuned_variant(op))
+    (tmp_path / "task").write_bytes(pickle.dumps((task, task.default)))
+    done = run_python(LOADED, str(tmp_path / "task"), TRITON_INTERPRET="1", KERNELTUNE_CAPTURED="")
+    shown = [op.name, *task.case.label.split(), *str(task.default).split(), "True", "[566.0,", "287.0]"]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == shown

@@ -14,7 +14,6 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.folder import processes, read_notes
 from kerneltune.adopt.operators import case_of, operators, tuned_variant
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.tuning import captured_as_operators
 from kerneltune.measuring.check import Checker
 
 CONFIGS = [triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128})]
@@ -113,13 +112,12 @@ def checked(folder: Path, kernel: Any) -> tuple[list[Any], list[list[str]]]:
     startup.capture(folder)
     kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](torch.arange(128.0), torch.empty(128), 128)
     startup.uninstall()
-    with captured_as_operators(folder, False):
-        (op,) = operators()
-        case = case_of(read_capture(folder).classes[0], op.axes)
-        variant = tuned_variant(op)
-        checker = Checker(op, case, "cpu")
-        configs = list(variant.configs(case))
-        return configs, [checker.errors(variant, config) for config in configs]
+    (op,) = operators(str(folder))
+    case = case_of(read_capture(folder).classes[0], op.axes)
+    variant = tuned_variant(op)
+    checker = Checker(op, case, "cpu")
+    configs = list(variant.configs(case))
+    return configs, [checker.errors(variant, config) for config in configs]
 
 
 def test_tuning_holds_configs_against_the_reference(tmp_path: Path) -> None:
