@@ -400,12 +400,14 @@ def cast_both_groups(
     TILE_ROWS: tl.constexpr = TILE.rows
     STRIPES: tl.constexpr = (K + TILE.cols - 1) // TILE.cols
     program = tl.program_id(0)
+    # Count the blocks before each group: every program does so for itself, because a table would cost a launch.
     groups = tl.arange(0, GROUPS)
     starts = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0)
     usable = in_order(starts, tl.load(offs_ptr + groups, mask=groups < G, other=0), groups, G, M)
     starts = tl.where(usable, starts, 0)
     blocks_before = _slots_before(starts, ROWS)
     tiles_before = _slots_before(starts, TILE_ROWS) * STRIPES
+    # Find the program's role: the first `lag` programs cast rows, all later programs cast rows or transpose tiles of a group.
     after = tl.maximum(program - lag, 0)
     if PHASE == 0:
         group = _group_of(after, blocks_before + tiles_before, G)

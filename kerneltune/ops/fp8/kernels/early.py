@@ -294,6 +294,7 @@ def cast_again(
             tl.store(amax_ptr + group, amax)
         scale = amax_to_scale(amax, OUT.fp8_max, True)
         tl.store(scale_ptr + group, reciprocal(scale) if OUT.inverse else scale)
+    # Search LANES tiles together for a scale that turned out wrong, because most tiles are right and a load is slow.
     for first in range(tl.program_id(0), total, step * LANES):
         tiles = tl.minimum(first + lanes * step, total - 1)
         groups, _stripes, _tiles, _rows, _lo, his = locate_block(tiles, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)

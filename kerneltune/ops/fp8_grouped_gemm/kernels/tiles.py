@@ -339,6 +339,7 @@ def _grouped_gemm(
     else:
         a_desc = a
         b_desc = b
+    # A single loop over the steps of all tiles, so that the pipeline loads the next tile while the last steps of a tile multiply.
     step = tile_steps - 1
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for _ in tl.range(total, num_stages=STAGES):

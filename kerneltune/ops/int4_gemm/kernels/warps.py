@@ -429,7 +429,6 @@ def _int4_gemm(
     token, quarter, t6, k6, x_rows = _token_places(x_ptr, stride_xn, kb, first_token, WORK.tokens)
     x_ptrs = x_rows + (quarter + t6)
     k6 += quarter
-
     live = (kb < end)[None, None, :, None, None]
     s0 = codes(scale_ptr + s_offsets + s_inner, live, EVEN)
     w0 = codes(w_ptrs, live, EVEN)
@@ -444,6 +443,7 @@ def _int4_gemm(
     if AHEAD:
         x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
+    # Multiply a block while the codes of the next block are on their way. No pipeline of Triton's: it would use shared memory.
     for step in tl.range(steps - 1 if LAST_APART else steps, num_stages=1):
         if not AHEAD:
             x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)

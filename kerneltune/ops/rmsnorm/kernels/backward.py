@@ -300,6 +300,7 @@ def _rmsnorm_bwd_main(
         if dsum_ptr is not None:
             for c in tl.static_range(LOOP.chunks):
                 dsums = dsums + (_load(dsum_ptr, tile, first_col + c * COLS, M, N, ROWS, COLS),)
+        # Write the tile out of registers: its sums are known now.
         if PHASE != 1:
             dgs = _write_tile(
                 xs, dzs, dsums, gs, dgs, r, total, tile, first_col, lanes, left, g_ptr, dsum_ptr, dx_ptr, dg_ptr, N, LOOP

@@ -381,6 +381,7 @@ def _rmsnorm_fwd_loop(
     gs = ()
     for c in tl.static_range(CHUNKS):
         gs = gs + (load_gamma(g_ptr, (part * CHUNKS + c) * COLS + tl.arange(0, COLS), N),)
+    # Publish the first tile before the loop, so that each iteration waits for sums that the iteration before has published.
     if PARTS > 1:
         tag = launch_tag(ws_ptr)
         cols = part * COLS + tl.arange(0, COLS)
@@ -409,6 +410,7 @@ def _rmsnorm_fwd_loop(
                 squares += x.to(tl.float32) * x.to(tl.float32)
                 xs = xs + (x,)
             total = tl.sum(squares, axis=1)
+        # Store the tile out of registers: the squares of its rows are added up now.
         if PHASE != 1:
             r = tl.rsqrt(total * inv_n + eps)
             if part == 0:
