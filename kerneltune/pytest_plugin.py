@@ -1,0 +1,168 @@
+"""Fixtures for tests of kernels: `kernel_check` against a reference, `kernel_time` against another kernel.
+
+pytest imports this module in every run of an environment that has kerneltune: torch and triton are imported by the fixtures.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from kerneltune.spec import Case, Inputs, Outputs
+    from kerneltune.stats import Interval, Samples
+
+_FLOOR_US = 0.5
+"""A kernel that is slower by less is not slower: launches differ by as much."""
+
+
+class KernelTime:
+    """The time of a call, in µs; two of them, or one and a number, are measured in interleaved rounds when they are compared.
+
+    `a <= 1.02 * b` is false only where a is surely slower than that: by the 95 % interval of the ratio, by the noise floor of a
+    against itself, and by 0.5 µs. `a < b` is true only where a is surely faster.
+    """
+
+    def __init__(
+        self, run: Callable[..., Any], args: Sequence[Any], note: Callable[[str, object], None], factor: float = 1.0
+    ) -> None:
+        self.run, self.args, self.factor, self._note = run, args, factor, note
+        self.samples: Samples | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the name of the callable."""
+        return str(getattr(self.run, "__name__", None) or type(self.run).__name__)
+
+    def __rmul__(self, factor: float) -> "KernelTime":
+        return KernelTime(self.run, self.args, self._note, factor * self.factor)
+
+    __mul__ = __rmul__
+
+    def __le__(self, other: "KernelTime | float") -> bool:
+        ratio, floor, change_us = self._against(other)
+        return ratio.low <= 1 + floor or change_us <= _FLOOR_US
+
+    def __lt__(self, other: "KernelTime | float") -> bool:
+        ratio, floor, _change_us = self._against(other)
+        return ratio.high < 1 - floor
+
+    def __repr__(self) -> str:
+        if self.samples is None:
+            return f"{self.name}: not measured"
+        import numpy as np
+
+        factor = "" if self.factor == 1 else f"{self.factor:g} x "
+        return f"{factor}{self.name}: {float(np.median(self.samples)):.2f} µs"
+
+    def _against(self, other: "KernelTime | float") -> "tuple[Interval, float, float]":
+        """Return the ratio to the limit with its interval, the noise floor as a fraction, and how many µs are above the limit."""
+        import numpy as np
+
+        from kerneltune.measuring.compare import SELF, noise_floor
+        from kerneltune.stats import ratio_interval
+
+        sides = [self, other] if isinstance(other, KernelTime) else [self]
+        times = measure([(side.name, side.run, side.args) for side in sides])
+        self.samples = times[0]
+        if isinstance(other, KernelTime):
+            other.samples, limit = times[1], other.factor * times[1]
+        else:
+            limit = np.full_like(times[0], float(other))
+        ratio = ratio_interval(self.factor * times[0], limit)
+        floor = noise_floor({"first": times[0], SELF: times[-1]}) or 0.0
+        for side, samples in zip(sides, times, strict=False):
+            self._note(f"time of {side.name} in µs", round(float(np.median(samples)), 3))
+        self._note(f"{self.name} to its limit", f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}], floor {floor:.3f}")
+        return ratio, floor, float(np.median(self.factor * times[0]) - np.median(limit))
+
+
+def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") -> "list[Samples]":
+    """Time callables in interleaved rounds, the first of them twice: its second samples come last.
+
+    The L2 is cold, unless the inputs are so small that it cannot be.
+    """
+    import torch
+
+    from kerneltune import device
+    from kerneltune.errors import first_line
+    from kerneltune.measuring.compare import gpu_free_bytes
+    from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation, throttled
+
+    tensors = [sum(value.nbytes for value in args if isinstance(value, torch.Tensor)) for _name, _run, args in sides]
+    try:
+        counts = [rotation(POLICIES["cold"], used, device.current().l2_bytes, gpu_free_bytes()) for used in tensors]
+        policy = POLICIES["cold"]
+    except ValueError:  # inputs so small that no number of copies fills the L2
+        counts, policy = [1] * len(sides), POLICIES["hot"]
+    contenders = {}
+    for number, ((name, run, args), count) in enumerate(zip((*sides, sides[0]), (*counts, counts[0]), strict=True)):
+        try:
+            sets = [[value.clone() if isinstance(value, torch.Tensor) else value for value in args] for _ in range(count)]
+            contenders[str(number)] = Contender(partial(_call, run, sets), count, policy)
+        except Exception as error:  # a callable may fail in any way
+            pytest.fail(f"kernel_time: {name}: cannot be timed: {first_line(error)}", pytrace=False)
+    return list(interleave(contenders, throttled=throttled).values())
+
+
+def _call(run: Callable[..., Any], sets: Sequence[Sequence[Any]], number: int) -> Any:
+    return run(*sets[number])
+
+
+@pytest.fixture
+def kernel_time(request: pytest.FixtureRequest) -> Callable[[Callable[..., Any], Sequence[Any]], KernelTime]:
+    """Give the times of calls, to be compared in an assertion; skip without a GPU."""
+    from kerneltune import device
+
+    if not device.current().is_gpu:
+        pytest.skip("kernel_time needs a GPU: times of the interpreter mean nothing")
+
+    def note(name: str, value: object) -> None:
+        request.node.user_properties.append((name, value))
+
+    return lambda run, args: KernelTime(run, args, note)
+
+
+@pytest.fixture
+def kernel_check() -> Callable[..., None]:
+    """Hold a callable against a reference, as a sweep does: `kernel_check(mine, reference, args, rtol=1e-2)`."""
+    from kerneltune import device
+
+    if not device.has_gpu() and not device.wants_interpreter():
+        pytest.skip("kernel_check needs a GPU, or TRITON_INTERPRET=1 before triton is imported")
+    return _check
+
+
+def _check(
+    run: Callable[..., Any], reference: Callable[..., Any], args: Sequence[Any], *, rtol: float = 1e-5, atol: float = 0.0
+) -> None:
+    """Fail where outputs disagree on poisoned memory, in two runs, or where inputs are overwritten; NaN agrees with NaN."""
+    from kerneltune.kernel_lib.agreement import close
+    from kerneltune.measuring.check import CaseError, Checker
+    from kerneltune.spec import Case, Op, Traffic, Variant
+
+    def compare(_case: "Case", _inputs: "Inputs", got: "Outputs", want: "Outputs") -> list[str]:
+        if list(got) != list(want):
+            return [f"outputs: {', '.join(got)}: expected {', '.join(want)}"]
+        return [line for name in want for line in close(name, got[name], want[name], rtol, atol)]
+
+    variant = Variant("kernel", lambda given, _config: _named(run(*given.values())))
+    op = Op(
+        name=str(getattr(run, "__name__", "kernel")), axes=(), dtypes=("any",), module=__name__, variants=(variant,),
+        inputs=lambda _case, **_: {f"argument {number}": value for number, value in enumerate(args)},
+        reference=lambda given: _named(reference(*given.values())), compare=compare, traffic=lambda _case: Traffic(0, 0),
+    )  # fmt: skip
+    try:
+        errors = Checker(op, Case("kernel_check", (), "any"), "cpu").errors(variant, None, runs=2)
+    except CaseError as error:
+        errors = [str(error)]
+    if errors:
+        pytest.fail("\n".join(f"kernel_check: {op.name}: {line}" for line in errors), pytrace=False)
+
+
+def _named(outputs: Any) -> dict[str, Any]:
+    """Return outputs by name: of a dict, of several outputs by number, or of one."""
+    if isinstance(outputs, Mapping):
+        return dict(outputs)
+    return {f"output {n}": value for n, value in enumerate(outputs)} if isinstance(outputs, tuple | list) else {"output": outputs}

@@ -1,0 +1,111 @@
+"""The fixtures that kerneltune gives to other packages' tests."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from started import environment
+
+from kerneltune import pytest_plugin
+from kerneltune.pytest_plugin import KernelTime
+
+ROOT = Path(__file__).parents[1]
+USERS = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def _double(x_ptr, y_ptr, N, BLOCK: tl.constexpr, LESS: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at, at < N, other=0.0) * 2, at < N - LESS)
+
+def double(x, less=0):
+    y = torch.empty_like(x)
+    _double[(1,)](x, y, x.numel(), 64, less)
+    return y
+
+def test_right(kernel_check):
+    kernel_check(double, lambda x: x * 2, [torch.randn(50)])
+
+def test_unwritten(kernel_check):
+    kernel_check(double, lambda x, _less: x * 2, [torch.randn(50), 1])
+
+def test_overwrites(kernel_check):
+    kernel_check(lambda x: x.mul_(2).clone(), lambda x: x * 2, [torch.randn(50, 50)])
+
+def test_reference_raises(kernel_check):
+    kernel_check(double, lambda x: x.no_such_name, [torch.randn(50)])
+
+def test_other_outputs(kernel_check):
+    kernel_check(lambda x: (x, x), lambda x: x, [torch.randn(50)])
+
+def test_time(kernel_time):
+    assert kernel_time(double, [torch.randn(50)]) <= 1.02 * kernel_time(double, [torch.randn(50)])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what the fixtures do without a GPU")
+def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> None:
+    (tmp_path / "test_users.py").write_text(USERS)
+    plugin = [] if entry_points(group="pytest11", name="kerneltune") else ["-p", "kerneltune.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", "-rsf", "test_users.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, timeout=200
+    )
+    text = done.stdout
+    assert "4 failed, 1 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
+    assert "kernel_check: double: output: 1 of 50 wrong, first at (49,): nan, expected " in text
+    assert "kernel_check: <lambda>: inputs: argument 0 was overwritten, and is no output" in text
+    assert "reference: AttributeError: " in text or "reference: 'Tensor' object has no attribute 'no_such_name'" in text
+    assert "outputs: output 0, output 1: expected output" in text
+    assert "kernel_time needs a GPU: times of the interpreter mean nothing" in text
+
+
+def test_plugin_is_an_entry_point_and_imports_neither_torch_nor_triton() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["pytest11"] == {"kerneltune": "kerneltune.pytest_plugin"}
+    code = "import sys, kerneltune.pytest_plugin; print({'torch', 'triton'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize(
+    ("mine_us", "peer_us", "factor", "is_within", "is_less"),
+    [
+        (100.0, 100.0, 1.02, True, True),
+        (101.0, 100.0, 1.0, False, False),
+        (100.0, 100.0, 1.0, True, False),
+        (110.0, 100.0, 1.02, False, False),
+        (4.3, 4.0, 1.0, True, False),
+        (90.0, 100.0, 1.0, True, True),
+    ],
+)
+def test_times_are_compared_by_the_interval_of_their_ratio(
+    mine_us: float, peer_us: float, factor: float, is_within: bool, is_less: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+
+    def measured(sides: Any) -> list[Any]:
+        return [us * (1 + rng.normal(0, 0.001, 30)) for us in (*(side[1]() for side in sides), sides[0][1]())]
+
+    monkeypatch.setattr(pytest_plugin, "measure", measured)
+    noted: dict[str, object] = {}
+
+    def mine() -> float:
+        return mine_us
+
+    def peer() -> float:
+        return peer_us
+
+    a, b = (KernelTime(run, (), noted.__setitem__) for run in (mine, peer))
+    assert (a <= factor * b) == is_within
+    assert (factor * b >= a) == is_within
+    assert (a < factor * b) == is_less
+    assert (a <= factor * peer_us) == is_within
+    assert abs(float(str(noted["time of mine in µs"])) / mine_us - 1) < 0.001
+    assert repr(a).startswith("mine: ")
+    assert repr(a).endswith(" µs")
