@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from asserting import every
 from literal_records import changed
 from small_sweeps import RMSNORM, STREAM
 
@@ -127,7 +128,7 @@ def test_every_own_variant_is_checked_and_no_peer(tmp_path: Path, options: Optio
         assert not own.is_peer
         skipped = case == "none" and variant != "optimized"
         assert status == ("skipped" if skipped else "checked"), (op, case, variant)
-    assert all(record.reason for record in found if record.status == "skipped")
+    assert every(record.reason for record in found if record.status == "skipped")
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
     found = run_sweep(known, stream_sweep, options, Quiet()).records
     assert found
     assert {record.status for record in found} == {"failed"}
-    assert all(re.search(reason, record.reason) for record in found)
+    assert every(re.search(reason, record.reason) for record in found)
 
 
 def test_a_reference_that_all_variants_disagree_with_is_doubted(options: Options, tmp_path: Path) -> None:
@@ -294,7 +295,7 @@ def test_a_config_that_is_wrong_is_a_failed_record_of_its_own(
     assert (odd.status, even.status) == ("checked", "checked")
     assert {r.case for r in others} == {"odd", "even"}
     assert {(r.status, r.reason) for r in others} == {("failed", "dst: 2 of 2 words wrong")}
-    assert all(record.config != odd.config for record in others)
+    assert every(record.config != odd.config for record in others)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from asserting import every
 from doc_blocks import (
     PAGES,
     ROOT,
@@ -291,7 +292,7 @@ def test_no_exception_is_stale() -> None:
     lines = {command.line for block in all_blocks for command in block.commands()}
     assert NOT_RUN.keys() <= lines | set(map(first_line, all_blocks))
     everything = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert all(name in everything for name in {*READERS, *MADE_ON_A_GPU, *PLACEHOLDERS})
+    assert every(name in everything for name in {*READERS, *MADE_ON_A_GPU, *PLACEHOLDERS})
 
 
 def test_python_reference_names_what_exists() -> None:

@@ -11,6 +11,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from asserting import every
 
 from kerneltune import records
 from kerneltune.files import locked
@@ -149,7 +150,7 @@ def test_append_and_load(tmp_path: Path) -> None:
     assert records.load(path) == [first, second, first]
     lines = path.read_text().splitlines()
     assert list(json.loads(lines[0])) == list(Record.__struct_fields__)
-    assert all(records.from_json(records.to_json(r)) == r for r in (first, second))
+    assert every(records.from_json(records.to_json(r)) == r for r in (first, second))
 
 
 def test_newest_keeps_the_last_of_each_variant_key_and_device() -> None:

@@ -130,13 +130,17 @@ def test_preparation_without_a_child_process_still_digests(tmp_path: Path, monke
 
 
 def test_preparation_that_fails_leaves_the_launch_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[bool] = []
+
     def fail() -> None:
+        failed.append(True)
         raise OSError("no such library")
 
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=fail))
     preparation = ahead.Preparation(tmp_path, tmp_path, is_cache_new=False)
     preparation.begin()
     preparation.wait()
+    assert failed == [True]
 
 
 def test_launchers_are_built_at_once_with_the_types_that_were_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from adopted import author_configs, captured, example, forget, of_kernel, run_python
+from asserting import every
 from safetensors.torch import load_file
 from triton.runtime.jit import JITFunction
 
@@ -93,7 +94,7 @@ def test_capture_keeps_indices_when_samples_of_floats_have_used_their_half(tmp_p
     startup.uninstall()
     kept = [tuple(about["kept"] for about in launch.storages) for launch in read_capture(tmp_path).classes]
     assert len(kept) == 9
-    assert all(indices == "values" for _, indices in kept), kept
+    assert every(indices == "values" for _, indices in kept), kept
     assert {floats for floats, _ in kept} == {"sample", "statistics"}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from asserting import every
 from command_line import NO_TIMES, both, record, refused, run
 from literal_records import changed
 
@@ -190,7 +191,7 @@ def test_gate_emits_what_dashboards_read(write: Callable[..., Path], tmp_path: P
     files = {name: tmp_path / f"{name}.json" for name in ("bencher", "github-action-benchmark", "hud")}
     emitted = [part for name, file in files.items() for part in ("--emit", f"{name}={file}")]
     assert run("gate", "--allow-stale", old, new, *emitted).exit_code == 1
-    assert all(json.loads(file.read_text()) for file in files.values())
+    assert every(json.loads(file.read_text()) for file in files.values())
     assert refused("gate", old, new, "--emit", "bencher") == (
         "error: emit: 'bencher': expected FORMAT=FILE, FORMAT one of bencher, github-action-benchmark, hud"
     )
@@ -204,7 +205,7 @@ def test_the_action_runs_the_gate_as_it_is() -> None:
     options = set(re.findall(r"--[a-z]+", step))
     assert command
     assert options <= set(re.findall(r"--[a-z]+", run("gate", "--allow-stale", "--help").stdout))
-    assert all(f"inputs.{name}" in (Path(__file__).parents[2] / "action.yml").read_text() for name in action["inputs"])
+    assert every(f"inputs.{name}" in (Path(__file__).parents[2] / "action.yml").read_text() for name in action["inputs"])
 
 
 def test_records_of_other_code_than_the_checkout_s_fail_unless_they_are_allowed(write: Callable[..., Path]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from asserting import every
 from typer.testing import CliRunner, Result
 
 from kerneltune import device, ops
@@ -86,7 +87,7 @@ def test_what_is_compiled_is_what_was_selected(compiled: list[Any]) -> None:
     requests, targets = compiled[0]
     assert targets == ["gfx950"]
     assert {(r.op.name, r.case.quant) for r in requests} == {("rmsnorm_fwd", "fp8_t")}
-    assert all(r.case.name.startswith("te-") for r in requests)
+    assert every(r.case.name.startswith("te-") for r in requests)
     assert {"baseline", "optimized"} <= {r.variant.name for r in requests}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import triton
+from asserting import every
 from started import TESTS, environment
 
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Kernel
@@ -58,7 +59,7 @@ def test_what_is_given_up_costs_no_worker(answers: dict[str, Any]) -> None:
 def test_every_cast_compiles_into_the_fnuz_types_for_gfx942(answers: dict[str, Any]) -> None:
     assert {c["error"] for c in answers["fnuz"]} == {""}
     assert len(answers["fnuz"]) >= 20
-    assert all(c["kernels"] for c in answers["fnuz"])
+    assert every(c["kernels"] for c in answers["fnuz"])
 
 
 def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, Any]) -> None:
@@ -75,7 +76,7 @@ def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, A
     row = 1024 * 2
     assert row * 2 <= plain[0]["shared_bytes"] <= row * 6  # the tiles that three stages keep in flight, and the reduction
     assert 64 * 128 <= transposed[1]["shared_bytes"] <= 65536  # a tile of bytes, to be turned
-    assert all(c["seconds"] > 0.005 for c in answers["real"][:4])  # compiled, not found
+    assert every(c["seconds"] > 0.005 for c in answers["real"][:4])  # compiled, not found
 
 
 def test_code_that_stores_what_nobody_made_is_an_error(answers: dict[str, Any]) -> None:
@@ -128,7 +129,7 @@ def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, An
         "",
         "",
     ]
-    assert all(c["kernels"] == [] for c in answers["broken"])
+    assert every(c["kernels"] == [] for c in answers["broken"])
 
 
 def test_what_could_not_be_launched_is_not_compiled_to_its_end(answers: dict[str, Any]) -> None:

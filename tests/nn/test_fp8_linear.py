@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from asserting import every
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -62,7 +63,7 @@ def test_result_of_a_layer_can_be_changed_in_place(rows: tuple[int, ...]) -> Non
     want = torch.autograd.grad((layer(x) + 1).sum(), (x, layer.weight))
     y = layer(x)
     y += 1
-    assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(y.sum(), (x, layer.weight)), want, strict=True))
+    assert every(torch.equal(*pair) for pair in zip(torch.autograd.grad(y.sum(), (x, layer.weight)), want, strict=True))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
@@ -72,7 +73,7 @@ def test_tensor_changed_through_its_data_gets_the_new_product_of_every_layer(rec
         Fp8Linear.from_linear(layer, recipe)
     before = [layer(x) for layer in layers]
     x.data.mul_(2)
-    assert all(torch.equal(layer(x), 2 * y) for layer, y in zip(layers, before, strict=True))
+    assert every(torch.equal(layer(x), 2 * y) for layer, y in zip(layers, before, strict=True))
 
 
 def test_compiled_layers_of_one_tensor_cast_it_once() -> None:
@@ -110,7 +111,7 @@ def test_layer_that_keeps_no_casts_gives_the_bits_of_a_layer_that_keeps_them(rec
         Fp8Linear.from_linear(layer, how)
         y = layer(x)
         found.append([y, *torch.autograd.grad(y, (x, *layer.parameters()), dy)])
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert every(torch.equal(*pair) for pair in zip(*found, strict=True))
     layer.weight.requires_grad_(False)
     assert torch.equal(torch.autograd.grad(layer(x), x, dy)[0], found[0][1])
     layer.weight.requires_grad_()

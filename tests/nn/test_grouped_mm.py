@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from asserting import every
 from training_step import DEVICE, RECIPES, expected, leaves, offsets, products, sqnr_db
 
 from kerneltune.kernel_lib.groups import aligned_size
@@ -102,7 +103,7 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
         first = a.grad, w.grad
         a.grad = w.grad = None
         y.backward(torch.ones_like(y))
-        assert all(torch.equal(x, y) for x, y in zip(first, (a.grad, w.grad), strict=True))
+        assert every(torch.equal(x, y) for x, y in zip(first, (a.grad, w.grad), strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -166,7 +167,7 @@ def test_groups_moved_apart(ends: list[int]) -> None:
     assert total % 16 == 0
     assert total - ends[-1] < 16 * (len(ends) + 1)
     starts = [0, *moved.tolist()]
-    assert all(start % 16 == 0 for start in starts)
+    assert every(start % 16 == 0 for start in starts)
     for start, end, first in zip([0, *ends], ends, starts, strict=False):
         assert rows[start:end].tolist() == list(range(first, first + end - start))
 
@@ -256,7 +257,7 @@ def test_the_largest_weights_of_the_step_before(column_major: bool) -> None:
     gradients = torch.autograd.grad(want, (a, w), dy)
     for y in (product(amax), product(amax), compiled(traced), compiled(traced)):
         assert torch.equal(y, want)
-        assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(y, (a, w), dy), gradients, strict=True))
+        assert every(torch.equal(*pair) for pair in zip(torch.autograd.grad(y, (a, w), dy), gradients, strict=True))
     assert torch.equal(amax, w.detach().abs().amax((1, 2)).float())
     assert torch.equal(amax, traced)
     torch.library.opcheck(fp8_products.expected_weights, (w.detach().mT, amax), test_utils=("test_schema", "test_faketensor"))

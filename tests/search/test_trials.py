@@ -14,6 +14,7 @@ from typing import Any
 
 import optuna
 import pytest
+from asserting import every
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
@@ -241,7 +242,7 @@ def test_optuna_opens_the_journal_of_a_store(path: Path) -> None:
     storage = JournalStorage(JournalFileBackend(str(path)))
     names = optuna.get_all_study_names(storage)
     studies = [optuna.load_study(study_name=name, storage=storage) for name in names]
-    assert all(
+    assert every(
         study.user_attrs["axes"] == {"M": 8} and name.startswith("fake optimized M=8 ")
         for study, name in zip(studies, names, strict=True)
     )

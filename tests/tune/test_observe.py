@@ -5,6 +5,7 @@ from pathlib import Path
 
 import made_up_gpu
 import pytest
+from asserting import every
 from made_up_gpu import H200, OPS, time_us
 
 from kerneltune.rules.transfer import donors_of, rivals
@@ -32,7 +33,7 @@ def asked(size: int) -> Asked:
 
 def test_observe_two_cases_keeps_every_time_of_each(tmp_path: Path) -> None:
     cases = [asked(1 << 20), asked(1 << 24)]
-    assert all(len(configs) == 6 for _, configs in cases)
+    assert every(len(configs) == 6 for _, configs in cases)
     assert observe(cases, Options(results=tmp_path), Quiet()) == 2
     (block,) = read(table_path(tmp_path, H200.slug, "stream"))
     assert (block.variant, block.device, block.source_hash) == ("baseline", H200.name, BASELINE.source_hash)

@@ -12,6 +12,7 @@ from typing import Any
 
 import made_up
 import pytest
+from asserting import every
 from made_up import CASE, LARGE, SMALL, Setting, Small, op_of, small_time
 from replayed import StandIn
 from started import environment
@@ -74,7 +75,7 @@ def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
 
     with pytest.raises(EnoughError):
         explore(POOL, POOL[:1], Search(budget_s=60.0), StandIn(start, compilers, meanwhile))
-    assert all(one.was_cancelled or one.evaluation.cancelled() for one in begun)
+    assert every(one.was_cancelled or one.evaluation.cancelled() for one in begun)
     return len(begun)
 
 

@@ -8,6 +8,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+from asserting import every
 from made_up import (
     BLOCKS,
     CASE,
@@ -89,7 +90,7 @@ def test_what_fails_is_counted_and_never_chosen(setting: Setting) -> None:
     entry = setting.tune(tuner)
     assert entry.config == {"block": 256, "warps": 8}
     assert entry.evidence["trials"] == 25
-    assert all(config.block != 512 for config in tuner.finals[0])
+    assert every(config.block != 512 for config in tuner.finals[0])
 
 
 # Optuna
@@ -445,4 +446,4 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
     with pytest.raises(KeyboardInterrupt):
         tune(tuner, Search(trials=30), setting.root, interrupt)
     assert len(futures) == 2 + loop.AHEAD
-    assert all(future.cancelled() for future in futures[3:])
+    assert every(future.cancelled() for future in futures[3:])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from asserting import every
 
 from kerneltune import cache, ops, sweep
 from kerneltune.kernel_lib.groups import align_groups, aligned_size
@@ -275,7 +276,7 @@ def test_offsets_are_asserted_where_asked(ends: list[str], backend: str) -> None
                 print(f"{{ends}}: {{error}}")
     """  # in a process of its own: on a GPU an assertion ends the context
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
-    assert all(f"[{those}]: " in done.stdout for those in ends), done.stdout
+    assert every(f"[{those}]: " in done.stdout for those in ends), done.stdout
     assert (done.stdout + done.stderr).count("offs decrease or exceed M") >= len(ends)
 
 

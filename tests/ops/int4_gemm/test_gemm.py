@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from asserting import every
 from int4_codes import DEVICE, case_of, configs_of, exact, some_codes, warpgroups, whole_numbers
 
 from kerneltune import cache
@@ -401,4 +402,4 @@ def test_every_part_is_waited_for_once() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=240)
     pairs = [line.split() for line in done.stdout.splitlines()]
     assert len(pairs) == 8, done.stderr[-600:]
-    assert all(found == wanted for found, wanted in pairs), pairs
+    assert every(found == wanted for found, wanted in pairs), pairs

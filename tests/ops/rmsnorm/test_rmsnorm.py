@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from asserting import every
 
 from kerneltune import ops
 from kerneltune.kernel_lib import arguments
@@ -187,7 +188,7 @@ def turned_and_apart(monkeypatch: pytest.MonkeyPatch, M: int, N: int, config: Fw
     assert len(launched) == runs
     assert torch.equal(results[0][0].t(), results[0][1])
     for result in results[1:]:
-        assert all(map(torch.equal, result, results[0]))
+        assert every(map(torch.equal, result, results[0]))
 
 
 @pytest.mark.parametrize(("M", "N"), [(388, 130), (4, 1000)])
@@ -334,7 +335,7 @@ def test_graphs_that_share_rows_between_programs_replay_side_by_side() -> None:
             with torch.cuda.stream(stream):
                 graph.replay()
     torch.cuda.synchronize()
-    assert all(torch.equal(y, expected) for out in outputs for y in out)
+    assert every(torch.equal(y, expected) for out in outputs for y in out)
 
 
 @pytest.mark.gpu
@@ -365,8 +366,8 @@ def test_the_backward_waits_for_its_partial_sums(M: int, N: int) -> None:
         captured = steps()
     for _ in range(20):
         graph.replay()
-        assert all(map(torch.equal, captured, expected))
-        assert all(map(torch.equal, steps(), expected))
+        assert every(map(torch.equal, captured, expected))
+        assert every(map(torch.equal, steps(), expected))
 
 
 @pytest.mark.gpu

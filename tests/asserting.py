@@ -1,0 +1,9 @@
+"""Conditions that tests assert."""
+
+from collections.abc import Iterable
+
+
+def every(conditions: Iterable[object]) -> bool:
+    """Return whether there is a condition and all hold: `all` also holds where a test has nothing to look at."""
+    found = list(conditions)
+    return bool(found) and all(found)
