@@ -169,7 +169,14 @@ def test_command_lists_what_is_stale_and_then_measures_it(selection: Selection, 
     code, text = run()
     assert (code, measured) == (0, ["first", "other", "last"])
     assert "configs: 2 as good as their default, 1 slower, which the default replaces, 0 that no longer run" in text
-    assert text.endswith("nothing is stale\n")
+    assert text.endswith("nothing is stale for nvidia_h200\n")
+
+
+def test_gpu_without_configs_and_records_has_nothing_stale(selection: Selection, tmp_path: Path) -> None:
+    folders = ["--configs", str(tmp_path / "none"), "--results", str(tmp_path / "empty")]
+    result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *folders])
+    assert (result.exit_code, measured) == (0, [])
+    assert result.stdout.endswith("records made\nnothing is stale for nvidia_h200\n")
 
 
 def test_options_that_mean_nothing_beside_stale_are_refused(selection: Selection) -> None:

@@ -140,7 +140,8 @@ def _refresh(
         policy, peers=peers, budget_s=budget, check_only=check_only, configs=configs, results=results, workers=workers
     )
     found = [stale.find(known, selection, options, gpu) for gpu in gpus]
-    show(_stale_table(found).text(width()))
+    if (table := _stale_table(found)).rows:
+        show(table.text(width()))
     for family_ in (family_ for one in found for family_ in one.families if family_.orphans):
         note(f"{family_.plan.family}: {counted(family_.orphans, 'record')} of no case of {family_.plan.path}")
     if not works:
@@ -157,7 +158,8 @@ def _refresh(
     for name, verdict in broken:
         show_wrapped(f"invalid: {name} {verdict.entry.variant} {verdict.entry.as_case.label}: {verdict.reason}")
     left = f"{counted(len(done.left.configs), 'config')} and {counted(done.left.cases, 'case')} are stale"
-    show_wrapped(f"{left}; the same command goes on there" if done.left.configs or done.left.cases else "nothing is stale")
+    is_left = done.left.configs or done.left.cases
+    show_wrapped(f"{left}; the same command goes on there" if is_left else f"nothing is stale for {here.slug}")
     end_if_failed(r for r in done.measured if not known[r.op].variant(r.variant).is_peer)
     if broken:
         raise typer.Exit(1)
