@@ -69,8 +69,9 @@ def adopt_package(place: Place) -> None:
 
 @journey(limit_s=150)
 def adopt_script(place: Place) -> None:
-    """Serve a script without a `__main__` guard, whose kernel reads a global that depends on the script's arguments."""
+    """Serve a script without a `__main__` guard, whose kernel reads a global that depends on arguments and a variable."""
     place.bring("script.py", "observed.py")
+    os.environ["SCRIPT_STEP"] = "3"
     (plain,) = json_lines(place.python("script.py", "100", "1000").stdout)
     capture(place, "script.py", "100", "1000")
     tune(place, classes=2)

@@ -85,7 +85,7 @@ PLANTS = (
         "for name in order}\n",
         "sweep_family",
     ),
-    Plant(
+    Plant(  # the script's kernel depends on a variable
         "child_without_environment",
         "kerneltune/tune/gpu_worker.py",
         "arguments = (dict(os.environ), _serve,",
