@@ -62,7 +62,7 @@ class FakeBench:
         _do(config.does)
         return Evaluation("ok", 10.0 + config.n, f"{self.tried} {os.getpid()}")
 
-    def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples]:
+    def time_interleaved(self, task: Task, configs: Sequence[Config]) -> list[Samples]:
         """Return the same times again."""
         return [np.full(15, 10.0 + config.n) for config in configs]
 

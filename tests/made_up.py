@@ -99,7 +99,7 @@ class NoBench:
     def trial(self, *_args: Any) -> Evaluation:
         raise AssertionError
 
-    def samples(self, *_args: Any) -> Any:
+    def time_interleaved(self, *_args: Any) -> Any:
         raise AssertionError
 
     def close(self) -> None:

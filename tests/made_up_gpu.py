@@ -51,7 +51,7 @@ class Pool:
 class Bench:
     """A bench whose times are a formula; refuses what a test tells it to."""
 
-    lost: Callable[[Any], bool] = staticmethod(lambda _config: False)
+    crashed: Callable[[Any], bool] = staticmethod(lambda _config: False)
 
     def __init__(self, *_: object, **__: object) -> None:
         self.busy: list[tuple[float, float]] = []
@@ -72,9 +72,11 @@ class Bench:
         return sum(seconds for ended, seconds in self.busy if ended >= moment)
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
-        return Evaluation("lost", detail="took longer than 60 s") if Bench.lost(config) else Evaluation("ok", time_us(config))
+        return (
+            Evaluation("crashed", detail="took longer than 60 s") if Bench.crashed(config) else Evaluation("ok", time_us(config))
+        )
 
-    def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples]:
+    def time_interleaved(self, task: Task, configs: Sequence[Config]) -> list[Samples]:
         return [np.full(15, time_us(config)) for config in configs]
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class Bench:
         """As the formula says."""
         return Evaluation("wrong", detail="off by one") if config.block == 2 else Evaluation("ok", time_us(config))
 
-    def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples]:
+    def time_interleaved(self, task: Task, configs: Sequence[Config]) -> list[Samples]:
         """Return the same times with a noise that is known."""
         return [time_us(config) * np.linspace(0.999, 1.001, 15) for config in configs]
 

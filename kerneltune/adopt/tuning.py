@@ -278,7 +278,7 @@ def _timing(bench: GpuWorker, op: Op, policies: Mapping[Case, str]) -> Timing:
 
     def samples(case: Case, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
         try:
-            return bench.samples(Task(op, case, tuned_variant(op), policies[case]), configs)
+            return bench.time_interleaved(Task(op, case, tuned_variant(op), policies[case]), configs)
         except ChildCrashedError:
             return None
 

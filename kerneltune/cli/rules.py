@@ -41,7 +41,7 @@ def observe(
     size.
     """
     from kerneltune import device
-    from kerneltune.rules.samples import samples_of, targets, timed, to_observe
+    from kerneltune.rules.known_times import targets, timed, timed_cases, to_observe
     from kerneltune.rules.transfer import donors_of
     from kerneltune.run_options import require_gpu
     from kerneltune.search.task import Task, knobs_of
@@ -56,10 +56,10 @@ def observe(
     asked = []
     for name in names:
         op, of = known[name], known[name].variant(variant)
-        donors, samples = donors_of(op, of, "cold", slug, configs), samples_of(op, of, slug, configs, folder)
+        donors, known_times = donors_of(op, of, "cold", slug, configs), timed_cases(op, of, slug, configs, folder)
         done = set() if again else timed(op, of, slug, folder)
         wanted = [one for one in targets(op, of, donors, bench.get(name, [])) if _is_wanted(one, dtype, case)]
-        for one, offered in islice(to_observe(op, of, samples, donors, wanted, most), cases):
+        for one, offered in islice(to_observe(op, of, known_times, donors, wanted, most), cases):
             if new := [config for config in offered if (one, tuple(knobs_of(config).items())) not in done]:
                 asked.append((Task(op, one, of), new))
     with reporter() as progress:
@@ -93,7 +93,7 @@ def fit(
     """
     from kerneltune.rules.costs import CostTable
     from kerneltune.rules.fit import fitted, left_out
-    from kerneltune.rules.samples import samples_of
+    from kerneltune.rules.known_times import timed_cases
 
     if leave_out is not None:
         o.choice("leave-out", leave_out, ("band", "rest"))
@@ -105,18 +105,18 @@ def fit(
     rows: list[Row] = []
     for name in [o.choice("op", name, known) for name in ops or _with_variant(known, variant)]:
         op, of = known[name], known[name].variant(variant)
-        samples = samples_of(op, of, slug, configs, folder)
-        if len({sample.case.axes for sample in samples}) < 2:
+        known_times = timed_cases(op, of, slug, configs, folder)
+        if len({timed.case.axes for timed in known_times}) < 2:
             rows.append(Row((name, *[None] * len(_JUDGED)), "times of fewer than two sizes are known"))
             continue
-        table = CostTable(op, of, samples)
+        table = CostTable(op, of, known_times)
         if leave_out is not None:
             judged = left_out(table, leave_out).data
         else:
             made, _ = fitted(table)
             judged = made.judged
             if is_stored:
-                _store(name, slug, made, len(samples), configs)
+                _store(name, slug, made, len(known_times), configs)
         worst = f"worst: {judged['worst_case']}" if judged.get("worst_case") else ""
         rows.append(Row((name, *(judged.get(field) for field in _JUDGED)), worst))
     columns = (Column(name, digits=0 if field in _COUNTS else 3) for field, name in _JUDGED.items())

@@ -69,14 +69,14 @@ class CompileResult:
     """The kernels that a job launches, or why it has none; of a pool that inspects, also the facts of each by digest.
 
     Attributes:
-        lost: there was no answer; the error says what became of the worker.
+        crashed: whether the worker crashed or hung; the error says which.
     """
 
     kernels: tuple[Kernel, ...]
     seconds: float
     error: str = ""
     facts: Mapping[str, Fact] = field(default_factory=dict)
-    lost: bool = False
+    crashed: bool = False
 
     @property
     def spill_bytes(self) -> int:
@@ -103,11 +103,11 @@ class PendingCompile:
             return compiled
         except FutureTimeoutError:
             return self._hung()
-        except (ProcessExpired, RuntimeError):  # killed for its memory, perhaps, or the pool lost an idle worker
+        except (ProcessExpired, RuntimeError):  # killed for its memory, perhaps, or an idle worker of the pool died
             return self._alone()
 
     def _hung(self) -> CompileResult:
-        return CompileResult((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s", lost=True)
+        return CompileResult((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s", crashed=True)
 
     def _alone(self) -> CompileResult:
         pool = self.pool.start(1)
@@ -117,9 +117,9 @@ class PendingCompile:
         except FutureTimeoutError:
             return self._hung()
         except ProcessExpired as error:
-            return CompileResult((), 0.0, f"the compiler crashed twice: exit code {error.exitcode}", lost=True)
+            return CompileResult((), 0.0, f"the compiler crashed twice: exit code {error.exitcode}", crashed=True)
         except RuntimeError as error:
-            return CompileResult((), 0.0, f"the compiler crashed twice: {first_line(error)}", lost=True)
+            return CompileResult((), 0.0, f"the compiler crashed twice: {first_line(error)}", crashed=True)
         finally:
             pool.stop()
             pool.join()

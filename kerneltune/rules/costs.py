@@ -29,7 +29,7 @@ _SEVERAL = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class TimedCase:
     """A case with its known times.
 
     Attributes:
@@ -62,7 +62,7 @@ class CostTable:
     """The costs of forms on cases: log time over the best time.
 
     Attributes:
-        samples: the cases.
+        cases: cases with their known times.
         variant: the variant whose configs are compared.
         shapes: the number of every shape; numbers: of every case's shape.
         forms: forms that a rule may choose, the default first.
@@ -73,12 +73,12 @@ class CostTable:
         kinds: names of words whose values never share a config.
     """
 
-    def __init__(self, op: Op, variant: Variant, samples: Sequence[Sample]) -> None:
-        self.op, self.samples = op, list(samples)
-        self.shapes = {axes: number for number, axes in enumerate(dict.fromkeys(s.case.axes for s in samples))}
-        self.numbers = np.array([self.shapes[sample.case.axes] for sample in samples])
+    def __init__(self, op: Op, variant: Variant, cases: Sequence[TimedCase]) -> None:
+        self.op, self.cases = op, list(cases)
+        self.shapes = {axes: number for number, axes in enumerate(dict.fromkeys(timed.case.axes for timed in cases))}
+        self.numbers = np.array([self.shapes[timed.case.axes] for timed in cases])
         self.variant = variant
-        donors = [(sample.case, sample.fastest) for sample in samples if sample.fastest]
+        donors = [(timed.case, timed.fastest) for timed in cases if timed.fastest]
         follows = followed(donors)
         places: dict[Pairs, set[int]] = {(): {-1}}
         for donor in donors:
@@ -86,50 +86,50 @@ class CostTable:
                 places.setdefault(form, set()).add(self.shapes[donor[0].axes])
         self.forms: list[Form] = [dict(form) for form in places]
         self.given = np.array([[bool(by - {number}) for by in places.values()] for number in range(len(self.shapes))])
-        size = len(self.samples), len(self.forms)
+        size = len(self.cases), len(self.forms)
         self.costs, self.known, self.valid = np.full(size, UNKNOWN), np.zeros(size, bool), np.zeros(size, bool)
         for i, j in np.ndindex(size):
-            knobs = knobs_at(self.forms[j], dict(self.samples[i].case.axes))
-            self.costs[i, j], self.known[i, j], self.valid[i, j] = self._cost(self.samples[i], knobs)
+            knobs = knobs_at(self.forms[j], dict(self.cases[i].case.axes))
+            self.costs[i, j], self.known[i, j], self.valid[i, j] = self._cost(self.cases[i], knobs)
         self._borrow()
         self.costs[:, 0] += _DEFAULT_COSTS
         self.kinds = {"quant", *op.options} - set(op.free_options)
-        self.words = list(_word_questions(op, self.samples))
+        self.words = list(_word_questions(op, self.cases))
         self.questions = {"nothing": [], "once": [], "sizes": self._ask(op.axes), "ratios": self._ask(_expressions(op.axes))}
 
-    def _cost(self, sample: Sample, knobs: Mapping[str, Any]) -> tuple[float, bool, bool]:
-        knobs = knobs or default_knobs(self.variant, sample.case)
-        if self.variant.valid_config(sample.case, knobs) is None:
+    def _cost(self, timed: TimedCase, knobs: Mapping[str, Any]) -> tuple[float, bool, bool]:
+        knobs = knobs or default_knobs(self.variant, timed.case)
+        if self.variant.valid_config(timed.case, knobs) is None:
             return INVALID, False, False
         key = tuple(knobs.items())
-        if key not in sample.times:
+        if key not in timed.times:
             return UNKNOWN, False, True
-        time_us = sample.times[key]
-        return (FAILED, True, True) if time_us is None else (math.log(time_us / sample.best_us), True, True)
+        time_us = timed.times[key]
+        return (FAILED, True, True) if time_us is None else (math.log(time_us / timed.best_us), True, True)
 
     def _borrow(self) -> None:
         """Fill unknown costs of a 16-bit type with the costs of the other 16-bit type, which has as many bytes."""
-        places = {sample.case: place for place, sample in enumerate(self.samples)}
-        for i, sample in enumerate(self.samples):
-            other = {"bfloat16": "float16", "float16": "bfloat16"}.get(sample.case.dtype, "")
-            twin = places.get(replace(sample.case, dtype=other))
+        places = {timed.case: place for place, timed in enumerate(self.cases)}
+        for i, timed in enumerate(self.cases):
+            other = {"bfloat16": "float16", "float16": "bfloat16"}.get(timed.case.dtype, "")
+            twin = places.get(replace(timed.case, dtype=other))
             if twin is not None:
                 missing = self.valid[i] & ~self.known[i] & self.known[twin]
                 self.costs[i, missing] = self.costs[twin, missing]
 
     def _ask(self, expressions: Sequence[str]) -> "list[Question]":
-        facts = [Facts.of(sample.case) for sample in self.samples]
+        facts = [Facts.of(timed.case) for timed in self.cases]
         return [Question(text, np.array([one.number(text) for one in facts])) for text in expressions] + self.words
 
     def share(self, place: int, knobs: Mapping[str, Any]) -> float:
         """Return the tuned time over a config's time on a case; NaN if the time is unknown."""
-        cost, known, _ = self._cost(self.samples[place], knobs)
+        cost, known, _ = self._cost(self.cases[place], knobs)
         return math.exp(-cost) if known else math.nan
 
     def nearest(self, place: int) -> list[tuple[float, dict[str, Any]]]:
         """Return (log2 distance, knobs) of the recorded configs of other sizes that a look-up may take, the nearest first."""
-        asked = self.samples[place].case
-        donors = [(s.case, dict(s.recorded)) for s in self.samples if s.recorded is not None and s.case.axes != asked.axes]
+        asked = self.cases[place].case
+        donors = [(s.case, dict(s.recorded)) for s in self.cases if s.recorded is not None and s.case.axes != asked.axes]
         return list(near_configs(self.op, self.variant, asked, donors))
 
 
@@ -156,8 +156,8 @@ class Question:
     equals: Any = None
 
 
-def _word_questions(op: Op, samples: Sequence[Sample]) -> Iterator[Question]:
-    facts = [Facts.of(sample.case) for sample in samples]
+def _word_questions(op: Op, cases: Sequence[TimedCase]) -> Iterator[Question]:
+    facts = [Facts.of(timed.case) for timed in cases]
     for word in ("dtype", "quant", *op.options):
         for value in list(dict.fromkeys(one.words[word] for one in facts))[:-1]:
             yield Question(word, np.array([float(one.words[word] == value) for one in facts]), value)

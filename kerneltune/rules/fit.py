@@ -104,7 +104,7 @@ def judgement(table: CostTable, picks: _Picks) -> Judgement:
     """Return the quality of the picks."""
     shares = {place: table.share(place, knobs) for place, knobs in picks.items()}
     recorded, others = (
-        {s.case: shares[i] for i, s in enumerate(table.samples) if i in shares and (s.recorded is not None) == wanted}
+        {s.case: shares[i] for i, s in enumerate(table.cases) if i in shares and (s.recorded is not None) == wanted}
         for wanted in (True, False)
     )
     return Judgement(recorded, others)
@@ -125,7 +125,7 @@ def _picked(table: CostTable, shape: TreeShape, places: Sequence[int]) -> dict[i
         rule = grown(table, shape, number)
         for place in places:
             if table.numbers[place] == number:
-                found[place] = chosen(table.op, table.variant, rule, table.samples[place].case, [])
+                found[place] = chosen(table.op, table.variant, rule, table.cases[place].case, [])
     return found
 
 
@@ -141,7 +141,7 @@ def judgements(table: CostTable) -> dict[TreeShape, Judgement]:
     """Return the quality of every shape of rule on the judged cases, whose sizes the rule does not know."""
     if len(table.shapes) < 2:
         return {TreeShape("nothing"): Judgement()}
-    places = [place for place, sample in enumerate(table.samples) if sample.is_judged]
+    places = [place for place, timed in enumerate(table.cases) if timed.is_judged]
     nearest = {place: table.nearest(place) for place in places}
     found = {}
     for shape in _shapes(table):
@@ -153,12 +153,12 @@ def judgements(table: CostTable) -> dict[TreeShape, Judgement]:
 
 def untimed(table: CostTable) -> dict[Case, list[dict[str, Any]]]:
     """Return the configs with unknown times that rules would choose for cases whose sizes they do not know."""
-    every = range(len(table.samples))
+    every = range(len(table.cases))
     nearest = {place: table.nearest(place) for place in every}
     found: dict[Case, list[dict[str, Any]]] = {}
     for shape, near in itertools.product(_shapes(table), (0.0, _NEAR[-1])):
         for place, knobs in _near_or(_picked(table, shape, every), nearest, near).items():
-            wanted = found.setdefault(table.samples[place].case, [])
+            wanted = found.setdefault(table.cases[place].case, [])
             if math.isnan(table.share(place, knobs)) and knobs not in wanted:
                 wanted.append(dict(knobs))
     return found
@@ -174,7 +174,7 @@ def unseen(table: CostTable, found: Mapping[TreeShape, Judgement]) -> Judgement:
     shares: dict[Case, float] = {}
     others: dict[Case, float] = {}
     for axes in table.shapes:
-        without = [sample.case for sample in table.samples if sample.case.axes == axes]
+        without = [timed.case for timed in table.cases if timed.case.axes == axes]
         judged = found[best_shape(found, without)]
         shares |= {case: judged.shares[case] for case in without if case in judged.shares}
         others |= {case: judged.others[case] for case in without if case in judged.others}
@@ -187,18 +187,18 @@ def left_out(table: CostTable, kind: str) -> Judgement:
     `kind` is `band` (cases whose first size rounds to the same power of two) or `rest` (cases with equal other sizes).
     """
     groups: dict[Any, list[int]] = {}
-    for place, sample in enumerate(table.samples):
-        sizes = [size for _, size in sample.case.axes]
+    for place, timed in enumerate(table.cases):
+        sizes = [size for _, size in timed.case.axes]
         group = round(math.log2(max(sizes[0], 1))) if kind == "band" else tuple(sizes[1:])
         groups.setdefault(group, []).append(place)
     picks: dict[int, Mapping[str, Any]] = {}
     for places in groups.values():
-        others = [sample for place, sample in enumerate(table.samples) if place not in places]
-        if judged := [place for place in places if others and table.samples[place].is_judged]:
+        others = [timed for place, timed in enumerate(table.cases) if place not in places]
+        if judged := [place for place in places if others and table.cases[place].is_judged]:
             rule, _ = fitted(CostTable(table.op, table.variant, others))
-            recorded = [(sample.case, dict(sample.recorded)) for sample in others if sample.recorded is not None]
+            recorded = [(timed.case, dict(timed.recorded)) for timed in others if timed.recorded is not None]
             for place in judged:
-                picks[place] = chosen(table.op, table.variant, rule, table.samples[place].case, recorded)
+                picks[place] = chosen(table.op, table.variant, rule, table.cases[place].case, recorded)
     return judgement(table, picks)
 
 

@@ -199,7 +199,7 @@ def grown(table: CostTable, shape: TreeShape, without: int = -1) -> Rule:
     mover = _Mover(table, table.questions[shape.asks] + table.words)
     for _ in range(_ROUNDS):
         node = mover.moved(node, rows)
-    cases = [table.samples[row].case for row in rows]
+    cases = [table.cases[row].case for row in rows]
     return Rule(
         variant=table.variant.name,
         policy="cold",

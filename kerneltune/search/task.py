@@ -111,7 +111,7 @@ class Evaluation:
 
     Attributes:
         status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit an SM, `wrong`,
-            `failed`, `memory` where the GPU was out of memory, `lost` where the measuring or compiling process crashed.
+            `failed`, `memory` where the GPU was out of memory, `crashed` where the measuring or compiling process crashed.
         time_us: median time of a call; None without a time.
         detail: the error, in one line.
         resources: registers of all threads of the largest program.

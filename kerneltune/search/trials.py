@@ -29,7 +29,7 @@ from kerneltune.search.study import choice_order, finished_trial, quiet
 from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of, store_path
 from kerneltune.spec import MOST, Case, Config, Op
 
-TRANSIENT = frozenset(("memory", "lost"))
+TRANSIENT = frozenset(("memory", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
 _MOVE = "move the file away to start anew"
 _OLD_SUFFIX = ".jsonl"
@@ -67,7 +67,8 @@ class _TrialRow(msgspec.Struct):
         """The row as a trial."""
         case = Case(self.case, tuple(self.axes.items()), self.dtype, self.quant, tuple(self.options.items()))
         measured = (self.resources, self.spill_bytes, self.shared_bytes, self.date, self.commit)
-        evaluation = Evaluation(self.status, self.time_us, self.detail, *measured)
+        status = "crashed" if self.status == "lost" else self.status  # the word of journals before 2026-11-26
+        evaluation = Evaluation(status, self.time_us, self.detail, *measured)
         return Trial(TaskKey(self.op, self.variant, case, self.policy), tuple(self.config.items()), evaluation, self.fingerprint)
 
 

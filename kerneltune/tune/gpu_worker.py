@@ -120,7 +120,7 @@ class GpuBench:
                 raise
             return Evaluation("failed", detail=first_line(error))
 
-    def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
+    def time_interleaved(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
         """Time correct configs interleaved and return (rounds,) microseconds for each; None for a config without memory.
 
         The rounds end when the intervals of the ratios to the first config are narrow.
@@ -180,7 +180,7 @@ class ChildStoppedError(ChildCrashedError):
 class GpuWorker:
     """A `GpuBench` in a child process. Use as a context manager.
 
-    A config that hangs, faults or crashes the child has a trial of status `lost`. The next request starts a child with a clean
+    A config that hangs, faults or crashes the child has a trial of status `crashed`. The next request starts a child with a clean
     context, which makes inputs and reference again. One thread sends requests. Another thread may call `stop`, or leave the
     context; a request that waits then raises ChildCrashedError.
 
@@ -252,7 +252,7 @@ class GpuWorker:
         return checked
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Ask the bench in the child; the trial is `lost` if the child crashes.
+        """Ask the bench in the child; the trial is `crashed` if the child crashes.
 
         Raises:
             ChildCrashedError: the child crashed before it ran the config, was sent SIGTERM, or the worker stopped.
@@ -264,16 +264,16 @@ class GpuWorker:
         except ChildStoppedError:
             raise
         except ChildCrashedError as error:
-            return Evaluation("lost", detail=str(error))
+            return Evaluation("crashed", detail=str(error))
 
-    def samples(self, task: Task, configs: Sequence[Config]) -> Sequence[Samples | None]:
+    def time_interleaved(self, task: Task, configs: Sequence[Config]) -> Sequence[Samples | None]:
         """Ask the bench in the child.
 
         Raises:
             ChildCrashedError: the child crashed, or the worker stopped.
         """
         self.prepare(task)
-        samples: Sequence[Samples | None] = self._ask("samples", FINAL_TIMEOUT_S, task, configs)
+        samples: Sequence[Samples | None] = self._ask("time_interleaved", FINAL_TIMEOUT_S, task, configs)
         return samples
 
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
@@ -329,15 +329,15 @@ class GpuWorker:
         except (EOFError, OSError) as error:
             code = self._end_child()
             self._refuse_if_closed()
-            lost_to = ChildStoppedError if code in _ENDED_FROM_OUTSIDE else ChildCrashedError
-            raise lost_to(f"the measuring process died: exit code {code}", variant) from error
+            error_type = ChildStoppedError if code in _ENDED_FROM_OUTSIDE else ChildCrashedError
+            raise error_type(f"the measuring process died: exit code {code}", variant) from error
         finally:
             self.is_asking = False
-        answer, lost, busy = said
+        answer, problem, busy = said
         self._busy.append(busy)
-        if lost:
+        if problem:
             self._end_child()
-            raise ChildCrashedError(lost, variant)
+            raise ChildCrashedError(problem, variant)
         return answer
 
     def _end_child(self, asked_here: bool = True) -> int | None:
@@ -375,12 +375,12 @@ def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int]
         if cores and name != "prepare":
             os.sched_setaffinity(0, cores)
         try:
-            answer, lost = getattr(bench, name)(*arguments), ""
+            answer, problem = getattr(bench, name)(*arguments), ""
         except Exception as error:  # also missing memory for the inputs: the next config finds a clean process
-            answer, lost = None, first_line(error)
-        lost = lost or broken_context()
-        pipe.send((answer, lost, (began, time.monotonic())))
-        if lost:
+            answer, problem = None, first_line(error)
+        problem = problem or broken_context()
+        pipe.send((answer, problem, (began, time.monotonic())))
+        if problem:
             return
 
 

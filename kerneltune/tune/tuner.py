@@ -85,7 +85,7 @@ class Tuner:
     ) -> None:
         self.task, self.store, self.worker, self.queue, self.searches_all = task, store, worker, queue, searches_all
         self.resources: dict[Config, int] = {}
-        self.samples = SCREEN_SAMPLES
+        self.samples_per_trial = SCREEN_SAMPLES
         self.measures_spills = False
         self.began: float | None = None
         self.evaluations = 0
@@ -141,7 +141,7 @@ class Tuner:
     def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
         """Return the evaluation of a config that is refused after its compilation; None for a config to be measured."""
         if compiled.error:
-            return Evaluation("lost" if compiled.lost else "compile", detail=compiled.error)
+            return Evaluation("crashed" if compiled.crashed else "compile", detail=compiled.error)
         if compiled.spill_bytes and self.prune and not self.measures_spills:
             return Evaluation("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
@@ -151,7 +151,9 @@ class Tuner:
 
     def measure(self, config: Config) -> Evaluation:
         """Check and time a config on the GPU."""
-        return self.worker.trial(self.task, config, self._best_us if self.samples == SCREEN_SAMPLES else None, self.samples)
+        return self.worker.trial(
+            self.task, config, self._best_us if self.samples_per_trial == SCREEN_SAMPLES else None, self.samples_per_trial
+        )
 
     def trials(self, configs: Sequence[Config]) -> list[Evaluation]:
         """Measure every config again, and store nothing."""
@@ -181,7 +183,7 @@ class Tuner:
         memory for its inputs beside the inputs of the configs before it. If `default` is among the configs, the evidence has
         its time and the interval of its time over the best time, from the same rounds.
         """
-        asked = self.in_turn(self.worker.samples, self.task, configs)
+        asked = self.in_turn(self.worker.time_interleaved, self.task, configs)
         while not asked.done():
             self.use_idle_time()
             time.sleep(_POLL_S)
@@ -282,7 +284,7 @@ def measure_space(tuner: Tuner, some: Sequence[Config] | None = None) -> dict[Co
         ValueError: the space has no valid config for the case, or contradicts itself.
     """
     pool = checked_space(tuner.task) if some is None else list(some)
-    tuner.samples = 3 * SCREEN_SAMPLES
+    tuner.samples_per_trial = 3 * SCREEN_SAMPLES
     with tuner:
         return _explored(tuner, pool, (), Search(sampler="random"))
 

@@ -47,7 +47,7 @@ class SizedBench(Bench):
         type(self).tried.append(config)
         return Evaluation("ok", self.time_us(task, config))
 
-    def samples(self, task: Task, configs: Sequence[Any]) -> list[Samples]:
+    def time_interleaved(self, task: Task, configs: Sequence[Any]) -> list[Samples]:
         """Return the same time in every round."""
         return [np.full(15, self.time_us(task, config)) for config in configs]
 

@@ -49,7 +49,7 @@ def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[s
 def test_a_killed_worker_is_retried_once_and_then_recorded_as_the_failure_of_its_job(answers: dict[str, Any]) -> None:
     errors = [one["error"] for one in answers["killed"]]
     assert errors == ["", "", "the compiler crashed twice: exit code 9", "", "", "", ""]
-    assert [one["lost"] for one in answers["killed"]] == [False, False, True, False, False, False, False]
+    assert [one["crashed"] for one in answers["killed"]] == [False, False, True, False, False, False, False]
 
 
 def test_what_is_given_up_costs_no_worker(answers: dict[str, Any]) -> None:

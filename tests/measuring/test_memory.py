@@ -277,15 +277,15 @@ def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: gpu_worker.Gpu
 
 
 def test_a_final_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: gpu_worker.GpuBench, task: Task) -> None:
-    samples = gpu_bench.samples(task, [Knobs(0), Knobs(2), Knobs(5)])
+    samples = gpu_bench.time_interleaved(task, [Knobs(0), Knobs(2), Knobs(5)])
     assert [None if taken is None else float(taken[0]) for taken in samples] == [10.0, None, 15.0]
     with pytest.raises(torch.OutOfMemoryError):  # the incumbent: nothing can be said
-        gpu_bench.samples(task, [Knobs(2), Knobs(0)])
+        gpu_bench.time_interleaved(task, [Knobs(2), Knobs(0)])
 
 
 def test_the_final_is_decided_among_those_that_fit(tmp_path: Path) -> None:
     class Bench(NoBench):
-        def samples(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
+        def time_interleaved(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
             return [None if config.n == 2 else np.linspace(0.99, 1.01, 15) * (20.0 - config.n) for config in configs]
 
     op = checked_op()

@@ -10,7 +10,7 @@ from made_up import BLOCKS, WARPS, Small, nothing, op_of, small_space
 from kerneltune.rounding import next_power_of_2
 from kerneltune.rule import Facts, Scaled, Split
 from kerneltune.rule_file import dumps, loads
-from kerneltune.rules.costs import CostTable, Sample
+from kerneltune.rules.costs import CostTable, TimedCase
 from kerneltune.rules.fit import Judgement, chosen, fitted, judgements, left_out, unseen, untimed
 from kerneltune.rules.transfer import followed, forms_of
 from kerneltune.rules.trees import TreeShape, grown
@@ -38,14 +38,14 @@ def time_us(case: Case, config: Small) -> float:
     return case["M"] * (1 + 0.3 * abs(math.log2(config.block / best)) + 0.2 * abs(math.log2(config.warps / warps)))
 
 
-def sample(case: Case, known: Any = lambda _config: True) -> Sample:
+def sample(case: Case, known: Any = lambda _config: True) -> TimedCase:
     configs = [Small(block, warps) for block in BLOCKS for warps in WARPS]
     times = {(("block", c.block), ("warps", c.warps)): time_us(case, c) for c in configs if known(c)}
     best = min(times, key=lambda knobs: times[knobs])
-    return Sample(case, times, times[best], dict(best))
+    return TimedCase(case, times, times[best], dict(best))
 
 
-def table(samples: list[Sample], op: Op | None = None) -> CostTable:
+def table(samples: list[TimedCase], op: Op | None = None) -> CostTable:
     return CostTable(op or op_of(VARIANT), VARIANT, samples)
 
 
@@ -124,7 +124,7 @@ def test_fit_judges_cases_without_a_config_by_the_least_known_time() -> None:
 
 def test_fit_too_few_times_to_judge_make_a_rule_that_is_read_again() -> None:
     samples = [
-        Sample(case_of(size), {(("block", 256), ("warps", 4)): 1.0, (("block", 64), ("warps", 4)): 2.0}, 1.0) for size in SIZES
+        TimedCase(case_of(size), {(("block", 256), ("warps", 4)): 1.0, (("block", 64), ("warps", 4)): 2.0}, 1.0) for size in SIZES
     ]
     rule, found = fitted(table(samples))
     assert not found.judged
@@ -141,18 +141,18 @@ def test_fit_another_value_of_a_free_option_gets_what_the_rule_gives() -> None:
 
 
 def test_fit_cases_no_config_serves_both_of_may_have_trees_of_their_own() -> None:
-    def liking(size: int, layout: str) -> Sample:
+    def liking(size: int, layout: str) -> TimedCase:
         """Like few warps in rows and many in columns, as if one size of both were one problem."""
         times = {knobs: 1.0 + (dict(knobs)["warps"] > 4) * (layout == "row") for knobs in sample(case_of(size)).times}
         times = {knobs: t + (dict(knobs)["warps"] <= 4) * (layout == "col") for knobs, t in times.items()}
-        return Sample(case_of(size, layout=layout), times, 1.0, dict(min(times, key=lambda knobs: times[knobs])))
+        return TimedCase(case_of(size, layout=layout), times, 1.0, dict(min(times, key=lambda knobs: times[knobs])))
 
     op = replace(op_of(VARIANT), options={"layout": ("row", "col")})
     made = table([liking(size, layout) for size in SIZES for layout in ("row", "col")], op)
     found = judgements(made)
     assert found[TreeShape("once")].geomean < 0.8
     assert found[TreeShape("once", apart="kinds")].geomean == pytest.approx(1.0)
-    free = judgements(table(made.samples, replace(op, free_options=("layout",))))
+    free = judgements(table(made.cases, replace(op, free_options=("layout",))))
     assert {shape.apart for shape in free} == {"", "words"}
     assert free[TreeShape("ratios", apart="words")].geomean == pytest.approx(1.0)
 
@@ -161,13 +161,13 @@ def test_fit_a_bound_moves_to_where_the_questions_below_it_leave_least() -> None
     """Bounds are chosen from the root down: M <= 4 is best before the layout is asked, M <= 8 after."""
     op = replace(op_of(VARIANT), options={"layout": ("row", "col")}, free_options=("layout",))
 
-    def of(size: int, layout: str) -> Sample:
+    def of(size: int, layout: str) -> TimedCase:
         wanted = 4 if size <= 8 else 2 if layout == "row" else 16
         costs = {warps: 0.0 if warps == wanted else 0.5 for warps in (2, 4, 16)}
         if size == 8:
             costs = {2: 0.0, 4: 0.0, 16: 0.5} if layout == "row" else {2: 0.0, 4: 0.2, 16: 0.6}
         times = {(("block", 256), ("warps", warps)): math.exp(cost) for warps, cost in costs.items()}
-        return Sample(case_of(size, layout=layout), times, 1.0, {"block": 256, "warps": wanted})
+        return TimedCase(case_of(size, layout=layout), times, 1.0, {"block": 256, "warps": wanted})
 
     made = table([of(size, layout) for size in (1, 2, 4, 8, 16, 32) for layout in ("row", "col")], op)
     tree = grown(made, TreeShape("sizes")).tree
@@ -178,7 +178,7 @@ def test_fit_a_bound_moves_to_where_the_questions_below_it_leave_least() -> None
 def test_fit_a_leaf_begins_with_a_config_that_one_of_its_cases_was_timed_with() -> None:
     """What is known is 0.4 from the best, a guess counts as 0.25."""
     large = [
-        Sample(case_of(size), {(("block", 256), ("warps", 4)): 1.5, (("block", 512), ("warps", 8)): 1.6}, 1.0)
+        TimedCase(case_of(size), {(("block", 256), ("warps", 4)): 1.5, (("block", 512), ("warps", 8)): 1.6}, 1.0)
         for size in (4096, 8192)
     ]
     small = [sample(case_of(size), lambda config: config.warps == 2) for size in (96, 128, 200, 256)]
@@ -188,10 +188,10 @@ def test_fit_a_leaf_begins_with_a_config_that_one_of_its_cases_was_timed_with() 
 
 
 def test_fit_the_default_is_chosen_where_it_is_as_good() -> None:
-    def flat(size: int) -> Sample:
+    def flat(size: int) -> TimedCase:
         made = sample(case_of(size))
         times = {knobs: 100.0 if dict(knobs) == {"block": 256, "warps": 4} else 130.0 for knobs in made.times}
-        return Sample(made.case, times, 100.0, {"block": 256, "warps": 4})
+        return TimedCase(made.case, times, 100.0, {"block": 256, "warps": 4})
 
     rule, found = fitted(table([flat(size) for size in SIZES]))
     assert found.worst == pytest.approx(1.0)
@@ -209,11 +209,11 @@ def test_fit_one_16_bit_type_borrows_what_is_known_of_the_other() -> None:
 
 
 def test_fit_times_that_follow_nothing_leave_the_default() -> None:
-    def noise(size: int) -> Sample:
+    def noise(size: int) -> TimedCase:
         """Give every config the default's time but one, another for each size, which is 2 % faster."""
         times = dict.fromkeys(sample(case_of(size)).times, 100.0)
         best = list(times)[SIZES.index(size)]
-        return Sample(case_of(size), times | {best: 98.0}, 98.0, dict(best))
+        return TimedCase(case_of(size), times | {best: 98.0}, 98.0, dict(best))
 
     rule, found = fitted(table([noise(size) for size in SIZES]))
     assert rule.tree == (0,)

@@ -137,7 +137,7 @@ def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
 
 
 def test_a_store_that_is_to_try_again_forgets_what_may_pass_until_it_is_tried(path: Path) -> None:
-    statuses = ("ok", "memory", "lost", "compile", "wrong", "failed", "spills")
+    statuses = ("ok", "memory", "crashed", "compile", "wrong", "failed", "spills")
     for i, status in enumerate(statuses):
         put(open_store(path), Knobs(i, True), Evaluation("ok", 1.0))  # the last row counts
         put(open_store(path), Knobs(i, True), Evaluation(status, 2.0 if status == "ok" else None))
@@ -365,6 +365,12 @@ def test_two_writers_wait_for_each_other(path: Path) -> None:
         fcntl.flock(other, fcntl.LOCK_UN)
         waiting.join()
     assert [dict(trial.knobs)["block"] for trial in history(path)] == [1, 1, 2]
+
+
+def test_a_status_of_an_older_journal_is_read_as_crashed(path: Path) -> None:
+    put(open_store(path), Knobs(1, True), Evaluation("crashed", detail="exit code 1"))
+    path.write_text(path.read_text().replace('"crashed"', '"lost"'))
+    assert get(open_store(path), Knobs(1, True)) == Evaluation("crashed", detail="exit code 1")
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:

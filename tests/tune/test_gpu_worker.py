@@ -40,7 +40,7 @@ def test_a_child_answers_as_the_bench_does_and_stays(bench: GpuWorker) -> None:
     assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
     assert second.detail.startswith("2 ")
     assert bench.started == 1
-    assert [list(s[:1]) for s in bench.samples(TASK, [Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
+    assert [list(s[:1]) for s in bench.time_interleaved(TASK, [Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
 
 
 def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: GpuWorker)
 )
 def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, bench: GpuWorker) -> None:
     before = bench.trial(TASK, Knobs("run", 1), None)
-    assert bench.trial(TASK, Knobs(does, 0), None) == Evaluation("lost", None, detail)
+    assert bench.trial(TASK, Knobs(does, 0), None) == Evaluation("crashed", None, detail)
     after = bench.trial(TASK, Knobs("run", 2), None)
     assert after.status == "ok"
     assert after.detail.startswith("1 ")
@@ -100,7 +100,7 @@ def test_a_config_that_hangs_is_killed() -> None:
         bench.trial_timeout_s = 1.0
         hung = bench.child
         began = time.monotonic()
-        assert bench.trial(TASK, Knobs("hang", 0), None) == Evaluation("lost", None, "took longer than 1 s")
+        assert bench.trial(TASK, Knobs("hang", 0), None) == Evaluation("crashed", None, "took longer than 1 s")
         assert time.monotonic() - began < 5.0
         assert hung is not None
         assert hung.exitcode == -9
@@ -196,8 +196,8 @@ def test_the_measuring_child_has_a_core_that_no_compiler_uses() -> None:
 @pytest.mark.parametrize(
     ("does", "status", "detail", "children"),
     [
-        ("fault", "lost", "illegal memory access", 2),
-        ("hang", "lost", "took longer than 10 s", 2),
+        ("fault", "crashed", "illegal memory access", 2),
+        ("hang", "crashed", "took longer than 10 s", 2),
         ("memory", "memory", "out of memory", 1),
     ],
 )

@@ -91,7 +91,7 @@ def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, o
 def test_a_config_that_is_lost_does_not_end_the_search(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Bench, "lost", staticmethod(lambda config: config.block == 2048))
+    monkeypatch.setattr(Bench, "crashed", staticmethod(lambda config: config.block == 2048))
     (entry,) = run_tune(OPS, selection, options, Quiet()).entries
     assert entry.config["block"] in (1024, 4096)
     assert entry.evidence["trials"] > 4
@@ -103,14 +103,14 @@ def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
 ) -> None:
     def submit(self: Pool, job: Any) -> "Future[CompileResult]":
         return (
-            self.done(CompileResult((), 90.0, "compiling took longer than 90 s", lost=True))
+            self.done(CompileResult((), 90.0, "compiling took longer than 90 s", crashed=True))
             if job.config.block == 2048
             else self.done()
         )
 
     with monkeypatch.context() as moment:
         if where == "bench":
-            moment.setattr(Bench, "lost", staticmethod(lambda config: config.block == 2048))
+            moment.setattr(Bench, "crashed", staticmethod(lambda config: config.block == 2048))
         else:
             moment.setattr(Pool, "submit", submit)
         (entry,) = run_tune(OPS, selection, options, Quiet()).entries

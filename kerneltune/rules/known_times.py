@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache
-from kerneltune.rules.costs import CostTable, Sample
+from kerneltune.rules.costs import CostTable, TimedCase
 from kerneltune.rules.fit import untimed
 from kerneltune.rules.transfer import Donor, rivals
 from kerneltune.search.task import Knobs, knobs_of
@@ -14,12 +14,12 @@ from kerneltune.spec import Case, Config, Op, Variant
 
 _LEAST = 2
 """Fewest configs with a known result for a case without a cached config to count."""
-_NOT_RUN = ("spills", "occupancy", "memory", "lost")
+_NOT_RUN = ("spills", "occupancy", "memory", "crashed")
 """Statuses of configs that a search did not run though a call might."""
 _Times = dict[Case, dict[Knobs, float | None]]
 
 
-def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results: Path) -> list[Sample]:
+def timed_cases(op: Op, variant: Variant, gpu: str, configs: Path | None, results: Path) -> list[TimedCase]:
     """Return the cases of a variant that have several known times, as calls describe the cases.
 
     A kept trial counts before the evidence of a cached config, which was measured on another day.
@@ -41,7 +41,7 @@ def samples_of(op: Op, variant: Variant, gpu: str, configs: Path | None, results
         _put(times, variant, case, entry.config, entry.evidence.get("time_us"))
         if shape_of(case) not in observed:  # the default of that day may have been another
             _put(times, variant, case, knobs_of(variant.default_config(case)), entry.evidence.get("default_us"))
-    return [sample for case in times if (sample := _sample(case, times[case], recorded.get(case))) is not None]
+    return [found for case in times if (found := _timed_case(case, times[case], recorded.get(case))) is not None]
 
 
 def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, Knobs]]:
@@ -58,7 +58,7 @@ def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, 
 def to_observe(
     op: Op,
     variant: Variant,
-    samples: Sequence[Sample],
+    cases: Sequence[TimedCase],
     donors: Sequence[Donor],
     wanted: Sequence[Case],
     most: int,
@@ -67,8 +67,8 @@ def to_observe(
 
     `most` limits the configs per case beside the choices of rules.
     """
-    choices = untimed(CostTable(op, variant, samples)) if len(samples) > 1 else {}
-    times = {sample.case: len(sample.times) for sample in samples}
+    choices = untimed(CostTable(op, variant, cases)) if len(cases) > 1 else {}
+    times = {known.case: len(known.times) for known in cases}
     recorded = {op.called(case) for case, _ in donors}
     for case in sorted(wanted, key=lambda one: (one not in recorded, times.get(one, 0))):
         chosen = [variant.valid_config(case, knobs) for knobs in choices.get(case, [])]
@@ -99,12 +99,12 @@ def _put(times: _Times, variant: Variant, case: Case, knobs: Mapping[str, Any], 
         times.setdefault(case, {}).setdefault(tuple(knobs_of(config).items()), time_us)
 
 
-def _sample(case: Case, times: Mapping[Knobs, float | None], recorded: Mapping[str, Any] | None) -> Sample | None:
+def _timed_case(case: Case, times: Mapping[Knobs, float | None], recorded: Mapping[str, Any] | None) -> TimedCase | None:
     timed = [time_us for time_us in times.values() if time_us]
     own = times.get(tuple(recorded.items())) if recorded is not None else None
     if not timed or (len(times) < _LEAST and not own):
         return None
-    return Sample(case, times, own or min(timed), recorded if own else None)
+    return TimedCase(case, times, own or min(timed), recorded if own else None)
 
 
 def _kept(op: Op, variant: Variant, results: Path, gpu: str) -> Iterator[tuple[Case, Knobs, float | None]]:
