@@ -5,7 +5,7 @@ A cached config may be older than the present knobs and limits of its variant, s
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -120,7 +120,6 @@ def _split(configs: Sequence[Mapping[str, Any]]) -> tuple[NDArray[np.float64], N
 
 KnobOverrides = Sequence[tuple[str, tuple[str, ...]]]
 """Names of knobs with values as text."""
-_Values = tuple[Any, ...]
 
 
 def widened(variant: Variant, knobs: KnobOverrides) -> Variant:
@@ -129,38 +128,18 @@ def widened(variant: Variant, knobs: KnobOverrides) -> Variant:
     Raises:
         ValueError: the variant lacks a knob, or a value has another type.
     """
-    return _changed(variant, knobs, lambda offered, given: tuple(dict.fromkeys((*offered, *given))))
-
-
-def narrowed(variant: Variant, knobs: KnobOverrides) -> Variant:
-    """Return the variant with only these values for some knobs of its space.
-
-    Raises:
-        ValueError: the variant lacks a knob, or a value has another type.
-    """
-    return _changed(variant, knobs, _some_of)
-
-
-def _some_of(offered: _Values, given: _Values) -> _Values:
-    missing = [value for value in given if value not in offered]
-    if missing:
-        raise unknown("knob", missing[0], offered)
-    return given
-
-
-def _changed(variant: Variant, knobs: KnobOverrides, change: Callable[[_Values, _Values], _Values]) -> Variant:
     if not knobs:
         return variant
     types = knobs_of_class(variant.config)[0] if variant.config is not None else {}
-    values: dict[str, _Values] = {}
+    added: dict[str, tuple[Any, ...]] = {}
     for name, texts in knobs:
         if name not in types:
             raise unknown("knob", name, types, f" of {variant.name}")
-        values[name] = tuple(_typed(name, text, types[name]) for text in texts)
+        added[name] = tuple(_typed(name, text, types[name]) for text in texts)
 
     def space(case: Case) -> Space:
         offered = variant.space(case)
-        return {name: change(given, values[name]) if name in values else given for name, given in offered.items()}
+        return {name: tuple(dict.fromkeys((*values, *added.get(name, ())))) for name, values in offered.items()}
 
     return replace(variant, space=space)
 

@@ -19,7 +19,9 @@ VARIANT = Variant(
     nothing,
     Small,
     small_space,
-    valid=lambda _case, config: "too wide" if config.block > 512 or 512 % config.block else REFUSED[config.warps],
+    valid=lambda _case, config: (
+        "too wide" if config.block > 512 or 512 % config.block else REFUSED.get(config.warps, "unknown warps")
+    ),
     default=lambda _case: Small(256, 4),
 )
 STALE: list[dict[str, Any]] = [{"block": 64}, {"block": 64, "warps": 4, "gone": 1}, {"block": "64", "warps": 4}]
