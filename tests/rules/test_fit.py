@@ -67,21 +67,30 @@ def test_fit_knobs_that_follow_a_size_hold_where_sizes_are_left_out() -> None:
     assert rule.judged["judged"] == len(SIZES)
 
 
-@pytest.mark.parametrize("kind", ["band", "rest"])
-def test_left_out_groups_are_judged_by_rules_that_know_none_of_their_cases(kind: str) -> None:
-    samples = [sample(case_of(size)) for size in (96, 100, 110, 1024, 1100, 2048)]
-    op = replace(op_of(VARIANT), axes=("M",))
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("band", [(96, 1), (100, 1), (110, 1), (1024, 1), (1100, 1), (2048, 1)]),
+        ("rest", [(m, n) for n in (1, 8) for m in (96, 700, 2048)]),
+    ],
+)
+def test_left_out_groups_are_judged_by_rules_that_know_none_of_their_cases(kind: str, sizes: list[tuple[int, int]]) -> None:
+    samples = [sample(replace(case_of(m), axes=(("M", m), ("N", n)))) for m, n in sizes]
+    op = replace(op_of(VARIANT), axes=("M", "N"))
     found = left_out(table(samples, op), kind)
-    if kind == "rest":  # of an operator of one size all cases have the same other sizes: nothing is left to fit to
-        assert not found.judged
-        return
     assert set(found.shares) == {one.case for one in samples}
     few, _ = fitted(table(samples[3:], op))
     expected = [time_us(one.case, Small(**chosen(op, VARIANT, few, one.case, []))) for one in samples[:3]]
     assert [found.shares[one.case] for one in samples[:3]] == pytest.approx(
         [one.best_us / time for one, time in zip(samples[:3], expected, strict=True)]
     )
-    assert found.geomean < fitted(table(samples, op))[1].geomean
+    if kind == "band":
+        assert found.geomean < fitted(table(samples, op))[1].geomean
+
+
+def test_left_out_rest_of_cases_of_one_other_size_judges_nothing() -> None:
+    samples = [sample(case_of(size)) for size in (96, 100, 1024)]
+    assert not left_out(table(samples, replace(op_of(VARIANT), axes=("M",))), "rest").judged
 
 
 def test_fit_times_that_are_not_known_are_not_judged_and_are_named() -> None:
