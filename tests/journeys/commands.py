@@ -1,6 +1,7 @@
 """Journeys of the commands: sweep, tune, compare, gate, inspect, profile, doctor, report."""
 
 import re
+import shutil
 import statistics
 import sys
 
@@ -74,6 +75,16 @@ def sweep_family(place: Place) -> None:
     require((place.configs / "swiglu_bwd.json").is_file(), "no configs were kept")
     out = place.kerneltune("compare", "baseline", "optimized", "--family", "swiglu_bwd", "--format", "csv").stdout
     require(len(out.strip().splitlines()) >= 3, "compare lacks rows")
+
+
+@journey(limit_s=120, ops=("swiglu",), without_gpu=True)
+def sweep_stale(place: Place) -> None:
+    """Run `sweep --stale` twice on a copy of configs and records: it measures for the budget, then goes on."""
+    shutil.copytree(ROOT / "configs", place.configs.parent)
+    shutil.copytree(ROOT / "results", place.results.parent, ignore=shutil.ignore_patterns("runs"))
+    for _ in range(2):
+        done = place.kerneltune("sweep", "swiglu_bwd", "--stale", "--budget", "15")
+        require("stale" in done.stdout + done.stderr, "nothing is said of stale configs and cases")
 
 
 @journey(limit_s=150, ops=("fp8",))
