@@ -10,6 +10,7 @@ import made_up_gpu
 import pytest
 import torch
 import triton
+import triton.runtime.interpreter
 from adopted import kernel_of, write_table
 from test_capture_tuning import GPU, SizedBench
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kerneltune.compat import has_default_gate
 from kerneltune.nn import convert_to_fp8_training
-from kerneltune.nn.swiglu import has_default_gate, is_plain_silu, swiglu
+from kerneltune.nn.swiglu import is_plain_silu, swiglu
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

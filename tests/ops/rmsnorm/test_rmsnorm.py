@@ -172,44 +172,54 @@ def test_all_configs_that_hold_rows_in_part_are_correct_bit_for_bit(M: int, N: i
         assert checker.errors(op.variant("optimized"), config) == [], config
 
 
-def turned_and_apart(monkeypatch: pytest.MonkeyPatch, M: int, N: int, config: FwdConfig, behind: int, runs: int) -> None:
+def transposed_beside_and_apart(
+    monkeypatch: pytest.MonkeyPatch, M: int, N: int, config: FwdConfig, behind: int, runs: int
+) -> None:
     """fp8_t with its transpose in the same launch, `behind` bytes later, gives the bits of two launches, in every run."""
-    x, weight = torch.randn(M, N, dtype=torch.bfloat16), torch.randn(N, dtype=torch.bfloat16)
-    launched = []
+    x, weight = torch.randn(M, N, dtype=torch.bfloat16).to(WHERE), torch.randn(N, dtype=torch.bfloat16).to(WHERE)
+    launched = 0
     launch = forward.write_both
-    monkeypatch.setattr(forward, "write_both", lambda *args: (launched.append(args), launch(*args)))
+
+    def counted(*args: Any) -> Any:
+        nonlocal launched
+        launched += 1
+        return launch(*args)
+
+    monkeypatch.setattr(forward, "write_both", counted)
     monkeypatch.setattr(forward, "BEHIND_BYTES", behind)
-    results = []
-    for cols in [range(0), *[range(1, 1 << 20)] * runs]:
+
+    def outputs(cols: range) -> list[torch.Tensor]:
         monkeypatch.setattr(forward, "BEHIND_COLS", cols)
         s = scalars(3.0)
         out = fwd(x, weight, quant="fp8_t", config=config, **s)
-        results.append([t.view(torch.uint8) for t in (out.y, out.y_t, out.rsigma, out.scale_inv, s["amax"])])
-    assert len(launched) == runs
-    assert torch.equal(results[0][0].t(), results[0][1])
-    for result in results[1:]:
-        assert every(map(torch.equal, result, results[0]))
+        return [t.view(torch.uint8) for t in (out.y, out.y_t, out.rsigma, out.scale_inv, s["amax"])]
+
+    apart = outputs(range(0))
+    assert torch.equal(apart[0].t(), apart[1])
+    for _ in range(runs):
+        assert all(map(torch.equal, outputs(range(1, 1 << 20)), apart))
+    assert launched == runs
 
 
 @pytest.mark.parametrize(("M", "N"), [(388, 130), (4, 1000)])
 @pytest.mark.parametrize(
     ("behind", "config"), [(1, FwdConfig(1, 1024, False, 4, 0, 1, False)), (999, FwdConfig(2, 512, False, 4, 0, 1, True))]
 )
-def test_rows_turned_beside_others(monkeypatch: pytest.MonkeyPatch, M: int, N: int, behind: int, config: FwdConfig) -> None:
+def test_rows_transposed_beside_others(monkeypatch: pytest.MonkeyPatch, M: int, N: int, behind: int, config: FwdConfig) -> None:
     counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
     monkeypatch.setattr(forward, "counters", lambda *_: nullcontext(counted))
-    turned_and_apart(monkeypatch, M, N, config, behind, runs=1)
+    transposed_beside_and_apart(monkeypatch, M, N, config, behind, runs=1)
     assert not counted.any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "N"), [(4096, 12288), (2052, 16384), (8192, 8200)])
-def test_rows_turned_beside_others_wait_for_their_writers(monkeypatch: pytest.MonkeyPatch, M: int, N: int) -> None:
+def test_rows_transposed_beside_others_wait_for_their_writers(monkeypatch: pytest.MonkeyPatch, M: int, N: int) -> None:
     for config, behind in (
         (FwdConfig(1, 4096, False, 16, 0, 1, True), 8_000_000),
         (FwdConfig(1, 4096, False, 8, 0, 1, False), 1),
     ):
-        turned_and_apart(monkeypatch, M, N, config, behind, runs=50)
+        transposed_beside_and_apart(monkeypatch, M, N, config, behind, runs=50)
 
 
 @pytest.mark.gpu
