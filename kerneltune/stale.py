@@ -35,13 +35,14 @@ _Uses = Mapping[tuple[str, Case], int]
 
 @dataclass(frozen=True, slots=True)
 class StaleFamily:
-    """The cases of a family whose records are stale, headline cases first.
+    """The cases of a family whose records are stale: headline cases, cases with records, and cases that nobody measured.
 
     Attributes:
         cases: how many bench cases are selected.
-        stale: cases with a variant that has no record, a failed record, or a record of other code or another config.
+        stale: cases with a variant that has no record, or a record of other code or another config, or that failed and is ours.
         seconds_a_case: how long a case took when the records were made.
         orphans: how many records are of no case of the sweep file.
+        recorded: keys of the cases that have records.
     """
 
     plan: sweep.Sweep
@@ -49,6 +50,13 @@ class StaleFamily:
     stale: tuple[sweep.SweepCase, ...]
     seconds_a_case: float
     orphans: int
+    recorded: frozenset[Key]
+
+    def rank(self, op: Op, entry: sweep.SweepCase, policy: str) -> int:
+        """Return 0 for a headline case, 1 for a case with records, 2 for a case that nobody measured."""
+        if self.plan.headlines(entry):
+            return 0
+        return 1 if key_of_case(op, entry.case, policy) in self.recorded else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +142,17 @@ def _family(ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, opti
     stale = tuple(entry for entry in entries if not _is_fresh(ops[entry.op], entry.case, rows, selection, options, folder.name))
     keys = {key_of_case(ops[entry.op], entry.case, options.policy) for entry in plan.bench}
     orphans = sum(row.key not in keys for row in recorded)
-    return StaleFamily(plan, len(entries), stale, _seconds_a_case(recorded), orphans)
+    return StaleFamily(plan, len(entries), stale, _seconds_a_case(recorded), orphans, frozenset(key for key, _ in rows))
 
 
 def _is_fresh(
     op: Op, case: Case, rows: Mapping[tuple[Key, str], Record], selection: Selection, options: Options, gpu: str
 ) -> bool:
-    """Return whether every selected variant of a case has a record of its present code and config that did not fail."""
+    """Return whether every selected variant of a case has a record of its present code and config; ours did not fail."""
     key = key_of_case(op, case, options.policy)
     for variant in wanted_variants(op, selection, options):
         row = rows.get((key, variant.name))
-        if row is None or row.status == "failed" or row.source_hash != variant.source_hash:
+        if row is None or row.source_hash != variant.source_hash or (row.status == "failed" and not variant.is_peer):
             return False
         if row.status == "passed" and row.config != _config_now(op, variant, case, options, gpu):
             return False
@@ -186,7 +194,8 @@ def refresh(ops: Mapping[str, Op], stale: Stale, selection: Selection, options: 
     """Hold stale configs to the clock beside their default and store the faster, then measure stale cases again.
 
     Every config is stored and every case recorded at once, so that a run that is interrupted, or ends after `options.budget_s`
-    seconds, loses one at most, and the next run goes on there. Headline cases of all families come before other cases.
+    seconds, loses a single case at most; the next run goes on there. Headline cases of all families come first, then cases with
+    records, then cases that nobody measured.
 
     Raises:
         ValueError: a folder that cannot be written, a broken file, or a GPU that nothing can be compiled for.
@@ -197,14 +206,14 @@ def refresh(ops: Mapping[str, Op], stale: Stale, selection: Selection, options: 
         entries = [(stale.gpu, name, entry) for name, entry in stale.configs]
         verdicts = [(name, one) for _, name, one in verify_cache(ops, entries, options, progress, renew=True)]
         stale = find(ops, selection, options, stale.gpu)  # a case whose config is another now is stale, too
-    measured = measure_again(ops, list(_batches(stale)), selection, options, progress, until)
+    measured = measure_again(ops, list(_batches(ops, stale, options.policy)), selection, options, progress, until)
     return Refreshed(tuple(verdicts), tuple(measured), find(ops, selection, options, stale.gpu))
 
 
-def _batches(stale: Stale) -> Iterator[tuple[sweep.Sweep, list[sweep.SweepCase]]]:
-    """Yield stale cases family by family, headline cases first, `_AT_ONCE` at a time."""
-    for is_headline in (True, False):
+def _batches(ops: Mapping[str, Op], stale: Stale, policy: str) -> Iterator[tuple[sweep.Sweep, list[sweep.SweepCase]]]:
+    """Yield stale cases by rank, then family by family, `_AT_ONCE` at a time."""
+    for rank in range(3):
         for family in stale.families:
-            cases = [entry for entry in family.stale if family.plan.headlines(entry) is is_headline]
+            cases = [entry for entry in family.stale if family.rank(ops[entry.op], entry, policy) == rank]
             for first in range(0, len(cases), _AT_ONCE):
                 yield family.plan, cases[first : first + _AT_ONCE]

@@ -126,6 +126,16 @@ def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selectio
     assert (stored(options), recorded(options)) == (before, rows)
 
 
+def test_cases_with_records_are_measured_before_cases_without(selection: Selection, options: Options) -> None:
+    assert options.results is not None
+    path = options.results / GPU / "tiny.jsonl"
+    kept = [row for row in recorded(options) if row.case != "other"]
+    path.unlink()
+    records.append(path, kept)
+    stale.refresh(OPS, stale.find(OPS, selection, options, GPU), selection, options, Quiet())
+    assert measured == ["first", "last", "other"]
+
+
 def test_interrupted_refresh_keeps_the_cases_it_measured(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
