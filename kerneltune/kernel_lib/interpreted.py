@@ -10,8 +10,16 @@ from typing import Any
 
 import numpy as np
 
-_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype")
-_USED = ("_LangPatchScope", "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "interpreter_builder", "_implicit_cvt")
+_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt")
+_USED = (
+    "_LangPatchScope",
+    "InterpreterBuilder",
+    "TensorHandle",
+    "ReduceOps",
+    "ScanOps",
+    "interpreter_builder",
+    "interpreter_semantic",
+)
 """Parts of the interpreter that are replaced and used, the same from triton 3.6.0 to 3.9.0. None is public."""
 
 _MENDED = "is_mended_by_kerneltune"
@@ -62,7 +70,7 @@ def mend() -> None:
         )
     if hasattr(interpreter._convert_float, _MENDED):
         return
-    wrappers: tuple[Callable[[Any], Any], ...] = (_rounded, _patched_core, _once, _remembered)
+    wrappers: tuple[Callable[[Any], Any], ...] = (_rounded, _patched_core, _once, _remembered, _with_casts)
     for name, changed in zip(_REPLACED, wrappers, strict=True):
         setattr(interpreter, name, changed(getattr(interpreter, name)))
     setattr(interpreter._convert_float, _MENDED, True)
@@ -100,6 +108,20 @@ class _Whole(int):
         from triton.runtime import interpreter
 
         return interpreter._implicit_cvt(int(self)).to(dtype)
+
+
+class _Real(float):
+    """A floating-point argument. In a kernel it is a tensor, which is cast."""
+
+    def to(self, dtype: Any, *_: Any, **__: Any) -> Any:
+        from triton.runtime import interpreter
+
+        return interpreter.interpreter_semantic.to_tensor(float(self)).to(dtype)
+
+
+def _with_casts(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let floating-point arguments be cast, which the interpreter leaves as Python's."""
+    return lambda value: _Real(value) if type(value) is float else convert(value)
 
 
 def _range(*bounds: Any, **_: Any) -> Iterator[_Whole]:

@@ -144,3 +144,15 @@ def test_numbers_of_a_loop_are_cast_as_those_of_a_kernel_are() -> None:
         looping_kernel[(1,)](y, 5, 4)
     assert torch.equal(y, torch.arange(5)[:, None] + torch.arange(4.0))
     assert type(next(iter(range(1)))) is int
+
+
+@triton.jit
+def adding_kernel(y_ptr, eps):
+    tl.store(y_ptr, eps.to(tl.float32) + 1.0)
+
+
+def test_floating_point_argument_is_cast_as_in_a_compiled_kernel() -> None:
+    y = torch.empty(1)
+    with mended():
+        adding_kernel[(1,)](y, 0.5)
+    assert y.item() == 1.5
