@@ -26,7 +26,7 @@ _WIDE = 8
 """A case is wide if its largest axis is at least the largest of all cases divided by it."""
 
 
-COVERING_S, FURTHER_S = 12.0, 2.0
+COVERING_S, FURTHER_S = 8.0, 2.0
 """Processor seconds for a variant: the covering pairs end at the first limit, all other pairs begin before the second."""
 _MOST_FAILURES = 3
 """A variant that fails on so many pairs is not checked on more."""
