@@ -52,6 +52,9 @@ def command(
     renew: Annotated[
         bool, typer.Option("--renew", help="Write what was found to results/static, which the package ships.")
     ] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Compile every valid config of OP's cases; list spills and failures.")
+    ] = False,
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Cached configs of this GPU, by its folder's name.")] = _GPU,
     workers: o.Workers = None,
     configs: o.Configs = None,
@@ -66,8 +69,7 @@ def command(
     With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config or
     --against does not compile.
     """
-    if against is not None and against_rev is not None:
-        raise ValueError("--against and --against-rev: expected one of them")
+    _require_one_side(against, against_rev)
     from kerneltune.adopt.operators import captured_operators
 
     captured = tuple(each.name for each in captured_operators())
@@ -77,7 +79,12 @@ def command(
     if renew and not whole:
         raise ValueError("renew: True: expected with all of the package's configs, for it takes the place of what is shipped")
     targets = _targets(target)
-    requests = _requests(wanted, sizes, gpu, configs, any_case=config is not None or bool(wanted.cases or captured))
+    any_case = every or config is not None or bool(wanted.cases or captured)
+    requests = _requests(wanted, sizes, gpu, configs, any_case=any_case)
+    if every:
+        o.refuse("not with --all", config=config, against=against, against_rev=against_rev, save=save, renew=renew)
+        _show_space(_survey(_whole_space(requests, op), targets, workers, recompile))
+        return
     if config is not None:
         requests = _with_config(requests, "config", config)
     arguments = _again(wanted, sizes, recompile, target=targets, config=config, gpu=gpu, workers=workers)
@@ -99,6 +106,41 @@ def command(
     elif save is None and not renew:
         _show(found)
     _end(found, *filter(None, [earlier]), is_given=config is not None or against is not None)
+
+
+def _require_one_side(against: str | None, against_rev: str | None) -> None:
+    """Raise ValueError where a config and a revision are given to compare with."""
+    if against is not None and against_rev is not None:
+        raise ValueError("--against and --against-rev: expected one of them")
+
+
+_SHOWN = 40
+"""Configs that `--all` lists; it counts the others."""
+
+
+def _whole_space(requests: "list[SurveyRequest]", op: str | None) -> "list[SurveyRequest]":
+    """Return a request for every valid config of each variant and case of some requests."""
+    if op is None:
+        raise ValueError("all: True: expected OP beside it: all spaces together are tens of thousands of configs")
+    cases = {(request.variant.name, request.case): request for request in requests}
+    return [replace(request, config=config) for request in cases.values() for config in request.variant.configs(request.case)]
+
+
+def _show_space(found: "Survey") -> None:
+    """List the configs that do not compile, exceed a limit or spill, the worst first; end with 1 where none compiles."""
+    spills = {id(row): max((kernel.spill_bytes for kernel in row.kernels), default=0) for row in found.rows}
+    noted = sorted((row for row in found.rows if row.error or spills[id(row)]), key=lambda row: (not row.error, -spills[id(row)]))
+    for row in noted[:_SHOWN]:
+        reason = row.error or f"spills {spills[id(row)]} bytes a thread"
+        show_wrapped(f"{row.label}: {pairs(row.config)}: {reason}")
+    if len(noted) > _SHOWN:
+        show_wrapped(f"and {len(noted) - _SHOWN} more")
+    for target in dict.fromkeys(row.target for row in found.rows):
+        rows = [row for row in found.rows if row.target == target]
+        failed, spilled = sum(bool(row.error) for row in rows), sum(spills[id(row)] > 0 for row in rows)
+        show_wrapped(f"{target}: {counted(len(rows), 'config')}, {failed} fail or exceed a limit, {spilled} spill")
+    if all(row.error for row in found.rows):
+        raise typer.Exit(1)
 
 
 def _end(*found: "Survey", is_given: bool) -> None:

@@ -122,6 +122,31 @@ def test_a_config_that_does_not_compile_is_exit_code_1(monkeypatch: pytest.Monke
     assert run(*ONE, "--target", "sm_90").exit_code == 0
 
 
+def test_all_compiles_every_valid_config_and_lists_spills_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def fake(requests: list[survey.SurveyRequest], targets: list[str], *_: Any) -> Survey:
+        asked.extend(request.config for request in requests)
+        rows = []
+        for number, request in enumerate(requests):
+            kernel = dataclasses.replace(KERNEL, spill_bytes=24 if number == 1 else 0)
+            label = (request.op.name, request.variant.name, request.case.label, request.policy, targets[0])
+            error = "shared memory: 300,000 bytes, sm_90 has 232,448" if number == 2 else ""
+            rows.append(StaticRow(*label, dataclasses.asdict(request.config), () if error else (kernel,), error))
+        return Survey("3.7.1", tuple(rows))
+
+    monkeypatch.setattr(survey, "survey", fake)
+    result = run("inspect", "fp8_transpose_2d", "M=4096", "N=4096", "--all", "--target", "sm_90")
+    case = Case("given", (("M", 4096), ("N", 4096)), "uint8", "fp8", (("fp8_format", "e4m3"),))
+    variant = ops.load()["fp8_transpose_2d"].variant("optimized")
+    assert asked == list(variant.configs(case))
+    text = " ".join(result.stdout.split())
+    assert text.index("shared memory: 300,000 bytes") < text.index("spills 24 bytes a thread")
+    assert text.endswith(f"sm_90: {len(asked)} configs, 1 fail or exceed a limit, 1 spill")
+    assert refused("inspect", "--all").startswith("error: all: True: expected OP beside it")
+    assert refused("inspect", "rmsnorm_fwd", "--all", "--renew").startswith("error: renew: True: ")
+
+
 def test_a_capture_restricts_what_is_compiled_to_its_kernels(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
