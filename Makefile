@@ -31,6 +31,7 @@ test: $(VENV)/.installed-test
 
 # Runs the tests that need a GPU, and the journeys of tests/journeys or the one called JOURNEY; outputs go to GPU_OUT, results/runs/gpu if
 # not given. Without a network: make gpu VENV_FLAGS=--system-site-packages PIP_FLAGS='--no-index --find-links DIR'
+# COMMIT=HASH names the commit of the proof in a copy of the tree that lacks its history.
 gpu: $(VENV)/.installed-gpu
 	$(BIN)/python tests/journeys $(if $(JOURNEY),--only $(JOURNEY))
 
