@@ -1,6 +1,6 @@
-"""A sweep from its YAML to records, tables and configs: check, tune what the cache lacks, measure, write.
+"""Run a sweep: check the operators, tune configs that the cache lacks, measure, write records and tables.
 
-Knows no operator and prints nothing. May import torch.
+This module knows no operator and prints nothing. It may import torch.
 """
 
 import itertools
@@ -42,31 +42,31 @@ from kerneltune.tune.candidates import config_for
 from kerneltune.tune.gpu_worker import GpuWorker, check_in_child, compare_in_child
 
 _CONFIGS_PER_CASE = 3
-"""Covering pairs per check case that a GPU checks before a search, which checks every config again."""
+"""Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""
 _CHECK_TIMEOUT_S = 300.0
 _ADDRESSES_COST = 1.5
-"""Cost of checking addresses, in units of `_check_cost`: 2 to 13 s for rmsnorm and fp8_weights, whose checks take 2 s per MB."""
+"""Cost of an address check, in units of `_check_cost`: 2 to 13 s for rmsnorm and fp8_weights, whose checks take 2 s per MB."""
 _PAIRS_COST = 6.0
-"""Cost of checking the pairs of an operator, in the same units."""
+"""Cost of checking the pairs of an operator, in units of `_check_cost`."""
 _CHECK_POLICY = "cold"
-"""Records of checks are kept under it."""
+"""Policy in the records of checks."""
 _NOT_COMPARED = ("inputs: ", "reference: ", "compare: ", "outputs: ", LAUNCH_FAILURE)
-"""In the reason of a check that did not come to the comparison of outputs."""
+"""Texts in the reason of a check that failed before it compared outputs."""
 _WORTH_A_POOL = 10
-"""So many kernels compiled one by one take as long as the start of the processes that compile side by side."""
+"""Number of kernels from which parallel compilation pays: to compile so many in a row takes as long as to start the processes."""
 
 Runs = list[Run]
-"""The variants of one case, each with the config that it is to run with."""
+"""The variants of a case, each with its config."""
 FirstTable = Callable[[Sequence[Record]], None]
-"""Shows the records of the headline cases while the rest is still to come."""
+"""Function that shows the records of the headline cases before the sweep measures all cases."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """The records of a run, failed checks before the measured rows, and the files that it wrote.
+    """Hold the records of a run, failed checks before the measured rows, and the files that the run wrote.
 
-    `remark` is a line about several policies in the files, mostly empty; after checks, a line for each variant whose configs were
-    checked on several cases.
+    If the files have several policies, `remark` is a line about them. After checks, `remark` has a line for each variant whose
+    configs were checked on several cases. Otherwise it is empty.
     """
 
     records: list[Record]
@@ -79,20 +79,20 @@ def run_sweep(
 ) -> SweepResult:
     """Run all stages of a sweep.
 
-    Without a GPU, and with `check_only`, the sweep's check cases run and no time is taken. On a GPU the records, the table,
-    Markdown and CSV are written under results/, also where the measurement is interrupted; cases checked or measured before an
-    interruption are not checked or measured again.
+    Without a GPU, and with `check_only`, the sweep's check cases run and nothing is timed. On a GPU the records, the table,
+    Markdown and CSV are written under results/, also if the measurement is interrupted. The next run does not repeat the cases
+    that were checked or measured before the interruption.
 
     Args:
         ops: operators by name.
         selection: the part of the sweep that runs.
-        options: how it runs.
-        progress: told every step.
-        first_table: gets the records of ten headline cases, measured before all else with the configs at hand and without
-            variants that compile for seconds; not called where an interrupted run goes on.
+        options: the settings of the run.
+        progress: observer of every step.
+        first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
+            variants that compile for seconds; not called when an interrupted run continues.
 
     Raises:
-        ValueError: bad input, nothing to check where only checks run, or a folder that cannot be written.
+        ValueError: the input is bad, only checks run and there is nothing to check, or a folder cannot be written.
     """
     with _campaign(ops, selection, options, progress) as campaign:
         entries = [entry for entry in campaign.plan.bench if selection.takes(entry)]
@@ -120,20 +120,20 @@ def run_sweep(
 def run_quick(
     ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress, first_table: FirstTable
 ) -> SweepResult:
-    """Measure the ten headline cases with the configs at hand: what starts at once first, then all variants interleaved.
+    """Measure ten headline cases with the present configs: first without variants that compile for seconds, then all variants.
 
     Without a GPU, and with `check_only`, the default configs of ten check cases are checked.
 
     Args:
         ops: operators by name.
-        selection: the part of the sweep that the headline cases are of.
-        options: how it runs.
-        progress: told every step.
+        selection: the part of the sweep that the headline cases are taken from.
+        options: the settings of the run.
+        progress: observer of every step.
         first_table: gets the records of the first measurement, without variants that compile for seconds on their first call;
-            not called where there are no such variants, or where only checks run.
+            not called if no variant compiles for seconds, or if only checks run.
 
     Raises:
-        ValueError: bad input, nothing to do, or a folder that cannot be written.
+        ValueError: the input is bad, there is nothing to do, or a folder cannot be written.
     """
     with _campaign(ops, selection, options, progress) as campaign:
         if campaign.only_checks:
@@ -150,7 +150,7 @@ def mutate_outputs(ops: Mapping[str, Op], selection: Selection) -> list[Mutation
     """Perturb the outputs of each operator's first own variant on its check cases, and let its `compare` judge them.
 
     Raises:
-        ValueError: bad input, no check case, or a variant that is wrong as it is.
+        ValueError: the input is bad, there is no check case, or a variant fails its check without a perturbation.
     """
     plan = load_plan(ops, selection)
     cases: dict[str, list[Case]] = {}
@@ -175,10 +175,10 @@ def measure_live(
     command: str,
     keys: Collection[Key] | None = None,
 ) -> list[Record]:
-    """Measure the selected variants now, interleaved, on the selected bench cases, or on those of them with such keys.
+    """Measure the selected variants, interleaved, on the selected bench cases; `keys`, if given, restricts the cases further.
 
     Raises:
-        ValueError: no GPU for `command`, or bad input.
+        ValueError: `command` has no GPU, or the input is bad.
     """
     require_gpu(command)
     with _campaign(ops, selection, options, progress) as campaign:
@@ -202,12 +202,12 @@ def measure_again(
         ops: operators by name.
         batches: a family and some of its cases, in the order in which they are measured.
         selection: the variants that run.
-        options: how they run.
-        progress: told every step.
-        until: the moment, by the monotonic clock, after which no further case begins.
+        options: the settings of the run.
+        progress: observer of every step.
+        until: time of the monotonic clock in s; after it, no further case begins.
 
     Raises:
-        ValueError: a folder that cannot be written.
+        ValueError: a folder cannot be written.
     """
     found: list[Record] = []
     done, total = 0, sum(len(entries) for _, entries in batches)
@@ -222,10 +222,10 @@ def measure_again(
 
 
 def configured(ops: Mapping[str, Op], selection: Selection, options: Options) -> tuple[str, list[Runs]]:
-    """Return the family and, per selected bench case, its variants with the configs they are measured with.
+    """Return the family and, per selected bench case, each variant with the config for its measurement.
 
     Raises:
-        ValueError: bad input.
+        ValueError: the input is bad.
     """
     plan = load_plan(ops, selection)
     return plan.family, [_runs(ops[e.op], e.case, selection, options) for e in plan.bench if selection.takes(e)]
@@ -233,7 +233,7 @@ def configured(ops: Mapping[str, Op], selection: Selection, options: Options) ->
 
 @dataclass(frozen=True, slots=True)
 class _FurtherCheck:
-    """A check in the interpreter beyond the default configs: of pairs of config and case, or of addresses in a large case."""
+    """Check more than the default configs, in the interpreter: pairs of config and case, or the addresses of a large case."""
 
     op: Op
     cases: tuple[Case, ...]
@@ -241,7 +241,7 @@ class _FurtherCheck:
 
     @property
     def cost(self) -> float:
-        """The check's cost, as of `_check_cost`."""
+        """Return the check's cost, in units of `_check_cost`."""
         return _ADDRESSES_COST if self.is_of_addresses else _PAIRS_COST
 
     @property
@@ -273,7 +273,7 @@ class _FurtherCheck:
 
 @dataclass(frozen=True, slots=True)
 class _Campaign:
-    """The stages of one run, whose checks and comparisons share a measuring child."""
+    """Run the stages of a sweep; checks and comparisons share a measuring subprocess."""
 
     ops: Mapping[str, Op]
     plan: sweep.Sweep
@@ -284,11 +284,11 @@ class _Campaign:
     coverage: list[str] = field(default_factory=list)
     """A line for each variant whose configs were checked on several cases."""
     until: float = math.inf
-    """No further case is measured after this moment of the monotonic clock."""
+    """Time of the monotonic clock in s; after it, no further case is measured."""
 
     @property
     def only_checks(self) -> bool:
-        """Return whether no time is taken."""
+        """Return whether the run checks and times nothing."""
         return self.options.check_only or not device.current().is_gpu
 
     def journal(self, name: str) -> Path:
@@ -298,7 +298,7 @@ class _Campaign:
     def to_check(self, entries: Sequence[sweep.SweepCase]) -> list[Runs]:
         """Return the selected check cases: every own variant's default config, and on a GPU covering pairs as well.
 
-        Peers are checked where they are measured; where only checks run, those that the selection names.
+        A peer is checked when it is measured. If only checks run, the peers that the selection names are included here.
 
         Raises:
             ValueError: only checks run, and there is nothing to check.
@@ -322,7 +322,7 @@ class _Campaign:
         return list(filter(None, work))
 
     def _unchecked(self) -> str:
-        """Return why the selection has nothing to check."""
+        """Return the reason why the selection has nothing to check."""
         check, bench = (sum(map(self.selection.takes, section)) for section in (self.plan.check, self.plan.bench))
         if check:
             return f"no installed variant to check in the {check} check cases selected"
@@ -330,7 +330,7 @@ class _Campaign:
         return f"no check case among the {bench} selected: {alone}"
 
     def further_checks(self) -> list[_FurtherCheck]:
-        """Return the pairs of each operator, and each operator's largest bench case, for its addresses."""
+        """Return each operator's check of pairs, and its check of addresses in the largest bench case."""
         cases: dict[str, list[Case]] = {}
         for entry in filter(self.selection.takes, self.plan.check):
             cases.setdefault(entry.op, []).append(entry.case)
@@ -342,7 +342,7 @@ class _Campaign:
         return pairs + [_FurtherCheck(self.ops[name], (case,), True) for name, case in largest.items()]
 
     def check(self, work: Sequence[Runs], further: Sequence[_FurtherCheck] = ()) -> list[Record]:
-        """Check every case, then whatever is `further`; records of cases are kept one by one until the last case is done."""
+        """Check every case, then run the `further` checks; a journal keeps the cases' records until the last case is done."""
         on_gpu, journal = device.current().is_gpu, self.journal("check.journal")
         done = resume(journal)
         known = [finished_rows(done, runs) for runs in work]
@@ -373,7 +373,7 @@ class _Campaign:
         return found
 
     def _doubt_references(self, checked: Sequence[Record]) -> None:
-        """Say where all of several variants gave outputs, and none gave those of the reference."""
+        """Print a note for each operator with several variants whose outputs all disagree with the reference."""
         for op, rows in records.grouped(checked, lambda row: row.op).items():
             variants = {row.variant for row in rows}
             disagree = all(row.status == "failed" and not any(text in row.reason for text in _NOT_COMPARED) for row in rows)
@@ -387,7 +387,7 @@ class _Campaign:
         return SweepResult(checked, [path], "\n".join(self.coverage))
 
     def measure_first(self, entries: Sequence[sweep.SweepCase], first_table: FirstTable) -> None:
-        """Measure and show the headline cases without variants that compile for seconds, unless that is all there is."""
+        """Measure and show the headline cases without variants that compile for seconds, unless the run has nothing else."""
         headlines = headline(self.plan, self.selection)
         variants = [v for e in headlines for v in wanted_variants(self.ops[e.op], self.selection, self.options)]
         slow = dict.fromkeys(variant.name for variant in variants if variant.compiles)
@@ -401,7 +401,7 @@ class _Campaign:
         first_table(measured)
 
     def measure_and_write(self, entries: Sequence[sweep.SweepCase], stage: str = "measure") -> tuple[list[Record], list[Path]]:
-        """Measure all variants and write the files; an interrupted run's rows are kept, and the next run goes on there."""
+        """Measure all variants and write the files; a journal keeps an interrupted run's rows for the next run."""
         journal = self.journal("journal")
         try:
             measured = self.measure(entries, journal, stage)
@@ -414,7 +414,7 @@ class _Campaign:
         return measured, files
 
     def measure(self, entries: Sequence[sweep.SweepCase], journal: Path | None, stage: str = "measure") -> list[Record]:
-        """Measure every case beside its peers; with a journal, cases that it has are not measured again."""
+        """Measure every case beside its peers; a case that the journal has is not measured again."""
         done = resume(journal) if journal else {}
         work = [runs for e in entries if (runs := _runs(self.ops[e.op], e.case, self.selection, self.options))]
         known = [finished_rows(done, runs) for runs in work]
@@ -435,12 +435,12 @@ class _Campaign:
         return measured
 
     def _ceiling(self, task: Task) -> Run | None:
-        """Return the streaming operator that a task is held against, and its config."""
+        """Return the streaming operator that is the upper bound of a task's bandwidth, and its config."""
         ceiling = ceiling_task(self.ops, task.op, task.case, task.policy)
         return None if ceiling is None else (ceiling, config_for(ceiling, self.options.configs))
 
     def _compile(self, work: Sequence[Runs]) -> None:
-        """Compile configs on all cores before they are measured, where that is enough to be worth starting processes."""
+        """Compile configs on all cores before they are measured, if there are enough configs (_WORTH_A_POOL)."""
         target = TARGETS.get(device.current().arch)
         if target is not None and sum(map(len, work)) >= _WORTH_A_POOL:
             self.progress.stage("compile", 1)
@@ -455,7 +455,7 @@ class _Campaign:
         self.progress.advance(label)
 
     def write(self, measured: Sequence[Record]) -> list[Path]:
-        """Store the journal's rows and `measured` among the records of the family, and write its tables."""
+        """Add the journal's rows and `measured` to the records of the family, and write the family's tables."""
         folder = results_folder(self.options)
         rows, markdown, csv = (folder / f"{self.plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
         records.merge(rows, [*journalled(self.journal("journal")), *measured])
@@ -478,23 +478,23 @@ def _label(runs: Runs) -> str:
 
 
 def _check_cost(op: Op, case: Case) -> float:
-    """Return about how long a check takes in the interpreter, in MB of traffic: what is launched, and a part per element."""
+    """Estimate the time of a check in the interpreter, in MB of traffic: a constant for the launch, plus the traffic."""
     return 0.2 + op.traffic(case).total / 1e6
 
 
 def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> list[CompileResult]:
-    """Compile what will be launched on all cores, so that launches find it in Triton's disk cache; the answers in order."""
+    """Compile all runs on all cores, so that launches find the kernels in Triton's disk cache; return the results in order."""
     with CompilePool(target, workers) as pool:
         return list(pool.compile([compile_job(task, config) for runs in work for task, config in runs]))
 
 
 def _ours(work: Sequence[Runs]) -> list[Runs]:
-    """Keep the variants that have a config, so that nothing is left that only compiles under ours."""
+    """Keep the variants with a config; variants without a config are not compiled ahead."""
     return [[(task, config) for task, config in runs if config is not None] for runs in work]
 
 
 def _covering_configs(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
-    """Return the configs of the first covering pairs by case: as many as `_CONFIGS_PER_CASE` for each case on average."""
+    """Return the configs of the first covering pairs by case, on average `_CONFIGS_PER_CASE` configs per case."""
     found: dict[Case, list[Config]] = {}
     pairs = covering(configs_by_case(variant, cases), partial(_check_cost, op))
     for config, case in itertools.islice(pairs, _CONFIGS_PER_CASE * len(cases)):
@@ -503,7 +503,7 @@ def _covering_configs(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[C
 
 
 def _runs(op: Op, case: Case, selection: Selection, options: Options) -> Runs:
-    """Pair the variants of a case with their configs; a variant that the selection names twice is there twice."""
+    """Pair the variants of a case with their configs; a variant that the selection names twice is paired twice."""
     tasks = [Task(op, case, variant, options.policy) for variant in wanted_variants(op, selection, options)]
     found = [(task, config_for(task, options.configs)) for task in tasks]
     return [run for run in found for _ in range(max(1, selection.variants.count(run[0].variant.name)))]

@@ -13,9 +13,10 @@ from typing import Any
 
 INTERPRETER = "interpreter"
 SLOWDOWNS = {0x8: "hardware slowdown", 0x20: "software thermal"}
-"""Bits of NVML's clocks event reasons: heat, or the power brake. Rounds of times taken meanwhile are repeated.
+"""Bits of NVML's clocks event reasons for heat and the power brake.
 
-The power cap is none of them: long kernels hold a GPU at it all the time.
+If a bit is set during a round of times, the round is repeated.
+The power cap is not included: long kernels keep a GPU at its power cap all the time.
 """
 
 
@@ -24,7 +25,7 @@ class Device:
     """Describe a GPU model or the interpreter; two GPUs of a model are equal.
 
     Attributes:
-        name: as the driver says it, for example `NVIDIA H200`.
+        name: the driver's name of the model, for example `NVIDIA H200`.
         arch: `sm_90`, `gfx942`, … or `interpreter`.
         sms: SMs (compute units on AMD).
         l2_bytes: size of the last-level cache.
@@ -46,7 +47,7 @@ class Device:
 
     @property
     def is_gpu(self) -> bool:
-        """Return False for the interpreter, where correctness is checked without timing."""
+        """Return whether the device is a GPU; on the interpreter, correctness is checked without timing."""
         return self.name != INTERPRETER
 
 
@@ -61,27 +62,27 @@ PEAK_TFLOPS: Mapping[str, Mapping[str, float]] = {
 """Device name -> element type -> TFLOP/s of the tensor cores as the data sheet gives them, without sparsity."""
 
 ARCHITECTURES: Mapping[str, str] = {"nvidia_h100_80gb_hbm3": "sm_90", "nvidia_h200": "sm_90", "nvidia_b200": "sm_100"}
-"""Folder of a GPU model -> architecture, for work on its files without the GPU."""
+"""Folder of a GPU model -> architecture, for work on the model's files without a GPU."""
 
 _UNIT_DIGITS = 12
 _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
-"""Device files of NVIDIA's, WSL's and AMD's drivers, which are there whatever GPUs a process may see."""
+"""Device files of NVIDIA's, WSL's and AMD's drivers, which exist even if a process may see no GPU."""
 
 NO_GPU = Device(INTERPRETER, INTERPRETER, sms=4, l2_bytes=0, driver="none")
 
 
 def slug(name: str) -> str:
-    """Turn a device name into a folder name."""
+    """Return the folder name of a device name."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def may_have_gpu() -> bool:
-    """Return whether the kernel of this machine knows a GPU; does not import torch."""
+    """Return whether the operating system's kernel knows a GPU; do not import torch."""
     return any(map(os.path.exists, _DEVICE_FILES))
 
 
 def has_gpu() -> bool:
-    """Return whether torch sees a GPU; does not import torch on a machine whose kernel knows none."""
+    """Return whether torch sees a GPU; do not import torch if the operating system's kernel knows no GPU."""
     if not may_have_gpu():
         return False
     import torch
@@ -90,19 +91,19 @@ def has_gpu() -> bool:
 
 
 def wants_interpreter() -> bool:
-    """Return whether TRITON_INTERPRET turns the interpreter on, by any of the values that Triton takes for true."""
+    """Return whether TRITON_INTERPRET has a value that Triton takes for true, which turns the interpreter on."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def select_backend() -> None:
-    """Turn Triton's interpreter on if no GPU is seen; call it before anything imports triton."""
+    """Turn Triton's interpreter on if no GPU is visible. Must be called before triton is imported."""
     if not has_gpu():
         os.environ["TRITON_INTERPRET"] = "1"
 
 
 @cache
 def current() -> Device:
-    """Return the device that kernels run on now; the interpreter where TRITON_INTERPRET is set or no GPU is seen."""
+    """Return the device that kernels run on now: the interpreter if TRITON_INTERPRET is set or no GPU is visible."""
     if wants_interpreter() or not has_gpu():
         return NO_GPU
     import torch
@@ -124,13 +125,13 @@ def model() -> str:
         pynvml.nvmlInit()
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         names = {str(pynvml.nvmlDeviceGetName(handle)) for handle in handles}
-    except Exception:  # NVML is missing or does not answer: torch knows
+    except Exception:  # if NVML is missing or does not answer, ask torch
         names = set()
     return names.pop() if len(names) == 1 else current().name
 
 
 def unit_of(uuid: str) -> str:
-    """Digest a GPU's identifier for records, which need to tell GPUs apart; empty for an identifier of zeros."""
+    """Return the digest of a GPU's identifier, by which records tell GPUs apart; empty for an identifier of zeros."""
     uuid = uuid.removeprefix("GPU-")
     if not uuid.strip("0-"):
         return ""
@@ -139,12 +140,12 @@ def unit_of(uuid: str) -> str:
 
 @cache
 def current_slug() -> str:
-    """Return `current().slug`, the folder of this device's configs, remembered."""
+    """Return `current().slug`, the folder of this device's configs; the result is cached."""
     return current().slug
 
 
 def arch_of(device_slug: str) -> str:
-    """Return the architecture of a GPU model by its folder; empty for a model that is neither known nor in this machine."""
+    """Return the architecture of a GPU model by its folder; empty for an unknown model that is not the present device."""
     here = current()
     return here.arch if here.slug == device_slug else ARCHITECTURES.get(device_slug, "")
 
@@ -154,7 +155,7 @@ _SMS_COMPILED_FOR = 132
 
 @cache
 def sm_count(device_type: str, index: int | None) -> int:
-    """Return the SMs of a torch device; a small number for the CPU, a usual GPU's for tensors without memory."""
+    """Return the number of SMs of a torch device; for the CPU a small number, for the meta device a typical GPU's number."""
     if device_type == "meta":
         return _SMS_COMPILED_FOR
     if device_type != "cuda":
@@ -170,7 +171,7 @@ def sm_count(device_type: str, index: int | None) -> int:
 @cache
 def versions() -> Mapping[str, str]:
     """Return the versions that a time depends on: of torch and triton."""
-    import importlib.metadata  # slow to import, and --help is to be quick
+    import importlib.metadata  # because the import is slow and --help must be quick
 
     return {package: importlib.metadata.version(package) for package in ("torch", "triton")}
 
@@ -189,10 +190,10 @@ def _driver_version() -> str:
 def nvml_handle() -> Any:
     """Return NVML's handle of the GPU that torch runs on now.
 
-    NVML counts all GPUs of a host, whatever CUDA_VISIBLE_DEVICES says: a GPU is asked for by its id, never by torch's index.
+    NVML counts all GPUs of a host and ignores CUDA_VISIBLE_DEVICES: look a GPU up by its id, never by torch's index.
 
     Raises:
-        pynvml.NVMLError: no NVML, or it does not know the GPU.
+        pynvml.NVMLError: NVML is missing or does not know the GPU.
     """
     import pynvml
     import torch
@@ -203,5 +204,5 @@ def nvml_handle() -> Any:
 
 
 def slowed_down(reasons: int) -> bool:
-    """Return whether a round is repeated for these clocks event reasons of NVML."""
+    """Return whether these clocks event reasons of NVML require to repeat a round of times."""
     return any(reasons & bit for bit in SLOWDOWNS)

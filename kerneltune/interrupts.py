@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM: heard once, and never in the midst of an import.
+"""Handle Ctrl-C and SIGTERM outside imports only.
 
-An interrupt within an import may end in a package's `except` clause: the program goes on with half a module, and kernels that are
-right fail. So an interrupt waits for the end of the import.
+A package's `except` clause may catch an interrupt within an import: the program would continue with half a module, and correct
+kernels would fail. Therefore an interrupt waits for the end of the import.
 
-Processes that hear these signals launch and compile no kernel: LLVM would take both signals over.
+A process that handles these signals neither launches nor compiles kernels, because LLVM would replace both handlers.
 """
 
 import signal
@@ -15,10 +15,10 @@ _AGAIN_S = 0.02
 
 
 class Interrupts:
-    """The handler of both signals in the command line's process.
+    """Handle both signals in the command line's process.
 
     Attributes:
-        heard: whether one came.
+        heard: whether a signal came.
     """
 
     def __init__(self) -> None:
@@ -27,17 +27,17 @@ class Interrupts:
         self._waiting = False
 
     def take(self) -> None:
-        """Handle both signals from now on, but for one that the process was started to ignore; for the main thread."""
+        """Handle both signals from now on, except a SIGINT that the process was started to ignore. Call in the main thread."""
         for number in (signal.SIGINT, signal.SIGTERM):
             if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self.handle)
 
     def end(self) -> None:
-        """Let one that still waits pass without a word, as the command has ended; the next ends the process."""
+        """Ignore a waiting signal, because the command has ended; let the next signal end the process."""
         self._ended = True
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise KeyboardInterrupt, as soon as no import is under way."""
+        """Raise KeyboardInterrupt, after the end of a running import."""
         self.heard = True
         if self._ended:
             signal.signal(number, signal.SIG_DFL)

@@ -1,8 +1,10 @@
 """List operators without their code, and check their contracts when the code loads.
 
-The index that the package ships spares a command that only looks the import of torch and triton. `kerneltune ops --index` writes
-it. A module that the index lacks is imported, so that an operator is registered by its presence alone. A mistake in a contract is
-one line at once, not a failure after a sweep. Runs no kernel.
+The package ships an index of its operators, so that a command that only lists operators does not import torch and triton. The
+command `kerneltune ops --index` writes the index. A module that the index lacks is imported, so that a new operator needs no
+registration. A mistake in a contract is an error when the operator loads, not a failure after a sweep.
+
+This module runs no kernel.
 """
 
 import dataclasses
@@ -20,15 +22,15 @@ from kerneltune.spec import Case, Op, Option, Role, Space, Traffic, Variant, dty
 
 INDEX = Path(__file__).with_name("index.json")
 OF_EVERY_CASE = ("name", "op", "dtype", "quant")
-"""Fields that every case of a sweep has beside axes and options."""
+"""Fields that every case of a sweep has in addition to axes and options."""
 _WARPS, _WARP_COUNTS = ("warps", "num_warps"), (1, 2, 4, 8, 16, 32)
 _SIZES = (4096, 256, 16)
-"""Sizes of all axes of the cases on which spaces are tried: a space has to have a valid config on one of these."""
+"""Sizes of three trial cases, each for all axes: a space must have a valid config for at least a single trial case."""
 
 
 @dataclass(frozen=True)
 class VariantFacts:
-    """The listed fields of a `Variant`."""
+    """Hold the fields of a `Variant` that the index keeps."""
 
     name: str
     role: Role
@@ -41,7 +43,7 @@ class VariantFacts:
 
 @dataclass(frozen=True)
 class OpFacts:
-    """The listed fields of an `Op`."""
+    """Hold the fields of an `Op` that the index keeps."""
 
     name: str
     axes: tuple[str, ...]
@@ -52,7 +54,7 @@ class OpFacts:
 
 
 def facts_of(op: Op) -> OpFacts:
-    """Return what is listed of an operator."""
+    """Return the fields of an operator that the index keeps."""
     variants = tuple(VariantFacts(variant.name, variant.role, variant.requires) for variant in op.variants)
     return OpFacts(op.name, op.axes, op.dtypes, op.quants, dict(op.options), variants)
 
@@ -60,12 +62,12 @@ def facts_of(op: Op) -> OpFacts:
 def listed(
     modules: Iterable[str], family: Callable[[str], Iterable[Op]], before_import: Callable[[], None]
 ) -> dict[str, OpFacts]:
-    """Return the facts of the operators of some modules by name.
+    """Return the facts of the operators of some modules, by operator name.
 
     Args:
-        modules: their names.
-        family: imports a module that the index lacks, and returns its operators.
-        before_import: called before that.
+        modules: names of the modules.
+        family: function that imports a module that the index lacks, and returns its operators.
+        before_import: function that is called before each import.
     """
     index = _read(INDEX)
     found: dict[str, OpFacts] = {}
@@ -81,7 +83,7 @@ def write(modules: Mapping[str, Iterable[Op]], path: Path = INDEX) -> None:
     """Write the index: the operators by module, a line for each operator.
 
     Raises:
-        ValueError: the file cannot be written; it is as before then.
+        ValueError: the file cannot be written; an earlier file stays as it was.
     """
     lines = [
         f"  {msgspec.json.encode(module).decode()}: [\n    "
@@ -96,7 +98,7 @@ def write(modules: Mapping[str, Iterable[Op]], path: Path = INDEX) -> None:
 def _read(path: Path) -> dict[str, tuple[OpFacts, ...]]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[OpFacts, ...]])
-    except (OSError, msgspec.MsgspecError):  # without an index the operators are imported
+    except (OSError, msgspec.MsgspecError):  # without a valid index, all modules are imported
         return {}
 
 
@@ -104,7 +106,7 @@ def check_contract(op: Op) -> None:
     """Check that an operator does not contradict itself.
 
     Raises:
-        ValueError: one line that names operator, variant, field and value.
+        ValueError: it does; the message is one line with operator, variant, field and value.
     """
     for mistake in (*_mistaken_forms(op), *_mistaken_names(op)):
         raise ValueError(f"{op.name}: {mistake}")
@@ -114,7 +116,7 @@ def check_contract(op: Op) -> None:
 
 
 def _mistaken_forms(op: Op) -> Iterator[str]:
-    """Yield `field: value: expected …` of what cases are made of, where it has another form."""
+    """Yield `field: value: expected …` for each axis, type, mode or option of the wrong form."""
     for field, names in (("axes", op.axes), ("dtypes", op.dtypes), ("quants", op.quants)):
         if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             yield f"{field}: {names!r}: expected a tuple of names"
@@ -127,7 +129,7 @@ def _mistaken_forms(op: Op) -> Iterator[str]:
 
 
 def _mistaken_names(op: Op) -> Iterator[str]:
-    """Yield `field: name: expected …` of what the operator does not have, or has twice."""
+    """Yield `field: name: expected …` for each name that the operator lacks or has twice."""
     for field, given, known in (
         ("free_axes", op.free_axes, op.axes),
         ("free_options", op.free_options, tuple(op.options)),
@@ -157,7 +159,7 @@ def _check_variant(op: Op, variant: Variant) -> None:
     if variant.default is None:
         raise ValueError(f"{where}: default: None: expected a function of the case, for {variant.config.__name__}")
     for knob, kind in knobs_of_class(variant.config)[0].items():
-        if kind not in (bool, int, float, str):  # a config of the cache would never be of this type
+        if kind not in (bool, int, float, str):  # a config from the cache never has another type
             raise ValueError(f"{where}: config: {knob}: {kind}: expected bool, int, float or str")
     reasons = []
     for case in _cases(op):
@@ -168,17 +170,17 @@ def _check_variant(op: Op, variant: Variant) -> None:
                 return
             reasons.append(_wrong(about, "space", variant.space, f"{dict(variant.space(case))}: no valid config"))
         except ValueError as error:
-            if not isinstance(error.__cause__, ValueError | LookupError | ArithmeticError):  # sizes that make no sense together
+            if not isinstance(error.__cause__, ValueError | LookupError | ArithmeticError):  # sizes that do not fit together
                 reasons.append(error)
     if reasons:
         raise reasons[0]
 
 
 def check_case(op: Op, case: Case) -> None:
-    """Check what an operator says of a case of a sweep: its traffic, and of variants with knobs the space and the default.
+    """Check an operator's functions on a case of a sweep: the traffic, and the space and default of each variant with knobs.
 
     Raises:
-        ValueError: one line, `FILE:LINE: field: …`.
+        ValueError: a function fails or contradicts the contract; the message is one line, `FILE:LINE: field: …`.
     """
     about = f"{op.name} {case.label}"
     traffic = _asked(about, "traffic", op.traffic, case)
@@ -219,7 +221,7 @@ def _wrong(about: str, field: str, function: Callable[..., Any], text: str, erro
 
 
 def _wrong_knob(space: Space, knobs: Sequence[str]) -> str | None:
-    """Return the knob that a space or the config lacks, and what is expected; None if there is none."""
+    """Return the first wrong knob of a space, with the expected values; None if all knobs are right."""
     for knob in (*space, *(knob for knob in knobs if knob not in space)):
         if knob not in knobs or knob not in space:
             expected = f"a knob of the config: {', '.join(knobs)}" if knob in space else "values in the space"

@@ -1,6 +1,6 @@
 """Select a part of a sweep, hold the options of a run, and keep the rows of an interrupted run.
 
-The rows of an interrupted run are files under `results/runs`, one row per case, which the end of their stage deletes.
+The rows of an interrupted run are in files under `results/runs`. The end of a stage deletes its file.
 """
 
 import fnmatch
@@ -22,41 +22,44 @@ _HEADLINES = 10
 
 
 class Progress(Protocol):
-    """An observer of long work, which is told every step."""
+    """Observe long work: the work calls a method at every step."""
 
     def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
-        """Begin a stage of `total` steps; an earlier run has done `kept` of them.
+        """Begin a stage.
 
         Args:
-            costs: how long the steps of this run take against each other, in order; all alike where empty.
+            name: the stage's name.
+            total: number of steps, with the steps of an earlier run.
+            kept: number of steps that an earlier run has done.
+            costs: relative durations of this run's steps, in order; empty if all steps take equally long.
         """
         return
 
     def advance(self, text: str) -> None:
-        """Count a step as done; `text` says which comes next or was done."""
+        """Count a step as done; `text` names the finished step or the next step."""
         return
 
     def best(self, text: str) -> None:
-        """Show the best so far."""
+        """Show the best result so far."""
         return
 
     def note(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print a separate line."""
         return
 
 
 class Quiet(Progress):
-    """Say nothing."""
+    """Ignore all progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Select a part of a family: operator names, patterns of case names, dtypes, quant modes, patterns of variant names.
 
-    An empty tuple selects all.
+    An empty tuple selects everything.
 
     Attributes:
-        max_cases: rows that the family's sweep file may have, before anything is selected.
+        max_cases: most rows of the family's sweep file, before the selection.
     """
 
     family: str
@@ -72,7 +75,7 @@ class Selection:
         return self.covers(entry.op, entry.case.name, entry.case.dtype, entry.case.quant)
 
     def covers(self, op: str, case: str, dtype: str, quant: str) -> bool:
-        """Select by an operator, a case's name, an element type and a quant mode of any kind of item."""
+        """Return whether the selection has this operator, case name, element type and quant mode."""
         return (
             (not self.ops or op in self.ops)
             and (not self.cases or any(fnmatch.fnmatch(case, pattern) for pattern in self.cases))
@@ -81,7 +84,7 @@ class Selection:
         )
 
     def names(self, variant: str) -> bool:
-        """Return whether a variant is asked for by name."""
+        """Return whether the selection names a variant."""
         return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants)
 
     def takes_variant(self, variant: str) -> bool:
@@ -91,24 +94,24 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The settings of a run.
+    """Hold the settings of a run.
 
     Attributes:
-        policy: how a time is taken: `cold`, `hot` or `eager`.
+        policy: timing policy: `cold`, `hot` or `eager`.
         tune: search missing configs before a sweep measures.
         peers: measure other packages' variants as well.
         fast: leave out the variants that compile for seconds on their first call.
-        budget_s: seconds of search per case.
-        trials: most configs per case.
-        check_only: check and take no time.
+        budget_s: most seconds of search per case.
+        trials: most configs that a search measures per case.
+        check_only: check and time nothing.
         configs, results: folders; None for the usual folders.
-        workers: compile processes, None for one per core.
+        workers: number of compile processes; None for the number of cores.
         force: search cached configs again, and try configs with transient failures again.
         stale: search configs again that were chosen with another source, driver or packages.
-        sampler: one of search.loop.SAMPLERS.
-        until_gain: stop a search when the rest is expected to gain less than this fraction, 0 for never.
-        exhaustive: measure whole spaces and decide nothing.
-        knobs: values, as text, to try beyond a space.
+        sampler: a name in search.loop.SAMPLERS.
+        until_gain: stop a search when its remaining configs are expected to gain less than this fraction; 0 for never.
+        exhaustive: measure every config of a space, and choose none.
+        knobs: knob values, as text, to try in addition to a space.
         gpus: GPUs of this host: `all` or a number.
         ray: address of a Ray cluster. Without gpus and ray, the GPU of this process is used.
     """
@@ -134,7 +137,7 @@ class Options:
 
     @property
     def search(self) -> Search:
-        """The limits of each search.
+        """Return the limits of each search.
 
         Raises:
             ValueError: a limit is out of range.
@@ -143,17 +146,17 @@ class Options:
 
 
 def results_folder(options: Options) -> Path:
-    """results/<device> for GPUs; results/runs/interpreter, which git ignores, where nothing is timed."""
+    """Return results/<device> for a GPU; results/runs/interpreter, which git ignores, for the interpreter."""
     root = sweep.results_root(options.results)
     here = device.current()
     return root / here.slug if here.is_gpu else root / "runs" / here.slug
 
 
 def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
-    """Load the sweep that a selection is a part of.
+    """Load the sweep of a selection's family.
 
     Raises:
-        ValueError: an unknown family, operator or variant, a selection that takes no case, a broken file, or an operator that
+        ValueError: a family, operator or variant is unknown, the selection has no case, the file is broken, or an operator
             contradicts itself on a case.
     """
     for name in selection.ops:
@@ -176,7 +179,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
 
 
 def headline(plan: sweep.Sweep, selection: Selection, section: sweep.Section = "bench") -> list[sweep.SweepCase]:
-    """Return the ten headline cases of a family that are selected, else ten selected cases across the file."""
+    """Return at most ten selected headline cases of a family; if it has none, at most ten selected cases across the file."""
     chosen = [entry for entry in (plan.bench if section == "bench" else plan.check) if selection.takes(entry)]
     named = [entry for entry in chosen if plan.headlines(entry)]
     found = named or chosen
@@ -190,7 +193,7 @@ def require_gpu(command: str) -> None:
 
 
 def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Variant]:
-    """Return the selected variants that can be imported here."""
+    """Return the selected variants whose packages are installed."""
     return [
         variant
         for variant in op.variants
@@ -202,7 +205,7 @@ def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Vari
 
 
 def journal_path(family: str, results: Path | None, name: str) -> Path:
-    """Return the file of a stage's rows on the present device, in a folder of results or the usual folder."""
+    """Return the file of a stage's rows for the present device, in `results` or the default folder."""
     return sweep.results_root(results) / "runs" / device.current().slug / f"{family}.{name}.jsonl"
 
 
@@ -220,7 +223,7 @@ def journalled(journal: Path) -> list[Record]:
     """Load the rows of a journal, except a line that was being written; an empty list without a file.
 
     Raises:
-        ValueError: one line `file:line: field: …`, or `cannot read file: …`.
+        ValueError: the file is broken; the message is one line, `file:line: field: …` or `cannot read file: …`.
     """
     if not journal.exists():
         return []
@@ -229,9 +232,9 @@ def journalled(journal: Path) -> list[Record]:
 
 
 def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Sequence[Run]) -> list[Record] | None:
-    """Return the rows of a case that an interrupted run left, if it left all of them for this environment and config.
+    """Return the rows of a case from an interrupted run, if it has all rows for this environment and these configs; else None.
 
-    Failed rows are not among them: a row that failed in an interrupted run is measured again.
+    Failed rows do not count: a row that failed in an interrupted run is measured again.
     """
     gpu = device.current()
     here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}

@@ -1,6 +1,6 @@
-"""The nouns: Op, Variant, Case, and the configs of a variant.
+"""Define operators, variants, cases, and the configs of a variant.
 
-Frozen values. Does not measure, tune or print. Imports the standard library, errors, identity and nearness.
+All classes are frozen values. This module does not measure, tune or print.
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ Config = Any
 Inputs = Mapping[str, Any]
 Outputs = Mapping[str, Any]
 Space = Mapping[str, tuple[Any, ...]]
-"""The values of every knob; a config takes one of each."""
+"""Knob -> its values; a config takes a single value of each knob."""
 Option = bool | int | float | str
 Role = Literal["", "own", "peer", "part"]
 MOST = 1e15
-"""More than any µs, GB/s or per cent that is measured: 30 years."""
+"""Upper bound of every measured figure in µs, GB/s or per cent; in µs it is 30 years."""
 
 GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"
-"""The entry-point group and the environment variable that name operators of other packages."""
+"""Entry-point group and environment variable that name the operators of other packages."""
 
 _SHORT_DTYPES = {
     "bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32",
@@ -40,26 +40,26 @@ NO_OPTIONS: Mapping[str, tuple[Option, ...]] = MappingProxyType({})
 
 
 def dtype_name(text: str) -> str:
-    """Return torch's name of an element type that is given in short: `bf16` is `bfloat16`; any other text as it is."""
+    """Return torch's name of an element type: `bfloat16` for `bf16`; return any text that is no short name unchanged."""
     name = text.removeprefix("torch.")
     return _SHORT_DTYPES.get(name.lower(), name)
 
 
 def short_dtype(name: str) -> str:
-    """Return the short name of an element type, `bf16` of `bfloat16`; the name itself where it has none."""
+    """Return the short name of an element type, `bf16` for `bfloat16`; return a name without a short name unchanged."""
     return next((short for short, whole in _SHORT_DTYPES.items() if whole == name), name)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One point of an operator's domain: axis sizes, element type, quantisation mode and options.
+    """Describe a point of an operator's domain: axis sizes, element type, quantisation mode and options.
 
     Attributes:
-        name: what people call it; no part of its identity.
+        name: a name for people; two cases that differ in name alone are equal.
         axes: (axis, size) pairs in the operator's order.
         dtype: torch's name of the input type, for example `bfloat16`.
-        quant: quantisation mode; `none` where there is no quantisation.
-        options: (option, value) pairs in the operator's order, every option given.
+        quant: quantisation mode; `none` without quantisation.
+        options: (option, value) pairs in the operator's order, with every option of the operator.
     """
 
     name: str = field(compare=False)
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Sizes, type, mode and options in one line: `M=8192 N=4096 bfloat16 fp8`."""
+        """Return sizes, type, mode and options in one line: `M=8192 N=4096 bfloat16 fp8`."""
         sizes = " ".join(f"{axis}={size}" for axis, size in self.axes)
         options = "".join(f" {name}={value}" for name, value in self.options)
         return f"{sizes} {self.dtype} {self.quant}{options}"
@@ -86,34 +86,34 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The fewest bytes that an operator must move: every input read once, every output written once."""
+    """Hold the fewest bytes that an operator must move: each input is read once, each output is written once."""
 
     read: int
     write: int
 
     @property
     def total(self) -> int:
-        """Return bytes read and written."""
+        """Return the sum of the bytes read and the bytes written."""
         return self.read + self.write
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation of an operator.
+    """Describe an implementation of an operator.
 
     Attributes:
         name: `baseline`, `optimized`, a further design, or the name of a peer.
-        run: (inputs, config) -> outputs by name; allocates its outputs, launches, returns without waiting.
-        config: the config dataclass, None where there is nothing to tune. A knob `ctas` says how many programs each
-            SM is to hold, 0 for any number; a search drops configs of which fewer fit.
+        run: (inputs, config) -> outputs by name; allocates the outputs, launches kernels, and returns without synchronizing.
+        config: the config dataclass; None if the variant has no knobs. A knob `ctas` is the number of programs that must
+            be resident per SM, 0 for no minimum; a search drops a config if fewer programs fit.
         space: case -> values of every knob.
-        valid: (case, config) -> None, or why the config cannot run: the one statement of that constraint.
-        default: case -> the config used where the cache knows none.
-        unsupported: case -> None, or why this variant cannot take the case.
-        requires: packages that must import; a variant that requires any is a peer.
+        valid: (case, config) -> None, or the reason why the config cannot run. No other code states this constraint.
+        default: case -> the config for a case that the cache has no config for.
+        unsupported: case -> None, or the reason why the variant does not support the case.
+        requires: packages that must import; a variant that requires a package is a peer.
         promising: case -> configs of the space that every search tries, after the default.
-        part: does some of the operator's work only, so that its time is not compared with the others'.
-        compiles: compiles for seconds on its first call of a shape, so that a quick look measures it last.
+        part: the variant does only a part of the operator's work, so that its time is not compared with other variants' times.
+        compiles: the first call with a shape compiles for seconds, so that the first table leaves the variant out.
     """
 
     name: str
@@ -135,12 +135,12 @@ class Variant:
 
     @functools.cached_property
     def source_hash(self) -> str:
-        """Digest of the code that decides the results and the speed of a config, see `identity.code_digest`."""
+        """Return the digest of the code that decides results and speed of a config, see `identity.code_digest`."""
         return code_digest(self.run)
 
     @property
     def role(self) -> Role:
-        """Return what a record says of the variant: `own`, `peer` of another package, or `part` of the work only."""
+        """Return the variant's role in records: `own`, `peer` for another package's variant, or `part` for a part of the work."""
         return "peer" if self.is_peer else "part" if self.part else "own"
 
     def missing(self) -> tuple[str, ...]:
@@ -175,7 +175,7 @@ class Variant:
             raise ValueError(f"config of {self.name}: {error}") from None
 
     def valid_config(self, case: Case, values: Mapping[str, Any]) -> Config | None:
-        """Make the config with these knob values; None where they are not the variant's knobs, or not valid for the case."""
+        """Make the config with these knob values; return None for unknown knobs or a config that is not valid for the case."""
         return None if self.config is None else valid_config(self.config, self.valid, case, values)
 
 
@@ -202,10 +202,10 @@ def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
 def valid_config(
     config: type[Any], valid: Callable[[Case, Config], str | None], case: Case, values: Mapping[str, Any]
 ) -> Config | None:
-    """Make the config of a class with these knob values; None where they are not its knobs, or not valid for the case.
+    """Make the config of a class with these knob values; return None for unknown knobs or a config that is not valid.
 
-    For values that no space has, such as tiles of 0 rows, `valid` may raise ValueError or ArithmeticError. Any other exception is
-    a mistake in `valid`, such as an axis that the case lacks, and is raised.
+    For values that no space has, such as tiles of 0 rows, `valid` may raise ValueError or ArithmeticError: the result is None.
+    Any other exception means a mistake in `valid`, such as an axis that the case lacks, and is raised.
     """
     try:
         made = config_from(config, values)
@@ -215,10 +215,10 @@ def valid_config(
 
 
 def knobs_of_class(config: type[Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return the type of every knob of a class, also where its module postpones annotations, and the knobs without a default.
+    """Return the type of every knob of a class, also with postponed annotations, and the knobs without a default.
 
     Raises:
-        ValueError: a type that the module of the class does not have.
+        ValueError: an annotation names a type that the module of the class does not have.
     """
     return _knobs_of_class(cast(Hashable, config))
 
@@ -235,28 +235,29 @@ def _knobs_of_class(config: Any) -> tuple[dict[str, Any], set[str]]:
 
 @dataclass(frozen=True)
 class Op:
-    """A contract that several variants implement.
+    """Describe an operator: the contract that its variants implement.
 
     Attributes:
-        name: as in sweeps and caches.
-        axes: names of the sizes a case gives.
-        dtypes: input element types, torch's names.
+        name: the operator's name in sweeps and caches.
+        axes: names of the sizes of a case.
+        dtypes: input element types, by torch's names.
         quants: quantisation modes.
         options: option -> allowed values, the first is the default.
         free_axes: axes along which a cached config may serve another size.
-        free_options: options of which it may serve another value, at the same sizes, where there is none for the case's own.
-        unseen_options: options whose value a call without `config=` does not know, such as how tokens fall to groups; it looks up
-            their first value. None for all free options.
-        as_called: case -> the case that a call looks up, where more than unseen options tells them apart.
-        bands: free axis -> the last size of each band but that of the largest; a config serves sizes of its own band only.
-        flops: case -> floating-point operations of one call, for a roofline; None where memory is all that counts.
+        free_options: options along which a cached config may serve another value at the same sizes, if the cache has no config
+            for the case's own value.
+        unseen_options: options whose value a call without `config=` does not know, such as the distribution of tokens over
+            groups; the call looks up a config for their first value. None for all free options.
+        as_called: case -> the case that a call looks up; None if the two differ in unseen options alone.
+        bands: free axis -> the last size of each band except the last band; a cached config serves sizes of its own band only.
+        flops: case -> floating-point operations of one call, for a roofline; None for an operator that is only bound by memory.
         inputs: (case, device=…, seed=…) -> inputs by name; on device `meta` without values.
         reference: (inputs) -> outputs by name, plain torch, fp32 inside.
-        compare: (case, inputs, outputs, reference outputs) -> one line per disagreement.
-        traffic: case -> the fewest bytes.
+        compare: (case, inputs, outputs, reference outputs) -> a line per disagreement.
+        traffic: case -> the fewest bytes that the operator must move.
         variants: implementations and peers, baseline first.
         module: package or module that holds the operator's source.
-        origin: arguments with which `operators` of the module makes the operator; None if the module holds it in `OP` or `OPS`.
+        origin: arguments with which the module's `operators` makes the operator; None for an operator in `OP` or `OPS`.
     """
 
     name: str
@@ -279,10 +280,10 @@ class Op:
     origin: tuple[Any, ...] | None = None
 
     def variant(self, name: str) -> Variant:
-        """Return the variant of that name.
+        """Return the variant with a name.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the operator has no variant with this name.
         """
         for variant in self.variants:
             if variant.name == name:
@@ -290,7 +291,7 @@ class Op:
         raise unknown(f"{self.name}: variant", name, [variant.name for variant in self.variants])
 
     def called(self, case: Case) -> Case:
-        """Return the case that a call without `config=` looks up: options that it does not know have their first value."""
+        """Return the case that a call without `config=` looks up: unseen options have their first value."""
         if self.as_called is not None:
             return self.as_called(case)
         unseen = self.free_options if self.unseen_options is None else self.unseen_options
@@ -299,18 +300,18 @@ class Op:
 
 
 _BEYOND = 4
-"""A knob may be larger or smaller than all that a space offers by this factor: `tune --knob` widens spaces."""
+"""A knob may exceed a space's values, in both directions, by this factor, because `tune --knob` widens spaces."""
 _MOST_WARPS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values of a knob.
+    """Describe the values of a knob that a kernel may be given.
 
     Attributes:
         offered: the values of the space.
-        low, high: bounds of whole numbers.
-        powers: whether whole numbers must be powers of two, or 0 where 0 is offered.
+        low, high: bounds of integers.
+        powers: True if integers must be powers of two; 0 is allowed as well if the space offers 0.
     """
 
     offered: frozenset[Any]
@@ -327,7 +328,7 @@ class Range:
         return value > 0 and self.low <= value <= self.high and not (self.powers and value & (value - 1))
 
     def joined(self, other: "Range") -> "Range":
-        """Return the range that holds what either holds."""
+        """Return the smallest range that holds the values of both ranges."""
         bounds = min(self.low, other.low), max(self.high, other.high)
         return Range(self.offered | other.offered, *bounds, self.powers and other.powers)
 
@@ -346,7 +347,7 @@ def ranges_of(space: Mapping[str, tuple[Any, ...]]) -> dict[str, Range]:
 
 
 def out_of_range(knobs: Mapping[str, Any], ranges: Mapping[str, Range]) -> str | None:
-    """Return which knob has a value that no kernel takes; None if all are well."""
+    """Return the first knob with a value out of its range, with the value; None if all values are in range."""
     for name, value in knobs.items():
         if name in ranges and not ranges[name].holds(value):
             text = repr(value) if type(value) is not int or abs(value) < 1 << 64 else "a number of very many digits"

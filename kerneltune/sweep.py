@@ -1,7 +1,7 @@
 """Read sweep files: YAML that names an operator family's check cases, bench cases and gate limits, expanded to Cases.
 
-Does not know any operator (they are passed in) and runs nothing; every error names file, line, field and value.
-A file has a largest size and a largest number of cases, and is read in time linear in both.
+Operators are passed in: this module knows no operator and runs nothing. Every error names file, line, field and value.
+The size of a file and its number of cases are limited. Reading takes time linear in both.
 """
 
 import fnmatch
@@ -31,20 +31,20 @@ _NAME = re.compile(r"[^\s{}]{1,200}")
 _LONGEST_NAME = 200
 _FAMILY = re.compile(r"[A-Za-z0-9_][\w.-]{0,79}", re.ASCII)
 _LARGEST = 2**48
-"""More than the bytes of any memory."""
+"""Largest axis size; larger than any memory in bytes."""
 MAX_CASES = 100_000
-"""Rows of a sweep file, operator by operator, where nothing else is asked for."""
+"""Default limit of the rows of a sweep file; an entry for two operators counts twice."""
 _MAX_BYTES = 1 << 20
 _SHOWN = 1000
-"""Characters of a part of a message."""
+"""Longest text of the file in a message, in characters."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None): "nothing"}
 _MAX_SCALAR = 1000
-"""Characters of one value."""
+"""Longest value in a file, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepCase:
-    """One operator on one case of one section."""
+    """Hold a case of an operator in a section of the file."""
 
     op: str
     case: Case
@@ -53,11 +53,11 @@ class SweepCase:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """A sweep file, expanded.
+    """Hold the contents of a sweep file, with all cases.
 
     Attributes:
-        gate: limits as the file gives them; `margin` is a fraction of the time.
-        headline: operators, patterns of case names, element types and modes of the bench cases that say most of the family.
+        gate: the file's gate limits; `margin` is a fraction of the time.
+        headline: operators, patterns of case names, element types and modes that select the most telling bench cases.
     """
 
     family: str
@@ -68,7 +68,7 @@ class Sweep:
     headline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def headlines(self, entry: SweepCase) -> bool:
-        """Return whether a bench case is among those that the file's `headline` names."""
+        """Return whether the file's `headline` selects a bench case."""
         case = entry.case
         values = {"op": entry.op, "case": case.name, "dtype": case.dtype, "quant": case.quant}
         named = self.headline.items()
@@ -76,10 +76,10 @@ class Sweep:
 
 
 def results_root(given: Path | None, family: str | None = None) -> Path:
-    """Return the folder of the records: as given, else KERNELTUNE_RESULTS, else `results`.
+    """Return the folder for records: as given, else KERNELTUNE_RESULTS, else `results`.
 
-    In a checkout that is the checkout's folder for its own families. Everywhere else it is `results` of the current folder: an
-    installed package is never written to.
+    For the own families of a checkout, `results` is in the checkout. Otherwise it is in the current folder: an installed package
+    is never written to.
     """
     if named := given or os.environ.get(RESULTS):
         return Path(named)
@@ -91,7 +91,7 @@ def results_root(given: Path | None, family: str | None = None) -> Path:
 
 
 def recorded_root(given: Path | None, family: str | None = None) -> Path:
-    """Return the folder that records are read from: `results_root`, or the packaged records where that has none."""
+    """Return the folder to read records from: `results_root`, or the packaged records if `results_root` has no records."""
     root = results_root(given, family)
     named = given or os.environ.get(RESULTS)
     name = "*" if family is None else family_name(family)
@@ -99,18 +99,18 @@ def recorded_root(given: Path | None, family: str | None = None) -> Path:
 
 
 def _is_own(family: str) -> bool:
-    """Return whether the sweep file of a family is that of the checkout or package."""
+    """Return whether the sweep file of a family belongs to the checkout or package."""
     try:
         return find(family).resolve().parent == data_root("sweeps").resolve()
-    except ValueError:  # a package's, gone or not here: its records do not need it
+    except ValueError:  # a family of another package: reading its records needs no sweep file
         return False
 
 
 def family_name(family: str) -> str:
-    """Return the name that the records of a family are kept under: for a `.yaml` path the name that the file gives.
+    """Return the name of a family in records; for a `.yaml` path, return the name in the file.
 
     Raises:
-        ValueError: the file cannot be read, or gives no name.
+        ValueError: the file cannot be read, or has no name.
     """
     if not family.endswith((".yaml", ".yml")):
         return family
@@ -119,10 +119,10 @@ def family_name(family: str) -> str:
 
 
 def find(family: str, root: Path | None = None) -> Path:
-    """Find the sweep file of a family: a `.yaml` path itself, else `sweeps/` here, else that of the checkout or package.
+    """Find the sweep file of a family: a `.yaml` path itself, else in `sweeps/` here, else in the checkout or package.
 
     Raises:
-        ValueError: there is none; names the known families.
+        ValueError: the family has no file; the message names the known families.
     """
     if family.endswith((".yaml", ".yml")):
         if Path(family).is_file():
@@ -135,7 +135,7 @@ def find(family: str, root: Path | None = None) -> Path:
 
 
 def families(root: Path | None = None) -> list[str]:
-    """Return the names of the sweep files in `sweeps/` here and in that of the checkout or package, or in one folder."""
+    """Return the names of the sweep files in `root`; by default, in `sweeps/` here and in the checkout or package."""
     return sorted({path.stem for folder in _folders(root) for path in folder.glob("*.yaml")})
 
 
@@ -144,22 +144,24 @@ def _folders(root: Path | None) -> list[Path]:
 
 
 def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep:
-    """Return the sweep in `path`, for operators by name.
+    """Load a sweep file.
 
     Args:
-        max_cases: rows of all operators and sections together; a file with more is refused before they are built.
+        path: the sweep file.
+        ops: operators by name.
+        max_cases: most rows of all operators and sections together; a file with more rows is refused before they are built.
 
     Raises:
-        ValueError: one line `file:line: field: value: expected …`.
+        ValueError: the file has a mistake; the message is one line, `file:line: field: value: expected …`.
     """
     return _Reader(path, ops, max_cases).sweep(_composed(path))
 
 
 def _composed(path: Path) -> yaml.Node:
-    """Return the tree of a file.
+    """Return the YAML tree of a file.
 
     Raises:
-        ValueError: one line `file:line: …`: it cannot be read, is empty, or is no YAML.
+        ValueError: the file cannot be read, is empty, or is no YAML; the message is one line, `file:line: …`.
     """
     data = read_bytes(path, _MAX_BYTES)
     try:
@@ -175,7 +177,7 @@ def _composed(path: Path) -> yaml.Node:
         raise ValueError(f"{path}:{_plain(_yaml_problem(error))}") from error
     except RecursionError as error:
         raise ValueError(f"{path}:1: YAML: nested too deeply") from error
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML's own of an escape beyond Unicode
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # PyYAML raises the last two for an escape beyond Unicode
         raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
     if root is None:
         raise ValueError(f"{path}:1: file: empty: expected family, ops and cases")
@@ -183,7 +185,7 @@ def _composed(path: Path) -> yaml.Node:
 
 
 def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
-    """Return the line and what is wrong there; add where the context began, if that was an earlier line."""
+    """Return the line and the mistake; if the context began on an earlier line, add this line."""
     line = error.problem_mark.line + 1 if error.problem_mark else 1
     began = error.context_mark.line + 1 if error.context_mark else line
     context = error.context or ""
@@ -194,14 +196,14 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """`key: value` of a mapping."""
+    """Hold the nodes of `key: value` in a mapping."""
 
     key: yaml.Node
     value: yaml.Node
 
 
 class _Reader:
-    """Reads one file; knows its path, its operators and the names used so far."""
+    """Read a file; remember its path, its operators and the names used so far."""
 
     def __init__(self, path: Path, ops: Mapping[str, Op], max_cases: int) -> None:
         self.path = path
@@ -241,7 +243,7 @@ class _Reader:
             self.fail(root, "family", "missing", "a name")
         node = items["family"].value
         family = self.name(node, "family")
-        if not _FAMILY.fullmatch(family):  # files are called by it
+        if not _FAMILY.fullmatch(family):  # file names contain the family
             self.fail(node, "family", repr(family), "at most 80 letters, digits, `_`, `-` and `.`")
         return family
 
@@ -254,7 +256,7 @@ class _Reader:
             yield from self.entries(section, node)
 
     def entries(self, section: Section, node: yaml.Node) -> Iterator[SweepCase]:
-        """Multiply out one entry of the file, operator by operator."""
+        """Yield all cases of an entry of the file, operator by operator."""
         items = self.mapping(node, section)
         if "name" not in items:
             self.fail(node, "name", "missing", "a name")
@@ -303,7 +305,7 @@ class _Reader:
             yield name, axes
 
     def take(self, rows: int, node: yaml.Node) -> None:
-        """Count rows of the file."""
+        """Count rows of the file against the limit."""
         self.require_room(rows, node)
         self.room -= rows
 
@@ -326,7 +328,7 @@ class _Reader:
     def choices(
         self, field: str, op: Op, ops: list[Op], fields: Mapping[str, _Item], named: bool, default: tuple[Option, ...]
     ) -> list[Option]:
-        """Return the values of a field that `op` offers; an entry that does not name its operators loses the other values."""
+        """Return the values of a field that `op` offers. A value that only other operators offer is dropped, unless `named`."""
         if field not in fields:
             return list(default)
         taken = []
@@ -341,7 +343,7 @@ class _Reader:
         return taken
 
     def check_fields(self, items: Mapping[str, _Item], ops: list[Op], named: bool) -> None:
-        """Check that every field belongs to an operator: to all of them where the entry names them."""
+        """Check that every field belongs to an operator; if the entry names its operators, to every operator."""
         for key, item in items.items():
             lacking = [op for op in ops if key not in _fields(op)]
             if len(lacking) == len(ops) or (named and lacking):
@@ -351,7 +353,7 @@ class _Reader:
                 self.fail(item.key, key, self.shown(item.value), f"a field among {', '.join(fields)}{meant(key, fields)}")
 
     def check_defaults(self) -> None:
-        """Check the defaults where they stand, whether an entry uses them or not."""
+        """Check the fields and values under `defaults`, also if no entry uses them."""
         self.check_fields(self.defaults, self.ops, named=False)
         for key, item in self.defaults.items():
             if any(key in op.axes for op in self.ops):
@@ -393,7 +395,10 @@ class _Reader:
         return named
 
     def remember(self, section: Section, op: str, case: Case, node: yaml.Node) -> None:
-        """Keep names unique, one row each, one shape each; and rows, as a record's name is no part of its identity."""
+        """Refuse a name with two rows or two shapes, and a row with two names.
+
+        A row needs a single name, because the name is no part of a record's key.
+        """
         row, shape = (section, op, case.name, case.dtype, case.quant, case.options), (section, op, case.name)
         if row in self.lines or self.sizes.get(shape, case.axes) != case.axes:
             used = self.lines.get(row, self.lines.get(shape))
@@ -418,7 +423,7 @@ class _Reader:
         return items
 
     def values(self, node: yaml.Node, field: str) -> list[tuple[yaml.Node, Any]]:
-        """Return a value as a list, or a list that is not empty."""
+        """Return the values of a list that is not empty, or a single value as a list."""
         children = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not children:
             self.fail(node, field, "[]", "at least one value")
@@ -454,7 +459,7 @@ class _Reader:
             value = yaml.constructor.SafeConstructor().construct_object(node)
             hash(value)
         except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError):
-            # PyYAML's own of a tag that does not fit its value
+            # PyYAML fails if a tag does not fit its value
             self.fail(node, field, repr(node.value), "a plain value")
         return value
 
@@ -469,7 +474,7 @@ class _Reader:
 
 
 def _plain(text: str) -> str:
-    """Return a text of the file for a message: one line that a terminal shows as it is, cut where it is long."""
+    """Return a text of the file for a message: a single printable line, shortened to _SHOWN characters."""
     text = printable(text.replace("\n", "\\n").replace("\t", "\\t"))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 

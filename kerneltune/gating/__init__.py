@@ -1,1 +1,1 @@
-"""Regressions: one pure verdict over two sets of records, fresh processes that measure them, and a study of its errors."""
+"""Judge regressions with a pure verdict over two sets of records, measure in fresh processes, and study the verdict's errors."""

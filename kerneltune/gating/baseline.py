@@ -1,6 +1,6 @@
-"""Load the gate's baseline: a file of records, or such a file in a git revision.
+"""Load the gate's baseline from a file of records, on disk or in a git revision.
 
-Judges nothing.
+This module judges nothing.
 """
 
 import subprocess
@@ -12,10 +12,14 @@ SUFFIX = ".jsonl"
 
 
 def load_baseline(name: str, counterpart: Path) -> list[Record]:
-    """Return the records of `name`: a file, `REV:PATH` with a path as git takes it, or `REV` for `counterpart` in that revision.
+    """Return the records of a baseline.
+
+    Args:
+        name: a file, `REV:PATH` with a path as git takes it, or `REV` for the file `counterpart` in that revision.
+        counterpart: the records that are compared with the baseline.
 
     Raises:
-        ValueError: no such file and no such revision, or broken records; one line that names which.
+        ValueError: neither a file nor a revision has this name, or a record is broken; the message is one line.
     """
     path = Path(name)
     if is_file_name(name):
@@ -33,7 +37,7 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether `name` means a file, there or not, rather than a revision."""
+    """Return whether `name` means a file rather than a revision; the file need not exist."""
     return Path(name).exists() or (name.endswith(SUFFIX) and ":" not in name)
 
 

@@ -1,6 +1,6 @@
-"""New records in the formats of dashboards: Bencher, github-action-benchmark, PyTorch HUD.
+"""Convert new records to the formats of dashboards: Bencher, github-action-benchmark, PyTorch HUD.
 
-Pure functions of records: only timed rows are in the output, the newest of each. Writes no file.
+The output has the newest timed record of each row. The functions are pure and write no file.
 """
 
 import json
@@ -15,7 +15,7 @@ _NS_PER_US = 1000.0
 def bencher(records: Iterable[Record]) -> str:
     """Return Bencher Metric Format: benchmark -> `latency` in ns with its 95 % interval, and `throughput` in bytes per second.
 
-    For `bencher run --adapter json --file FILE`.
+    The text is for `bencher run --adapter json --file FILE`.
     """
     found = {
         name: {
@@ -32,7 +32,7 @@ def bencher(records: Iterable[Record]) -> str:
 
 
 def action_benchmark(records: Iterable[Record]) -> str:
-    """Return what `benchmark-action/github-action-benchmark` reads with `tool: customSmallerIsBetter`."""
+    """Return the JSON that `benchmark-action/github-action-benchmark` reads with `tool: customSmallerIsBetter`."""
     found = [
         {
             "name": name,
@@ -49,7 +49,7 @@ def action_benchmark(records: Iterable[Record]) -> str:
 
 
 def hud(records: Iterable[Record]) -> str:
-    """Return benchmark records of the PyTorch HUD: latency in µs and bandwidth in GB/s, all samples that a record keeps."""
+    """Return benchmark records of the PyTorch HUD: latency in µs and bandwidth in GB/s, with all samples of a record."""
     found: list[dict[str, Any]] = []
     for _name, record in _named(records):
         samples = [time for rounds in record.samples_us or () for time in rounds] or [_us(record.time_us)]
@@ -63,7 +63,7 @@ FORMATS: Mapping[str, Callable[[Iterable[Record]], str]] = {
     "github-action-benchmark": action_benchmark,
     "hud": hud,
 }
-"""Name of a format -> what writes it."""
+"""Name of a format -> the function that makes its text."""
 
 
 def _hud_record(record: Record, metric: str, unit: str, values: list[Any]) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def _hud_record(record: Record, metric: str, unit: str, values: list[Any]) -> di
 
 
 def _named(records: Iterable[Record]) -> list[tuple[str, Record]]:
-    """Return the timed rows by a name that is the same in every run."""
+    """Return each timed row with its name, which is the same in every run."""
     timed = [record for record in newest(records) if record.status == "passed"]
     several = len({record.device for record in timed}) > 1
     return [(f"{r.label} {r.variant}{f' {r.device}' if several else ''}", r) for r in timed]

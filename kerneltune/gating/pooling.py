@@ -1,6 +1,6 @@
-"""The records that several processes made of the same rows, pooled into one record per row.
+"""Pool the records that several processes made of the same rows: the result has a single record per row.
 
-Does not measure or judge.
+This module does not measure or judge.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,13 +16,14 @@ _SAME = ("device", "unit", "driver", "torch", "triton", "source_hash", "config")
 
 
 def pool(rows: Iterable[Record]) -> list[Record]:
-    """Pool the records of each key and variant into one, in the order of their first.
+    """Pool the records that share key and variant, in the order of the first record of each pool.
 
-    The time is the geometric mean of the processes' medians, with an interval resampled by process, then by round; the noise
-    floor is the largest of any process. A row that failed or was skipped in one process did so in all.
+    The pooled time is the geometric mean of the processes' medians. Its interval is resampled by process, then by round. The
+    pooled noise floor is the largest noise floor of the processes. A row that failed or was skipped in any process has that
+    status in the pooled record.
 
     Raises:
-        ValueError: rows of one key that differ in GPU, versions, source or config, or that hold no samples.
+        ValueError: rows of the same key differ in GPU, versions, source or config, or hold no samples.
     """
     return [_pooled(group) for group in grouped(rows, lambda row: (row.key, row.variant)).values()]
 

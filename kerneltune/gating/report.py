@@ -1,6 +1,6 @@
-"""The gate's answer as text, Markdown, JUnit XML and GitHub annotations.
+"""Format the gate's answer as text, Markdown, JUnit XML and GitHub annotations.
 
-Pure functions of a Verdict: judges nothing and writes no file.
+The functions take a Verdict and are pure: the module judges nothing and writes no file.
 """
 
 import re
@@ -16,9 +16,9 @@ from kerneltune.table import Column, Row, Table, counted, wrapped
 _INDENT = " " * 12
 _UNIT = " µs"
 _ANNOTATIONS = 10
-"""GitHub shows ten errors and ten warnings of a step and drops the rest without a word."""
+"""GitHub shows ten errors and ten warnings of a step and drops all further messages silently."""
 _OF_PEERS = {"regression": "slower", "ambiguous": "perhaps slower"}
-"""What the verdicts on our rows are called of a peer's, which nobody judges."""
+"""Verdict on an own row -> the word for the same change of a peer's row, which is not judged."""
 _ERRORS: tuple[Outcome, ...] = ("failed", "missing", "regression")
 _TAGS: dict[Outcome, str] = {"missing": "error", "failed": "error", "regression": "failure", "ambiguous": "skipped"}
 _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -31,16 +31,16 @@ def summary(verdict: Verdict) -> str:
 
 
 def gate_text(verdict: Verdict, width: int = 100) -> str:
-    """Return the rows that did not simply pass, worst first, then notes, those of rows folded by variant, then the summary.
+    """Return the answer as text: rows that did not simply pass, worst first; then the notes; then the summary.
 
-    Lines have at most `width` columns where words allow it.
+    The notes about rows are folded into a line per variant. Lines have at most `width` columns, except for a longer word.
     """
     lines = []
     for row in _counting(verdict):
         change, reason = "  ".join(filter(None, [_times(row), _change(row)])), f"({row.reason})" if row.reason else ""
         tag = f"{row.verdict:<10}"
         text = "  ".join(filter(None, [tag, row.label, row.variant, change, reason]))
-        if len(text) > width:  # the change begins a line of its own, so that the eye finds it
+        if len(text) > width:  # the change begins a new line, so that the eye finds it
             named = _wrapped(f"{tag}  {row.label}  {row.variant}", width)
             below = [_INDENT + "  ".join(filter(None, [change, reason]))]
             below = below if len(below[0]) <= width else [_INDENT + part for part in (change, reason) if part]
@@ -52,7 +52,7 @@ def gate_text(verdict: Verdict, width: int = 100) -> str:
 
 
 def gate_markdown(verdict: Verdict) -> str:
-    """Return the same as a Markdown table under its summary, the notes last."""
+    """Return the answer as Markdown: the summary, a table of the rows of `gate_text`, then the notes."""
     names = ("verdict", "row", "case", "variant", "µs", "slowdown", "reason")
     rows = tuple(
         Row((row.verdict, row.label, row.case, row.variant, _times(row).removesuffix(_UNIT), _change(row), row.reason))
@@ -66,10 +66,11 @@ def gate_markdown(verdict: Verdict) -> str:
 
 
 def gate_junit(verdict: Verdict) -> str:
-    """Return JUnit XML, a test case per row: regressions are failures, missing and failed rows errors, ambiguous ones skipped.
+    """Return the answer as JUnit XML, a test case per row.
 
-    The text is valid for the schemas of Jenkins and of Ant. An answer without rows is one test case with an error, so that
-    nothing compared does not look like nothing wrong.
+    A regression is a failure, a missing or failed row is an error, and an ambiguous row is skipped. The text is valid for the
+    schemas of Jenkins and of Ant. An answer without rows is a single test case with an error: without a test case, a gate that
+    compared nothing would look as if it had passed.
     """
     suite = ElementTree.Element("testsuite", name="kerneltune gate", package="kerneltune", id="0", hostname="localhost", time="0")
     suite.set("timestamp", datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S"))
@@ -108,7 +109,7 @@ def gate_junit(verdict: Verdict) -> str:
 
 
 def gate_annotations(verdict: Verdict) -> str:
-    """Return GitHub workflow commands: an error or warning for the answer and for the rows behind it, as many as GitHub shows."""
+    """Return GitHub workflow commands: an error or warning for the answer and for its rows, as many as GitHub shows."""
     level = {PASS: "notice", AMBIGUOUS: "warning"}.get(verdict.exit_code, "error")
     lines: dict[str, list[str]] = {"error": [], "warning": [], "notice": []}
     lines[level].append(_command(level, "kerneltune gate", summary(verdict)))
@@ -126,18 +127,18 @@ def gate_annotations(verdict: Verdict) -> str:
 
 
 def _counting(verdict: Verdict) -> list[GateRow]:
-    """Return the rows that did not simply pass and that are no notes."""
+    """Return the rows that did not simply pass and are not notes."""
     return [row for row in verdict.notable if not row.is_note]
 
 
 def _notes(verdict: Verdict) -> list[str]:
-    """Return what to know of all rows, then a line per variant whose rows are notes."""
+    """Return the verdict's notes, then a line per variant whose rows are notes."""
     groups = grouped([row for row in verdict.notable if row.is_note], lambda row: (row.note, row.variant))
     return [*verdict.notes, *(_folded(variant, note, rows) for (note, variant), rows in groups.items())]
 
 
 def _folded(variant: str, note: str, rows: Sequence[GateRow]) -> str:
-    """Return a line for the rows of a variant: how many got which verdict, and the slowest of them."""
+    """Return a line for the rows of a variant: the number of rows per verdict, and the slowest row."""
     if note != A_PEER:
         return f"{variant}: {len(rows)} failed, in the baseline as well"
     counts = Counter(_OF_PEERS.get(row.verdict, row.verdict) for row in rows)

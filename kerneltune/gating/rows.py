@@ -1,7 +1,7 @@
-"""Find the records of one row in two sets of records: whatever the order of keys, and with an option at its default.
+"""Match the records of a row across two sets of records, and find the records that were measured with other code.
 
-An option that an operator got later stands in newer records and not in older ones. Where its value is the default, the row is
-the one that the older record holds. Also says which records are of other code than the operators at hand. Reads no file.
+An operator may get a new option: newer records have it, older records lack it. If a newer record has the option at its default,
+it is of the same row as the older record. The order of axes and options does not matter. This module reads no file.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,18 +12,18 @@ from kerneltune.spec import Op, Option
 from kerneltune.table import counted
 
 Identity = Callable[[Record], object]
-"""Gives what is equal for two records of one row."""
+"""Function of a record whose result is equal for two records of the same row."""
 Defaults = Callable[[str], Mapping[str, Option]]
-"""Gives the default of every option of an operator; empty for one that is not known."""
+"""Function of an operator's name: the default of every option; empty for an unknown operator."""
 
 
 def defaults_of(ops: Mapping[str, Op | OpFacts], name: str) -> Mapping[str, Option]:
-    """Return the default of every option of an operator; empty for one that is not known."""
+    """Return the default of every option of an operator; empty for an unknown operator."""
     return {option: values[0] for option, values in ops[name].options.items()} if name in ops else {}
 
 
 def stale_lines(records: Iterable[Record], ops: Mapping[str, Op]) -> list[str]:
-    """Return a line for each own variant whose newest timed records are of other code than the operators at hand."""
+    """Return a line for each own variant whose newest timed records were measured with other code than `ops` has."""
     timed = [record for record in newest(records) if record.status == "passed" and record.role != "peer"]
     lines = []
     for (name, variant), rows in grouped(timed, lambda record: (record.op, record.variant)).items():
@@ -42,10 +42,10 @@ def stale_lines(records: Iterable[Record], ops: Mapping[str, Op]) -> list[str]:
 
 
 def identity_of(baseline: Iterable[Record], new: Iterable[Record], defaults: Defaults) -> Identity:
-    """Return the identity of rows within two sets of records: operator, types, sizes, options, policy, variant and device.
+    """Return the function that gives a record's row: operator, types, sizes, options, policy, variant and device.
 
-    An option that some record of the operator lacks is left out where it has its default. Where the default is not known, and
-    all records that have the option have one value, that value is taken for it.
+    If any record of the operator lacks an option, the function drops this option from every row where its value is the default.
+    If the default is unknown, and all records that have the option have the same value, this value counts as the default.
     """
     values: dict[str, dict[str, set[Option]]] = {}
     named: dict[str, list[frozenset[str]]] = {}
@@ -58,7 +58,7 @@ def identity_of(baseline: Iterable[Record], new: Iterable[Record], defaults: Def
     later = {op: frozenset.union(*sets) - frozenset.intersection(*sets) for op, sets in named.items()}
     left_out = {op: _settled(values[op], names, defaults(op)) for op, names in later.items() if names}
 
-    shared: dict[object, object] = {}  # one of equal tuples: all but the sizes is the same in many rows
+    shared: dict[object, object] = {}  # many rows differ in sizes alone: equal tuples are kept once
 
     def identity(record: Record) -> object:
         options: Mapping[str, Option] = record.options
@@ -71,6 +71,6 @@ def identity_of(baseline: Iterable[Record], new: Iterable[Record], defaults: Def
 
 
 def _settled(values: Mapping[str, set[Option]], names: Iterable[str], defaults: Mapping[str, Option]) -> dict[str, Option]:
-    """Return the values that stand for the options' absence."""
+    """Return, for each option in `names`, the value that a record without the option has."""
     only = {name: next(iter(values[name])) for name in names if len(values[name]) == 1}
     return only | {name: defaults[name] for name in names if name in defaults}

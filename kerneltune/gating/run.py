@@ -1,6 +1,6 @@
-"""A gate run on this GPU: the selected rows in fresh processes, judged against a baseline, suspects measured again.
+"""Run the gate on this GPU: measure the selected rows in fresh processes, judge them, and measure suspects again.
 
-Prints nothing and knows no operator.
+This module prints nothing and knows no operator.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ from kerneltune.spec import Op
 from kerneltune.table import counted
 
 LoadOps = Callable[[], Mapping[str, Op]]
-"""Gives the operators by name; a function of a module, as it is called in every process."""
+"""Function that returns the operators by name. Every process calls it, so it must be a module's function (not a closure)."""
 
 _COMMAND = "gate --run"
 
@@ -34,7 +34,7 @@ def run_gate(
 ) -> tuple[Verdict, list[Record]]:
     """Return the verdict, and the new records, pooled over the processes and over the further measurements of suspects.
 
-    Rows of the baseline that the selection leaves out are not missed. `margin`: None for the sweep file's.
+    A row of the baseline that the selection leaves out is not reported as missing. `margin` None takes the sweep file's margin.
 
     Raises:
         ValueError: no GPU, or bad input.
@@ -64,9 +64,9 @@ def run_processes(
     progress: Progress,
     keys: Collection[Key] | None = None,
 ) -> list[Record]:
-    """Return the selected rows, or those of them with such keys, pooled over fresh processes.
+    """Return the selected rows, pooled over fresh processes; `keys`, if given, restricts them further.
 
-    A suspect is measured beside the same variants as the first time, so all rows of its case come back.
+    A suspect is measured beside the same variants as the first time, so the result has all rows of its case.
 
     Raises:
         ValueError: no GPU, bad input, or a process that crashed.
@@ -81,12 +81,12 @@ def run_processes(
 
 
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[Key] | None) -> list[Record]:
-    """Measure in the subprocess."""
+    """Measure the rows; runs in the subprocess."""
     return measure_live(load_ops(), selection, options, Quiet(), _COMMAND, keys)
 
 
 def _obstacle(baseline: Sequence[Record]) -> str:
-    """Return why a run could not be judged; empty where it can."""
+    """Return the reason why a run cannot be judged against the baseline; empty if it can."""
     if not any(record.status == "passed" for record in baseline):
         return "nothing compared: no timed record of the baseline is among what --run selects"
     here, devices = device.current().name, sorted({record.device for record in baseline})
@@ -94,7 +94,7 @@ def _obstacle(baseline: Sequence[Record]) -> str:
 
 
 def _selected(record: Record, ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options) -> bool:
-    """Return whether the run must show a row of the baseline: of a variant that is gone, too, but of no peer nobody asked for."""
+    """Return whether the run must have a row of the baseline: yes for a removed variant, no for a peer that is not selected."""
     of_plan = record.family == plan.family or (not record.family and record.op in {entry.op for entry in plan.bench})
     op = ops.get(record.op)
     known = {variant.name: variant for variant in op.variants} if op else {}

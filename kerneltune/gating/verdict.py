@@ -1,23 +1,25 @@
-"""The regression gate: compares two sets of records and says pass, regression or ambiguous.
+"""Compare two sets of records and judge each row: pass, regression or ambiguous.
 
-A row is a regression when all of this holds: "not slower" is rejected after Holm's correction over all rows; the lower bound of
-its slowdown is above the margin and above the noise floor of either record; it is more than 0.5 µs slower. The bound guards the
-single row, the correction the run: with 200 rows something always looks slower. A row that may be beyond the margin but is not
-surely so, that is beyond it but not surely within 0.5 µs, or that is known too badly to tell, is ambiguous: it neither fails nor
-passes, but asks to be measured again.
+A row is a regression if all of this holds: "not slower" is rejected after Holm's correction over all rows; the lower bound of
+its slowdown is above the margin and above the noise floor of either record; it is more than 0.5 µs slower. The lower bound
+guards the single row. The correction guards the run: by chance, some of 200 rows always look slower.
 
-A family fails as a whole where the geometric mean of its rows' slowdowns is surely above 1 %: a slowdown of 2 % everywhere is
-within every row's margin. Code fails where the new records are of other code than the checkout's.
+A row is ambiguous in three cases: its slowdown may be above the margin; its slowdown is surely above the margin and may be more
+than 0.5 µs; its interval is too wide to tell. An ambiguous row neither fails nor passes: it has to be measured again.
 
-Only what changed on our side can fail. The same measurement on both sides passes, however noisy it is. A failure that the
-baseline has as well, and whatever happens to a peer, is a note unless peers are judged. Rows of a GPU or a policy that only one
-side has are left out, and a note counts them.
+A family fails as a whole if the geometric mean of its rows' slowdowns is surely above 1 %. Without this test, a slowdown of 2 %
+in every row would stay within every row's margin. The gate also fails if the new records were measured with other code than the
+checkout's.
 
-Records with samples are compared by process (see stats). Where both sides are of one process, or a side has no samples, the
-intervals are held against each other at their worst ends, which say nothing of what differs between processes: the spread of all
-rows about their median stands in for it.
+Only changes of our own code can fail the gate. A measurement that is the same on both sides passes, however noisy it is. A
+failure that the baseline has as well is a note. A change of a peer's row is a note unless peers are judged. Rows of a GPU or a
+policy that the other side lacks are left out, and a note gives the number of these rows.
 
-Does not measure or read files.
+Records with samples are compared by process (see stats). If both sides have one process each, or a side has no samples, the
+opposite ends of the two intervals are compared. These intervals do not contain the variation between processes: the spread of
+all rows' slowdowns about their median replaces it.
+
+This module does not measure or read files.
 """
 
 import math
@@ -43,18 +45,18 @@ DEFAULT_MARGIN = 0.03
 MIN_CHANGE_US = 0.5
 ALPHA = 0.05
 _BLIND = 0.03
-"""A row whose slowdown is known no better than ± this is not judged."""
+"""If the interval of a slowdown is wider than ± this fraction (or the margin), the row is ambiguous."""
 _FAMILY_MARGIN, _FAMILY_ROWS = 0.01, 5
-"""A family of at least so many rows fails where the lower end of its mean's interval is above the margin."""
+"""A family with at least _FAMILY_ROWS rows fails if the lower bound of its mean slowdown is above _FAMILY_MARGIN."""
 _SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 8, 0.03, 3.0
 _SIGMAS_PER_MAD = 1.4826
-"""The spread of so many rows, at most this large, widens the interval of a row of one process a side by this factor."""
+"""From _SPREAD_ROWS rows on, intervals of one process a side are widened by _SPREADS times min(spread, _MOST_SPREAD)."""
 _BETWEEN_UNITS_PERCENT = 5.5
-"""How far apart the same code was found on two H200s at worst (docs/notes/gate.md)."""
+"""Largest difference between two H200s that was measured for the same code (docs/notes/gate.md)."""
 A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
-"""Why a row is a note."""
+"""Reasons why a row is a note."""
 RERUNS = 2
-"""How often suspects are measured again: all of them once, those that are ambiguous then once more."""
+"""Number of further measurements: first all suspects, then the suspects that are still ambiguous."""
 
 _NO_DEFAULTS: Defaults = partial(defaults_of, {})
 
@@ -67,17 +69,16 @@ RowKey = tuple[Key, str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateRow:
-    """One variant on one case, baseline against new.
+    """Hold the verdict on a variant and a case: the baseline's record against the new record.
 
     Attributes:
-        record: the new record of the row, or the baseline's where there is none.
-        verdict: `slower` is surely slower, but within what is tolerated; `missing` and `failed` were not
-            compared.
-        slowdown: new time over old time minus 1, with its 95 % bounds; None where nothing was compared.
-        p: one-sided p-value of "not slower", Holm-corrected over the rows; None where nothing was compared.
-        old_us, new_us: the times compared.
-        reason: why the verdict is not `pass`, and what the row rests on; empty where there is nothing to say.
-        note: why the verdict does not count: `a peer`, or `fails in the baseline as well`; empty where it counts.
+        record: the new record of the row; the baseline's record if there is no new record.
+        verdict: `slower` is surely slower, but within the margin; `missing` and `failed` rows were not compared.
+        slowdown: new time over old time minus 1; `low` and `high` are its 95 % bounds; None if the row was not compared.
+        p: one-sided p-value of "not slower", Holm-corrected over the rows; None if the row was not compared.
+        old_us, new_us: the compared times in µs.
+        reason: the reason for a verdict other than `pass`, and the number of processes behind it; may be empty.
+        note: the reason why the verdict does not count: `a peer` or `fails in the baseline as well`; empty if it counts.
     """
 
     record: Record
@@ -98,32 +99,32 @@ class GateRow:
 
     @property
     def key(self) -> Key:
-        """Return what the row measures."""
+        """Return the key of the row's record."""
         return self.record.key
 
     @property
     def label(self) -> str:
-        """The key in one line."""
+        """Return the key in one line."""
         return self.record.label
 
     @property
     def variant(self) -> str:
-        """The row's variant."""
+        """Return the row's variant."""
         return self.record.variant
 
     @property
     def case(self) -> str:
-        """The name of the row's case."""
+        """Return the name of the row's case."""
         return self.record.case
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The gate's answer: exit code 0 pass, 1 regression, 2 nothing to compare or not comparable, 3 ambiguous.
+    """Hold the gate's answer: exit code 0 pass, 1 regression, 2 nothing to compare or not comparable, 3 ambiguous.
 
     Attributes:
-        notes: facts about all rows that a reader needs, whatever the answer.
-        failures: a line for each reason beyond single rows why the gate fails: stale code, a family that is slower as a whole.
+        notes: facts about the comparison as a whole, a line each.
+        failures: lines for failures that no single row shows: stale code, a family that is slower as a whole.
     """
 
     rows: tuple[GateRow, ...]
@@ -133,32 +134,32 @@ class Verdict:
     failures: tuple[str, ...] = ()
 
     def count(self, verdict: Outcome) -> int:
-        """Return how many rows got this verdict; notes do not count."""
+        """Return the number of rows with this verdict, without notes."""
         return sum(row.verdict == verdict and not row.is_note for row in self.rows)
 
     @property
     def compared(self) -> int:
-        """Return how many rows were compared."""
+        """Return the number of rows that were compared."""
         return sum(row.slowdown is not None for row in self.rows)
 
     @property
     def notable(self) -> list[GateRow]:
-        """The rows that did not simply pass: worst first, notes last."""
+        """Return the rows that did not simply pass: worst first, notes last."""
         return sorted((r for r in self.rows if r.verdict != "pass"), key=lambda r: (r.is_note, WORST_FIRST.index(r.verdict)))
 
     @property
     def suspects(self) -> frozenset[RowKey]:
-        """The rows worth measuring again."""
+        """Return the rows that should be measured again."""
         return self.of("regression", "ambiguous")
 
     def of(self, *verdicts: Outcome) -> frozenset[RowKey]:
-        """Return the rows with one of these verdicts that are no notes."""
+        """Return the rows with any of these verdicts, without notes."""
         return frozenset((row.key, row.variant) for row in self.rows if row.verdict in verdicts and not row.is_note)
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A row of both sides and how they differ."""
+    """Hold the two records of a row and their difference."""
 
     old: Record
     new: Record
@@ -196,14 +197,14 @@ def gate(
 
     Args:
         baseline, new: records of the two sides, in any order.
-        margin: slowdown that is tolerated, a fraction.
-        again: how many further measurements a row's new record is pooled with; the row says so.
-        peers: whether peers are judged as well; their rows are notes otherwise.
-        defaults: operator -> the default of every option; asked only where a side has an option that the other lacks.
-        stale: a line for each variant whose new records are of other code than the checkout's; the gate fails by them.
+        margin: tolerated slowdown, a fraction.
+        again: row -> number of further measurements in its new record; the row's reason names the number.
+        peers: judge peers as well; if False, rows of peers are notes.
+        defaults: operator -> the default of every option; called only if a side has an option that the other side lacks.
+        stale: a line for each variant whose new records were measured with other code than the checkout's; they fail the gate.
 
     Raises:
-        ValueError: a margin below 0 or not finite.
+        ValueError: the margin is below 0 or not finite.
     """
     if not math.isfinite(margin) or margin < 0:
         raise ValueError(f"margin: {margin!r}: expected a finite fraction of 0 or more")
@@ -246,14 +247,15 @@ def confirm(
     peers: bool = False,
     defaults: Defaults = _NO_DEFAULTS,
 ) -> tuple[Verdict, list[Record]]:
-    """Run the gate, measure regressions and ambiguous rows again; return the verdict and the pooled new records.
+    """Run the gate, measure regressions and ambiguous rows again, and return the verdict and the pooled new records.
 
-    A row that was suspect by chance is cleared by a further measurement, and a slow one is known better: what `remeasure`
-    returns of the suspects is pooled with what was measured before, never put in its place. Rows that are ambiguous still are
-    measured again up to `reruns` times; what the first of these leaves a regression is one.
+    A further measurement clears a row that was suspect by chance, and narrows the interval of a row that is slow. The records
+    from `remeasure` are pooled with the earlier records of the suspects; they never replace them. There are at most `reruns`
+    further measurements. A row that is a regression after the first further measurement is not measured again; a row that is
+    still ambiguous is.
 
     Raises:
-        ValueError: a bad margin, or records that cannot be pooled.
+        ValueError: the margin is bad, or records cannot be pooled.
     """
     verdict, pooled = gate(baseline, new, margin, peers=peers, defaults=defaults), list(new)
     suspects, again = verdict.suspects, Counter[RowKey]()
@@ -269,7 +271,7 @@ def confirm(
 
 
 def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
-    """Return why the two sets cannot be compared at all; empty where they can."""
+    """Return the reason why the two sets cannot be compared at all; empty if they can."""
     for name, records in (("baseline", baseline), ("new", new)):
         if not records:
             return f"nothing compared: {name} has no records"
@@ -284,12 +286,12 @@ def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
 
 
 def _place(record: Record) -> tuple[str, str]:
-    """Return where and how a record was measured."""
+    """Return the device and the policy that a record was measured with."""
     return record.device, record.policy
 
 
 def _left_out(side: str, records: Iterable[Record], places: Iterable[tuple[str, str]]) -> str:
-    """Return how many timed rows of a side are of a GPU or a policy that the other side has none of."""
+    """Return a note with the number of timed rows whose GPU or policy is missing on the other side; empty if no row is."""
     known = set(places)
     apart = Counter(_place(record) for record in records if record.status == "passed" and _place(record) not in known)
     named = ", ".join(f"{count} of {device} {policy}" for (device, policy), count in sorted(apart.items()))
@@ -297,7 +299,7 @@ def _left_out(side: str, records: Iterable[Record], places: Iterable[tuple[str, 
 
 
 def _judged_rows(found: Sequence["_Change | GateRow"], margin: float, again: Mapping[RowKey, int], peers: bool) -> list[GateRow]:
-    """Return the verdicts, in order; the correction is over our rows, and over the peers' among themselves."""
+    """Return the verdicts, in order; own rows and peers' rows are corrected for multiple tests separately."""
     corrected = {
         of_peers: iter(holm([met.p for met in found if isinstance(met, _Change) and (met.is_peer and not peers) == of_peers]))
         for of_peers in (False, True)
@@ -314,7 +316,7 @@ def _judged_rows(found: Sequence["_Change | GateRow"], margin: float, again: Map
 
 
 def _widened(found: Sequence["_Change | GateRow"]) -> "list[_Change | GateRow]":
-    """Widen the intervals of rows of one process a side by the spread of their slowdowns, which processes differ by at least."""
+    """Widen the intervals of rows with one process a side by the spread of the slowdowns of all these rows."""
     logs = [math.log1p(met.slowdown) for met in found if isinstance(met, _Change) and not met.basis and met.low < met.high]
     if len(logs) < _SPREAD_ROWS:
         return list(found)
@@ -330,7 +332,7 @@ def _widened(found: Sequence["_Change | GateRow"]) -> "list[_Change | GateRow]":
 
 
 def _slower_families(found: Sequence[_Change]) -> tuple[list[str], list[str]]:
-    """Return a line for each family whose geometric mean is surely slower: of families that fail, and of two GPUs' families."""
+    """Return a line for each family that is surely slower: first families that fail, then families measured on two GPUs."""
     slower: list[str] = []
     doubtful: list[str] = []
     for (family, device, policy), rows in grouped(found, lambda met: (met.new.family or met.new.op, *_place(met.new))).items():
@@ -352,7 +354,7 @@ def _slower_families(found: Sequence[_Change]) -> tuple[list[str], list[str]]:
 def _family_shift(rows: Sequence[_Change]) -> Shift:
     """Return the geometric mean of the rows' slowdowns.
 
-    The mean is as uncertain as the rows differ, or as their own intervals are wide, and as the means of whole processes differ.
+    Its error adds the larger of two spreads over rows (of the slowdowns, of their intervals) and the spread of process means.
     """
     logs = np.array([math.log1p(met.slowdown) for met in rows])
     of_rows = np.array([(math.log1p(met.high) - math.log1p(max(met.low, -0.9))) / 4 for met in rows])
@@ -369,7 +371,7 @@ def _family_shift(rows: Sequence[_Change]) -> Shift:
 
 
 def _short_rows(found: Sequence[_Change], margin: float) -> str:
-    """Return which change of rows too short for the margin can be seen; empty where all rows are long enough."""
+    """Return a note on rows too short for the margin, with the smallest visible change; empty if all rows are long enough."""
     short = [met for met in found if _us(met.old) * margin < MIN_CHANGE_US and not met.is_peer]
     if not short or not margin:
         return ""
@@ -386,7 +388,7 @@ def _noted(row: GateRow, why: str) -> GateRow:
 
 
 def _failed(new: Record, old: Record | None, peers: bool) -> GateRow:
-    """Return the row of a failure that no timed row of the baseline stands against."""
+    """Return the row of a failed record for which the baseline has no timed record."""
     row = _row(new, "failed", new.reason)
     if old is not None and old.status == "failed":
         return _noted(row, _FAILED_BEFORE)
@@ -394,7 +396,7 @@ def _failed(new: Record, old: Record | None, peers: bool) -> GateRow:
 
 
 def _shifts(pairs: Sequence[tuple[Record, Record | None]]) -> list[Shift | None]:
-    """Return the shift by process of every pair; None where the two sides have one process each, or a side has no samples."""
+    """Return the shift by process of every pair; None if the two sides have one process each, or a side has no samples."""
     sampled = [
         (at, old.samples_us, new.samples_us)
         for at, (old, new) in enumerate(pairs)
@@ -407,7 +409,7 @@ def _shifts(pairs: Sequence[tuple[Record, Record | None]]) -> list[Shift | None]
 
 
 def _met(old: Record, new: Record | None, by_process: Shift | None) -> _Change | GateRow:
-    """Return what there is to judge about a row of the baseline, or why there is nothing; `is_note` says that it is a peer's."""
+    """Return the change of a row of the baseline, or a missing or failed row, which is a note for a peer."""
     if new is None or new.status != "passed":
         row = _unmet(old, new)
         return replace(row, note=A_PEER if "peer" in (old.role, new.role if new is not None else "") else "")
@@ -431,7 +433,7 @@ def _unmet(old: Record, new: Record | None) -> GateRow:
 
 
 def _same_measurement(old: Record, new: Record) -> bool:
-    """Return whether both sides hold one and the same measurement, which is no slower than itself however noisy it is."""
+    """Return whether both sides hold the same measurement; a measurement is never slower than itself."""
     names = ("date", "time_us", "ci_low_us", "ci_high_us", "n", "unit", "commit", "samples_us")
     return all(getattr(old, name) == getattr(new, name) for name in names)
 
@@ -477,7 +479,7 @@ def _outcome(met: _Change, p: float, margin: float) -> tuple[Outcome, str]:
 
 
 def _other_versions(met: _Change) -> list[str]:
-    """Return what besides the kernel may have changed its time."""
+    """Return the changed versions of driver, torch and triton, which may have changed a kernel's time."""
     names = [name for name in other_run(met.old, met.new) if name in ("driver", "torch", "triton")]
     return [f"{name} {getattr(met.old, name)} → {getattr(met.new, name)}" for name in names]
 
@@ -507,7 +509,7 @@ def _interval(record: Record) -> Interval:
 
 
 def _other_unit(compared: Sequence[_Change]) -> str:
-    """Return what to know of rows whose sides were measured on two GPUs of one model."""
+    """Return a note on rows whose two sides were measured on different GPUs of the same model; empty if no row was."""
     apart = [met.new for met in compared if "unit" in other_run(met.old, met.new)]
     if not apart:
         return ""

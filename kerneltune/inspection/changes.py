@@ -1,7 +1,8 @@
-"""Survey what a git revision compiles otherwise, there and here, for the static gate.
+"""Compile the configs that differ between a git revision and this checkout, on both sides, for the static gate.
 
-A config is unchanged where the revision has the same config for the case and the same code: the digests of the variant and of the
-operator's inputs are equal. Rows are kept by everything that decides them, so that an interrupted gate goes on where it was.
+A config is unchanged if the revision has the same config for the case and the same code: the digests of the variant and of the
+operator's inputs are equal. Compiled rows are stored in files under a digest of everything that decides them, so that an
+interrupted gate does not compile them again.
 """
 
 import hashlib
@@ -36,19 +37,19 @@ found = {
 open(sys.argv[1], "w").write(json.dumps(found))
 """
 MOST_KEPT = 256
-"""Files of rows that stay, those used last: a gate uses one per variant of the revision, and one per operator here."""
+"""Number of row files that are kept. A gate uses a file per variant of the revision, and a file per operator of this checkout."""
 _Digests = Mapping[str, Mapping[str, str]]
 _Key = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """Hold the differences from a revision.
+    """Hold the configs and rows that differ between a revision and this checkout.
 
     Attributes:
-        earlier: rows of the revision that have a changed counterpart here, or none.
+        earlier: rows of the revision whose config is changed or missing in this checkout.
         requests: changed configs of this checkout.
-        unchanged: configs that need not be compiled.
+        unchanged: number of configs that need not be compiled.
     """
 
     earlier: Survey
@@ -65,19 +66,19 @@ def changes_since(
     folder: Path,
     progress: Progress,
 ) -> Changes:
-    """Find the configs that differ from those of a git revision, and compile the revision's.
+    """Find the configs that differ between a git revision and this checkout, and compile the revision's side.
 
     Args:
-        revision: whose configs and code are held against.
-        requests: all configs of this checkout that are judged.
-        targets: what is compiled for.
-        gpu: folder of the GPU whose configs these are.
-        arguments_of: operator, variant -> what `inspect` is called with in the revision.
-        folder: where rows are kept.
-        progress: told every operator's variant.
+        revision: the git revision to compare with.
+        requests: all judged configs of this checkout.
+        targets: architectures to compile for.
+        gpu: folder of the GPU model in `configs/`.
+        arguments_of: (operator, variant) -> arguments of `kerneltune inspect` in the revision.
+        folder: the folder for row files.
+        progress: observer, told of each compiled variant.
 
     Raises:
-        ValueError: no checkout, no such revision, or one that cannot be inspected; one line.
+        ValueError: the checkout or the revision does not exist, or the revision cannot be inspected; the message is one line.
     """
     with checked_out(revision) as tree:
         there, entries = _digests_of(tree), _entries(tree, gpu, {request.op.name for request in requests})
@@ -105,7 +106,7 @@ def survey_here(
     compile_all: Callable[[Sequence[SurveyRequest]], Survey],
     folder: Path,
 ) -> Survey:
-    """Compile requests operator by operator, but for operators whose rows an earlier gate kept."""
+    """Compile requests operator by operator, except operators whose rows an earlier gate stored."""
     found: list[StaticRow] = []
     for op in dict.fromkeys(request.op.name for request in requests):
         asked = [request for request in requests if request.op.name == op]
@@ -123,7 +124,7 @@ def _digest(request: SurveyRequest) -> str:
 
 
 def _is_unchanged(request: SurveyRequest, there: _Digests, config: Mapping[str, Any] | None) -> bool:
-    """Return whether code and config are the revision's; a knob that its config lacks has the default, as for a look-up."""
+    """Return whether code and config equal the revision's; a knob that the revision's config lacks takes its default."""
     if config is None or there.get(request.op.name, {}).get(request.variant.name) != _digest(request):
         return False
     try:
@@ -133,7 +134,7 @@ def _is_unchanged(request: SurveyRequest, there: _Digests, config: Mapping[str, 
 
 
 def _digests_of(tree: Path) -> _Digests:
-    """Return the digests of a work tree's variants; none where its package cannot tell, as older ones."""
+    """Return the digests of a work tree's variants; empty if its package is too old to give digests."""
     path = tree.parent / "digests.json"
     env = os.environ | {"TMPDIR": str(tree.parent)}
     done = run_bound(_DIGESTS, [str(path)], cwd=tree, env=env)
@@ -151,16 +152,16 @@ def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_Key, Mapping[str
 
 
 def kept(folder: Path, targets: Sequence[str], decides: object, compile_all: Callable[[], Survey]) -> Survey:
-    """Return the survey that an earlier gate kept under all that decides it, else compile and keep it; remove old ones."""
+    """Return the survey that an earlier gate stored for the same inputs; else compile it, store it, and remove old files."""
     everything = [device.versions()["triton"], list(targets), reader_digest(), decides]
     path = folder / f"{hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()[:20]}.json"
     if path.is_file():
         try:
             found = load(path)
-            with suppress(OSError):  # read only
+            with suppress(OSError):  # the folder is read-only
                 path.touch()
             return found
-        except ValueError:  # damaged: compiled again
+        except ValueError:  # a damaged file: compile again
             pass
     made = compile_all()
     save(path, made)
@@ -169,7 +170,7 @@ def kept(folder: Path, targets: Sequence[str], decides: object, compile_all: Cal
 
 
 def _prune(folder: Path) -> None:
-    """Remove all files of rows but those that were used last."""
-    with suppress(OSError):  # another gate removes them, too
+    """Remove all row files except the MOST_KEPT files that were used last."""
+    with suppress(OSError):  # another gate may remove the same file first
         for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)[:-MOST_KEPT]:
             path.unlink()

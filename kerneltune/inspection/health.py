@@ -1,6 +1,6 @@
-"""Tell the consequences of an NVIDIA GPU's state for times measured on it: clocks, power, memory, sharing, counters.
+"""Report how an NVIDIA GPU's state affects times measured on it: clocks, power, memory, sharing, counters.
 
-Changes nothing and prints nothing. NVML is an argument, so that tests give their own.
+This module changes nothing and prints nothing. NVML is an argument, so that tests can replace it.
 """
 
 from collections.abc import Callable, Iterator
@@ -9,13 +9,13 @@ from typing import Any
 from kerneltune.device import SLOWDOWNS, slowed_down
 
 Line = tuple[str, str, str]
-"""(subject, state, consequence for the times; no consequence of a normal state)."""
+"""(subject, state, consequence for measured times); the consequence of a normal state is empty."""
 
-_HARMLESS = 0x1 | 0x2  # idle; held at the application clocks, which have a line of their own
+_HARMLESS = 0x1 | 0x2  # idle; held at the application clocks, which `gpu_lines` reports in a separate line
 _REASONS = SLOWDOWNS | {
     0x4: "power cap",
     0x10: "sync boost",
-    0x40: "hardware thermal",  # 0x8 is set along with this one and the next
+    0x40: "hardware thermal",  # 0x8 is set along with 0x40 and with 0x80
     0x80: "power brake",
     0x100: "display clock",
 }
@@ -25,11 +25,11 @@ _SLICED = "a slice of a GPU: its times do not compare with a whole one's"
 _CAP_SYS_ADMIN = 21
 _POWER_SHARE = 0.99
 _NAMED = 3
-"""Other processes that are named."""
+"""Number of other processes on the GPU that are listed by name."""
 
 
 def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
-    """Describe the state of one GPU, a line per question, also for a question that it does not answer."""
+    """Describe the state of a GPU, a line per query; a query that NVML does not answer also has its line."""
     questions: tuple[tuple[str, Callable[[Any, Any], Line]], ...] = (
         ("SM clock", _clock),
         ("application clocks", _application_clocks),
@@ -50,16 +50,18 @@ def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
 
 
 def throttle_names(reasons: int) -> list[str]:
-    """Name what slows the GPU down, of NVML's bits; being idle or held at its application clocks does not count."""
+    """Name the throttle reasons in NVML's bits, except idle and application clocks."""
     named = [name for bit, name in sorted(_REASONS.items()) if reasons & bit]
     rest = reasons & ~_HARMLESS & ~sum(_REASONS)
     return [*named, f"{rest:#x}"] if rest else named
 
 
 def counter_line(params: str | None, status: str) -> Line:
-    """Return whether Nsight Compute may read the counters: by the driver's parameters and the capabilities of this process.
+    """Report whether the driver's parameters and this process's capabilities let Nsight Compute read the GPU's counters.
 
-    params: text of /proc/driver/nvidia/params, None without an NVIDIA driver; status: text of /proc/self/status.
+    Args:
+        params: text of /proc/driver/nvidia/params; None without an NVIDIA driver.
+        status: text of /proc/self/status.
     """
     if params is None:
         return "GPU counters", "no NVIDIA driver loaded", "profile cannot run"

@@ -1,6 +1,6 @@
-"""Nsight Compute: where it is, how it is called, and what its CSV pages say of kernels.
+"""Find Nsight Compute, run it, and parse the CSV pages of its report.
 
-Launches no kernel itself and knows no operator.
+This module launches no kernel itself and knows no operator.
 """
 
 import csv
@@ -27,7 +27,7 @@ METRICS = {
     "occupancy possible %": "sm__maximum_warps_per_active_cycle_pct",
     "occupancy reached %": "sm__warps_active.avg.pct_of_peak_sustained_active",
 }
-"""What is shown of a kernel, and Nsight Compute's name for it."""
+"""Metric as `inspect` names it -> Nsight Compute's name of the metric."""
 
 _LIMITS = re.compile(r"launch__occupancy_limit_(\w+)")
 _STALLS = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)(?<!_not_issued)_per_issue_active\.ratio")
@@ -39,13 +39,13 @@ _SAMPLES_NEW = "Warp Stall Sampling (All Samples)"
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """One launch of a kernel.
+    """Describe a profiled launch of a kernel.
 
     Attributes:
-        time_us: under the profiler, so not a time to compare with measured ones.
-        values: of METRICS, by the name shown; without those that this GPU or version does not have.
-        limiter: what keeps more programs from being resident; several where they are equal.
-        stalls: (reason, warps stalled for it per issued instruction), the largest first.
+        time_us: time under the profiler in µs; not comparable with measured times.
+        values: name in METRICS -> value; a metric that this GPU or version of ncu lacks is absent.
+        limiter: the resource that limits resident programs per SM; several names if several resources limit equally.
+        stalls: (reason, warps stalled for this reason per issued instruction), the largest first.
     """
 
     kernel: str
@@ -57,7 +57,7 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class StallLine:
-    """A source line, or an instruction where the code has no lines: its excess shared-memory wavefronts and stall samples."""
+    """Hold the excess shared-memory wavefronts and the stall samples of a source line, or of an instruction without a line."""
 
     kernel: str
     place: str
@@ -67,7 +67,7 @@ class StallLine:
 
 
 def find_ncu() -> Path | None:
-    """Find ncu: on PATH, else the newest in the places where NVIDIA's installers put it."""
+    """Find ncu on PATH, else the newest ncu in the folders of NVIDIA's installers."""
     on_path = shutil.which("ncu")
     if on_path:
         return Path(on_path)
@@ -76,12 +76,12 @@ def find_ncu() -> Path | None:
 
 
 def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profile], list[StallLine]]:
-    """Run `command` under ncu, at the clocks the GPU has and with cold caches.
+    """Run `command` under ncu, at the GPU's present clocks and with cold caches.
 
-    What it launches between cudaProfilerStart and cudaProfilerStop is profiled. `folder` takes the report.
+    ncu profiles the launches between cudaProfilerStart and cudaProfilerStop, and writes its report into `folder`.
 
     Raises:
-        ValueError: ncu was refused, failed, took too long, or saw no kernel; one line.
+        ValueError: ncu was refused, failed, took too long, or saw no kernel; the message is one line.
     """
     report = folder / "report.ncu-rep"
     flags = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all", "--import-source", "yes"]
@@ -98,7 +98,7 @@ def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profi
 
 
 def why_refused(said: str) -> str:
-    """Extract what ncu's messages say about permission and support; empty where they say nothing of it."""
+    """Return the reason if ncu's output says that permission or support is missing; else an empty text."""
     if "ERR_NVGPUCTRPERM" in said:
         return (
             "ncu was refused: this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, give the container "
@@ -110,7 +110,7 @@ def why_refused(said: str) -> str:
 
 
 def parse_raw(text: str) -> list[Profile]:
-    """Parse the launches on a page `--page raw --csv`: a row of names, a row of units, a row per launch."""
+    """Parse the launches on a page `--page raw --csv`, which has a row of names, a row of units, and a row per launch."""
     rows = [row for row in csv.reader(io.StringIO(text)) if len(row) > 1]
     start = next((index for index, row in enumerate(rows) if row[0] == "ID"), None)
     if start is None or start + 1 >= len(rows):
@@ -124,9 +124,9 @@ def parse_raw(text: str) -> list[Profile]:
 
 
 def parse_source(text: str) -> list[StallLine]:
-    """Parse the lines of a page `--page source --csv` that conflict in shared memory or were seen stalled.
+    """Parse the lines of a page `--page source --csv` that have shared-memory conflicts or stall samples.
 
-    Source lines where the page has any, else instructions. A page is one table per kernel and file, each under its names.
+    If the page has no source lines, parse its instructions. The page has a table per kernel and file, each with its own header.
     """
     lines: list[StallLine] = []
     instructions: list[StallLine] = []
@@ -147,7 +147,7 @@ def parse_source(text: str) -> list[StallLine]:
 def _sort_in(
     row: list[str], head: list[str], kernel: str, path: str, lines: list[StallLine], instructions: list[StallLine]
 ) -> None:
-    cells = dict(reversed(list(zip(head, row, strict=True))))  # of two columns of one name the first
+    cells = dict(reversed(list(zip(head, row, strict=True))))  # if two columns share a name, the first column counts
     samples = _number(cells.get(_SAMPLES, cells.get(_SAMPLES_NEW, "")))
     excess = _number(cells.get(_EXCESS, ""))
     if not excess and not samples:
@@ -174,7 +174,7 @@ def _profile(cells: Mapping[str, str], units: Mapping[str, str]) -> Profile:
 
 
 def _number(text: str) -> float | None:
-    """Parse a number as ncu prints it, with commas between thousands; None for anything else, such as `n/a` and `-`."""
+    """Parse a number as ncu prints it, with commas between thousands; return None for any other text, such as `n/a` and `-`."""
     try:
         value = float(text.replace(",", ""))
     except ValueError:
@@ -183,7 +183,7 @@ def _number(text: str) -> float | None:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Join what a command wrote to both streams."""
+    """Run a command, and return its output and error streams in a single text."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:

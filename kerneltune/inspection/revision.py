@@ -1,7 +1,7 @@
-"""Check out another git revision in a temporary work tree, and inspect it in a process of its own.
+"""Check out another git revision in a temporary work tree, and inspect it in a subprocess.
 
-The child dies with this process, whatever kills this process. What a SIGKILL leaves, a temporary folder and git's entry of it,
-the next check-out removes.
+The subprocess dies with this process, even after SIGKILL. A SIGKILL leaves a temporary folder and git's entry of the work tree:
+the next check-out removes both.
 """
 
 import os
@@ -16,7 +16,7 @@ from kerneltune.inspection.static import Survey, load
 from kerneltune.processes import PREFIX, held_folder, is_abandoned, run_bound
 
 _LIST_OF_TREES = Lock()
-"""git keeps one list, whose folder goes with its last entry."""
+"""Lock for git's list of work trees: git removes the list's folder along with the last entry."""
 _PREFIX = f"{PREFIX}tree-"
 _TREE = "tree"
 
@@ -25,7 +25,7 @@ def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
     """Return the rows of `kerneltune inspect ARGUMENTS` in the checkout's `revision`, with the configs of that revision.
 
     Raises:
-        ValueError: no checkout, no such revision, or one whose command cannot do it; one line.
+        ValueError: the checkout or the revision does not exist, or the revision's `inspect` fails; the message is one line.
     """
     with checked_out(revision) as tree:
         return inspected(revision, tree, tree.parent / "rows.json", arguments)
@@ -36,7 +36,7 @@ def checked_out(revision: str) -> Iterator[Path]:
     """Yield a work tree of the checkout's `revision`, in a temporary folder; remove both afterwards.
 
     Raises:
-        ValueError: no checkout or no such revision; one line.
+        ValueError: the checkout or the revision does not exist; the message is one line.
     """
     checkout = data_root("kerneltune").parent
     commit = _git(checkout, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", what=f"{revision!r}: no such revision")
@@ -48,13 +48,13 @@ def checked_out(revision: str) -> Iterator[Path]:
             with _LIST_OF_TREES:
                 _git(checkout, "worktree", "add", "--detach", str(tree), commit, what=f"cannot check out {revision!r}")
             yield tree
-        finally:  # also where an interrupt came amid `worktree add`
+        finally:  # also after an interrupt during `worktree add`
             with _LIST_OF_TREES:
                 _remove(checkout, tree)
 
 
 def _remove_abandoned(checkout: Path) -> None:
-    """Remove the work trees in git's list of this checkout that killed processes left; others' trees stay."""
+    """Remove this module's work trees that killed processes left in git's list; keep all further work trees."""
     listed = _git(checkout, "worktree", "list", "--porcelain", what="cannot list the work trees")
     for line in listed.splitlines():
         tree = Path(line.removeprefix("worktree "))
@@ -64,16 +64,19 @@ def _remove_abandoned(checkout: Path) -> None:
 
 
 def _remove(checkout: Path, tree: Path) -> None:
-    """Remove a work tree and git's entry of it, also one that `worktree add` did not finish; the next check-out tries again."""
+    """Remove a work tree and its entry in git, also after an incomplete `worktree add`.
+
+    A failure is ignored, because the next check-out tries again.
+    """
     with suppress(ValueError):
         _git(checkout, "worktree", "remove", "--force", "--force", str(tree), what=f"cannot remove {tree}")
 
 
 def inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -> Survey:
-    """Return the rows of `kerneltune inspect ARGUMENTS` in the work tree of a revision, by way of the file `rows`.
+    """Return the rows of `kerneltune inspect ARGUMENTS` in the work tree of a revision; the command saves them in `rows`.
 
     Raises:
-        ValueError: the command cannot do it; one line.
+        ValueError: the command fails; the message is one line.
     """
     env = {name: value for name, value in os.environ.items() if name != "KERNELTUNE_CONFIGS"}
     env |= {"TMPDIR": str(tree.parent)}
@@ -86,7 +89,7 @@ def inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -
 
 
 def _git(checkout: Path, *arguments: str, what: str) -> str:
-    """Run git in a session of its own, so that Ctrl-C in a terminal does not end it half-way."""
+    """Run git in a new session, so that Ctrl-C in a terminal does not end git half-way."""
     command = ["git", "-C", str(checkout), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)

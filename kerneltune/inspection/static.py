@@ -1,6 +1,6 @@
-"""Keep and judge the facts that compiling alone gives of configs: rows, their file, and the gate over two sets of rows.
+"""Save, load and judge the facts about configs that compiling alone gives, without a launch.
 
-Compiles nothing and asks no GPU.
+This module compiles nothing and needs no GPU.
 """
 
 import json
@@ -20,7 +20,7 @@ PASS, REGRESSION, UNUSABLE = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class StaticRow:
-    """A config of one variant on one case, compiled for one target; `error` says why it has no kernels."""
+    """Hold the kernels of a variant's config for a case, compiled for a target; `error` is the reason if there are no kernels."""
 
     op: str
     variant: str
@@ -32,28 +32,28 @@ class StaticRow:
     error: str = ""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a target whose limits are not known."""
+        """Raise ValueError for a target whose limits are unknown."""
         if self.target not in LIMITS:
             raise unknown("target", self.target, LIMITS)
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
-        """Return what the row is about; a set has one row of each key."""
+        """Return operator, variant, case, policy and target; a set has at most one row per key."""
         return self.op, self.variant, self.case, self.policy, self.target
 
     @property
     def label(self) -> str:
-        """The key in one line."""
+        """Return the key in one line."""
         return f"{self.op} {self.variant} {self.case}{'' if self.policy == 'cold' else ' ' + self.policy} {self.target}"
 
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Rows, and the version of triton that compiled them: another one allocates other registers.
+    """Hold rows and the version of triton that compiled them: another version allocates other registers.
 
     Attributes:
-        facts: of the kernels, by target and digest.
-        unknown: how many of these were not known before; neither is kept in files of surveys.
+        facts: target and digest of a kernel -> the facts about the kernel. Not saved to files.
+        unknown: number of facts that were unknown before this survey. Not saved to files.
     """
 
     triton: str
@@ -64,7 +64,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class StaticVerdict:
-    """The static gate's answer: one line per finding; exit code 0 pass, 1 regression, 2 nothing compared."""
+    """Hold the static gate's answer: one line per finding; exit code 0 pass, 1 regression, 2 nothing compared."""
 
     findings: tuple[str, ...]
     summary: str
@@ -77,10 +77,10 @@ class _File(Versioned):
 
 
 def save(path: Path, survey: Survey) -> None:
-    """Write a survey, one row a line.
+    """Write a survey to a file, a line per row.
 
     Raises:
-        ValueError: the file cannot be written; it is as before then.
+        ValueError: the file cannot be written; an earlier file stays as it was.
     """
     head = f'{{\n  "schema": {SCHEMA},\n  "triton": {json.dumps(survey.triton)},\n  "rows": [\n'
     rows = ",\n".join("    " + json.dumps(asdict(row), ensure_ascii=False) for row in sorted(survey.rows, key=lambda r: r.key))
@@ -88,10 +88,10 @@ def save(path: Path, survey: Survey) -> None:
 
 
 def load(path: Path) -> Survey:
-    """Read what `save` wrote.
+    """Read a survey from a file that `save` wrote.
 
     Raises:
-        ValueError: one line naming the file, the field and what is wrong.
+        ValueError: the file is broken; the message is one line with file, field and mistake.
     """
     data = read_bytes(path)
     try:
@@ -104,13 +104,13 @@ def load(path: Path) -> Survey:
 def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerdict:
     """Find new spills, narrower accesses, and configs that no longer compile or fit, in rows that both sets have.
 
-    An access is narrower where the width that carries most bits of a kernel's loads, or of its stores, is less than before.
-    A row of the new set alone is judged for errors only; what does not compile in either set is not compared.
+    An access is narrower if the width that carries most bits of a kernel's loads, or of its stores, is less than before.
+    A row that only the new set has is judged for errors only. A row that compiles in neither set is not compared.
 
     Args:
-        baseline: rows to hold against.
-        new: rows that are judged.
-        unchanged: rows that are in neither set, as nothing that decides them has changed.
+        baseline: rows to compare with.
+        new: rows to judge.
+        unchanged: number of rows in neither set, because code and config are unchanged.
     """
     if baseline.triton != new.triton:
         return StaticVerdict((), f"not comparable: baseline made with triton {baseline.triton}, here {new.triton}", UNUSABLE)
@@ -134,7 +134,7 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerd
 
 
 def differences(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str]]:
-    """Return (kernel, what, old, new) for everything that differs between two rows of one target."""
+    """Return (kernel, property, old value, new value) for each property that differs between two rows of a target."""
     found = [("", "error", old.error or "-", new.error or "-")] if old.error != new.error else []
     for first, second in _pairs(old.kernels, new.kernels):
         name = (first or second or _NOTHING).name
@@ -144,7 +144,7 @@ def differences(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str
 
 
 def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
-    """Return kernels by name and by the number of earlier kernels of that name."""
+    """Return the kernels, keyed by name and by the number of earlier kernels with the same name."""
     seen: Counter[str] = Counter()
     found = {}
     for kernel in kernels:
@@ -154,7 +154,7 @@ def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
 
 
 def widths(accesses: Iterable[Access], kind: str) -> str:
-    """Return bits and instructions of all loads, or of all stores: `128x4 32x1`."""
+    """Return the width in bits and the count of all loads, or of all stores: `128x4 32x1`."""
     return " ".join(f"{a.bits}x{a.count}" for a in accesses if a.kind == kind) or "-"
 
 
@@ -186,7 +186,7 @@ def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
 
 
 def _pairs(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[tuple[Kernel | None, Kernel | None]]:
-    """Return each kernel with the other side's kernel of that name, in the order of their launches."""
+    """Pair each kernel with the other side's kernel of the same name, in the order of the launches."""
     left, right = numbered(old), numbered(new)
     return [(left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]
 

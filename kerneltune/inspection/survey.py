@@ -1,6 +1,6 @@
-"""Compile configs for several targets on the CPU alone: the rows that `inspect` shows and the static gate judges.
+"""Compile configs for several targets on the CPU alone: `inspect` shows the rows, the static gate judges them.
 
-Knows no operator by name and judges nothing.
+This module knows no operator by name and judges nothing.
 """
 
 import os
@@ -22,7 +22,7 @@ from kerneltune.spec import Case, Op, Variant
 
 @dataclass(frozen=True, slots=True)
 class SurveyRequest:
-    """One config to compile."""
+    """Name a config to compile."""
 
     op: Op
     variant: Variant
@@ -32,12 +32,15 @@ class SurveyRequest:
 
 
 def cached_requests(ops: Iterable[Op], root: Path | None, gpu: str) -> list[SurveyRequest]:
-    """Return every cached config of these operators for a GPU (its folder's name), in the cache's order.
+    """Request every cached config of these operators for a GPU model, in the cache's order.
 
-    root: the folder of the cache; None for where kernels look, and the packaged files beside that.
+    Args:
+        ops: operators.
+        root: the folder of the cache; None for the folder that kernels look in, and the packaged files as well.
+        gpu: folder of the GPU model in the cache.
 
     Raises:
-        ValueError: an entry names a variant or knobs that the operator does not have; one line with the file.
+        ValueError: an entry names a variant or knobs that the operator does not have; the message is one line with the file.
     """
     found = []
     for op in ops:
@@ -55,7 +58,7 @@ def default_requests(op: Op, cases: Iterable[Case], takes: Callable[[Variant], b
     """Request the default configs of an operator's wanted variants, for the cases that they support.
 
     Raises:
-        ValueError: a variant that has none for such sizes.
+        ValueError: a variant has no default config for the sizes of a case.
     """
     found = []
     for case in cases:
@@ -75,8 +78,8 @@ def survey(
 ) -> Survey:
     """Compile every request for every target; a config that cannot be compiled is a row with its error.
 
-    Requests that differ in nothing that reaches the compiler are compiled once: kernels by Triton's disk cache, and whole
-    requests, of one case under several policies, here. Kernels that are `known`, by target, are compiled to Triton's own IR only.
+    Requests of a case that differ in policy alone are compiled once; equal kernels of different requests come from Triton's disk
+    cache. Kernels in `known` (by target) are compiled to Triton's own IR only.
     """
     rows = []
     facts: dict[str, dict[str, Fact]] = {}
@@ -102,12 +105,12 @@ def _job_key(request: SurveyRequest) -> tuple[str, str, Case, Any]:
 
 
 def case_text(case: Case) -> str:
-    """Return a case as the rows name it: its name, then sizes, type, mode and options."""
+    """Return a case as rows show it: its name, then sizes, type, mode and options."""
     return f"{case.name} {case.label}"
 
 
 def _row(request: SurveyRequest, target: str, compiled: CompileResult) -> StaticRow:
-    """Merge launches of one kernel that use the same resources: a kernel that is launched once per tensor is one of the row."""
+    """Make a row; merge launches of a kernel with equal resources, so that a kernel launched once per tensor counts once."""
     kernels = tuple(dict.fromkeys(compiled.kernels))
     return StaticRow(
         request.op.name,
@@ -122,9 +125,9 @@ def _row(request: SurveyRequest, target: str, compiled: CompileResult) -> Static
 
 
 def _unfit(kernels: Sequence[Kernel], target: str, ctas: int) -> str:
-    """Return why a kernel that compiles could not be launched; empty where nothing is in the way.
+    """Return the reason why a compiled kernel cannot be launched; empty if it can.
 
-    ctas: programs that an SM must hold of a cooperative grid.
+    ctas: programs of a cooperative grid that an SM must hold at once.
     """
     for kernel in kernels:
         held = resident(kernel, target)
