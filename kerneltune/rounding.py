@@ -1,7 +1,4 @@
-"""Whole numbers rounded up, on the host: Triton's own `cdiv` and `next_power_of_2` cost more than a microsecond a call there.
-
-Imports nothing.
-"""
+"""Round integers up on the host, because a call of Triton's `cdiv` or `next_power_of_2` takes more than a microsecond there."""
 
 
 def cdiv(n: int, divisor: int) -> int:

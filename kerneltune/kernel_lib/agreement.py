@@ -1,21 +1,21 @@
-"""Compare two tensors and say in a line where they disagree, for the `compare` functions of operators.
+"""Compare two tensors, and report the places of disagreement in a line, for the `compare` functions of operators.
 
-Knows no operator. May import torch.
+The module knows no operator.
 """
 
 import torch
 
 _SHARE = 0.1
-"""Elements that may be a step off: results in bf16 before the cast to fp8 leave one in sixteen."""
+"""Share of elements that may be a step off: results rounded to bf16 before the cast to fp8 leave a sixteenth a step off."""
 _BIASED_SHARE = 0.01
-"""From this share on, the elements that are off show on which side they lie."""
+"""From this share of elements a step off, the check compares the counts above and below the expected values."""
 _FEW, _SIGMAS = 2, 4.0
 _SCALE_ROUNDING = 1e-5
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float | torch.Tensor) -> list[str]:
-    """Equal within atol + rtol |want|; NaN agrees with NaN, infinity with itself."""
+    """Require equality within atol + rtol |want|; NaN agrees with NaN, infinity with itself."""
     if got.shape != want.shape:
         return [f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"]
     got32, want32 = got.float(), want.float()
@@ -25,7 +25,7 @@ def close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: f
 
 
 def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
-    """Equal in shape, dtype and every bit; any NaN agrees with any NaN."""
+    """Require equal shape, dtype and bits; any NaN agrees with any NaN."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return [f"{name}: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]
     bits = _BITS[got.dtype.itemsize]
@@ -37,10 +37,10 @@ def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
 
 
 def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float = _SHARE) -> list[str]:
-    """Compare fp8 values that may differ by one step, for results that differ in their last place before the cast.
+    """Compare fp8 values that may differ by a single step, for results that differ in their last place before the cast.
 
-    At most a share of the elements may be off, as many of them towards zero as away from it: a cast by truncation fails. NaN
-    agrees with NaN alone.
+    At most `share` of the elements may be off, as many elements towards zero as away from zero, so that a cast by truncation
+    fails. NaN agrees with NaN alone.
     """
 
     def ordered(q: torch.Tensor) -> torch.Tensor:  # fp8 is sign and magnitude: neighbours differ by one in the byte

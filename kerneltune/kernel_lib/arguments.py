@@ -1,7 +1,4 @@
-"""Checks of tensor arguments that operators share: one line with the name and the values.
-
-May import torch, triton and tl_lib.
-"""
+"""Check tensor arguments for all operators; an error is a line with the name and the values of the argument."""
 
 from collections.abc import Collection
 
@@ -59,10 +56,10 @@ def check_format(fp8_format: str, known: Collection[str], where: torch.device) -
 
 
 def check_apart(name: str, x: torch.Tensor, rows: int, numbers: int = 1) -> None:
-    """Check a matrix of which kernels take tiles of `rows` and count words of `numbers` elements in 31 bits inside a tile.
+    """Check the row stride of a matrix: kernels take tiles of `rows`, and count words of `numbers` elements in 31 bits in a tile.
 
     Raises:
-        ValueError: its rows lie further apart.
+        ValueError: the row stride is larger.
     """
     apart = (1 << 31) // rows * numbers
     if x.shape[0] > 1 and x.stride(0) >= apart:
@@ -70,21 +67,21 @@ def check_apart(name: str, x: torch.Tensor, rows: int, numbers: int = 1) -> None
 
 
 def check_transposable(name: str, rows: int) -> None:
-    """Rows of a matrix whose transpose is written: kernels count the bytes of a tile of 1024 of its columns in 31 bits.
+    """Check the rows of a matrix whose transpose is written: kernels count the bytes of a tile of 1024 columns in 31 bits.
 
     Raises:
-        ValueError: there are more.
+        ValueError: the matrix has too many rows.
     """
     if rows > MOST_TRANSPOSED_ROWS:
         raise ValueError(f"{name} must have at most {MOST_TRANSPOSED_ROWS} rows to be transposed, got {rows}")
 
 
 def debugging() -> bool:
-    """Return whether operators shall assert what only the device knows of their arguments: TRITON_DEBUG=1."""
+    """Return whether operators shall assert properties of arguments that only the device knows: TRITON_DEBUG=1."""
     return bool(knobs.runtime.debug)
 
 
 def in_pairs(x: torch.Tensor) -> bool:
-    """Return whether the rows of x (M, N) are 16-bit numbers that can be read two by two, as int32."""
+    """Return whether the rows of x (M, N) hold 16-bit elements that kernels can read in pairs, as int32."""
     even = x.shape[1] % 2 == 0 and x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
     return x.element_size() == 2 and even

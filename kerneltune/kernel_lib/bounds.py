@@ -1,10 +1,10 @@
-"""Make Triton's interpreter as strict as hardware is free: accesses, races, undefined values, keywords and endless programs.
+"""Make Triton's interpreter report undefined behaviour: wild accesses, races, undefined values, keywords and endless programs.
 
-Every tensor argument gets addresses of its own, so that an access tells which argument it was made from, however far off it
-is. An access outside of the argument's storage raises before memory is touched. Elements that a load's mask leaves out hold
-garbage unless the load has an `other`. Two programs that access one element without an order fail, see `races`. Tensors on device
-`meta` have addresses and no memory: with them a few programs of a launch of any size are run for their addresses alone. Knows no
-operator.
+Every tensor argument gets its own region of addresses, so that the address of an access identifies its argument, however far the
+access misses. An access outside of the argument's storage raises before memory is touched. Elements that a load's mask leaves out
+hold garbage unless the load has an `other`. Two programs that access an element without an order fail, see `races`. Tensors on
+device `meta` have addresses and no memory: a few programs of a launch of any size run on them to check the addresses alone. The
+module knows no operator.
 """
 
 import ctypes
@@ -31,30 +31,30 @@ from kerneltune.kernel_lib.races import Conflict, Races
 _REGION_BITS = 46
 """log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
 _FIRST_REGION = 1 << 4
-"""Regions below are addresses of this process, which a kernel may load from a table: such accesses are not judged."""
+"""Lower regions are addresses of this process, which a kernel may load from a table. Their accesses are not checked."""
 _ALIGNMENT = 4096
 _LAUNCH_SECONDS = 2.0
 """Time for one launch without memory: programs that wait for a value would wait for ever."""
 PROGRAM_SECONDS = 60.0
 """Time for one program: a program of a check takes milliseconds, an endless loop takes for ever."""
 _WHOLE_GARBAGE = 90
-"""Garbage of whole numbers: small, so that address arithmetic on elements that are left out does not overflow."""
+"""Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
 _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
 """Largest value, NaN and least value, as bits, of the types that the interpreter stores as whole numbers."""
 
 
 class KernelFaultError(Exception):
-    """A kernel does what no GPU defines, breaks an assertion of its own or does not end; one line."""
+    """Report in a line that a kernel has undefined behaviour, fails its own assertion, or does not end."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """The addresses of one tensor argument.
+    """Hold the addresses of a tensor argument.
 
     Attributes:
         is_meta: the tensor has no memory.
         first, size: address and bytes of the argument's storage.
-        offset: what is added to an address of the region for the address in memory.
+        offset: address in memory minus address in the region.
         start: address of the argument's first element, in the region.
     """
 
@@ -72,7 +72,7 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """The load that runs.
+    """Describe the load that runs.
 
     Attributes:
         has_other: elements that the mask leaves out have a value.
@@ -86,15 +86,15 @@ class _Loading:
 
 
 class NotJudgedError(Exception):
-    """A launch without memory takes too long: it waits for values, or its programs have too much to do."""
+    """Report that a launch without memory takes too long: it waits for values, or its programs have too much to do."""
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Raise KernelFaultError where an interpreted kernel does what no GPU defines; nothing on a GPU.
+    """Raise KernelFaultError if an interpreted kernel has undefined behaviour; do nothing on a GPU.
 
-    The error is raised inside of the kernel; Triton wraps it in its own, which has it as its cause. Of a launch with tensors on
-    device `meta` the programs at the corners of the grid run; loads give zeros.
+    The error is raised inside of the kernel. Triton raises its own error from it, so that the KernelFaultError is the cause. For
+    a launch with tensors on device `meta`, only the programs at the corners of the grid run; loads give zeros.
     """
     from triton import knobs
 
@@ -127,7 +127,7 @@ def guarded() -> Iterator[None]:
 
 
 class _Guard:
-    """The regions of the kernel that runs."""
+    """Hold the regions of the kernel that runs."""
 
     def __init__(self, interpreter: Any) -> None:
         self._interpreter = interpreter
@@ -187,7 +187,7 @@ class _Guard:
 
     @property
     def loaded(self) -> Callable[..., Any]:
-        """Stand for TritonSemantic._load_legacy: note what the load says, which the interpreter's own code does not keep."""
+        """Stand for TritonSemantic._load_legacy: note the load's options, which the interpreter's own code drops."""
         guard = self
 
         def load(semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
@@ -348,7 +348,7 @@ class _Guard:
         return self.real("atomic", addresses, mask, item_size, note)
 
     def _each(self, what: str, addresses: Any, mask: Any, item_size: int, note: Any) -> Any:
-        """Treat an access to several regions one element after the other."""
+        """Check an access to several regions element by element."""
         found = np.zeros_like(addresses)
         mask = np.broadcast_to(mask, addresses.shape)
         for place in np.ndindex(addresses.shape):
@@ -417,7 +417,7 @@ class _Accesses:
 
 
 class _Watchdog:
-    """Ends a launch in which one program runs for longer than `PROGRAM_SECONDS`."""
+    """End a launch in which a program runs for longer than `PROGRAM_SECONDS`."""
 
     def __init__(self, guard: _Guard, kernel: str) -> None:
         self._guard, self._kernel = guard, kernel
@@ -454,24 +454,24 @@ class _Watchdog:
 
 
 class _EndedError(Exception):
-    """Raised in the thread of a launch that does not end."""
+    """Interrupt the thread of a launch that does not end."""
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and what it was raised from."""
+    """Yield an error, its cause, the cause of the cause, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def fault_of(error: BaseException) -> KernelFaultError | None:
-    """Return the fault of a kernel that an error is, or that Triton raised it from; None for other errors."""
+    """Return the KernelFaultError among an error and its causes; None for all other errors."""
     return next((found for found in _causes(error) if isinstance(found, KernelFaultError)), None)
 
 
 @functools.cache
 def _launch_keywords() -> frozenset[str]:
-    """Return the keywords of a launch that are no parameters of the kernel, those of all backends that Triton has."""
+    """Return the keywords of a launch that are no parameters of the kernel: the options of all of Triton's backends."""
     from triton.backends import backends
 
     found = {"grid", "warmup", "debug", "num_warps", "num_stages", "num_ctas", "maxnreg"}
@@ -508,13 +508,13 @@ def _garbage(mask: Any, kind: Any, dtype: Any) -> Any:
 
 
 def _asserted(_builder: Any, condition: Any, message: str) -> None:
-    """Stand for InterpreterBuilder.create_assert: Triton asserts that integers do not overflow, and kernels what they like."""
+    """Stand for InterpreterBuilder.create_assert: check Triton's assertions of integer overflow and the kernel's assertions."""
     if not np.all(getattr(condition, "data", condition)):
         raise KernelFaultError(f"{message}{_line()}")
 
 
 def _index(element: int, region: _Region) -> str:
-    """Return `(row, column)` of an element of a tensor whose strides fall; empty where there is none."""
+    """Return `(row, column)` of an element of a tensor with decreasing strides; empty for a tensor without an index."""
     if len(region.strides) < 2 or 0 in region.strides or list(region.strides) != sorted(region.strides, reverse=True):
         return ""
     places = []
@@ -537,7 +537,7 @@ def _text(program: Any) -> str:
 
 
 def _line(frame: Any = None) -> str:
-    """Return `, FILE:LINE` of the kernel's statement that runs in a frame; the caller's without one."""
+    """Return `, FILE:LINE` of the kernel's statement that runs in a frame; without a frame, take the frame of the caller."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

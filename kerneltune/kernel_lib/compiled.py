@@ -17,7 +17,8 @@ EAGER, DEFAULT = "eager", "default"
 def compiled_for(function: Callable[..., Any], *_case: Hashable, mode: str | None = None) -> Callable[..., Any]:
     """Compile `function` without a graph break, separately for every case: no case runs a kernel made for another.
 
-    torch keeps compiled functions, and counts them against a limit, by code object: each case has one of its own.
+    torch keeps compiled functions by code object, and counts the functions of a code object against a limit. So each case has its
+    own code object.
     """
 
     def call(*arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Groups of rows, as cases of grouped operators name them. Knows no operator. May import torch and spec."""
+"""Make groups of rows for the cases of grouped operators. The module knows no operator."""
 
 import torch
 
@@ -14,17 +14,17 @@ def aligned_size(tokens: int, groups: int) -> int:
 
 
 def aligned_starts(offs: torch.Tensor) -> torch.Tensor:
-    """Return (G,) of offs' type, the column where each aligned group begins: a formula of its own start and number alone.
+    """Return (G,) of offs' type, the first column of each aligned group, computed from the group's start and number alone.
 
-    No group reaches the next one's start, rounded up to a multiple of GROUP_ALIGNMENT as it may be. Columns up to that multiple
-    hold zeros; all other columns between groups are never read.
+    Even with its size rounded up to a multiple of GROUP_ALIGNMENT, no group reaches the start of the next group. The columns up
+    to the rounded size hold zeros; all other columns between groups are never read.
     """
     starts = torch.cat([offs.new_zeros(1), offs[:-1]])
     return (starts // GROUP_ALIGNMENT + torch.arange(offs.shape[0], dtype=offs.dtype, device=offs.device)) * GROUP_ALIGNMENT
 
 
 def align_groups(q: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Return rows of q (M, K), any type, copied to (aligned_size, K), zeros elsewhere: what aligned casts are checked against."""
+    """Return rows of q (M, K), any type, copied to (aligned_size, K), zeros elsewhere; aligned casts are checked against them."""
     out = q.new_zeros((aligned_size(q.shape[0], offs.shape[0]), q.shape[1]))
     for (start, end), to in zip(bounds(offs), aligned_starts(offs).tolist(), strict=True):
         out[to : to + end - start] = q[start:end]
@@ -40,10 +40,12 @@ def bounds(offs: torch.Tensor) -> list[tuple[int, int]]:
 def group_ends(case: Case, groups: int, device: str, seed: int, multiple: int = 1) -> torch.Tensor:
     """Return (groups,) int32, the row at which each group of a case's M rows ends.
 
-    The option `groups`: `balanced`, equal up to a multiple of 16; `zipf`, the i-th largest as 1/i, multiples of 16, shuffled;
-    `ragged`, cut at random multiples of `multiple`, some of the groups empty, from two on the last among them; `dropped`, as
-    `ragged`, where the last quarter of the rows is of no group; `routed`, the counts of a router that draws the expert of each
-    row, some experts more popular than others.
+    Values of the option `groups`:
+    `balanced`: sizes are equal up to a multiple of 16.
+    `zipf`: the i-th largest size is proportional to 1/i; sizes are multiples of 16, in random order.
+    `ragged`: groups end at random multiples of `multiple`. Some groups are empty; from two groups on, the last group is empty.
+    `dropped`: like `ragged`, but the last quarter of the rows belongs to no group.
+    `routed`: sizes are the counts of a router that draws the expert of each row; the experts differ in probability.
     """
     M = case["M"]
     generator = torch.Generator().manual_seed(seed)

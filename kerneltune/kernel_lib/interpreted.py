@@ -49,10 +49,10 @@ def mended() -> Iterator[None]:
 def mend() -> None:
     """Make Triton's interpreter compute in bf16, round to fp8 and bf16 to nearest even, have the fnuz types and pass over NaN.
 
-    By itself it adds, compares and multiplies the bits of bf16 as whole numbers, and truncates what it casts to bf16. A cast to
-    fp8 loses the carry where it rounds up into the next binade (1.98 becomes 1.0), rounds ties up, makes anything of
-    subnormals and a number of NaN. It also patches its language again at every call within a kernel, which takes
-    3 ms each time (3.7.1). Does nothing on a GPU and when called again.
+    Unmended, the interpreter adds, compares and multiplies the bits of bf16 as integers, and truncates in casts to bf16. Its cast
+    to fp8 loses the carry into the next binade (1.98 becomes 1.0), rounds ties up, returns wrong values for subnormals and a
+    finite value for NaN. The interpreter also patches its language again at every call within a kernel, which takes 3 ms each
+    time (3.7.1). On a GPU, and when called again, `mend` does nothing.
 
     Raises:
         RuntimeError: this version's interpreter is made of other functions.
@@ -120,7 +120,7 @@ class _Real(float):
 
 
 def _with_casts(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Let floating-point arguments be cast, which the interpreter leaves as Python's."""
+    """Give floating-point arguments a method `to`, because the interpreter passes them as Python floats."""
     return lambda value: _Real(value) if type(value) is float else convert(value)
 
 
@@ -129,7 +129,7 @@ def _range(*bounds: Any, **_: Any) -> Iterator[_Whole]:
 
 
 def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Patches the language for a kernel, and not again for every device function that it calls."""
+    """Patch the language once per kernel, instead of once per call of a device function."""
     from triton.runtime import interpreter
 
     core = interpreter.tl.core
@@ -160,7 +160,7 @@ def _remembered(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
-    """Give a method operands in fp32 where they are bf16, and round its result once where that is to be bf16."""
+    """Cast bf16 operands of a method to fp32, and round its result once if the result type is bf16."""
     from triton.runtime.interpreter import TensorHandle, tl
 
     def computed(builder: Any, *operands: Any) -> Any:
@@ -176,7 +176,7 @@ def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
 
 
 def _through_fp32(cast: Callable[..., Any]) -> Callable[..., Any]:
-    """Cast from bf16 and to bf16 through fp32, which is all that the interpreter casts them from and to."""
+    """Cast from bf16 and to bf16 through fp32, because the interpreter casts bf16 only from fp32 and to fp32."""
     from triton.runtime.interpreter import tl
 
     def through(builder: Any, source: Any, target: Any) -> Any:
@@ -240,7 +240,7 @@ def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patched_core(patch_language: Callable[..., None]) -> Callable[..., None]:
-    """Add the fnuz types, and ranges over tensors with numpy 2.4, which makes no int of an array of one axis (Triton 3.6.0)."""
+    """Add the fnuz types, and ranges over tensors: numpy 2.4 casts no array with an axis to int (Triton 3.6.0)."""
 
     def patched(language: Any, scope: Any) -> None:
         patch_language(language, scope)

@@ -80,9 +80,9 @@ def too_small_to_transpose(rows: int, cols: int, warps: int) -> str | None:
 def phases(warps: int, ctas: int, together: bool = True) -> list[tuple[int, dict[str, Any]]]:
     """Yield the launches of a kernel whose programs wait for each other: PHASE and launch options of each.
 
-    On CUDA a cooperative launch (PHASE 0) with as many registers as `ctas` programs leave each other. Elsewhere, and where
-    not all that must wait for each other can be resident `together`, programs publish in one launch (PHASE 1) and collect in
-    a second (PHASE 2); the interpreter runs one after the other.
+    On CUDA, yield a cooperative launch (PHASE 0) whose register limit lets `ctas` programs share an SM. On other backends, and if
+    the waiting programs cannot be resident `together`, yield two launches: programs publish in PHASE 1 and collect in PHASE 2.
+    The interpreter needs two launches, because it runs its programs in sequence.
     """
     if not is_cuda():
         return [(1, {}), (2, {})]

@@ -1,9 +1,9 @@
 """Find accesses of two programs to one element whose order nothing defines, in a launch that Triton's interpreter runs.
 
-The interpreter runs programs one after the other, so that a race shows in no value. Each program's run is cut into segments by
-its releasing atomics. An access is ordered after a segment if its program acquired, by an atomic or a volatile load of the same
-address, what that segment's program released. Two accesses of different programs to one element conflict if they are not ordered
-and one is a plain store, or one is an atomic and the other a plain load. Imports numpy alone.
+Because the interpreter runs programs in sequence, a race changes no value. Each releasing atomic ends a segment of its program's
+run. A program acquires the released segments of an address by an atomic on the address or a volatile load of it. An access is
+ordered after a segment if its program acquired the segment before. Two accesses of different programs to an element conflict if
+they have no order and are either a plain store with any access, or an atomic with a plain load.
 """
 
 from dataclasses import dataclass, field
@@ -13,14 +13,14 @@ import numpy as np
 
 _ALWAYS = np.iinfo(np.int32).max
 _MOST_PENDING = 1 << 24
-"""Loaded elements that are kept until a store to their storage asks for them."""
+"""Most loaded elements that are kept until a store to their storage needs them."""
 _MOST_SYNCHRONIZING = 32
 """An atomic on more elements accumulates and orders nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The program and the line of an access."""
+    """Hold the program and the line of an access."""
 
     program: int
     line: str
@@ -28,12 +28,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """An element that two programs access without an order.
+    """Describe an element that two programs access without an order.
 
     Attributes:
-        at: byte of the storage.
+        at: offset in the storage, in bytes.
         earlier: the access that came first in the interpreter.
-        kind: what the earlier access did: `load`, `store` or `atomic`.
+        kind: kind of the earlier access: `load`, `store` or `atomic`.
     """
 
     at: int
@@ -42,7 +42,7 @@ class Conflict:
 
 
 class _Shadow:
-    """The last accesses to every unit of a storage, as events; 0 for none."""
+    """Hold the last accesses to every unit of a storage, as events; 0 for no access."""
 
     def __init__(self, size: int, unit: int) -> None:
         self.size, self.unit = size, unit
@@ -70,7 +70,7 @@ class _Shadow:
 
 @dataclass(slots=True)
 class Races:
-    """The accesses of one launch; call `begin_launch`, then `begin_program` for each program."""
+    """Record the accesses of a launch; call `begin_launch`, then `begin_program` for each program."""
 
     _shadows: dict[int, _Shadow] = field(default_factory=dict)
     _released: dict[int, Any] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Races:
         return self._segments[events] > self._known[self._programs[events]]
 
     def _found(self, shadow: _Shadow, kind: str, units: Any) -> tuple[Conflict | None, Any]:
-        """Return the first conflict with events of a kind, and where all of them are; None where there is none."""
+        """Return the first conflict with events of a kind, or None, and a mask of all conflicts."""
         if kind not in shadow.events:
             return None, None
         events = shadow.events[kind][units]
@@ -152,7 +152,7 @@ class Races:
         """Note a plain store; return its conflict with an earlier access.
 
         Args:
-            is_changed: function without arguments -> whether each element gets a value other than it holds.
+            is_changed: function without arguments -> whether the store changes the value of each element.
         """
         shadow = self._shadow(storage, size, item_size)
         units = shadow.units(at, item_size)
@@ -190,7 +190,7 @@ class Races:
         return None
 
     def acquire(self, places: list[int]) -> None:
-        """Order the present program after what others released at some addresses."""
+        """Order the present program after the segments that other programs released at some addresses."""
         for place in places:
             if place in self._released:
                 np.maximum(self._known, self._released[place], out=self._known)
@@ -204,7 +204,7 @@ class Races:
         self._segment += 1
 
     def _flush(self, shadow: _Shadow) -> None:
-        """Enter pending loads; a unit keeps its last load and one of another program."""
+        """Enter pending loads; a unit keeps its last load, and the last load of a different program."""
         for event, units in shadow.pending:
             last, another = shadow.of("load"), shadow.of("load of another")
             before = last[units]

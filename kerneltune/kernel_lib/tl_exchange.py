@@ -47,7 +47,7 @@ def publish(ws_ptr, index, value, tag, mask):
 @triton.jit
 def published(ws_ptr, index):
     """Load the fp32 values that an earlier launch published, or this launch if a thread of the program waited for them."""
-    if is_cuda():  # a load that no pipeline of Triton's brings forward, over the wait for what it reads
+    if is_cuda():  # a load that Triton's pipelining cannot move before the wait for its value
         return tl.inline_asm_elementwise(
             "{ .reg .b64 w; .reg .b32 tag; ld.relaxed.gpu.global.b64 w, [$1]; mov.b64 {$0, tag}, w; }",
             "=r,l", [(ws_ptr + 32 + index).to(tl.int64)], dtype=tl.float32, is_pure=False, pack=1)  # fmt: skip

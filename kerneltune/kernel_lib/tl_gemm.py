@@ -51,11 +51,11 @@ def gather_parts(tile_ptr, stride, split, part, SPLITS: tl.constexpr):
     """Give the last of programs 0 … SPLITS - 1 the sum of their fp32 tiles, in this order.
 
     All other programs leave their tiles in words that are zero between launches: SPLITS - 1 tiles from tile_ptr on, stride words
-    apart. A word left there is never 0 (its bits are inverted, and a NaN of ones alone becomes another NaN), and the waiting
-    program leaves zero. Every thread has words of its own in every tile, and the words of a warp lie side by side: only the same
-    thread of the programs that share a word knows its element. So leaving and waiting share a piece of code: two might have
-    different numbers in a thread. The result of all other programs means nothing; they must use it nevertheless, because the
-    compiler drops code without a use.
+    apart. A stored word is never 0: its bits are inverted, and a NaN with all bits set is replaced by another NaN. The waiting
+    program resets the word to zero. Every thread has words of its own in every tile, and the words of a warp lie side by side:
+    only the same thread of the programs that share a word knows its element. So leaving and waiting share a piece of code: two
+    might have different numbers in a thread. The result of all other programs means nothing; they must use it nevertheless,
+    because the compiler drops code without a use.
 
     All other programs must have begun before the last: NVIDIA's GPUs begin programs in the order of their ids, although CUDA does
     not promise it. For CUDA and the interpreter alone.

@@ -1,6 +1,6 @@
-"""Where aligned token groups lie (groups.py says what they are), computed by every program from their ends.
+"""Locate aligned token groups, defined in groups.py: every program computes their columns from the group ends.
 
-Device code; knows no operator. May import triton and tl_lib.
+The module holds device code and knows no operator.
 """
 
 import triton

@@ -1,1 +1,1 @@
-"""One variant, or several side by side: compiled ahead, checked against the reference, timed in turns, compared."""
+"""Compile variants ahead, check them against the reference, time them in turns, and compare their times."""

@@ -1,7 +1,7 @@
 """Read registers, spills and the width of every access to global memory from assembly, and the programs that an SM holds.
 
-Pure functions of text, what cuobjdump says of resources, PTX and amdgcn, and of an architecture's limits. Compiles nothing, and
-knows neither the grid nor what the driver keeps for itself.
+The functions are pure. Their inputs are PTX, amdgcn, the resource report of cuobjdump, and the limits of an architecture. The
+module compiles nothing. It knows neither the grid nor the resources that the driver reserves.
 """
 
 import re
@@ -22,11 +22,11 @@ _REGISTER_UNIT = 8
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Instructions of one width that touch global memory.
+    """Count the instructions that access global memory with the same kind and width.
 
     Attributes:
         kind: `load` or `store`; a copy from global to shared memory is a load. Atomics and bulk (TMA) copies are not counted.
-        bits: what one thread moves in one instruction.
+        bits: width of an access: bits that a thread moves per instruction.
         count: instructions in the code, however often they run.
     """
 
@@ -37,10 +37,10 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class RegisterUsage:
-    """Registers and spills of a kernel.
+    """Hold the register usage and the spills of a kernel.
 
-    Per thread: vector registers and spilled bytes. Per warp: scalar registers, 0 where they do not limit anything. Stray stores
-    as in `Kernel`.
+    Vector registers and spilled bytes count per thread. Scalar registers count per warp; 0 means that scalar registers are no
+    limit. Stray stores are defined in `Kernel`.
     """
 
     registers: int
@@ -51,15 +51,15 @@ class RegisterUsage:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Resources of one compiled kernel.
+    """Hold the resources of a compiled kernel.
 
     Attributes:
         registers, spill_bytes: per thread.
         scalar_registers: per warp, on AMD GPUs.
         accesses: to global memory.
         cooperative: launched as a cooperative grid, which fails unless all its programs are resident at once.
-        stray_stores: instructions that store the stack pointer. No source asks for one: it is how ptxas 12.8 stores numbers of
-            fp8 that it has not made (triton-lang/triton#11111).
+        stray_stores: instructions that store the stack pointer. Source code never asks for a store of the stack pointer. ptxas
+            12.8 emits a stray store in place of fp8 values that it failed to compute (triton-lang/triton#11111).
     """
 
     name: str
@@ -75,7 +75,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """The resources of a compiled kernel; one that exceeds the target's shared memory has no registers and no accesses.
+    """Hold the facts of a compiled kernel; a kernel that exceeds the target's shared memory has no registers and no accesses.
 
     Attributes:
         tensor_columns: of Blackwell's tensor memory, that a program uses.
@@ -99,7 +99,7 @@ def gcn_usage(text: str) -> RegisterUsage:
 
 
 def ptx_accesses(text: str) -> tuple[Access, ...]:
-    """Find loads and stores of global memory in PTX, the widest first; ptxas keeps their widths, but may copy unrolled ones."""
+    """Find loads and stores of global memory in PTX, widest first; ptxas keeps the widths, but may copy unrolled accesses."""
     found: Counter[tuple[str, int]] = Counter()
     for kind, modifiers, copied_bytes in _PTX.findall(text):
         if copied_bytes:
@@ -121,7 +121,7 @@ def gcn_accesses(text: str) -> tuple[Access, ...]:
 
 
 def typical_bits(accesses: tuple[Access, ...], kind: str) -> int:
-    """Return the width that carries most bits of all loads or stores in the code; 0 where there is none."""
+    """Return the access width that moves the most bits in the code; 0 for code without accesses of this kind."""
     return max(((a.bits * a.count, a.bits) for a in accesses if a.kind == kind), default=(0, 0))[1]
 
 
@@ -135,7 +135,7 @@ def _ordered(found: Counter[tuple[str, int]]) -> tuple[Access, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """List the resources of one SM.
+    """List the resources of an SM.
 
     Attributes:
         partitions: its schedulers (SIMDs); the warps of a program are dealt out over them.
@@ -146,7 +146,7 @@ class Limits:
         shared_bytes: shared memory (LDS) of the SM.
         shared_unit: a program takes shared memory in units of so many bytes.
         reserved_bytes: shared memory that every program loses to the system.
-        scalar_registers: the most per warp with which a partition still holds all its warps but one; 0: no such limit.
+        scalar_registers: largest number per warp with which a partition still holds `warps - 1` warps; 0: no limit.
     """
 
     partitions: int
@@ -162,7 +162,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Programs and warps that one SM holds, of `of_warps`, and what keeps it from holding more."""
+    """Hold the numbers of resident programs and warps of an SM, the limit `of_warps`, and the resource that limits them."""
 
     programs: int
     warps: int
@@ -197,7 +197,7 @@ def occupancy(limits: Limits, warps: int, registers: int, shared_bytes: int, sca
     if shared_bytes:
         needed = _round_up(shared_bytes, limits.shared_unit) + limits.reserved_bytes
         programs["shared memory"] = limits.shared_bytes // needed
-    limiter = min(programs, key=lambda name: programs[name])  # the first of equals: warps before all others
+    limiter = min(programs, key=lambda name: programs[name])  # the first of equals, so warps come first
     return Occupancy(programs[limiter], programs[limiter] * warps, limits.partitions * limits.warps, limiter)
 
 

@@ -1,6 +1,6 @@
-"""A variant against its reference, on poisoned outputs. What runs out of memory costs what asked for it and nothing else.
+"""Check a variant against its reference, on poisoned outputs.
 
-Measures nothing and records nothing. May import torch.
+A check that runs out of memory does not end the process. The module measures nothing and records nothing.
 """
 
 import gc
@@ -22,21 +22,21 @@ T = TypeVar("T")
 _MEMINFO = Path("/proc/meminfo")
 
 _SAID = ("out of memory", "STATUS_ALLOC_FAILED")
-"""By torch, and by drivers and libraries that allocate for themselves, whose errors have no type of their own."""
+"""Texts in out-of-memory errors of torch, of drivers and of libraries. Drivers and libraries raise no error type of their own."""
 
 
 LAUNCH_FAILURE = "the launch failed"
 _FEW = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
 _KEPT_BYTES = 1 << 24
-"""Bytes of an input up to which what it was is known: those of checks, not those of measurements."""
+"""Largest input, in bytes, whose original values are kept: check cases are smaller, measured cases are larger."""
 
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised tensors hold NaN, or the largest integer, so that an output that is not written shows.
+    """Fill uninitialised tensors with NaN, or with the largest integer, so that the check finds an output that is not written.
 
-    Not by torch.use_deterministic_algorithms, which imports torch's own compiler: seconds, in every process.
+    Because torch.use_deterministic_algorithms imports torch's compiler, which takes seconds in every process, it is not called.
     """
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
@@ -47,16 +47,17 @@ def poisoned_memory() -> Iterator[None]:
 
 
 class CaseError(ValueError):
-    """An operator has no inputs or no reference for a case."""
+    """Report that an operator has no inputs or no reference for a case."""
 
 
 class Checker:
-    """Checks the variants of one case; the inputs and what is expected of them are made once.
+    """Check the variants of one case; inputs and expected outputs are made once.
 
-    Inputs that a variant changes, such as an accumulated amax, are put back before every run.
+    Inputs that a variant changes, such as an accumulated amax, are restored before every run.
 
     Raises:
-        CaseError: they cannot be made; where that is for want of the GPU's memory, what was raised, here and by `errors`.
+        CaseError: inputs or expected outputs cannot be made. If the GPU is out of memory, the constructor and `errors` let the
+            original error pass instead.
     """
 
     def __init__(self, op: Op, case: Case, device: str, seed: int = 0) -> None:
@@ -84,7 +85,7 @@ class Checker:
                 yield name, value
 
     def _overwritten(self, outputs: object) -> list[str]:
-        """Return a line for each input that a run changed, but for short vectors and what it gives as outputs."""
+        """Return a line for each input that a run changed, except short vectors and inputs that are also outputs."""
         given = outputs.values() if isinstance(outputs, Mapping) else ()
         places = {tensor.untyped_storage().data_ptr() for tensor in given if isinstance(tensor, torch.Tensor)}
         large = [
@@ -95,10 +96,10 @@ class Checker:
         ]
 
     def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
-        """Return what is wrong with a variant under a config: disagreements, or why the launch failed.
+        """Return the errors of a variant under a config: disagreements, or the reason why the launch failed.
 
         Args:
-            runs: how often to run; what a launch leaves behind, such as a sum that nobody resets, shows in the second run.
+            runs: number of runs. The second run finds state that the first launch leaves behind, such as a sum that is not reset.
         """
         for run in range(runs):
             found = self._errors_of_a_run(variant, config)
@@ -143,15 +144,15 @@ class Checker:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits; NaN is like itself."""
+    """Return whether two tensors have the same bits; a NaN equals a NaN with the same bits."""
     return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))
 
 
 def address_errors(op: Op, case: Case, variant: Variant, config: Config) -> list[str]:
-    """Return what is wrong with the addresses of a variant on a case of any size; nothing is computed and no memory is used.
+    """Return the address errors of a variant on a case of any size; nothing is computed and no memory is used.
 
-    The interpreter runs the programs at the corners of every grid on tensors without memory. So an overflow of 32-bit
-    arithmetic shows that no case shows which is small enough to compute. Empty as well where addresses depend on values.
+    The interpreter runs the programs at the corners of every grid on tensors without memory. So the check finds overflows of
+    32-bit arithmetic that occur only in cases too large to compute. If addresses depend on values, the list is empty.
     """
     try:
         with mended(), guarded():
@@ -163,7 +164,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config) -> list
 
 
 def broken_context() -> str:
-    """Return why nothing more can run on this process's GPU; empty where all is well."""
+    """Return the error of this process's broken GPU context; empty if the context works."""
     if not torch.cuda.is_initialized():
         return ""
     try:
@@ -175,27 +176,27 @@ def broken_context() -> str:
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """Stands for what there was not the memory for; reason: one line, with the bytes wanted and free where torch names them."""
+    """Stand for a result that ran out of memory; `reason` is one line, with the requested and free bytes if torch names them."""
 
     reason: str
 
 
 def affordable(work: Callable[[], T]) -> T | OutOfMemory:
-    """Return what the work returns, or that there was not the memory for it."""
+    """Return the result of `work`, or OutOfMemory if `work` ran out of memory."""
     try:
         return work()
     except Exception as error:
         reason = out_of_memory_reason(error)
         if not reason:
             raise
-    release_memory()  # only here: the traceback held what the work had allocated
+    release_memory()  # only here: until now the traceback kept the allocations of `work` alive
     return OutOfMemory(reason)
 
 
 def out_of_memory_reason(error: BaseException) -> str:
-    """Return the line of an error, or of its cause, that tells of missing memory; empty where none does.
+    """Return the out-of-memory line of an error or of its cause; empty if neither has an out-of-memory line.
 
-    What led to it: the end of a capture, or a compiler that wraps all errors, raises one of its own.
+    The cause matters, because the end of a capture, and a compiler that wraps all errors, raise an error of their own.
     """
     said: BaseException | None = error
     while said is not None:
@@ -212,6 +213,6 @@ def host_free_bytes() -> int:
 
 
 def release_memory() -> None:
-    """Give back what torch keeps of the GPU's memory for later, so that others find it."""
+    """Release the GPU memory that torch caches, so that other processes and libraries can allocate it."""
     gc.collect()
     torch.cuda.empty_cache()

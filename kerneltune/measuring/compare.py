@@ -1,6 +1,6 @@
-"""The variants of one case: checked, timed interleaved beside the ceiling, made into Records.
+"""Check the variants of one case, time them interleaved with the ceiling, and make Records of the times.
 
-Chooses no config and prints nothing. May import torch.
+The module chooses no config and prints nothing.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from kerneltune.stats import Samples, deciles, median_interval, ratio_interval
 Untimed = tuple[str, str]
 """Status and reason of a record without a time."""
 Compared = tuple[dict[str, Samples], dict[str, Untimed]]
-"""The rounds (rounds,) of each variant that was timed, by name; why the others were not."""
+"""Times (rounds,) of each timed variant by name, and status and reason of each untimed variant by name."""
 
 SELF = "A/A"
 CEILING = "ceiling"
@@ -48,7 +48,7 @@ def ceiling_task(ops: Mapping[str, Op], op: Op, case: Case, policy: str) -> Task
 
 
 def memory_obstacle(op: Op, case: Case) -> str | None:
-    """Return None if the case fits the memory of the GPU, or of this machine without one, else the bytes needed and free."""
+    """Return None if the case fits in memory, else the bytes needed and free: GPU memory, or host memory without a GPU."""
     needed = _BYTES_PER_TRAFFIC_BYTE * op.traffic(case).total
     free = gpu_free_bytes() if device.current().is_gpu else host_free_bytes()
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
@@ -94,10 +94,10 @@ def time_runs(
     untimed: Mapping[str, Untimed] = MappingProxyType({}),
     on_variant: Callable[[str], None] = lambda _name: None,
 ) -> Compared:
-    """Check every variant of a case, and time those that are correct in one interleaved run.
+    """Check every variant of a case, and time the correct variants in the same interleaved run.
 
-    The first correct variant is timed twice, the second time as `SELF`. A variant that runs out of memory is skipped, and so is a
-    ceiling; all are where it is what they share that does not fit.
+    The first correct variant is timed twice, the second time as `SELF`. A variant or ceiling that runs out of memory is skipped.
+    If the shared inputs do not fit in memory, all variants are skipped.
 
     Args:
         runs: of one case; a variant that is there twice is timed as if it were there once.
@@ -106,7 +106,7 @@ def time_runs(
         on_variant: told the name of a variant, or of the ceiling, before it is launched alone, and "" before all are timed.
 
     Raises:
-        RuntimeError: a launch took the process's context with the GPU along.
+        RuntimeError: a launch broke the GPU context of this process.
     """
     found, left = dict(untimed), {task.variant.name: (task, config) for task, config in runs if task.variant.name not in untimed}
     samples: dict[str, Samples] = {}
@@ -127,7 +127,7 @@ def time_runs(
 
 
 def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Untimed], on_variant: Callable[[str], None]) -> Untimed | None:
-    """Check variants of a task's case; `untimed` gains those that cannot be timed. Return what keeps all from it."""
+    """Check variants of a task's case; add variants that cannot be timed to `untimed`. Return the obstacle of all variants."""
     reason = obstacle(task)
     if reason is not None:
         return "skipped", reason
@@ -153,13 +153,13 @@ def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Untimed], on_
 
 
 def _require_context(reason: str) -> None:
-    """Raise RuntimeError where the reason is one for all that follows."""
+    """Raise RuntimeError if the reason is a broken GPU context, in which all later launches fail."""
     if broken_context():
         raise RuntimeError(reason)
 
 
 def _contenders(runs: Mapping[str, Run], untimed: dict[str, Untimed], on_variant: Callable[[str], None]) -> dict[str, Contender]:
-    """Capture variants of one case, the first of them twice; `untimed` gains those that cannot be timed."""
+    """Capture variants of one case, the first variant twice; add variants that cannot be timed to `untimed`."""
     contenders: dict[str, Contender] = {}
     if not runs:
         return contenders
@@ -237,10 +237,10 @@ def contender(
 
 
 def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, compared: Compared) -> list[Record]:
-    """Make one record for each run of a case.
+    """Make a record for each run of a case.
 
-    What the first correct variant shows against itself is the noise floor of all rows of the case. The second record of a variant
-    is of its second time.
+    The noise floor of all rows of the case is the interval of the first correct variant's ratio to itself. If a variant has two
+    records, the second record holds its second time.
     """
     samples, untimed = compared
     floor, records, seen = noise_floor(samples), [], set[str]()
@@ -318,8 +318,8 @@ def make_record(family: str, task: Task, config: Config, status: str, reason: st
 def commit(root: Path = Path(__file__).parents[2]) -> str:
     """Return the commit of the source that runs, with `+` where the package differs from it.
 
-    Outside a checkout, also where the package is installed below somebody else's: what `git archive` wrote into
-    `.git_archival.txt`, or `unknown`.
+    Outside a checkout of this package, return the commit that `git archive` wrote into `.git_archival.txt`, or `unknown`. An
+    installation below the checkout of another project counts as outside.
 
     Args:
         root: the folder that holds the package.

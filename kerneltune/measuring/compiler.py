@@ -80,7 +80,7 @@ class CompileResult:
 
     @property
     def spill_bytes(self) -> int:
-        """The most that one of the kernels spills, in bytes per thread."""
+        """Return the largest spill of the kernels, in bytes per thread."""
         return max((k.spill_bytes for k in self.kernels), default=0)
 
     @property
@@ -90,14 +90,14 @@ class CompileResult:
 
 
 class PendingCompile:
-    """A job that a pool has been given."""
+    """Hold a job that was submitted to a pool."""
 
     def __init__(self, pool: "CompilePool", job: CompileJob, timeout_s: float) -> None:
         self.pool, self._job, self._timeout_s = pool, job, timeout_s
         self.future = pool.schedule(job, timeout_s)
 
     def result(self) -> CompileResult:
-        """Wait for it. A job whose worker dies is tried once more, alone; a job that hangs or dies again costs only itself."""
+        """Wait for the result. If the worker dies, compile the job again, alone; a second death or a hang is the job's result."""
         try:
             compiled: CompileResult = self.future.result()
             return compiled
@@ -146,8 +146,8 @@ class CompilePool:
             target: target of all jobs.
             workers: number of processes; None for a process per core.
             cores: that the workers may use, None for all.
-            known: known facts, for a pool that inspects and whose kernels are never launched. Such a pool compiles only kernels
-                without facts, AMD code gets no assembly and no line numbers, and the disk cache has a folder of its own.
+            known: known facts, for a pool that inspects kernels and never launches them. An inspecting pool compiles only kernels
+                without facts, makes no binary and no line numbers of AMD code, and keeps its own folder in the disk cache.
         """
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
@@ -193,7 +193,7 @@ class CompilePool:
 
 
 def know_triton() -> None:
-    """Have Triton hash its own files, which takes 0.3 s and is otherwise done for the first kernel of a process."""
+    """Make Triton hash its own files now, which takes 0.3 s and otherwise delays the first kernel of a process."""
     with suppress(ImportError):  # of a version that has it elsewhere: only time is lost
         from triton.runtime.cache import triton_key
 

@@ -1,9 +1,10 @@
-"""Compilations whose result is inspected and never launched: Triton's stages end where the rest is known.
+"""Inspect compiled kernels without launching them, and end a compilation early if its fact is known.
 
-What the compiler said of a kernel, a fact, is known by a digest of everything that decides it: Triton's own IR, the options, the
-target, the versions of triton and assembler. `inspect --renew` writes the facts of a target into a text file, a line per kernel.
-The file's head is a digest of the code that read what compilers wrote. A file that is old, not there, or read by other code costs
-time alone. So does a damaged line, for each has a check of its own. Decides nothing about configs. May import triton.
+A fact is the resources of a compiled kernel. Its key is a digest of all inputs of the compilation: Triton's first IR, the
+options, the target, and the versions of triton and the assembler. `inspect --renew` writes the facts of a target into a text
+file, a line per kernel. The file's first line is a digest of the code that parses the output of the compilers. Each line has a
+checksum. If the file is missing, its digest is old, or a line is damaged, the kernels are compiled again. The module decides
+nothing about configs.
 """
 
 import hashlib
@@ -37,16 +38,16 @@ _CHECK_DIGITS = 8
 
 
 def needs_binary(backend: str) -> bool:
-    """Return whether the assembly alone does not say it all."""
+    """Return whether reading the resources needs the binary besides the assembly."""
     return backend == "cuda"
 
 
 def read(backend: str, binary: bytes, assembly: str) -> tuple[RegisterUsage, tuple[Access, ...]]:
-    """Read what a kernel uses, and how wide it loads and stores.
+    """Read the registers of a kernel, and the widths of its loads and stores.
 
     Args:
         backend: triton's, `cuda` or `hip`.
-        binary: the cubin; may be empty where it is not needed.
+        binary: the cubin; may be empty if `needs_binary` returns false.
         assembly: PTX or amdgcn.
     """
     if needs_binary(backend):
@@ -55,7 +56,7 @@ def read(backend: str, binary: bytes, assembly: str) -> tuple[RegisterUsage, tup
 
 
 def compiled_fact(backend: str, binary: bytes, assembly: str, metadata: Mapping[str, Any], cooperative: bool) -> Fact:
-    """Return the fact of a kernel that compiled to its end: `read`, and what Triton's metadata say."""
+    """Return the fact of a completely compiled kernel, from `read` and Triton's metadata."""
     usage, accesses = read(backend, binary, assembly)
     name, warps, shared = (metadata[value] for value in ("name", "num_warps", "shared"))
     resources = (usage.registers, usage.spill_bytes, shared, usage.scalar_registers, accesses, cooperative, usage.stray_stores)
@@ -75,7 +76,7 @@ _STACK_POINTER = 1
 
 
 def _stray_stores(cubin: bytes) -> int:
-    """Instructions that store the stack pointer, as in `Kernel`."""
+    """Count the instructions that store the stack pointer, see `Kernel`."""
     words = (word for code in _code(cubin) for (word, _) in struct.iter_unpack("<QQ", code[: len(code) // 16 * 16]))
     return sum(word & 0xFFF in _STORES and word >> 32 & 0xFF == _STACK_POINTER for word in words)
 
@@ -91,7 +92,7 @@ def _code(cubin: bytes) -> Iterator[bytes]:
 
 
 def _resources(cubin: bytes) -> str:
-    """Return what the cuobjdump in Triton's package says of a cubin's registers and memory."""
+    """Return the resource report that the cuobjdump in Triton's package prints for a cubin."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -103,10 +104,10 @@ def _resources(cubin: bytes) -> str:
 
 @dataclass(frozen=True)
 class KnownFacts:
-    """Facts of one target by digest.
+    """Hold the facts of a target by digest.
 
     Attributes:
-        refused: there are some that other code read, which are not among them.
+        refused: whether the file exists but was dropped, because different code had parsed its facts.
     """
 
     facts: Mapping[str, Fact]
@@ -119,7 +120,7 @@ class KnownFacts:
 
 
 def line(digest: str, fact: Fact) -> str:
-    """Write one line of a file; `parse` reads it."""
+    """Return the file's line for a fact; `parse` reads the line."""
     kernel = fact.kernel
     accesses = (",".join(f"{a.bits}x{a.count}" for a in kernel.accesses if a.kind == kind) or "-" for kind in ("load", "store"))
     numbers = (kernel.warps, kernel.registers, kernel.spill_bytes, kernel.shared_bytes, kernel.scalar_registers)
@@ -128,10 +129,10 @@ def line(digest: str, fact: Fact) -> str:
 
 
 def parse(text: str) -> tuple[str, Fact]:
-    """Digest and fact of a line.
+    """Return the digest and the fact of a line.
 
     Raises:
-        ValueError: it is not as `line` wrote it.
+        ValueError: the line differs from the line that `line` wrote.
     """
     name, digest, check, values = text.split("\t", 3)
     if check != _check(name, digest, values):
@@ -149,9 +150,9 @@ def shipped() -> Path:
 
 
 def load(folder: Path, target: str) -> KnownFacts:
-    """Load what a folder knows of a target.
+    """Load the facts of a target from a folder.
 
-    Nothing is known of lines that are not as they were written, or that other code read, and nothing without a file.
+    Damaged lines, and lines that different code had parsed, are dropped. Without a file, there are no facts.
     """
     try:
         rows = _file(folder, target).read_text(encoding="utf-8").splitlines()
@@ -173,14 +174,14 @@ def save(folder: Path, target: str, facts: Mapping[str, Fact]) -> None:
     """Write a target's file, its lines sorted by kernel.
 
     Raises:
-        ValueError: it cannot be written; it is as before then.
+        ValueError: the file cannot be written; its old content remains.
     """
     rows = sorted(line(digest, fact) for digest, fact in facts.items())
     replace_text(_file(folder, target), "\n".join([_head(), "\t".join(_COLUMNS), *rows]) + "\n")
 
 
 def reader_digest() -> str:
-    """Return the digest of the code that reads what compilers write."""
+    """Return the digest of the code that parses the output of the compilers."""
     return code_digest((compiled_fact, too_large))
 
 
@@ -207,7 +208,7 @@ def _sha256(text: str) -> str:
 
 
 class Inspecting:
-    """Changes the stages of a compilation so that they end where the rest is known."""
+    """Change the stages of a compilation so that it ends early if its fact is known."""
 
     def __init__(self, known: KnownFacts, backend: str, shared_bytes: int) -> None:
         """backend: triton's; shared_bytes: the most that a program may use."""
@@ -215,15 +216,16 @@ class Inspecting:
 
     @property
     def folder(self) -> str:
-        """Return the folder of its own in Triton's disk cache: no binary is kept there, and facts as this code read them.
+        """Return the folder for inspected kernels in Triton's disk cache: a digest of the known facts, the limit and this code.
 
-        A folder, as Triton 3.6 does not ask a hook what it adds to the key of an entry.
+        The folder holds no binaries. Because Triton 3.6 does not let a hook extend the key of a cache entry, a folder separates
+        the entries.
         """
         of = f"{self.known.check} {self.shared_bytes} {module_digest(__name__)}"
         return f"inspected-{hashlib.sha256(of.encode()).hexdigest()[:_DIGITS]}"
 
     def change(self, backend: Any, stages: Any, options: Any) -> None:
-        """End the stages where the rest is known."""
+        """Replace the stages by stages that end early if the fact is known."""
         names = list(stages)
         made_for = f"{backend.hash()} {_text(options)} {self.shared_bytes}"
         stages[names[0]] = self._identified(stages[names[0]], made_for)
@@ -232,7 +234,7 @@ class Inspecting:
         stages[names[-1]] = self._settled(stages[names[-1]], bool(options.launch_cooperative_grid))
 
     def _identified(self, to_ir: Stage, made_for: str) -> Stage:
-        """Run the first stage, Triton's own IR: all others follow from it and from what it is made for."""
+        """Run the first stage, Triton's first IR, and digest the IR with `made_for`: both together decide all later stages."""
 
         def stage(source: Any, metadata: Any) -> Any:
             module = to_ir(source, metadata)
@@ -267,12 +269,12 @@ class Inspecting:
 
 
 def fact_of(metadata: Any) -> tuple[str, Fact] | None:
-    """Digest and fact of a compiled kernel; None where it was compiled to be launched."""
+    """Return the digest and the fact of a compiled kernel; None for a kernel that was compiled to be launched."""
     return parse(getattr(metadata, FACT)) if hasattr(metadata, FACT) else None
 
 
 def _settle(metadata: Any, fact: Fact) -> None:
-    """Fill in the metadata of a whole compilation, so that nothing is left to be found out."""
+    """Fill in the metadata of a complete compilation, so that Triton can end the compilation here."""
     metadata |= dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
     metadata |= dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
     metadata |= {"shared": fact.kernel.shared_bytes, "num_warps": fact.kernel.warps, "tmem_size": fact.tensor_columns}

@@ -1,6 +1,6 @@
-"""Perturb the outputs of a variant, to test an operator's `compare`: a comparison that accepts what is wrong checks nothing.
+"""Perturb the outputs of a variant, to test an operator's `compare`: a comparison that accepts wrong outputs checks nothing.
 
-Each mutation must be refused on one check case at least. Knows no operator. May import torch.
+`compare` must refuse each mutation on at least a single check case. The module knows no operator.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +13,13 @@ from kerneltune.spec import Case, Op, Outputs, Variant
 
 _MOST_CASES = 8
 _TAIL = 8
-"""The last elements of each row, one in so many, are zeroed."""
+"""The last `1 / _TAIL` of the elements of each row is zeroed."""
 _SCALED = 1.01
 
 
 @dataclass(frozen=True, slots=True)
 class MutationReport:
-    """The mutations of an output that `compare` refused on some case, and those that it accepted on all.
+    """Hold the mutations of an output that `compare` refused on some case, and the mutations that it accepted on all cases.
 
     Attributes:
         is_gross: whether an accepted mutation is no matter of tolerance: one element, one row, a zeroed tail.
@@ -32,12 +32,12 @@ class MutationReport:
 
     @property
     def is_gross(self) -> bool:
-        """Return whether the comparison is wrong: tolerances may be wide, but one wrong element must be found."""
+        """Return whether the comparison is wrong: tolerances may be wide, but a single wrong element must be found."""
         return bool(set(self.accepted) & _GROSS) or not self.refused
 
     @property
     def line(self) -> str:
-        """Say what was refused and what was accepted."""
+        """Name the refused and the accepted mutations in a line."""
         accepted = f"; accepts {', '.join(self.accepted)}" if self.accepted else ""
         return f"{self.op} {self.output}: compare refuses {', '.join(self.refused) or 'nothing'}{accepted}"
 
@@ -56,7 +56,7 @@ def _one_row(values: torch.Tensor) -> torch.Tensor:
 
 
 def _truncated(values: torch.Tensor) -> torch.Tensor:
-    """Return values of which every other one lies a step closer to zero; fp32 loses the bits that bf16 lacks."""
+    """Move every second value a step closer to zero; clear the bits of fp32 values that bf16 lacks."""
     if values.dtype == torch.float32:
         return (values.contiguous().view(torch.int32) & ~0xFFFF).view(torch.float32)
     bits = values.contiguous().view(torch.uint8 if values.dtype.itemsize == 1 else torch.int16).reshape(-1).clone()
@@ -88,7 +88,7 @@ _FLOATING = {"truncation", "scale x 1.01"}
 
 
 def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[MutationReport]:
-    """Perturb each output of a variant on the smaller check cases; return what `compare` made of it.
+    """Perturb each output of a variant on the smaller check cases; report the mutations that `compare` refused and accepted.
 
     Raises:
         CaseError: a case has no inputs or no reference, the variant is wrong as it is, or it has no outputs.
@@ -116,7 +116,7 @@ def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[MutationRepo
 
 
 def _mutated(outputs: Outputs) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Yield each output's name, the name of a mutation and the mutated output, where that differs."""
+    """Yield each output's name, the name of a mutation and the mutated output, if the mutation changed the output."""
     for name, values in outputs.items():
         if not isinstance(values, torch.Tensor) or not values.numel() or values.dtype == torch.bool:
             continue

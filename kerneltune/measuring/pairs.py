@@ -1,7 +1,7 @@
 """Choose and check pairs of config and check case, beside the default config of each case.
 
-First every knob value meets every class of cases: ragged, in each axis, wide, tiny and first. Then
-come the other pairs, shuffled. May import torch.
+First every knob value meets every class of cases: ragged in each axis, wide, tiny, and first. The remaining pairs follow in
+random order.
 """
 
 import dataclasses
@@ -21,24 +21,24 @@ Value = tuple[str, object]
 """A knob and its value."""
 
 _ALIGNMENT = 16
-"""A size that is no multiple of it leaves a tail in vectorized accesses and in tiles."""
+"""A size that is no multiple of `_ALIGNMENT` leaves a tail in vectorized accesses and in tiles."""
 _WIDE = 8
-"""A case is wide if its largest axis is at least the largest of all cases divided by it."""
+"""A case is wide if its largest axis is at least the largest axis of all cases divided by `_WIDE`."""
 
 
 COVERING_S, FURTHER_S = 8.0, 2.0
 """Processor seconds for a variant: the covering pairs end at the first limit, all other pairs begin before the second."""
 _MOST_FAILURES = 3
-"""A variant that fails on so many pairs is not checked on more."""
+"""After this many failed pairs, a variant is not checked on further pairs."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairReport:
-    """The checked pairs of a variant.
+    """Report the checked pairs of a variant.
 
     Attributes:
         label: operator and variant.
-        num_configs, num_cases: distinct configs and cases of the checked pairs, those of the default configs included.
+        num_configs, num_cases: distinct configs and cases of the checked pairs, pairs with the default config included.
         num_pairs, num_possible: checked pairs, and all pairs of a valid config and a supported case.
         unmet: classes of cases that some knob values did not meet within the time limit.
         failures: config, case and reason of each pair that failed.
@@ -63,7 +63,7 @@ class PairReport:
 
 
 class PairChecker:
-    """Checks the pairs of one operator's variants; inputs and reference of a case are made once.
+    """Check the pairs of an operator's variants; inputs and reference of a case are made once.
 
     Args:
         cases: the check cases of the operator.
@@ -114,7 +114,7 @@ class PairChecker:
 def classes(cases: Sequence[Case], cost: Callable[[Case], float]) -> dict[str, list[Case]]:
     """Return the cases of each class, the cheapest first; the class most likely to show a mistake comes first.
 
-    A class that many cases belong to keeps the cheap ones: those of at most twice the least cost.
+    A class with many cases keeps only the cheap cases: cases that cost at most twice as much as the cheapest case.
     """
     with_work = sorted((case for case in cases if _elements(case)), key=cost)
     if not with_work:
@@ -189,7 +189,7 @@ def unmet(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], float
 def _of_class(
     chosen: Sequence[Case], pools: Mapping[Case, Sequence[Config]], configs: Mapping[Case, Sequence[Config]]
 ) -> Iterator[Pair]:
-    """Yield pairs of one class until its cases have met all knob values that they offer, the cases in turns."""
+    """Yield pairs of a class, the cases in turn, until every knob value has met a case of the class that supports the value."""
     met = {value for case in chosen for value in values(configs[case][0])}
     missing = {value for case in chosen for config in pools[case] for value in values(config)} - met
     turns = list(chosen)

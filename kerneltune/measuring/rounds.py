@@ -1,6 +1,6 @@
 """Interleaved, cold-L2, graph-timed samples of callables.
 
-Knows no operator and decides nothing about the numbers. May import torch.
+The module knows no operator and does not interpret the times.
 """
 
 import math
@@ -32,7 +32,7 @@ _MOST_SETS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The way in which a time is taken; part of its identity in records and in the cache."""
+    """Hold the settings of a time measurement; records and the cache identify a time by its policy."""
 
     name: str
     graph: bool
@@ -43,13 +43,13 @@ POLICIES = {p.name: p for p in (Policy("cold", True, True), Policy("hot", True, 
 
 
 def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> int:
-    """Return how many input/output sets make every call find the L2 cold: as many as four times its size hold, and one more.
+    """Return the number of input/output sets with which every call finds the L2 cold.
 
-    No more than half the free memory holds, but never fewer than have four times the L2's size together; one set under the hot
-    policy.
+    The sets hold at least four times the size of the L2, and a further set if it fits. At most half the free memory is used. The
+    hot policy takes a single set.
 
     Raises:
-        ValueError: there is not the memory for these, or they are too many.
+        ValueError: the sets do not fit in half the free memory, or their number exceeds `_MOST_SETS`.
     """
     if not policy.cold:
         return 1
@@ -62,10 +62,10 @@ def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> 
 
 
 class Contender:
-    """Something timed: `calls` calls that walk over `sets` input sets, as one CUDA graph or as eager launches.
+    """Time `calls` calls that walk over `sets` input sets, as a single CUDA graph or as eager launches.
 
-    Outputs of a set live until its next turn, so that outputs rotate as inputs do. `after`, told the number of calls, enqueues
-    what belongs to a sample behind its last call.
+    The outputs of a set live until the next call on the set, so that outputs rotate as inputs do. `after` takes the number of
+    calls and enqueues further work of the sample behind the last call.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Contender:
         return graph
 
     def enqueue(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        """Enqueue one sample between two events."""
+        """Enqueue a sample between two events."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         (self._graph.replay if self._graph else self._walk)()
@@ -112,7 +112,7 @@ class Contender:
         return start, end
 
     def sample_us(self) -> float:
-        """Take one sample: microseconds per call."""
+        """Take a sample; return the microseconds per call."""
         sleep_on_gpu(_QUEUE_AHEAD_CYCLES)
         return self._timed_us()
 
@@ -131,12 +131,13 @@ def interleave(
     seed: int = 0,
     throttled: Callable[[], bool] = lambda: False,
 ) -> dict[str, Samples]:
-    """Time all contenders in every round, in a new random order, until the ratios to the first one are known well.
+    """Time all contenders in every round, in a new random order, until the ratios to the first contender are precise.
+
+    Rounds stop when the interval of every ratio is narrower than ±`half_width`, or at `max_rounds`. A round in which
+    `throttled()` returns true is repeated, at most `max_rounds` times in all.
 
     Returns:
-        One (rounds,) array of microseconds per call for each contender, paired by round. Rounds stop when the interval
-        of every ratio is narrower than ±`half_width`, or at `max_rounds`. A round in which `throttled()` answers true is
-        repeated, at most `max_rounds` times in all.
+        For each contender an array (rounds,) of microseconds per call, paired by round.
     """
     names = list(contenders)
     rng = random.Random(seed)
@@ -162,7 +163,7 @@ def interleave(
 
 
 def throttled() -> bool:
-    """Return whether the GPU says that heat or the power brake slow it down now; false where NVML cannot be asked."""
+    """Return whether NVML reports that heat or the power brake slows the GPU now; false without NVML."""
     import pynvml
 
     try:

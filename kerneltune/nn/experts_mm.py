@@ -1,4 +1,4 @@
-"""Run experts in fp8 as one function, from tokens to the rows of the second product.
+"""Run experts in fp8 in a single function, from tokens to the rows of the second product.
 
     Y = swiglu(X W) V      for every group of rows with its own W and V
 
@@ -25,7 +25,7 @@ from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 
 
 class ExpertWeights(NamedTuple):
-    """Hold the operands of one product that stand for its weight.
+    """Hold the weight of a product, its fp8 cast and its expected magnitudes.
 
     Attributes:
         b_t: (E, K, N) as `fp8_grouped_mm` takes it.
@@ -96,7 +96,7 @@ def fp8_experts_mm_fwd(
     q, q_t = moe_routing.moe_permute_fp8(tokens.q, pairs, offs, places.shape[1])
     w, scale_w, *w_t = given_up[:2] or cast_for_product(up, "tensorwise", True, both=for_x and keep_weights)
     h = fp8_grouped_gemm(q, w, tokens.scale, scale_w, offs, out_dtype=x.dtype)
-    del q, w  # so that the operands of one product at a time are alive, beside the kept tensors
+    del q, w  # so that only the operands of the current product are alive, beside the kept tensors
     v, scale_v, *v_t = given_down[:2] or cast_for_product(down, "tensorwise", True, both=(for_x or for_up) and keep_weights)
     gated = fp8.fp8_swiglu_2d(h, offs, layout="both" if for_down else "row")
     assert gated.q is not None

@@ -58,7 +58,7 @@ def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class KeptWeights(nn.Module):
-    """Hold one weight in fp8, and the largest magnitudes of its last cast.
+    """Hold a weight in fp8, and the largest magnitudes of its last cast.
 
     A module reads the weight by `options`, which torch.compile traces, or by `current`, which also notices that the weight has
     changed. Any thread may call `current`, on any stream: a call waits for the cast under way, and a stream waits for the cast
@@ -87,7 +87,7 @@ class KeptWeights(nn.Module):
         self._seen: tuple[object, ...] = ()
         self._steps = 0
         self._may_be_old = False
-        """Whether a flag on the device may have kept the cast of an older weight than the last weight seen."""
+        """True if a flag `skip` on the device may have kept the cast of an older weight than the last weight seen."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the weights in fp8."""

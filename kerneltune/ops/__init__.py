@@ -1,4 +1,4 @@
-"""The operators: every module here that has `OP` or `OPS`, alone or in a family's folder, and those of other packages.
+"""Find operators: modules here that have `OP` or `OPS`, alone or in a family's folder, and operators of other packages.
 
 Presence in the folder is registration. From outside: the entry-point group `kerneltune.ops` of an installed package, or a
 module or .py file in KERNELTUNE_PLUGINS (which `kerneltune --plugin` extends); each gives `OPS`, a tuple of Op.
@@ -115,7 +115,7 @@ def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
 
 
 def _place(error: BaseException) -> str:
-    """`FILE:LINE: ` of the plug-in's statement that raised; empty where it was the import itself."""
+    """`FILE:LINE: ` of the plug-in's statement that raised; empty if the import itself raised."""
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen ")]
     last = next((frame for frame in reversed(ours) if frame.filename != __file__), None)
     return f"{Path(last.filename).name}:{last.lineno}: " if last and "importlib" not in Path(last.filename).parts else ""

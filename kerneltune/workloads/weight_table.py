@@ -82,7 +82,7 @@ def _shape(record: Record) -> tuple[object, ...]:
 
 
 def crossover(rows: Sequence[WeightRow], name: str) -> str:
-    """Return from which tokens on `fp8`, `fp16` or `peer` is faster than int4 in rows of one layer, in words."""
+    """Describe the number of tokens from which on `fp8`, `fp16` or `peer` is faster than int4 in the rows of a layer."""
     found = [(row["n"], row["int4_us"], other) for row in rows if (other := row[f"{name}_us"]) is not None]
     if not found:
         return f"{name} not timed"
@@ -115,7 +115,7 @@ def _table(rows: Sequence[WeightRow], title: str) -> Table:
 
 
 def _means(rows: Sequence[WeightRow]) -> list[str]:
-    """Return for each kind of others a line over few tokens, and one for every number of tokens where there are several."""
+    """Return for each kind of peer a line over few tokens, and a line per number of tokens if several numbers were timed."""
     lines = []
     for name, said in (("peer", "the fastest of int4 peers"), ("fp8", "torch's fp8"), ("fp16", "torch's fp16")):
         found = [(row["n"], r) for row in rows if (r := row[f"times_{name}"]) is not None]

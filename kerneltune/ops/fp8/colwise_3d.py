@@ -58,7 +58,7 @@ def fp8_colwise_3d(
         fp8_format: as in `fp8_rowwise_2d`, and so are pow2, inverse and config.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
-        out: tensors that the results are written to, in place of new ones.
+        out: tensors that receive the results, in place of new tensors.
         config: None takes the best known config.
 
     Returns:

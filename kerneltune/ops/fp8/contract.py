@@ -220,7 +220,7 @@ def check_weights(name: str, w: torch.Tensor) -> None:
 
 
 def check_offs(offs: torch.Tensor, M: int, device: torch.device) -> None:
-    """Check group ends (G,) int32: on the device, contiguous, at least one.
+    """Check group ends (G,) int32: on the device, contiguous, at least one group.
 
     Under TRITON_DEBUG=1 the device asserts that they are ends within M rows.
 

@@ -59,7 +59,7 @@ def fp8_group_colwise_dual(
         config: None takes the best known config.
 
     Returns:
-        q and scales of x1, and those of x2, each as `fp8_group_colwise` returns them.
+        q and scales of x1, then q and scales of x2, each pair as `fp8_group_colwise` returns it.
 
     Raises:
         ValueError: a wrong shape, stride, dtype, device or value, which it names.

@@ -44,7 +44,7 @@ class RowConfig:
 
 
 def space(case: Case) -> Space:
-    """Offer loads from an eighth of a row to a whole row; up to four rows, more where they are short."""
+    """Offer loads from an eighth of a row to a whole row; up to four rows, or more rows if rows are short."""
     K = case["K"]
     whole = next_power_of_2(K)
     most = 8192 if whole > 16384 else 4096

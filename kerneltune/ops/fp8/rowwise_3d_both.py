@@ -168,7 +168,7 @@ def fp8_rowwise_3d_both(
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
-        out: tensors that the results are written to, in place of new ones.
+        out: tensors that receive the results, in place of new tensors.
         config: None takes the best known config.
 
     Raises:

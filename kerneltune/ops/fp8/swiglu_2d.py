@@ -106,7 +106,7 @@ def compare_cast(offs: torch.Tensor, outputs: Outputs, y: torch.Tensor, slack: t
 
 
 def _compare_columns(outputs: Outputs, offs: torch.Tensor) -> list[str]:
-    """Compare the bytes of aligned groups with those of the rows, zeros behind each up to a multiple of the alignment."""
+    """Compare the bytes of each aligned group with the bytes of its rows, then zeros up to a multiple of the alignment."""
     q, q_t = outputs["q"].view(torch.uint8), outputs["q_t"].t().view(torch.uint8).t()
     for group, ((start, end), to) in enumerate(zip(bounds(offs), aligned_starts(offs).tolist(), strict=True)):
         stop = to + cdiv(end - start, GROUP_ALIGNMENT) * GROUP_ALIGNMENT

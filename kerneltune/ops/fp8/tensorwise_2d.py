@@ -98,7 +98,7 @@ class SegmentOutput(NamedTuple):
 
 
 def quantized(x: torch.Tensor, inputs: Inputs) -> Pair:
-    """Cast one segment (rows, columns), made finite, under the inputs' options; return the cast and its scale (1,)."""
+    """Cast a segment (rows, columns), made finite, under the inputs' options; return the cast and its scale (1,)."""
     q, scale = contract.quantized(torch.nan_to_num(x).reshape(1, -1), 1, inputs)
     return q.view(x.shape), scale.view(1)
 
@@ -110,7 +110,7 @@ def in_layout(inputs: Inputs, q: torch.Tensor, q_t: torch.Tensor, scale: torch.T
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Cast one segment."""
+    """Cast a segment."""
     q, scale = quantized(inputs["x"], inputs)
     return in_layout(inputs, q, q, scale)
 
@@ -168,8 +168,8 @@ def fp8_tensorwise_2d(
         inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
         offs: (G,) int32, where groups of rows end, not decreasing, at most M. The scale is made of the rows of groups, and q_t
         holds
-            aligned groups, for `fp8_grouped_gemm(aligned=True)`. Rows behind the last group are not written. Where they are in
-            disorder results are undefined, and nothing outside the tensors is read or written.
+            aligned groups, for `fp8_grouped_gemm(aligned=True)`. Rows behind the last group are not written. If offs
+            decreases or exceeds M, results are undefined, but nothing outside the tensors is read or written.
         config: None takes the best known config.
 
     Returns:
@@ -214,10 +214,10 @@ def fp8_delayed_2d(
         x: (M, K) as in `fp8_tensorwise_2d`.
         offs: (G,) int32, as there.
         scale: (1,) fp32, multiplies before the cast.
-        amax: (1,) fp32, raised to the largest magnitude in the groups; to NaN or infinity where there is any.
+        amax: (1,) fp32, raised to the largest magnitude in the groups; to NaN or infinity if an element is NaN or infinity.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         layout: `row`, `col` or `both`.
-        config: None takes that of `fp8_tensorwise_2d`.
+        config: None takes the config of `fp8_tensorwise_2d`.
 
     Returns:
         What `fp8_tensorwise_2d` returns with offs; its scale is 1 / scale.

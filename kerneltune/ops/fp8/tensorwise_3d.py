@@ -63,7 +63,7 @@ def fp8_tensorwise_3d(
         amax: (E,) fp32, the largest magnitudes expected, 0 where nothing is known; the largest found take their place. The
             results do not depend on it: where a scale comes out as expected, no tile of the expert is cast twice. Without pow2
             it is left alone.
-        out: tensors that the results are written to, in place of new ones.
+        out: tensors that receive the results, in place of new tensors.
         config: None takes the best known config.
 
     Returns:

@@ -31,7 +31,7 @@ class GemmConfig:
         backend: `triton`, or `cutlass` for torch's own kernel, which ignores the other knobs.
         rows: of a tile.
         cols: of a tile.
-        depth: of one step of the contraction.
+        depth: of a step of the contraction.
         warps: of a program.
         stages: depth of the load pipeline.
         ctas: programs per SM.

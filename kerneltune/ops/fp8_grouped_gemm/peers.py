@@ -1,6 +1,7 @@
-"""torch's own grouped products: the CUTLASS kernel of fp8, which is the baseline, and that of bfloat16.
+"""Run torch's grouped products: the CUTLASS kernel of fp8, which is the baseline, and the CUTLASS kernel of bfloat16.
 
-Neither exists on the CPU. There `_emulated` stands for the first, so that what surrounds it can be checked; it is never timed.
+Neither kernel exists on the CPU. There `_emulated` replaces the fp8 kernel, so that the surrounding code can be checked.
+`_emulated` is never timed.
 """
 
 import torch

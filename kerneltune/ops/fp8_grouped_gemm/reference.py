@@ -115,7 +115,7 @@ def _product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     x, y = a.float() * scale_a, b.float() * scale_b
     steps = math.ceil(x.shape[1] / 32)
-    size = x.norm(dim=1)[:, None] * y.norm(dim=0) / max(1, x.shape[1]) ** 0.5  # as large as sums of such numbers are
+    size = x.norm(dim=1)[:, None] * y.norm(dim=0) / max(1, x.shape[1]) ** 0.5  # typical size of a sum of the products
     return (x @ y).to(dtype), (4 * _FAST_BITS * steps * size).bfloat16()
 
 

@@ -16,7 +16,7 @@ def from_gptq(
     """Read GPTQ's plain packing.
 
     qweight (K / 8, M) int32: a word has eight k of a row, the first in the lowest bits. qzeros (K / group, M / 8) int32: zero
-    points of eight rows less one, or None for 8. scales (K / group, M).
+    points of eight rows, each minus 1, or None if all zero points are 8. scales (K / group, M).
 
     Args:
         g_idx: (K,) the group of every k, where the checkpoint has it. Groups must be of consecutive k, as they are without

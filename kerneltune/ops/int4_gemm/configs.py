@@ -15,8 +15,9 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Option, Space
 
 BANDS = {"N": (8, 16, 32)}
-"""Of 32 and 64 tokens a config for half or twice as many took 1.10 to 1.45 times as long as the default in 15 of 16 cases, 0.95
-times in one (H200, trials of `tune weight_only --case '*-n32' --case '*-n64'`, 2026-11-22, commits 5ec71b3 to 244df5b)."""
+"""At 32 and 64 tokens, a config for half or twice as many tokens took 1.10 to 1.45 times as long as the default in 15 of 16
+cases, and 0.95 times as long in the sixteenth case (H200, trials of `tune weight_only --case '*-n32' --case '*-n64'`, 2026-11-22,
+commits 5ec71b3 to 244df5b)."""
 FREE_OPTIONS = ("group", "zeros", "bias")
 """Zero points and bias add little to a tile. A config takes as long for groups of 128 as for groups of 64, within 7 % (H200,
 weight_only's records, 2026-11-22). `valid` refuses what lacks registers."""
@@ -32,7 +33,7 @@ _MOST_PROGRAMS = 1024
 _HALF_THE_REGISTERS = 128
 """Registers per thread with which two programs of eight warps fit on an SM."""
 _WARPGROUPS_AT_ONCE = 4 * _SMS
-"""Warpgroups of such programs that the chip holds."""
+"""Warpgroups on the chip if every SM holds two programs of eight warps."""
 _ROWS_OF_WARPGROUP = 64
 """Rows of w that wgmma takes as its first operand."""
 
@@ -46,8 +47,8 @@ class Int4Config:
         rows: of w per warp, 64 or 32; per warpgroup 64.
         along: warps that share the k of a program.
         splits: programs that share a row of w.
-        prefetch: ask L2 for x and w while the previous kernel on the stream still runs, if it lets the next one begin, as this
-            kernel does; all reads come after its end.
+        prefetch: ask L2 for x and w while the previous kernel on the stream still runs, if the previous kernel lets the
+            next kernel begin early, as this kernel does; all reads come after the end of the previous kernel.
         blocks: of 64 rows of w per program, whose warps read the same x at the same time.
         warpgroup: multiply by wgmma, four warps together that read x from shared memory, instead of each warp by mma.sync.
     """
@@ -299,8 +300,8 @@ def _length(sizes: _Sizes, config: Int4Config) -> float:
 def _length_of_warps(programs: int, depth: int, along: int, splits: int, tokens: int, together: int) -> float:
     """Estimate the time of single warps, in blocks of k of a warp.
 
-    It sums the waves of programs, the loss between two waves, half as much if another program has the other half of the SM, the
-    time of parts, and the time to wait for other programs' parts and for those of eight warps.
+    The estimate sums the waves of programs, the loss between two waves, the time of parts, and the time to wait for the parts of
+    other programs and of eight warps. The loss between two waves is half as long if another program has the other half of the SM.
 
     Args:
         depth: blocks of k.
@@ -333,7 +334,7 @@ def most_registers(config: Int4Config) -> int | None:
 
 
 def is_paired(config: Int4Config) -> bool:
-    """Return whether two programs of eight warps can have the registers that they need on one SM."""
+    """Return whether the registers of two programs of eight warps fit on an SM."""
     return config.rows == 32 and config.tokens <= 16
 
 

@@ -1,7 +1,7 @@
 """Weights of four bits: the layout that `int4_gemm` reads, and codes of 16-bit weights.
 
-Codes q are 0 … 15; a weight is (q - z) s with one scale s, and one zero point z, per row and group of consecutive k; z is 8
-where no zero points are given. Launches nothing of its own.
+Codes q are 0 … 15; a weight is (q - z) s with a scale s and a zero point z per row and group of consecutive k; z is 8
+if no zero points are given. Launches nothing of its own.
 """
 
 from typing import NamedTuple

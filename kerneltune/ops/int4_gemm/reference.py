@@ -25,7 +25,7 @@ _FP8_UNIT = 2.0**-4
 
 
 class Forms:
-    """The weights of an input set in other layouts. A layout is made at its first use, outside of what is timed."""
+    """The weights of an input set in other layouts. A layout is made at its first use, which is not timed."""
 
     def __init__(self, weight: Int4Weight) -> None:
         self.weight = weight

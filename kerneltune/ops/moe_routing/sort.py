@@ -70,7 +70,7 @@ def moe_sort(ids: torch.Tensor, num_experts: int) -> SortedPairs:
     """Sort the pairs of a router by expert, stably, in three launches; the host waits for nothing, and graphs can capture it.
 
     Args:
-        ids: (T, K) int32 or int64, contiguous, the experts of each token; one outside [0, num_experts) is no expert.
+        ids: (T, K) int32 or int64, contiguous, the experts of each token; an id outside [0, num_experts) is no expert.
         num_experts: E, 1 to 1024.
 
     Raises:

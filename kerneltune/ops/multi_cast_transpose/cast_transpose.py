@@ -144,7 +144,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare every byte of casts and transposes, every amax, and scale_inv to one rounding; return a line per wrong output."""
+    """Compare every byte of casts and transposes, every amax, and scale_inv to a rounding; return a line per wrong output."""
     errors = close("scale_inv", outputs["scale_inv"], expected["scale_inv"], rtol=1e-7, atol=0.0)
     errors += same_bits("amaxes", inputs["amaxes"], expected["amaxes"])
     for i in range(expected["amaxes"].shape[0]):
@@ -228,10 +228,10 @@ def multi_cast_transpose(
 ) -> MultiCast:
     """Cast any number of matrices to fp8, saturating, and transpose the casts; NaN stays NaN.
 
-    Matrices whose sizes and addresses are multiples of 16 share a launch, all other matrices a second one.
+    Matrices whose sizes and addresses are multiples of 16 share a launch; all other matrices share a second launch.
 
     Args:
-        xs: T contiguous matrices (M_t, N_t) of one dtype, bf16, fp16 or fp32, on one device; shapes may differ.
+        xs: T contiguous matrices (M_t, N_t) of the same dtype, bf16, fp16 or fp32, on the same device; shapes may differ.
         scales: (T,) fp32, multiply before the cast.
         amaxes: (T,) fp32 ≥ 0, raised to max |x_t| before scaling; never cleared; NaN is passed over.
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.

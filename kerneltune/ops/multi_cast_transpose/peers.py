@@ -10,7 +10,7 @@ from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
 from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 _MOST_COMPILED = 64
-"""Weights of one compiled function: torch.compile unrolls the loop over them."""
+"""Weights per compiled function, because torch.compile unrolls the loop over the weights."""
 
 
 def _cast_all(scales: torch.Tensor, amaxes: torch.Tensor, *weights_and_dtype: Any) -> tuple[Any, ...]:

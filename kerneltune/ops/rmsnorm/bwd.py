@@ -1,4 +1,4 @@
-"""RMSNorm backward: dx and dγ from one read of dz and x. Formula: contract.py."""
+"""Compute dx and dγ of RMSNorm's backward pass, and read dz and x once. Formula: contract.py."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ class BwdConfig(Tiles):
     def sum_rows(self, itemsize: int) -> int:
         """Return how many rows a program's sums for dγ have: as many as its warps load at once.
 
-        A thread holds every such row of its columns, so that the sum over them moves nothing. It is 1 if the warps lie side by
-        side along a row.
+        A thread holds all of these rows in its columns, so that the sum over the rows moves no data. The number is 1 if the warps
+        lie side by side along a row.
         """
         return min(self.rows, max(1, _WARP_BYTES * self.warps // (self.cols * itemsize)))
 
@@ -177,7 +177,7 @@ def rmsnorm_bwd(
     """Compute dx (M, N) and dgamma (N,) of `rmsnorm_fwd` without quantization; the same bits in every run of one config.
 
     Args:
-        dz: (M, N), the gradient of y; copied where it is not contiguous, as x.
+        dz: (M, N), the gradient of y; dz and x are copied if they are not contiguous.
         x: (M, N) of dz's dtype.
         rsigma: (M,) fp32, as the forward returned it.
         weight: (N,), dtype of x or fp32, or None, as in the forward.

@@ -58,8 +58,8 @@ class FwdConfig(Tiles):
     """Config of the forward pass: `Tiles`, and a knob.
 
     Attributes:
-        reload: read x once more, from L2, instead of holding it. With stages over 1 and no loop, one load less than stages is
-            held, and the others are read that many ahead.
+        reload: read x once more, from L2, instead of holding it. With stages over 1 and no loop, `stages - 1` loads are held,
+            and all other loads are read `stages - 1` loads ahead.
     """
 
     reload: bool
@@ -120,7 +120,7 @@ def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
 
     H200, 2026-11-22: wide programs, two per SM, that load 8 elements per thread won at long rows.
     """
-    registers = 2 * ITEMSIZE[case.dtype] * (c.stages + 2)  # of what is held, the load ahead and the weight
+    registers = 2 * ITEMSIZE[case.dtype] * (c.stages + 2)  # of the held elements, the load ahead and the weight
     if case["N"] <= LONG:
         return f"rows of at most {LONG} are held or read again as a whole"
     if c.stages > loads:

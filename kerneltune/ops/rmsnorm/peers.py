@@ -82,13 +82,13 @@ def _torch_fwd(mode: str, inputs: Inputs, _config: None) -> Outputs:
 
 
 def _torch_bwd(mode: str, inputs: Inputs, _config: None) -> Outputs:
-    """Compute dx and dγ in one function, as in `_torch_fwd`."""
+    """Compute dx and dγ in a single function, as in `_torch_fwd`."""
     tensors = (inputs["dz"], inputs.get("dtotal"), _normed(inputs), inputs["rsigma"], inputs["weight"])
     return dict(zip(("dx", "dgamma"), call(_bwd_formula, mode, tensors, inputs["zero_centered"]), strict=False))
 
 
 def _normed(inputs: Inputs) -> torch.Tensor:
-    """Return what the forward normalized."""
+    """Return the tensor that the forward pass normalized."""
     x: torch.Tensor = inputs["total"] if "dtotal" in inputs else inputs["x"]
     return x
 

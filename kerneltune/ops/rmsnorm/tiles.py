@@ -18,7 +18,7 @@ REGISTERS = 65536
 """Registers of an SM."""
 
 SHARING = 2
-"""Programs that share an SM's registers where they hold a part of a row: while one program waits for its sum, the other reads."""
+"""Programs that share an SM's registers if they hold parts of rows: a program reads while the other program waits for its sum."""
 
 LONG = 16384
 """Elements of a row beyond which a program may hold a part of it."""

@@ -168,7 +168,7 @@ def _cast_rows(
 
     Rows of x lie `stride` words apart. WHOLE: height is a multiple of STEP.
 
-    A tile is (ABREAST, STEP / ABREAST, COLS): Triton gives its warps COLS first and then what lies ABREAST, so that a thread
+    A tile is (ABREAST, STEP / ABREAST, COLS): Triton spreads warps over COLS first and then over ABREAST, so that a thread
     holds all STEP / ABREAST rows of a word and finds the larger of them alone.
     """
     C: tl.constexpr = K // PAIRS

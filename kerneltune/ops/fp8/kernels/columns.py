@@ -323,7 +323,7 @@ def _cast_transpose_groups(
         xs_next = _load_quads(x_ptr, x2_ptr, next_at, MATRICES, TILE, EVEN, EVEN_ROWS, JAGGED, RELOAD)
         if PHASE != 2:
             _publish_stripe(xs_next, ws_ptr, next_at[0] * STRIPES + next_at[1], counters, tag, next_at[5] > 0, TILE)
-        if PHASE != 1 and at[5] > 0:  # in a branch, out of which no pipeline loads the magnitudes before the wait for them
+        if PHASE != 1 and at[5] > 0:  # Triton's pipelining moves no load of the magnitudes out of this branch
             index = at[0] * STRIPES + at[1]
             if RELOAD:  # here, not above, where a pipeline would bring it in the layout of the store, half by half
                 xs = _load_quads(x_ptr, x2_ptr, at, MATRICES, TILE, EVEN, EVEN_ROWS, JAGGED, False)

@@ -2,7 +2,8 @@
 
 `cast_early` casts every tile by the largest magnitude of its segment that was published until then, its own included: before the
 scale of the segment is known. Most tiles see the binade of the segment's largest element, so that their scale is right. The k-th
-tile to arrive sees another binade only if none of the first k tiles has an element of that one, and none of it was expected.
+tile to arrive sees another binade only if none of the first k tiles has an element of the segment's binade, and the expected
+magnitude lies in another binade, too.
 `cast_again`, the second launch, knows the largest magnitude and repeats the tiles that were cast by another scale. Scales and
 bytes equal the results of two passes, for any expected magnitude and any order in which tiles arrive. No program spins.
 """

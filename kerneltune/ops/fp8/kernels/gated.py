@@ -2,7 +2,7 @@
 
 `gate_early` computes every tile and casts it by the largest magnitude that was published until then. `gate_again` knows the
 largest magnitude of all, and computes and casts once more the tiles that were cast by another scale. A value is computed in fp32,
-rounded to the operand's type, and then cast, so that the bytes equal those of two launches. Memory is read once.
+rounded to the operand's type, and then cast, so that the bytes equal the bytes of two launches. Memory is read once.
 """
 
 from typing import TYPE_CHECKING, Any

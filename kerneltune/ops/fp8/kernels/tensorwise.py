@@ -1,9 +1,9 @@
 """Quantize segments of rows with one scale each, reading twice: make finite and take amax, then make finite, scale and cast.
 
 A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; no tile has rows of two
-segments. The first launch leaves the largest magnitudes in a workspace, the second walks the tiles in reverse, so that it finds
-the end of what the first has read in L2, and closes the launch. 16-bit elements come in PAIRS, as int32: made finite and cast two
-by two, and rows of four bytes transposed with byte permutes.
+segments. The first launch leaves the largest magnitudes in a workspace. The second launch walks the tiles in reverse, because L2
+still holds the tiles that the first launch read last, and closes the launch. 16-bit elements come in PAIRS, as int32: made finite
+and cast two by two, and rows of four bytes transposed with byte permutes.
 """
 
 from dataclasses import dataclass
@@ -180,13 +180,13 @@ def finite_tile(x0, x1, x2, x3, TILE: tl.constexpr):
 
 @triton.jit
 def segment_of(group, ONE: tl.constexpr):
-    """Return the scale of a group; ONE: all groups share the first."""
+    """Return the scale of a group; if `ONE`, all groups share the first scale."""
     return group * 0 if ONE else group
 
 
 @triton.jit
 def without_rows(offs_ptr, group, rows, G, ONE: tl.constexpr):
-    """Return whether a segment has no rows: a group or, with ONE, the union of all groups."""
+    """Return whether a segment has no rows: a group or, if `ONE`, the union of all groups."""
     start, end = group_bounds(offs_ptr, group, rows)
     if ONE:
         end = tl.minimum(load_constant(offs_ptr + G - 1), rows)

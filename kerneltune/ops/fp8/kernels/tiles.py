@@ -49,7 +49,7 @@ class Groups(Constants):
     Attributes:
         jagged: whether groups are token groups, which end at `offs`; else all groups have the same number of rows.
         alignment: the multiple of rows at which a token group begins in the transpose; 0 where groups follow each other.
-        one: whether all groups share one scale.
+        one: whether all groups share a scale.
         log2: questions that find a group among all groups.
         even: whether the rows of each group are a multiple of a tile's rows.
     """

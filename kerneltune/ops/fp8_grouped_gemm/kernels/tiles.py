@@ -240,7 +240,7 @@ def _epilogue(
 
 @triton.jit
 def _columns(x_ptr, start, size, rows, stride, HEIGHT: tl.constexpr, BK: tl.constexpr):
-    """Describe the columns [start, start + size) of x by a descriptor, of which a load reads 0 beside them."""
+    """Describe the columns [start, start + size) of x by a descriptor; its loads read 0 outside of these columns."""
     return tl.make_tensor_descriptor(x_ptr + start, [rows, size], [wide(stride), 1], [HEIGHT, BK])
 
 

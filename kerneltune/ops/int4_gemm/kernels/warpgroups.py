@@ -3,9 +3,9 @@
 A warp has sixteen rows of w, the warpgroup of a block its 64, and all warps of a program read one tile of x from shared memory,
 half a block of k at a time. Of sixteen k that are multiplied at once a lane holds two neighbours and the two that are eight
 further on, and the packed layout gives it eight neighbours: so x is put into the order of the codes on its way to shared memory.
-An SM has room for sixteen such warps with 32 tokens, and for eight warps of `warps`. Both tiles of x of a step are stored
-before the first is read, so that a step has two barriers. So it is with Triton 3.6; 3.7.1 moves the elements of w and the scales
-through shared memory, too, with six barriers to a step.
+With 32 tokens, an SM has room for sixteen warps of this kernel, but only for eight warps of `warps`. Both tiles of x of a step
+are stored before the first is read, so that a step has two barriers. So it is with Triton 3.6; 3.7.1 moves the elements of w and
+the scales through shared memory, too, with six barriers to a step.
 
 ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the next
 codes become elements, and all configs must multiply whole numbers exactly before they are timed.

@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.tl_lib import wide
 
 @triton.jit
 def _place(places_ptr, tokens, T, M, choice, K: tl.constexpr):
-    """Return the row of each token's choice, and whether there is one."""
+    """Return the row of each token's choice, and whether the choice has a row."""
     place = tl.load(places_ptr + tokens * K + choice, mask=tokens < T, other=-1)
     return place, (place >= 0) & (place < M)
 

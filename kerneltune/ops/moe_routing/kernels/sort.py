@@ -27,7 +27,7 @@ def count_pairs(ids_ptr, counts_ptr, pairs, E: tl.constexpr, EXPERTS: tl.constex
 
 @triton.jit
 def sum_blocks(counts_ptr, totals_ptr, blocks, E: tl.constexpr, BLOCKS: tl.constexpr):
-    """Replace an expert's counts by those of all earlier blocks, and write its total; one program per expert."""
+    """Replace each count of an expert by the sum over all earlier blocks, and write its total; one program per expert."""
     expert = tl.program_id(0)
     at = tl.arange(0, BLOCKS)
     found = tl.load(counts_ptr + at * E + expert, mask=at < blocks, other=0)

@@ -32,7 +32,7 @@ def cast_transpose_all(
     fp8_format: str,
     c: "MultiCastConfig",
 ) -> None:
-    """Launch once for all matrices whose sizes and addresses are multiples of 16, and once for all others."""
+    """Launch once for all matrices whose sizes and addresses are multiples of 16, and once for all other matrices."""
     tensors = [(*_addresses(x, q, qt), *x.shape, i) for i, (x, q, qt) in enumerate(zip(xs, casts, transposes, strict=True))]
     whole = tuple(t for t in tensors if t[3] * t[4] and not _is_odd(t))
     odd = tuple(t for t in tensors if t[3] * t[4] and _is_odd(t))

@@ -1,7 +1,7 @@
 """The published designs: `baseline`, what TransformerEngine's Triton RMSNorm did, and `pr593`, what its pull request 593 merged.
 
 Source: ROCm/TransformerEngine pull request 593; written anew from its contract. One kernel serves both, told apart by
-constexprs: gamma hoisted out of the row loop, the transpose written by the norm kernel itself or by a tiled second one, the
+constexprs: gamma hoisted out of the row loop, the transpose written by the norm kernel itself or by a tiled second kernel, the
 backward's warps and reduce tile tuned, dγ of a single row of partials written at once.
 
 Differences from the published code: 1 / N is hoisted with gamma alone, elsewhere a sum is divided by N; c = r² s / N is one value

@@ -1,4 +1,4 @@
-"""Backward kernels of RMSNorm: dx and dγ from one read of dz and x.
+"""Compute dx and dγ of RMSNorm's backward pass, and read dz and x once.
 
 Because a loop holds each 16-bit value in a register of its own, 16-bit values are loaded in PAIRS, as int32.
 """

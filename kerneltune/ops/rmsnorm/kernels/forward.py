@@ -230,8 +230,8 @@ def _rmsnorm_fwd_once(
 ):  # fmt: skip
     """Write y = x * rsqrt(mean(x²) + eps) * g, a program for every ROWS rows.
 
-    g_ptr None: g is 1. add_ptr: a matrix that is added to x first; sum_ptr: where the sum goes; or both None. The options
-    are those of `whole_rows`.
+    g_ptr None: g is 1. add_ptr: a matrix that is added to x first; sum_ptr: where the sum goes; or both None. `whole_rows`
+    has the same options.
     """
     whole_rows(
         tl.program_id(0), x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,

@@ -100,7 +100,7 @@ def load_chunk(x_rows, c, lanes, left, N: tl.constexpr, ROWS: tl.constexpr, COLS
 
 @triton.jit
 def load_gamma(g_ptr, cols, N):
-    """Load the weight as stored, or ones without a weight; load it before the sums that it has to wait for."""
+    """Load the weight as stored, or the value 1 without a weight; load it before the sums that it has to wait for."""
     if g_ptr is None:
         return tl.full((1,), 1.0, tl.float32)
     else:
@@ -175,7 +175,7 @@ def whole_rows(
     x_ptr, g_ptr, add_ptr, sum_ptr, y_ptr, rsigma_ptr, scale_ptr, amax_ptr, scale_inv_ptr,
     M, N: tl.constexpr, stride_xm, stride_am, eps, OUTPUT: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows of a tile of y: add up the squares of what is held, then scale and store it, load by load."""
+    """Write the rows of a tile of y: add up the squares of the held elements, then scale and store them load by load."""
     ROWS: tl.constexpr = WHOLE.rows
     COLS: tl.constexpr = WHOLE.cols
     HELD: tl.constexpr = WHOLE.held

@@ -1,4 +1,4 @@
-"""Write the gradients of both halves of a row of SwiGLU's operand from one load of each value."""
+"""Write the gradients of both halves of a row of SwiGLU's operand, and load each value once."""
 
 import triton
 import triton.language as tl
