@@ -127,7 +127,7 @@ def forget() -> None:
         remembered.cache_clear()
 
 
-class _File(Versioned):
+class _RuleFile(Versioned):
     """A file of rules."""
 
     op: str
@@ -141,7 +141,7 @@ def loads(text: str, op: str, device: str) -> tuple[Rule, ...]:
     Raises:
         ValueError: one line naming the field and the mistake.
     """
-    return decode_versioned(text, _File, SCHEMA, op=op, device=device).rules
+    return decode_versioned(text, _RuleFile, SCHEMA, op=op, device=device).rules
 
 
 def dumps(op: str, device: str, rules: Sequence[Rule], fitted: Mapping[str, Any]) -> str:

@@ -73,7 +73,7 @@ class _EntryRow(msgspec.Struct, forbid_unknown_fields=True):
     evidence: dict[str, Any]
 
 
-class _File(Versioned):
+class _ConfigFile(Versioned):
     """Hold the fields of a file of the cache."""
 
     op: str
@@ -305,7 +305,7 @@ def _read(path: Path) -> list[msgspec.Raw]:
     """Return the raw entries of a file."""
     data = _NO_NUMBER.sub(b"null", read_bytes(path, _LARGEST_BYTES))
     try:
-        return decode_versioned(data, _File, SCHEMA, op=path.stem, device=path.parent.name).entries
+        return decode_versioned(data, _ConfigFile, SCHEMA, op=path.stem, device=path.parent.name).entries
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

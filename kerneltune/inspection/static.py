@@ -71,7 +71,7 @@ class StaticVerdict:
     exit_code: int = PASS
 
 
-class _File(Versioned):
+class _StaticFile(Versioned):
     triton: str
     rows: list[StaticRow]
 
@@ -95,7 +95,7 @@ def load(path: Path) -> Survey:
     """
     data = read_bytes(path)
     try:
-        stored = decode_versioned(data, _File, SCHEMA)
+        stored = decode_versioned(data, _StaticFile, SCHEMA)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return Survey(stored.triton, tuple(stored.rows))
