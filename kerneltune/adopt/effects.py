@@ -8,6 +8,7 @@ import torch
 from kerneltune.adopt.arguments import is_descriptor, joined, torch_dtype
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.replay import Launch, LaunchEffects, ReplayError, grid_of, live_arguments, live_kernel
+from kerneltune.kernel_lib.agreement import within_a_step
 
 
 def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
@@ -175,6 +176,8 @@ def _tensors(named: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 _NOISE_FACTOR = 4.0
 _ROUNDINGS = 1.0
 _LARGEST_ROUNDINGS = 8.0
+_CANCELLED = 2.0**-10
+"""Difference of fp8 results, as a share of the largest, that may be several steps: a step near zero is far smaller."""
 _LEAST_EPSILON = 2.0**-14
 """The least tolerance of float32 results: products in TF32 and sums in another order differ by more than float32 rounds."""
 
@@ -182,14 +185,16 @@ _LEAST_EPSILON = 2.0**-14
 def disagreement(expected: torch.Tensor, found: torch.Tensor, noise: float, captured: LaunchClass) -> str:
     """Return how far two results differ beyond noise and rounding; empty if they agree.
 
-    The coarsest element type among the kernel's floating-point arguments decides the rounding, because configs that sum in
-    another order differ by as much.
+    Results in fp8 may be a single step off, few of them and to both sides. For other results, the coarsest element type among
+    the kernel's floating-point arguments decides the rounding, because configs that sum in another order differ by as much.
     """
     if not (expected.is_floating_point() or expected.is_complex()):
         wrong = int((expected != found).sum())
         return f"{wrong} of {expected.numel()} whole numbers differ" if wrong and not noise else ""
     if other := int((torch.isnan(expected.float()) != torch.isnan(found.float())).sum()):
         return f"NaN in other places: {other} of {expected.numel()} elements"
+    if expected.element_size() == 1 and expected.numel() and not noise:
+        return "; ".join(within_a_step("fp8", _without_cancelled(expected, found), expected))
     rms, largest = difference(expected, found)
     epsilon = _epsilon(expected, captured)
     allowed = max(_NOISE_FACTOR * noise, _ROUNDINGS * epsilon)
@@ -199,6 +204,13 @@ def disagreement(expected: torch.Tensor, found: torch.Tensor, noise: float, capt
     return (
         f"differs by {rms:.2e} (root mean square, allowed {allowed:.2e}), at most {largest:.2e} (allowed {allowed_largest:.2e})"
     )
+
+
+def _without_cancelled(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """Return fp8 results with the expected value where both lie so close to zero that a sum in another order explains them."""
+    a, b = expected.float(), found.float()
+    near = (a - b).abs() <= _CANCELLED * a.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    return torch.where(near, expected.view(torch.uint8), found.view(torch.uint8)).view(expected.dtype)
 
 
 def difference(expected: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:

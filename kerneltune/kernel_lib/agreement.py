@@ -101,6 +101,8 @@ def _report(name: str, wrong: torch.Tensor, got: torch.Tensor, want: torch.Tenso
         return []
     first = tuple(int(i) for i in wrong.nonzero()[0])
     unwritten = int((wrong & got.isnan() & ~want.isnan()).sum())
-    hint = f"; {unwritten} are NaN, as elements that are never written" if unwritten else ""
+    hint = (
+        f"; {unwritten} are NaN, as elements that are never written, or loaded under a mask without `other`" if unwritten else ""
+    )
     values = f"{float(got[first]):.6g}, expected {float(want[first]):.6g}"
     return [f"{name}: {count} of {wrong.numel()} wrong, first at {first}: {values}{hint}"]

@@ -232,9 +232,10 @@ def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
         if (source.name, target.name) == ("bf16", "fp32"):
             return data.astype(np.uint32) << 16
         dtype = narrow.get(target.name)
-        if source.name != "fp32" or dtype is None or rounding == ROUNDING_MODE.RTZ:
+        if source.name not in ("fp32", "bf16", "fp16") or dtype is None or rounding == ROUNDING_MODE.RTZ:
             return convert(data, source, target, rounding)
-        return torch.from_numpy(data.copy()).to(dtype).view(bits[dtype.itemsize]).numpy()
+        exact = (data.astype(np.uint32) << 16).view(np.float32) if source.name == "bf16" else data.astype(np.float32)
+        return torch.from_numpy(exact).to(dtype).view(bits[dtype.itemsize]).numpy()
 
     return rounded
 

@@ -1,5 +1,6 @@
 """Replay: what a launch writes is learned from the author's first config, and every other config is held against that."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,24 @@ def test_results_agree_within_noise_and_rounding(tmp_path: Path, factor: float, 
     expected = torch.linspace(1, 2, 128)
     assert disagreement(expected, expected * factor, noise, launch.launch).startswith(text)
     assert bool(disagreement(expected, expected * factor, noise, launch.launch)) == bool(text)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (lambda x: x, ""),
+        (lambda x: torch.where(torch.arange(4096) == 7, -x, x), "fp8: 1 of 4096 wrong"),
+        (lambda x: x * 0.9, "fp8: "),
+        (lambda x: torch.where(torch.arange(4096) % 16 == 7, 0 * x, x), "fp8: "),
+        (lambda x: torch.where(x.abs() < 2**-10, 2 * x, x), ""),  # a sum in another order near zero
+    ],
+)
+def test_fp8_results_agree_within_a_step(tmp_path: Path, mistake: Callable[[torch.Tensor], torch.Tensor], text: str) -> None:
+    launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
+    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    found = disagreement(x.to(torch.float8_e4m3fn), mistake(x).to(torch.float8_e4m3fn), 0.0, launch.launch)
+    assert found.startswith(text)
+    assert bool(found) == bool(text)
 
 
 def test_whole_numbers_agree_exactly(tmp_path: Path) -> None:

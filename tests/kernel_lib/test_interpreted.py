@@ -35,6 +35,17 @@ def test_every_number_of_sixteen_bits_is_cast_to_the_nearest(fp8_format: str) ->
     assert same_bits("q", q, x.to(dtype)) == []
 
 
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fp8_format", FP8_DTYPES)
+def test_a_cast_from_sixteen_bits_equals_a_cast_from_fp32(fp8_format: str, source: torch.dtype) -> None:
+    dtype = FP8_DTYPES[fp8_format]
+    x = torch.arange(1 << 16).to(torch.int16).view(source)
+    x = x.float().clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(source)
+    q = torch.empty(x.shape, dtype=dtype)
+    _cast[(1,)](x, q, TL_FP8[fp8_format], x.numel())
+    assert same_bits("q", q, x.float().to(dtype)) == []
+
+
 @pytest.mark.parametrize("name", ["_convert_float", "_patch_lang_core", "_patch_lang", "_LangPatchScope"])
 def test_another_interpreter_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(interpreter, name)
