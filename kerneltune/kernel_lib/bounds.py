@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import linecache
 import math
 import sys
 import threading
@@ -41,6 +42,9 @@ _WHOLE_GARBAGE = 90
 """Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
 _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
 """Largest value, NaN and least value, as bits, of the types that the interpreter stores as whole numbers."""
+
+UNORDERED = "# unordered:"
+"""Comment at a load or a store which says why programs may access its elements without an order."""
 
 
 class KernelFaultError(Exception):
@@ -314,6 +318,8 @@ class _Guard:
             if self._loading.is_volatile:
                 self._races.acquire([storage + int(byte) for byte in at[:1]])
                 return None
+            if _is_declared_unordered():
+                return None
             return self._races.load(storage, region.size, at, item_size, _line(), self._loading.is_shared)
 
         return self.real("load", addresses, mask, item_size, note)
@@ -331,6 +337,8 @@ class _Guard:
                 bits = f"u{values.dtype.itemsize}"
                 return (held(real, mask, values.dtype).view(bits) != values.view(bits))[mask]
 
+            if _is_declared_unordered():
+                return None
             return self._races.store(region.first + region.offset, region.size, at, values.dtype.itemsize, _line(), is_changed)
 
         return self.real("store", addresses, mask, values.dtype.itemsize, note)
@@ -536,15 +544,26 @@ def _text(program: Any) -> str:
     return ", ".join(map(str, program))
 
 
-def _line(frame: Any = None) -> str:
-    """Return `, FILE:LINE` of the kernel's statement that runs in a frame; without a frame, take the frame of the caller."""
+def _statement(frame: Any = None) -> tuple[str, int]:
+    """Return file and line of the kernel's statement that runs in a frame; without a frame, take the frame of the caller."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if name not in _OWN_FILES and "/triton/" not in name:
-            return f", {Path(name).name}:{frame.f_lineno}"
+            return name, frame.f_lineno
         frame = frame.f_back
-    return ""
+    return "", 0
+
+
+def _line(frame: Any = None) -> str:
+    """Return `, FILE:LINE` of the kernel's statement that runs in a frame, empty if no kernel runs."""
+    name, number = _statement(frame)
+    return f", {Path(name).name}:{number}" if name else ""
+
+
+def _is_declared_unordered() -> bool:
+    """Return whether a comment at the kernel's statement declares that its accesses need no order."""
+    return UNORDERED in linecache.getline(*_statement())
 
 
 _OWN_FILES = frozenset({__file__, str(Path(__file__).with_name("interpreted.py")), str(Path(__file__).with_name("races.py"))})

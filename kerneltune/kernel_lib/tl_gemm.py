@@ -73,12 +73,12 @@ def gather_parts(tile_ptr, stride, split, part, SPLITS: tl.constexpr):
     word_ptrs = tile_ptr + (rows[:, None] * part.shape[1] + columns[None, :])
     if split < SPLITS - 1:
         words = part.to(tl.int32, bitcast=True) ^ -1
-        tl.store(word_ptrs + split * stride, tl.where(words == 0, 1, words))
+        tl.store(word_ptrs + split * stride, tl.where(words == 0, 1, words))  # unordered: a word that is not 0 was stored
         return part
     total = tl.zeros_like(part)
     for other in tl.static_range(SPLITS - 1):
-        total += (tl.load(word_ptrs + other * stride) ^ -1).to(tl.float32, bitcast=True)
-        tl.store(word_ptrs + other * stride, tl.zeros_like(part).to(tl.int32))
+        total += (tl.load(word_ptrs + other * stride) ^ -1).to(tl.float32, bitcast=True)  # unordered: see the store
+        tl.store(word_ptrs + other * stride, tl.zeros_like(part).to(tl.int32))  # unordered: its writer has ended
     return total + part
 
 

@@ -65,8 +65,11 @@ def launched(folder: Path, steps: Steps, *columns: int) -> Server:
 def test_preparation_of_a_served_table_begins_once_and_is_waited_for_by_new_launches_only(tmp_path: Path) -> None:
     steps = Steps()
     server = launched(served_folder(tmp_path), steps, 96, 96, 256, 256, 96)
-    assert (steps.begun, steps.waited) == (1, 4)  # two kernels at two sizes
-    assert server.counts.hits == 4
+    assert (steps.begun, steps.waited) == (
+        1,
+        3,
+    )  # two kernels at two sizes, which the choice of the second kernel does not tell apart
+    assert server.counts.hits == 3
 
 
 def test_preparation_for_another_gpu_does_not_begin(tmp_path: Path) -> None:
@@ -83,7 +86,7 @@ def test_served_launches_of_unchanged_kernels_parse_no_source(tmp_path: Path, mo
     monkeypatch.setattr(kernels, "code_digest", lambda function: parsed.append(function) or "")
     server = launched(folder, Steps(), 96, 256)
     kernels.source_digest.cache_clear()
-    assert server.counts.hits == 4
+    assert server.counts.hits == 3
     assert parsed == []
 
 

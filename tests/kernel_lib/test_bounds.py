@@ -110,6 +110,20 @@ def test_load_behind_an_acquiring_atomic_of_the_last_arriver_is_no_fault() -> No
 
 
 @triton.jit
+def _declared(part_ptr, y_ptr):
+    me = tl.program_id(0)
+    tl.store(part_ptr + me, 1.0)  # unordered: for this test
+    if me == 3:
+        tl.store(y_ptr, tl.sum(tl.load(part_ptr + tl.arange(0, 4))))  # unordered: for this test
+
+
+def test_accesses_that_a_comment_declares_unordered_are_no_fault() -> None:
+    y = torch.zeros(1)
+    assert fault(lambda: _declared[(4,)](torch.zeros(4), y)) == ""
+    assert y[0] == 4
+
+
+@triton.jit
 def _neighbour(x_ptr, SELF: tl.constexpr):
     me = tl.program_id(0)
     x = tl.load(x_ptr + (me if SELF else me + 1))
