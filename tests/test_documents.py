@@ -47,7 +47,6 @@ README = ROOT / "README.md"
 LANGUAGES = {"console", "sh", "python", "yaml", "toml", "text", "mermaid"}
 NOT_RUN = {
     "pip install git+https://github.com/kerneltune/kerneltune": "installs from the network",
-    "pip install git+https://github.com/kerneltune/kerneltune     # or: pip install kerneltune-0.1.0-py3-none-any.whl": "same",
     'git tag --annotate vX.Y.Z --cleanup=whitespace --file <(echo "kerneltune X.Y.Z"; echo; make -s notes)': "makes a tag",
     ". .venv/bin/activate": "changes the shell",
     "git push origin vX.Y.Z": "writes to a server",
