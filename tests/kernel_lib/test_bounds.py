@@ -1,4 +1,4 @@
-"""What the interpreter refuses beyond addresses: undefined values, races of programs, keywords, programs that do not end."""
+"""Refuse more than wild addresses: undefined values, races of programs, unknown keywords, programs that do not end."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -75,7 +75,7 @@ def test_configs_like_a_guess_are_drawn_sooner_and_by_the_seed() -> None:
     guess = pool[7]
 
     def drawn(sampler: str, seed: int, first: Sequence[object]) -> list[int]:
-        """In how many knobs each of the first configs differs from the guess."""
+        """Return in how many knobs each of the first configs differs from the guess."""
         asking = Asking(pool, first, Search(trials=20, sampler=sampler, seed=seed))
         asked = [asking.ask() for _ in range(9)]
         return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked if config]
