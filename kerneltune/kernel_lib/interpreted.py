@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -30,6 +31,9 @@ _PASS_OVER_NAN = {"create_maxnumf": np.fmax, "create_minnumf": np.fmin}
 _TYPED_BY = {"binary_op": 0, "unary_op": 0, "ternary_op": 2, "create_fma": 2, "create_dot": 2}
 """Methods that compute, and the operand whose type the result has. The interpreter takes the bits of bf16 for whole numbers."""
 
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+"""Operations whose overflow the interpreter checks."""
+
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
 
@@ -52,7 +56,8 @@ def mend() -> None:
     Unmended, the interpreter adds, compares and multiplies the bits of bf16 as integers, and truncates in casts to bf16. Its cast
     to fp8 loses the carry into the next binade (1.98 becomes 1.0), rounds ties up, returns wrong values for subnormals and a
     finite value for NaN. The interpreter also patches its language again at every call within a kernel, which takes 3 ms each
-    time (3.7.1). On a GPU, and when called again, `mend` does nothing.
+    time (3.7.1). Its checks for overflow, and types that it makes anew for each result, take half of its time. On a GPU, and when
+    called again, `mend` does nothing.
 
     Raises:
         RuntimeError: this version's interpreter is made of other functions.
@@ -81,6 +86,10 @@ def mend() -> None:
         setattr(builder, name, _in_fp32(getattr(builder, name), typed_by))
     builder.cast_impl = _through_fp32(builder.cast_impl)
     builder.get_bf16 = _bf16_constant
+    core = interpreter.tl.core
+    core.block_type.__init__ = _block_types_of_known_shapes(core.block_type.__init__)
+    core.tensor.__init__ = _tensors_of_known_shapes(core.tensor.__init__)
+    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
         reduction.apply_impl = _reduced_in_fp32(reduction.apply_impl)
 
@@ -133,9 +142,13 @@ def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
     from triton.runtime import interpreter
 
     core = interpreter.tl.core
+    languages: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
     def patched(function: Any) -> Any:
-        seen = [lang for lang in (interpreter.tl, core) if any(value is lang for value in function.__globals__.values())]
+        seen = languages.get(function)
+        if seen is None:
+            seen = [lang for lang in (interpreter.tl, core) if any(value is lang for value in function.__globals__.values())]
+            languages[function] = seen
         is_patched = not any(map(core.is_builtin, [core.tensor.__add__, *(lang.load for lang in seen)]))
         scope = interpreter._LangPatchScope() if is_patched else patch_language(function)
         names = _Names()
@@ -164,7 +177,7 @@ def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
     from triton.runtime.interpreter import TensorHandle, tl
 
     def computed(builder: Any, *operands: Any) -> Any:
-        is_bf16 = [isinstance(operand, TensorHandle) and operand.dtype.scalar == tl.bfloat16 for operand in operands]
+        is_bf16 = [isinstance(operand, TensorHandle) and operand.dtype.scalar.name == "bf16" for operand in operands]
         if not any(is_bf16) or np.where in operands:
             return method(builder, *operands)
         wide = [builder.cast_impl(o, tl.float32) if b else o for o, b in zip(operands, is_bf16, strict=True)]
@@ -207,6 +220,52 @@ def _reduced_in_fp32(apply: Callable[..., Any]) -> Callable[..., Any]:
         ) + tuple(results[len(given) :])
 
     return applied
+
+
+def _block_types_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
+    """Remember the parts of a block type that follow from its shape: each operation makes several block types."""
+    found: dict[tuple[int, ...], tuple[str, dict[str, Any]]] = {}
+
+    def made(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        if sizes not in found:
+            make(self, element_ty, shape)
+            parts = {name: value for name, value in vars(self).items() if name not in ("element_ty", "name")}
+            found[sizes] = self.name.removesuffix(f"{element_ty}>"), parts
+        name, parts = found[sizes]
+        vars(self).update(parts, element_ty=element_ty, name=f"{name}{element_ty}>")
+
+    return made
+
+
+def _tensors_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
+    """Remember the parts of a tensor that follow from its shape."""
+    found: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def made(self: Any, handle: Any, type: Any) -> None:
+        sizes = tuple(type.shape) if type.is_block() else ()
+        if sizes not in found:
+            make(self, handle, type)
+            found[sizes] = {name: value for name, value in vars(self).items() if name not in ("handle", "type", "dtype")}
+        vars(self).update(found[sizes], handle=handle, type=type, dtype=type.scalar)
+
+    return made
+
+
+def _assert_no_overflow(left: Any, right: Any, operation: Callable[..., Any]) -> None:
+    """Assert that an operation on integers does not overflow.
+
+    TritonSemantic.binary_op_sanitize_overflow_impl asserts the same with nine interpreted operations.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    kind = left.type.scalar
+    if not interpreter_builder.options.debug or kind.int_bitwidth >= 64:
+        return
+    exact = _EXACT[operation.__name__](left.handle.data, right.handle.data, dtype=np.int64)
+    if exact.size and not (kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value()):
+        message = f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
+        interpreter_builder.create_assert(False, message)
 
 
 def _bf16_constant(builder: Any, value: float) -> Any:

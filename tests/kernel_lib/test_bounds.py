@@ -169,6 +169,38 @@ def test_unknown_keyword_of_a_launch_is_named_with_the_one_meant() -> None:
 
 
 @triton.jit
+def _computed(a_ptr, b_ptr, y_ptr, OPERATION: tl.constexpr):
+    a, b = tl.load(a_ptr + tl.arange(0, 2)), tl.load(b_ptr)
+    if OPERATION == "add":
+        y = a + b
+    elif OPERATION == "sub":
+        y = a - b
+    else:
+        y = a * b
+    tl.store(y_ptr + tl.arange(0, 2), y)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.uint32])
+@pytest.mark.parametrize(
+    ("operation", "pick", "smaller", "by"),
+    [("add", max, -1, 1), ("sub", min, 1, 1), ("mul", max, 0, 2), ("mul", min, 0, -1)],
+)
+def test_integer_operation_overflows_past_the_last_value_of_its_type_alone(
+    dtype: torch.dtype, operation: str, pick: Callable[[int, int], int], smaller: int, by: int
+) -> None:
+    if by < torch.iinfo(dtype).min:
+        pytest.skip("an unsigned type has no negative value")
+    last = pick(torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    within = last + smaller if smaller else last // 2 + (by < 0)
+    y, b = torch.zeros(2).to(dtype), torch.tensor([by]).to(dtype)
+    assert fault(lambda: _computed[(1,)](torch.tensor([1, within]).to(dtype), b, y, operation)) == ""
+    exact = {"add": within + by, "sub": within - by, "mul": within * by}
+    assert y[1].item() == exact[operation]
+    found = fault(lambda: _computed[(1,)](torch.tensor([1, last]).to(dtype), b, y, operation))
+    assert found.startswith(f"int{8 * dtype.itemsize} overflow detected for operation {operation}, test_bounds.py:")
+
+
+@triton.jit
 def _endless(x_ptr, N):
     i = tl.program_id(0)
     while i < N:
