@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kerneltune.campaign import configured
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.pooling import pool
 from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, Outcome, RowKey, confirm
@@ -36,11 +35,11 @@ from kerneltune.measuring.compare import (
 )
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.records import Record, append, load
-from kerneltune.run_options import Options, Selection, require_gpu
+from kerneltune.run_options import Options, Selection, load_plan, require_gpu, wanted_variants
 from kerneltune.search.task import Task
 from kerneltune.spec import Config
-from kerneltune.stats import paired_shift
 from kerneltune.table import Column, Row, Table
+from kerneltune.tune.candidates import config_for
 
 DELAYS = (0.02, 0.05, 0.10)
 DELAYED_PART = 10
@@ -188,9 +187,8 @@ def measured_delay(processes: Sequence[Process], delay: float) -> float:
     logs = []
     for row in range(len(processes[0][0.0])) if delay else ():
         sides = ([np.asarray((p[d][row].samples_us or [[]])[0]) for p in processes] for d in (0.0, delay))
-        shift = paired_shift(*sides)
-        if shift is not None:
-            logs.append(shift.log)
+        plain, late = sides
+        logs.append(np.mean([np.median(np.log(after / before)) for before, after in zip(plain, late, strict=True)]))
     return float(np.expm1(np.mean(logs))) if logs else 0.0
 
 
@@ -236,10 +234,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ops = load_ops()
     require_gpu("measure")
     selection = Selection(options.family, ops=tuple(options.op), variants=tuple(options.variant))
-    family, cases = configured(ops, selection, Options(peers=False))
-    for runs in cases:
-        for task, config in runs:
-            for delay, record in measure_task(family, task, config, DELAYS).items():
+    plan = load_plan(ops, selection)
+    for entry in filter(selection.takes, plan.bench):
+        for variant in wanted_variants(ops[entry.op], selection, Options(peers=False)):
+            task = Task(ops[entry.op], entry.case, variant)
+            for delay, record in measure_task(plan.family, task, config_for(task, None), DELAYS).items():
                 append(options.folder / f"planted_{delay}.jsonl", [record])
 
 

@@ -65,8 +65,7 @@ FirstTable = Callable[[Sequence[Record]], None]
 class SweepResult:
     """Hold the records of a run, failed checks before the measured rows, and the files that the run wrote.
 
-    If the files have several policies, `remark` is a line about them. After checks, `remark` has a line for each variant whose
-    configs were checked on several cases. Otherwise it is empty.
+    After checks, `remark` has a line for each variant whose configs were checked on several cases. Otherwise it is empty.
     """
 
     records: list[Record]
@@ -114,7 +113,7 @@ def run_sweep(
             campaign.bench.end()
             tune_here(TunePlan(ops, entries, selection, options), progress)
         measured, files = campaign.measure_and_write(entries)
-        return SweepResult([*failed, *measured], files, tables.rank_flips(records.load(files[0])))
+        return SweepResult([*failed, *measured], files)
 
 
 def run_quick(
@@ -219,16 +218,6 @@ def measure_again(
             done += len(entries)
             found += campaign.measure_and_write(entries, f"measure {plan.family}, to {done} of {total}")[0]
     return found
-
-
-def configured(ops: Mapping[str, Op], selection: Selection, options: Options) -> tuple[str, list[Runs]]:
-    """Return the family and, per selected bench case, each variant with the config for its measurement.
-
-    Raises:
-        ValueError: the input is bad.
-    """
-    plan = load_plan(ops, selection)
-    return plan.family, [_runs(ops[e.op], e.case, selection, options) for e in plan.bench if selection.takes(e)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +448,7 @@ class _Campaign:
         folder = results_folder(self.options)
         rows, markdown, csv = (folder / f"{self.plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
         records.merge(rows, [*journalled(self.journal("journal")), *measured])
-        table = tables.sweep_table(records.load(rows), flips=True)
+        table = tables.sweep_table(records.load(rows))
         replace_text(markdown, table.markdown())
         replace_text(csv, table.csv())
         return [rows, markdown, csv]

@@ -1,4 +1,4 @@
-"""Rank stored configs by their distance to a case; exported dispatch modules contain this code.
+"""Rank stored configs by their distance to a case.
 
 Knows no file and no entry.
 """

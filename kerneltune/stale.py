@@ -1,7 +1,7 @@
 """Find configs and records that other code made, and bring them up to the code at hand.
 
 A config or record is stale where the digest of its variant's code (`identity`) is another now, a record also where the case's
-config is another now. Another driver or package does not count: `cache verify` tells these.
+config is another now. Another driver or package does not count.
 """
 
 import itertools
@@ -20,10 +20,10 @@ from kerneltune.records import Key, Record
 from kerneltune.run_options import Options, Progress, Selection, key_of_case, wanted_variants
 from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.tune.verify import EntryVerdict, verify_cache
+from kerneltune.tune.renew import Renewal, StaleConfig, renew
 
 CONFIG_S = 0.6
-"""Seconds of a paired final. H200, 2026-11-23: `cache verify` held 96 configs to the clock in 54 s."""
+"""Seconds of a paired final. H200, 2026-11-23: 96 configs took 54 s."""
 _CASE_S = 8.0
 """Seconds of measuring a case of a family without records. H200: 1 to 14 s, by family."""
 _LONGEST_GAP_S = 120.0
@@ -72,7 +72,7 @@ class Stale:
 
     gpu: str
     known: Mapping[str, int]
-    configs: tuple[tuple[str, CacheEntry], ...]
+    configs: tuple[StaleConfig, ...]
     families: tuple[StaleFamily, ...]
 
     @property
@@ -180,12 +180,12 @@ class Refreshed:
     """The result of bringing a GPU's configs and records up to the code at hand.
 
     Attributes:
-        verdicts: operator and verdict of each stale config.
+        renewals: the stale configs that were timed.
         measured: the new records.
         left: the configs and cases that are stale still.
     """
 
-    verdicts: tuple[tuple[str, EntryVerdict], ...]
+    renewals: tuple[Renewal, ...]
     measured: tuple[Record, ...]
     left: Stale
 
@@ -201,13 +201,12 @@ def refresh(ops: Mapping[str, Op], stale: Stale, selection: Selection, options: 
         ValueError: a folder that cannot be written, a broken file, or a GPU that nothing can be compiled for.
     """
     until = math.inf if options.budget_s is None else time.monotonic() + options.budget_s
-    verdicts = []
+    renewals = []
     if stale.configs:
-        entries = [(stale.gpu, name, entry) for name, entry in stale.configs]
-        verdicts = [(name, one) for _, name, one in verify_cache(ops, entries, options, progress, renew=True)]
+        renewals = renew(ops, stale.configs, options, progress)
         stale = find(ops, selection, options, stale.gpu)  # a case whose config is another now is stale, too
     measured = measure_again(ops, list(_batches(ops, stale, options.policy)), selection, options, progress, until)
-    return Refreshed(tuple(verdicts), tuple(measured), find(ops, selection, options, stale.gpu))
+    return Refreshed(tuple(renewals), tuple(measured), find(ops, selection, options, stale.gpu))
 
 
 def _batches(ops: Mapping[str, Op], stale: Stale, policy: str) -> Iterator[tuple[sweep.Sweep, list[sweep.SweepCase]]]:

@@ -144,21 +144,6 @@ def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift |
     return result
 
 
-def paired_shift(old: Sequence[Samples], new: Sequence[Samples]) -> Shift | None:
-    """Return the shift where both were timed in the same rounds, process by process; None for a single process.
-
-    Raises:
-        ValueError: the samples are not paired, there is no process, or a process without samples.
-    """
-    if [len(rounds) for rounds in old] != [len(rounds) for rounds in new]:
-        raise ValueError("shift of unpaired samples: the two runs differ in processes or rounds")
-    centres, within = _levels([after / before for before, after in zip(old, new, strict=True)])
-    if len(centres) < 2:
-        return None
-    variance = (centres.var(ddof=1) + within.mean()) / len(centres)
-    return Shift(float(centres.mean()), float(np.sqrt(variance)), len(centres) - 1)
-
-
 def interval_shift(old: Interval, new: Interval) -> Shift:
     """Return the shift between intervals of a single process each; what differs between processes is not known and not in it."""
     from scipy.special import ndtri

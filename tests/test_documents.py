@@ -73,8 +73,8 @@ READERS = {
 }
 """Files that pages take for granted."""
 MADE_ON_A_GPU = {"results/nvidia_h200/swiglu.jsonl"}
-PLACEHOLDERS = {"BASELINE", "NEW", "REV"}
-WRITTEN = {"annotations", "configs", "csv", "emit", "junit", "markdown", "out", "output", "page", "png", "results", "save", "svg"}
+PLACEHOLDERS = {"BASELINE", "REV"}
+WRITTEN = {"annotations", "configs", "csv", "junit", "markdown", "out", "output", "page", "png", "results", "save", "svg"}
 """Parameters whose files a command makes."""
 EXISTING = re.compile(r".*\.(?:jsonl?|ya?ml|py)")
 DIGEST = re.compile(r"-[0-9a-f]{8}\b")

@@ -67,7 +67,8 @@ def options(tmp_path: Path, selection: Selection) -> Options:
     assert len(entries) == 3
     old = [replace(entry, evidence=entry.evidence | {"source_hash": "old"}) for entry in entries]
     old = [replace(entry, config=SLOW) if entry.axes[0][1] == 2097152 else entry for entry in old]
-    cache.store_all("stream", GPU, old, options.configs)
+    for entry in old:
+        cache.store("stream", GPU, entry, options.configs)
     (tmp_path / "results" / GPU).mkdir(parents=True)
     (tmp_path / "results" / GPU / "tiny.jsonl").touch()
     before = stale.find(OPS, selection, options, GPU)
@@ -106,7 +107,7 @@ def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Se
     before = stored(options)
     found = stale.find(OPS, selection, options, GPU)
     done = stale.refresh(OPS, found, selection, options, Quiet())
-    assert [verdict.status for _, verdict in done.verdicts] == ["stale-but-good", "stale-but-good", "stale-slower"]
+    assert [one.status for one in done.renewals] == ["good", "good", "slower"]
     assert measured == ["first", "other", "last"]
     assert (done.left.configs, done.left.cases) == ((), 0)
     now = stored(options)
@@ -115,13 +116,13 @@ def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Se
     assert now[2097152].config == {"block": default.block, "warps": default.warps, "ctas": default.ctas} != SLOW
     assert {row.source_hash for row in recorded(options)} == {OPS["stream"].variants[0].source_hash}
     again = stale.refresh(OPS, done.left, selection, options, Quiet())
-    assert (again.verdicts, again.measured, measured) == ((), (), ["first", "other", "last"])
+    assert (again.renewals, again.measured, measured) == ((), (), ["first", "other", "last"])
 
 
 def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selection, options: Options) -> None:
     before, rows = stored(options), recorded(options)
     done = stale.refresh(OPS, stale.find(OPS, selection, options, GPU), selection, replace(options, budget_s=0.0), Quiet())
-    assert [verdict.status for _, verdict in done.verdicts] == ["stale"] * 3
+    assert done.renewals == ()
     assert (len(done.left.configs), done.left.cases, measured) == (3, 3, [])
     assert (stored(options), recorded(options)) == (before, rows)
 

@@ -6,19 +6,15 @@ from kerneltune.cache.entries import (
     Hit,
     Options,
     candidates,
-    entry_from,
-    in_order,
     load,
     load_strict,
     path_of,
     readable,
     roots,
     store,
-    store_all,
 )
 
 __all__ = [
     "CacheEntry", "Choice", "Chooser", "Hit", "Options", "candidates", "clear",
-    "entry_from", "in_order", "load", "load_strict", "path_of", "readable", "roots", "ruling_of", "store",
-    "store_all",
+    "load", "load_strict", "path_of", "readable", "roots", "ruling_of", "store",
 ]  # fmt: skip

@@ -1,10 +1,6 @@
-"""`kerneltune cache`: show, check and exchange the configs of the cache."""
+"""`kerneltune cache`: show and check the configs of the cache, and the rules beside it."""
 
-import dataclasses
 import fnmatch
-import re
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +10,6 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli import rules
 from kerneltune.cli.console import deliver, show, show_wrapped, width
-from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table, counted, pairs
@@ -22,11 +17,9 @@ from kerneltune.table import Column, Row, Table, counted, pairs
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
 
-_STALE = ("stale", "stale-but-good")
-_CODE_CHANGED = re.compile(r"source_hash \w+ is now \w+")
 _GPU = Column("gpu", shared=True)
 
-app = typer.Typer(no_args_is_help=True, help="Show, check, verify and exchange the cached configs.")
+app = typer.Typer(no_args_is_help=True, help="Show and check the cached configs and the rules.")
 
 app.command("observe")(rules.observe)
 app.command("fit")(rules.fit)
@@ -90,49 +83,6 @@ def show_(
     show(Table(columns, tuple(rows)).text(width()))
 
 
-@app.command("verify")
-def verify_(
-    ops: o.OpsGiven = None,
-    gpu: o.Gpu = None,
-    budget: Annotated[float | None, o.seconds("Time no entry after that.")] = None,
-    configs: o.Configs = None,
-) -> None:
-    """Count the entries that are fresh, stale-but-good, stale-slower or invalid; list the stale entries of a named operator.
-
-    On the entries' GPU, stale entries are timed against their default; `sweep --stale` also stores the faster. On other machines
-    only the code is compared: an entry is stale where its variant runs other code than when the entry was stored. Comments, names
-    and layout do not count. Exit code 1 where an entry is slower or invalid.
-    """
-    from kerneltune.cache import load_strict
-    from kerneltune.tune.verify import verify_cache
-
-    files = [path for op in ops for path in _chosen(op, gpu, configs)] if ops else _chosen(None, gpu, configs)
-    known = o.load_ops()
-    entries = [(path.parent.name, path.stem, entry) for path in files for entry in load_strict(path)]
-    with reporter() as progress:
-        found = verify_cache(known, entries, o.make_options("cold", budget_s=budget, configs=configs), progress)
-    show(_verdicts([(slug, name, verdict.status) for slug, name, verdict in found]).text(width()))
-    reasons = Counter(
-        (verdict.status, _CODE_CHANGED.sub("other code", verdict.reason)) for *_, verdict in found if verdict.status in _STALE
-    )
-    for (status, reason), count in [] if ops else reasons.most_common():
-        show_wrapped(f"{count} {status}: {reason}")
-    bad = [one for one in found if one[2].status in ("stale-slower", "invalid")]
-    for slug, name, verdict in [one for one in found if ops and one[2].status in _STALE] + bad:
-        show_wrapped(f"{verdict.status}: {slug} {name} {_named(verdict.entry)}: {verdict.reason}")
-    if bad:
-        raise typer.Exit(1)
-
-
-def _verdicts(found: list[tuple[str, str, str]]) -> Table:
-    """Return a row per GPU and operator: how many entries got which status."""
-    counts = Counter(found)
-    statuses = [status for status in ("fresh", *_STALE, "stale-slower", "invalid") if any(key[2] == status for key in counts)]
-    places = sorted({(gpu, op) for gpu, op, _ in counts})
-    rows = tuple(Row((gpu, op, *(counts[gpu, op, status] or None for status in statuses))) for gpu, op in places)
-    return Table((_GPU, Column("op"), *(Column(status, digits=0) for status in statuses)), rows)
-
-
 def _named(entry: "CacheEntry") -> str:
     return f"{entry.variant} {entry.case} {entry.dtype} {entry.quant}"
 
@@ -146,88 +96,6 @@ def from_misses(
     from kerneltune import misses
 
     deliver(misses.sweep_text(misses.read(log)), output)
-
-
-@app.command("export")
-def export_(
-    op: o.OpName,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
-    format_: Annotated[str, o.pick("--format", ("triton", "python", "json"), "What to write.")] = "python",
-    gpu: o.Gpu = None,
-    variant: o.Whose = "optimized",
-    configs: o.Configs = None,
-) -> None:
-    """Write cached configs for other programs.
-
-    triton: a module whose configs() and KEY are arguments of @triton.autotune. python: a module without dependencies that finds
-    the best config of a case. json: tables by size.
-    """
-    from kerneltune import exchange
-    from kerneltune.cache import load_strict
-
-    known = o.load_ops()
-    o.choice("op", op, known)
-    files = _chosen(op, gpu, configs)
-    if len(files) > 1:
-        raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
-    path = files[0]
-    entries = [entry for entry in load_strict(path) if entry.variant == variant]
-    if not entries:
-        raise ValueError(f"{path}: variant: {variant!r}: no entry")
-    for name, text in exchange.WRITERS[format_](known[op], path.parent.name, entries, _author_names(known[op], variant)).items():
-        o.make_folder(folder)
-        deliver(text, folder / name)
-
-
-def _author_names(op: Op, variant: str) -> dict[str, str]:
-    """Return knob -> the name that a kernel of the variant's package has for it, in its author's capitals."""
-    chosen = op.variant(variant)
-    knobs = {field.name for field in dataclasses.fields(chosen.config)} if chosen.config is not None else set()
-    package = chosen.run.__module__.rpartition(".")[0]
-    found: dict[str, str] = {}
-    for name, module in sorted(sys.modules.items()):
-        if name != package and not name.startswith(f"{package}."):
-            continue
-        for kernel in vars(module).values():
-            for parameter in getattr(kernel, "params", None) or () if hasattr(kernel, "arg_names") else ():
-                if parameter.is_constexpr and parameter.name.lower() in knobs:
-                    found.setdefault(parameter.name.lower(), parameter.name)
-    return found
-
-
-@app.command("import")
-def import_(
-    op: o.OpName,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that `cache export` wrote.")],
-    gpu: Annotated[str, typer.Option("--gpu", help="The GPU of the configs, by the name of its folder.")],
-    force: Annotated[
-        bool, typer.Option("--force", help="Store configs of another GPU, too, and replace stored configs.")
-    ] = False,
-    configs: o.Configs = None,
-) -> None:
-    """Store the configs of exported files in the cache, after all of them are checked."""
-    from kerneltune import cache, device, exchange
-
-    known = o.load_ops()
-    chosen = known[o.choice("op", op, known)]
-    if gpu != device.slug(gpu):
-        raise ValueError(f"gpu: {gpu!r}: expected the name of a folder, like {device.slug(gpu) or 'nvidia_h200'}")
-    root = o.configs_root(configs)
-    o.require_writable(root)
-    path = cache.path_of(op, gpu, root)
-    present = {entry.identity for entry in cache.load_strict(path)} if path.exists() else set()
-    taken = []
-    for file in files:
-        for entry in exchange.read(file, chosen, None if force else gpu):
-            try:
-                _require_fit(chosen, entry)
-            except ValueError as error:
-                raise ValueError(f"{file}: {error}") from error
-            if force or entry.identity not in present:
-                taken.append(entry)
-    if taken:
-        cache.store_all(op, gpu, taken, root)
-    show(f"{counted(len(taken), 'entry', 'entries')} stored in {path}")
 
 
 @app.command()

@@ -60,6 +60,7 @@ def command(
         raise ValueError(
             f"b: {b!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
         )
+    from kerneltune.reporting.tables import aa_lines
     from kerneltune.table import joined
 
     wanted = replace(wanted, family=family or "")
@@ -78,7 +79,8 @@ def command(
     tables = _tables(a, b, *([record for record in side if record.policy == policy] for side in sides))
     if not any(tables.values()):
         raise ValueError(f"nothing to compare: {a} and {b} have no record of the same case, device and policy")
-    deliver(_render((a, b), tables, style, _remarks(a, b, sides, tables)), output)
+    remarks = aa_lines(row for rows in tables.values() for row in rows) if a == b else []
+    deliver(_render((a, b), tables, style, remarks), output)
 
 
 def _own_tables(records: "list[Record]", wanted: "Selection", policy: str) -> "list[Table]":
@@ -181,16 +183,6 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
         return {"": ab_rows(of_a, of_b)} if len({record.variant for record in of_a}) == 1 else {}
     rows = {v: ab_rows([r for r in of_a if r.variant == v], [r for r in of_b if r.variant == v]) for v in of_both}
     return {variant: compared for variant, compared in rows.items() if compared}
-
-
-def _remarks(a: str, b: str, sides: "Sides", tables: "dict[str, list[Comparison]]") -> list[str]:
-    """Return lines below the tables: rows of A against itself without 1.00x, and cases that another policy ranks otherwise."""
-    from kerneltune.reporting.tables import aa_lines, rank_flips
-
-    if a == b:
-        return aa_lines(row for rows in tables.values() for row in rows)
-    flips = "" if _is_file(a) or _is_file(b) else rank_flips([*sides[0], *sides[1]])
-    return [flips] if flips else []
 
 
 def _render(names: tuple[str, str], tables: "dict[str, list[Comparison]]", style: str, remarks: list[str]) -> str:

@@ -60,10 +60,6 @@ def command(
     annotations: Annotated[
         bool, typer.Option("--annotations", help="Print GitHub annotations; append Markdown to $GITHUB_STEP_SUMMARY if set.")
     ] = False,
-    emit: Annotated[
-        list[str] | None,
-        typer.Option("--emit", metavar="FORMAT=FILE", help="Write the new records: bencher, github-action-benchmark or hud."),
-    ] = None,
     static: Annotated[
         bool, typer.Option("--static", help="Compile the cached configs instead of timing them, on any machine.")
     ] = False,
@@ -89,7 +85,7 @@ def command(
     if static:
         o.refuse(
             "expected without --static", new=new, run=run, peers=peers, policy=policy, processes=processes, update=update,
-            allow_stale=allow_stale, save=save, margin=margin, junit=junit, markdown=markdown, annotations=annotations, emit=emit,
+            allow_stale=allow_stale, save=save, margin=margin, junit=junit, markdown=markdown, annotations=annotations,
         )  # fmt: skip
         if len(wanted.ops) > 1:
             raise ValueError(f"op: {wanted.ops[1]!r}: expected one operator, or all, with --static")
@@ -99,7 +95,6 @@ def command(
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
-    emitted = _emitted(emit)
     if new is not None:
         o.refuse(
             "expected only with --run",
@@ -108,7 +103,7 @@ def command(
             update=update,
             save=save,
         )
-        _report(*_judged(baseline, new, wanted, margin, peers, allow_stale), junit, markdown, annotations, emitted)
+        _report(_judged(baseline, new, wanted, margin, peers, allow_stale), junit, markdown, annotations)
         return
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
@@ -118,30 +113,11 @@ def command(
     if update:
         _update(baseline, selection, options, processes)
     else:
-        _report(*_measured(baseline, selection, options, processes, margin, save), junit, markdown, annotations, emitted)
+        _report(_measured(baseline, selection, options, processes, margin, save), junit, markdown, annotations)
 
 
-def _emitted(emit: list[str] | None) -> dict[str, Path]:
-    """Return format -> file of `--emit`.
-
-    Raises:
-        ValueError: another form, or an unknown format.
-    """
-    from kerneltune.gating.outputs import FORMATS
-
-    found = {}
-    for text in emit or ():
-        name, _, file = text.partition("=")
-        if not file:
-            raise ValueError(f"emit: {text!r}: expected FORMAT=FILE, FORMAT one of {', '.join(FORMATS)}")
-        found[o.choice("emit", name, FORMATS)] = Path(file)
-    return found
-
-
-def _judged(
-    baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool, allow_stale: bool
-) -> "tuple[Verdict, list[Record]]":
-    """Compare the wanted rows of the new file with the baseline; return the verdict and the new records."""
+def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool, allow_stale: bool) -> "Verdict":
+    """Compare the wanted rows of the new file with the baseline."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.rows import defaults_of, stale_lines
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
@@ -153,14 +129,13 @@ def _judged(
     records, against = ([record for record in side if takes(wanted, record)] for side in (records, against))
     tolerated = DEFAULT_MARGIN if margin is None else margin
     stale = [] if allow_stale else [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops())]
-    verdict = gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)
-    return verdict, records
+    return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)
 
 
 def _measured(
     baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
-) -> "tuple[Verdict, list[Record]]":
-    """Hold a fresh run against the baseline; return the verdict and the new records."""
+) -> "Verdict":
+    """Hold a fresh run against the baseline."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.run import run_gate
     from kerneltune.run_options import require_gpu, results_folder
@@ -174,7 +149,7 @@ def _measured(
         verdict, measured = run_gate(o.load_ops, against, selection, options, processes, margin, progress)
     if save is not None and measured:
         _keep(save, measured)
-    return verdict, measured
+    return verdict
 
 
 def _update(baseline: str, selection: "Selection", options: "Options", processes: int) -> None:
@@ -200,17 +175,9 @@ def _keep(path: Path, measured: "list[Record]") -> None:
     note(f"wrote {path}")
 
 
-def _report(
-    verdict: "Verdict",
-    new: "list[Record]",
-    junit: Path | None,
-    markdown: Path | None,
-    annotations: bool,
-    emitted: dict[str, Path],
-) -> None:
+def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
     """Give the answer in every form asked for, then its exit code; a file that cannot be written hides neither."""
     from kerneltune.files import append_lines
-    from kerneltune.gating.outputs import FORMATS
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     is_printed = str(markdown) == "-"
@@ -219,7 +186,6 @@ def _report(
     for path, render in ((junit, gate_junit), (None if is_printed else markdown, gate_markdown)):
         if path is not None:
             writers.append(partial(write, path, render(verdict)))
-    writers += [partial(write, path, FORMATS[name](new)) for name, path in emitted.items()]
     if annotations:
         show(gate_annotations(verdict))
         if os.environ.get("GITHUB_STEP_SUMMARY"):

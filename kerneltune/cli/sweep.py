@@ -149,14 +149,14 @@ def _refresh(
     (one,) = found
     with reporter() as progress:
         done = stale.refresh(known, one, selection, options, progress)
-    counts = Counter(verdict.status for _, verdict in done.verdicts)
+    counts = Counter(one.status for one in done.renewals)
     show_wrapped(
-        f"configs: {counts['stale-but-good']} as good as their default, {counts['stale-slower']} slower, which the default "
+        f"configs: {counts['good']} as good as their default, {counts['slower']} slower, which the default "
         f"replaces, {counts['invalid']} that no longer run; {counted(len(done.measured), 'record')} made"
     )
-    broken = [(name, verdict) for name, verdict in done.verdicts if verdict.status == "invalid"]
-    for name, verdict in broken:
-        show_wrapped(f"invalid: {name} {verdict.entry.variant} {verdict.entry.as_case.label}: {verdict.reason}")
+    broken = [one for one in done.renewals if one.status == "invalid"]
+    for invalid in broken:
+        show_wrapped(f"invalid: {invalid.op} {invalid.entry.variant} {invalid.entry.as_case.label}: {invalid.reason}")
     left = f"{counted(len(done.left.configs), 'config')} and {counted(done.left.cases, 'case')} are stale"
     is_left = done.left.configs or done.left.cases
     show_wrapped(f"{left}; the same command goes on there" if is_left else f"nothing is stale for {here.slug}")

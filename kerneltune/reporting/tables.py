@@ -7,7 +7,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, permutations
 
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, grouped, newest, other_run
@@ -205,11 +204,10 @@ def aa_lines(rows: Iterable[Comparison]) -> list[str]:
     return lines
 
 
-def sweep_table(records: Sequence[Record], flips: bool = False, brief: bool = False) -> Table:
+def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     """Return a row per case and variant, the fastest variant marked `*`; a part of the work has only a time.
 
     Args:
-        flips: say where two policies rank two variants differently.
         brief: name variants that skipped all of several cases in a line below, without rows.
     """
     skipped = _always_skipped(records) if brief else {}
@@ -242,7 +240,7 @@ def sweep_table(records: Sequence[Record], flips: bool = False, brief: bool = Fa
             last = [r.policy, r.status, r.ci_low_us, r.ci_high_us, r.aa_floor, r.device]
             note = "" if r.status == "passed" else _status(r)
             lines.append(Row((*case, "*" if r is best else "", r.variant, *measured, *last), note))
-    foot = [_counts(records), *filter(None, [rank_flips(records) if flips else ""])]
+    foot = [_counts(records)]
     foot += [f"skipped in all cases: {op} {variant}: {reason}" for (op, variant), reason in skipped.items()]
     return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=4 + len(axes) + len(options))
 
@@ -413,43 +411,3 @@ def _status(record: Record) -> str:
     if record.status == "checked":
         return "checked, not timed"
     return f"{record.status}: {' '.join(record.reason.split())}"
-
-
-_Timed = Mapping[str, Record]
-"""Variant -> its record under a policy."""
-
-
-def rank_flips(records: Iterable[Record]) -> str:
-    """Return a line about cases in which two policies rank two variants differently; empty without such a case.
-
-    A variant is faster if the intervals are apart within a run. Parts of an operator are not ranked.
-    """
-    cases: dict[object, dict[str, dict[str, Record]]] = {}
-    for record in newest(records):
-        if record.status == "passed" and record.role != "part":
-            policies = cases.setdefault((record.device, record.key[:-1]), {})
-            policies.setdefault(record.policy, {})[record.variant] = record
-    several = [list(policies.values()) for policies in cases.values() if len(policies) > 1]
-    flipped = [flip for policies in several if (flip := _flip(policies))]
-    if not flipped:
-        return ""
-    first, second = flipped[0]
-    such_as = (
-        f"{first.variant} is faster than {second.variant} {first.policy}, slower {second.policy}: {first.case} {first.dtype}"
-    )
-    return f"ranks flip in {len(flipped)} of {len(several)} cases with several policies; {such_as} {first.quant}"
-
-
-def _flip(policies: Iterable[_Timed]) -> tuple[Record, Record] | None:
-    """Return the records of two variants, each under the policy where it is faster; None if all policies agree."""
-    for here, there in combinations(policies, 2):
-        for x, y in permutations([name for name in here if name in there], 2):
-            if _faster(here[x], here[y]) and _faster(there[y], there[x]):
-                return here[x], there[y]
-    return None
-
-
-def _faster(x: Record, y: Record) -> bool:
-    """Return whether x is faster than y in the same run: their intervals are apart."""
-    assert x.ci_high_us is not None and y.ci_low_us is not None
-    return x.ci_high_us < y.ci_low_us and not other_run(x, y)

@@ -95,14 +95,6 @@ def a_sweep(folder: Path) -> None:
     (folder / "tiny.yaml").write_text(STREAM)
 
 
-def a_table(folder: Path) -> None:
-    entries = cache.load_strict(REPO / "configs" / "nvidia_h200" / "rmsnorm_bwd.json")
-    from kerneltune import exchange, ops
-
-    for name, text in exchange.to_python(ops.load()["rmsnorm_bwd"], "nvidia_h200", entries, {}).items():
-        (folder / name).write_text(text)
-
-
 def a_repository(folder: Path) -> None:
     """Make records in git, and a kerneltune that inspects nothing."""
     some_records(folder)
@@ -156,7 +148,6 @@ KINDS = {
     "search": Kind("search", nothing, 30, searched),
     "compare": Kind("compare --from records.jsonl --format csv -o table.csv", some_records, 20),
     "report": Kind("report records.jsonl -o page.html --markdown table.md", some_records, 20),
-    "import": Kind("cache import rmsnorm_bwd rmsnorm_bwd.py --gpu nvidia_h200 --configs configs --force", a_table, 30),
     "gate": Kind("gate --allow-stale HEAD records.jsonl --junit junit.xml --markdown gate.md", a_repository, 25),
     "revision": Kind("revision", a_repository, 25),
 }

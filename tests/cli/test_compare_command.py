@@ -153,18 +153,6 @@ def test_compare_refuses_options_that_it_would_not_use(write: Callable[..., Path
         assert refused("compare", same, same) == f"error: {said}"
 
 
-def test_compare_says_where_another_policy_ranks_otherwise(write: Callable[..., Path]) -> None:
-    path = write("a.jsonl", *both(), *both(10, 20, policy="hot"))
-    flips = "ranks flip in 1 of 1 cases with several policies; optimized is faster than baseline cold, slower"
-    case = "hot: te-8192x4096 bfloat16 fp8"
-    given = ("compare", "baseline", "optimized", "--from", path)
-    assert run(*given).stdout == f"{TABLE}\n{flips}\n  {case}\n"
-    assert run(*given, "--format", "markdown").stdout.endswith(f"\n- {flips} {case}\n")
-    as_csv = run(*given, "--format", "csv")
-    assert as_csv.stdout.count("\n") == 2
-    assert as_csv.stderr == f"{flips} {case}\n"
-
-
 def test_compare_writes_a_file(write: Callable[..., Path], tmp_path: Path) -> None:
     path, output = write("a.jsonl", *both()), tmp_path / "table.txt"
     result = run("compare", "baseline", "optimized", "--from", path, "--output", output)

@@ -1,6 +1,5 @@
 """gate: exit codes, files and annotations, baselines that are measured."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -184,18 +183,6 @@ def test_gate_escape_sequences_of_a_reason_never_reach_the_terminal(write: Calla
     result = run("gate", "--allow-stale", write("old.jsonl", *both()), write("new.jsonl", record(), failed))
     assert "\\x1b]0;owned\\x07 \\u202etxt" in result.stdout
     assert not set("\x1b\x07\u202e") & set(result.output)
-
-
-def test_gate_emits_what_dashboards_read(write: Callable[..., Path], tmp_path: Path) -> None:
-    old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
-    files = {name: tmp_path / f"{name}.json" for name in ("bencher", "github-action-benchmark", "hud")}
-    emitted = [part for name, file in files.items() for part in ("--emit", f"{name}={file}")]
-    assert run("gate", "--allow-stale", old, new, *emitted).exit_code == 1
-    assert every(json.loads(file.read_text()) for file in files.values())
-    assert refused("gate", old, new, "--emit", "bencher") == (
-        "error: emit: 'bencher': expected FORMAT=FILE, FORMAT one of bencher, github-action-benchmark, hud"
-    )
-    assert refused("gate", old, new, "--emit", "csv=x").startswith("error: emit: 'csv': expected one of ")
 
 
 def test_the_action_runs_the_gate_as_it_is() -> None:

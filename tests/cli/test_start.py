@@ -23,17 +23,14 @@ COMMANDS = [
     "cache list",
     "cache show",
     "cache check",
-    "cache verify",
     "cache from-misses",
-    "cache export",
-    "cache import",
     "trials",
     "report",
     "inspect",
     "profile",
     "doctor",
 ]
-HEAVY = ("torch", "triton", "optuna", "pandas", "numpy")
+HEAVY = ("torch", "triton", "optuna", "numpy")
 
 
 @pytest.mark.parametrize("command", [[], ["inspect"], ["gate"], ["cache", "fit"], ["capture"]], ids=" ".join)

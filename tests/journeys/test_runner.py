@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from journey import HERE, ROOT
-
-from kerneltune.inspection.proof import code_of, load_proof
+from proof_file import code_of, load_proof
 
 FAKES = str(HERE / "fakes.py")
 

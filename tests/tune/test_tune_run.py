@@ -29,7 +29,7 @@ from kerneltune.spec import Case, Op
 from kerneltune.tune.candidates import widened
 from kerneltune.tune.fleet import run_tune
 from kerneltune.tune.gpu_worker import ChildCrashedError
-from kerneltune.tune.verify import verify_cache
+from kerneltune.tune.renew import renew
 
 SWEEP = """
 family: tiny
@@ -317,21 +317,18 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     prepared: list[Case] = []
     monkeypatch.setattr(Bench, "prepare", lambda _self, task: prepared.append(task.case))
 
-    def status(budget_s: float | None = None, **changes: Any) -> str:
-        stored = [("nvidia_h200", "stream", replace(entry, **changes))]
-        ((_, _, verdict),) = verify_cache(OPS, stored, replace(options, budget_s=budget_s), Quiet(), renew=True)
-        return verdict.status
+    def renewed_as(budget_s: float | None = None, **changes: Any) -> list[tuple[str, str]]:
+        stale = [("stream", replace(entry, **changes))]
+        return [(one.status, one.reason) for one in renew(OPS, stale, replace(options, budget_s=budget_s), Quiet())]
 
     def stored() -> cache.CacheEntry:
         (there,) = cache.load_strict(cache.path_of("stream", "nvidia_h200", options.configs))
         return there
 
-    assert status() == "fresh"
-    assert stored() == entry
     old = entry.evidence | {"source_hash": "old", "same_code": {"source_hash": "older"}, "time_us": 99.0}
-    assert status(evidence=old, budget_s=0.0) == "stale"
+    assert renewed_as(evidence=old, budget_s=0.0) == []
     assert stored() == entry
-    assert status(evidence=old) == "stale-but-good"
+    assert renewed_as(evidence=old) == [("good", "")]
     renewed = stored()
     assert renewed.config == entry.config
     assert renewed.evidence.keys() == entry.evidence.keys()
@@ -341,11 +338,15 @@ def test_stale_entries_of_this_gpu_are_timed_again(
         renewed.evidence["over_default"] == [round(time_us(OPS["stream"].variants[0].default_config(prepared[0])) / 10.0, 4)] * 2
     )
     slow = {"block": 4096, "warps": 8, "ctas": 8}
-    assert status(evidence=old, config=slow) == "stale-slower"
+    assert renewed_as(evidence=old, config=slow) == [("slower", "")]
     default = OPS["stream"].variants[0].default_config(entry.as_case)
     assert stored().config == {"block": default.block, "warps": default.warps, "ctas": default.ctas}
     assert stored().evidence["source_hash"] == entry.evidence["source_hash"]
-    assert len(prepared) == 2  # once for each that is stale
+    assert len(prepared) == 2  # once for each that was timed
+    ((status, reason),) = renewed_as(config={"odd": 1})
+    assert (status, len(prepared)) == ("invalid", 2)
+    assert "odd" in reason
+    assert renewed_as(variant="gone")[0][0] == "invalid"
 
 
 # spaces that make no sense

@@ -1,0 +1,122 @@
+"""Time configs that other code chose against their default, and store the faster."""
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kerneltune import cache, device
+from kerneltune.cache import CacheEntry
+from kerneltune.run_options import Options, Progress
+from kerneltune.search.task import Run, Task, TaskKey, knobs_of
+from kerneltune.spec import Config, Op
+from kerneltune.tune.candidates import stamp
+from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.session import TuningSession
+
+StaleConfig = tuple[str, CacheEntry]
+"""Name of an operator, and an entry of its cache that other code chose."""
+_OF_THE_SEARCH = ("trials", "before")
+"""Fields of the evidence about the search, which a new timing keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """The result of timing a stale config.
+
+    Attributes:
+        status: `good`, `slower` where the default has replaced the config, or `invalid` where the config no longer runs.
+        reason: reason for `invalid`, on one line.
+    """
+
+    op: str
+    entry: CacheEntry
+    status: str
+    reason: str = ""
+
+
+def renew(ops: Mapping[str, Op], configs: Sequence[StaleConfig], options: Options, progress: Progress) -> list[Renewal]:
+    """Time configs of this GPU against their default in interleaved rounds, and store the faster with new evidence.
+
+    After `options.budget_s` seconds no further config is timed, and the result ends there.
+
+    Raises:
+        ValueError: a folder cannot be written, or nothing can be compiled for this GPU.
+    """
+    began, found = time.monotonic(), list[Renewal]()
+    progress.stage("time stale configs", len(configs))
+    with TuningSession(options) as session:
+        over: set[TaskKey] = set()
+        session.look_ahead(_later(ops, configs, over))
+        for name, entry in configs:
+            if options.budget_s is not None and time.monotonic() - began >= options.budget_s:
+                break
+            try:
+                renewed = _renewed(session, ops[name], entry, over)
+            except ValueError as error:
+                found.append(Renewal(name, entry, "invalid", str(error)))
+            else:
+                cache.store(name, device.current().slug, renewed, options.configs)
+                found.append(Renewal(name, entry, "good" if renewed.config == entry.config else "slower"))
+            progress.advance(f"{name} {entry.variant} {entry.case} {entry.dtype} {entry.quant}")
+    return found
+
+
+def _runs_of(op: Op, entry: CacheEntry) -> tuple[Task, list[Config]]:
+    """Return the task of an entry, with its config and, if it differs, the default.
+
+    Raises:
+        ValueError: the config cannot run any more.
+    """
+    case = entry.as_case
+    try:
+        variant = op.variant(entry.variant)
+        task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
+        reason = variant.unsupported(case) or variant.valid(case, config)
+        configs = list(dict.fromkeys([config, task.default]))
+    except Exception as error:  # an operator's own code may fail in any way on an old entry
+        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
+    if reason is not None:
+        raise ValueError(reason)
+    return task, configs
+
+
+def _later(ops: Mapping[str, Op], configs: Sequence[StaleConfig], over: Collection[TaskKey]) -> Iterator[Run]:
+    """Yield the configs to compile for entries whose timing has not begun."""
+    for name, entry in configs:
+        try:
+            task, wanted = _runs_of(ops[name], entry)
+        except ValueError:  # reported when its turn comes
+            continue
+        if task.key not in over:
+            yield from ((task, config) for config in wanted)
+
+
+def _renewed(session: TuningSession, op: Op, entry: CacheEntry, over: set[TaskKey]) -> CacheEntry:
+    """Return an entry with the faster of its config and the default, and with new evidence.
+
+    Raises:
+        ValueError: the config is wrong now, or cannot be timed.
+    """
+    task, configs = _runs_of(op, entry)
+    tuner = session.tuner(task)
+    over.add(task.key)
+    try:
+        with tuner:
+            begun = [tuner.begin(config) for config in configs]
+            tuner.prepare()
+            session.queue.fill()
+            for one in begun:
+                one.pending.result()
+            trials = tuner.trials(configs)
+            if trials[0].time_us is None:
+                raise ValueError(f"{trials[0].status}: {trials[0].detail}")
+            timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
+            best, evidence = tuner.run_final(timed, configs[-1])
+    except ChildCrashedError as error:
+        raise ValueError(f"crashed: {error}") from error
+    session.close(tuner)
+    evidence |= stamp(task.variant)
+    if best == configs[0]:
+        kept = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
+        return replace(entry, evidence=evidence | kept)
+    return replace(entry, config=knobs_of(best), evidence=evidence)
