@@ -93,7 +93,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, text in READERS.items():
         (tmp_path / name).write_text(text())
     shutil.copytree(ROOT / "results" / "nvidia_h200", tmp_path / "results" / "nvidia_h200", copy_function=os.symlink)
-    for name in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CAPTURED", "KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS", "KERNELTUNE_FAMILY"):
+    for name in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS", "KERNELTUNE_FAMILY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)  # so that it is removed again behind a test that sets it
     monkeypatch.setenv("COLUMNS", "80")
@@ -158,8 +158,7 @@ def tell(command: Command, folder: Path, known: set[str], capfd: pytest.CaptureF
     words = [sys.executable if word == "python" else word for word in command.words[1:]]
     ops.load_with.cache_clear()  # other plug-ins than those of the command before
     done = CliRunner().invoke(app, words, env=command.environment)
-    for setting in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CAPTURED"):
-        os.environ.pop(setting, None)
+    os.environ.pop("KERNELTUNE_PLUGINS", None)
     assert done.exit_code == (name in FINDS), f"{place}: {done.output}"
     assert max(map(len, done.stdout.splitlines()), default=0) <= 80 or name == "cases", place
     text = capfd.readouterr().out + done.stdout + done.stderr  # of the program that a capture runs, too

@@ -1,7 +1,6 @@
 """Captured kernels as operators: one for each kernel, a case for each class of launches, so that every tool takes them.
 
-`operators` makes them of a folder, and another process makes them of the same folder: see `Op.origin`. For `--captured`, an
-environment variable names the folder to this module, which is the plug-in.
+`operators` makes them of a folder, and another process makes them of the same folder: see `Op.origin`.
 """
 
 import dataclasses
@@ -20,7 +19,6 @@ from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 
-CAPTURED = "KERNELTUNE_CAPTURED"
 CLASS = "launch"
 BYTES, BYTES_OF = "bytes", "arguments"
 """An option of every case, by which tables say that GB/s count the arguments' bytes."""
@@ -48,23 +46,6 @@ def operators(folder: str, widen: bool = False) -> tuple[Op, ...]:
         widen: whether configs around the authors' lists are offered as well.
     """
     return _operators(os.path.abspath(folder), widen)
-
-
-def captured_operators() -> tuple[Op, ...]:
-    """Return the operators of the capture that `--captured` names; none if it names none."""
-    folder = os.environ.get(CAPTURED)
-    return operators(folder) if folder else ()
-
-
-def __getattr__(name: str) -> Any:
-    """Return OPS, by which the operators of `--captured` are loaded as a plug-in.
-
-    Raises:
-        AttributeError: the module has no attribute of this name.
-    """
-    if name == "OPS":
-        return captured_operators()
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def tuned_variant(op: Op) -> Variant:

@@ -205,8 +205,8 @@ def _root(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     settings.apply()
+    options.use_capture(captured or "")
     if captured:
-        options.use_capture(captured)
         for variable, name in ((RESULTS, "results"), ("KERNELTUNE_CONFIGS", "configs")):
             os.environ.setdefault(variable, os.path.join(captured, name))
     if plugin:

@@ -44,9 +44,8 @@ def swept(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "list[SweepCa
     """Return the cases of all sweep files of the checkout or package, of the capture in use, and of further files."""
     from kerneltune import sweep
 
-    captured = os.environ.get("KERNELTUNE_CAPTURED")
     files = [*sorted(data_root("sweeps").glob("*.yaml")), *map(sweep.find, extra)]
-    plans = [sweep.load(path, known) for path in [*files, *([Path(captured, "sweep.yaml")] if captured else [])]]
+    plans = [sweep.load(path, known) for path in [*files, *([Path(o.captured(), "sweep.yaml")] if o.captured() else [])]]
     return [entry for plan in plans for entry in (*plan.bench, *plan.check)]
 
 

@@ -70,9 +70,7 @@ def command(
     --against does not compile.
     """
     _require_one_side(against, against_rev)
-    from kerneltune.adopt.operators import captured_operators
-
-    captured = tuple(each.name for each in captured_operators())
+    captured = tuple(o.captured_ops())
     wanted = replace(wanted, ops=(op,) if op else captured)
     _require_names(wanted.cases, op or "OP")
     whole = gpu == _GPU and _is_whole(configs, wanted, target, config, against, against_rev)

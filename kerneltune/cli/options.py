@@ -332,10 +332,26 @@ def use_plugins(modules: Sequence[str]) -> None:
     os.environ[PLUGINS] = os.pathsep.join([*([known] if known else []), *modules])
 
 
+_capture = {"folder": ""}
+
+
 def use_capture(folder: str) -> None:
-    """Load the kernels of a capture as operators."""
-    os.environ["KERNELTUNE_CAPTURED"] = os.path.abspath(folder)
-    use_plugins(["kerneltune.adopt.operators"])
+    """Have this command use the kernels of a capture as operators; no capture where `folder` is empty."""
+    _capture["folder"] = os.path.abspath(folder) if folder else ""
+
+
+def captured() -> str:
+    """Return the folder of the capture that this command uses; empty for none."""
+    return _capture["folder"]
+
+
+def captured_ops(folder: str = "") -> dict[str, Op]:
+    """Return the operators of a capture by name, of the capture in use if no folder is given; none without a capture."""
+    if not (folder or captured()):
+        return {}
+    from kerneltune.adopt.operators import operators
+
+    return {op.name: op for op in operators(folder or captured())}
 
 
 def is_capture(family: str) -> bool:
@@ -352,15 +368,19 @@ def capture_of(family: str) -> str:
 def load_facts() -> "Mapping[str, OpFacts]":
     """Return the listed facts of operators and workloads by name, without importing their code."""
     from kerneltune import device, ops, workloads
+    from kerneltune.listing import facts_of
 
     known, built = ops.facts(device.select_backend), workloads.facts(device.select_backend)
     if known.keys() & built.keys():
         load_ops()  # says where both are
-    return known | built
+    return known | built | {name: facts_of(op) for name, op in captured_ops().items()}
 
 
-def load_ops() -> Mapping[str, Op]:
-    """Return operators and workloads by name, ready to run on the GPU, or in the interpreter on a machine without a GPU."""
+def load_ops(folder: str = "") -> Mapping[str, Op]:
+    """Return operators and workloads by name, ready to run on the GPU, or in the interpreter on a machine without a GPU.
+
+    folder: of a capture whose operators are added; the capture in use if empty.
+    """
     from kerneltune import device
 
     device.select_backend()
@@ -369,7 +389,7 @@ def load_ops() -> Mapping[str, Op]:
     known, built = ops.load(), workloads.load()
     for name in known.keys() & built.keys():
         raise ValueError(f"two operators are called {name!r}: in {known[name].module} and in {built[name].module}")
-    return known | built
+    return known | built | captured_ops(folder)
 
 
 def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole: bool = False) -> Case:
@@ -400,20 +420,13 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
     return Case("shown", tuple(axes.items()), dtype, quant, tuple(options.items()))
 
 
-def _captured_names() -> set[str]:
-    """Return the names of the capture's operators."""
-    from kerneltune.adopt.operators import captured_operators
-
-    return {op.name for op in captured_operators()}
-
-
 def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", max_cases: int | None = None) -> "Selection":
     """Return the selection with its family, after checking its names.
 
     Raises:
         ValueError: a name that no operator knows.
     """
-    own = _captured_names() & known.keys() if capture_of(family) else known.keys()
+    own = captured_ops().keys() & known.keys() if capture_of(family) else known.keys()
     names = {name: None for name in known if name in own}
     among = [known[choice("op", name, names)] for name in wanted.ops or names]
     chosen("dtype", wanted.dtypes, (dtype for op in among for dtype in op.dtypes))

@@ -298,9 +298,7 @@ def test_capture_of_nothing_into_an_earlier_capture_says_so_without_a_table(tmp_
     assert (result.exit_code, result.stderr) == (1, f"nothing was captured: {ended}; {kept}\n")
 
 
-def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KERNELTUNE_PLUGINS", "")
-    monkeypatch.setenv("KERNELTUNE_CAPTURED", "")
+def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path) -> None:
     captured(tmp_path, (4, 96), (8, 96), pattern="row_sum")
     large = next(one for one in read_capture(tmp_path).classes if one.sizes["M"] == 8)
     written = write_sweep(tmp_path).read_text().splitlines(keepends=True)
@@ -322,8 +320,6 @@ def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path, mo
 def test_commands_of_a_capture_use_its_folders_and_name_its_operators_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for variable in ("KERNELTUNE_PLUGINS", "KERNELTUNE_CAPTURED"):
-        monkeypatch.setenv(variable, "")
     for variable in ("KERNELTUNE_CONFIGS", "KERNELTUNE_RESULTS"):
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)

@@ -151,7 +151,7 @@ def test_a_capture_restricts_what_is_compiled_to_its_kernels(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("rmsnorm_bwd", "moe_permute")
-    monkeypatch.setattr("kerneltune.adopt.operators.captured_operators", lambda: [ops.load()[name] for name in names])
+    monkeypatch.setattr("kerneltune.cli.options.captured_ops", lambda _folder="": {name: ops.load()[name] for name in names})
     assert run("inspect", "--target", "sm_90", "--configs", tmp_path).exit_code == 0
     assert {request.op.name for request in compiled[0][0]} == set(names)
     assert run("inspect", "rmsnorm_fwd", "--target", "sm_90", "--configs", tmp_path).exit_code == 0
