@@ -1,4 +1,4 @@
-"""Arguments of a launch: values as JSON; shapes, strides, types, alignment, memory and values of tensors.
+"""Arguments of a launch: values as JSON; shapes, strides, types, alignment and memory of tensors.
 
 Nothing is executed on load.
 """
@@ -7,12 +7,10 @@ import hashlib
 import importlib
 import json
 import math
-import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from operator import attrgetter
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -90,126 +88,6 @@ def _triton_dtype(name: str) -> Any:
 
 ALIGNMENT = 16
 """Bytes: Triton compiles another kernel for a pointer that is not a multiple of it."""
-NO_ARGUMENT = ("grid", "warmup")
-"""Names that a launch is given beside the arguments of its kernel."""
-_KEYED = frozenset((int, bool, str, type(None)))
-"""Types of values that tell launches apart by themselves."""
-
-
-def launch_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells launches of one kernel apart in this process: scalars, element types and shapes.
-
-    A float stands for its type, because scales and step sizes change with every launch.
-    """
-    try:
-        key = [v if (k := type(v)) in _KEYED else float if k is float else (v.dtype, v.shape) for v in args]
-    except AttributeError:
-        key = [_keyed(value) for value in args]
-    if len(kwargs) > len(NO_ARGUMENT):
-        for name, value in kwargs.items():
-            if name not in NO_ARGUMENT:
-                key.append(name)
-                key.append(_keyed(value))
-    return tuple(key)
-
-
-def _keyed(value: Any) -> Any:
-    kind = type(value)
-    if kind in _KEYED:
-        return value
-    if kind is float:
-        return float
-    try:
-        return value.dtype, value.shape
-    except AttributeError:
-        return _other_key(value)
-
-
-V = TypeVar("V")
-
-
-@dataclass(slots=True)
-class KeyPlan(Generic[V]):
-    """Keys of the launches whose arguments have the same names and types, and a value for each key.
-
-    Attributes:
-        plain: places of the arguments that are part of the key themselves.
-        read: places of the other arguments that have a part in the key, with the function that reads it.
-        places: of all arguments by name.
-        found: the value of each key.
-    """
-
-    plain: tuple[int, ...]
-    read: tuple[tuple[int, Callable[[Any], Any]], ...]
-    places: dict[str, int]
-    found: dict[tuple[Any, ...], V] = field(default_factory=dict)
-
-    def key(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the key of a launch. The hot path of serving."""
-        return (*[values[place] for place in self.plain], *[read(values[place]) for place, read in self.read])
-
-    def size(self, values: Sequence[Any], name: str) -> int | None:
-        """Return a size of a launch by its name, `N` or `x.0`; None if the launch has no size of this name."""
-        argument, _, axis = name.partition(".")
-        place = self.places.get(argument)
-        if place is None:
-            return None
-        value = values[place]
-        if not axis:
-            return value if type(value) is int else None
-        shape = getattr(value.base if is_descriptor(value) else value, "shape", ())
-        return int(shape[int(axis)]) if int(axis) < len(shape) else None
-
-
-_read_dtype, _read_shape, _read_base_dtype = attrgetter("dtype"), attrgetter("shape"), attrgetter("base.dtype")
-
-
-def plan_key(names: Sequence[str], values: Sequence[Any], deciding: Collection[str], is_whole: bool) -> KeyPlan[Any]:
-    """Return how keys are made of launches with arguments of these names and types.
-
-    Element types are part of every key.
-
-    Args:
-        names, values: names and values of the arguments of one launch, and of its grid.
-        deciding: names of the arguments whose values or shapes are part of the key.
-        is_whole: whether all values and shapes are part of it, but for floats: scales and step sizes change with every launch.
-    """
-    plain: list[int] = []
-    read: list[tuple[int, Callable[[Any], Any]]] = []
-    for place, (name, value) in enumerate(zip(names, values, strict=True)):
-        if name in NO_ARGUMENT:
-            continue
-        is_deciding = name in deciding or (is_whole and type(value) is not float)
-        if is_descriptor(value):
-            read.append((place, _other_key if is_deciding else _read_base_dtype))
-        elif is_tensor(value):
-            read += [(place, _read_dtype), *([(place, _read_shape)] if is_deciding else ())]
-        elif is_deciding and type(value) in PLAIN:
-            plain.append(place)
-        elif is_deciding or _holds_tensor(value):
-            read.append((place, _other_key))
-    return KeyPlan(tuple(plain), tuple(read), {name: place for place, name in enumerate(names)})
-
-
-def layout_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return `launch_key` with the strides and alignment of every tensor, which a capture tells apart as well."""
-    layouts = [
-        (value.stride(), value.data_ptr() % ALIGNMENT == 0)
-        for value in (*args, *kwargs.values())
-        if hasattr(value, "data_ptr") and hasattr(value, "stride")
-    ]
-    return launch_key(args, kwargs), tuple(layouts)
-
-
-def _other_key(value: Any) -> Any:
-    if is_descriptor(value):
-        return "descriptor", value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
-    if isinstance(value, tuple | list):
-        return launch_key(value, {})
-    try:
-        return str(encode(value))
-    except NotRecordableError:
-        return id(value)
 
 
 @cache
@@ -345,15 +223,16 @@ def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any
 
 def parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield an argument by name; of a tuple with tensors each item, as `x[0]`, `x[1]`."""
-    if isinstance(value, tuple | list) and any(map(_holds_tensor, value)):
+    if isinstance(value, tuple | list) and any(map(holds_tensor, value)):
         for place, item in enumerate(value):
             yield from parts(f"{name}[{place}]", item)
     else:
         yield name, value
 
 
-def _holds_tensor(value: Any) -> bool:
-    return any(map(_holds_tensor, value)) if isinstance(value, tuple | list) else is_tensor(value) or is_descriptor(value)
+def holds_tensor(value: Any) -> bool:
+    """Return whether a value is a tensor or a descriptor, or a tuple that holds a tensor or a descriptor."""
+    return any(map(holds_tensor, value)) if isinstance(value, tuple | list) else is_tensor(value) or is_descriptor(value)
 
 
 def joined(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -451,145 +330,6 @@ def counting_argument(launches: Sequence[Sequence[Argument]], keys: Collection[s
     return (name, left[name]) if name and 2 * left[name] < len(launches) else ("", len(launches))
 
 
-SAMPLE_BYTES = 1 << 20
-"""Most bytes that are kept of data: of floats, of bytes, of whole numbers that are no indices."""
-_STATISTICS_BYTES = 1 << 16
-_LARGEST_INDEX, _LEAST_INDEX = 1 << 30, -(1 << 16)
-"""Whole numbers beyond are packed data, as 4-bit weights in 32 bits are."""
-
-
-@dataclass(slots=True)
-class Values:
-    """Memory of a launch, as far as it is kept.
-
-    Attributes:
-        tensors: bytes of each storage by name `storage.N`, on the CPU.
-        kinds: for every storage its bytes, the kind of values that are kept, and statistics.
-        left_out: bytes of whole numbers that the budget did not allow.
-        sampled: bytes of samples of data.
-    """
-
-    tensors: dict[str, Any] = field(default_factory=dict)
-    kinds: tuple[dict[str, Any], ...] = ()
-    left_out: int = 0
-    sampled: int = 0
-
-    @property
-    def bytes(self) -> int:
-        """Return bytes that are kept."""
-        return sum(int(tensor.numel()) for tensor in self.tensors.values())
-
-    @classmethod
-    def missing(cls, count: int) -> "Values":
-        """Return the values of a launch whose memory may not be read: none."""
-        return cls(kinds=tuple({"kept": "missing"} for _ in range(count)))
-
-
 def span(tensors: Sequence[Tensor]) -> tuple[int, int]:
     """Return the begin and the end of the bytes of a storage that its tensors cover."""
     return min(tensor.offset for tensor in tensors), max(tensor.end for tensor in tensors)
-
-
-def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int, sample_bytes_left: int) -> Values:
-    """Copy values of a launch's memory, before the launch changes them. Waits for the GPU.
-
-    Indices are kept before samples of data: without its indices a launch cannot be made again.
-
-    Args:
-        arguments: of the launch.
-        storages: of the launch's tensors.
-        bytes_left: bytes that may still be kept.
-        sample_bytes_left: bytes of them that may be samples of data.
-    """
-    values = Values()
-    kinds: dict[int, dict[str, Any]] = {}
-    data: list[tuple[int, Any, int, int, Tensor]] = []
-    for number, live in enumerate(storages.live.values()):
-        tensors = [a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == number]
-        begin, end = span(tensors)
-        if not _are_indices(live, begin, end, tensors):
-            data.append((number, live, begin, end, tensors[0]))
-            continue
-        is_affordable = end - begin <= bytes_left - values.bytes
-        kinds[number] = {"kept": "values" if is_affordable else "missing", "bytes": end - begin}
-        if is_affordable and end > begin:
-            values.tensors[f"storage.{number}"] = _raw(live, begin, end - begin)
-        elif not is_affordable:
-            values.left_out += end - begin
-    sampled = 0
-    for number, live, begin, end, tensor in data:
-        wanted = min(end - begin, SAMPLE_BYTES)
-        is_affordable = wanted <= min(bytes_left - values.bytes, sample_bytes_left - sampled)
-        raw = _raw(live, begin, wanted if is_affordable else min(wanted, _STATISTICS_BYTES))
-        kinds[number] = {"kept": "sample" if is_affordable else "statistics", "bytes": end - begin}
-        kinds[number]["statistics"] = statistics(raw[:_STATISTICS_BYTES], tensor.dtype)
-        if is_affordable and wanted:
-            values.tensors[f"storage.{number}"] = raw
-            sampled += wanted
-    values.sampled = sampled
-    values.kinds = tuple(kinds[number] for number in range(len(kinds)))
-    return values
-
-
-def _are_indices(live: Any, begin: int, end: int, tensors: Sequence[Tensor]) -> bool:
-    """Return whether a storage holds whole numbers that a kernel may read as indices, so that all of them must be kept.
-
-    Few bytes are kept in any case. Many bytes of 8-bit whole numbers are weights.
-    """
-    whole = [tensor for tensor in tensors if tensor.is_whole]
-    if not whole or end - begin <= SAMPLE_BYTES:
-        return bool(whole)
-    if all(tensor.element_bytes == 1 for tensor in whole):
-        return False
-    kind, size = whole[0].dtype, whole[0].element_bytes
-    torch: Any = sys.modules["torch"]
-    try:
-        with torch.no_grad():
-            numbers = torch.empty(0, dtype=getattr(torch, kind), device=live.device)
-            numbers.set_(live.untyped_storage(), begin // size, ((end - begin) // size,), (1,))
-            least, largest = (int(value) for value in numbers.aminmax())
-    except RuntimeError:  # an element type without an order here
-        return True
-    return least >= _LEAST_INDEX and largest < _LARGEST_INDEX
-
-
-_LEAST_ADDRESS, _LARGEST_ADDRESS = 1 << 32, 1 << 48
-"""Bounds of addresses: above any index, and the end of the memory that a process can address."""
-
-
-def holds_addresses(arguments: Sequence[Argument], values: Values) -> str:
-    """Return the first argument with 64-bit whole numbers that are all addresses or 0, empty for none."""
-    torch: Any = sys.modules["torch"]
-    for argument in arguments:
-        tensor = argument.tensor
-        raw = values.tensors.get(f"storage.{tensor.storage}") if tensor is not None and tensor.is_whole else None
-        if raw is not None and tensor is not None and tensor.element_bytes == 8 and raw.numel() % 8 == 0:
-            whole = raw.view(torch.int64)
-            whole = whole[whole != 0]
-            if whole.numel() and bool(((whole >= _LEAST_ADDRESS) & (whole < _LARGEST_ADDRESS)).all()):
-                return argument.name
-    return ""
-
-
-def _raw(tensor: Any, begin: int, count: int) -> Any:
-    """Return bytes of a tensor's storage, on the CPU."""
-    torch: Any = sys.modules["torch"]
-    with torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        whole.set_(tensor.untyped_storage(), begin, (count,), (1,))
-        return whole.cpu().clone()
-
-
-def statistics(raw: Any, dtype: str) -> dict[str, float]:
-    """Return mean, standard deviation, least and largest of the finite values that bytes hold, and the share of zeros."""
-    torch: Any = sys.modules["torch"]
-    kind = getattr(torch, dtype)
-    size = torch.empty(0, dtype=kind).element_size()
-    floats = raw[: raw.numel() // size * size].view(kind).to(torch.float64)
-    floats = floats[torch.isfinite(floats)]
-    if floats.numel() == 0:
-        return {"mean": 0.0, "std": 1.0, "least": -1.0, "largest": 1.0, "zeros": 0.0}
-    zeros = float((floats == 0).double().mean())
-    std = float(floats.std()) if floats.numel() > 1 else 0.0
-    found = {"mean": float(floats.mean()), "std": std, "least": float(floats.min()), "largest": float(floats.max())}
-    return {name: value if math.isfinite(value) else 0.0 for name, value in found.items()} | {"zeros": zeros}

@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any
 
 from kerneltune.adopt.arguments import (
-    NO_ARGUMENT,
     NotRecordableError,
     decode,
     dtype_name,
@@ -30,6 +29,7 @@ from kerneltune.adopt.arguments import (
     is_tensor,
     parts,
 )
+from kerneltune.adopt.keys import NO_ARGUMENT
 from kerneltune.identity import code_digest
 
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")

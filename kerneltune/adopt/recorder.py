@@ -24,12 +24,8 @@ from kerneltune.adopt.arguments import (
     Argument,
     NotRecordableError,
     Storages,
-    Values,
-    collect,
     counting_argument,
     describe,
-    holds_addresses,
-    layout_key,
     signature,
 )
 from kerneltune.adopt.counters import Counters
@@ -54,6 +50,8 @@ from kerneltune.adopt.kernels import (
     source_digest,
     widened,
 )
+from kerneltune.adopt.keys import layout_key
+from kerneltune.adopt.values import Values, collect, holds_addresses
 
 log = logging.getLogger("kerneltune.adopt")
 

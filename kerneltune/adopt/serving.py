@@ -13,7 +13,6 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import program
-from kerneltune.adopt.arguments import KeyPlan, plan_key
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import (
     OPTIONS,
@@ -29,6 +28,7 @@ from kerneltune.adopt.kernels import (
     plain_tuner,
     source_digest,
 )
+from kerneltune.adopt.keys import KeyPlan, plan_key
 from kerneltune.adopt.table import Group, RowFinder, ServingRow, ServingTable, TableKernel, read_table
 
 if TYPE_CHECKING:
