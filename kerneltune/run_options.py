@@ -112,8 +112,7 @@ class Options:
         until_gain: stop a search when its remaining configs are expected to gain less than this fraction; 0 for never.
         exhaustive: measure every config of a space, and choose none.
         knobs: knob values, as text, to try in addition to a space.
-        gpus: GPUs of this host: `all` or a number.
-        ray: address of a Ray cluster. Without gpus and ray, the GPU of this process is used.
+        gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
     """
 
     policy: str = "cold"
@@ -133,7 +132,6 @@ class Options:
     exhaustive: bool = False
     knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     gpus: str = ""
-    ray: str = ""
 
     @property
     def search(self) -> Search:

@@ -1,15 +1,17 @@
-"""A made-up operator and workers without a GPU for test_fleet.py, importable by worker processes.
+"""A made-up operator and processes without a GPU for test_fleet.py, importable by these processes.
 
 Environment: LOG, a file that every evaluation is appended to; DIE, a folder of files named after a case, each of which the
-worker that first comes to its best config names after itself and dies of; MODEL, the GPU's name.
+process that first comes to its best config names after itself and dies of; DEADLY, a case whose best config
+every process dies of; MODEL, the GPU's name.
 
-Run as `python fleet_jobs.py FOLDER` it is a whole run on two workers, which test_fleet.py interrupts. Like the command line it
+Run as `python fleet_jobs.py FOLDER` it is a whole run on two GPUs, which test_fleet.py interrupts. Like the command line it
 ends with 130 then and says nothing of where it was, so that whatever stands on stderr is of another process.
 """
 
 import os
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
@@ -20,21 +22,23 @@ from kerneltune.run_options import Options, Quiet
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tune import session, tune_run
-from kerneltune.tune.fleet import Fleet
-from kerneltune.tune.worker import LocalWorkers, Worker
+from kerneltune.tune.fleet import Fleet, serve
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
+DEADLY = "KERNELTUNE_TEST_DEADLY"
 WORKS = [Task(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for size in (8, 16, 32, 64, 128)]
 
 
 class LoggedBench(Bench):
-    """Writes down what it is asked for; takes its whole worker along where it is told to."""
+    """Writes down what it is asked for; takes its whole process along where it is told to."""
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
-        """Ten milliseconds of work; a case's best config may be the last that a worker evaluates."""
+        """Ten milliseconds of work; a case's best config may be the last that a process evaluates."""
         self.busy.append((time.monotonic(), 0.01))
         time.sleep(0.01)
         deadly = Path(os.environ[DIE]) / task.case.name
+        if config == Knobs(3, 8) and os.environ.get(DEADLY) == task.case.name:
+            os._exit(9)
         if config == Knobs(3, 8) and deadly.exists():
             deadly.rename(deadly.with_name(f"{os.getpid()}.dead"))
             os._exit(9)
@@ -43,35 +47,35 @@ class LoggedBench(Bench):
         return super().trial(task, config, best_us, samples)
 
 
-def worker(family: str, options: Options, cores: frozenset[int] | None) -> Worker:
-    """Make a worker whose GPU is made up."""
+def made_up(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options) -> None:
+    """Serve with a GPU that is made up."""
     unit = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580", unit)
     setattr(device, "current", lambda: gpu)  # noqa: B010
     setattr(session, "CompilePool", Pool)  # noqa: B010
     setattr(session, "GpuWorker", LoggedBench)  # noqa: B010
     setattr(tune_run, "obstacle", lambda *_: None)  # noqa: B010
-    return Worker(family, options, None)
+    serve(pipe, None, family, options)
 
 
-def odd_worker(family: str, options: Options, cores: frozenset[int] | None) -> Worker:
-    """Make a worker that has another GPU where it is the second of its host."""
+def odd(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options) -> None:
+    """Serve with another GPU where it is the second of its host."""
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         os.environ[MODEL] = "NVIDIA A100"
-    return worker(family, options, cores)
+    made_up(pipe, cores, family, options)
 
 
 def main(folder: Path) -> None:
-    """All works on two workers; results and configs are below `folder`, and a file `began`."""
-    setattr(device, "current", lambda: device.NO_GPU)  # noqa: B010
+    """All works on two GPUs; results and configs are below `folder`, and a file `began`."""
+    setattr(device, "current", lambda: H200)  # noqa: B010
     options = Options(results=folder / "results", configs=folder / "configs", until_gain=0.0)
     (folder / "began").touch()
-    with LocalWorkers("made", options, ["0", "1"], worker) as workers:
-        Fleet(workers, options, Quiet()).run(lambda _slug: WORKS)
+    with Fleet(["0", "1"], "made", options, Quiet(), made_up) as fleet:
+        fleet.run(WORKS)
 
 
 if __name__ == "__main__":
-    import fleet_jobs  # by the name under which the workers find what is here
+    import fleet_jobs  # by the name under which the processes find what is here
 
     try:
         fleet_jobs.main(Path(sys.argv[1]))

@@ -5,6 +5,8 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from typing import Any
 
 from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
@@ -13,9 +15,8 @@ from kerneltune import cli
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
 from kerneltune.run_options import Options
 from kerneltune.search.task import Task
-from kerneltune.tune import worker
+from kerneltune.tune.fleet import GpuProcess
 from kerneltune.tune.gpu_worker import GpuWorker
-from kerneltune.tune.worker import LocalWorkers, Worker
 
 STARTED = 4
 """A line of the log for each."""
@@ -31,10 +32,9 @@ def compile_for_ever(_inputs: Mapping[str, Any], _config: object) -> None:
     hang()
 
 
-def work_for_ever(_family: str, _options: Options, _cores: frozenset[int] | None) -> Worker:
-    """As a worker that hangs before it is ready."""
+def work_for_ever(_pipe: Connection, _cores: frozenset[int] | None, _family: str, _options: Options) -> None:
+    """As a process of a GPU that hangs before it is ready."""
     hang()
-    raise AssertionError
 
 
 def hang() -> None:
@@ -45,14 +45,13 @@ def hang() -> None:
 
 
 def search() -> None:
-    """Run a fleet's worker, two compilers and a measuring child."""
-    setattr(worker, "_GRACE_S", 0.1)  # noqa: B010
+    """Run the process of a GPU, two compilers and a measuring child."""
     with (
-        LocalWorkers("made", Options(), ["0"], work_for_ever) as workers,
+        ExitStack() as stack,
         CompilePool(TARGETS["sm_90"], 2) as pool,
         GpuWorker(FakeBench) as bench,
     ):
-        workers.start(0)
+        stack.callback(GpuProcess("0", (None, "made", Options()), work_for_ever).stop)
         for _ in range(2):
             pool.submit(CompileJob(no_inputs, compile_for_ever, None))
         ThreadPoolExecutor(1).submit(bench.trial, Task(OPS[0], CASE, VARIANT), Knobs("hang", 0), None)

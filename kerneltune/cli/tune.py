@@ -62,10 +62,7 @@ def command(
         list[str] | None,
         typer.Option("--knob", metavar="NAME=V1,V2", help="Further values of a knob; may be repeated."),
     ] = None,
-    gpus: Annotated[
-        str, typer.Option("--gpus", metavar="all|N", help="GPUs of this host, or of the cluster; each tunes one case at a time.")
-    ] = "",
-    ray: Annotated[str, typer.Option("--ray", metavar="ADDRESS", help="Tune on the GPUs of this Ray cluster.")] = "",
+    gpus: Annotated[str, typer.Option("--gpus", metavar="all|N", help="GPUs of this host; each tunes one case at a time.")] = "",
     share: Annotated[
         float | None,
         typer.Option("--share", metavar="FRACTION", help="In a capture, tune classes until they cover this part of the time."),
@@ -98,7 +95,7 @@ def command(
             "expected without the folder of a capture",
             op=wanted.ops, case=wanted.cases, dtype=wanted.dtypes, quant=wanted.quants, variant=wanted.variants,
             policy=policy if policy != "cold" else None, trials=trials, max_cases=max_cases, stale=stale,
-            sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus, ray=ray,
+            sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus,
         )  # fmt: skip
         return tune_folder(Path(family), budget, share, widen, force, workers, dry_run)
     if share is not None or widen or dry_run:
@@ -106,10 +103,9 @@ def command(
     results = o.results_root(results, family)
     for root in (o.configs_root(configs), results):
         o.require_writable(root)
-    if not ray:
-        from kerneltune.processes import start_server
+    from kerneltune.processes import start_server
 
-        start_server()  # its imports run beside the imports of this process and take as long
+    start_server()  # its imports run beside the imports of this process and take as long
     known = o.load_ops()
     o.require_tunable(configs, results, exhaustive)
     from kerneltune.tune.fleet import run_tune
@@ -118,7 +114,7 @@ def command(
     options = o.make_options(
         policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
-        exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus, ray=ray,
+        exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:

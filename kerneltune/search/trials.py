@@ -75,10 +75,7 @@ class _TrialRow(msgspec.Struct):
 class TrialStore:
     """The trials of an operator on a GPU model.
 
-    Opening a store writes nothing. Threads may share a store.
-
-    Attributes:
-        on_put: function that is called with every evaluation that `put` has stored.
+    Opening a store writes nothing. Threads may share a store, and processes the file.
     """
 
     def __init__(self, path: Path, commit: str = "", **fingerprint: str) -> None:
@@ -93,13 +90,12 @@ class TrialStore:
             ValueError: the file cannot be read, or a line of the file is no trial.
         """
         self._path, self._commit, self._fingerprint = path, commit, fingerprint
-        self.on_put: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
         self._found: dict[TaskKey, dict[Knobs, Evaluation]] = {}
         self._choices: dict[TaskKey, dict[str, dict[Any, None]]] = {}
         self._studies: dict[str, optuna.Study] = {}
         self._lock = Lock()
-        self._storage = _existing(path)
-        self.know(trial for trial in _trials(self._storage, path) if trial.fingerprint == fingerprint)
+        self._storage: JournalStorage | None = None
+        self.refresh()
 
     def get(self, task: Task, config: Config) -> Evaluation | None:
         """Return the stored evaluation of a config with the store's fingerprint, or None."""
@@ -122,16 +118,6 @@ class TrialStore:
                 study = self._study(task, offered)
                 study.add_trial(finished_trial(knobs_of(config), space, stored.time_us, result, when))
             self._found.setdefault(task.key, {})[knob_pairs(config)] = stored
-        self.on_put(config, stored)
-
-    def begin(self, task: Task) -> None:
-        """Create the study of a task, so that storing its first evaluation takes no longer than storing the next.
-
-        Raises:
-            ValueError: the file cannot be written.
-        """
-        with self._lock, self._writing():
-            self._study(task, self._offered(task, task.default))
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -170,10 +156,16 @@ class TrialStore:
             choices.setdefault(name, {})[value] = None
         return {name: sorted(values, key=choice_order) for name, values in choices.items()}
 
-    def know(self, trials: Iterable[Trial]) -> None:
-        """Add trials of another store to the trials that are found; the file stays unchanged."""
+    def refresh(self) -> None:
+        """Read the trials that the file has by now, of other processes as well.
+
+        Raises:
+            ValueError: the file cannot be read, or a line of the file is no trial.
+        """
+        self._storage = self._storage or _existing(self._path)
+        found = [trial for trial in _trials(self._storage, self._path) if trial.fingerprint == self._fingerprint]
         with self._lock:
-            for trial in trials:
+            for trial in found:
                 self._found.setdefault(trial.key, {})[trial.knobs] = trial.evaluation
 
     def forget_transient(self) -> None:
@@ -190,12 +182,6 @@ class TrialStore:
     def of_other_sizes(self, task: Task) -> list[Trial]:
         """Return the trials of tasks that differ in sizes, and perhaps in policy, oldest first."""
         return [trial for trial in self._all() if task.key.differs_in_sizes(trial.key)]
-
-    def relevant_to(self, task: Task, most: int) -> list[Trial]:
-        """Return the trials that a search looks at: of the same sizes all, of other sizes the newest `most`."""
-        elsewhere = self.of_other_sizes(task)
-        here = [trial for trial in self._all() if trial.key.case.axes == task.case.axes]
-        return here + elsewhere[max(0, len(elsewhere) - most) :]
 
     def _all(self) -> list[Trial]:
         with self._lock:

@@ -1,184 +1,185 @@
-"""Tune a sweep on the GPU of this process, or on several workers whose results are merged here.
+"""Tune a sweep on the GPU of this process, or on several GPUs of this host, each with a process of its own.
 
-Each task is decided on one GPU. If a worker dies, its trials are stored already, and another worker gets its task.
+The processes share the folders of the run: each stores its trials, configs and measured spaces where a single process stores
+them, under the same locks. If a process dies over a task, another process performs the task and finds the stored trials.
 """
 
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
-from kerneltune import cache, device
-from kerneltune.files import read_text
-from kerneltune.run_options import Options, Progress, Selection, load_plan, wanted_variants
-from kerneltune.search.task import Task, store_path
+from kerneltune import device
+from kerneltune.processes import fast_context, in_environment
+from kerneltune.run_options import Options, Progress, Selection, load_plan, require_gpu, wanted_variants
+from kerneltune.search.task import Task, TaskKey
 from kerneltune.spec import Op
-from kerneltune.sweep import results_root
-from kerneltune.tune.candidates import MOST_OTHER_SIZES, widened
-from kerneltune.tune.cluster import RayWorkers
-from kerneltune.tune.session import Usage
-from kerneltune.tune.tune_run import TunePlan, TuningResult, TuningSummary, keep_space, tell, tune_here
-from kerneltune.tune.worker import Identity, LocalWorkers, RemoteTask, visible_gpus
-
-if TYPE_CHECKING:
-    from kerneltune.search.trials import TrialStore
+from kerneltune.tune.candidates import widened
+from kerneltune.tune.session import TuningSession, Usage
+from kerneltune.tune.tune_run import TunePlan, TuningResult, TuningSummary, keep_space, perform, tell, tune_here
 
 ATTEMPTS = 3
-"""Number of workers that may die over a task, and of times that a worker is started."""
+"""Number of processes that may die over a task, and of times that the process of a GPU is started."""
+_GRACE_S = 10.0
+
+Serve = Callable[[Connection, frozenset[int] | None, str, Options], None]
+"""`serve`, or an importable function in its place."""
+
+
+def serve(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options) -> None:
+    """Perform the tasks that come through a pipe, on the GPU of this process, until the other end of the pipe is closed.
+
+    Args:
+        pipe: first sends the name of the GPU; then receives a task with the tasks that probably follow, and sends the result.
+        cores: cores of this process and of the processes that it starts; None for all.
+        family: name of the sweep.
+        options: options of the run.
+    """
+    if cores:
+        os.sched_setaffinity(0, cores)
+    here = device.current()
+    with suppress(EOFError, OSError):
+        pipe.send(here.name)
+        with TuningSession(options) as session:
+            while True:
+                task, following = pipe.recv()
+                try:
+                    session.refresh()
+                    done = keep_space(perform(session, task, following, family), here.slug, options)
+                except Exception as error:  # no task may end the process
+                    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    done = TuningResult(problem=f"not tuned: {task.op.name} {task.case.name}: {text}")
+                pipe.send(done)
+
+
+class GpuProcess:
+    """The process of a GPU, as its parent sees it.
+
+    Attributes:
+        pipe: end of the pipe to the process.
+        task: task that the process performs; None before its first task and between tasks.
+        is_ready: whether the process has named its GPU.
+    """
+
+    def __init__(self, gpu: str, arguments: Sequence[Any], target: Serve) -> None:
+        """Start the process; `gpu` is the GPU in the form of CUDA_VISIBLE_DEVICES."""
+        context = fast_context()
+        self.pipe, theirs = context.Pipe()
+        self.task: Task | None = None
+        self.is_ready = False
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        self._process = context.Process(target=in_environment, args=(environment, target, theirs, *arguments))
+        self._process.start()
+        theirs.close()
+
+    def stop(self, is_dead: bool = False) -> int | None:
+        """End the process, by force unless it is dead or waits for a task; return its exit code."""
+        self.pipe.close()
+        if is_dead or (self.is_ready and self.task is None):
+            self._process.join(_GRACE_S)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        return self._process.exitcode
 
 
 class Fleet:
-    """A run on several workers."""
+    """The processes of several GPUs. Use as a context manager.
 
-    def __init__(self, workers: LocalWorkers | RayWorkers, options: Options, progress: Progress) -> None:
-        self._workers, self._options, self._progress = workers, options, progress
-        here = device.current()
-        self.identity = Identity.of_this_process() if here.is_gpu else None
-        self.finished: list[tuple[Task, TuningResult]] = []
-        self._tasks: list[Task] = []
-        self._stores: dict[tuple[str, str], TrialStore] = {}
-        self._queue: deque[int] = deque()
-        self._reserved: dict[int, int] = {}
-        self._running: dict[int, int] = {}
-        self._attempts: Counter[int] = Counter()
-        self._idle: set[int] = set()
-        self._alive: set[int] = set()
+    Attributes:
+        finished: performed tasks with their results.
+    """
+
+    def __init__(self, gpus: Sequence[str], family: str, options: Options, progress: Progress, target: Serve = serve) -> None:
+        """Start no process yet; `gpus` are GPUs in the form of CUDA_VISIBLE_DEVICES."""
+        self._gpus, self._family, self._options, self._progress, self._target = gpus, family, options, progress, target
+        self._processes: dict[int, GpuProcess] = {}
         self._deaths: Counter[int] = Counter()
+        self._attempts: Counter[TaskKey] = Counter()
         self._reason = ""
-        self._began: float | None = None
-        self._trials = 0
-        self._took_part: set[int] = set()
+        self.finished: list[tuple[Task, TuningResult]] = []
 
-    def run(self, wanted: Callable[[str], Sequence[Task]]) -> Usage:
-        """Perform the tasks that `wanted` names for a GPU model: the model of this process, else of the first worker.
+    def run(self, tasks: Sequence[Task]) -> Usage:
+        """Perform tasks, each on one GPU.
 
         Raises:
-            ValueError: no worker is left, or a file cannot be written.
+            ValueError: no process is left, or no further process can be started.
         """
-        for index in range(self._workers.count):
-            self._workers.start(index)
-            self._alive.add(index)
-        while self.identity is None or not self._idle:
-            self._handle_next()
-        self._tasks += wanted(self.identity.device.slug)
-        self._queue.extend(range(len(self._tasks)))
-        self._progress.stage(f"tune on {self._workers.count} GPUs", len(self._tasks))
-        while self._queue or self._reserved or self._running:
-            for index in sorted(self._idle):
-                self._dispatch(index)
-            if self._queue or self._reserved or self._running:
-                self._handle_next()
-        return self._usage()
-
-    def _usage(self) -> Usage:
+        self._progress.stage(f"tune on {len(self._gpus)} GPUs", len(tasks))
+        queue, began, took_part = deque(tasks), None, set[int]()
+        for index in range(len(self._gpus)):
+            self._start(index)
+        while queue or any(one.task is not None for one in self._processes.values()):
+            if not self._processes:
+                raise ValueError(f"no GPU is left: {self._reason}")
+            for index, one in self._processes.items():
+                if queue and one.is_ready and one.task is None:
+                    one.task = queue.popleft()
+                    took_part.add(index)
+                    began = began or time.monotonic()
+                    ahead = len(self._processes) - 1  # tasks that the other processes will take before
+                    with suppress(OSError):  # of a dead process, which `_hear` finds
+                        one.pipe.send((one.task, list(queue)[ahead : ahead + 1]))
+            self._hear(queue)
         usages = [done.usage for _, done in self.finished if done.usage is not None]
-        wall_s = time.monotonic() - self._began if self._began is not None else 0.0
-        return Usage(wall_s, sum(usage.busy_s for usage in usages), self._trials, max(1, len(self._took_part)))
+        wall_s = time.monotonic() - began if began is not None else 0.0
+        evaluations = sum(usage.evaluations for usage in usages)
+        return Usage(wall_s, sum(usage.busy_s for usage in usages), evaluations, max(1, len(took_part)))
 
-    def _dispatch(self, index: int) -> None:
-        """Give an idle worker its reserved task, else the next task, else the task that is reserved for another worker."""
-        number = self._reserved.pop(index, None)
-        if number is None and self._queue:
-            number = self._queue.popleft()
-        if number is None and self._reserved:
-            number = self._reserved.pop(next(iter(self._reserved)))
-        if number is None:
+    def _start(self, index: int) -> None:
+        cores = share_of_cores(index, len(self._gpus))
+        self._processes[index] = GpuProcess(self._gpus[index], (cores, self._family, self._options), self._target)
+
+    def _hear(self, queue: deque[Task]) -> None:
+        """Wait for a process: it names its GPU, sends a result, or has died."""
+        heard = wait([one.pipe for one in self._processes.values()])[0]
+        index, one = next((index, one) for index, one in self._processes.items() if one.pipe is heard)
+        try:
+            said = one.pipe.recv()
+        except (EOFError, OSError):
+            self._on_dead(index, queue)
             return
-        if self._queue:
-            self._reserved[index] = self._queue.popleft()
-        following = self._tasks[self._reserved[index]] if index in self._reserved else None
-        self._idle.discard(index)
-        self._running[index] = number
-        self._took_part.add(index)
-        self._workers.give(index, self._order_for(self._tasks[number], following))
-
-    def _order_for(self, task: Task, following: Task | None) -> RemoteTask:
-        slug, op = self.slug, task.op.name
-        config_file = cache.path_of(op, slug, self._options.configs)
-        configs = read_text(config_file) if config_file.exists() else ""
-        self._store(task).begin(task)
-        return RemoteTask(task, following, tuple(self._store(task).relevant_to(task, MOST_OTHER_SIZES)), configs)
-
-    @property
-    def slug(self) -> str:
-        """The folder name of the GPU model, after the first worker is ready."""
-        assert self.identity is not None
-        return self.identity.device.slug
-
-    def _store(self, task: Task) -> "TrialStore":
-        from kerneltune.search.trials import TrialStore  # Optuna takes 0.4 s
-
-        key = task.op.name, task.variant.name
-        if key not in self._stores:
-            assert self.identity is not None
-            path = store_path(results_root(self._options.results) / "runs" / "trials" / self.slug, task.op.name)
-            self._stores[key] = TrialStore(path, self.identity.commit, **self.identity.fingerprint(task.variant))
-        return self._stores[key]
-
-    def _handle_next(self) -> None:
-        if not self._alive:
-            raise ValueError(f"no worker is left: {self._reason}")
-        index, (kind, payload) = self._workers.next()
-        if kind == "ready":
-            self._on_ready(index, payload)
-        elif kind == "dead":
-            self._on_dead(index, payload)
+        if one.is_ready:
+            assert one.task is not None
+            self._finish(one.task, said)
+            one.task = None
+        elif said == device.current().name:
+            one.is_ready = True
         else:
-            self._began = self._began or time.monotonic()
-            task = self._tasks[self._running[index]]
-            if kind == "trial":
-                self._store(task).put(task, *payload)
-                self._trials += 1
-            else:
-                self._merge(task, payload)
-                del self._running[index]
-                self._idle.add(index)
+            self._reason = f"GPU {self._gpus[index]} is {said}, expected {device.current().name}"
+            self._progress.note(f"left out: {self._reason}")
+            self._processes.pop(index).stop()
 
-    def _on_ready(self, index: int, identity: Identity) -> None:
-        """Accept a worker with the same GPU model and versions, and stop any other worker."""
-        if self.identity is None and identity.device.is_gpu:
-            self.identity = identity
-        if identity == self.identity:
-            self._idle.add(index)
-            return
-        self._reason = f"{identity.text}: no GPU" if not identity.device.is_gpu else f"{identity.text}: of another kind"
-        self._progress.note(f"worker {index} left out: {self._reason}")
-        self._alive.discard(index)
-        self._workers.stop(index)
-
-    def _on_dead(self, index: int, reason: str) -> None:
-        """Put the tasks of a dead worker back into the queue, and start the worker again."""
-        self._reason = reason
-        self._progress.note(f"worker {index} died: {reason}")
-        self._idle.discard(index)
-        self._alive.discard(index)
-        if index in self._running:
-            number = self._running.pop(index)
-            self._attempts[number] += 1
-            if self._attempts[number] < ATTEMPTS:
-                self._queue.appendleft(number)
-            else:
-                task = self._tasks[number]
-                self._finish(
-                    task, TuningResult(problem=f"not tuned: {task.label}: {ATTEMPTS} workers died over it, the last: {reason}")
-                )
-        if index in self._reserved:
-            self._queue.appendleft(self._reserved.pop(index))
+    def _on_dead(self, index: int, queue: deque[Task]) -> None:
+        """Put the task of a dead process back into the queue, and start the process again."""
+        dead = self._processes.pop(index)
+        task = dead.task
+        self._reason = f"exit code {dead.stop(is_dead=True)}"
+        self._progress.note(f"the process of GPU {self._gpus[index]} died: {self._reason}")
         self._deaths[index] += 1
+        if task is not None:
+            self._attempts[task.key] += 1
+            if self._attempts[task.key] < ATTEMPTS:
+                queue.appendleft(task)
+            else:
+                problem = f"not tuned: {task.label}: {ATTEMPTS} processes died over it, the last: {self._reason}"
+                self._finish(task, TuningResult(problem=problem))
         if self._deaths[index] < ATTEMPTS:
-            self._workers.start(index)
-            self._alive.add(index)
-
-    def _merge(self, task: Task, done: TuningResult) -> None:
-        """Store the config of a result in the cache and its space in the results."""
-        if done.entry is not None:
-            cache.store(task.op.name, self.slug, done.entry, self._options.configs)
-        self._finish(task, keep_space(done, self.slug, self._options))
+            self._start(index)
 
     def _finish(self, task: Task, done: TuningResult) -> None:
         self.finished.append((task, done))
         tell(self._progress, task, done)
+
+    def __enter__(self) -> "Fleet":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._processes.values():
+            one.stop()
 
 
 def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> TuningSummary:
@@ -193,39 +194,41 @@ def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, prog
         for variant in wanted_variants(ops[name], selection, options):
             if variant.config is not None:
                 widened(variant, options.knobs)
-    if options.ray or options.gpus:
-        return _tune_on_many(plan, progress)
-    if not device.current().is_gpu:
-        raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
-    return tune_here(plan, progress)
+    gpus = visible_gpus(options.gpus) if options.gpus else []
+    require_gpu("tune")
+    if not gpus:
+        return tune_here(plan, progress)
+    slug = device.current().slug
+    tasks, kept = plan.missing(slug, progress)
+    if not tasks:
+        return TuningSummary(slug, [], kept=kept)
+    with Fleet(gpus, plan.selection.family, options, progress) as fleet:
+        usage = fleet.run(tasks)
+    return plan.summary(fleet.finished, usage, slug, kept, progress)
 
 
-def _tune_on_many(plan: TunePlan, progress: Progress) -> TuningSummary:
-    """Tune on several GPUs at once.
+def share_of_cores(index: int, count: int) -> frozenset[int] | None:
+    """Return the cores of the index-th of `count` processes; None (all) if there are more processes than cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    chosen = cores[index * len(cores) // count : (index + 1) * len(cores) // count]
+    return frozenset(chosen) if chosen else None
+
+
+def visible_gpus(wanted: str) -> list[str]:
+    """Return the GPUs of this host that this process may use, `all` or the first N, in the form of CUDA_VISIBLE_DEVICES.
 
     Raises:
-        ValueError: there are no GPUs, or every worker dies.
+        ValueError: there are fewer GPUs, or `wanted` is no number.
     """
+    import torch
 
-    @lru_cache
-    def missing(device_slug: str) -> tuple[list[Task], int]:
-        return plan.missing(device_slug, progress)
-
-    here = device.current()
-    if here.is_gpu and not missing(here.slug)[0]:
-        return TuningSummary(here.slug, [], kept=missing(here.slug)[1])
-    with make_workers(plan.selection.family, plan.options) as workers:
-        fleet = Fleet(workers, plan.options, progress)
-        usage = fleet.run(lambda device_slug: missing(device_slug)[0])
-    return plan.summary(fleet.finished, usage, fleet.slug, missing(fleet.slug)[1], progress)
-
-
-def make_workers(family: str, options: Options) -> LocalWorkers | RayWorkers:
-    """Return the workers, a worker for every GPU that the options name."""
-    if not options.ray:
-        return LocalWorkers(family, options, visible_gpus(options.gpus))
-    if options.gpus in ("", "all"):
-        return RayWorkers(family, options)
-    if not options.gpus.isdecimal() or not int(options.gpus):
-        raise ValueError(f"gpus: {options.gpus!r}: expected all or a number of GPUs")
-    return RayWorkers(family, options, int(options.gpus))
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        found = [str(index) for index in range(torch.cuda.device_count())]
+    else:
+        found = [name for name in given.split(",") if name]  # torch may have counted before the variable was set
+    if wanted == "all" and found:
+        return found
+    if not wanted.isdecimal() or not 0 < int(wanted) <= len(found):
+        raise ValueError(f"gpus: {wanted!r}: expected all or a number of GPUs, {len(found)} here")
+    return found[: int(wanted)]

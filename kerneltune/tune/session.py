@@ -3,19 +3,18 @@
 import importlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from kerneltune import device
+from kerneltune import cache, device
 from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.processes import start_server
 from kerneltune.run_options import Options
-from kerneltune.search.task import Evaluation, Run, Task, Trial, store_path
-from kerneltune.spec import Config
+from kerneltune.search.task import Run, Task, store_path
 from kerneltune.sweep import results_root
 from kerneltune.tune.candidates import present
 from kerneltune.tune.compile_queue import CompileQueue
@@ -71,44 +70,43 @@ class TuningSession:
         queue: compilations.
     """
 
-    def __init__(
-        self, options: Options, on_trial: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None
-    ) -> None:
-        """Begin to start the server of processes. `on_trial` is called with every evaluation that is stored."""
+    def __init__(self, options: Options) -> None:
+        """Begin to start the server of processes."""
         start_server()
         measuring, self._cores = split_cores()
         self.options, self.worker = options, GpuWorker(cores=measuring)
         self.queue: CompileQueue
-        self._on_trial = on_trial
         self._began: float | None = None
         self._evaluations = 0
         self._stores: dict[tuple[str, str], TrialStore] = {}
 
-    def know(self, task: Task, known: Iterable[Trial] = ()) -> None:
-        """Open the store of a task's variant and add known trials to it. `force` forgets transient failures.
+    def tuner(self, task: Task) -> Tuner:
+        """Return a tuner of a task that knows the stored trials; `force` forgets transient failures.
 
         Raises:
             ValueError: the store cannot be read.
         """
         from kerneltune.search.trials import TrialStore  # `__enter__` begins this import
 
-        store = TrialStore(store_path(self._folder, task.op.name), commit(), **present(task.variant))
-        self._stores[task.op.name, task.variant.name] = store
-        store.on_put = self._on_trial
-        store.know(known)
-        if self.options.force:
-            store.forget_transient()
+        store = self._stores.get((task.op.name, task.variant.name))
+        if store is None:
+            store = TrialStore(store_path(self._folder, task.op.name), commit(), **present(task.variant))
+            self._stores[task.op.name, task.variant.name] = store
+            if self.options.force:
+                store.forget_transient()
+        return Tuner(task, store, self.worker, self.queue, self.options.force or bool(self.options.knobs))
 
-    def tuner(self, task: Task) -> Tuner:
-        """Return a tuner of a task that knows the stored trials.
+    def refresh(self) -> None:
+        """Read what other processes have stored by now: trials and configs.
 
         Raises:
-            ValueError: the store cannot be read.
+            ValueError: a store cannot be read.
         """
-        if (task.op.name, task.variant.name) not in self._stores:
-            self.know(task)
-        store = self._stores[task.op.name, task.variant.name]
-        return Tuner(task, store, self.worker, self.queue, self.options.force or bool(self.options.knobs))
+        cache.clear()
+        for store in self._stores.values():
+            store.refresh()
+            if self.options.force:
+                store.forget_transient()
 
     def look_ahead(self, later: Iterable[Run]) -> None:
         """Replace the configs that are compiled in idle time."""

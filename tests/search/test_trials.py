@@ -295,24 +295,15 @@ def test_what_another_process_appends_is_found_by_the_next_store(path: Path) -> 
     assert [get(open_store(path), Knobs(i, True)) for i in (1, 2, 3)] == [Evaluation("ok", float(i)) for i in (1, 2, 3)]
 
 
-def test_a_case_is_told_of_its_own_sizes_and_the_newest_of_others(path: Path) -> None:
-    store = open_store(path)
-    other, half = replace(CASE, axes=(("M", 64),)), replace(CASE, axes=(("M", 64),), dtype="float16")
-    for n, case in enumerate((other, CASE, half, other, replace(CASE, dtype="float16"), other)):
-        store.put(Task(OP, case, VARIANT), Knobs(n, True), Evaluation("spills"))
-
-    def relevant(most: int, variant: Variant = VARIANT) -> list[int]:
-        return sorted(dict(trial.knobs)["block"] for trial in store.relevant_to(Task(OP, CASE, variant), most))
-
-    assert relevant(0) == [1, 4]
-    assert relevant(2) == [1, 3, 4, 5]
-    assert relevant(9) == [0, 1, 3, 4, 5]
-    assert relevant(9, OTHER_VARIANT) == [1, 4]
-    other_store = open_store(path.with_name("none.log"))
-    other_store.know(store.relevant_to(Task(OP, CASE, VARIANT), 9))
-    assert len(other_store) == 5
-    assert get(other_store, Knobs(1, True)) == Evaluation("spills")
-    assert not path.with_name("none.log").exists()
+def test_a_store_reads_what_another_process_has_stored_since(path: Path) -> None:
+    store, other = open_store(path), open_store(path)
+    other.put(Task(OP, CASE, VARIANT), Knobs(1, True), Evaluation("spills"))
+    assert get(store, Knobs(1, True)) is None
+    store.refresh()
+    assert get(store, Knobs(1, True)) == Evaluation("spills")
+    put(store, Knobs(2, True), Evaluation("ok", 2.0))
+    other.refresh()
+    assert get(other, Knobs(2, True)) == Evaluation("ok", 2.0)
 
 
 def test_a_line_that_another_process_left_cut_is_not_written_onto(path: Path) -> None:
