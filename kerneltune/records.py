@@ -1,6 +1,6 @@
 """Read and write records: rows that were measured, checked, failed or skipped, with their provenance, as JSON lines.
 
-A journal is appended to; a file of results is replaced as a whole.
+A journal is appended to; a file of results is replaced as a whole. `frame` returns records as a pandas table.
 """
 
 import io
@@ -19,7 +19,7 @@ from kerneltune.spec import MOST, Case, Option, Role
 from kerneltune.table import pairs
 
 if TYPE_CHECKING:
-    pass
+    import pandas as pd
 
 Status = Literal["passed", "failed", "skipped", "checked"]
 
@@ -250,6 +250,49 @@ def newest_rows(records: Iterable[Record], identity: Callable[[Record], object])
         if known is not record and datetime.fromisoformat(record.date) >= datetime.fromisoformat(known.date):
             latest[row] = record
     return latest
+
+
+def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
+    """Return the records of files as a pandas table, a row per record, oldest first within a file.
+
+    Columns and dtypes:
+        op, variant, role, family, case, dtype, quant, policy, status, device, unit, driver, torch, triton, source_hash, commit,
+            reason, file: string; `file` is the path that the row comes from.
+        date: datetime64[us, UTC].
+        time_us, ci_low_us, ci_high_us, p10_us, p90_us: float64, microseconds; NaN where the row is not timed.
+        gbps, ceiling_gbps: float64, GB/s (1e9 bytes); pct_ceiling: float64, percent; aa_floor: float64, a fraction.
+        n, flops: Int64; <NA> where unknown.
+        axes.NAME: Int64, a column per axis; options.NAME, config.NAME: object, a column per option and knob; <NA> where the row
+            has none of that name.
+        samples_us: object, a sequence of times per process, or None.
+
+    Raises:
+        ValueError: one line naming the file, the line and the field.
+    """
+    import pandas as pd
+
+    files = [Path(paths)] if isinstance(paths, Path | str) else [Path(path) for path in paths]
+    rows = [(str(path), record) for path in files for record in load(path)]
+    columns: dict[str, Any] = {name: pd.Series([getattr(r, name) for _, r in rows], dtype=of) for name, of in _FRAME.items()}
+    columns["date"] = pd.to_datetime(columns["date"], format="ISO8601", utc=True)
+    columns["file"] = pd.Series([file for file, _ in rows], dtype="string")
+    for group, of in (("axes", "Int64"), ("options", "object"), ("config", "object")):
+        parts = [getattr(record, group) or {} for _, record in rows]
+        for name in dict.fromkeys(name for part in parts for name in part):
+            columns[f"{group}.{name}"] = pd.Series([part.get(name, pd.NA) for part in parts], dtype=of)
+    return pd.DataFrame(columns)
+
+
+_FRAME: dict[str, Any] = {
+    **dict.fromkeys(("op", "variant", "role", "family", "case", "dtype", "quant", "policy", "status", "device"), "string"),
+    **dict.fromkeys(("time_us", "ci_low_us", "ci_high_us", "p10_us", "p90_us"), "float64"),
+    **dict.fromkeys(("gbps", "ceiling_gbps", "pct_ceiling", "aa_floor"), "float64"),
+    **dict.fromkeys(("n", "flops"), "Int64"),
+    **dict.fromkeys(("unit", "driver", "torch", "triton", "source_hash", "commit"), "string"),
+    "date": "string",
+    "reason": "string",
+    "samples_us": "object",
+}
 
 
 class _Texts:

@@ -1,11 +1,19 @@
-"""Shipped configs: the call of each config's case looks up exactly that config."""
+"""Shipped configs: the call of each config's case looks up exactly that config, and every export gives them to its consumer."""
 
+import json
+import random
+import runpy
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import triton
+from typer.testing import CliRunner
 
-from kerneltune import cache, ops
+from kerneltune import cache, exchange, ops
 from kerneltune.cache import CacheEntry
+from kerneltune.cli import app
 
 SHIPPED = Path(__file__).parent.parent / "configs" / "nvidia_h200"
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.json"))
@@ -49,3 +57,78 @@ def test_call_for_the_case_of_a_shipped_config_looks_up_this_config(name: str) -
             with pytest.raises(LookedUpError) as raised:
                 variant.run(op.inputs(case, device="meta"), None)
             assert raised.value.args == (name, variant.name, *of_call(entry))
+
+
+def exported(name: str, format_: str, folder: Path) -> Iterator[tuple[list[CacheEntry], list[Path]]]:
+    """Export an operator's variants one by one, and yield each variant's entries and files."""
+    entries = entries_of(name)
+    for variant in {entry.variant for entry in entries}:
+        files = folder / variant
+        command = ["cache", "export", name, str(files), "--format", format_, "--gpu", "nvidia_h200", "--variant", variant]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        yield [entry for entry in entries if entry.variant == variant], sorted(files.iterdir())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_export_answers_every_shipped_case_with_its_config(name: str, tmp_path: Path) -> None:
+    for entries, (file,) in exported(name, "python", tmp_path):
+        best = runpy.run_path(str(file))["best"]
+        for entry in random.Random(0).sample(entries, min(len(entries), 60)):  # a call ranks all entries
+            options = dict(entry.options)
+            given = best(entry.variant, dict(entry.axes), entry.dtype, entry.quant, options, entry.policy)
+            assert given == entry.config, entry.as_case.label
+
+
+_KERNEL = """
+import triton
+from {module} import KEY, configs
+
+@triton.autotune(configs=configs({policy!r}), key=KEY)
+@triton.jit
+def kernel({parameters}):
+    pass
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_triton_export_is_taken_by_autotune(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    op = OPS[name]
+    for entries, (file,) in exported(name, "triton", tmp_path):
+        policy = entries[0].policy
+        script = file.with_name("autotuned.py")
+        script.write_text(_KERNEL.format(module=file.stem, policy=policy, parameters=", ".join(op.axes)))
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(file.parent))
+            patch.delitem(__import__("sys").modules, file.stem, raising=False)
+            kernel = runpy.run_path(str(script))["kernel"]
+        assert isinstance(kernel, triton.runtime.Autotuner)
+        assert kernel.keys == list(op.axes)
+        expected = {json.dumps(entry.config) for entry in entries if entry.policy == policy}
+        assert len(kernel.configs) == len(expected)
+        warps = {json.loads(text).get("warps", 4) for text in expected}
+        assert {config.num_warps for config in kernel.configs} == warps
+
+
+def sizes_of(table: dict[str, Any], size: str) -> dict[str, int]:
+    sizes = {**table["case"]["axes"], table["by"]: int(size)}
+    return {axis: sizes[axis] for axis in table["axes"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_json_export_has_every_shipped_config_once(name: str, tmp_path: Path) -> None:
+    for entries, files in exported(name, "json", tmp_path):
+        found = []
+        for file in files:
+            table = json.loads(file.read_text())
+            case = table["case"]
+            found += [
+                (case["policy"], case["dtype"], case["quant"], case["options"], sizes_of(table, size), config)
+                for size, config in table["configs"].items()
+            ]
+        expected = [(e.policy, e.dtype, e.quant, dict(e.options), dict(e.axes), e.config) for e in entries]
+        assert sorted(map(repr, found)) == sorted(map(repr, expected))
+
+
+def test_every_format_has_a_test_here() -> None:
+    assert set(exchange.WRITERS) == {"python", "triton", "json"}

@@ -6,15 +6,19 @@ from kerneltune.cache.entries import (
     Hit,
     Options,
     candidates,
+    entry_from,
+    in_order,
     load,
     load_strict,
     path_of,
     readable,
     roots,
     store,
+    store_all,
 )
 
 __all__ = [
     "CacheEntry", "Choice", "Chooser", "Hit", "Options", "candidates", "clear",
-    "load", "load_strict", "path_of", "readable", "roots", "ruling_of", "store",
+    "entry_from", "in_order", "load", "load_strict", "path_of", "readable", "roots", "ruling_of", "store",
+    "store_all",
 ]  # fmt: skip

@@ -89,6 +89,8 @@ class CacheEntry:
         case: the case's name; no part of the entry's identity.
         evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash; over_default, the
             95 % interval of the default's time over this config's, from the rounds that chose it.
+
+    `entry_from` makes an entry of values from elsewhere.
     """
 
     variant: str
@@ -110,6 +112,15 @@ class CacheEntry:
     def identity(self) -> tuple[str, str, str, str, Options, Axes]:
         """Return variant, policy, type, mode, options and sizes, which no other entry of a file shares."""
         return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes
+
+
+def entry_from(values: Mapping[str, Any]) -> CacheEntry:
+    """Return the entry with these fields, axes and options as mappings.
+
+    Raises:
+        ValueError: a line with the field, its value and the expected values.
+    """
+    return _entry(checked(values, _EntryRow))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +187,12 @@ def load_strict(path: Path) -> list[CacheEntry]:
 
 
 def store(op_name: str, device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
-    """Store an entry in place of the entry with its identity; readers see the old file or the new file.
+    """Call `store_all` with a single entry."""
+    return store_all(op_name, device_slug, [entry], root)
+
+
+def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], root: Path | None = None) -> Path:
+    """Store all entries or none, each in place of the entry with its identity; readers see the old file or the new file.
 
     Raises:
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
@@ -187,8 +203,9 @@ def store(op_name: str, device_slug: str, entry: CacheEntry, root: Path | None =
         with locked(path):
             present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
             stored = {entry.identity: entry for entry in (load_strict(present) if present.exists() else [])}
-            stored.pop(entry.identity, None)
-            stored[entry.identity] = entry
+            for entry in entries:
+                stored.pop(entry.identity, None)
+                stored[entry.identity] = entry
             replace_text(path, _render(op_name, device_slug, list(stored.values())))
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,6 +1,8 @@
-"""`kerneltune cache`: show and check the configs of the cache, and the rules beside it."""
+"""`kerneltune cache`: show, check and exchange the configs of the cache."""
 
+import dataclasses
 import fnmatch
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 _GPU = Column("gpu", shared=True)
 
-app = typer.Typer(no_args_is_help=True, help="Show and check the cached configs and the rules.")
+app = typer.Typer(no_args_is_help=True, help="Show, check and exchange the cached configs.")
 
 app.command("observe")(rules.observe)
 app.command("fit")(rules.fit)
@@ -96,6 +98,88 @@ def from_misses(
     from kerneltune import misses
 
     deliver(misses.sweep_text(misses.read(log)), output)
+
+
+@app.command("export")
+def export_(
+    op: o.OpName,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
+    format_: Annotated[str, o.pick("--format", ("triton", "python", "json"), "What to write.")] = "python",
+    gpu: o.Gpu = None,
+    variant: o.Whose = "optimized",
+    configs: o.Configs = None,
+) -> None:
+    """Write cached configs for other programs.
+
+    triton: a module whose configs() and KEY are arguments of @triton.autotune. python: a module without dependencies that finds
+    the best config of a case. json: tables by size.
+    """
+    from kerneltune import exchange
+    from kerneltune.cache import load_strict
+
+    known = o.load_ops()
+    o.choice("op", op, known)
+    files = _chosen(op, gpu, configs)
+    if len(files) > 1:
+        raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
+    path = files[0]
+    entries = [entry for entry in load_strict(path) if entry.variant == variant]
+    if not entries:
+        raise ValueError(f"{path}: variant: {variant!r}: no entry")
+    for name, text in exchange.WRITERS[format_](known[op], path.parent.name, entries, _author_names(known[op], variant)).items():
+        o.make_folder(folder)
+        deliver(text, folder / name)
+
+
+def _author_names(op: Op, variant: str) -> dict[str, str]:
+    """Return knob -> the name that a kernel of the variant's package has for it, in its author's capitals."""
+    chosen = op.variant(variant)
+    knobs = {field.name for field in dataclasses.fields(chosen.config)} if chosen.config is not None else set()
+    package = chosen.run.__module__.rpartition(".")[0]
+    found: dict[str, str] = {}
+    for name, module in sorted(sys.modules.items()):
+        if name != package and not name.startswith(f"{package}."):
+            continue
+        for kernel in vars(module).values():
+            for parameter in getattr(kernel, "params", None) or () if hasattr(kernel, "arg_names") else ():
+                if parameter.is_constexpr and parameter.name.lower() in knobs:
+                    found.setdefault(parameter.name.lower(), parameter.name)
+    return found
+
+
+@app.command("import")
+def import_(
+    op: o.OpName,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that `cache export` wrote.")],
+    gpu: Annotated[str, typer.Option("--gpu", help="The GPU of the configs, by the name of its folder.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Store configs of another GPU, too, and replace stored configs.")
+    ] = False,
+    configs: o.Configs = None,
+) -> None:
+    """Store the configs of exported files in the cache, after all of them are checked."""
+    from kerneltune import cache, device, exchange
+
+    known = o.load_ops()
+    chosen = known[o.choice("op", op, known)]
+    if gpu != device.slug(gpu):
+        raise ValueError(f"gpu: {gpu!r}: expected the name of a folder, like {device.slug(gpu) or 'nvidia_h200'}")
+    root = o.configs_root(configs)
+    o.require_writable(root)
+    path = cache.path_of(op, gpu, root)
+    present = {entry.identity for entry in cache.load_strict(path)} if path.exists() else set()
+    taken = []
+    for file in files:
+        for entry in exchange.read(file, chosen, None if force else gpu):
+            try:
+                _require_fit(chosen, entry)
+            except ValueError as error:
+                raise ValueError(f"{file}: {error}") from error
+            if force or entry.identity not in present:
+                taken.append(entry)
+    if taken:
+        cache.store_all(op, gpu, taken, root)
+    show(f"{counted(len(taken), 'entry', 'entries')} stored in {path}")
 
 
 @app.command()

@@ -15,7 +15,7 @@ _DRIVER = Path("/proc/driver/nvidia")
 
 def command(configs: o.Configs = None, results: o.Results = None) -> None:
     """Show versions, GPU, clocks, tools and folders, with the consequence of each missing part."""
-    rows = [*_software(), *_gpu(), *_tools(), *peer_packages(), *_folders(configs, results)]
+    rows = [*_software(), *_gpu(), *_tools(), *peer_packages(), *_folders(configs, results), *journey_lines()]
     show_table(("what", "found", "means"), rows)
 
 
@@ -96,6 +96,26 @@ def peer_packages() -> Iterator[Line]:
     for package, ops in needed.items():
         found = importlib.util.find_spec(package) is not None
         yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {', '.join(ops)}"
+
+
+def journey_lines() -> Iterator[Line]:
+    """Yield how many journeys of `make gpu` have passed on each recorded GPU with this code, and a line for every other."""
+    from kerneltune.inspection import proof
+
+    files = proof.proof_files()
+    if not files:
+        yield "journeys", "no proof", "nothing says that this code has run on a GPU: make gpu, in a checkout"
+    for path in files:
+        try:
+            found = proof.load_proof(path)
+        except ValueError as error:
+            yield "journeys", "no proof", str(error)
+            continue
+        open_ones = dict(proof.unproven(found))
+        count = len(found.journeys)
+        yield "journeys", f"{count - len(open_ones)} of {count} passed on {found.gpu}", ""
+        for name, why in open_ones.items():
+            yield f"journey {name}", "not proven with this code", why
 
 
 def _text(path: Path) -> str | None:

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kerneltune import cache as configs
-from kerneltune import misses, ops, records, rule_file, sweep
+from kerneltune import exchange, misses, ops, records, rule_file, sweep
 from kerneltune.adopt import folder as capture
 from kerneltune.adopt import table
 from kerneltune.cli import settings as settings_file
@@ -91,6 +91,10 @@ def _settings(path: Path) -> None:
         settings_file.apply()
 
 
+def _import(path: Path) -> None:
+    exchange.read(path, operators()["rmsnorm_bwd"])  # type: ignore[arg-type]
+
+
 @cache
 def seed(kind: str) -> bytes:
     """Return a real file, small enough that many mutations of it are read in a second."""
@@ -109,7 +113,12 @@ def seed(kind: str) -> bytes:
         return b"".join(gzip.decompress(path.read_bytes()).splitlines(keepends=True)[:40])
     if kind == "trials":
         return _journal()
-    return TEXTS[kind].encode()
+    if kind in TEXTS:
+        return TEXTS[kind].encode()
+    op = operators()["rmsnorm_bwd"]
+    entries = configs.load_strict(SHIPPED / "rmsnorm_bwd.json")[:3]
+    writer = exchange.WRITERS["json" if kind == "table" else "python"]
+    return next(iter(writer(op, "nvidia_h200", entries, {}).values())).encode()  # type: ignore[arg-type]
 
 
 CONFIG = {"kwargs": {"BLOCK": 64}, "num_warps": 4, "num_stages": 3, "pre_hook": False}
@@ -186,6 +195,8 @@ READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
     "cache": ("nvidia_h200/rmsnorm_bwd.json", _cache, 500),
     "rules": ("nvidia_h200/rules/multi_cast_transpose.json", rule_file.load_strict, 300),
     "table of trials": ("fp8_transpose_2d.csv.gz", trial_table.read, 500),
+    "table": ("f.json", _import, 400),
+    "source": ("f.py", _import, 300),
     "trials": ("f.log", trials.history, 150),
     "model": ("f.json", _model, 300),
     "misses": ("f.jsonl", misses.read, 300),

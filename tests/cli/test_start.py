@@ -24,13 +24,15 @@ COMMANDS = [
     "cache show",
     "cache check",
     "cache from-misses",
+    "cache export",
+    "cache import",
     "trials",
     "report",
     "inspect",
     "profile",
     "doctor",
 ]
-HEAVY = ("torch", "triton", "optuna", "numpy")
+HEAVY = ("torch", "triton", "optuna", "pandas", "numpy")
 
 
 @pytest.mark.parametrize("command", [[], ["inspect"], ["gate"], ["cache", "fit"], ["capture"]], ids=" ".join)

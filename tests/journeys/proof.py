@@ -1,4 +1,4 @@
-"""Keep the proof of a run of the journeys, and list the journeys without a proof; see proof_file.py."""
+"""Keep the proof of a run of the journeys, and list the journeys without a proof; see kerneltune/inspection/proof.py."""
 
 import datetime
 import os
@@ -12,7 +12,7 @@ from journey import FAILED, JOURNEYS, PASSED, ROOT
 from runner import Ending
 
 sys.path.insert(0, str(ROOT))
-from proof_file import (
+from kerneltune.inspection.proof import (
     PROOF,
     JourneyRun,
     digests,

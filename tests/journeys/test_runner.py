@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 from journey import HERE, ROOT
-from proof_file import code_of, load_proof
+
+from kerneltune.inspection.proof import code_of, load_proof
 
 FAKES = str(HERE / "fakes.py")
 

@@ -3,9 +3,10 @@
 import json
 from pathlib import Path
 
-import proof_file as proof
 import pytest
-from proof_file import JourneyRun, load_proof, merge_proof, state_line, unproven
+
+from kerneltune.inspection import proof
+from kerneltune.inspection.proof import JourneyRun, load_proof, merge_proof, state_line, unproven
 
 VERSIONS = {"driver": "580", "torch": "2.11", "triton": "3.6.0", "python": "3.12.3"}
 
@@ -97,3 +98,22 @@ def test_damaged_proof_is_one_line_and_is_replaced(
     assert str(caught.value).endswith(": treated as no proof")
     write(path, ["two"], two=run())
     assert list(load_proof(path).journeys) == ["two"]
+
+
+def test_doctor_lists_what_is_not_proven(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kerneltune.cli import doctor
+
+    for name in ("nvidia_h200", "nvidia_z"):
+        (tmp_path / name).mkdir()
+    write(tmp_path / "nvidia_h200" / "proof.json", ["one", "two"], one=run(), two=run(passed=False))
+    (tmp_path / "nvidia_z" / "proof.json").write_text("[]")
+    monkeypatch.setattr(proof, "data_root", lambda _folder: tmp_path)
+    lines = list(doctor.journey_lines())
+    assert lines[:2] == [
+        ("journeys", "1 of 2 passed on NVIDIA H200", ""),
+        ("journey two", "not proven with this code", "failed at 4010a35, 2026-11-25"),
+    ]
+    assert lines[2][:2] == ("journeys", "no proof")
+    (tmp_path / "nvidia_h200" / "proof.json").unlink()
+    (tmp_path / "nvidia_z" / "proof.json").unlink()
+    assert [line[1] for line in doctor.journey_lines()] == ["no proof"]

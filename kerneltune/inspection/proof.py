@@ -22,7 +22,7 @@ _DIGITS = 8
 _NUMBERS = re.compile(r"\[[\d,\s]+\]")
 _NAMED = 4
 """Changed modules that a line names."""
-_PACKAGE = Path(__file__).resolve().parents[2] / "kerneltune"
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class JourneyRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,204 @@
+"""Write cached configs for `@triton.autotune`, as a dispatch module without dependencies or as JSON tables, and read them back.
+
+Everything that is generated goes through repr or JSON, and file names are slugs: no value of a cache becomes code or a path.
+Writes no cache and checks no config.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kerneltune import nearness
+from kerneltune.cache import CacheEntry, entry_from, in_order
+from kerneltune.files import read_text
+from kerneltune.spec import Op
+
+_TRITON = {"warps": "num_warps", "stages": "num_stages", "num_warps": "num_warps", "num_stages": "num_stages"}
+_CASE = ("variant", "case", "axes", "dtype", "quant", "options", "policy")
+_LARGEST = 4 << 20
+"""Bytes of a file that is imported: Python's own parser takes some hundred times as much memory."""
+_IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
+_IN_NAME = re.compile(r"[^A-Za-z0-9_.=+-]+")
+
+Names = Mapping[str, str]
+"""Knob -> its name in the kernel's source."""
+
+_AUTOTUNE = '''
+
+def configs(policy="cold", dtype=None, quant=None):
+    """Return a triton.Config for every distinct config of the table: for `@triton.autotune(configs=configs(), key=KEY)`."""
+    import triton
+
+    found = {}
+    for entry in ENTRIES:
+        wanted = entry["policy"] == policy and dtype in (None, entry["dtype"]) and quant in (None, entry["quant"])
+        knobs = entry["config"]
+        if wanted and repr(knobs) not in found:
+            meta = {NAMES.get(name, name): value for name, value in knobs.items() if name not in WORDS}
+            words = {WORDS[name]: value for name, value in knobs.items() if name in WORDS}
+            found[repr(knobs)] = triton.Config(meta, **words)
+    return list(found.values())
+'''
+
+
+def to_triton(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
+    """Return a Python source whose `configs()` and `KEY` are arguments of `@triton.autotune`, knobs as the author names them."""
+    lines = [*_head(op, device), f"KEY = {list(op.axes)!r}", f"NAMES = {dict(names)!r}", f"WORDS = {_TRITON!r}"]
+    lines += ["ENTRIES = [", *_rows(entries), "]"]
+    return {f"{_module(op.name)}.py": "\n".join(lines) + "\n" + _AUTOTUNE}
+
+
+_DISPATCH = '''
+
+def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=lambda config: True):
+    """Return the knobs of the nearest entry that is valid for a case; None where there is none.
+
+    Entries are ranked as kerneltune's cache ranks them; a rule that the cache follows besides is not in this module.
+
+    axes: sizes by name, such as {"M": 8192, "N": 4096}. options: a value for each. policy: how times were taken; entries of it
+    and of "cold" serve, of two as near its own. valid: whether the kernel takes these knobs for the case, which the cache asks of
+    the operator and this module does not know.
+    """
+    stored = [
+        ((entry["axes"], entry["dtype"], entry["options"]), entry["config"])
+        for wanted in dict.fromkeys((policy, "cold"))
+        for entry in ENTRIES
+        if (entry["variant"], entry["quant"], entry["policy"]) == (variant, quant, wanted)
+    ]
+    found = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS)
+    return next((dict(config) for _, config in found if valid(config)), None)
+'''
+
+
+def to_python(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
+    """Return a module with a table and a function `best`, which ranks entries as the cache does, and needs nothing installed."""
+    rule = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
+    free = [f"FREE_AXES = {op.free_axes!r}", f"FREE_OPTIONS = {op.free_options!r}", f"BANDS = {dict(op.bands)!r}"]
+    table = ["ENTRIES = [", *_rows(in_order(entries)), "]", *free]
+    return {f"{_module(op.name)}.py": "\n".join([*_head(op, device), rule, "", *table]) + "\n" + _DISPATCH}
+
+
+def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
+    """Return a JSON object for each set of entries that differ along a single axis: the case, and the configs by size."""
+    axis = (op.free_axes or op.axes)[0]
+    files: dict[str, dict[str, Any]] = {}
+    for entry in sorted(entries, key=lambda e: dict(e.axes).get(axis, 0)):
+        case = _case(entry)
+        fixed = {name: size for name, size in case["axes"].items() if name != axis}
+        parts = {"variant": entry.variant, **fixed, "dtype": entry.dtype, "quant": entry.quant, **case["options"]}
+        name = ",".join([op.name, *(f"{key}={value}" for key, value in parts.items()), entry.policy])
+        content = {
+            "op": op.name,
+            "device": device,
+            "axes": list(case["axes"]),
+            "by": axis,
+            "case": {**case, "axes": fixed},
+            "configs": {},
+        }
+        table = files.setdefault(_unique(name, content, files), content)
+        table["configs"][str(case["axes"][axis])] = entry.config
+    return {name: json.dumps(table, indent=1, ensure_ascii=False) + "\n" for name, table in files.items()}
+
+
+WRITERS: Mapping[str, Callable[[Op, str, Sequence[CacheEntry], Names], dict[str, str]]] = {
+    "triton": to_triton,
+    "python": to_python,
+    "json": to_json,
+}
+
+
+def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
+    """Return the entries of a file that `WRITERS` wrote; run nothing of the file.
+
+    device: the folder of the only GPU whose entries are taken; None for any GPU.
+
+    Raises:
+        ValueError: a file of another format, operator or GPU, or a file that cannot be read.
+    """
+    found, entries = _from_json(path) if path.suffix == ".json" else _from_source(path)
+    for field, of, expected in (("op", found[0], op.name), ("device", found[1], device or found[1])):
+        if of != expected:
+            raise ValueError(f"{path}: {field}: {of!r}: expected {expected!r}")
+    if not entries:
+        raise ValueError(f"{path}: configs: none")
+    return entries
+
+
+_Found = tuple[tuple[object, object], list[CacheEntry]]
+
+
+def _from_source(path: Path) -> _Found:
+    """Return (operator, device) and the entries of a Python source."""
+    try:
+        tree = ast.parse(read_text(path, _LARGEST))
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ValueError(str(error) if str(error).startswith("cannot read") else f"{path}: not Python") from error
+    values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    try:
+        rows = ast.literal_eval(values["ENTRIES"])
+        entries = [_entry(row, row["config"], path) for row in rows]
+    except (ValueError, KeyError, TypeError, AttributeError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{path}: ENTRIES: not a table of configs") from error
+    constants = {name: node.value for name, node in values.items() if isinstance(node, ast.Constant)}
+    return (constants.get("OP"), constants.get("DEVICE")), entries
+
+
+def _from_json(path: Path) -> _Found:
+    """Return (operator, device) and the entries of a table by size."""
+    text = read_text(path, _LARGEST)
+    try:
+        table = json.loads(text)
+        case, axis = table["case"], table["by"]
+        entries = []
+        for size, knobs in table["configs"].items():
+            sizes = {**case["axes"], axis: int(size)}
+            axes = {name: sizes[name] for name in table["axes"]}
+            entries.append(_entry({**case, "axes": axes, "case": "x".join(map(str, axes.values()))}, knobs, path))
+        return (table["op"], table["device"]), entries
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}: not a table of configs, as `cache export --format json` writes it") from error
+
+
+def _head(op: Op, device: str) -> list[str]:
+    """Return how a Python source begins; the description is a literal, whatever the folder is called."""
+    return [
+        repr(f"Configs of {op.name} on {device}, written by kerneltune."),
+        "",
+        f"OP = {op.name!r}",
+        f"DEVICE = {device!r}",
+        "",
+    ]
+
+
+def _rows(entries: Sequence[CacheEntry]) -> list[str]:
+    return [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in entries]
+
+
+def _module(name: str) -> str:
+    """Return a name that Python can import."""
+    found = _IDENTIFIER.sub("_", name).strip("_") or "configs"
+    return f"_{found}" if found[0].isdigit() else found
+
+
+def _unique(name: str, content: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a file name for a table: a slug, numbered where another case has it."""
+    stem = ",".join(_IN_NAME.sub("_", part) for part in name.split(",")).lstrip(".-") or "configs"
+    case = {**content["case"], "case": ""}
+    for n in range(len(files) + 1):
+        found = f"{stem}{f'_{n}' if n else ''}.json"
+        if found not in files or {**files[found]["case"], "case": ""} == case:
+            return found
+    raise AssertionError
+
+
+def _case(entry: CacheEntry) -> dict[str, Any]:
+    values = {name: getattr(entry, name) for name in _CASE}
+    return values | {"axes": dict(entry.axes), "options": dict(entry.options)}
+
+
+def _entry(case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> CacheEntry:
+    values = {name: case[name] for name in _CASE}
+    return entry_from({**values, "config": dict(knobs), "evidence": {"imported": path.name}})

@@ -1,0 +1,271 @@
+"""Cached configs in other formats, and the same configs back."""
+
+import errno
+import json
+import os
+import random
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from kerneltune import cache, exchange, ops
+from kerneltune.cache import CacheEntry
+from kerneltune.cli import app
+from kerneltune.spec import Case
+
+SHIPPED = Path(__file__).parent.parent / "configs" / "nvidia_h200"
+OPS = ops.load()
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["cache", *map(str, arguments)])
+
+
+def ours(op: str) -> list[CacheEntry]:
+    return [entry for entry in cache.load_strict(SHIPPED / f"{op}.json") if entry.variant == "optimized"]
+
+
+@pytest.mark.parametrize("format_", ["triton", "python", "json"])
+@pytest.mark.parametrize("op", ["rmsnorm_fwd", "rmsnorm_bwd"])
+def test_what_is_exported_comes_back(format_: str, op: str, tmp_path: Path) -> None:
+    files, root = tmp_path / "files", tmp_path / "configs"
+    assert run("export", op, files, "--format", format_, "--gpu", "nvidia_h200").exit_code == 0
+    result = run("import", op, *sorted(files.iterdir()), "--gpu", "nvidia_h200", "--configs", root)
+    assert result.exit_code == 0, result.output
+    back = cache.load_strict(root / "nvidia_h200" / f"{op}.json")
+    assert {entry.identity: entry.config for entry in back} == {entry.identity: entry.config for entry in ours(op)}
+    assert {tuple(entry.evidence) for entry in back} == {("imported",)}
+
+
+def test_the_dispatch_module_needs_nothing_and_finds_the_nearest(tmp_path: Path) -> None:
+    run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
+    wanted = next(e for e in ours("rmsnorm_bwd") if dict(e.axes) == {"M": 16384, "N": 4096} and e.dtype == "bfloat16")
+    call = "rmsnorm_bwd.best('optimized', {'M': 15000, 'N': 4096}, 'bfloat16', options={'zero_centered': False})"
+    script = f"import rmsnorm_bwd; print({call}); print(rmsnorm_bwd.best('optimized', {{'M': 1, 'N': 3}}, 'bfloat16'))"
+    done = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(wanted.config), "None"]
+
+
+def test_the_dispatch_module_knows_what_another_policy_takes(tmp_path: Path) -> None:
+    run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
+    best = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))["best"]
+    entry = ours("rmsnorm_bwd")[0]
+    where = entry.variant, dict(entry.axes), entry.dtype, entry.quant, entry.options
+    assert entry.policy == "cold"
+    assert best(*where, policy="hot") == best(*where) == entry.config
+
+
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+@pytest.mark.parametrize("name", ["int4_gemm", "rmsnorm_fwd", "fp8_group_colwise_dual", "fp8_grouped_gemm", "fp8_tensorwise_2d"])
+def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Path) -> None:
+    """Sizes between those tuned, other options and types, some of them with configs that are not valid there."""
+    assert run("export", name, tmp_path, "--gpu", "nvidia_h200").exit_code == 0
+    best = runpy.run_path(str(tmp_path / f"{name}.py"))["best"]
+    op, rng = OPS[name], random.Random(0)
+    variant = op.variant("optimized")
+    entries_only = tmp_path / "configs" / "nvidia_h200" / f"{name}.json"  # the module has no rule
+    entries_only.parent.mkdir(parents=True)
+    entries_only.write_bytes((SHIPPED / f"{name}.json").read_bytes())
+    free = {"free_options": op.free_options, "bands": op.bands, "root": tmp_path / "configs"}
+
+    def valid(case: Case, config: Any) -> str | None:
+        return None if config is None else variant.valid(case, config)
+
+    choose = cache.Chooser(name, variant.config, valid, lambda _: None, op.free_axes, **free)
+    found = []
+    for entry in rng.choices(ours(name), k=150):
+        axes = tuple((axis, max(1, int(size * rng.choice((0.1, 0.7, 1, 1, 3))))) for axis, size in entry.axes)
+        axes = tuple((axis, size if axis in op.free_axes else dict(entry.axes)[axis]) for axis, size in axes)
+        options = tuple((option, rng.choice((value, *op.options[option]))) for option, value in entry.options)
+        case = Case("", axes, rng.choice((entry.dtype, "float16")), entry.quant, options)
+        there = best("optimized", dict(axes), case.dtype, case.quant, options, valid=partial(choose.from_knobs, case))
+        assert choose.config is not None
+        found.append(choose(axes, case.dtype, case.quant, options, "nvidia_h200"))
+        assert found[-1] == (None if there is None else choose.config(**there)), case.label
+    assert len(set(found)) > 5
+
+
+def test_an_import_does_not_replace_what_was_measured(tmp_path: Path) -> None:
+    files, root = tmp_path / "files", tmp_path / "configs"
+    run("export", "rmsnorm_bwd", files, "--gpu", "nvidia_h200")
+    (file,) = files.iterdir()
+    command = ("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root)
+    cache.store("rmsnorm_bwd", "nvidia_h200", ours("rmsnorm_bwd")[0], root)
+    path = root / "nvidia_h200" / "rmsnorm_bwd.json"
+    total = len(ours("rmsnorm_bwd"))
+    assert run(*command).stdout == f"{total - 1} entries stored in {path}\n"
+    assert ours("rmsnorm_bwd")[0] in cache.load_strict(path)
+    assert run(*command, "--force").stdout == f"{total} entries stored in {path}\n"
+
+
+def test_an_import_on_a_full_disk_stores_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, root = tmp_path / "files", tmp_path / "configs"
+    run("export", "rmsnorm_bwd", files, "--gpu", "nvidia_h200")
+    (file,) = files.iterdir()
+    path = cache.store("rmsnorm_bwd", "nvidia_h200", ours("rmsnorm_bwd")[0], root)
+    before = path.read_bytes()
+    synced: list[int] = []
+
+    def full(descriptor: int) -> None:
+        if len(synced) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        synced.append(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = run("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root)
+    assert (result.exit_code, len(synced)) == (0, 1), "one write of all entries"
+    path.write_bytes(before)
+    synced += [0, 0]
+    result = run("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root)
+    assert result.exit_code == 2
+    assert result.output == f"error: cannot write {path}: No space left on device\n"
+    assert path.read_bytes() == before
+    assert sorted(p.name for p in path.parent.iterdir()) == [f".{path.name}.lock", path.name]
+
+
+def test_an_import_of_a_source_of_any_size_takes_bounded_memory(tmp_path: Path) -> None:
+    path = tmp_path / "large.py"
+    path.write_text(f"ENTRIES = [{'1,' * (3 << 20)}]")
+    with pytest.raises(ValueError, match=r"^cannot read .*large\.py: \d+ bytes: expected at most 4194304$"):
+        exchange.read(path, OPS["rmsnorm_bwd"])
+
+
+def test_nothing_is_stored_outside_the_cache(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "b"
+    run("export", "rmsnorm_bwd", tmp_path / "files", "--gpu", "nvidia_h200")
+    (file,) = (tmp_path / "files").iterdir()
+    result = run("import", "rmsnorm_bwd", file, "--gpu", "../../escape", "--configs", root)
+    assert result.exit_code == 2
+    assert result.stderr == "error: gpu: '../../escape': expected the name of a folder, like escape\n"
+    assert not (tmp_path / "escape").exists()
+    assert not list(root.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.py", f"ENTRIES = {'-' * 50_000}1", ": not Python"),
+        ("a.py", "ENTRIES = [{}]", ": ENTRIES: not a table of configs"),
+        ("a.py", "import os", ": ENTRIES: not a table of configs"),
+        ("a.py", "def (", ": not Python"),
+        ("a.json", "{}", ": not a table of configs, as `cache export --format json` writes it"),
+        ("a.json", "[" * 100_000, ": not a table of configs, as `cache export --format json` writes it"),
+    ],
+)
+def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    result = run("import", "rmsnorm_bwd", tmp_path / name, "--gpu", "nvidia_h200", "--configs", tmp_path / "configs")
+    assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path / name}{message}\n")
+    assert not (tmp_path / "configs").exists()
+
+
+@pytest.mark.parametrize("format_", sorted(exchange.WRITERS))
+def test_what_is_of_another_operator_or_gpu_is_refused(format_: str, tmp_path: Path) -> None:
+    """Of an operator with the same axes and options, whose files look the same but for its name."""
+    op, entry, root = OPS["rmsnorm_bwd"], ours("rmsnorm_bwd")[0], tmp_path / "configs"
+    written = {device: exchange.WRITERS[format_](op, device, [entry], {}) for device in ("nvidia_h200", "nvidia_h100")}
+    written["renamed"] = exchange.WRITERS[format_](replace(op, name="other"), "nvidia_h200", [entry], {})
+    for folder, files in written.items():
+        ((name, text),) = files.items()
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(text)
+
+    def imported(folder: str, *more: str) -> tuple[int, str, str]:
+        (file,) = (tmp_path / folder).iterdir()
+        result = run("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root, *more)
+        return result.exit_code, result.stdout, result.stderr.removeprefix(f"error: {file}: ").rstrip()
+
+    assert imported("renamed", "--force") == (2, "", "op: 'other': expected 'rmsnorm_bwd'")
+    assert imported("nvidia_h100") == (2, "", "device: 'nvidia_h100': expected 'nvidia_h200'")
+    assert not root.exists()
+    path = root / "nvidia_h200" / "rmsnorm_bwd.json"
+    assert imported("nvidia_h100", "--force") == (0, f"1 entry stored in {path}\n", "")
+    assert imported("nvidia_h200") == (0, f"0 entries stored in {path}\n", "")
+
+
+def test_autotune_modules_give_configs_and_key_in_the_author_s_capitals(tmp_path: Path) -> None:
+    assert run("export", "rmsnorm_bwd", tmp_path, "--format", "triton", "--gpu", "nvidia_h200").exit_code == 0
+    module = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))
+    made = module["configs"]()
+    distinct = {repr(entry.config) for entry in ours("rmsnorm_bwd") if entry.policy == "cold"}
+    assert module["KEY"] == ["M", "N"]
+    assert len(made) == len(distinct) > 3
+    knobs = {name for config in made for name in config.kwargs}
+    names = {name.lower() for name in knobs}
+    assert names == {name for entry in ours("rmsnorm_bwd") for name in entry.config} - {"warps", "stages"}
+    assert {config.num_warps for config in made} == {entry.config["warps"] for entry in ours("rmsnorm_bwd")}
+    first = ours("rmsnorm_bwd")[0]
+    ((_name, text),) = exchange.to_triton(OPS["rmsnorm_bwd"], "g", [first], {"block": "BLOCK_N"}).items()
+    scope: dict[str, Any] = {}
+    exec(text, scope)
+    assert "BLOCK_N" in scope["configs"](first.policy)[0].kwargs or "block" not in first.config
+
+
+NASTY = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30) | st.sampled_from(
+    [
+        '"""', "\'\'\'", '\\"""\nraise SystemExit(9)\n"""', "a\nimport os", "../../x", "/abs", "..", "{__import__(1)}",
+        "\\", "\u202e", "a\x00b", "'); print(1); ('", "\N{DIGIT ONE}x", "$(touch x)", "con:nul",
+    ]
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(device=NASTY, name=NASTY, variant=NASTY, dtype=NASTY, option=NASTY, knob=NASTY, value=NASTY)
+def test_generated_modules_import_whatever_names_hold(
+    device: str, name: str, variant: str, dtype: str, option: str, knob: str, value: str
+) -> None:
+    """Names of folders and of a cache's entries never become code or a path."""
+    entry = CacheEntry(
+        variant=variant, case="c", axes=(("M", 8), ("N", 8)), dtype=dtype, quant="none", options=((option, value),),
+        policy="cold", config={knob: value, "warps": 4}, evidence={},
+    )  # fmt: skip
+    op = replace(OPS["rmsnorm_bwd"], name=name)
+    for format_ in ("triton", "python", "json"):
+        for file, text in exchange.WRITERS[format_](op, device, [entry], {knob: value}).items():
+            assert re.fullmatch(r"[A-Za-z0-9_.=+,-]{1,}", file)
+            assert not file.startswith(".")
+            if file.endswith(".py"):
+                scope: dict[str, Any] = {"__name__": "generated"}
+                exec(compile(text, file, "exec"), scope)
+                assert (scope["OP"], scope["DEVICE"]) == (name, device)
+                assert file[:-3].isidentifier()
+                assert scope["ENTRIES"][0]["config"] == entry.config
+            else:
+                assert json.loads(text)["configs"] == {"8": entry.config}
+
+
+def test_an_operator_that_is_not_loaded_is_not_exported(tmp_path: Path) -> None:
+    file = tmp_path / "configs" / "nvidia_h200" / "gone.json"
+    file.parent.mkdir(parents=True)
+    file.write_text((SHIPPED / "rmsnorm_bwd.json").read_text().replace('"op": "rmsnorm_bwd"', '"op": "gone"'))
+    result = run("export", "gone", tmp_path / "files", "--configs", tmp_path / "configs")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: op: 'gone': expected one of ")
+    assert not (tmp_path / "files").exists()
+
+
+def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
+    bad = replace(ours("rmsnorm_bwd")[0], config={**ours("rmsnorm_bwd")[0].config, "warps": 4096})
+    for name, text in exchange.to_python(OPS["rmsnorm_bwd"], "g", [*ours("rmsnorm_bwd")[1:], bad], {}).items():
+        (tmp_path / name).write_text(text)
+    result = run("import", "rmsnorm_bwd", tmp_path / "rmsnorm_bwd.py", "--gpu", "g", "--configs", tmp_path / "configs")
+    assert result.exit_code == 2
+    assert ": warps: 4096: expected a value like " in result.stderr
+    assert not (tmp_path / "configs").exists()
+
+
+def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    assert run("export", "rmsnorm_bwd", tmp_path, "--format", "yaml").stderr == (
+        "error: format: 'yaml': expected one of triton, python, json\n"
+    )
+    assert run("export", "rmsnorm_bwd", tmp_path, "--variant", "odd").stderr.endswith(": variant: 'odd': no entry\n")
