@@ -29,12 +29,11 @@ from kerneltune.compat import (
 from kerneltune.nn.alignment import ALIGNED, row_major
 from kerneltune.nn.autocast import in_autocast
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.experts_mm import ExpertWeights, fp8_experts_mm
 from kerneltune.nn.feeding_norm import feeding_norm_forward
 from kerneltune.nn.forward_code import names_in_forward
 from kerneltune.nn.fp8_linear import Fp8Linear
 from kerneltune.nn.grouped_linear import GroupedLinear
-from kerneltune.nn.grouped_mm import fp8_grouped_mm, fp8_permuted_mm
+from kerneltune.nn.grouped_mm import ExpertWeights, fp8_experts_mm, fp8_grouped_mm, fp8_permuted_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens

@@ -4,18 +4,16 @@ Source: TransformerEngine's delayed scaling, from its contract.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from kerneltune.compat import apply_to_tensors, untraced
+from kerneltune.compat import apply_to_tensors
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
-from kerneltune.nn.alignment import row_major
-from kerneltune.nn.fp8_products import Fp8Weights
+from kerneltune.nn.fp8_products import Casts, Fp8Weights, Operand
 from kerneltune.ops import fp8
-from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 
 _FP8_MAX = FP8_MAX["e4m3"]
@@ -77,18 +75,20 @@ class DelayedScaling(nn.Module):
         self.history[0].zero_()
         self.known = self.known or usable.is_meta or bool(usable.all())
 
-    def cast(self, x: Tensor, offs: Tensor, place: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Cast the groups of x (M, K): q (M, K), q_t as aligned groups, and what to multiply them by, (1,)."""
+    @property
+    def casts(self) -> Casts:
+        """Return the casts of a product by these scales."""
+        rows, grads = (partial(self._cast, place) for place in (ROWS, GRADS))
+        return Casts(rows, grads, lambda b_t, _: self.cast_weights(b_t.mT))
+
+    def _cast(self, place: int, x: Tensor, offs: Tensor, *_: bool) -> Operand:
         mine = slice(place, place + 1)
-        x = row_major(x)
         if self.known:
-            known = fp8.fp8_delayed_2d(x, offs, self.scales[mine], self.history[0, mine])
-            assert known.q is not None and known.q_t is not None
-            return known.q, known.q_t, known.scale
-        fresh = fp8.fp8_tensorwise_2d(x, layout="both", pow2=False, inverse=True, offs=offs)
-        assert fresh.q is not None and fresh.q_t is not None
-        self._remember(mine, fresh.scale)
-        return fresh.q, fresh.q_t, fresh.scale
+            cast = fp8.fp8_delayed_2d(x, offs, self.scales[mine], self.history[0, mine])
+        else:
+            cast = fp8.fp8_tensorwise_2d(x, layout="both", pow2=False, inverse=True, offs=offs)
+            self._remember(mine, cast.scale)
+        return cast.q, cast.scale, cast.q_t, cast.scale
 
     def cast_weights(self, weight: Tensor, into: Fp8Weights | None = None, skip: Tensor | None = None) -> Fp8Weights:
         """Return weight (E, N, K), contiguous or column-major, in fp8 in both layouts.
@@ -151,46 +151,3 @@ def update_scales(model: nn.Module) -> int:
     for layer in layers:
         layer.update()
     return len(layers)
-
-
-class _Product(torch.autograd.Function):
-    """Compute Y, dA and dW under delayed scaling in six launches: three casts and three products."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        a: Tensor,
-        b_t: Tensor,
-        offs: Tensor,
-        scaling: DelayedScaling,
-        weights: Fp8Weights | None,
-        out_dtype: torch.dtype,
-    ) -> Tensor:
-        q, a_t, scale_a = scaling.cast(a, offs, ROWS)
-        w = weights or scaling.cast_weights(b_t.mT)
-        for_da, for_dw = ctx.needs_input_grad[:2]
-        kept_a, kept_w = ((a_t, scale_a) if for_dw else (None, None)), ((w.q_t, w.scale_t) if for_da else (None, None))
-        ctx.save_for_backward(offs, *kept_a, *kept_w)
-        ctx.scaling, ctx.da_dtype, ctx.dw_dtype = scaling, a.dtype, b_t.dtype
-        return fp8_grouped_gemm(q, w.q, scale_a, w.scale, offs, out_dtype=out_dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        offs, a_t, scale_a, w_t, scale_w = ctx.saved_tensors
-        ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
-        q, q_t, scale = ctx.scaling.cast(grads[0], offs, GRADS)
-        da = db_t = None
-        if ctx.needs_input_grad[0]:
-            da = fp8_grouped_gemm(q, w_t, scale, scale_w, offs, out_dtype=ctx.da_dtype)
-        del q, w_t  # before dW, the largest of all, is made
-        if ctx.needs_input_grad[1]:
-            db_t = fp8_grouped_gemm(q_t.t(), a_t, scale, scale_a, offs, out_dtype=ctx.dw_dtype, aligned=True).transpose(1, 2)
-        return da, db_t, None, None, None, None
-
-
-@untraced
-def delayed_product(*args: Any) -> Tensor:
-    """`_Product` of a (M, K), b_t (E, K, N), offs (E,), their DelayedScaling, b_t in fp8 or None, and the result's type."""
-    product: Tensor = _Product.apply(*args)  # type: ignore[no-untyped-call]
-    return product

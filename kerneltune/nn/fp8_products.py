@@ -1,25 +1,34 @@
-"""Register the products of an expert layer in fp8, casts included, as torch operators: one for Y, one for dA.
+"""Multiply in fp8, forward and backward: the casts of the operands, and the autograd function of all layers.
 
-    Y = A W      dA = dY Wᵀ      dW = Aᵀ dY      for every group of rows with its own W
+    Y = X W      dX = dY Wᵀ      dW = Xᵀ dY      for every group of rows with its own W, or for all rows with one W
+    Y = swiglu(X W) V            with a second weight, tensor-wise: SwiGLU and its gradient are cast while they are computed
 
-Launches, forward and backward: tensorwise 9, rowwise 6; with weights already cast 7 and 5. Arguments are not checked.
+Launches of a grouped product, forward and backward: tensorwise 9, rowwise 6; with weights already cast 7 and 5; delayed 6.
+Arguments are not checked.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from kerneltune.compat import scaled_mm, unsafe_view
 from kerneltune.kernel_lib.functions import custom_op
-from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
+from kerneltune.nn.alignment import ALIGNED, row_major
 from kerneltune.nn.recipes import Recipe
-from kerneltune.ops import fp8, moe_routing
-from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
+from kerneltune.ops import fp8
+
+Operand = Sequence[Tensor | None]
+"""q and its scale for the product with Y or dX, q_t and its scale for the other product; None where nothing reads them."""
+NOT_CAST: Operand = (None,) * 4
 
 
 class Fp8Weights(NamedTuple):
-    """Hold expert weights (E, K, N) in fp8 for the forward product, and transposed for dA.
+    """Hold expert weights (E, K, N) in fp8 for the forward product, and transposed for dX.
 
     Attributes:
         q: (E, K, N), strides (K N, 1, K).
@@ -36,6 +45,79 @@ class Fp8Weights(NamedTuple):
     def transposed(self) -> "Fp8Weights":
         """Return the transposed weights."""
         return Fp8Weights(self.q_t, self.scale_t, self.q, self.scale)
+
+
+class Casts(NamedTuple):
+    """The functions by which a product casts its operands.
+
+    Attributes:
+        rows, gradient: (rows (M, …), ends of groups or None, whether dX or Y reads them, whether dW reads them) -> Operand.
+        weights: (weight (E, K, N), whether the backward pass reads the cast) -> Operand.
+    """
+
+    rows: Callable[[Tensor, Tensor | None, bool, bool], Operand]
+    gradient: Callable[[Tensor, Tensor | None, bool, bool], Operand]
+    weights: Callable[[Tensor, bool], Operand]
+
+
+def fresh_casts(scaling: str, pow2: bool) -> Casts:
+    """Return the casts with scales of the values at hand, by the fields of a Recipe."""
+    rows = partial(cast_rows, scaling, pow2)
+    return Casts(rows, rows, partial(cast_product_weights, scaling, pow2))
+
+
+def cast_rows(scaling: str, pow2: bool, x: Tensor, offs: Tensor | None, along: bool, down: bool) -> Operand:
+    """Cast x (M, K) along its rows for the product with a weight, and down its columns for dW.
+
+    Rows behind the last group have no part in any scale. With offs the cast for dW holds aligned groups.
+    """
+    ops, options = torch.ops.kerneltune, {"pow2": pow2, "inverse": True}
+    if scaling == "tensorwise":
+        layout = "both" if along and down else "row" if along else "col"
+        *made, scale = ops.fp8_tensorwise_2d(x, layout=layout, offs=offs, **options)
+        return made[0] if along else None, scale, made[-1] if down else None, scale
+    ends, q, scale, q_t, scale_t = one_group(x) if offs is None else offs, *NOT_CAST
+    if along and down:
+        q, scale, q_t, scale_t = ops.fp8_group_both(x, ends, aligned=offs is not None, **options)
+    elif along:
+        q, scale = ops.fp8_rowwise_2d(x, **options)
+    else:
+        q_t, scale_t = ops.fp8_group_colwise(x, ends, aligned=offs is not None, **options)
+    shape = ends.shape[0], x.shape[1]
+    return q, None if scale is None else scale.view(-1), q_t, None if scale_t is None else scale_t.view(shape)
+
+
+def one_group(rows: Tensor) -> Tensor:
+    """Return the end of all rows as a single group."""
+    return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+
+
+def cast_product_weights(scaling: str, pow2: bool, b: Tensor, both: bool, amax: Tensor | None = None) -> Operand:
+    """Cast b (E, K, N) of either order for the forward product, and with `both` for dX; amax: of `cast_weights`, with `both`."""
+    if not torch.compiler.is_compiling():
+        _check_device(b)
+    is_contiguous = b.is_contiguous()
+    w, ops, options = b.mT if is_contiguous else b, torch.ops.kerneltune, {"pow2": pow2, "inverse": True}
+    E, _, N = w.shape
+    if both:
+        if scaling == "rowwise":
+            q, scale, q_t, scale_t = ops.fp8_rowwise_3d_both(w, **options)
+            found = q, scale.view(E, N), q_t, scale_t
+        elif amax is not None and pow2:
+            q, scale, q_t = expected_weights(w, amax)
+            found = q, scale, q_t, scale
+        else:
+            q, q_t, scale = ops.fp8_tensorwise_3d(w, layout="both", **options)
+            found = q, scale, q_t, scale
+        return (*found[2:], *found[:2]) if is_contiguous else found
+    if scaling == "tensorwise":
+        q, scale = ops.fp8_tensorwise_3d(w, layout="col" if is_contiguous else "row", **options)
+    elif is_contiguous:
+        q, scale = ops.fp8_rowwise_3d_transpose(w, **options)
+    else:
+        q, scale = ops.fp8_colwise_3d(w, **options)
+        scale = scale.view(E, N)
+    return q, scale, None, None
 
 
 def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, amax: Tensor | None = None) -> Fp8Weights:
@@ -63,37 +145,6 @@ def _check_device(w: Tensor) -> None:
         raise ValueError(f"weights must be on a GPU, or kernels interpreted (TRITON_INTERPRET=1), got weights on {w.device}")
 
 
-def cast_traced_weights(b_t: Tensor, recipe: Recipe, amax: Tensor) -> Fp8Weights:
-    """Return the result of `cast_weights` by operators that torch.compile traces. No gradient."""
-    if not torch.compiler.is_compiling():
-        _check_device(b_t)
-    contiguous = b_t.is_contiguous()
-    w = (b_t.mT if contiguous else b_t).detach()
-    ops = torch.ops.kerneltune
-    if recipe.scaling == "tensorwise" and recipe.pow2:
-        q, scale, q_t = expected_weights(w, amax)
-        weights = Fp8Weights(q, scale, q_t, scale)
-    elif recipe.scaling == "tensorwise":
-        q, q_t, scale = ops.fp8_tensorwise_3d(w, layout="both", pow2=recipe.pow2, inverse=True)
-        weights = Fp8Weights(q, scale, q_t, scale)
-    else:
-        q, scale, q_t, scale_t = ops.fp8_rowwise_3d_both(w, pow2=recipe.pow2, inverse=True)
-        weights = Fp8Weights(q, scale.view(w.shape[0], w.shape[2]), q_t, scale_t)
-    return weights.transposed() if contiguous else weights
-
-
-def cast_traced_for_product(b_t: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return b_t (E, K, N), column-major, in fp8 for the forward product alone, and its scale, by operators that torch traces."""
-    if not torch.compiler.is_compiling():
-        _check_device(b_t)
-    ops = torch.ops.kerneltune
-    if recipe.scaling == "tensorwise":
-        q, scale = ops.fp8_tensorwise_3d(b_t.detach(), layout="row", pow2=recipe.pow2, inverse=True)
-        return q, scale
-    q, scale = ops.fp8_colwise_3d(b_t.detach(), pow2=recipe.pow2, inverse=True)
-    return q, scale.view(b_t.shape[0], b_t.shape[2])
-
-
 @custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))
 def expected_weights(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast w (E, K, N) tensor-wise per expert and write its largest magnitudes to amax: q, scale and q_t."""
@@ -103,163 +154,220 @@ def expected_weights(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @expected_weights.register_fake
 def _(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    E, K, N = w.shape
-    q, q_t = (w.new_empty(shape, dtype=torch.float8_e4m3fn).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
-    return q, w.new_empty((E,), dtype=torch.float32), q_t
+    q, q_t, scale = torch.ops.kerneltune.fp8_tensorwise_3d(w, layout="both", inverse=True)
+    return q, scale, q_t
 
 
-@custom_op("kerneltune::fp8_grouped_mm_fwd")
-def fp8_grouped_mm_fwd(
-    a: Tensor,
-    b_t: Tensor,
-    offs: Tensor,
-    index: list[Tensor],
-    weights: list[Tensor],
-    scaling: str,
-    pow2: bool,
-    keep_weights: bool,
-    out_dtype: torch.dtype,
-    for_da: bool,
-    for_dw: bool,
-) -> list[Tensor]:
-    """Return Y, and the casts that the backward pass reads.
-
-    Args:
-        a, b_t, offs: as in `grouped_mm.fp8_grouped_mm`, or tokens (T, K) in place of rows.
-        index: nothing; or pairs and places of a Routing, by which tokens are copied after a tensorwise cast: M = T k.
-        weights: the fields of Fp8Weights, where b_t has been cast before, or none.
-        scaling, pow2, keep_weights: the fields of Recipe.
-        for_da, for_dw: which gradients will be asked for.
-
-    Returns:
-        Y (M, N); for_dw then A in fp8 as aligned groups, (aligned_size, K), strides (1, aligned_size), and its scale, (1,) or
-        rowwise (E, K); for_da, where the weights are
-        cast here and kept, then q_t and scale_t of Fp8Weights.
-    """
-    if index:
-        (q, scale_a), kept = _cast_and_permute(a, offs, index, pow2, columns=for_dw)
-    else:
-        (q, scale_a), kept = cast_tokens(a, offs, scaling, pow2, rows=True, columns=for_dw)
-    if weights:
-        w, scale_w = weights[:2]
-    else:
-        w, scale_w, *w_t = cast_for_product(b_t, scaling, pow2, both=for_da and keep_weights)
-        kept += w_t
-    return [fp8_grouped_gemm(q, w, scale_a, scale_w, offs, out_dtype=out_dtype), *kept]
+def multiply(x: Operand, w: Operand, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply rows (M, K), in groups that end at offs, with w (E, K, N), or all rows with w (1, K, N): q times scale of both."""
+    (q, scale), (q_w, scale_w) = x[:2], w[:2]
+    assert q is not None and scale is not None and q_w is not None and scale_w is not None
+    if offs is None:
+        return _multiply_all(q, q_w[0], scale, scale_w, dtype)
+    y: Tensor = torch.ops.kerneltune.fp8_grouped_gemm(q, q_w, scale, scale_w, offs, out_dtype=dtype)
+    return y
 
 
-@fp8_grouped_mm_fwd.register_fake
-def _(
-    a: Tensor,
-    b_t: Tensor,
-    offs: Tensor,
-    index: list[Tensor],
-    weights: list[Tensor],
-    scaling: str,
-    pow2: bool,
-    keep_weights: bool,
-    out_dtype: torch.dtype,
-    for_da: bool,
-    for_dw: bool,
-) -> list[Tensor]:
-    (E, K, N), rowwise, M = b_t.shape, scaling == "rowwise", index[0].shape[0] if index else a.shape[0]
-    made = [a.new_empty((M, N), dtype=out_dtype)]
-    if for_dw:
-        made += [a.new_empty((K, aligned_size(M, E)), dtype=torch.float8_e4m3fn).t()]
-        made += [a.new_empty((E, K) if rowwise else (1,), dtype=torch.float32)]
-    if for_da and keep_weights and not weights:
-        made += [a.new_empty((E, K, N), dtype=torch.float8_e4m3fn).transpose(1, 2)]
-        made += [a.new_empty((E, K) if rowwise else (E,), dtype=torch.float32)]
+def weight_gradient(dy: Operand, x: Operand, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return dW (E, N, K), or (N, K) of all rows, of q_t and scale of dY and of X."""
+    (dy_t, scale_dy), (x_t, scale_x) = dy, x
+    assert dy_t is not None and scale_dy is not None and x_t is not None and scale_x is not None
+    if offs is None:
+        return _multiply_all(dy_t.t(), x_t, scale_dy, scale_x, dtype)
+    ops = torch.ops.kerneltune
+    made: Tensor = ops.fp8_grouped_gemm(dy_t.t(), x_t, scale_dy, scale_x, offs, out_dtype=dtype, aligned=True)
     return made
 
 
-@custom_op("kerneltune::fp8_grouped_mm_da")
-def fp8_grouped_mm_da(
-    dy: Tensor, offs: Tensor, w: list[Tensor], scaling: str, pow2: bool, da_dtype: torch.dtype, for_da: bool, for_dw: bool
-) -> list[Tensor]:
-    """Return dA, and dY cast for dW. As an operator of its own it frees its temporaries before dW, the largest tensor, is made.
+def _multiply_all(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply a (M, K) row-major with b (K, N) column-major; scale_a: of 1 or M elements, scale_b: of 1 or N elements.
 
-    Args:
-        dy: (M, N), rows any distance apart, for `rowwise` less than 2^24 numbers.
-        w: q_t and scale_t of Fp8Weights, or b_t alone, to be cast here; anything where dA is not asked for.
-
-    Returns:
-        for_da dA (M, K) of da_dtype; for_dw then dY in fp8 as aligned groups, (N, aligned_size) row-major, and its scale, (1,)
-        or rowwise (E, N).
+    torch multiplies where it can, else a grouped product of one group does.
     """
-    along, down = cast_tokens(dy, offs, scaling, pow2, rows=for_da, columns=for_dw)
-    da = []
-    if for_da:
-        w_t, scale_w = w if len(w) == 2 else cast_for_product(w[0].transpose(1, 2), scaling, pow2)
-        da.append(fp8_grouped_gemm(along[0], w_t, along[1], scale_w, offs, out_dtype=da_dtype))
-    return [*da, down[0].t(), down[1]] if for_dw else da
+    (M, K), N = a.shape, b.shape[1]
+    if not a.is_cuda or K % ALIGNED or dtype == torch.float32:
+        scale_b = scale_b.reshape(1, -1) if scale_b.numel() > 1 else scale_b.view(1)
+        return multiply((a, scale_a.reshape(-1)), (b[None], scale_b), one_group(a), dtype)
+    if scale_a.numel() == 1 and scale_b.numel() == 1:
+        scales = scale_a.view(()), scale_b.view(())
+    else:
+        scales = scale_a.reshape(-1, 1).expand(M, 1).contiguous(), scale_b.reshape(1, -1).expand(1, N).contiguous()
+    return scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=True)
 
 
-@fp8_grouped_mm_da.register_fake
-def _(
-    dy: Tensor, offs: Tensor, w: list[Tensor], scaling: str, pow2: bool, da_dtype: torch.dtype, for_da: bool, for_dw: bool
-) -> list[Tensor]:
-    M, N = dy.shape
-    made = []
-    if for_da:
-        made.append(dy.new_empty((M, w[0].shape[2] if len(w) == 2 else w[0].shape[1]), dtype=da_dtype))
-    if for_dw:
-        made.append(dy.new_empty((N, aligned_size(M, offs.shape[0])), dtype=torch.float8_e4m3fn))
-        made.append(dy.new_empty((offs.shape[0], N) if scaling == "rowwise" else (1,), dtype=torch.float32))
+@custom_op("kerneltune::fp8_input_gradient")
+def input_gradient(
+    q: Tensor, scale: Tensor, b: Tensor, offs: Tensor | None, scaling: str, pow2: bool, dtype: torch.dtype
+) -> Tensor:
+    """Multiply cast rows of dY with the transpose of b (E, K, N), which is cast here.
+
+    An operator of its own, as `late_weight_gradient` is, because the compiler would move casts that do not depend on dY to the
+    forward pass and keep them.
+    """
+    return multiply((q, scale), cast_product_weights(scaling, pow2, b.mT, False), offs, dtype)
+
+
+@input_gradient.register_fake
+def _(q: Tensor, scale: Tensor, b: Tensor, offs: Tensor | None, scaling: str, pow2: bool, dtype: torch.dtype) -> Tensor:
+    return q.new_empty((q.shape[0], b.shape[1]), dtype=dtype)
+
+
+@custom_op("kerneltune::fp8_late_weight_gradient")
+def late_weight_gradient(
+    dy_t: Tensor, scale: Tensor, x: Tensor, scaling: str, pow2: bool, x_dtype: torch.dtype, dtype: torch.dtype
+) -> Tensor:
+    """Return dW (N, K) of all rows, of the cast of dY and of x (…, K), which is cast here in x_dtype as in the forward pass."""
+    cast = cast_rows(scaling, pow2, rows_of(x, x_dtype), None, False, True)
+    return weight_gradient((dy_t, scale), cast[2:], None, dtype)
+
+
+@late_weight_gradient.register_fake
+def _(dy_t: Tensor, scale: Tensor, x: Tensor, scaling: str, pow2: bool, x_dtype: torch.dtype, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((dy_t.shape[1], x.shape[-1]), dtype=dtype)
+
+
+def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x (…, K) as rows (M, K) of a type."""
+    return row_major(x.reshape(-1, x.shape[-1]).to(dtype))
+
+
+class _Product(torch.autograd.Function):
+    """Compute Y = X W, or Y = swiglu(X W) V, and the gradients.
+
+    Its arguments are tensors and plain values, on which torch.compile can guard. The backward pass releases each tensor at its
+    last use, so that nothing else waits beside dW, the largest tensor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, v: Tensor | None, offs: Tensor | None, pairs: Tensor | None, places: Tensor | None,
+        scaling: str, pow2: bool, keep: bool, delayed: Any, dtype: torch.dtype, for_x: bool, for_w: bool, for_v: bool,
+        *given: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Multiply.
+
+        Args:
+            x: rows (M, K); tokens (T, K) with pairs and places; (…, K) without offs.
+            w, v: (E, K, N) and (E, N / 2, N2), of either order.
+            offs, pairs, places: of a Routing; offs alone for rows that are sorted; None for a single group.
+            scaling, pow2, keep: of the Recipe.
+            delayed: a DelayedScaling in place of scaling and pow2, or None.
+            dtype: of the result.
+            for_x, for_w, for_v: which gradients will be asked for.
+            given: the Operand of x, of w and of v, without a second scale that is the first; None where the product casts.
+        """
+        casts, for_h = fresh_casts(scaling, pow2) if delayed is None else delayed.casts, for_x or for_w
+        rows: Operand
+        rows, given_w, given_v = ((*given[i : i + 3], given[i + 1] if given[i + 3] is None else given[i + 3]) for i in (0, 4, 8))
+        if rows[0] is None and places is not None:
+            q, scale, *_ = casts.rows(x, None, True, False)
+            q, q_t = torch.ops.kerneltune.moe_permute_fp8(q, pairs, offs, places.shape[1])
+            rows = q, scale, q_t, scale
+        elif rows[0] is None:
+            rows = casts.rows(rows_of(x, dtype if offs is None else x.dtype), offs, True, for_w and (keep or offs is not None))
+        cast = given_w if given_w[0] is not None else casts.weights(w, for_x and keep)
+        y = multiply(rows, cast, offs, dtype)
+        kept = [*_kept(cast, w, for_x), *_kept(rows, x, for_w)]
+        h = y if v is not None and for_h else None
+        if v is not None:
+            del rows, cast  # so that only the operands of the second product are alive, beside the kept tensors
+            q, *q_t, scale = torch.ops.kerneltune.fp8_swiglu_2d(y, offs, layout="both" if for_v else "row")
+            cast = given_v if given_v[0] is not None else casts.weights(v, for_h and keep)
+            y = multiply((q, scale), cast, offs, dtype)
+            kept += [*_kept(cast, v, for_h), *((*q_t, scale) if for_v else (None, None))]
+        ctx.save_for_backward(offs, places, h, *kept)
+        ctx.scaling, ctx.pow2, ctx.delayed, ctx.dtype, ctx.wanted = scaling, pow2, delayed, dtype, (for_x, for_w, for_v)
+        ctx.shape, ctx.dtypes, ctx.count = x.shape, (x.dtype, w.dtype, None if v is None else v.dtype), len(given)
+        # in the result's shape, because FSDP2 warns of views; and no view, because autograd lets no caller change that in place
+        return unsafe_view(y, [*x.shape[:-1], y.shape[1]]) if offs is None else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        offs, places, h, *kept = ctx.saved_tensors
+        if not torch.compiler.is_compiling():
+            ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
+        (for_x, for_w, for_v), (x_dtype, w_dtype, v_dtype), dv = ctx.wanted, ctx.dtypes, None
+        casts = fresh_casts(ctx.scaling, ctx.pow2) if ctx.delayed is None else ctx.delayed.casts
+        last = (for_x, for_w) if v_dtype is None else (for_x or for_w, for_v)
+        dy = list(casts.gradient(row_major(grads[0].reshape(-1, grads[0].shape[-1])), offs, *last))
+        if v_dtype is not None:
+            v, gated, kept = kept[4:6], kept[6:], kept[:4]
+            dh: list[Any] = []
+            if for_x or for_w:
+                of_gated = _input_gradient(ctx, dy, v, offs, ctx.dtype)
+                q, *q_t, scale = torch.ops.kerneltune.fp8_swiglu_bwd_2d(of_gated, h, offs, layout="both" if for_w else "row")
+                dh = [q, scale, *(q_t or [None]), scale]
+                del of_gated, h, q, q_t
+            dv = _weight_gradient(ctx, dy, gated, offs, v_dtype) if for_v else None
+            dy = dh
+        w, x = kept[:2], kept[2:]
+        del kept
+        dx = _input_gradient(ctx, dy, w, offs, x_dtype) if for_x else None
+        if dx is not None:
+            dx = dx.view(ctx.shape) if places is None else torch.ops.kerneltune.moe_add(dx, places, offs)
+        dw = _weight_gradient(ctx, dy, x, offs, w_dtype) if for_w else None
+        return (dx, dw, dv, *[None] * (11 + ctx.count))
+
+
+def _kept(cast: Operand, source: Tensor, is_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return the tensors that the backward pass reads: the cast for it and its scale, or the source, to be cast there."""
+    if not is_wanted:
+        return None, None
+    return (source, None) if cast[2] is None else (cast[2], cast[3])
+
+
+def _input_gradient(ctx: Any, dy: list[Any], w: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return dX (M, K) of cast rows and of a weight that `_kept` has given; both lists lose their first tensor."""
+    (q, scale), (w_t, scale_w) = dy[:2], w
+    dy[0] = w[0] = None
+    if scale_w is not None:
+        return multiply((q, scale), (w_t, scale_w), offs, dtype)
+    made: Tensor = input_gradient(q, scale, w_t, offs, ctx.scaling, ctx.pow2, dtype)
     return made
 
 
-def _cast_and_permute(
-    x: Tensor, offs: Tensor, index: list[Tensor], pow2: bool, columns: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Cast tokens (T, K) and copy them to their experts, with results as of `cast_tokens`."""
-    cast, (pairs, places) = fp8.fp8_tensorwise_2d(x, pow2=pow2, inverse=True), index
-    assert cast.q is not None
-    q, q_t = moe_routing.moe_permute_fp8(cast.q, pairs, offs, places.shape[1])
-    return [q, cast.scale], [q_t, cast.scale] if columns else []
-
-
-def cast_tokens(
-    x: Tensor, offs: Tensor, scaling: str, pow2: bool, rows: bool, columns: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Cast x (M, K) for the product with the weights, and as aligned groups for dW, each with its scale; empty if not asked for.
-
-    Rows behind the last group have no part in any scale.
-    """
-    options: dict[str, Any] = {"pow2": pow2, "inverse": True}
-    found: tuple[tuple[Tensor | None, ...], ...]
-    if scaling == "tensorwise":
-        cast = fp8.fp8_tensorwise_2d(x, layout="both" if rows and columns else "row" if rows else "col", offs=offs, **options)
-        found = (cast.q, cast.scale), (cast.q_t, cast.scale)
-    elif rows and columns:
-        q, scale, q_t, scale_t = fp8.fp8_group_both(x, offs, aligned=True, **options)
-        found = (q, scale.view(-1)), (q_t, scale_t.view(offs.shape[0], x.shape[1]))
-    elif rows:
-        q, scale = fp8.fp8_rowwise_2d(x, **options)
-        found = (q, scale.view(-1)), ()
+def _weight_gradient(ctx: Any, dy: list[Any], x: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return dW (E, K, N), column-major, of cast rows and of rows that `_kept` has given."""
+    made: Tensor
+    if x[1] is None:
+        made = late_weight_gradient(*dy[2:], x[0], ctx.scaling, ctx.pow2, ctx.dtype, dtype)
     else:
-        q_t, scale_t = fp8.fp8_group_colwise(x, offs, aligned=True, **options)
-        found = (), (q_t, scale_t.view(offs.shape[0], x.shape[1]))
-    row, column = ([t for t in part if t is not None] for part in found)
-    return row if rows else [], column if columns else []
+        made = weight_gradient(dy[2:], x, offs, dtype)
+    return made.t()[None] if offs is None else made.transpose(1, 2)
 
 
-def cast_for_product(b: Tensor, scaling: str, pow2: bool, both: bool = False) -> list[Tensor]:
-    """Return b (E, K, N) of either order as q (E, K, N), column-major, and its scale.
+def fp8_product(
+    x: Tensor,
+    w: Tensor,
+    recipe: Any,
+    dtype: torch.dtype,
+    *,
+    v: Tensor | None = None,
+    routing: Sequence[Tensor | None] = (None, None, None),
+    given: Sequence[Operand | None] = (None, None, None),
+) -> Tensor:
+    """Multiply with autograd; see `_Product`.
 
-    With `both` q_t (E, N, K) and its scale follow.
+    Args:
+        x, w, v, dtype: of `_Product`.
+        recipe: a Recipe or a DelayedScaling.
+        routing: pairs, places and offs; None for offs alone, or for a single group.
+        given: the casts of x, w and v that were made before, or None.
     """
-    if both:
-        return list(cast_weights(b, Recipe(scaling, pow2)))
-    options: dict[str, Any] = {"pow2": pow2, "inverse": True}
-    column_major = b.stride(1) == 1
-    w = b if column_major else b.transpose(1, 2)
-    if scaling == "tensorwise":
-        cast = fp8.fp8_tensorwise_3d(w, layout="row" if column_major else "col", **options)
-        made = cast.q if column_major else cast.q_t
-        assert made is not None
-        return [made, cast.scale]
-    if column_major:
-        q, scale = fp8.fp8_colwise_3d(w, **options)
-        return [q, scale.view(w.shape[0], w.shape[2])]
-    return list(fp8.fp8_rowwise_3d_transpose(w, **options))
+    is_fresh = isinstance(recipe, Recipe)
+    how = (recipe.scaling, recipe.pow2, recipe.keep_weights, None) if is_fresh else ("delayed", False, True, recipe)
+    pairs, places, offs = routing
+    wanted = [t is not None and wants_gradient(t) for t in (x, w, v)]
+    operands = [
+        t
+        for q, scale, q_t, scale_t in (cast or NOT_CAST for cast in given)
+        for t in (q, scale, q_t, None if scale_t is scale else scale_t)
+    ]  # torch.compile takes no tensor twice
+    y: Tensor = _Product.apply(x, w, v, offs, pairs, places, *how, dtype, *wanted, *operands)  # type: ignore[no-untyped-call]
+    return y
+
+
+def wants_gradient(t: Tensor) -> bool:
+    """Return whether a product that runs now needs a gradient for t."""
+    return torch.is_grad_enabled() and t.requires_grad

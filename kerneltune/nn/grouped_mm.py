@@ -3,19 +3,21 @@
 Casts and products run on a GPU and in Triton's interpreter.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kerneltune.compat import assert_group_ends
+from kerneltune.compat import assert_group_ends, untraced
 from kerneltune.kernel_lib.arguments import check_like, debugging
-from kerneltune.nn.alignment import row_major
-from kerneltune.nn.delayed import DelayedScaling, delayed_product
-from kerneltune.nn.fp8_products import Fp8Weights, cast_traced_weights, fp8_grouped_mm_da, fp8_grouped_mm_fwd
-from kerneltune.nn.operands import check_ends, check_operands, check_weights, wants_gradient
+from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.fp8_products import Fp8Weights, Operand, cast_product_weights, fp8_product, wants_gradient
+from kerneltune.nn.operands import check_ends, check_operands, check_weights
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.nn.routing import Routing
+
+_untraced_product: Callable[..., Tensor] = untraced(fp8_product)
 
 
 def fp8_grouped_mm(
@@ -59,12 +61,14 @@ def fp8_grouped_mm(
     """
     how = recipe if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
     check_operands(A, B_t, offs, how, out_dtype)
-    weights = checked_weights(A, B_t, how, weights, amax)
+    given = _checked_weights(A, B_t, how, weights, amax)
     if (check_offs or offs.device.type == "cpu") and type(offs) is Tensor and not torch.compiler.is_compiling():
         check_ends(offs, A.shape[0])
     elif debugging():
         assert_group_ends(offs, A.shape[0])
-    return _product(row_major(A), B_t, offs, how, out_dtype or A.dtype, weights)
+    dtype = out_dtype or A.dtype
+    multiply = _untraced_product if isinstance(how, DelayedScaling) else fp8_product
+    return multiply(A, B_t, how, dtype, routing=(None, None, offs), given=(None, given, None))
 
 
 def fp8_permuted_mm(
@@ -96,13 +100,55 @@ def fp8_permuted_mm(
         ValueError: a wrong shape, stride, dtype or device, which it names.
     """
     check_operands(x, B_t, routing.offs, recipe)
-    given = checked_weights(x, B_t, recipe, weights, amax)
-    return fresh_product(row_major(x), B_t, routing.offs, [routing.pairs, routing.places], recipe, x.dtype, given)
+    given = _checked_weights(x, B_t, recipe, weights, amax)
+    return fp8_product(x, B_t, recipe, x.dtype, routing=routing, given=(None, given, None))
 
 
-def checked_weights(
+class ExpertWeights(NamedTuple):
+    """Hold the weight of a product, its fp8 cast and its expected magnitudes.
+
+    Attributes:
+        b_t: (E, K, N) as `fp8_grouped_mm` takes it.
+        weights: b_t in fp8, or None.
+        amax: the largest magnitudes expected of b_t, or None.
+    """
+
+    b_t: Tensor
+    weights: Fp8Weights | None = None
+    amax: Tensor | None = None
+
+
+def fp8_experts_mm(x: Tensor, up: ExpertWeights, down: ExpertWeights, routing: Routing, recipe: Recipe) -> Tensor:
+    """Send tokens through experts with SwiGLU, in fp8, swiglu(X W) V; differentiable once in x and both b_t.
+
+    The rows that SwiGLU gates and their gradient are never written in 16 bits. `fp8_permuted_mm`, `swiglu` and `fp8_grouped_mm`
+    in turn give the same results up to a rounding of the gate.
+
+    Args:
+        x: (T, K) bf16, fp16 or fp32, rows contiguous.
+        up: b_t (E, K, 2I), whose columns hold gate, then up.
+        down: b_t (E, I, N).
+        routing: of the same tokens.
+        recipe: with tensorwise scaling and powers of two. The scale of the tokens covers tokens without an expert, too.
+
+    Returns:
+        (T k, N) in the order of `routing`, of x's type.
+
+    Raises:
+        ValueError: a wrong shape, stride, dtype or device, which it names.
+    """
+    check_operands(x, up.b_t, routing.offs, recipe, x.dtype)
+    half = x.new_empty((0, up.b_t.shape[2] // 2))
+    if up.b_t.shape[2] % 2 or down.b_t.shape[1] != half.shape[1]:
+        raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {tuple(up.b_t.shape)} and {tuple(down.b_t.shape)}")
+    check_operands(half, down.b_t, routing.offs, recipe, x.dtype)
+    given = [_checked_weights(x, w.b_t, recipe, w.weights, w.amax) for w in (up, down)]
+    return fp8_product(x, up.b_t, recipe, x.dtype, v=down.b_t, routing=routing, given=(None, *given))
+
+
+def _checked_weights(
     A: Tensor, B_t: Tensor, recipe: Recipe | DelayedScaling, weights: Fp8Weights | None, amax: Tensor | None
-) -> Fp8Weights | None:
+) -> Operand | None:
     """Return the checked weights, or B_t cast by `amax` where `fp8_grouped_mm` uses that; None leaves the cast to the product.
 
     Raises:
@@ -112,76 +158,7 @@ def checked_weights(
         check_weights(weights, B_t, recipe)
     elif amax is not None:
         check_like("amax", amax, (B_t.shape[0],), torch.float32, B_t.device)
-        if (
-            isinstance(recipe, Recipe)
-            and recipe.scaling == "tensorwise"
-            and recipe.pow2
-            and recipe.keep_weights
-            and wants_gradient(A)
-        ):
-            return cast_traced_weights(B_t, recipe, amax)
+        is_used = isinstance(recipe, Recipe) and recipe.scaling == "tensorwise" and recipe.pow2 and recipe.keep_weights
+        if is_used and wants_gradient(A):
+            return cast_product_weights("tensorwise", True, B_t.detach(), True, amax)
     return weights
-
-
-def _product(
-    A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype, weights: Fp8Weights | None
-) -> Tensor:
-    if isinstance(recipe, DelayedScaling):
-        return delayed_product(A, B_t, offs, recipe, weights, out_dtype)
-    return fresh_product(A, B_t, offs, [], recipe, out_dtype, weights)
-
-
-def fresh_product(
-    a: Tensor,
-    b_t: Tensor,
-    offs: Tensor,
-    index: list[Tensor],
-    recipe: Recipe,
-    out_dtype: torch.dtype,
-    weights: Fp8Weights | None,
-) -> Tensor:
-    """Return Y of `fp8_grouped_mm_fwd`, with autograd; nothing is checked."""
-    y: Tensor = fp8_grouped_mm_fwd(
-        a, b_t, offs, index, [] if weights is None else list(weights), recipe.scaling, recipe.pow2, recipe.keep_weights,
-        out_dtype, wants_gradient(a), wants_gradient(b_t),
-    )[0]  # fmt: skip
-    return y
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    a, b_t, offs, index, weights, ctx.scaling, ctx.pow2, _, _, ctx.for_da, ctx.for_dw = inputs
-    ctx.da_dtype, ctx.dw_dtype, ctx.lengths = a.dtype, b_t.dtype, (len(index), len(weights))
-    made = output[1:]
-    ctx.mark_non_differentiable(*made)
-    ctx.set_materialize_grads(False)  # else autograd fills zeros as large as the kept tensors
-    kept_a, made = (made[:2], made[2:]) if ctx.for_dw else ([], made)
-    kept_w = (made or list(weights[2:]) or [b_t]) if ctx.for_da else []
-    places = index[1:]
-    ctx.counts = len(places), len(kept_a)
-    ctx.save_for_backward(offs, *places, *kept_a, *kept_w)
-
-
-def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    da, db_t = (None, None) if grads[0] is None else _gradients(ctx, row_major(grads[0]))
-    num_index, num_weights = ctx.lengths
-    return (da, db_t, None, [None] * num_index, [None] * num_weights, *[None] * 6)
-
-
-def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the rows or tokens, and of b_t."""
-    offs, *kept = ctx.saved_tensors
-    ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
-    num_places, num_rows = ctx.counts
-    places, kept = kept[:num_places], kept[num_places:]
-    a, w = kept[:num_rows], kept[num_rows:]
-    del kept
-    made = fp8_grouped_mm_da(dy, offs, w, ctx.scaling, ctx.pow2, ctx.da_dtype, ctx.for_da, ctx.for_dw)
-    del w, dy
-    da, db_t, ops = made[0] if ctx.for_da else None, None, torch.ops.kerneltune
-    if ctx.for_dw:
-        q, scale = made[-2:]
-        db_t = ops.fp8_grouped_gemm(q, a[0], scale, a[1], offs, out_dtype=ctx.dw_dtype, aligned=True).transpose(1, 2)
-    return ops.moe_add(da, *places, offs) if da is not None and places else da, db_t
-
-
-fp8_grouped_mm_fwd.register_autograd(_backward, setup_context=_save)

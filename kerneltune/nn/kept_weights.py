@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kerneltune.compat import apply_to_tensors, preserved_versions, version
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Fp8Weights, cast_traced_weights, cast_weights
+from kerneltune.nn.fp8_products import Fp8Weights, cast_product_weights, cast_weights
 from kerneltune.nn.recipes import Recipe
 
 
@@ -267,7 +267,7 @@ def _cast(weight: Tensor, recipe: Recipe | DelayedScaling, amax: Tensor) -> Fp8W
 def _traced_cast(weight: Tensor, recipe: Recipe | DelayedScaling, amax: Tensor) -> Fp8Weights:
     if isinstance(recipe, DelayedScaling):
         return recipe.cast_weights(weight.mT)
-    return cast_traced_weights(weight, recipe, amax)
+    return Fp8Weights(*cast_product_weights(recipe.scaling, recipe.pow2, weight, True, amax))  # type: ignore[arg-type]
 
 
 def _bits(t: Tensor) -> Tensor:

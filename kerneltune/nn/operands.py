@@ -97,8 +97,3 @@ def check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScal
         order, dense = ("column-major", t.mT) if t.ndim == 3 else ("contiguous", t)
         if not dense.is_contiguous():
             raise ValueError(f"weights.{name} must be {order}, got strides {t.stride()}")
-
-
-def wants_gradient(t: Tensor) -> bool:
-    """Return whether a product that runs now needs a gradient for t."""
-    return torch.is_grad_enabled() and t.requires_grad

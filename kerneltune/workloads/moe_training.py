@@ -17,12 +17,11 @@ from torch import Tensor
 from kerneltune.kernel_lib.compiled import compiled_for
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.nn.alignment import ALIGNED
-from kerneltune.nn.delayed import GRADS, ROWS, DelayedScaling
-from kerneltune.nn.fp8_products import Fp8Weights, cast_weights
+from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.fp8_products import Fp8Weights, cast_weights, fresh_casts
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import SCALINGS, Recipe
-from kerneltune.ops import fp8
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
@@ -172,31 +171,17 @@ def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
 def _casts(recipe: str, inputs: Inputs) -> dict[str, list[Tensor]]:
     """Run all casts of a step: of a, w and dy for Y and dA, and of a and dy for dW, each as fp8 and scale."""
     a, dy, offs, how = inputs["a"], inputs["dy"], inputs["offs"], _how(recipe, inputs)
-    weights = _weights(recipe, inputs)
-    if recipe == "rowwise":
-        (q_a, s_a, a_t, s_a_t), (q_dy, s_dy, dy_t, s_dy_t) = (
-            fp8.fp8_group_both(x, offs, inverse=True, aligned=True) for x in (a, dy)
-        )
-        s_dy_t, s_a_t = s_dy_t.view(offs.shape[0], -1), s_a_t.view(offs.shape[0], -1)
-    else:
-        (q_a, a_t, s_a), (q_dy, dy_t, s_dy) = (
-            how.cast(x, offs, place) if isinstance(how, DelayedScaling) else _both(x, offs)
-            for x, place in ((a, ROWS), (dy, GRADS))
-        )
-        s_a_t, s_dy_t = s_a, s_dy
-    return {"a": [q_a, s_a], "w": list(weights), "dy": [q_dy, s_dy], "a_t": [a_t, s_a_t], "dy_t": [dy_t, s_dy_t]}
-
-
-def _both(x: Tensor, offs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    out = fp8.fp8_tensorwise_2d(x, layout="both", inverse=True, offs=offs)
-    assert out.q is not None and out.q_t is not None
-    return out.q, out.q_t, out.scale
+    casts = how.casts if isinstance(how, DelayedScaling) else fresh_casts(recipe, pow2=True)
+    rows, gradient = casts.rows(a, offs, True, True), casts.gradient(dy, offs, True, True)
+    made = {"a": rows[:2], "w": _weights(recipe, inputs), "dy": gradient[:2], "a_t": rows[2:], "dy_t": gradient[2:]}
+    return {name: [t for t in operand if t is not None] for name, operand in made.items()}
 
 
 def run_casts(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """Run all casts of a step, no product."""
     casts = _casts(recipe, inputs)
-    return {"a": tuple(casts["a"]), "dy": tuple(casts["dy"]), "w": _cast_of_w(Fp8Weights(*casts["w"]))}
+    a, dy = ((q, scale.view(-1, 1)) for q, scale in (casts["a"], casts["dy"]))
+    return {"a": a, "dy": dy, "w": _cast_of_w(Fp8Weights(*casts["w"]))}
 
 
 def run_gemms(recipe: str, inputs: Inputs, _config: None) -> Outputs:

@@ -110,9 +110,9 @@ def test_what_cannot_scale_keeps_what_there_was() -> None:
     scaling = DelayedScaling(1, history=1, device=DEVICE)
 
     def update(rows: float, grads: float, weights: float) -> list[float]:
-        for place, value in enumerate((rows, grads)):
+        for cast, value in ((scaling.casts.rows, rows), (scaling.casts.gradient, grads)):
             offs = torch.tensor([16], dtype=torch.int32, device=DEVICE)
-            scaling.cast(torch.full((16, 16), value, dtype=torch.float32, device=DEVICE), offs, place)
+            cast(torch.full((16, 16), value, dtype=torch.float32, device=DEVICE), offs, True, True)
         scaling.cast_weights(torch.full((1, 16, 16), weights, dtype=torch.float32, device=DEVICE))
         scaling.update()
         assert not scaling.history.any()

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from kerneltune.nn import Recipe, fp8_grouped_mm, sort_tokens
-from kerneltune.nn.experts_mm import ExpertWeights, fp8_experts_mm
 from kerneltune.nn.fp8_products import cast_weights
-from kerneltune.nn.grouped_mm import fp8_permuted_mm
+from kerneltune.nn.grouped_mm import ExpertWeights, fp8_experts_mm, fp8_permuted_mm
 from kerneltune.nn.routing import Routing
 from kerneltune.nn.swiglu import swiglu
 

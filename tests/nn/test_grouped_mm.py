@@ -11,9 +11,8 @@ from asserting import every
 from training_step import DEVICE, RECIPES, expected, leaves, offsets, products, sqnr_db
 
 from kerneltune.kernel_lib.groups import aligned_size
-from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, delayed, fp8_grouped_mm, fp8_products
-from kerneltune.nn.fp8_products import cast_weights, fp8_grouped_mm_fwd
-from kerneltune.ops import fp8_grouped_gemm as gemm
+from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, fp8_grouped_mm, fp8_products
+from kerneltune.nn.fp8_products import cast_rows, cast_weights
 
 ENDS = {"even": [32, 64, 96], "uneven": [16, 80, 96], "empty": [0, 96, 96]}
 RAGGED = {"ragged": [5, 38, 91], "one row": [95, 95, 96], "short": [1, 2, 3]}
@@ -74,31 +73,26 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
     scaling = DelayedScaling(2, device=DEVICE) if delays else None
     if scaling is not None:
         scaling.known = recipe == "delayed and known"
-    product, tokens = fp8_products.fp8_grouped_gemm, fp8_products.cast_tokens
-    operator = torch.ops.kerneltune.fp8_grouped_gemm
+    operator, row_major = torch.ops.kerneltune.fp8_grouped_gemm, fp8_products.row_major
 
-    def tokens_of_dy(dy: torch.Tensor, *rest: object, **options: bool) -> object:
-        of_da.append(weakref.ref(dy))  # a copy of which rows are contiguous
-        return tokens(dy, *rest, **options)  # type: ignore[arg-type]
+    def rows_of_dy(dy: torch.Tensor) -> torch.Tensor:
+        rows = row_major(dy)
+        of_da.append(weakref.ref(rows))  # a copy of which rows are contiguous
+        return rows
 
     def watched(x: torch.Tensor, w: torch.Tensor, *rest: torch.Tensor, **options: object) -> torch.Tensor:
         alive.append(sum(ref() is not None for ref in of_da))
         if len(alive) == 1:
             of_da.extend(map(weakref.ref, (x, w)))
-        return product(x, w, *rest, **options)  # type: ignore[arg-type]
-
-    def watched_dw(*operands: torch.Tensor, **options: object) -> torch.Tensor:
-        alive.append(sum(ref() is not None for ref in of_da))
-        return operator(*operands, **options)
+        return operator(x, w, *rest, **options)
 
     a, w = leaves(32, 64, 48, 2)
     y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=scaling or recipe)
-    for module in (fp8_products, gemm.gemm, delayed):
-        monkeypatch.setattr(module, "fp8_grouped_gemm", watched)
-    monkeypatch.setattr(fp8_products, "cast_tokens", tokens_of_dy)
-    monkeypatch.setattr(torch.ops.kerneltune, "fp8_grouped_gemm", watched_dw)
+    monkeypatch.setattr(fp8_products, "row_major", rows_of_dy)
+    monkeypatch.setattr(torch.ops.kerneltune, "fp8_grouped_gemm", watched)
     y.backward(torch.ones(48, 32, device=DEVICE).bfloat16().t(), retain_graph=again)
-    assert alive == [len(of_da) - 2, kept]  # dY itself is there for dA
+    assert len(of_da) == 3
+    assert alive == [0, kept]
     if again:
         first = a.grad, w.grad
         a.grad = w.grad = None
@@ -263,26 +257,16 @@ def test_the_largest_weights_of_the_step_before(column_major: bool) -> None:
     torch.library.opcheck(fp8_products.expected_weights, (w.detach().mT, amax), test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("keep_weights", [True, False])
-def test_operators_keep_torch_s_rules(recipe: str, keep_weights: bool) -> None:
-    a, w = leaves(32, 32, 16, 2)
-    arguments = (a, w.transpose(1, 2), offsets([16, 32]), [], [], recipe, True, keep_weights, torch.bfloat16, True, True)
-    # The remaining utilities of opcheck sum fp8 results, which torch cannot.
-    torch.library.opcheck(
-        fp8_grouped_mm_fwd, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
-    )
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("gradients", [(True, True), (True, False), (False, True)])
-def test_the_operator_of_da_keeps_torch_s_rules(recipe: str, gradients: tuple[bool, bool]) -> None:
+@pytest.mark.parametrize("scaling", RECIPES)
+def test_operators_that_cast_weights_or_rows_late_keep_torch_s_rules(scaling: str) -> None:
     a, w = (t.detach() for t in leaves(32, 48, 16, 2))
-    cast = cast_weights(w.mT, Recipe(recipe))
-    for weights in ([cast.q_t, cast.scale_t], [w.mT]):
-        arguments = (a[:, :16], offsets([16, 32]), weights, recipe, True, torch.bfloat16, *gradients)
-        tests = ["test_faketensor"] if len(weights) == 2 else ["test_faketensor", "test_schema"]  # which sums what it is given
-        torch.library.opcheck(fp8_products.fp8_grouped_mm_da, arguments, test_utils=tests)
+    dy, tests = torch.randn(32, 16, device=DEVICE).bfloat16(), ["test_faketensor"]  # other tests sum fp8 values
+    q, scale, q_t, scale_t = cast_rows(scaling, True, dy, None, True, True)
+    for b, offs in ((w.mT, offsets([16, 32])), (w[:1].mT, None)):
+        arguments = (q, scale, b, offs, scaling, True, torch.bfloat16)
+        torch.library.opcheck(fp8_products.input_gradient, arguments, test_utils=tests)
+    arguments = (q_t, scale_t, a.view(2, 16, 48), scaling, True, torch.bfloat16, torch.float16)
+    torch.library.opcheck(fp8_products.late_weight_gradient, arguments, test_utils=tests)
 
 
 def test_a_second_derivative_is_an_error() -> None:
@@ -366,7 +350,7 @@ def test_what_is_refused_is_refused_before_anything_is_launched(monkeypatch: pyt
     b_t, offs = w.mT, offsets([16, 32])
     cast = cast_weights(b_t.detach(), Recipe("tensorwise"))
     many = torch.empty(1025, 16, 16, device=DEVICE).bfloat16()
-    monkeypatch.setattr(fp8_products, "cast_tokens", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr(fp8_products, "cast_rows", lambda *_, **__: pytest.fail("launched"))
     for arguments, options, message in (
         ((a[:32], b_t, offs.repeat_interleave(2)[::2]), {}, r"offs must be contiguous, got strides \(2,\)"),
         ((a[:, :16].contiguous(), many, offsets([16] * 1025)), {}, r"offs must be of 1 to 1024 groups, got \(1025,\)"),
