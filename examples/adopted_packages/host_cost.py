@@ -2,7 +2,8 @@
 
 `python host_cost.py [TENSORS [WHOLE_NUMBERS [CONFIGS]]]`, 10, 20 and 48 if not given, needs no GPU. It prints microseconds beyond
 a bare launch: of a launch that was seen before, and of a launch whose whole number was never seen. The number is no part of the
-author's key. It either has no part in the choice, or it decides between 16 rows of the table.
+author's key. It either has no part in the choice, or it decides between 16 rows of the table. The last row is a launch of a
+kernel without an autotuner, whose whole key the table has.
 """
 
 import importlib
@@ -19,6 +20,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 import triton
+from triton.runtime.interpreter import InterpretedFunction
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.overview import read_capture
@@ -30,6 +32,7 @@ ROWS = 16
 def made_kernel(folder: Path, tensors: int, numbers: int, configs: int) -> Any:
     """Return an autotuned kernel with so many arguments and configs, whose launch does nothing."""
     names = [*(f"p{n}" for n in range(tensors)), *(f"n{n}" for n in range(numbers))]
+    sys.modules.pop("stub_of_many", None)
     head = f"def stub({', '.join(names)}, BLOCK: tl.constexpr):"
     source = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\n{head}\n    pass\n"
     (folder / "stub_of_many.py").write_text(source)
@@ -105,11 +108,41 @@ def costs(tensors: int, numbers: int, configs: int) -> dict[str, float]:
     return {name: value - bare for name, value in best.items()}
 
 
+def plain_cost(tensors: int, numbers: int) -> float:
+    """Return microseconds that serving adds to a launch of a kernel without an autotuner, the least of five."""
+    folder = Path(tempfile.mkdtemp())
+    kernel = made_kernel(folder, tensors, numbers, 1).fn
+    del kernel.run  # the kernel's own method again
+    args = [*(torch.empty(4, 8, 16) for _ in range(tensors)), *range(numbers)]
+    InterpretedFunction.run = lambda *args, **kwargs: None
+    startup.capture(folder, plain=True)
+    launch = kernel[(1,)]
+    launch(*args, BLOCK=64)
+    startup.uninstall()
+    captured = read_capture(folder).classes[0]
+    row = ServingRow(captured.sizes, tuple(one.config for one in captured.candidates[-1:]), {})
+    group = Group(captured.key, captured.dtypes, (), (row,))
+    of, digests = captured.kernel, (captured.source, captured.bytecode, captured.configs)
+    kernels = (TableKernel(of.module, of.name, *digests, "", captured.keys, (group,), (), is_plain=True),)
+    write_table(folder, ServingTable(captured.device, {}, kernels))
+    best: dict[bool, float] = {}
+    for is_served in (False, True) * 5:
+        if is_served:
+            startup.install(folder, misses=None)
+        best[is_served] = min(best.get(is_served, 1e9), cost_us(lambda: launch(*args, BLOCK=64)))
+        if is_served:
+            counted = startup.server().counters.by_name()
+            assert not any(count for name, count in counted.items() if name.startswith("missed"))
+        startup.uninstall()
+    return best[True] - best[False]
+
+
 def main(tensors: int = 10, numbers: int = 20, configs: int = 48) -> None:
     """Measure and print."""
     print(f"{tensors + numbers} arguments, {configs} configs, µs beyond a bare launch:")
     for name, value in costs(tensors, numbers, configs).items():
         print(f"  {name:30} {value:6.1f}")
+    print(f"  {'served, no autotuner':30} {plain_cost(tensors, numbers):6.1f}")
 
 
 if __name__ == "__main__":

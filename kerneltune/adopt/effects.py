@@ -34,6 +34,9 @@ def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
                 rms, _ = difference(state.expected[name], tensor)
                 state.noise[name] = max(state.noise.get(name, 0.0), rms)
     _poison(launch, state, stored)
+    if launch.guard_bytes:
+        _run(launch, state, stored)
+        state.behind = [storage[-launch.guard_bytes :].clone() for storage in launch.storages]
     state.restore(launch.storages)
     _use_reference(launch, state)
     if not state.expected and not _is_empty(launch, stored):
@@ -152,6 +155,9 @@ def differences(launch: Launch, state: LaunchEffects) -> list[str]:
                 found.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
         elif name in changed:
             found.append(f"{name}: is written, which the author's first config does not do")
+    behind = [storage[-launch.guard_bytes :] for storage in launch.storages]
+    if not all(map(torch.equal, state.behind, behind)):
+        found.append("memory behind the arguments is written otherwise than by the author's first config")
     return found
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import msgspec
 from kerneltune.adopt.arguments import Argument
 from kerneltune.adopt.counters import SUFFIX, read_counts
 from kerneltune.adopt.kernels import KernelName, require_values
-from kerneltune.files import bad, checked, decode, read_bytes
+from kerneltune.adopt.spaces import changed_blocks
+from kerneltune.files import bad, checked, decode, read_bytes, replace_text
 
 FORMAT = 1
 META, VALUES, LAUNCHES, CLASSES = "class.json", "values.safetensors", "launches", "classes"
@@ -242,6 +243,51 @@ def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
                 yield read_class(folder)
             except ValueError as error:
                 problems.append(f"skipped {error}")
+
+
+BLOCKS = "blocks.json"
+
+
+class _Blocks(msgspec.Struct):
+    classes: dict[str, dict[str, str]]
+
+
+def read_blocks(root: Path) -> dict[str, dict[str, str]]:
+    """Return why blocks of kernels without an autotuner may not change, by class and name; empty where a block may.
+
+    A block that nobody has tried yet is missing.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = root / BLOCKS
+    try:
+        return decode(read_bytes(path, _LARGEST_META), _Blocks).classes if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:150]}") from None
+
+
+def write_blocks(root: Path, blocks: Mapping[str, Mapping[str, str]]) -> None:
+    """Write what `read_blocks` returns.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    replace_text(root / BLOCKS, msgspec.json.format(msgspec.json.encode({"classes": blocks}), indent=1).decode() + "\n")
+
+
+def judged(launch: LaunchClass, blocks: Mapping[str, str]) -> LaunchClass:
+    """Return a class without the grids of the candidates whose blocks may not change."""
+    if not launch.is_plain:
+        return launch
+    program = launch.candidates[0].config
+
+    def judge(one: Candidate) -> Candidate:
+        reasons = [blocks.get(name, "other values were not tried yet") for name in changed_blocks(program, one.config)]
+        problem = next(filter(None, reasons), "")
+        return replace(one, grid=None, problem=problem) if problem else one
+
+    return replace(launch, candidates=tuple(map(judge, launch.candidates)))
 
 
 MISSES = "misses"

@@ -10,7 +10,6 @@ import functools
 import gc
 import hashlib
 import inspect
-import itertools
 import json
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,9 +31,9 @@ from kerneltune.adopt.arguments import (
 from kerneltune.adopt.keys import NO_ARGUMENT
 from kerneltune.identity import code_digest
 
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
+CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
 _MOST_LAYERS = 16
-_DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
+DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
 FACTORY = "<locals>"
 """Part of the qualified name of a kernel that a function made."""
 
@@ -99,7 +98,7 @@ def _add_bytecode(function: Any, digest: Any, seen: set[Any]) -> None:
 
 
 @cache
-def _functions(function: Any) -> tuple[Any, ...]:
+def functions_of(function: Any) -> tuple[Any, ...]:
     """Return a kernel's function and the helpers of its package that it calls, helpers of helpers as well."""
     found, package = [function], function.__module__.partition(".")[0]
     for one in found:
@@ -120,7 +119,7 @@ def _globals_named(function: Any) -> list[str]:
 def read_globals(function: Any) -> dict[str, Any]:
     """Return the plain values of the globals that a kernel and its helpers read, as JSON, by `function.name`."""
     found = {}
-    for one in _functions(function):
+    for one in functions_of(function):
         for name in _globals_named(one):
             with suppress(NotRecordableError, KeyError):
                 found[f"{one.__name__}.{name}"] = encode(one.__globals__[name])
@@ -135,7 +134,7 @@ def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()
     """
     known = set(autotuner.arg_names)
     given = [(f"configs[{place}]", name) for place, config in enumerate(autotuner.configs) for name in config.kwargs]
-    given += [("space", name) for name in space if name not in _OPTIONS]
+    given += [("space", name) for name in space if name not in CONFIG_OPTIONS]
     wrong = [(field, name) for field, name in given if name not in known and name not in _backend_options()]
     wrong += [("key", name) for name in keys if name not in known]
     if not wrong:
@@ -162,7 +161,7 @@ def configs_digest(configs: Sequence[Any]) -> str:
 
 def config_key(config: Any) -> tuple[Any, ...]:
     """Return the values of a config without its pre_hook; equal for configs that compile to the same kernel."""
-    options = tuple(getattr(config, name, None) for name in _OPTIONS)
+    options = tuple(getattr(config, name, None) for name in CONFIG_OPTIONS)
     return tuple(sorted(config.kwargs.items(), key=lambda item: item[0])), options
 
 
@@ -172,7 +171,7 @@ def encode_config(config: Any) -> dict[str, Any]:
     Raises:
         NotRecordableError: a value that JSON cannot hold.
     """
-    options = {name: getattr(config, name, None) for name in _OPTIONS}
+    options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
     kwargs = {name: encode(value) for name, value in config.kwargs.items()}
     return {"kwargs": kwargs, **options, "pre_hook": getattr(config, "pre_hook", None) is not None}
 
@@ -184,7 +183,7 @@ def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) ->
         ValueError: a value that is no config's.
     """
     require_values([stored])
-    options = {name: stored.get(name, _DEFAULTS.get(name)) for name in _OPTIONS if stored.get(name) is not None}
+    options = {name: stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS if stored.get(name) is not None}
     for name, value in options.items():
         if name != "ir_override" and type(value) is not int:
             raise ValueError(f"config: {name}: {value!r}: expected a whole number")
@@ -194,13 +193,13 @@ def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) ->
 def config_label(stored: Mapping[str, Any]) -> str:
     """Return an encoded config in few words: `BK=64 num_warps=4`."""
     parts = [f"{name}={value}" for name, value in stored["kwargs"].items()]
-    parts += [f"{name}={stored[name]}" for name in _OPTIONS if stored.get(name) not in (None, _DEFAULTS.get(name, 0), 1)]
+    parts += [f"{name}={stored[name]}" for name in CONFIG_OPTIONS if stored.get(name) not in (None, DEFAULTS.get(name, 0), 1)]
     return " ".join(parts) or "defaults"
 
 
 def stored_key(stored: Mapping[str, Any]) -> str:
     """Return what identifies an encoded config, whatever the order of its fields; its pre_hook has no part in it."""
-    options = [stored.get(name, _DEFAULTS.get(name)) for name in _OPTIONS]
+    options = [stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS]
     return json.dumps([sorted(stored["kwargs"].items()), options])
 
 
@@ -259,38 +258,13 @@ def jit_of(value: Any) -> Any:
     return None
 
 
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
-"""Options of a launch that tuning may change without a change of the program around the kernel."""
-_STAGES = (1, 2, 3, 4)
-
-
-def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) -> Any:
-    """Return an autotuner that describes a kernel without an autotuner: a list of options, the program's options first.
-
-    Capture, tuning and serving read it; nothing is launched through it.
-
-    Args:
-        kernel: the object under `triton.jit`.
-        options: the options of the program's launch, by name; None for an option that it does not give.
-        keys: names of the arguments whose values tell launches apart.
-    """
-    module = sys.modules["triton.runtime.autotuner"]
-    own = {**_DEFAULTS, **{name: options[name] for name in OPTIONS if options.get(name) is not None}}
-    warps = [own["num_warps"], *(own["num_warps"] * 2**n // 4 for n in (1, 3, 0, 4))]
-    stages = dict.fromkeys((own["num_stages"], *_STAGES))
-    tried = [{**own, "num_warps": w, "num_stages": s} for w in warps if 1 <= w <= _MOST_PLAIN_WARPS for s in stages]
-    tuner = object.__new__(module.Autotuner)
-    make = inspect.unwrap(
-        module.Autotuner.__init__
-    )  # the program's autotuners are noted when they are made; this is none of them
-    make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **one) for one in tried], list(keys), None, None)
-    tuner.kerneltune_plain = True
-    return tuner
+PLAIN_MARK = "kerneltune_plain"
+"""Attribute of an autotuner that describes a kernel without an autotuner."""
 
 
 def is_plain(autotuner: Any) -> bool:
-    """Return whether an autotuner was made by `plain_tuner`."""
-    return getattr(autotuner, "kerneltune_plain", False) is True
+    """Return whether an autotuner describes a kernel that no autotuner wraps."""
+    return getattr(autotuner, PLAIN_MARK, False) is True
 
 
 def home_of(autotuner: Any) -> KernelName | None:
@@ -302,20 +276,20 @@ def home_of(autotuner: Any) -> KernelName | None:
     held = autotuner.__dict__.get(_TWIN_OF, autotuner)
     if is_plain(autotuner):
         unwrap, held = jit_of, autotuner.fn
-    own = _values_of(name.module)
+    own = values_of_module(name.module)
     if unwrap(attribute(own, name.name)) is held:
         return name
     found = next((key for key, value in own.items() if unwrap(value) is held), None)
     if found is not None:
         return KernelName(name.module, found)
     for module in dict.fromkeys(("__main__", *sys.modules)):
-        for key, value in _values_of(module).items():
+        for key, value in values_of_module(module).items():
             if value is held:
                 return KernelName(module, key)
     return None
 
 
-def _values_of(module: str) -> dict[str, Any]:
+def values_of_module(module: str) -> dict[str, Any]:
     """Return the globals of a module that is imported, without running code of it; empty for none."""
     found = sys.modules.get(module)
     return dict(vars(found)) if isinstance(found, ModuleType) else {}
@@ -465,66 +439,3 @@ class Call:
                 elif type(value) is int:
                     sizes[name] = value
         return sizes
-
-
-MOST = 64
-_MOST_WARPS, _MOST_STAGES, _LARGEST_BLOCK = 16, 7, 1024
-_MOST_PLAIN_WARPS = 32
-
-
-def widened(configs: Sequence[Any], most: int = MOST) -> list[Any]:
-    """Return up to `most` configs that are not in a list and differ in a single knob from a config of the list.
-
-    None if the configs of the list have different pre_hooks.
-    """
-    if len({getattr(config, "pre_hook", None) for config in configs}) > 1:
-        return []
-    seen = {config_key(config) for config in configs}
-    found: list[Any] = []
-    for config in configs:
-        for other in _around(config):
-            key = config_key(other)
-            if key not in seen and len(found) < most:
-                seen.add(key)
-                found.append(other)
-    return found
-
-
-def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Return the configs of a space, each knob not named in it as in the first config; without the configs of the list."""
-    seen = {config_key(config) for config in configs}
-    found = []
-    for values in itertools.product(*space.values()):
-        given = dict(zip(space, values, strict=True))
-        options = {name: given.pop(name) for name in list(given) if name in _OPTIONS}
-        other = _changed(configs[0], kwargs={**configs[0].kwargs, **given}, **options)
-        if config_key(other) not in seen:
-            seen.add(config_key(other))
-            found.append(other)
-    return found
-
-
-def _around(config: Any) -> Iterator[Any]:
-    for warps in (config.num_warps * 2, config.num_warps // 2):
-        if 1 <= warps <= _MOST_WARPS:
-            yield _changed(config, num_warps=warps)
-    for stages in (config.num_stages + 1, config.num_stages - 1):
-        if 1 <= stages <= _MOST_STAGES:
-            yield _changed(config, num_stages=stages)
-    for name, value in config.kwargs.items():
-        if _is_block(value):
-            for other in (value * 2, value // 2):
-                if _is_block(other):
-                    yield _changed(config, kwargs={**config.kwargs, name: other})
-
-
-def _is_block(value: Any) -> bool:
-    return type(value) is int and 8 <= value <= _LARGEST_BLOCK and value & (value - 1) == 0
-
-
-def _changed(config: Any, **fields: Any) -> Any:
-    other = copy.copy(config)
-    other.kwargs = dict(config.kwargs)
-    for name, value in fields.items():
-        setattr(other, name, value)
-    return other

@@ -87,12 +87,13 @@ def plan_key(names: Sequence[str], values: Sequence[Any], deciding: Collection[s
 
     Args:
         names, values: names and values of the arguments of one launch, and of its grid.
-        deciding: names of the arguments whose values or shapes are part of the key.
+        deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
         is_whole: whether all values and shapes are part of it, but for floats: scales and step sizes change with every launch.
     """
     parts: list[str] = []
     for place, (name, value) in enumerate(zip(names, values, strict=True)):
         if name in NO_ARGUMENT:
+            parts += [f"code_of(v[{place}])"] if name in deciding else []
             continue
         is_deciding = name in deciding or (is_whole and type(value) is not float)
         if is_descriptor(value):
@@ -103,8 +104,13 @@ def plan_key(names: Sequence[str], values: Sequence[Any], deciding: Collection[s
             parts.append(f"v[{place}]")
         elif is_deciding or holds_tensor(value):
             parts.append(f"other(v[{place}])")
-    key = eval(f"lambda v: ({''.join(f'{part}, ' for part in parts)})", {"other": _other_key})
+    key = eval(f"lambda v: ({''.join(f'{part}, ' for part in parts)})", {"other": _other_key, "code_of": _code_of})
     return KeyPlan(key, {name: place for place, name in enumerate(names)})
+
+
+def _code_of(grid: Any) -> Any:
+    """Return the code of a grid that is a function; None for a grid of numbers."""
+    return getattr(grid, "__code__", None)
 
 
 def layout_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

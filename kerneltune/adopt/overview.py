@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kerneltune.adopt.arguments import counting_argument
-from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, counts_of, processes, read_classes, read_notes
+from kerneltune.adopt.folder import (
+    Count,
+    LaunchClass,
+    ProcessNotes,
+    counts_of,
+    judged,
+    processes,
+    read_blocks,
+    read_classes,
+    read_notes,
+)
 from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.table import read_table
 from kerneltune.records import load
@@ -84,7 +94,8 @@ def read_capture(root: Path) -> Capture:
         ValueError: it holds no capture.
     """
     problems: list[str] = []
-    classes = list(read_classes(root, problems))
+    blocks = read_blocks(root)
+    classes = [judged(launch, blocks.get(launch.digest, {})) for launch in read_classes(root, problems)]
     said = read_notes(processes(root), problems)
     return Capture(root, classes, counts_of(root, said), said, problems)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from kerneltune import device
 
-_LAUNCH_FAILURES = frozenset(("OutOfResources", "PTXASError", "CompilationError"))
+LAUNCH_FAILURES = frozenset(("OutOfResources", "PTXASError", "CompilationError"))
 
 
 def is_interpreted() -> bool:
@@ -87,4 +87,4 @@ def is_capturing() -> bool:
 
 def is_launch_failure(error: BaseException) -> bool:
     """Return whether an error says that this config cannot run here, so that another may."""
-    return any(kind.__name__ in _LAUNCH_FAILURES for kind in type(error).__mro__)
+    return any(kind.__name__ in LAUNCH_FAILURES for kind in type(error).__mro__)

@@ -32,7 +32,6 @@ from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import (
     FACTORY,
-    OPTIONS,
     Call,
     KernelName,
     bytecode_digest,
@@ -44,13 +43,11 @@ from kerneltune.adopt.kernels import (
     is_plain,
     kernel_name,
     misnamed,
-    of_space,
-    plain_tuner,
     read_globals,
     source_digest,
-    widened,
 )
 from kerneltune.adopt.keys import layout_key
+from kerneltune.adopt.spaces import OPTIONS, of_space, plain_configs, plain_tuner, widened
 from kerneltune.adopt.values import Values, collect, holds_addresses
 
 log = logging.getLogger("kerneltune.adopt")
@@ -408,6 +405,7 @@ def describe_launch(call: Call, configs: Sequence[Any], ignored: Collection[str]
     arguments, storages = describe(autotuner.arg_names, call.args, call.given)
     space = getattr(autotuner, "kerneltune_space", None)
     offered = [*configs, *(of_space(autotuner.configs, space) if space else ())]
+    offered = plain_configs(call) if is_plain(autotuner) else offered
     keys = set(map(config_key, offered))
     around = [] if is_plain(autotuner) else [config for config in widened(autotuner.configs) if config_key(config) not in keys]
     candidates = [_candidate(call, config, True) for config in offered]

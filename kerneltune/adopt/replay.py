@@ -19,7 +19,6 @@ from kerneltune.adopt.arguments import Argument, Tensor, decode, joined, span, t
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.forked import run_forked, shared_bytes
 from kerneltune.adopt.kernels import (
-    OPTIONS,
     KernelName,
     attribute,
     autotuner_of,
@@ -28,14 +27,16 @@ from kerneltune.adopt.kernels import (
     configs_digest,
     jit_of,
     live_config,
-    plain_tuner,
     read_globals,
     source_digest,
     stored_key,
 )
 from kerneltune.adopt.program import is_interpreted, python_version
+from kerneltune.adopt.spaces import OPTIONS, plain_tuner
 
 _BASE_ALIGNMENT = 256
+_GUARD_BYTES = 1 << 16
+"""Bytes behind each storage of a kernel without an autotuner, which a launch with too large blocks writes to."""
 
 
 class ReplayError(ValueError):
@@ -168,12 +169,14 @@ class Launch:
     Attributes:
         named: arguments by name, in the kernel's order.
         storages: bytes of each storage, (bytes,) uint8.
+        guard_bytes: bytes behind the arguments of each storage.
         state: contents that are restored before a launch; None if launches follow each other to be timed.
     """
 
     launch: LaunchClass
     named: dict[str, Any]
     storages: list[torch.Tensor]
+    guard_bytes: int = 0
     state: "LaunchEffects | None" = None
     _prepared: dict[int, Callable[[], Any]] = field(default_factory=dict)
 
@@ -214,11 +217,12 @@ class Launch:
         kwargs = joined({a.name: self.named[a.name] for a in captured.arguments if not a.is_positional})
         options = config.all_kwargs()
         named, hook, run = {**joined(self.named), **options}, config.pre_hook, autotuner.fn.run
+        given = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too
 
         def call(warmup: bool) -> Any:
             if hook is not None:
                 hook(named)
-            return run(*args, grid=grid, warmup=warmup, **kwargs, **options)
+            return run(*args, grid=grid, warmup=warmup, **given)
 
         return call
 
@@ -238,6 +242,7 @@ def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> 
         ReplayError: the index values were not kept, or the values' file is damaged.
     """
     storages = []
+    guard_bytes = _GUARD_BYTES if captured.is_plain and device not in ("cpu", "meta") else 0  # the interpreter checks accesses
     kept = _read_values(folder / VALUES) if device != "meta" else {}
     for number, about in enumerate(captured.storages):
         tensors = [a.tensor for a in captured.arguments if a.tensor is not None and a.tensor.storage == number]
@@ -247,8 +252,8 @@ def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> 
             continue
         if about.get("kept") == "missing" and any(tensor.is_whole for tensor in tensors):
             raise ReplayError(f"{captured.label}: index values were not kept: capture again, with more --max-bytes")
-        storages.append(_storage(kept.get(f"storage.{number}"), about, tensors, device, seed + number))
-    return Launch(captured, live_arguments(captured, storages), storages)
+        storages.append(_storage(kept.get(f"storage.{number}"), about, tensors, device, seed + number, guard_bytes))
+    return Launch(captured, live_arguments(captured, storages), storages, guard_bytes)
 
 
 def live_arguments(captured: LaunchClass, storages: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -274,13 +279,13 @@ def _read_values(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _storage(
-    kept: torch.Tensor | None, about: Mapping[str, Any], tensors: Sequence[Tensor], device: str, seed: int
+    kept: torch.Tensor | None, about: Mapping[str, Any], tensors: Sequence[Tensor], device: str, seed: int, guard_bytes: int
 ) -> torch.Tensor:
     begin, end = span(tensors)
     count = end - begin
-    size = _aligned(begin) + count
+    size = _aligned(begin) + count + guard_bytes
     whole: torch.Tensor = shared_bytes(size) if device == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
-    values = whole[_aligned(begin) :]
+    values = whole[_aligned(begin) : _aligned(begin) + count]
     if kept is not None and kept.numel():
         sample = kept.to(device)
         repeats = -(-count // sample.numel())
@@ -326,12 +331,14 @@ class LaunchEffects:
         written: arguments that a launch of the author's first config writes.
         expected: contents of arguments after a launch of that config, or the values of the author's reference; by argument.
         noise: relative difference between launches of it, root mean square, by argument.
+        behind: contents of the guard of each storage after a launch of that config.
     """
 
     before: list[torch.Tensor] = field(default_factory=list)
     written: list[str] = field(default_factory=list)
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
+    behind: list[torch.Tensor] = field(default_factory=list)
 
     def restore(self, storages: Sequence[torch.Tensor]) -> None:
         """Put back what launches have changed."""

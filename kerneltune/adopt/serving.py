@@ -15,17 +15,15 @@ from typing import TYPE_CHECKING, Any
 from kerneltune.adopt import program
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.kernels import (
-    OPTIONS,
     Call,
+    KernelName,
     bytecode_digest,
     config_index,
     config_label,
     configs_digest,
     encode_config,
-    is_plain,
     kernel_name,
     live_config,
-    plain_tuner,
     source_digest,
 )
 from kerneltune.adopt.keys import KeyPlan, plan_key
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kerneltune.adopt")
 
-_MOST_REMEMBERED, _MOST_LISTS = 4096, 64
+MOST_REMEMBERED, _MOST_LISTS = 4096, 64
 
 
 SERVED, MISSED = "served", "missed"
@@ -83,7 +81,6 @@ class ServingState:
         finders: keys without sizes and the finders of their rows, by the same; None for a key that the table does not have.
         rows: the configs of the table's rows, by identity of the row.
         lists: states for lists that the program assigned later, by the configs and by their identities.
-        tuner: the autotuner that describes a kernel without an autotuner; None for an autotuned kernel.
         choices: the author's choices from a list that the program assigned, because the autotuner's own cache does not tell
             lists apart.
     """
@@ -98,7 +95,6 @@ class ServingState:
     rows: dict[int, Served] = field(default_factory=dict)
     lists: "dict[tuple[Any, ...], ServingState]" = field(default_factory=dict)
     choices: dict[Any, Any] | None = None
-    tuner: Any = None
     index: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -157,10 +153,8 @@ class Server:
         self._by_name: dict[tuple[str, str], list[TableKernel]] = {}
         self._read_for = ""
         self._said: set[str] = set()
-        self._plain_kernels: dict[Any, list[TableKernel]] = {}
-        self._plain_states: dict[tuple[Any, ...], ServingState | None] = {}
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Warn once of each thing."""
         if text not in self._said:
             self._said.add(text)
@@ -192,11 +186,11 @@ class Server:
         except ValueError as error:
             if self.manifest or self.miss == "error":
                 raise
-            self._say(f"nothing is served: {error}")
+            self.say(f"nothing is served: {error}")
             return None
         if table is None:
             found = sorted(path.stem for path in (self.root / "served").glob("*.json") if path.stem != "manifest")
-            self._say(f"nothing is served: {self.root} has no table for {device}, only for {', '.join(found) or 'no GPU'}")
+            self.say(f"nothing is served: {self.root} has no table for {device}, only for {', '.join(found) or 'no GPU'}")
         digest = table.digest if table else "none"
         if self.manifest and not digest.startswith(self.manifest):
             raise ValueError(f"manifest: {self.manifest}: the table in {self.root} has SHA-256 {digest}")
@@ -237,67 +231,10 @@ class Server:
 
         return run
 
-    def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method that takes the place of `run` of a kernel: it changes options of launches that the table has."""
-        count = self.counters.add
-
-        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            function = kernel.fn
-            stored = self._plain_kernels.get(function)
-            if stored is None:
-                stored = self._find_plain(function)
-            if not stored:
-                return original(kernel, *args, **kwargs)
-            options = tuple(map(kwargs.get, OPTIONS))
-            try:
-                state = self._plain_states[function, options]
-            except KeyError:
-                state = self._attach_plain(kernel, stored, options)
-            if state is None:
-                return original(kernel, *args, **kwargs)
-            values = (*args, *kwargs.values())
-            plan = state.plans.get(kind := (*kwargs, *map(type, values)))
-            served = None if plan is None else plan.found.get(plan.key(values))
-            if served is None:
-                served = self._resolve_plain(Call(state.tuner, args, kwargs), state, kind, values)
-            count(served.counter)
-            try:
-                return original(kernel, *args, **{**kwargs, **served.options})
-            except Exception as error:
-                if not served.options or not program.is_launch_failure(error):
-                    raise
-                self._say(f"{kernel.fn.__qualname__}: {served.options} fail here ({type(error).__name__}): the program's options")
-                served.options = {}
-                return original(kernel, *args, **kwargs)
-
-        return run
-
-    def _find_plain(self, function: Any) -> list[TableKernel]:
-        """Return the table's kernels of a function without an autotuner; there is a kernel for each choice of options."""
+    def kernels_of(self, name: KernelName, is_early: bool = False) -> list[TableKernel]:
+        """Return the table's kernels of a name; none where no table may be served."""
         with self._lock:
-            found = [] if self.table() is None else self._by_name.get(_table_name(function.__module__, function.__qualname__), [])
-            found = [kernel for kernel in found if kernel.is_plain and kernel.bytecode == bytecode_digest(function)]
-            self._plain_kernels[function] = found
-            return found
-
-    def _attach_plain(self, kernel: Any, stored: Sequence[TableKernel], options: tuple[Any, ...]) -> ServingState | None:
-        """Return the state of a kernel without an autotuner that is launched with some options; None if the table has none."""
-        with self._lock:
-            state = None
-            for of_table in stored:
-                tuner = plain_tuner(kernel, dict(zip(OPTIONS, options, strict=True)), of_table.keys)
-                if configs_digest(tuner.configs) == of_table.configs:
-                    state = ServingState(of_table, tuner.configs, tuner.configs, self._counters_of(tuner), tuner=tuner)
-            self._plain_states[kernel.fn, options] = state
-            return state
-
-    def _resolve_plain(self, call: Call, state: ServingState, kind: tuple[Any, ...], values: tuple[Any, ...]) -> Served:
-        """Return the options of launches of this key: of the table, else no options beside the program's."""
-        plan = state.plans.get(kind) or self._plan(call, state, kind)
-        row = _row(call, state, kind, values)
-        configs = [] if row is None else self._live(state, row.configs[:1])
-        served = _served(configs, state.counters[0]) if configs else Served(None, {}, None, [], state.counters[1])
-        return _remember(plan, plan.key(values), served)
+            return [] if self.table(is_early) is None else self._by_name.get(_table_name(name.module, name.name), [])
 
     def attach(self, autotuner: Any, is_early: bool = False) -> ServingState:
         """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
@@ -323,7 +260,7 @@ class Server:
         except Exception as error:
             if self.manifest or self.miss == "error":
                 raise
-            self._say(f"{kernel_name(autotuner).text}: not served: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+            self.say(f"{kernel_name(autotuner).text}: not served: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
             return None
 
     def _counters_of(self, autotuner: Any) -> tuple[int, int]:
@@ -350,26 +287,23 @@ class Server:
         """Give an autotuner its portfolio before anything traces it."""
         name = kernel_name(autotuner)
         with suppress(Exception):  # raised again where the program launches the kernel
-            if self.table(is_early=True) is not None and _table_name(name.module, name.name) in self._by_name:
+            if self.kernels_of(name, is_early=True):
                 self.attach(autotuner, is_early=True)
 
     def _kernel_of(self, autotuner: Any, is_early: bool) -> TableKernel | None:
-        if self.table(is_early) is None:
-            return None
         name = kernel_name(autotuner)
-        found = self._by_name.get(_table_name(name.module, name.name), [])
-        found = [kernel for kernel in found if kernel.is_plain == is_plain(autotuner)]
+        found = [kernel for kernel in self.kernels_of(name, is_early) if not kernel.is_plain]
         same = [kernel for kernel in found if kernel.bytecode == bytecode_digest(autotuner.base_fn)]
         if found and not same:  # another Python, or other code
             same = [kernel for kernel in found if kernel.source == source_digest(autotuner.base_fn)]
         if not same:
             if found:
-                self._say(f"{name.text}: its source has changed since it was tuned: policy {self.miss}")
+                self.say(f"{name.text}: its source has changed since it was tuned: policy {self.miss}")
             return None
         package = program.version_of(name.module)
         kernel = next((one for one in same if one.configs == configs_digest(autotuner.configs)), same[0])
         if kernel.package and package and kernel.package != package:
-            self._say(f"{name.text}: tuned with version {kernel.package} of its package, here is {package}: policy {self.miss}")
+            self.say(f"{name.text}: tuned with version {kernel.package} of its package, here is {package}: policy {self.miss}")
             return None
         return kernel
 
@@ -417,7 +351,7 @@ class Server:
         """
         tuner = call.autotuner
         is_whole = bool(tuner.early_config_prune or tuner.perf_model or self.miss == "nearest")
-        if len(state.plans) >= _MOST_REMEMBERED:
+        if len(state.plans) >= MOST_REMEMBERED:
             state.plans.clear()
         state.finders[kind] = plan_key(call.names, call.values, set(tuner.keys), False)
         plan = state.plans[kind] = plan_key(call.names, call.values, {*tuner.keys, *state.deciding}, is_whole)
@@ -447,7 +381,7 @@ class Server:
             if near
             else "the author's first"
         )
-        self._say(f"{call.name.text}: a launch that was not tuned: served with {used}")
+        self.say(f"{call.name.text}: a launch that was not tuned: served with {used}")
         return [*([near.config, *near.fallbacks] if near else ()), *by_author]
 
     def _by_author(
@@ -455,7 +389,7 @@ class Server:
     ) -> tuple[Any]:
         """Have the author's autotuner launch, tuning if it must, and remember its choice."""
         self.counters.add(state.counters[1])
-        self._say(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
+        self.say(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
         alone = call.twin(state.configs)
         if state.choices is not None:
             alone.cache = state.choices
@@ -474,14 +408,14 @@ class Server:
             try:
                 self.missing.record(call.twin(state.configs), call.args, call.kwargs)
             except Exception as error:  # a log that cannot be written is no reason to stop
-                self._say(f"misses are not recorded: {error}")
+                self.say(f"misses are not recorded: {error}")
 
     def _fall_back(self, autotuner: Any, served: Served, error: Exception) -> None:
         """Serve the next config from now on, because the present config fails to launch."""
         failed, config = served.config, served.fallbacks.pop(0)
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         bad, good = (config_label(encode_config(one)) for one in (failed, config))
-        self._say(f"{kernel_name(autotuner).text}: config {bad} fails here ({said}): falling back to {good}")
+        self.say(f"{kernel_name(autotuner).text}: config {bad} fails here ({said}): falling back to {good}")
         served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
 
 
@@ -493,7 +427,7 @@ def _row(call: Call, state: ServingState, kind: tuple[Any, ...], values: tuple[A
         finder = plan.found[key]
     except KeyError:
         group = state.groups.get(repr((call.author_key(), call.dtypes())))
-        if len(plan.found) >= _MOST_REMEMBERED:
+        if len(plan.found) >= MOST_REMEMBERED:
             plan.found.clear()
         finder = plan.found[key] = None if group is None else RowFinder(group)
     return None if finder is None else finder.nearest([plan.size(values, name) for name in finder.names])
@@ -506,7 +440,7 @@ def _served(configs: Sequence[Any], counter: int) -> Served:
 
 def _remember(plan: KeyPlan[Served], key: tuple[Any, ...], served: Served) -> Served:
     """Serve a config to all launches of a key from now on."""
-    if len(plan.found) >= _MOST_REMEMBERED:
+    if len(plan.found) >= MOST_REMEMBERED:
         plan.found.clear()
     plan.found[key] = served
     return served

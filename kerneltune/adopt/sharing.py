@@ -11,6 +11,7 @@ from typing import Any
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.kernels import stored_key
 from kerneltune.adopt.operators import stored_of_config
+from kerneltune.adopt.replay import grid_of
 from kerneltune.adopt.table import Group, ServingRow
 from kerneltune.spec import Case, Config
 from kerneltune.stats import Samples, ratio_interval
@@ -116,6 +117,8 @@ def _row(one: TunedClass, chosen: Config, most: int, gain: float | None = None) 
     ranked = sorted(one.times, key=lambda config: one.times[config])
     configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:most]
     evidence = {**one.evidence, "class": one.launch.digest}
+    if one.launch.is_plain:
+        evidence["grid"] = grid_of(one.launch, stored_of_config(chosen, one.launch))
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
     return ServingRow(one.launch.sizes, tuple(stored_of_config(config, one.launch) for config in configs), evidence)

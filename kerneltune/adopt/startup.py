@@ -183,7 +183,9 @@ def install(
         _patch(autotuning, server.make_run, server.made)
         _installed["server"] = server
         if _has_plain_kernels(root):
-            _patch_kernels(server.make_plain_run)
+            from kerneltune.adopt.plain_serving import PlainServer
+
+            _patch_kernels(PlainServer(server).make_run)
         for made in _autotuners(autotuning):
             server.made(made)  # decorated before: torch.compile is to see their portfolios, too
 

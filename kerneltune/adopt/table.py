@@ -114,7 +114,8 @@ class TableKernel:
 
     def row(self, key: Sequence[Any], sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of an author's key whose deciding sizes are the nearest, None where the key has no row."""
-        group = next((group for group in self.groups if group.key == list(key) and group.dtypes == list(dtypes)), None)
+        wanted = repr((list(key), list(dtypes)))  # because True == 1
+        group = next((group for group in self.groups if repr((group.key, group.dtypes)) == wanted), None)
         return None if group is None else group.nearest(sizes)
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:

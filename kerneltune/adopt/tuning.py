@@ -14,12 +14,14 @@ from typing import Any, cast
 
 from kerneltune import cache, device, sweep
 from kerneltune.adopt import ahead
-from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses
+from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, write_blocks
+from kerneltune.adopt.kernels import stored_key
 from kerneltune.adopt.operators import (
     SWEEP,
     TUNED,
     case_of,
     forget,
+    knobs_of_config,
     offered,
     operator_name,
     operators,
@@ -27,6 +29,7 @@ from kerneltune.adopt.operators import (
     tuned_variant,
 )
 from kerneltune.adopt.overview import Capture, read_capture
+from kerneltune.adopt.program import LAUNCH_FAILURES
 from kerneltune.adopt.replay import ReplayError, live_kernel, make_launch
 from kerneltune.adopt.sharing import Timing, TunedClass, groups_of, portfolio_of
 from kerneltune.adopt.table import ServingTable, TableKernel, path_of, write_table
@@ -150,6 +153,12 @@ def tune_capture(
     capture = read_capture(root)
     skipped = list(capture.problems)
     chosen = _chosen(capture, share, skipped, device.current().slug)
+    if probe_blocks(root, chosen):
+        forget()
+        capture = read_capture(root)
+        wanted = {launch.digest for launch in chosen}
+        chosen = [launch for launch in capture.classes if launch.digest in wanted]
+        chosen.sort(key=lambda launch: -capture.cost_us(launch))
     options = Options(configs=root / "configs", results=root / "results", workers=workers, force=force)
     limited = _limited(progress, began + budget_s if budget_s else float("inf"))
     by_name = {op.name: op for op in operators(str(root), widen)}
@@ -167,6 +176,45 @@ def tune_capture(
     digest = write_table(root, table)
     _keep_compiled(root, table, tuned, progress)
     return Outcome(path_of(root, table.device), digest, tuned, skipped, time.monotonic() - began)
+
+
+def probe_blocks(root: Path, launches: Sequence[LaunchClass]) -> bool:
+    """Launch classes of kernels without an autotuner with twice and half of each block that their grids read.
+
+    A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by it.
+    Writes the verdicts beside the classes; returns whether a verdict is new.
+    """
+    blocks, is_new = read_blocks(root), False
+    by_name = {op.name: op for op in operators(str(root))}
+    with GpuWorker() as bench:
+        for launch in launches if any(launch.is_plain for launch in launches) else ():
+            op, known = by_name[operator_name(launch)], blocks.setdefault(launch.digest, {})
+            task = Task(op, case_of(launch, op.axes), tuned_variant(op), policy_of(launch))
+            for name in launch.candidates[0].config["kwargs"] if launch.is_plain else ():
+                if name not in known:
+                    known[name], is_new = _coupling(bench, task, launch, name), True
+    if is_new:
+        write_blocks(root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
+    return is_new
+
+
+def _coupling(bench: GpuWorker, task: Task, launch: LaunchClass, name: str) -> str:
+    """Return why a block may not change; empty if launches with other values leave the same results."""
+    program, kind, passed = launch.candidates[0].config, task.variant.config, False
+    assert kind is not None
+    for size in (program["kwargs"][name] * 2, program["kwargs"][name] // 2):
+        wanted = stored_key({**program, "kwargs": {**program["kwargs"], name: size}})
+        config = next((one.config for one in launch.candidates if stored_key(one.config) == wanted), None)
+        if config is None:
+            continue
+        try:
+            found = bench.check(task, knobs_of_config(config, kind, launch.candidates))
+        except ChildCrashedError as error:
+            return f"{name}={size}: {error}"
+        if found.status != "ok" and not any(failure in found.detail for failure in LAUNCH_FAILURES):
+            return f"{name}={size}: {found.detail}"
+        passed |= found.status == "ok"
+    return "" if passed else f"{name}: no other value can be launched"
 
 
 def policy_of(launch: LaunchClass) -> str:

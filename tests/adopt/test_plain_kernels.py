@@ -1,8 +1,9 @@
 """Kernels without an autotuner: captured on request, tuned over options of the launch, served for the captured launches alone."""
 
 import json
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from adopted import kernel_of, write_table
 from test_capture_tuning import GPU, SizedBench
 
 from kerneltune.adopt import program, startup, tuning
-from kerneltune.adopt.folder import CLASSES, LaunchClass
+from kerneltune.adopt.folder import CLASSES, LaunchClass, read_blocks
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_launch
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
+from kerneltune.measuring.check import Checker
 from kerneltune.run_options import Quiet
-from kerneltune.search.task import Task
+from kerneltune.search.task import Evaluation, Task
 
 SOURCE = """
 import triton
@@ -31,6 +33,27 @@ def doubled(x_ptr, y_ptr, N, scale, BLOCK: tl.constexpr):
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + places, scale * tl.load(x_ptr + places, mask=places < N), mask=places < N)
 """
+COUPLED = """
+@triton.jit
+def padded(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places))
+@triton.jit
+def partial(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + places, mask=places < N, other=0.0)))
+@triton.jit
+def named(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N) + BLOCK, mask=places < N)
+@triton.jit
+def looped(x_ptr, y_ptr, N, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    for start in range(0, N, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
+even = triton.heuristics({"EVEN": lambda args: args["N"] % args["BLOCK"] == 0})(looped)
+"""
+SOURCE += COUPLED
 InterpretedFunction = triton.runtime.interpreter.InterpretedFunction
 
 
@@ -67,7 +90,7 @@ def test_capture_of_plain_kernels_has_the_programs_options_first(tmp_path: Path,
     options = [(one.config["num_warps"], one.config["num_stages"]) for one in small.candidates]
     assert options[0] == (8, 3)
     assert {warps for warps, _ in options} == {2, 4, 8, 16, 32}
-    assert {stages for _, stages in options} == {1, 2, 3, 4}
+    assert {stages for _, stages in options} == {3}  # because the kernel has no loop
     assert (small.is_plain, small.keys, small.candidates[0].grid) == (True, ("x_ptr", "y_ptr", "N", "BLOCK"), (2,))
     counts = read_capture(tmp_path / "cap").counts
     assert (counts[small.digest].launches, counts[large.digest].launches) == (1, 2)
@@ -94,7 +117,7 @@ def test_replay_of_a_plain_kernel_launches_it_with_other_options(tmp_path: Path,
     (found,) = captured(tmp_path / "cap", module, 96)
     assert live_kernel(found).fn is module.doubled
     made = make_launch(found, tmp_path / "cap" / CLASSES / found.digest, "cpu", 0)
-    made.run(found.candidates[-1].config)
+    made.run([one.config for one in found.candidates if one.grid is not None][-1])
     assert made.named["y_ptr"].tolist() == [2.0 * n for n in range(96)]
 
 
@@ -138,7 +161,7 @@ def test_served_plain_kernels_change_options_of_captured_launches_alone(
     served = {"num_warps": 16, "num_stages": 3, "num_ctas": 1}
     assert given == [served, served, {}, {"num_warps": 2}]
     assert sorted(server.counters.by_name().items()) == [
-        ("missed of_plain_kernels.doubled", 1),
+        ("missed of_plain_kernels.doubled", 2),
         ("served of_plain_kernels.doubled", 2),
     ]
 
@@ -157,6 +180,10 @@ def test_served_options_that_fail_give_way_to_the_programs(
 
 class PlainBench(SizedBench):
     """Times two warps and one stage as the fastest."""
+
+    def check(self, task: Task, config: Any) -> Evaluation:
+        """Refuse other blocks."""
+        return Evaluation("wrong", detail="y_ptr: differs")
 
     def time_us(self, task: Task, config: Any) -> float:
         """Longer by a microsecond for each further warp, by half of one for each further stage."""
@@ -181,7 +208,109 @@ def test_tune_of_a_plain_kernel_serves_the_fastest_options(
         startup.install(folder, miss="error", misses=None)
         given.clear()
         assert launch(module, 96).tolist() == [2.0 * n for n in range(96)]
-    assert given == [{"num_warps": 2, "num_stages": 1, "num_ctas": 1}]
+    assert given == [{"num_warps": 2, "num_stages": 3, "num_ctas": 1}]
+
+
+class CheckedBench(PlainBench):
+    """Times blocks of 64 as the fastest, and checks in the interpreter."""
+
+    def time_us(self, task: Task, config: Any) -> float:
+        """Longer by a microsecond for each doubling away from 64."""
+        return 10.0 + abs(math.log2(config.BLOCK / 64)) + 0.1 * config.num_warps
+
+    def check(self, task: Task, config: Any) -> Evaluation:
+        """Launch the config on the CPU."""
+        errors = Checker(task.op, task.case, "cpu").errors(task.variant, config)
+        return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make a GPU whose checks run in the interpreter."""
+    with made_up_gpu.stands_in(monkeypatch):
+        monkeypatch.setattr("kerneltune.tune.session.GpuWorker", CheckedBench)
+        monkeypatch.setattr(tuning, "GpuWorker", CheckedBench)
+        monkeypatch.setattr(program, "device_slug", lambda: GPU)
+        yield
+
+
+def cdiv_grid(size: int) -> Any:
+    """Return a grid that reads the block."""
+    return lambda meta: (triton.cdiv(size, meta["BLOCK"]),)
+
+
+def captured_call(folder: Path, call: Callable[[], Any]) -> LaunchClass:
+    """Capture a call that launches one class."""
+    startup.capture(folder, plain=True)
+    call()
+    startup.recorder().flush()
+    startup.uninstall()
+    (launch,) = read_capture(folder).classes
+    return launch
+
+
+def test_block_that_only_the_grid_reads_is_tuned_and_served_with_another_grid(
+    tmp_path: Path, module: Any, checked: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, grids = tmp_path / "cap", []
+    captured(folder, module, 96)
+    assert tune_capture(folder, Quiet()).skipped == []
+    assert list(read_blocks(folder).values()) == [{"BLOCK": ""}]
+    table = read_table(folder, GPU)
+    assert table is not None
+    (row,) = table.kernels[0].groups[0].rows
+    assert (row.configs[0]["kwargs"], row.evidence["grid"]) == ({"BLOCK": 64}, [2])
+    startup.install(folder, misses=None)
+
+    def grid(meta: Any) -> tuple[int]:
+        grids.append(meta["BLOCK"])
+        return (triton.cdiv(96, meta["BLOCK"]),)
+
+    x, y = torch.arange(96.0), torch.empty(96)
+    module.doubled[grid](x, y, 96, 2.0, BLOCK=32)
+    module.doubled[(3,)](x, y, 96, 2.0, BLOCK=32)  # numbers do not follow the block
+    module.doubled[lambda _: (3,)](x, y, 96, 2.0, BLOCK=32)
+    assert grids[-1] == 64
+    assert y.tolist() == [2.0 * n for n in range(96)]
+    assert startup.server().counters.by_name() == {
+        "served of_plain_kernels.doubled": 1, "missed of_plain_kernels.doubled": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "length"), [("padded", 96), ("partial", 3), ("named", 96)])
+def test_block_that_the_host_or_the_result_depends_on_is_never_changed(
+    tmp_path: Path, module: Any, checked: None, name: str, length: int
+) -> None:
+    folder, x = tmp_path / "cap", torch.arange(96.0)
+    launch = captured_call(folder, lambda: getattr(module, name)[cdiv_grid(96)](x, torch.empty(length), 96, BLOCK=32))
+    assert {one.config["kwargs"]["BLOCK"] for one in launch.candidates} > {16, 32, 64}
+    tune_capture(folder, Quiet())
+    (verdict,) = read_blocks(folder).values()
+    assert verdict["BLOCK"].startswith("BLOCK=64: ")
+    (launch,) = read_capture(folder).classes
+    assert {one.config["kwargs"]["BLOCK"] for one in launch.candidates if one.grid is not None} == {32}
+    table = read_table(folder, GPU)
+    assert table is not None
+    assert table.kernels[0].groups[0].rows[0].configs[0]["kwargs"] == {"BLOCK": 32}
+
+
+def test_grid_of_numbers_and_heuristics_that_read_a_block_leave_the_block_alone(tmp_path: Path, module: Any) -> None:
+    x, y = torch.arange(96.0), torch.empty(96)
+    for number, call in enumerate((
+        lambda: module.doubled[(3,)](x, y, 96, 2.0, BLOCK=32),
+        lambda: module.doubled[lambda _: (3,)](x, y, 96, 2.0, BLOCK=32),
+        lambda: module.even[cdiv_grid(96)](x, y, 96, BLOCK=32),
+    )):  # fmt: skip
+        launch = captured_call(tmp_path / str(number), call)
+        assert {tuple(one.config["kwargs"]) for one in launch.candidates} == {()}
+    assert {one.config["num_stages"] for one in launch.candidates} == {1, 2, 3, 4}  # because the kernel has a loop
+
+
+def test_damaged_verdicts_of_blocks_are_one_line(tmp_path: Path, module: Any) -> None:
+    captured(tmp_path / "cap", module, 96)
+    (tmp_path / "cap" / "blocks.json").write_text('{"classes": 3}')
+    with pytest.raises(ValueError, match=r"blocks.json: .*classes"):
+        read_capture(tmp_path / "cap")
 
 
 def test_capture_command_with_plain_passes_the_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,195 @@
+"""Configs that tuning may try beside the author's list, or in place of the program's own where no autotuner wraps the kernel.
+
+Options of a launch, such as warps, have no effect on the host. A block size may have: the program may sort, pad or allocate by
+it. For a kernel without an autotuner, tuning tries only a block size that the grid reads, as in `cdiv(n, meta["BLOCK"])`, and
+only after launches with twice and half of it have left the same results: see `tuning.probe_blocks`.
+"""
+
+import copy
+import dis
+import inspect
+import itertools
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from kerneltune.adopt.kernels import (
+    CONFIG_OPTIONS,
+    DEFAULTS,
+    PLAIN_MARK,
+    Call,
+    config_key,
+    functions_of,
+    jit_of,
+    values_of_module,
+)
+
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+"""Options of a launch that tuning may change without a change of the program around the kernel."""
+_STAGES = (1, 2, 3, 4)
+_MOST_WARPS = 32
+_LEAST_BLOCK, _LARGEST_BLOCK = 8, 1 << 16
+_MOST_DOUBLINGS = 2
+"""Doublings and halvings by which the blocks of a config differ from the program's, all blocks together."""
+
+
+def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """Return an autotuner that describes a kernel without an autotuner: a list of options, the program's options first.
+
+    Capture, tuning and serving read it; nothing is launched through it.
+
+    Args:
+        kernel: the object under `triton.jit`.
+        options: the options of the program's launch, by name; None for an option that it does not give.
+        keys: names of the arguments whose values tell launches apart.
+    """
+    module = sys.modules["triton.runtime.autotuner"]
+    own = {**DEFAULTS, **{name: options[name] for name in OPTIONS if options.get(name) is not None}}
+    stages = dict.fromkeys((own["num_stages"], *(_STAGES if _has_loop(kernel.fn) else ())))
+    tried = [{**own, "num_warps": warps, "num_stages": count} for warps in _warps(own["num_warps"]) for count in stages]
+    tuner = object.__new__(module.Autotuner)
+    # the unwrapped method, because the program's autotuners are noted when they are made
+    make = inspect.unwrap(module.Autotuner.__init__)
+    make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **one) for one in tried], list(keys), None, None)
+    setattr(tuner, PLAIN_MARK, True)
+    return tuner
+
+
+def _warps(own: int) -> list[int]:
+    """Return the numbers of warps that are tried, the program's first."""
+    return [own, *(count for count in (own // 2, own * 2, own // 4, own * 4) if 1 <= count <= _MOST_WARPS)]
+
+
+def _has_loop(function: Any) -> bool:
+    """Return whether a kernel or a helper of it has a loop: Triton stages nothing else."""
+    found = (one.opname for inner in functions_of(function) for one in dis.get_instructions(inner))
+    return any(name == "FOR_ITER" or "JUMP_BACKWARD" in name for name in found)
+
+
+def plain_configs(call: Call) -> list[Any]:
+    """Return the configs that tuning may try for a launch of a kernel without an autotuner, the program's first.
+
+    All of them name the blocks that the grid reads. Configs with other blocks come last, with the program's stages.
+    """
+    configs, blocks = call.autotuner.configs, grid_blocks(call)
+    make, own = type(configs[0]), configs[0]
+    found = [make(dict(blocks), **_options(config)) for config in configs]
+    for sizes in _around(blocks):
+        found += [make(sizes, **_options(one)) for one in configs if one.num_stages == own.num_stages]
+    return found
+
+
+def _options(config: Any) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in OPTIONS}
+
+
+def _around(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Yield powers of two around the program's blocks, without the program's blocks."""
+    steps = range(-_MOST_DOUBLINGS, _MOST_DOUBLINGS + 1)
+    for doublings in itertools.product(steps, repeat=len(blocks)):
+        sizes = {name: int(size * 2.0**step) for (name, size), step in zip(blocks.items(), doublings, strict=True)}
+        if 0 < sum(map(abs, doublings)) <= _MOST_DOUBLINGS and all(map(_is_block, sizes.values())):
+            yield sizes
+
+
+def _is_block(value: Any, largest: int = _LARGEST_BLOCK) -> bool:
+    return type(value) is int and _LEAST_BLOCK <= value <= largest and value & (value - 1) == 0
+
+
+def grid_blocks(call: Call) -> dict[str, int]:
+    """Return the constexprs that the grid of a launch reads, powers of two that the program gives by name.
+
+    The grid must be a function. No heuristic may read them, because its value has become an argument of the launch.
+    """
+    if not callable(call.kwargs.get("grid")):
+        return {}
+    kinds = call.autotuner.base_fn.__annotations__
+    given = {name: value for name, value in call.given.items() if "constexpr" in str(kinds.get(name)) and _is_block(value)}
+    return {name: size for name, size in given.items() if _changes_grid_alone(call, name, size)}
+
+
+def _changes_grid_alone(call: Call, name: str, size: int) -> bool:
+    """Return whether another value of a constexpr gives another grid, and the same values of heuristics."""
+    config, changed = type(call.autotuner.configs[0]), False
+    try:
+        own = call.launched_with(config({name: size}))[0]
+        for other in (size // 2, size * 2):
+            changed |= call.launched_with(config({name: other}))[0] != own
+            named = {**call.named, name: other}
+            if any(heuristic(named) != call.named.get(of) for of, heuristic in _heuristics(call)):
+                return False
+    except Exception:  # the program's own code
+        return False
+    return changed
+
+
+def _heuristics(call: Call) -> Iterator[tuple[str, Any]]:
+    """Yield the heuristics around a kernel by the name of their argument."""
+    for layer in values_of_module(call.name.module).values():
+        while layer is not call.autotuner.fn and jit_of(layer) is call.autotuner.fn:
+            values = getattr(layer, "values", None)
+            yield from values.items() if isinstance(values, dict) else ()
+            layer = layer.fn
+
+
+def changed_blocks(program: Mapping[str, Any], config: Mapping[str, Any]) -> Collection[str]:
+    """Return the names of the blocks in which a config differs from the program's; both as JSON."""
+    return {name for name, size in config["kwargs"].items() if program["kwargs"].get(name) != size}
+
+
+MOST = 64
+_MOST_LISTED_WARPS, _MOST_STAGES, _LARGEST_LISTED_BLOCK = 16, 7, 1024
+
+
+def widened(configs: Sequence[Any], most: int = MOST) -> list[Any]:
+    """Return up to `most` configs that are not in a list and differ in a single knob from a config of the list.
+
+    None if the configs of the list have different pre_hooks.
+    """
+    if len({getattr(config, "pre_hook", None) for config in configs}) > 1:
+        return []
+    seen = {config_key(config) for config in configs}
+    found: list[Any] = []
+    for config in configs:
+        for other in _neighbours(config):
+            key = config_key(other)
+            if key not in seen and len(found) < most:
+                seen.add(key)
+                found.append(other)
+    return found
+
+
+def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """Return the configs of a space, each knob not named in it as in the first config; without the configs of the list."""
+    seen = {config_key(config) for config in configs}
+    found = []
+    for values in itertools.product(*space.values()):
+        given = dict(zip(space, values, strict=True))
+        options = {name: given.pop(name) for name in list(given) if name in CONFIG_OPTIONS}
+        other = _changed(configs[0], kwargs={**configs[0].kwargs, **given}, **options)
+        if config_key(other) not in seen:
+            seen.add(config_key(other))
+            found.append(other)
+    return found
+
+
+def _neighbours(config: Any) -> Iterator[Any]:
+    for warps in (config.num_warps * 2, config.num_warps // 2):
+        if 1 <= warps <= _MOST_LISTED_WARPS:
+            yield _changed(config, num_warps=warps)
+    for stages in (config.num_stages + 1, config.num_stages - 1):
+        if 1 <= stages <= _MOST_STAGES:
+            yield _changed(config, num_stages=stages)
+    for name, value in config.kwargs.items():
+        if _is_block(value, _LARGEST_LISTED_BLOCK):
+            for other in (value * 2, value // 2):
+                if _is_block(other, _LARGEST_LISTED_BLOCK):
+                    yield _changed(config, kwargs={**config.kwargs, name: other})
+
+
+def _changed(config: Any, **fields: Any) -> Any:
+    other = copy.copy(config)
+    other.kwargs = dict(config.kwargs)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return other
