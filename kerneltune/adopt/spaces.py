@@ -6,7 +6,6 @@ only after launches with twice and half of it have left the same results: see `t
 """
 
 import copy
-import dis
 import inspect
 import itertools
 import sys
@@ -45,7 +44,7 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
     """
     module = sys.modules["triton.runtime.autotuner"]
     own = {**DEFAULTS, **{name: options[name] for name in OPTIONS if options.get(name) is not None}}
-    stages = dict.fromkeys((own["num_stages"], *(_STAGES if _has_loop(kernel.fn) else ())))
+    stages = dict.fromkeys((own["num_stages"], *(_STAGES if _has_product(kernel.fn) else ())))
     tried = [{**own, "num_warps": warps, "num_stages": count} for warps in _warps(own["num_warps"]) for count in stages]
     tuner = object.__new__(module.Autotuner)
     # the unwrapped method, because the program's autotuners are noted when they are made
@@ -60,10 +59,12 @@ def _warps(own: int) -> list[int]:
     return [own, *(count for count in (own // 2, own * 2, own // 4, own * 4) if 1 <= count <= _MOST_WARPS)]
 
 
-def _has_loop(function: Any) -> bool:
-    """Return whether a kernel or a helper of it has a loop: Triton stages nothing else."""
-    found = (one.opname for inner in functions_of(function) for one in dis.get_instructions(inner))
-    return any(name == "FOR_ITER" or "JUMP_BACKWARD" in name for name in found)
+def _has_product(function: Any) -> bool:
+    """Return whether a kernel or a helper of it multiplies matrices.
+
+    In a loop without a product, Triton stages loads only by the argument `num_stages` of the loop itself.
+    """
+    return any(name in ("dot", "dot_scaled") for inner in functions_of(function) for name in inner.__code__.co_names)
 
 
 def plain_configs(call: Call) -> list[Any]:

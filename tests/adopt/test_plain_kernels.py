@@ -19,6 +19,7 @@ from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, LaunchClass, read_blocks
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_launch
+from kerneltune.adopt.spaces import plain_tuner
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.measuring.check import Checker
@@ -51,6 +52,10 @@ def looped(x_ptr, y_ptr, N, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     for start in range(0, N, BLOCK):
         places = start + tl.arange(0, BLOCK)
         tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
+@triton.jit
+def product(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(y_ptr + places, tl.dot(tl.load(x_ptr + places), tl.load(x_ptr + places)))
 even = triton.heuristics({"EVEN": lambda args: args["N"] % args["BLOCK"] == 0})(looped)
 """
 SOURCE += COUPLED
@@ -90,7 +95,7 @@ def test_capture_of_plain_kernels_has_the_programs_options_first(tmp_path: Path,
     options = [(one.config["num_warps"], one.config["num_stages"]) for one in small.candidates]
     assert options[0] == (8, 3)
     assert {warps for warps, _ in options} == {2, 4, 8, 16, 32}
-    assert {stages for _, stages in options} == {3}  # because the kernel has no loop
+    assert {stages for _, stages in options} == {3}  # because the kernel has no product
     assert (small.is_plain, small.keys, small.candidates[0].grid) == (True, ("x_ptr", "y_ptr", "N", "BLOCK"), (2,))
     counts = read_capture(tmp_path / "cap").counts
     assert (counts[small.digest].launches, counts[large.digest].launches) == (1, 2)
@@ -303,7 +308,12 @@ def test_grid_of_numbers_and_heuristics_that_read_a_block_leave_the_block_alone(
     )):  # fmt: skip
         launch = captured_call(tmp_path / str(number), call)
         assert {tuple(one.config["kwargs"]) for one in launch.candidates} == {()}
-    assert {one.config["num_stages"] for one in launch.candidates} == {1, 2, 3, 4}  # because the kernel has a loop
+        assert {one.config["num_stages"] for one in launch.candidates} == {3}
+
+
+def test_stages_of_kernels_with_a_product_are_tuned(module: Any) -> None:
+    tuner = plain_tuner(module.product, {"num_stages": 5}, ())
+    assert [config.num_stages for config in tuner.configs[:5]] == [5, 1, 2, 3, 4]
 
 
 def test_damaged_verdicts_of_blocks_are_one_line(tmp_path: Path, module: Any) -> None:

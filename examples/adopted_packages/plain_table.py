@@ -1,0 +1,128 @@
+"""Capture, tune and serve the kernels of liger_plain.py, which no autotuner wraps, and print their table.
+
+`python plain_table.py --work DIR --json FILE` needs a GPU and liger-kernel; `--workers N` compile, and tuning begins no further
+class after `--budget` seconds. `python plain_table.py --from FILE` prints the table of a file.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PROGRAM = [sys.executable, str(Path(__file__).resolve().with_name("liger_plain.py"))]
+KERNELTUNE = [sys.executable, "-m", "kerneltune"]
+GAINED = 1.01
+"""Speedup of the least class that counts as a gain; its interval must lie above 1 as well."""
+
+
+def run(command: list[str], cache: Path) -> dict[str, Any]:
+    """Run a command; returns its seconds, its last lines, and its last line of JSON."""
+    began = time.perf_counter()
+    done = subprocess.run(command, env=os.environ | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    said = next((json.loads(line) for line in reversed(lines) if line.startswith("{")), None)
+    tail = [*lines[-3:], *done.stderr.splitlines()[-12:]]
+    return {"seconds": round(time.perf_counter() - began, 1), "exit": done.returncode, "result": said, "tail": tail}
+
+
+def measure(work: Path, target: Path, tune: list[str]) -> None:
+    """Capture, tune and serve; the file is written anew after every step."""
+    capture, cache, expected = work / "capture", work / "triton", str(work / "program.pt")
+    found: dict[str, Any] = {}
+    steps = {
+        "capture": [*KERNELTUNE, "capture", "--plain", "--out", str(capture), "--", *PROGRAM, expected],
+        "again": [*PROGRAM, str(work / "again.pt"), expected],
+        "tune": [*KERNELTUNE, "tune", str(capture), *tune],
+        "serve": [*KERNELTUNE, "serve", "--configs", str(capture), "--", *PROGRAM, str(work / "served.pt"), expected],
+    }
+    for name, command in steps.items():
+        found[name] = run(command, cache)
+        found["rows"] = rows(capture)
+        target.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def rows(capture: Path) -> list[dict[str, Any]]:
+    """Return a row for each class of a tuned capture: kernel, size, times, interval, the program's options and ours."""
+    table = next(capture.glob("served/nvidia*.json"), None)
+    if table is None:
+        return []
+    found = []
+    for kernel in json.loads(table.read_text())["kernels"]:
+        for row in (row for group in kernel["groups"] for row in group["rows"]):
+            stored = json.loads((capture / "classes" / row["evidence"]["class"] / "class.json").read_text())
+            tensor = next(one["tensor"] for one in stored["arguments"] if one["tensor"])
+            evidence = {name: row["evidence"].get(name) for name in ("default_us", "time_us", "over_default")}
+            found.append({
+                "kernel": kernel["name"], "shape": tensor["shape"], "program": stored["candidates"][0]["config"],
+                "config": row["configs"][0], **evidence,
+            })  # fmt: skip
+    return found
+
+
+def options(config: dict[str, Any]) -> str:
+    """Return the options of a config in few words."""
+    named = {**config["kwargs"], "warps": config["num_warps"], "stages": config["num_stages"]}
+    return " ".join(f"{name}={value}" for name, value in named.items())
+
+
+def gain(row: dict[str, Any]) -> float:
+    """Return the speedup of a row; 1 where the program's config stays."""
+    is_changed = row["config"] != row["program"] and row["default_us"] and row["time_us"]
+    return float(row["default_us"] / row["time_us"]) if is_changed else 1.0
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the table as Markdown: a line for each kernel and shape, then what gained."""
+    lines = [
+        "| kernel | first tensor | program's µs | ours µs | speedup | 95 % | program's options | ours |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    ordered = sorted(found["rows"], key=lambda row: (row["kernel"], row["shape"]))
+    for row in ordered:
+        low, high = row["over_default"] or (1.0, 1.0)
+        times = [f"{row[name]:.1f}" if row[name] else "-" for name in ("default_us", "time_us")]
+        shape, both = "x".join(map(str, row["shape"])), f"{options(row['program'])} | {options(row['config'])}"
+        lines.append(f"| {row['kernel']} | {shape} | {' | '.join(times)} | {gain(row):.3f}x | {low:.3f}-{high:.3f} | {both} |")
+    gains: dict[str, list[float]] = {}
+    for row in ordered:
+        gains.setdefault(row["kernel"], []).append(gain(row))
+    coarse = {kernel: values for kernel, values in gains.items() if max(values) >= GAINED}
+    lines += ["", f"{len(ordered)} classes of {len(gains)} kernels; {len(coarse)} kernels gain:"]
+    lines += [f"- {kernel}: {mean(values):.3f}x (geometric mean of {len(values)})" for kernel, values in coarse.items()]
+    if coarse:
+        lines.append(f"- all of these together: {mean([value for values in coarse.values() for value in values]):.3f}x")
+    lines.append(f"Nothing to gain: {', '.join(sorted(set(gains) - set(coarse))) or 'none'}.")
+    return "\n".join(lines)
+
+
+def mean(values: list[float]) -> float:
+    """Return the geometric mean."""
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def main() -> None:
+    """Measure or print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("plain"))
+    parser.add_argument("--json", type=Path, default=Path("plain.json"))
+    parser.add_argument("--workers", type=int)
+    parser.add_argument("--budget", type=float)
+    parser.add_argument("--from", dest="source", type=Path)
+    given = parser.parse_args()
+    if given.source is None:
+        given.work.mkdir(parents=True, exist_ok=True)
+        tune = [
+            ["--workers", str(given.workers)] if given.workers else [],
+            ["--budget", str(given.budget)] if given.budget else [],
+        ]
+        measure(given.work.resolve(), given.json, [word for words in tune for word in words])
+    print(table(json.loads((given.source or given.json).read_text())))
+
+
+if __name__ == "__main__":
+    main()
