@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn import Recipe, fp8_grouped_mm, sort_tokens
 from kerneltune.nn.fp8_products import cast_weights
 from kerneltune.nn.grouped_mm import ExpertWeights, fp8_experts_mm, fp8_permuted_mm
@@ -104,3 +105,18 @@ def test_weights_that_do_not_follow_each_other_are_refused() -> None:
     (x, up, down), routing = operands()
     with pytest.raises(ValueError, match=r"weights must be \(E, K, 2I\) and \(E, I, N\), got \(3, 16, 64\) and \(3, 16, 48\)"):
         as_one(routing)(x, up.transpose(1, 2), down.transpose(1, 2)[:, :16].contiguous())
+
+
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_experts_keep_the_operands_of_their_gradients_alone(keep_weights: bool) -> None:
+    (x, up, down), routing = operands()
+    kept: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) and t, lambda t: t
+    ):
+        as_one(routing, Recipe("tensorwise", keep_weights=keep_weights))(x, up.transpose(1, 2), down.transpose(1, 2))
+    own = {t.untyped_storage().data_ptr() for t in (up, down, routing.places, routing.offs)}
+    aligned = aligned_size(T * TOP_K, E)
+    rows = 2 * T * TOP_K * 2 * INNER + aligned * (K + INNER) + 2 * 4  # H in bf16, X and the gated rows in fp8, two scales
+    weights = E * (K * 2 * INNER + INNER * N) + 2 * 4 * E if keep_weights else 0
+    assert sum(nbytes for address, nbytes in kept.items() if address not in own) == rows + weights
