@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt")
+_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (
     "_LangPatchScope",
     "InterpreterBuilder",
@@ -33,6 +33,10 @@ _TYPED_BY = {"binary_op": 0, "unary_op": 0, "ternary_op": 2, "create_fma": 2, "c
 
 _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 """Operations whose overflow the interpreter checks."""
+
+_NUMBERS = {"int32": (int,), "int64": (int,), "fp32": (int, float)}
+"""Element types of most operands, and Python's types that take the element type of the other operand."""
+_LARGEST = 2**31 - 1
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
@@ -75,7 +79,7 @@ def mend() -> None:
         )
     if hasattr(interpreter._convert_float, _MENDED):
         return
-    wrappers: tuple[Callable[[Any], Any], ...] = (_rounded, _patched_core, _once, _remembered, _with_casts)
+    wrappers: tuple[Callable[[Any], Any], ...] = (_rounded, _patched_core, _once, _remembered, _with_casts, _called_directly)
     for name, changed in zip(_REPLACED, wrappers, strict=True):
         setattr(interpreter, name, changed(getattr(interpreter, name)))
     setattr(interpreter._convert_float, _MENDED, True)
@@ -89,7 +93,10 @@ def mend() -> None:
     core = interpreter.tl.core
     core.block_type.__init__ = _block_types_of_known_shapes(core.block_type.__init__)
     core.tensor.__init__ = _tensors_of_known_shapes(core.tensor.__init__)
-    interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
+    semantic = interpreter.interpreter_semantic
+    semantic.binary_op_type_checking_impl = _operands_of_one_type(semantic.binary_op_type_checking_impl)
+    semantic.broadcast_impl_value = _operands_of_one_shape(semantic.broadcast_impl_value)
+    semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
         reduction.apply_impl = _reduced_in_fp32(reduction.apply_impl)
 
@@ -155,6 +162,22 @@ def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
         names.__dict__ = function.__globals__
         scope.set_attr(names, "range", _range)
         return scope
+
+    return patched
+
+
+def _called_directly(_patch: Callable[..., None]) -> Callable[..., None]:
+    """Call the function of an operation, without the two layers around it that pass and check `_semantic`."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    def patched(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def called(*given: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter_semantic
+            return function(*given, **named)
+
+        scope.set_attr(owner, name, called)
 
     return patched
 
@@ -239,17 +262,59 @@ def _block_types_of_known_shapes(make: Callable[..., None]) -> Callable[..., Non
 
 
 def _tensors_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """Remember the parts of a tensor that follow from its shape."""
-    found: dict[tuple[int, ...], dict[str, Any]] = {}
+    """Remember the parts of a tensor that follow from its shape, beside the shape of its type."""
+    scalar: dict[str, Any] = {}
 
     def made(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
-        if sizes not in found:
+        shape = vars(type.shape) if type.is_block() else scalar
+        if "tensor_parts" not in shape:
             make(self, handle, type)
-            found[sizes] = {name: value for name, value in vars(self).items() if name not in ("handle", "type", "dtype")}
-        vars(self).update(found[sizes], handle=handle, type=type, dtype=type.scalar)
+            parts = {name: value for name, value in vars(self).items() if name not in ("handle", "type", "dtype")}
+            shape["tensor_parts"] = parts
+        vars(self).update(shape["tensor_parts"], handle=handle, type=type, dtype=type.scalar)
 
     return made
+
+
+def _operands_of_one_type(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave out the check of operands that need no cast: tensors of equal type, or a tensor and a number of its kind."""
+    from triton.runtime.interpreter import interpreter_semantic, tl
+
+    tensor = tl.core.tensor
+
+    def checked(left: Any, right: Any, *options: bool, **named: bool) -> Any:
+        is_division = len(options) > 3 or bool(named)
+        if is_division or type(left) is not tensor or left.dtype.name not in _NUMBERS:
+            return check(left, right, *options, **named)
+        kind = left.dtype
+        if type(right) is not tensor and isinstance(right, _NUMBERS[kind.name]) and -_LARGEST <= right <= _LARGEST:
+            right = interpreter_semantic.scalar_constant(right, kind)
+        if type(right) is tensor and right.dtype is kind:
+            return interpreter_semantic.broadcast_impl_value(left, right)
+        return check(left, right, *options, **named)
+
+    return checked
+
+
+def _operands_of_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Return operands of equal shape as they are, and repeat a scalar without further types."""
+    from triton.runtime.interpreter import TensorHandle, tl
+
+    def repeated(scalar: Any, like: Any) -> Any:
+        data = scalar.handle.data
+        handle = TensorHandle(np.full(tuple(like.type.shape), data, data.dtype), scalar.dtype)
+        return tl.core.tensor(handle, like.type.with_element_ty(scalar.dtype))
+
+    def broadcasted(left: Any, right: Any) -> Any:
+        if left.shape is right.shape:
+            return left, right
+        if not left.shape:
+            return repeated(left, right), right
+        if not right.shape:
+            return left, repeated(right, left)
+        return broadcast(left, right)
+
+    return broadcasted
 
 
 def _assert_no_overflow(left: Any, right: Any, operation: Callable[..., Any]) -> None:
