@@ -19,8 +19,8 @@ from kerneltune.table import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
-    from kerneltune.inspection.survey import SurveyRequest
     from kerneltune.run_options import Selection
+    from kerneltune.search.task import Run
 
 _ALL = "all"
 _GPU = "nvidia_h200"
@@ -78,18 +78,18 @@ def command(
         raise ValueError("renew: True: expected with all of the package's configs, for it takes the place of what is shipped")
     targets = _targets(target)
     any_case = every or config is not None or bool(wanted.cases or captured)
-    requests = _requests(wanted, sizes, gpu, configs, any_case=any_case)
+    runs = _runs(wanted, sizes, gpu, configs, any_case=any_case)
     if every:
         o.refuse("not with --all", config=config, against=against, against_rev=against_rev, save=save, renew=renew)
-        _show_space(_survey(_whole_space(requests, op), targets, workers, recompile))
+        _show_space(_survey(_whole_space(runs, op), targets, workers, recompile))
         return
     if config is not None:
-        requests = _with_config(requests, "config", config)
+        runs = _with_config(runs, "config", config)
     arguments = _again(wanted, sizes, recompile, target=targets, config=config, gpu=gpu, workers=workers)
     earlier = None if against_rev is None else _of_revision(against_rev, arguments)
-    found = _survey(requests, targets, workers, recompile)
+    found = _survey(runs, targets, workers, recompile)
     if against is not None:
-        earlier = _survey(_with_config(requests, "against", against), targets, workers, recompile)
+        earlier = _survey(_with_config(runs, "against", against), targets, workers, recompile)
     if renew:
         _ship(found)
     elif whole:
@@ -116,12 +116,12 @@ _SHOWN = 40
 """Configs that `--all` lists; it counts the others."""
 
 
-def _whole_space(requests: "list[SurveyRequest]", op: str | None) -> "list[SurveyRequest]":
-    """Return a request for every valid config of each variant and case of some requests."""
+def _whole_space(runs: "list[Run]", op: str | None) -> "list[Run]":
+    """Return every valid config of each task of some runs."""
     if op is None:
         raise ValueError("all: True: expected OP beside it: all spaces together are tens of thousands of configs")
-    cases = {(request.variant.name, request.case): request for request in requests}
-    return [replace(request, config=config) for request in cases.values() for config in request.variant.configs(request.case)]
+    tasks = {(task.variant.name, task.case): task for task, _ in runs}
+    return [(task, config) for task in tasks.values() for config in task.variant.configs(task.case)]
 
 
 def _show_space(found: "Survey") -> None:
@@ -166,15 +166,15 @@ def judge(
     from kerneltune.inspection.static import load, static_gate
 
     targets = _targets(target)
-    requests = _requests(wanted, None, _GPU, configs, any_case=False)
+    runs = _runs(wanted, None, _GPU, configs, any_case=False)
     unchanged = 0
     if baseline.endswith(".json") or Path(baseline).is_file():
-        earlier, found = load(Path(baseline)), _survey(requests, targets, workers, recompile)
+        earlier, found = load(Path(baseline)), _survey(runs, targets, workers, recompile)
     elif recompile:
         earlier = _of_revision(baseline, _again(wanted, None, recompile, target=targets, gpu=_GPU, workers=workers))
-        found = _survey(requests, targets, workers, recompile)
+        found = _survey(runs, targets, workers, recompile)
     else:
-        earlier, found, unchanged = _changed(baseline, wanted, requests, targets, workers)
+        earlier, found, unchanged = _changed(baseline, wanted, runs, targets, workers)
     if _is_whole(configs, wanted, target):
         _say_unknown(found)
     verdict = static_gate(earlier, found, unchanged)
@@ -184,8 +184,8 @@ def judge(
     raise typer.Exit(verdict.exit_code)
 
 
-def _survey(requests: "Sequence[SurveyRequest]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
-    """Compile the requests, with a bar while that runs."""
+def _survey(runs: "Sequence[Run]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
+    """Compile configs, with a bar while that runs."""
     from kerneltune.inspection.survey import survey
     from kerneltune.measuring import inspected
 
@@ -193,26 +193,23 @@ def _survey(requests: "Sequence[SurveyRequest]", targets: list[str], workers: in
     if any(found.refused for found in before.values()):
         note("results/static is left out, for other code read the compiler: `kerneltune inspect --renew` writes it anew")
     with reporter() as progress:
-        return survey(requests, targets, workers, progress.stage, progress.advance, before)
+        return survey(runs, targets, workers, progress.stage, progress.advance, before)
 
 
 def _changed(
-    revision: str, wanted: "Selection", requests: "list[SurveyRequest]", targets: list[str], workers: int | None
+    revision: str, wanted: "Selection", runs: "list[Run]", targets: list[str], workers: int | None
 ) -> "tuple[Survey, Survey, int]":
     """Return the rows that differ, of the revision and here, and the number of rows that need not be compiled."""
-    from kerneltune.inspection.changes import changes_since, survey_here
-    from kerneltune.sweep import results_root
+    from kerneltune.inspection.changes import changes_since
 
     def arguments_of(op: str, variant: str) -> list[str]:
         of_variant = replace(wanted, ops=(op,), variants=(variant,))
         return _again(of_variant, None, False, target=targets, gpu=_GPU, workers=workers)
 
-    folder = results_root(None) / "runs" / "static"
     with reporter() as progress:
-        changes = changes_since(revision, requests, targets, _GPU, arguments_of, folder, progress)
-    note(f"{changes.unchanged} of {len(requests)} configs run the same code as in {revision}: not compiled")
-    found = survey_here(changes.requests, targets, lambda asked: _survey(asked, targets, workers, False), folder)
-    return changes.earlier, found, changes.unchanged * len(targets)
+        changes = changes_since(revision, runs, _GPU, arguments_of, progress)
+    note(f"{changes.unchanged} of {len(runs)} configs run the same code as in {revision}: not compiled")
+    return changes.earlier, _survey(changes.runs, targets, workers, False), changes.unchanged * len(targets)
 
 
 def _is_whole(configs: Path | None, wanted: "Selection", *narrowing: object) -> bool:
@@ -245,12 +242,10 @@ def _targets(given: list[str] | None) -> list[str]:
     return [name for name in LIMITS if not given or _ALL in given or name in given]
 
 
-def _requests(
-    wanted: "Selection", sizes: list[str] | None, gpu: str, configs: Path | None, any_case: bool
-) -> "list[SurveyRequest]":
+def _runs(wanted: "Selection", sizes: list[str] | None, gpu: str, configs: Path | None, any_case: bool) -> "list[Run]":
     """Select cached configs; else, for an operator's cases in the sweeps or of given sizes, the default configs."""
     from kerneltune.cache import readable
-    from kerneltune.inspection.survey import cached_requests, default_requests
+    from kerneltune.inspection.survey import cached_runs, default_runs
 
     known = o.load_ops()
     selection = o.make_selection(known, "inspect", wanted)
@@ -262,12 +257,12 @@ def _requests(
     def asked(variant: Variant) -> bool:
         return selection.takes_variant(variant.name) if wanted.variants else not variant.is_peer
 
-    def selected(requests: "Iterable[SurveyRequest]") -> "list[SurveyRequest]":
+    def selected(runs: "Iterable[Run]") -> "list[Run]":
         return [
-            request
-            for request in requests
-            if selection.takes_variant(request.variant.name)
-            and selection.covers(request.op.name, request.case.name, request.case.dtype, request.case.quant)
+            (task, config)
+            for task, config in runs
+            if selection.takes_variant(task.variant.name)
+            and selection.covers(task.op.name, task.case.name, task.case.dtype, task.case.quant)
         ]
 
     if sizes:
@@ -275,21 +270,21 @@ def _requests(
             raise ValueError(f"case: {wanted.cases[0]!r}: expected sizes or --case, one of them")
         first = chosen[0]  # sizes follow an operator
         case = o.case_of_sizes(first, sizes, (wanted.dtypes or first.dtypes)[0], (wanted.quants or first.quants)[0], whole=True)
-        found = selected(default_requests(first, [case], asked))
+        found = selected(default_runs(first, [case], asked))
         if not found:
             raise ValueError(f"nothing to compile: {first.name} has no such variant with knobs for {case.label}")
         return found
     place = str(readable(Path(gpu), configs))
-    found = selected(cached_requests(chosen, configs, gpu))
+    found = selected(cached_runs(chosen, configs, gpu))
     cases: list[Case] = []
     if wanted.ops and not found and any_case:
         of_op = _swept_cases(known, chosen)
         cases = [case for cases_of in of_op.values() for case in cases_of]
-        found = selected(request for name, of in of_op.items() for request in default_requests(known[name], of, asked))
+        found = selected(run for name, of in of_op.items() for run in default_runs(known[name], of, asked))
         if found and wanted.cases:
             note(f"{place} has no config for {' '.join(wanted.cases)}: default configs")
     if not found:
-        raise _nothing(cached_requests(chosen, configs, gpu), selection, place, [case.name for case in cases])
+        raise _nothing(cached_runs(chosen, configs, gpu), selection, place, [case.name for case in cases])
     return found
 
 
@@ -301,7 +296,7 @@ def _swept_cases(known: "Mapping[str, Op]", chosen: "Sequence[Op]") -> dict[str,
     return {name: list(cases) for name, cases in found.items()}
 
 
-def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: str, cases: list[str]) -> ValueError:
+def _nothing(cached: "Iterable[Run]", selection: "Selection", place: str, cases: list[str]) -> ValueError:
     """Return the error of a selection without configs: it names the first option that leaves none, and the known values.
 
     Args:
@@ -311,11 +306,11 @@ def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: s
     if not left and not cases:
         of = f" of {', '.join(selection.ops)}" if selection.ops else ""
         return ValueError(f"nothing to compile: {place} has no config{of}: name sizes, like M=4096")
-    fields: dict[str, tuple[tuple[str, ...], Callable[[SurveyRequest], str]]] = {
-        "variant": (selection.variants, lambda request: request.variant.name),
-        "dtype": (selection.dtypes, lambda request: request.case.dtype),
-        "quant": (selection.quants, lambda request: request.case.quant),
-        "case": (selection.cases, lambda request: request.case.name),
+    fields: dict[str, tuple[tuple[str, ...], Callable[[Run], str]]] = {
+        "variant": (selection.variants, lambda run: run[0].variant.name),
+        "dtype": (selection.dtypes, lambda run: run[0].case.dtype),
+        "quant": (selection.quants, lambda run: run[0].case.quant),
+        "case": (selection.cases, lambda run: run[0].case.name),
     }
     for field, (patterns, get) in fields.items():
         present = dict.fromkeys([*map(get, left), *(cases if field == "case" else [])])
@@ -326,13 +321,13 @@ def _nothing(cached: "Iterable[SurveyRequest]", selection: "Selection", place: s
     return ValueError(f"nothing to compile: {place} has no such config")
 
 
-def _with_config(requests: "list[SurveyRequest]", field: str, text: str) -> "list[SurveyRequest]":
-    """Give the cases of the requests the config of a JSON text."""
-    variants = sorted({f"{request.op.name} {request.variant.name}" for request in requests})
+def _with_config(runs: "list[Run]", field: str, text: str) -> "list[Run]":
+    """Give the tasks of the runs the config of a JSON text."""
+    variants = sorted({f"{task.op.name} {task.variant.name}" for task, _ in runs})
     if len(variants) > 1:
         raise ValueError(f"{field}: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
-    config = o.config_of(requests[0].variant, field, text)
-    return [replace(request, config=config) for request in requests]
+    config = o.config_of(runs[0][0].variant, field, text)
+    return [(task, config) for task, _ in runs]
 
 
 def _again(wanted: "Selection", sizes: list[str] | None, recompile: bool, **given: Any) -> list[str]:

@@ -5,8 +5,6 @@ This module knows no operator by name and judges nothing.
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,25 +12,14 @@ from typing import Any
 from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import Fact, Kernel, resident
-from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool, CompileResult
+from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job
 from kerneltune.measuring.inspected import KnownFacts
-from kerneltune.search.task import config_values
+from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Op, Variant
 
 
-@dataclass(frozen=True, slots=True)
-class SurveyRequest:
-    """Name a config to compile."""
-
-    op: Op
-    variant: Variant
-    case: Case
-    policy: str
-    config: Any
-
-
-def cached_requests(ops: Iterable[Op], root: Path | None, gpu: str) -> list[SurveyRequest]:
-    """Request every cached config of these operators for a GPU model, in the cache's order.
+def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
+    """Return every cached config of these operators for a GPU model, in the cache's order.
 
     Args:
         ops: operators.
@@ -48,14 +35,14 @@ def cached_requests(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Surv
             case = entry.as_case
             try:
                 variant = op.variant(entry.variant)
-                found.append(SurveyRequest(op, variant, case, entry.policy, variant.config_from(entry.config)))
+                found.append((Task(op, case, variant, entry.policy), variant.config_from(entry.config)))
             except ValueError as error:
                 raise ValueError(f"{cache.path_of(op.name, gpu, root)}: {case.name}: {error}") from error
     return found
 
 
-def default_requests(op: Op, cases: Iterable[Case], takes: Callable[[Variant], bool]) -> list[SurveyRequest]:
-    """Request the default configs of an operator's wanted variants, for the cases that they support.
+def default_runs(op: Op, cases: Iterable[Case], takes: Callable[[Variant], bool]) -> list[Run]:
+    """Return the default configs of an operator's wanted variants, for the cases that they support.
 
     Raises:
         ValueError: a variant has no default config for the sizes of a case.
@@ -64,44 +51,45 @@ def default_requests(op: Op, cases: Iterable[Case], takes: Callable[[Variant], b
     for case in cases:
         for variant in op.variants:
             if takes(variant) and variant.config is not None and variant.unsupported(case) is None:
-                found.append(SurveyRequest(op, variant, case, "cold", variant.default_config(case)))
+                found.append((Task(op, case, variant), variant.default_config(case)))
     return found
 
 
 def survey(
-    requests: Sequence[SurveyRequest],
+    runs: Sequence[Run],
     targets: Sequence[str],
     workers: int | None = None,
     stage: Callable[[str, int], None] = lambda _name, _total: None,
     advance: Callable[[str], None] = lambda _text: None,
     known: Mapping[str, KnownFacts] = MappingProxyType({}),
 ) -> Survey:
-    """Compile every request for every target; a config that cannot be compiled is a row with its error.
+    """Compile every config for every target; a config that cannot be compiled is a row with its error.
 
-    Requests of a case that differ in policy alone are compiled once; equal kernels of different requests come from Triton's disk
+    Configs of a case that differ in policy alone are compiled once; equal kernels of different configs come from Triton's disk
     cache. Kernels in `known` (by target) are compiled to Triton's own IR only.
     """
     rows = []
     facts: dict[str, dict[str, Fact]] = {}
     for target in targets:
-        distinct = {_job_key(request): request for request in requests}
+        distinct = {_job_key(run): run for run in runs}
         stage(f"compile for {target}", len(distinct))
         compiled = {}
         most = min(len(distinct), workers or len(os.sched_getaffinity(0)))
         facts[target] = {}
         with CompilePool(TARGETS[target], most, known=known.get(target, KnownFacts({}))) as pool:
-            jobs = [CompileJob(partial(r.op.inputs, r.case), r.variant.run, r.config) for r in distinct.values()]
-            for (key, request), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
+            jobs = [compile_job(task, config) for task, config in distinct.values()]
+            for (key, (task, _)), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer
                 facts[target] |= answer.facts
-                advance(f"{request.op.name} {request.variant.name} {request.case.name}")
-        rows += [_row(request, target, compiled[_job_key(request)]) for request in requests]
+                advance(f"{task.op.name} {task.variant.name} {task.case.name}")
+        rows += [_row(run, target, compiled[_job_key(run)]) for run in runs]
     unknown = sum(digest not in known[target].facts for target in known for digest in facts[target])
     return Survey(device.versions()["triton"], tuple(rows), facts, unknown)
 
 
-def _job_key(request: SurveyRequest) -> tuple[str, str, Case, Any]:
-    return request.op.name, request.variant.name, request.case, request.config
+def _job_key(run: Run) -> tuple[str, str, Case, Any]:
+    task, config = run
+    return task.op.name, task.variant.name, task.case, config
 
 
 def case_text(case: Case) -> str:
@@ -109,18 +97,19 @@ def case_text(case: Case) -> str:
     return f"{case.name} {case.label}"
 
 
-def _row(request: SurveyRequest, target: str, compiled: CompileResult) -> StaticRow:
+def _row(run: Run, target: str, compiled: CompileResult) -> StaticRow:
     """Make a row; merge launches of a kernel with equal resources, so that a kernel launched once per tensor counts once."""
+    task, config = run
     kernels = tuple(dict.fromkeys(compiled.kernels))
     return StaticRow(
-        request.op.name,
-        request.variant.name,
-        case_text(request.case),
-        request.policy,
+        task.op.name,
+        task.variant.name,
+        case_text(task.case),
+        task.policy,
         target,
-        config_values(request.config) or {},
+        config_values(config) or {},
         () if compiled.error else kernels,
-        compiled.error or _unfit(kernels, target, getattr(request.config, "ctas", 0)),
+        compiled.error or _unfit(kernels, target, getattr(config, "ctas", 0)),
     )
 
 

@@ -10,7 +10,7 @@ from command_line import refused, run
 
 from kerneltune import cache, files, ops, sweep
 from kerneltune.cli import options, settings
-from kerneltune.inspection.survey import cached_requests
+from kerneltune.inspection.survey import cached_runs
 
 SHOW = "import sys; from kerneltune.cli import main; sys.argv[1:] = {arguments!r}; main()"
 
@@ -104,12 +104,12 @@ def test_installed_package_shows_its_configs_from_any_folder(command: tuple[str,
 @pytest.mark.usefixtures("installed")
 def test_installed_package_inspects_its_configs_and_those_of_the_current_folder() -> None:
     known = ops.load()
-    packaged = cached_requests([known["rmsnorm_bwd"]], None, "nvidia_h200")
+    packaged = cached_runs([known["rmsnorm_bwd"]], None, "nvidia_h200")
     assert packaged
     assert refused("inspect", "rmsnorm_bwd", "--case", "nope").startswith("error: case: 'nope': expected one of te-")
     Path("configs/nvidia_h200").mkdir(parents=True)
     none = {"schema": 1, "op": "rmsnorm_bwd", "device": "nvidia_h200", "entries": []}
     Path("configs/nvidia_h200/rmsnorm_bwd.json").write_text(json.dumps(none))
     cache.clear()
-    assert cached_requests([known["rmsnorm_bwd"]], None, "nvidia_h200") == []
-    assert cached_requests([known["rmsnorm_fwd"]], None, "nvidia_h200")
+    assert cached_runs([known["rmsnorm_bwd"]], None, "nvidia_h200") == []
+    assert cached_runs([known["rmsnorm_fwd"]], None, "nvidia_h200")

@@ -21,6 +21,7 @@ from kerneltune.measuring import inspected
 from kerneltune.measuring.assembly import Access, Fact, Kernel
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.measuring.inspected import KnownFacts
+from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Variant
 
 KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), Access("store", 32, 1)))
@@ -45,18 +46,19 @@ def refused(*arguments: str | Path) -> str:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[survey.SurveyRequest], list[str]]]:
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[Run], list[str]]]:
     """Stands in for the compile pool: every config has KERNEL, with a register for each of its warps more."""
-    asked: list[tuple[list[survey.SurveyRequest], list[str]]] = []
+    asked: list[tuple[list[Run], list[str]]] = []
 
-    def fake(requests: list[survey.SurveyRequest], targets: list[str], *_: Any) -> Survey:
-        asked.append((requests, targets))
-        return Survey("3.7.1", tuple(row(request, target) for target in targets for request in requests))
+    def fake(runs: list[Run], targets: list[str], *_: Any) -> Survey:
+        asked.append((runs, targets))
+        return Survey("3.7.1", tuple(row(one, target) for target in targets for one in runs))
 
-    def row(request: survey.SurveyRequest, target: str) -> StaticRow:
-        values = dataclasses.asdict(request.config)
+    def row(run: Run, target: str) -> StaticRow:
+        task, config = run
+        values = dataclasses.asdict(config)
         kernel = Kernel(KERNEL.name, 8, 32 + values["warps"], 0, 32, 0, KERNEL.accesses)
-        label = (request.op.name, request.variant.name, f"{request.case.name} {request.case.label}", request.policy, target)
+        label = (task.op.name, task.variant.name, f"{task.case.name} {task.case.label}", task.policy, target)
         return StaticRow(*label, values, (kernel,))
 
     monkeypatch.setattr(survey, "survey", fake)
@@ -75,7 +77,7 @@ def test_a_config_is_a_table_of_its_targets(compiled: list[Any]) -> None:
     assert lines[2:5] == [
         "  _rmsnorm_fwd_rows",
         "target  regs  spill  shared  programs  warps  limiter    loads  stores",
-        f"sm_90     {32 + compiled[0][0][0].config.warps}      0      32         6  48/64  registers  128x4  32x1",
+        f"sm_90     {32 + compiled[0][0][0][1].warps}      0      32         6  48/64  registers  128x4  32x1",
     ]
     assert compiled[0][1] == ["sm_90", "sm_100", "gfx942", "gfx950"]
     assert max(map(len, lines[2:])) <= 80
@@ -84,11 +86,11 @@ def test_a_config_is_a_table_of_its_targets(compiled: list[Any]) -> None:
 
 def test_what_is_compiled_is_what_was_selected(compiled: list[Any]) -> None:
     assert run("inspect", "--target", "gfx950", "--case", "te-*", "--quant", "fp8_t").exit_code == 0
-    requests, targets = compiled[0]
+    runs, targets = compiled[0]
     assert targets == ["gfx950"]
-    assert {(r.op.name, r.case.quant) for r in requests} == {("rmsnorm_fwd", "fp8_t")}
-    assert every(r.case.name.startswith("te-") for r in requests)
-    assert {"baseline", "optimized"} <= {r.variant.name for r in requests}
+    assert {(r.op.name, r.case.quant) for r, _ in runs} == {("rmsnorm_fwd", "fp8_t")}
+    assert every(r.case.name.startswith("te-") for r, _ in runs)
+    assert {"baseline", "optimized"} <= {r.variant.name for r, _ in runs}
 
 
 def config(**changes: Any) -> str:
@@ -98,23 +100,23 @@ def config(**changes: Any) -> str:
 
 def test_a_case_that_no_config_is_cached_for(compiled: list[Any], tmp_path: Path) -> None:
     assert run("inspect", "rmsnorm_bwd", "M=256", "N=3000", "--variant", "opt*", "--target", "sm_90").exit_code == 0
-    (request,) = compiled[0][0]
-    assert (request.case.label, request.policy) == ("M=256 N=3000 bfloat16 none zero_centered=False", "cold")
-    assert request.config == request.variant.default_config(request.case)
+    ((task, chosen),) = compiled[0][0]
+    assert (task.case.label, task.policy) == ("M=256 N=3000 bfloat16 none zero_centered=False", "cold")
+    assert chosen == task.variant.default_config(task.case)
     assert run(*ONE, "--configs", tmp_path, "--config", config(warps=16)).exit_code == 0
-    (request,) = compiled[1][0]
-    assert (request.case.name, request.config.warps) == ("te-8192x4096", 16)
+    ((task, chosen),) = compiled[1][0]
+    assert (task.case.name, chosen.warps) == ("te-8192x4096", 16)
     result = run(*ONE, "--configs", tmp_path)
     assert f"{tmp_path / 'nvidia_h200'} has no config for te-8192x4096: default configs" in result.stderr
-    (request,) = compiled[2][0]
-    assert (request.case.name, request.config) == ("te-8192x4096", request.variant.default_config(request.case))
+    ((task, chosen),) = compiled[2][0]
+    assert (task.case.name, chosen) == ("te-8192x4096", task.variant.default_config(task.case))
 
 
 def test_a_config_that_does_not_compile_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(requests: list[survey.SurveyRequest], targets: list[str], *_: Any) -> Survey:
-        (request,) = requests
-        label = (request.op.name, request.variant.name, request.case.name, request.policy, targets[0])
-        return Survey("3.7.1", (StaticRow(*label, dataclasses.asdict(request.config), (), "out of resources"),))
+    def fake(runs: list[Run], targets: list[str], *_: Any) -> Survey:
+        ((task, config),) = runs
+        label = (task.op.name, task.variant.name, task.case.name, task.policy, targets[0])
+        return Survey("3.7.1", (StaticRow(*label, dataclasses.asdict(config), (), "out of resources"),))
 
     monkeypatch.setattr(survey, "survey", fake)
     result = run(*ONE, "--target", "sm_90", "--config", config(warps=16))
@@ -125,14 +127,14 @@ def test_a_config_that_does_not_compile_is_exit_code_1(monkeypatch: pytest.Monke
 def test_all_compiles_every_valid_config_and_lists_spills_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def fake(requests: list[survey.SurveyRequest], targets: list[str], *_: Any) -> Survey:
-        asked.extend(request.config for request in requests)
+    def fake(runs: list[Run], targets: list[str], *_: Any) -> Survey:
+        asked.extend(config for _, config in runs)
         rows = []
-        for number, request in enumerate(requests):
+        for number, (task, config) in enumerate(runs):
             kernel = dataclasses.replace(KERNEL, spill_bytes=24 if number == 1 else 0)
-            label = (request.op.name, request.variant.name, request.case.label, request.policy, targets[0])
+            label = (task.op.name, task.variant.name, task.case.label, task.policy, targets[0])
             error = "shared memory: 300,000 bytes, sm_90 has 232,448" if number == 2 else ""
-            rows.append(StaticRow(*label, dataclasses.asdict(request.config), () if error else (kernel,), error))
+            rows.append(StaticRow(*label, dataclasses.asdict(config), () if error else (kernel,), error))
         return Survey("3.7.1", tuple(rows))
 
     monkeypatch.setattr(survey, "survey", fake)
@@ -153,9 +155,9 @@ def test_a_capture_restricts_what_is_compiled_to_its_kernels(
     names = ("rmsnorm_bwd", "moe_permute")
     monkeypatch.setattr("kerneltune.cli.options.captured_ops", lambda _folder="": {name: ops.load()[name] for name in names})
     assert run("inspect", "--target", "sm_90", "--configs", tmp_path).exit_code == 0
-    assert {request.op.name for request in compiled[0][0]} == set(names)
+    assert {task.op.name for task, _ in compiled[0][0]} == set(names)
     assert run("inspect", "rmsnorm_fwd", "--target", "sm_90", "--configs", tmp_path).exit_code == 0
-    assert {request.op.name for request in compiled[1][0]} == {"rmsnorm_fwd"}
+    assert {task.op.name for task, _ in compiled[1][0]} == {"rmsnorm_fwd"}
 
 
 def test_another_config_beside_the_cached_one(compiled: list[Any]) -> None:
@@ -363,7 +365,7 @@ def test_programs_that_wait_for_each_other_must_all_fit(
     op = ops.load()["rmsnorm_bwd"]
     variant, case = op.variant("optimized"), Case("c", (("M", 8192), ("N", 4096)), "bfloat16")
     config = dataclasses.replace(variant.default_config(case), ctas=3)
-    (row,) = survey.survey([survey.SurveyRequest(op, variant, case, "cold", config)], ["sm_90"], 1).rows
+    (row,) = survey.survey([(Task(op, case, variant), config)], ["sm_90"], 1).rows
     assert row.error == error
 
 

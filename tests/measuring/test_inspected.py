@@ -10,14 +10,14 @@ import pytest
 
 from kerneltune import cache, ops
 from kerneltune.inspection.static import Survey
-from kerneltune.inspection.survey import SurveyRequest, cached_requests, survey
+from kerneltune.inspection.survey import cached_runs, survey
 from kerneltune.measuring import inspected
 from kerneltune.measuring.assembly import LIMITS, Access, Fact, Kernel
 from kerneltune.measuring.compiler import TARGETS, CompilePool, compile_job
 from kerneltune.measuring.inspected import KnownFacts
 from kerneltune.ops.int4_gemm.baselines.plain import PlainConfig
 from kerneltune.ops.stream import StreamConfig
-from kerneltune.search.task import Task
+from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case
 
 ACCESSES = (Access("load", 128, 4), Access("load", 32, 1), Access("store", 64, 2))
@@ -91,10 +91,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "triton"
 
 
-def requested(op: str, case: Case, config: Any) -> SurveyRequest:
+def requested(op: str, case: Case, config: Any) -> Run:
     found = ops.load()[op]
     options = tuple((name, values[0]) for name, values in found.options.items())
-    return SurveyRequest(found, found.variant("baseline"), replace(case, options=options), "cold", config)
+    return Task(found, replace(case, options=options), found.variant("baseline")), config
 
 
 def texts(folder: Path, suffix: str) -> list[str]:
@@ -124,7 +124,7 @@ def test_an_inspection_leaves_nothing_that_a_launch_finds(own_cache: Path) -> No
     inspected_row = survey([request], ["sm_90"], 1).rows[0]
     assert [path.stat().st_size for path in own_cache.rglob("*.cubin")] == [0]
     with CompilePool(TARGETS["sm_90"], 1) as pool:
-        (compiled,) = pool.compile([compile_job(Task(request.op, request.case, request.variant), request.config)])
+        (compiled,) = pool.compile([compile_job(*request)])
     assert compiled.kernels == inspected_row.kernels
     assert compiled.facts == {}
     assert [path.stat().st_size > 1000 for path in own_cache.glob("*/*.cubin")] == [True]
@@ -150,7 +150,7 @@ def test_what_is_shipped_was_read_by_this_code() -> None:
 def test_what_is_shipped_is_what_compiling_says(own_cache: Path) -> None:
     """A few configs, others in every run: facts that are shipped and not true do not stay."""
     drawn = random.Random()
-    cached = cached_requests(ops.load().values(), cache.roots(), "nvidia_h200")
+    cached = cached_runs(ops.load().values(), cache.roots(), "nvidia_h200")
     asked, target = drawn.sample(cached, 3), drawn.choice([*LIMITS])
     shipped = inspected.load(inspected.shipped(), target).facts
     found: Survey = survey(asked, [target])
