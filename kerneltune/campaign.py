@@ -44,10 +44,6 @@ from kerneltune.tune.gpu_worker import GpuWorker, check_in_child, compare_in_chi
 _CONFIGS_PER_CASE = 3
 """Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""
 _CHECK_TIMEOUT_S = 300.0
-_ADDRESSES_COST = 1.5
-"""Cost of an address check, in units of `_check_cost`: 2 to 13 s for rmsnorm and fp8_weights, whose checks take 2 s per MB."""
-_PAIRS_COST = 6.0
-"""Cost of checking the pairs of an operator, in units of `_check_cost`."""
 _CHECK_POLICY = "cold"
 """Policy in the records of checks."""
 _NOT_COMPARED = ("inputs: ", "reference: ", "compare: ", "outputs: ", LAUNCH_FAILURE)
@@ -76,11 +72,11 @@ class SweepResult:
 def run_sweep(
     ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress, first_table: FirstTable | None = None
 ) -> SweepResult:
-    """Run all stages of a sweep.
+    """Run all stages of a sweep, or with `options.quick` measure ten headline cases with their present configs.
 
-    Without a GPU, and with `check_only`, the sweep's check cases run and nothing is timed. On a GPU the records, the table,
-    Markdown and CSV are written under results/, also if the measurement is interrupted. The next run does not repeat the cases
-    that were checked or measured before the interruption.
+    Without a GPU, and with `check_only`, check cases run and nothing is timed. On a GPU the records, the table, Markdown and CSV
+    are written under results/, also if the measurement is interrupted. The next run does not repeat the cases that were checked
+    or measured before the interruption.
 
     Args:
         ops: operators by name.
@@ -91,15 +87,21 @@ def run_sweep(
             variants that compile for seconds; not called when an interrupted run continues.
 
     Raises:
-        ValueError: the input is bad, only checks run and there is nothing to check, or a folder cannot be written.
+        ValueError: the input is bad, there is nothing to do, or a folder cannot be written.
     """
     with _campaign(ops, selection, options, progress) as campaign:
-        entries = [entry for entry in campaign.plan.bench if selection.takes(entry)]
-        work = campaign.to_check(campaign.plan.check)
+        plan = campaign.plan
+        chosen = headline(plan, selection) if options.quick else list(filter(selection.takes, plan.bench))
+        if options.quick and not chosen and not campaign.only_checks:
+            raise ValueError(f"{plan.path}: no bench case selected")
+        is_checked = campaign.only_checks or not options.quick
+        to_check = headline(plan, selection, "check") if options.quick else plan.check
+        work = campaign.to_check(to_check) if is_checked else []
         resumes = any(campaign.journal(name).exists() for name in ("journal", "check.journal"))
         if first_table is not None and not campaign.only_checks and not resumes:
-            campaign.measure_first(entries, first_table)
-        checked = campaign.check(work, [] if device.current().is_gpu else campaign.further_checks())
+            campaign.measure_first(chosen, first_table)
+        has_further = not device.current().is_gpu and not options.quick
+        checked = campaign.check(work, campaign.further_checks() if has_further else []) if is_checked else []
         if campaign.only_checks:
             return campaign.keep_checked(checked)
         failed = [record for record in checked if record.status == "failed"]
@@ -107,42 +109,13 @@ def run_sweep(
             what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
             config = f" with {table.pairs(record.config)}" if record.config else ""
             progress.note(f"failed its check: {what}{config}: {record.reason}")
-        if options.tune:
+        if options.tune and not options.quick:
             from kerneltune.tune.tune_run import TunePlan, tune_here
 
             campaign.bench.end()
-            tune_here(TunePlan(ops, entries, selection, options), progress)
-        measured, files = campaign.measure_and_write(entries)
+            tune_here(TunePlan(ops, chosen, selection, options), progress)
+        measured, files = campaign.measure_and_write(chosen)
         return SweepResult([*failed, *measured], files)
-
-
-def run_quick(
-    ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress, first_table: FirstTable
-) -> SweepResult:
-    """Measure ten headline cases with the present configs: first without variants that compile for seconds, then all variants.
-
-    Without a GPU, and with `check_only`, the default configs of ten check cases are checked.
-
-    Args:
-        ops: operators by name.
-        selection: the part of the sweep that the headline cases are taken from.
-        options: the settings of the run.
-        progress: observer of every step.
-        first_table: gets the records of the first measurement, without variants that compile for seconds on their first call;
-            not called if no variant compiles for seconds, or if only checks run.
-
-    Raises:
-        ValueError: the input is bad, there is nothing to do, or a folder cannot be written.
-    """
-    with _campaign(ops, selection, options, progress) as campaign:
-        if campaign.only_checks:
-            return campaign.keep_checked(campaign.check(campaign.to_check(headline(campaign.plan, selection, "check"))))
-        entries = headline(campaign.plan, selection)
-        if not entries:
-            raise ValueError(f"{campaign.plan.path}: no bench case selected")
-        if not campaign.journal("journal").exists():
-            campaign.measure_first(entries, first_table)
-        return SweepResult(*campaign.measure_and_write(entries))
 
 
 def mutate_outputs(ops: Mapping[str, Op], selection: Selection) -> list[MutationReport]:
@@ -227,11 +200,6 @@ class _FurtherCheck:
     op: Op
     cases: tuple[Case, ...]
     is_of_addresses: bool
-
-    @property
-    def cost(self) -> float:
-        """Return the check's cost, in units of `_check_cost`."""
-        return _ADDRESSES_COST if self.is_of_addresses else _PAIRS_COST
 
     @property
     def label(self) -> str:
@@ -341,9 +309,7 @@ class _Campaign:
             self.progress.stage("compile", 1)
             compile_ahead(_ours(lacking), target, self.options.workers)
             self.progress.advance("the configs to check")
-        costs = [*(_check_cost(runs[0][0].op, runs[0][0].case) for runs in lacking), *(check.cost for check in further)]
-        kept = len(work) - len(lacking)
-        self.progress.stage("check", len(work) + len(further), kept, () if on_gpu else costs)
+        self.progress.stage("check", len(work) + len(further), len(work) - len(lacking))
         found = []
         for runs, rows in zip(work, known, strict=True):
             if rows is None:

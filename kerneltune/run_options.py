@@ -24,15 +24,8 @@ _HEADLINES = 10
 class Progress(Protocol):
     """Observe long work: the work calls a method at every step."""
 
-    def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
-        """Begin a stage.
-
-        Args:
-            name: the stage's name.
-            total: number of steps, with the steps of an earlier run.
-            kept: number of steps that an earlier run has done.
-            costs: relative durations of this run's steps, in order; empty if all steps take equally long.
-        """
+    def stage(self, name: str, total: int, kept: int = 0) -> None:
+        """Begin a stage of `total` steps, of which an earlier run has done `kept`."""
         return
 
     def advance(self, text: str) -> None:
@@ -101,6 +94,7 @@ class Options:
         tune: search missing configs before a sweep measures.
         peers: measure other packages' variants as well.
         fast: leave out the variants that compile for seconds on their first call.
+        quick: measure ten headline cases of a sweep with their present configs; check and tune nothing else.
         budget_s: most seconds of search per case.
         trials: most configs that a search measures per case.
         check_only: check and time nothing.
@@ -119,6 +113,7 @@ class Options:
     tune: bool = True
     peers: bool = True
     fast: bool = False
+    quick: bool = False
     budget_s: float | None = None
     trials: int | None = None
     check_only: bool = False

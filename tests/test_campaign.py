@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Spoken(Quiet):
         self.kept: list[int] = []
         self.steps: list[str] = []
 
-    def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
+    def stage(self, name: str, total: int, kept: int = 0) -> None:
         self.stages.append((name, total))
         self.kept.append(kept)
 

@@ -1,7 +1,6 @@
 """A sweep with a GPU that is only pretended: what a launch costs that takes its process along, what an interrupted run leaves."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 from bench_jobs import FakeCheck, FakeCompare
-from literal_records import literal
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
-from kerneltune.campaign import measure_live, run_quick, run_sweep
+from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.measuring import compare
 from kerneltune.measuring.compare import CEILING
 from kerneltune.records import Record
@@ -181,7 +179,8 @@ def test_quick_sweep_shows_a_first_table_before_peers_that_compile(
 
     monkeypatch.setattr(campaign, "compare_in_child", compared)
     shown: list[int] = []
-    swept = run_quick(OPS, Selection(str(path)), options, Quiet(), lambda rows: shown.append(len(rows) + len(happened)))
+    quick = replace(options, quick=True)
+    swept = run_sweep(OPS, Selection(str(path)), quick, Quiet(), lambda rows: shown.append(len(rows) + len(happened)))
     own = ("baseline", "pr593", "optimized")
     assert [step[:5] for step in happened] == 2 * [("rmsnorm_bwd", name, *own) for name in ("big", "other")]
     fast, whole = ({*step[2:]} for step in (happened[0], happened[2]))
@@ -366,7 +365,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     steps: list[str] = []
 
     class Spoken(Quiet):
-        def stage(self, name: str, total: int, kept: int = 0, costs: Sequence[float] = ()) -> None:
+        def stage(self, name: str, total: int, kept: int = 0) -> None:
             stages.append((name, total, kept))
 
         def advance(self, text: str) -> None:
@@ -381,28 +380,3 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     assert swept.files == [options.results / "nvidia_h200" / name for name in ("tiny.jsonl", "tiny.md", "tiny.csv")]
     assert records.load(swept.files[0]) == swept.records
     assert not journal.exists()
-
-
-@pytest.mark.usefixtures("an_h200")
-def test_a_sweep_says_where_its_files_rank_otherwise_under_another_policy(
-    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    us = {("baseline", "cold"): 10.0, ("optimized", "cold"): 20.0, ("baseline", "hot"): 20.0, ("optimized", "hot"): 10.0}
-
-    def compared(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
-        op, case, policy = runs[0][0].op, runs[0][0].case, runs[0][0].policy
-        of_case = {"op": op.name, "case": case.name, "axes": dict(case.axes), "options": dict(case.options)}
-        of_run = {"dtype": case.dtype, "quant": case.quant, "policy": policy}
-        names = [task.variant.name for task, _ in runs]
-        return [literal(us[name, policy], variant=name, **of_case, **of_run) for name in names]
-
-    path = tmp_path / "norm.yaml"
-    path.write_text(RMSNORM)
-    monkeypatch.setattr(campaign, "compare_in_child", compared)
-    selection = Selection(str(path), ("rmsnorm_bwd",), cases=("big",), variants=("baseline", "optimized"))
-    cold, hot = (run_sweep(OPS, selection, replace(options, tune=False, policy=policy), Quiet()) for policy in ("cold", "hot"))
-    flips = (
-        "ranks flip in 1 of 1 cases with several policies; baseline is faster than optimized cold, slower hot: big float32 none"
-    )
-    assert (cold.remark, hot.remark) == ("", flips)
-    assert hot.files[1].read_text().endswith(f"\n- {flips}\n")

@@ -293,11 +293,11 @@ def require_writable(folder: Path) -> None:
 
 
 def require_tunable(configs: Path | None, results: Path, exhaustive: bool = False) -> None:
-    """Raise ValueError where a search on this machine could not keep its configs, its trials, itself or a whole space."""
+    """Raise ValueError where a search on this machine could not keep its configs, its trials or a whole space."""
     from kerneltune import device
 
     here = device.current().slug
-    kept = [configs_root(configs) / here, results / "runs" / "trials" / here, results / "runs" / "searches"]
+    kept = [configs_root(configs) / here, results / "runs" / "trials" / here]
     for folder in [*kept, *([results / here / "trials"] if exhaustive else [])]:
         require_writable(folder)
 

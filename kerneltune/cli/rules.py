@@ -1,7 +1,6 @@
 """Define `kerneltune cache observe`, `fit` and `explain`: rules for cases without a config of their own."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,7 @@ from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.cli.files import bench_cases
 from kerneltune.cli.progress import reporter
 from kerneltune.files import data_root
-from kerneltune.spec import Case, Op, Option, Variant
+from kerneltune.spec import Case, Op, Variant
 from kerneltune.table import Column, Row, Table, pairs
 
 if TYPE_CHECKING:
@@ -241,26 +240,10 @@ _SOURCES = {
 def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: str | None) -> Case:
     """Return the bench case of a name, or the case of sizes and options."""
     if "=" in text:
-        pairs_given = [pair.partition("=") for pair in text.split(",")]
-        for name, _, _ in pairs_given:
-            if name not in (*op.axes, *op.options):
-                offered = f"{', '.join(op.axes)}" + (f", or an option: {', '.join(op.options)}" if op.options else "")
-                raise ValueError(f"case: {name!r}: expected a size: {offered}; the type is --dtype, the mode --quant")
-        if missing := set(op.axes) - {name for name, _, _ in pairs_given}:
-            raise ValueError(f"case: {', '.join(sorted(missing))}: not given: expected a size for each of {', '.join(op.axes)}")
-        options = {name: _option(op, name, value) for name, _, value in pairs_given if name in op.options}
-        sizes = [f"{name}={value}" for name, _, value in pairs_given if name not in options]
-        case = o.case_of_sizes(op, sizes, dtype or op.dtypes[0], quant or op.quants[0])
-        return replace(case, options=tuple((dict(case.options) | options).items()))
+        return o.case_of_sizes(op, text.split(","), dtype or op.dtypes[0], quant or op.quants[0], whole=True)
     cases = [case for case in bench_cases(known).get(op.name, []) if dtype in (None, case.dtype) and quant in (None, case.quant)]
     named = {case.name: case for case in reversed(cases)}
     return named[o.choice("case", text, named)]
-
-
-def _option(op: Op, name: str, value: str) -> Option:
-    """Return the value of an option by its text."""
-    offered = {str(one): one for one in op.options[name]}
-    return offered[o.choice(name, value, offered)]
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:

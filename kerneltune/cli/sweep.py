@@ -78,7 +78,7 @@ def command(
     _start_server()
     known = o.load_ops()
     _require_writable(configs, results, check_only, tune and not quick)
-    from kerneltune.campaign import run_quick, run_sweep
+    from kerneltune.campaign import run_sweep
     from kerneltune.reporting.tables import check_table, sweep_table
 
     selection = o.make_selection(known, family, wanted, max_cases)
@@ -86,14 +86,11 @@ def command(
         _show_mutations(known, selection, check_only)
         return
     options = o.make_options(
-        policy, tune=tune and not quick, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
+        policy, tune=tune, quick=quick, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     with reporter() as progress:
-        if quick:
-            swept = run_quick(known, selection, options, progress, _show_first)
-        else:
-            swept = run_sweep(known, selection, options, progress, _show_first)
+        swept = run_sweep(known, selection, options, progress, _show_first)
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
     if folder and not timed:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -47,11 +47,6 @@ class Usage:
     def idle(self) -> float:
         """The fraction of the time in which a GPU waited."""
         return max(0.0, 1.0 - self.busy_s / (self.gpus * self.wall_s)) if self.wall_s > 0 else 0.0
-
-    @property
-    def values(self) -> dict[str, float]:
-        """The usage as JSON."""
-        return {name: round(value, 3) for name, value in (asdict(self) | {"idle": self.idle}).items()}
 
     @property
     def text(self) -> str:

@@ -3,16 +3,13 @@
 A task, a variant on a case, is the unit of work on every GPU: its config is searched, or its whole space is measured.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from kerneltune import cache, device, sweep
-from kerneltune.files import append_lines
 from kerneltune.measuring.check import release_memory
-from kerneltune.measuring.compare import ceiling_task, commit, obstacle
+from kerneltune.measuring.compare import ceiling_task, obstacle
 from kerneltune.run_options import Options, Progress, Selection, wanted_variants
 from kerneltune.search.task import Evaluation, Task, TaskKey, knob_pairs
 from kerneltune.spec import Config, Op
@@ -139,18 +136,9 @@ class TunePlan:
     def summary(
         self, finished: Sequence[tuple[Task, TuningResult]], usage: Usage, device_slug: str, kept: int, progress: Progress
     ) -> TuningSummary:
-        """Return the summary of finished tasks; note the usage of the GPUs and add it to the log of searches.
-
-        Raises:
-            ValueError: the log cannot be written.
-        """
+        """Return the summary of finished tasks, and note the usage of the GPUs."""
         if usage.evaluations:
             progress.note(usage.text)
-            searches = [{**task.identity, **done.usage.values} for task, done in finished if done.usage is not None]
-            run = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "family": sweep.family_name(self.selection.family)}
-            row = {**run, "commit": commit(), **usage.values, "searches": searches}
-            path = results_root(self.options.results) / "runs" / "searches" / f"{device_slug}.jsonl"
-            append_lines(path, (json.dumps(row) + "\n").encode())
         cache.clear()
         stored = [done.entry for _, done in finished if done.entry is not None]
         return TuningSummary(device_slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)

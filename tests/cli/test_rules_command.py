@@ -96,9 +96,9 @@ def test_explain_refuses_sizes_that_no_config_runs(case: str, text: str) -> None
 
 def test_explain_refuses_what_is_no_size_and_a_case_without_all_sizes() -> None:
     given = ("cache", "explain", "rmsnorm_fwd", "--gpu", "nvidia_h200")
-    assert "case: N: not given: expected a size for each of M, N" in refused(*given, "M=5000")
+    assert "N: not given: expected a size for each of M, N" in refused(*given, "M=5000")
     said = refused(*given, "M=5000", "N=5120", "dtype=bf16")
-    assert "case: 'dtype': expected a size: M, N, or an option: zero_centered, fp8_format, row_pad; the type is --dtype" in said
+    assert "axis: 'dtype': expected one of M, N, or an option: zero_centered, fp8_format, row_pad" in said
 
 
 def test_explain_says_that_an_entry_is_stale(configs_dir: Path) -> None:

@@ -212,9 +212,7 @@ def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selecti
     assert run_tune(OPS, selection, replace(options, stale=True), Quiet()).searched == 0  # what is fresh is left alone
 
 
-def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
-    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_says_how_long_the_gpu_waited(selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every trial takes a hundredth of a second, a tenth of which the bench spends on it."""
 
     def trial(self: Bench, _task: Task, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
@@ -225,23 +223,10 @@ def test_a_run_says_how_long_the_gpu_waited_and_keeps_it(
     monkeypatch.setattr(Bench, "trial", trial)
     notes: list[str] = []
     (entry,) = run_tune(OPS, selection, options, Spoken(notes)).entries
-    assert options.results is not None
-    rows = (options.results / "runs" / "searches" / "nvidia_h200.jsonl").read_text().splitlines()
-    (row,) = map(json.loads, rows)
-    (search,) = row["searches"]
-    assert row["family"] == "tiny"  # not the path that was given
-    assert row["evaluations"] == search["evaluations"] == entry.evidence["trials"] > 4
-    assert row["busy_s"] == pytest.approx(0.001 * row["evaluations"])
-    assert 0.9 <= row["idle"] < 0.98
-    assert row["wall_s"] >= 0.01 * row["evaluations"]
-    assert (search["op"], search["axes"], row["commit"]) == (
-        "stream",
-        {"read": 1 << 20, "write": 1 << 20},
-        entry.evidence["commit"],
-    )
     (note,) = notes
+    assert entry.evidence["trials"] > 4
     assert note.startswith("GPU idle for 9")
-    assert note.endswith(f"after the first compiled config, {row['evaluations']} evaluations")
+    assert note.endswith(f"after the first compiled config, {entry.evidence['trials']} evaluations")
     run_tune(OPS, selection, options, Spoken(notes))
     assert len(notes) == 1  # nothing was lacking
 
