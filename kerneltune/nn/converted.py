@@ -27,13 +27,13 @@ from kerneltune.compat import (
     untraced,
 )
 from kerneltune.nn.alignment import ALIGNED, row_major
-from kerneltune.nn.autocast import in_autocast
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.feeding_norm import feeding_norm_forward
 from kerneltune.nn.forward_code import names_in_forward
 from kerneltune.nn.fp8_linear import Fp8Linear
+from kerneltune.nn.fp8_products import in_autocast
 from kerneltune.nn.grouped_linear import GroupedLinear
-from kerneltune.nn.grouped_mm import ExpertWeights, fp8_experts_mm, fp8_grouped_mm, fp8_permuted_mm
+from kerneltune.nn.grouped_mm import ExpertWeights, fp8_grouped_mm, fp8_routed_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens
@@ -94,51 +94,41 @@ class ConvertedProducts(nn.Module):
         Args:
             name: of the parameter behind the weight.
         """
-        how, weight, options = self._prepared(weight, name)
-        try:
-            return fp8_grouped_mm(row_major(in_autocast(rows)), weight, offs, recipe=how, **options)
-        except ValueError as error:
-            raise ValueError(f"{self.module}.{name}: {error}") from None
+        how, w = self._prepared(name, weight)
+        options = {"recipe": how, "weights": w.weights, "amax": w.amax}
+        return self._named(name, fp8_grouped_mm, row_major(in_autocast(rows)), w.b_t, offs, **options)
 
-    def routed(self, tokens: Tensor, weight: Tensor, routing: Routing, name: str) -> Tensor:
-        """Multiply tokens (T, K), copied to their experts, with weight (E, K, N), of either order.
+    def routed(self, tokens: Tensor, weights: Sequence[tuple[str, Tensor]], routing: Routing) -> Tensor:
+        """Multiply tokens (T, K), copied to their experts, with a weight (E, K, N); with a second weight after SwiGLU, if given.
 
         Args:
-            name: of the parameter behind the weight.
+            weights: of either order, each with the name of the parameter behind it; two only where `has_swiglu`.
         """
         if not isinstance(self.recipe, Recipe) or self.recipe.scaling != "tensorwise":
+            ((name, weight),) = weights
             return self.grouped(permute_tokens(in_autocast(tokens), routing), weight, routing.offs, name)
-        how, weight, options = self._prepared(weight, name)
-        try:
-            return fp8_permuted_mm(row_major(in_autocast(tokens)), weight, routing, how, **options)
-        except ValueError as error:
-            raise ValueError(f"{self.module}.{name}: {error}") from None
+        up, *down = [self._prepared(name, weight)[1] for name, weight in weights]
+        names = ", ".join([name for name, _ in weights])
+        return self._named(names, fp8_routed_mm, row_major(in_autocast(tokens)), up, routing, self.recipe, *down)
 
     @property
-    def takes_swiglu(self) -> bool:
-        """Return whether `gated_experts` runs experts by this recipe."""
+    def has_swiglu(self) -> bool:
+        """Return whether experts with SwiGLU run as one function by this recipe."""
         return isinstance(self.recipe, Recipe) and self.recipe.scaling == "tensorwise" and self.recipe.pow2
 
-    def gated_experts(self, tokens: Tensor, up: tuple[str, Tensor], down: tuple[str, Tensor], routing: Routing) -> Tensor:
-        """Send tokens (T, K) through experts: multiply with up (E, K, 2I), gate by SwiGLU, multiply with down (E, I, N).
-
-        Args:
-            up, down: the name of the parameter behind a weight, and the weight, of either order.
-        """
-        (how, w, kept_w), (_, v, kept_v) = (self._prepared(weight, name) for name, weight in (up, down))
-        try:
-            return fp8_experts_mm(
-                row_major(in_autocast(tokens)), ExpertWeights(w, **kept_w), ExpertWeights(v, **kept_v), routing, how
-            )
-        except ValueError as error:
-            raise ValueError(f"{self.module}.{up[0]}, {down[0]}: {error}") from None
-
-    def _prepared(self, weight: Tensor, name: str) -> tuple[Any, Tensor, dict[str, Any]]:
-        """Return the recipe or scaling, the weight in a supported order, and the keyword arguments for its kept casts."""
+    def _prepared(self, name: str, weight: Tensor) -> tuple[Any, ExpertWeights]:
+        """Return the recipe or scaling, and the weight in a supported order with its kept casts."""
         kept: Any = getattr(self, f"{name}_kept")
         how = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
         weight = weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
-        return how, weight, kept.options(weight, how)
+        return how, ExpertWeights(weight, **kept.options(weight, how))
+
+    def _named(self, names: str, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        """Call a product; its ValueError names the module and the parameters."""
+        try:
+            return function(*args, **options)
+        except ValueError as error:
+            raise ValueError(f"{self.module}.{names}: {error}") from None
 
     def batched(self, batches: Tensor, weight: Tensor, name: str) -> Tensor:
         """Multiply batches (E, m, K) with weight (E, K, N)."""
@@ -267,17 +257,15 @@ def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tenso
     up, down = fused_weight_names(module)
     routing = sort_tokens(top_k_index, getattr(module, up).shape[0])
     products: ConvertedProducts = module.fp8
-    has_default_gate = module.has_gate and module.fp8_default_gate and not has_own_gate(module)
-    has_swiglu = has_default_gate and is_plain_silu(module.act_fn)
-    if has_swiglu and not module.has_bias and products.takes_swiglu:
-        weights = (up, _weight_of_products(module, up)), (down, _weight_of_products(module, down))
-        x = products.gated_experts(hidden_states, *weights, routing)
+    is_plain = module.has_gate and module.fp8_default_gate and not has_own_gate(module)
+    has_swiglu = is_plain and is_plain_silu(module.act_fn)
+    weights = [(name, _weight_of_products(module, name)) for name in (up, down)]
+    if has_swiglu and not module.has_bias and products.has_swiglu:
+        x = products.routed(hidden_states, weights, routing)
     else:
-        x = products.routed(hidden_states, _weight_of_products(module, up), routing, up)
-        x = _with_bias(module, up, x, routing.offs)
+        x = _with_bias(module, up, products.routed(hidden_states, weights[:1], routing), routing.offs)
         x = swiglu(x) if has_swiglu else apply_gate(module, x) if module.has_gate else module.act_fn(x)
-        x = products.grouped(x, _weight_of_products(module, down), routing.offs, down)
-        x = _with_bias(module, down, x, routing.offs)
+        x = _with_bias(module, down, products.grouped(x, weights[1][1], routing.offs, down), routing.offs)
     return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
 
 
@@ -288,13 +276,11 @@ def _weight_of_products(module: Any, name: str) -> Tensor:
 
 
 def _with_bias(module: Any, name: str, y: Tensor, offs: Tensor) -> Tensor:
-    return y + _bias_of_rows(module, name, offs, y.shape[0]).to(y.dtype) if module.has_bias else y
-
-
-def _bias_of_rows(module: Any, name: str, offs: Tensor, num_rows: int) -> Tensor:
-    rows = torch.arange(num_rows, device=offs.device, dtype=offs.dtype)
+    if not module.has_bias:
+        return y
+    rows = torch.arange(y.shape[0], device=offs.device, dtype=offs.dtype)
     bias = local_part(getattr(module, f"{name}_bias"))
-    return bias[torch.searchsorted(offs, rows, right=True).clamp_(max=offs.shape[0] - 1)]
+    return y + bias[torch.searchsorted(offs, rows, right=True).clamp_(max=offs.shape[0] - 1)].to(y.dtype)
 
 
 _GROUPED_WEIGHTS = ("w1", "w2", "w3")

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from kerneltune.compat import untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.alignment import ALIGNED
-from kerneltune.nn.autocast import output_dtype
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Operand, cast_product_weights, fp8_product, one_group, wants_gradient
+from kerneltune.nn.fp8_products import Operand, cast_product_weights, fp8_product, one_group, output_dtype, wants_gradient
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe, recipe_of

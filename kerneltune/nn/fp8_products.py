@@ -305,7 +305,7 @@ class _Product(torch.autograd.Function):
         del kept
         dx = _input_gradient(ctx, dy, w, offs, x_dtype) if for_x else None
         if dx is not None:
-            dx = dx.view(ctx.shape) if places is None else torch.ops.kerneltune.moe_add(dx, places, offs)
+            dx = dx.view(ctx.shape) if places is None else torch.ops.kerneltune.moe_combine(dx, places, offs, None)
         dw = _weight_gradient(ctx, dy, x, offs, w_dtype) if for_w else None
         return (dx, dw, dv, *[None] * (11 + ctx.count))
 
@@ -371,3 +371,15 @@ def fp8_product(
 def wants_gradient(t: Tensor) -> bool:
     """Return whether a product that runs now needs a gradient for t."""
     return torch.is_grad_enabled() and t.requires_grad
+
+
+def output_dtype(x: Tensor) -> torch.dtype:
+    """Return the type of a product's result with x: the autocast type, or else x's type."""
+    kind = x.device.type
+    in_region = kind != "meta" and torch.is_autocast_enabled(kind)  # meta has no autocast, and torch raises
+    return torch.get_autocast_dtype(kind) if in_region else x.dtype
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """Return x in the type of the autocast region, or x itself outside of autocast."""
+    return x.to(output_dtype(x))

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from kerneltune.compat import untraced
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights
-from kerneltune.nn.grouped_mm import fp8_grouped_mm
+from kerneltune.nn.grouped_mm import check_operands, fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
-from kerneltune.nn.operands import check_operands
 from kerneltune.nn.recipes import Recipe, recipe_of
 
 _current: Callable[..., Fp8Weights] = untraced(KeptWeights.current)

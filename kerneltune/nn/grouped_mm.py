@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from kerneltune.compat import assert_group_ends, untraced
-from kerneltune.kernel_lib.arguments import check_like, debugging
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, debugging
+from kerneltune.nn.alignment import ALIGNED, is_row_major
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, Operand, cast_product_weights, fp8_product, wants_gradient
-from kerneltune.nn.operands import check_ends, check_operands, check_weights
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.nn.routing import Routing
+from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
 
 _untraced_product: Callable[..., Tensor] = untraced(fp8_product)
 
@@ -63,45 +64,12 @@ def fp8_grouped_mm(
     check_operands(A, B_t, offs, how, out_dtype)
     given = _checked_weights(A, B_t, how, weights, amax)
     if (check_offs or offs.device.type == "cpu") and type(offs) is Tensor and not torch.compiler.is_compiling():
-        check_ends(offs, A.shape[0])
+        _check_ends(offs, A.shape[0])
     elif debugging():
         assert_group_ends(offs, A.shape[0])
     dtype = out_dtype or A.dtype
     multiply = _untraced_product if isinstance(how, DelayedScaling) else fp8_product
     return multiply(A, B_t, how, dtype, routing=(None, None, offs), given=(None, given, None))
-
-
-def fp8_permuted_mm(
-    x: Tensor,
-    B_t: Tensor,
-    routing: Routing,
-    recipe: Recipe,
-    *,
-    weights: Fp8Weights | None = None,
-    amax: Tensor | None = None,
-) -> Tensor:
-    """Multiply each token by the matrices of its experts, in fp8; differentiable once in x and B_t.
-
-    Because one `tensorwise` scale serves all copies of a token, tokens are cast before they are copied to their experts: the copy
-    moves bytes in place of bf16 values, and a K-th of the rows is cast. Where every token has an expert, results have the bits
-    of `fp8_grouped_mm` on `permute_tokens`.
-
-    Args:
-        x: (T, K) bf16, fp16 or fp32, rows contiguous.
-        B_t: (E, K, N) as `fp8_grouped_mm` takes it.
-        routing: of the same tokens.
-        recipe: with tensorwise scaling. The scale covers tokens without an expert, too.
-        weights, amax: as `fp8_grouped_mm` takes them.
-
-    Returns:
-        (T k, N) in the order of `routing`, of x's type.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or device, which it names.
-    """
-    check_operands(x, B_t, routing.offs, recipe)
-    given = _checked_weights(x, B_t, recipe, weights, amax)
-    return fp8_product(x, B_t, recipe, x.dtype, routing=routing, given=(None, given, None))
 
 
 class ExpertWeights(NamedTuple):
@@ -118,18 +86,19 @@ class ExpertWeights(NamedTuple):
     amax: Tensor | None = None
 
 
-def fp8_experts_mm(x: Tensor, up: ExpertWeights, down: ExpertWeights, routing: Routing, recipe: Recipe) -> Tensor:
-    """Send tokens through experts with SwiGLU, in fp8, swiglu(X W) V; differentiable once in x and both b_t.
+def fp8_routed_mm(x: Tensor, up: ExpertWeights, routing: Routing, recipe: Recipe, down: ExpertWeights | None = None) -> Tensor:
+    """Multiply each token by the matrices of its experts, in fp8, x W or swiglu(x W) V; differentiable once in x and both b_t.
 
-    The rows that SwiGLU gates and their gradient are never written in 16 bits. `fp8_permuted_mm`, `swiglu` and `fp8_grouped_mm`
-    in turn give the same results up to a rounding of the gate.
+    Because one `tensorwise` scale serves all copies of a token, tokens are cast before they are copied to their experts: the copy
+    moves bytes in place of bf16 values, and a K-th of the rows is cast. Where every token has an expert, x W has the bits of
+    `fp8_grouped_mm` on `permute_tokens`. The rows that SwiGLU gates and their gradient are never written in 16 bits.
 
     Args:
         x: (T, K) bf16, fp16 or fp32, rows contiguous.
-        up: b_t (E, K, 2I), whose columns hold gate, then up.
-        down: b_t (E, I, N).
+        up: b_t (E, K, N); with `down` (E, K, 2I), whose columns hold gate, then up.
         routing: of the same tokens.
-        recipe: with tensorwise scaling and powers of two. The scale of the tokens covers tokens without an expert, too.
+        recipe: with tensorwise scaling, with `down` of powers of two. The scale covers tokens without an expert, too.
+        down: b_t (E, I, N), or None.
 
     Returns:
         (T k, N) in the order of `routing`, of x's type.
@@ -137,13 +106,16 @@ def fp8_experts_mm(x: Tensor, up: ExpertWeights, down: ExpertWeights, routing: R
     Raises:
         ValueError: a wrong shape, stride, dtype or device, which it names.
     """
-    check_operands(x, up.b_t, routing.offs, recipe, x.dtype)
-    half = x.new_empty((0, up.b_t.shape[2] // 2))
-    if up.b_t.shape[2] % 2 or down.b_t.shape[1] != half.shape[1]:
-        raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {tuple(up.b_t.shape)} and {tuple(down.b_t.shape)}")
-    check_operands(half, down.b_t, routing.offs, recipe, x.dtype)
-    given = [_checked_weights(x, w.b_t, recipe, w.weights, w.amax) for w in (up, down)]
-    return fp8_product(x, up.b_t, recipe, x.dtype, v=down.b_t, routing=routing, given=(None, *given))
+    check_operands(x, up.b_t, routing.offs, recipe)
+    if down is not None:
+        half = x.new_empty((0, up.b_t.shape[2] // 2))
+        if up.b_t.shape[2] % 2 or down.b_t.shape[1] != half.shape[1]:
+            shapes = f"{tuple(up.b_t.shape)} and {tuple(down.b_t.shape)}"
+            raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {shapes}")
+        check_operands(half, down.b_t, routing.offs, recipe)
+    given = [None if w is None else _checked_weights(x, w.b_t, recipe, w.weights, w.amax) for w in (up, down)]
+    v = None if down is None else down.b_t
+    return fp8_product(x, up.b_t, recipe, x.dtype, v=v, routing=routing, given=(None, *given))
 
 
 def _checked_weights(
@@ -155,10 +127,98 @@ def _checked_weights(
         ValueError: weights or amax do not fit.
     """
     if weights is not None:
-        check_weights(weights, B_t, recipe)
+        _check_weights(weights, B_t, recipe)
     elif amax is not None:
         check_like("amax", amax, (B_t.shape[0],), torch.float32, B_t.device)
         is_used = isinstance(recipe, Recipe) and recipe.scaling == "tensorwise" and recipe.pow2 and recipe.keep_weights
         if is_used and wants_gradient(A):
             return cast_product_weights("tensorwise", True, B_t.detach(), True, amax)
     return weights
+
+
+def check_operands(
+    A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype | None = None
+) -> None:
+    """Check the arguments of `fp8_grouped_mm`, except for values on the device.
+
+    Raises:
+        ValueError: a wrong kind of tensor, shape, stride, dtype, device or number of experts, which it names.
+    """
+    for name, t in (("A", A), ("B_t", B_t), ("offs", offs)):
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {t!r}")
+        if hasattr(t, "to_local"):
+            raise ValueError(f"{name} must be a plain tensor, as to_local() of a DTensor is, got {type(t).__name__}")
+    _check_matrices(A, B_t, A.dtype if out_dtype is None else out_dtype)
+    _check_offsets(offs, B_t.shape[0])
+    if A.device != B_t.device or A.device != offs.device:
+        raise ValueError(f"A, B_t and offs must be on one device, got {A.device}, {B_t.device} and {offs.device}")
+    if isinstance(recipe, DelayedScaling):
+        _check_delayed(recipe, A, B_t.shape[0])
+
+
+def _check_matrices(A: Tensor, B_t: Tensor, out_dtype: torch.dtype) -> None:
+    if A.ndim != 2 or B_t.ndim != 3 or A.shape[1] != B_t.shape[1]:
+        raise ValueError(f"fp8_grouped_mm takes A (M, K) and B_t (E, K, N), got {tuple(A.shape)} and {tuple(B_t.shape)}")
+    _, K, N = B_t.shape
+    if K % ALIGNED or N % ALIGNED or not K or not N:
+        raise ValueError(f"K and N must be multiples of {ALIGNED}, got {K=} {N=}")
+    for name, dtype in (("A", A.dtype), ("B_t", B_t.dtype), ("out_dtype", out_dtype)):
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {dtype}")
+    if not is_row_major(A) and not A.is_contiguous():
+        raise ValueError(f"A must be row-major, got strides {A.stride()}")
+    if not B_t.mT.is_contiguous() and not B_t.is_contiguous():
+        raise ValueError(f"B_t must be column-major, strides {(K * N, 1, K)}, or contiguous, got {B_t.stride()}")
+
+
+def _check_offsets(offs: Tensor, E: int) -> None:
+    if tuple(offs.shape) != (E,) or offs.dtype != torch.int32:
+        raise ValueError(f"offs must be ({E},) int32, got {tuple(offs.shape)} {offs.dtype}")
+    if not 1 <= E <= MOST_GROUPS:
+        raise ValueError(f"offs must be of 1 to {MOST_GROUPS} groups, got {tuple(offs.shape)}")
+    if offs.stride(0) != 1:
+        raise ValueError(f"offs must be contiguous, got strides {offs.stride()}")
+
+
+def _check_delayed(recipe: DelayedScaling, A: Tensor, E: int) -> None:
+    if recipe.num_experts != E:
+        raise ValueError(f"recipe must scale {E} experts, got {recipe.num_experts}")
+    if recipe.scales.device != A.device:
+        raise ValueError(f"recipe must be on {A.device} as A is, got {recipe.scales.device}")
+
+
+def _check_ends(offs: Tensor, M: int) -> None:
+    """Check the ends of groups, which waits for the device.
+
+    Raises:
+        ValueError: offs decrease, or are not within 0 and M.
+    """
+    ends = offs.tolist()
+    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > M:
+        shown = str(ends) if len(ends) <= 16 else f"{ends[:8]} … {ends[-8:]}"
+        raise ValueError(f"offs decrease or exceed M: expected ends from 0 to {M} in order, got {shown}")
+
+
+def _check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScaling) -> None:
+    """Check that the weights can be B_t (E, K, N) in fp8 by a recipe.
+
+    Raises:
+        ValueError: another type, or a field of a wrong shape, dtype, device or order.
+    """
+    if not isinstance(weights, Fp8Weights):
+        raise ValueError(f"weights must be Fp8Weights, got {type(weights).__name__}")
+    E, K, N = B_t.shape
+    per_column = isinstance(recipe, Recipe) and recipe.scaling == "rowwise"
+    wanted = {
+        "q": ((E, K, N), torch.float8_e4m3fn),
+        "scale": ((E, N) if per_column else (E,), torch.float32),
+        "q_t": ((E, N, K), torch.float8_e4m3fn),
+        "scale_t": ((E, K) if per_column else (E,), torch.float32),
+    }
+    for name, (shape, dtype) in wanted.items():
+        t = getattr(weights, name)
+        check_like(f"weights.{name}", t, shape, dtype, B_t.device)
+        order, dense = ("column-major", t.mT) if t.ndim == 3 else ("contiguous", t)
+        if not dense.is_contiguous():
+            raise ValueError(f"weights.{name} must be {order}, got strides {t.stride()}")

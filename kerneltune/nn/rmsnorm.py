@@ -123,9 +123,7 @@ def rmsnorm_fwd(
     Without a residual the sum has no elements.
     """
     if not _has_kernels(x):
-        total = x.new_empty(0) if residual is None else (x + residual).contiguous()
-        y, rsigma = _plain_fwd(x if residual is None else total, weight, eps, zero_centered)
-        return y, total, rsigma
+        return _plain_fwd(x, residual, weight, eps, zero_centered)
     if residual is None:
         out = rmsnorm.rmsnorm_fwd(x, weight, eps, zero_centered=zero_centered)
         return out.y, x.new_empty(0), out.rsigma
@@ -150,22 +148,6 @@ def rmsnorm_bwd(
     return dx, x.new_empty(0) if dgamma is None else dgamma
 
 
-@rmsnorm_fwd.register_fake
-def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x.new_empty(0 if residual is None else x.shape)
-    return x.new_empty(x.shape), total, x.new_empty(x.shape[:1], dtype=torch.float32)
-
-
-@rmsnorm_bwd.register_fake
-def _(
-    dz: Tensor, dtotal: Tensor | None, x: Tensor, rsigma: Tensor, weight: Tensor | None, zero_centered: bool, for_weight: bool
-) -> tuple[Tensor, Tensor]:
-    dgamma = x.new_empty(0) if weight is None or not for_weight else weight.new_empty(weight.shape)
-    return x.new_empty(x.shape), dgamma
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, _, ctx.zero_centered = inputs
     _, total, rsigma = output
@@ -185,19 +167,19 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _drsigma: Tens
     return dx, dx if ctx.is_sum else None, dgamma, None, None
 
 
-rmsnorm_fwd.register_autograd(_backward, setup_context=_save)
-
-
 def _has_kernels(x: Tensor) -> bool:
     """Return whether Triton can run on x's device."""
     return x.is_cuda or bool(INTERPRETED)
 
 
-def _plain_fwd(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool) -> tuple[Tensor, Tensor]:
-    x32 = x.float()
+def _plain_fwd(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.new_empty(0) if residual is None else (x + residual).contiguous()
+    x32 = (x if residual is None else total).float()
     rsigma = torch.rsqrt(x32.square().mean(dim=1) + eps)
     y = x32 * rsigma[:, None] * _gamma(weight, zero_centered)
-    return y.to(x.dtype).contiguous(), rsigma
+    return y.to(x.dtype).contiguous(), total, rsigma
 
 
 def _plain_bwd(
@@ -217,6 +199,11 @@ def _gamma(weight: Tensor | None, zero_centered: bool) -> Tensor | float:
     if weight is None:
         return 1.0
     return weight.float() + 1.0 if zero_centered else weight.float()
+
+
+rmsnorm_fwd.register_fake(_plain_fwd)
+rmsnorm_bwd.register_fake(_plain_bwd)
+rmsnorm_fwd.register_autograd(_backward, setup_context=_save)
 
 
 def _check(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, residual: Tensor | None) -> None:

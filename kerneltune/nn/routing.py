@@ -79,10 +79,7 @@ def unpermute_tokens(y: Tensor, routing: Routing, weights: Tensor | None = None)
     T, K = routing.places.shape
     if y.ndim != 2 or y.shape[0] != T * K:
         raise ValueError(f"y must be ({T * K}, H) as the routing of {T} tokens with {K} choices has it, got {tuple(y.shape)}")
-    if weights is None:
-        out: Tensor = _add(_rows(y), routing.places, routing.offs)
-    else:
-        out = _combine(_rows(y), routing.places, routing.offs, weights.contiguous())
+    out: Tensor = combine(_rows(y), routing.places, routing.offs, None if weights is None else weights.contiguous())
     return out
 
 
@@ -90,23 +87,14 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.ndim != 2 else row_major(x)
 
 
-@custom_op("kerneltune::moe_add")
-def _add(y: Tensor, places: Tensor, offs: Tensor) -> Tensor:
-    return moe_routing.moe_unpermute(y, places)
-
-
-@_add.register_fake
-def _(y: Tensor, places: Tensor, offs: Tensor) -> Tensor:
-    return y.new_empty((places.shape[0], y.shape[1]))
-
-
 @custom_op("kerneltune::moe_combine")
-def _combine(y: Tensor, places: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
+def combine(y: Tensor, places: Tensor, offs: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum the rows of each token's experts; `moe_unpermute` with the ends of groups, which the backward pass needs."""
     return moe_routing.moe_unpermute(y, places, weights)
 
 
-@_combine.register_fake
-def _(y: Tensor, places: Tensor, offs: Tensor, weights: Tensor) -> Tensor:
+@combine.register_fake
+def _(y: Tensor, places: Tensor, offs: Tensor, weights: Tensor | None) -> Tensor:
     return y.new_empty((places.shape[0], y.shape[1]))
 
 
@@ -115,25 +103,21 @@ def _save_index(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _permute_backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-    places, offs = ctx.saved_tensors
-    return _add(_rows(dy), places, offs), None, None
-
-
-def _add_backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-    places, offs = ctx.saved_tensors
-    return torch.ops.kerneltune.moe_permute(_rows(dout), places, offs), None, None
+    return combine(_rows(dy), *ctx.saved_tensors, None), None, None
 
 
 def _save_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    y, places, offs, weights = inputs
+    ctx.save_for_backward(None if weights is None else y, places, offs, weights)
 
 
-def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, Tensor]:
+def _combine_backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, Tensor | None]:
     y, places, offs, weights = ctx.saved_tensors
+    if weights is None:
+        return torch.ops.kerneltune.moe_permute(_rows(dout), places, offs), None, None, None
     dy, dweights = torch.ops.kerneltune.moe_unpermute_bwd(_rows(dout), y, places, weights, offs)
     return dy, None, None, dweights
 
 
 torch.library.register_autograd("kerneltune::moe_permute", _permute_backward, setup_context=_save_index)
-_add.register_autograd(_add_backward, setup_context=_save_index)
-_combine.register_autograd(_combine_backward, setup_context=_save_all)
+combine.register_autograd(_combine_backward, setup_context=_save_all)

@@ -8,7 +8,7 @@ import torch
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn import Recipe, fp8_grouped_mm, sort_tokens
 from kerneltune.nn.fp8_products import cast_weights
-from kerneltune.nn.grouped_mm import ExpertWeights, fp8_experts_mm, fp8_permuted_mm
+from kerneltune.nn.grouped_mm import ExpertWeights, fp8_routed_mm
 from kerneltune.nn.routing import Routing
 from kerneltune.nn.swiglu import swiglu
 
@@ -36,12 +36,12 @@ def step(experts: Experts, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def as_one(routing: Routing, recipe: Recipe = TENSORWISE) -> Experts:
-    return lambda x, up, down: fp8_experts_mm(x, ExpertWeights(up), ExpertWeights(down), routing, recipe)
+    return lambda x, up, down: fp8_routed_mm(x, ExpertWeights(up), routing, recipe, ExpertWeights(down))
 
 
 def by_parts(routing: Routing, recipe: Recipe = TENSORWISE) -> Experts:
     def run(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        return fp8_grouped_mm(swiglu(fp8_permuted_mm(x, up, routing, recipe)), down, routing.offs, recipe=recipe)
+        return fp8_grouped_mm(swiglu(fp8_routed_mm(x, ExpertWeights(up), routing, recipe)), down, routing.offs, recipe=recipe)
 
     return run
 
@@ -79,7 +79,8 @@ def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
         def run(
             x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, options: list[dict[str, object]] = options
         ) -> torch.Tensor:
-            return fp8_experts_mm(x, ExpertWeights(up, **options[0]), ExpertWeights(down, **options[1]), routing, TENSORWISE)  # type: ignore[arg-type]
+            first, second = (ExpertWeights(w, **given) for w, given in zip((up, down), options, strict=True))  # type: ignore[arg-type]
+            return fp8_routed_mm(x, first, routing, TENSORWISE, second)
 
         for a, b in zip(step(run, tensors), want, strict=True):
             assert torch.equal(a, b)
