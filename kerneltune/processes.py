@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from types import FrameType, TracebackType
@@ -50,26 +51,43 @@ if sys.platform == "linux":
 """
 
 
-def in_fresh_processes(
-    count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S, first: Callable[[], Any] | None = None
-) -> Iterator[T]:
-    """Return what `work(*args)` returns in `count` processes; both are pickled. Only one process runs at a time.
+def start(
+    work: Callable[..., Any],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
+    is_fresh: bool = False,
+    is_daemon: bool = False,
+) -> tuple[BaseProcess, Connection]:
+    """Start a process that calls `work(pipe, *arguments)`, and return the process with the other end of the pipe.
 
-    first: called in each, before what `work` needs is imported.
+    Args:
+        work: importable function.
+        arguments: arguments that can be pickled.
+        environment: `os.environ` of the process; None for that of this process.
+        is_fresh: the process imports everything anew; otherwise it is forked from the server.
+        is_daemon: the process has no children of its own, and need not be waited for.
+    """
+    context: Any = multiprocessing.get_context("spawn") if is_fresh else fast_context()
+    pipe, theirs = context.Pipe()
+    of_process = dict(os.environ if environment is None else environment)
+    process = context.Process(target=in_environment, args=(of_process, work, theirs, *arguments), daemon=is_daemon)
+    process.start()
+    theirs.close()
+    return process, pipe
+
+
+def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S) -> Iterator[T]:
+    """Return what `work(*args)` returns in `count` processes; both are pickled. Only one process runs at a time.
 
     Raises:
         ValueError: a process crashed or took longer than `timeout_s`. What `work` raises is raised here.
     """
-    context = multiprocessing.get_context("spawn")
     for number in range(1, count + 1):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_answer, args=(sender, first, work, args))  # no daemon: it may have children
-        process.start()
-        sender.close()
+        process, pipe = start(_answer, work, args, is_fresh=True)
         try:
-            if not receiver.poll(timeout_s):
+            if not pipe.poll(timeout_s):
                 raise ValueError(f"process {number} of {count} took longer than {timeout_s:g} s")
-            result, error = receiver.recv()
+            result, error = pipe.recv()
             process.join(_EXIT_GRACE_S)
         except EOFError:
             process.join()
@@ -80,6 +98,22 @@ def in_fresh_processes(
         if error is not None:
             raise error
         yield result
+
+
+def git(folder: Path, *arguments: str) -> bytes:
+    """Return the output of git in a folder. Git has a session of its own, because Ctrl-C would end it half-way.
+
+    Raises:
+        ValueError: git is not installed, or git fails; the message is one line.
+    """
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, start_new_session=True)
+    except OSError as error:
+        raise ValueError(f"git cannot be run: {error.strerror}") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ValueError(f"git says: {lines[-1] if lines else 'nothing'}")
+    return done.stdout
 
 
 def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
@@ -103,18 +137,15 @@ def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[st
     return subprocess.CompletedProcess(command, process.returncode, None, errors)
 
 
-def _answer(sender: Connection, first: Callable[[], Any] | None, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _answer(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """Send what `work(*args)` returns or raises; Ctrl-C is the parent's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _leave_with_parent()
     answer: tuple[Any, Exception | None]
     try:
-        if first is not None:
-            first()
         answer = work(*args), None
     except Exception as error:  # raised again by `in_fresh_processes`
         answer = None, error
-    sender.send(answer)
+    pipe.send(answer)
 
 
 def _leave_with_parent() -> None:

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,10 +31,6 @@ def test_every_process_is_another_and_errors_come_through(tmp_path: Path) -> Non
         list(in_fresh_processes(2, os._exit, 7))
     with pytest.raises(FileNotFoundError):
         list(in_fresh_processes(1, os.rmdir, str(tmp_path / "none")))
-
-
-def test_what_a_process_does_first_is_done_before_its_work(tmp_path: Path) -> None:
-    assert list(in_fresh_processes(1, os.getcwd, first=partial(os.chdir, tmp_path))) == [str(tmp_path)]
 
 
 SERVED = """

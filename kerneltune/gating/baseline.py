@@ -3,9 +3,9 @@
 This module judges nothing.
 """
 
-import subprocess
 from pathlib import Path
 
+from kerneltune.processes import git
 from kerneltune.records import Record, load, parse
 
 SUFFIX = ".jsonl"
@@ -30,7 +30,7 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
     if not revision or revision.startswith("-") or not folder.is_dir():
         raise ValueError(f"baseline: {name!r}: expected a {SUFFIX} file, or a git revision that has {counterpart}")
     try:
-        data = _git(folder, "cat-file", "blob", f"{revision}:{inside}")
+        data = git(folder, "cat-file", "blob", f"{revision}:{inside}")
     except ValueError as error:
         raise ValueError(f"baseline: {name!r}: no such file, and {error}") from error
     return parse(data, f"{revision}:{inside}")
@@ -39,18 +39,3 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
 def is_file_name(name: str) -> bool:
     """Return whether `name` means a file rather than a revision; the file need not exist."""
     return Path(name).exists() or (name.endswith(SUFFIX) and ":" not in name)
-
-
-def _git(folder: Path, *arguments: str) -> bytes:
-    """Return the output of git in a folder.
-
-    Raises:
-        ValueError: git is not installed, or git fails.
-    """
-    try:
-        return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True).stdout
-    except OSError as error:
-        raise ValueError(f"git cannot be run: {error.strerror}") from error
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.decode(errors="replace").strip().splitlines()
-        raise ValueError(f"git says: {lines[0] if lines else 'nothing'}") from error

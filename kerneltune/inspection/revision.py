@@ -5,7 +5,6 @@ the next check-out removes both.
 """
 
 import os
-import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from threading import Lock
 
 from kerneltune.files import data_root
 from kerneltune.inspection.static import Survey, load
-from kerneltune.processes import PREFIX, held_folder, is_abandoned, run_bound
+from kerneltune.processes import PREFIX, git, held_folder, is_abandoned, run_bound
 
 _LIST_OF_TREES = Lock()
 """Lock for git's list of work trees: git removes the list's folder along with the last entry."""
@@ -89,12 +88,7 @@ def inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -
 
 
 def _git(checkout: Path, *arguments: str, what: str) -> str:
-    """Run git in a new session, so that Ctrl-C in a terminal does not end git half-way."""
-    command = ["git", "-C", str(checkout), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, start_new_session=True)
-    except FileNotFoundError:
-        raise ValueError(f"{what}: git is not installed") from None
-    if done.returncode:
-        raise ValueError(f"{what}: {(done.stderr.strip().splitlines() or ['in ' + str(checkout)])[-1]}")
-    return done.stdout.strip()
+        return git(checkout, *arguments).decode().strip()
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error

@@ -6,7 +6,6 @@ The module chooses no config and prints nothing.
 import contextlib
 import functools
 import os
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -20,6 +19,7 @@ from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import CaseError, Checker, OutOfMemory, affordable, broken_context, host_free_bytes
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
+from kerneltune.processes import git
 from kerneltune.records import Record, Status, rounded
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
@@ -324,14 +324,10 @@ def commit(root: Path = Path(__file__).parents[2]) -> str:
     Args:
         root: the folder that holds the package.
     """
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", root, *arguments], capture_output=True, text=True, check=True).stdout.strip()
-
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        top, head = git("rev-parse", "--show-toplevel", "--short", "HEAD").splitlines()
+    with contextlib.suppress(ValueError):  # no git, or no checkout
+        top, head = git(root, "rev-parse", "--show-toplevel", "--short", "HEAD").decode().splitlines()
         if Path(top) == root.resolve():
-            return head + ("+" if git("status", "--porcelain", "kerneltune") else "")
+            return head + ("+" if git(root, "status", "--porcelain", "kerneltune") else "")
     archived = root / ".git_archival.txt"
     node = archived.read_text().strip() if archived.exists() else ""
     return "unknown" if not node or "$" in node else node

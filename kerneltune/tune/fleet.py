@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from kerneltune import device
-from kerneltune.processes import fast_context, in_environment
+from kerneltune.processes import start
 from kerneltune.run_options import Options, Progress, Selection, load_plan, require_gpu, wanted_variants
 from kerneltune.search.task import Task, TaskKey
 from kerneltune.spec import Op
@@ -66,14 +66,9 @@ class GpuProcess:
 
     def __init__(self, gpu: str, arguments: Sequence[Any], target: Serve) -> None:
         """Start the process; `gpu` is the GPU in the form of CUDA_VISIBLE_DEVICES."""
-        context = fast_context()
-        self.pipe, theirs = context.Pipe()
         self.task: Task | None = None
         self.is_ready = False
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-        self._process = context.Process(target=in_environment, args=(environment, target, theirs, *arguments))
-        self._process.start()
-        theirs.close()
+        self._process, self.pipe = start(target, *arguments, environment=os.environ | {"CUDA_VISIBLE_DEVICES": gpu})
 
     def stop(self, is_dead: bool = False) -> int | None:
         """End the process, by force unless it is dead or waits for a task; return its exit code."""

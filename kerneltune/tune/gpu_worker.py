@@ -23,7 +23,7 @@ from kerneltune.measuring.check import CaseError, Checker, OutOfMemory, affordab
 from kerneltune.measuring.compare import CEILING, Compared, Untimed, compared_records, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
-from kerneltune.processes import fast_context, in_environment
+from kerneltune.processes import start
 from kerneltune.records import Record
 from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.spec import Config
@@ -293,15 +293,9 @@ class GpuWorker:
             self._holds_tensors = False
 
     def _start(self) -> None:
-        context = fast_context()
         with self._lock:
             self._refuse_if_closed()
-            pipe, theirs = context.Pipe()
-            arguments = (dict(os.environ), _serve, theirs, self._make, self._cores)
-            child = context.Process(target=in_environment, args=arguments, daemon=True)
-            child.start()
-            self.child, self._pipe = child, pipe
-        theirs.close()
+            self.child, self._pipe = start(_serve, self._make, self._cores, is_daemon=True)
         self.started += 1
 
     def _refuse_if_closed(self) -> None:
