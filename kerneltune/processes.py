@@ -130,7 +130,7 @@ def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[st
                           start_new_session=True) as process:  # fmt: skip
         try:
             _, errors = process.communicate()
-        except BaseException:
+        except BaseException:  # an interrupt as well
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise

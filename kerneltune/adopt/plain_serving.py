@@ -60,7 +60,7 @@ class PlainServer:
                 return original(kernel, *args, **kwargs)
             try:
                 return original(kernel, *args, **{**kwargs, **served.options})
-            except Exception as error:
+            except Exception as error:  # Triton's launch errors share no type
                 if not program.is_launch_failure(error):
                     raise
                 self._server.say(f"{state.name}: {served.options} fail here ({type(error).__name__}): the program's options")

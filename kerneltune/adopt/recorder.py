@@ -310,7 +310,7 @@ class Recorder:
             config = known.configs[0]
             try:
                 return self._launch_config(autotuner, known, config, args, kwargs)
-            except Exception as error:
+            except Exception as error:  # Triton's launch errors share no type
                 if not program.is_launch_failure(error) or len(known.configs) == 1:
                     raise
                 known.configs.pop(0)

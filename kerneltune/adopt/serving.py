@@ -224,7 +224,7 @@ class Server:
                 autotuner.best_config = served.config
                 try:
                     return autotuner.fn.run(*args, **kwargs, **served.options)
-                except Exception as error:
+                except Exception as error:  # Triton's launch errors share no type
                     if not served.fallbacks or not program.is_launch_failure(error):
                         raise
                     self._fall_back(autotuner, served, error)
@@ -257,7 +257,7 @@ class Server:
         """
         try:
             return self._kernel_of(autotuner, is_early)
-        except Exception as error:
+        except Exception as error:  # a damaged table must not end the user's program
             if self.manifest or self.miss == "error":
                 raise
             self.say(f"{kernel_name(autotuner).text}: not served: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
