@@ -85,9 +85,6 @@ def run_sweep(
         progress: observer of every step.
         first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
             variants that compile for seconds; not called when an interrupted run continues.
-
-    Raises:
-        ValueError: the input is bad, there is nothing to do, or a folder cannot be written.
     """
     with _campaign(ops, selection, options, progress) as campaign:
         plan = campaign.plan
@@ -119,11 +116,7 @@ def run_sweep(
 
 
 def mutate_outputs(ops: Mapping[str, Op], selection: Selection) -> list[MutationReport]:
-    """Perturb the outputs of each operator's first own variant on its check cases, and let its `compare` judge them.
-
-    Raises:
-        ValueError: the input is bad, there is no check case, or a variant fails its check without a perturbation.
-    """
+    """Perturb the outputs of each operator's first own variant on its check cases, and let its `compare` judge them."""
     plan = load_plan(ops, selection)
     cases: dict[str, list[Case]] = {}
     for entry in filter(selection.takes, plan.check):
@@ -147,11 +140,7 @@ def measure_live(
     command: str,
     keys: Collection[Key] | None = None,
 ) -> list[Record]:
-    """Measure the selected variants, interleaved, on the selected bench cases; `keys`, if given, restricts the cases further.
-
-    Raises:
-        ValueError: `command` has no GPU, or the input is bad.
-    """
+    """Measure the selected variants, interleaved, on the selected bench cases; `keys`, if given, restricts the cases further."""
     require_gpu(command)
     with _campaign(ops, selection, options, progress) as campaign:
         entries = [entry for entry in campaign.plan.bench if selection.takes(entry)]
@@ -177,9 +166,6 @@ def measure_again(
         options: the settings of the run.
         progress: observer of every step.
         until: time of the monotonic clock in s; after it, no further case begins.
-
-    Raises:
-        ValueError: a folder cannot be written.
     """
     found: list[Record] = []
     done, total = 0, sum(len(entries) for _, entries in batches)
@@ -256,9 +242,6 @@ class _Campaign:
         """Return the selected check cases: every own variant's default config, and on a GPU covering pairs as well.
 
         A peer is checked when it is measured. If only checks run, the peers that the selection names are included here.
-
-        Raises:
-            ValueError: only checks run, and there is nothing to check.
         """
         with_peers = self.only_checks and self.selection.variants
         cases: dict[str, list[Case]] = {}

@@ -52,22 +52,14 @@ def in_checkout() -> bool:
 
 
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:
-    """Return the content of a regular file; never waits for a pipe.
-
-    Raises:
-        ValueError: `cannot read file: …`: missing, not a regular file, or more than `largest` bytes.
-    """
+    """Return the content of a regular file; never waits for a pipe."""
     with opened(path, largest) as file:
         return file.read(largest + 1)
 
 
 @contextlib.contextmanager
 def opened(path: Path, largest: int = LARGEST) -> Iterator[BinaryIO]:
-    """Open a regular file for reading, line by line or whole; never waits for a pipe.
-
-    Raises:
-        ValueError: `cannot read file: …`: missing, not a regular file, or more than `largest` bytes.
-    """
+    """Open a regular file for reading, line by line or whole; never waits for a pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -84,11 +76,7 @@ def opened(path: Path, largest: int = LARGEST) -> Iterator[BinaryIO]:
 
 
 def read_text(path: Path, largest: int = LARGEST) -> str:
-    """Return the content of a regular file as UTF-8.
-
-    Raises:
-        ValueError: `cannot read file: …`.
-    """
+    """Return the content of a regular file as UTF-8."""
     try:
         return read_bytes(path, largest).decode()
     except UnicodeDecodeError as error:
@@ -96,11 +84,7 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
 
 
 def decode(data: bytes | str, schema: type[T]) -> T:
-    """Return the value of a JSON text that fits a msgspec schema.
-
-    Raises:
-        ValueError: `field: value: expected …`, or `JSON: …` for a text that is no JSON.
-    """
+    """Return the value of a JSON text that fits a msgspec schema."""
     try:
         return msgspec.json.decode(data, type=schema)
     except msgspec.ValidationError as error:
@@ -123,11 +107,7 @@ V = TypeVar("V", bound=Versioned)
 
 
 def decode_versioned(data: bytes | str, kind: type[V], version: int, **expected: str) -> V:
-    """Return the content of a file that has this version and these values of some fields.
-
-    Raises:
-        ValueError: as `decode`; another version, or another value.
-    """
+    """Return the content of a file that has this version and these values of some fields."""
     if (schema := decode(data, Versioned).schema) != version:
         raise bad("schema", schema, repr(version))
     found = decode(data, kind)
@@ -138,11 +118,7 @@ def decode_versioned(data: bytes | str, kind: type[V], version: int, **expected:
 
 
 def checked(values: object, schema: type[T], field: str = "") -> T:
-    """Return plain values as a msgspec schema has them.
-
-    Raises:
-        ValueError: `field: value: expected …`, the field behind `field` and a dot.
-    """
+    """Return plain values as a msgspec schema has them."""
     try:
         return msgspec.convert(values, schema)
     except msgspec.ValidationError as error:
@@ -163,9 +139,6 @@ def replace_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` by way of a new file beside it, flushed to disk; creates the folders.
 
     A symbolic link stays: the file that it names is replaced. Devices and pipes are written directly.
-
-    Raises:
-        ValueError: `cannot write file: …`; the file is as before.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,9 +155,6 @@ def append_lines(path: Path, data: bytes, keep_partial: bool = False) -> None:
 
     Args:
         keep_partial: text behind the last newline, such as a killed process leaves, gets a newline. Else it is cut off.
-
-    Raises:
-        ValueError: `cannot write file: …` (read-only, disk full); the file has the whole lines that it had.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,9 +178,6 @@ def locked(path: Path) -> Iterator[None]:
 
     The lock is `.NAME.lock` beside the file. It ends with the process that holds it. After 2 s of waiting a warning names this
     process.
-
-    Raises:
-        ValueError: `cannot write file: …`: the lock cannot be made.
     """
     lock = path.with_name(f".{path.name}.lock")
     try:

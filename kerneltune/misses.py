@@ -82,11 +82,7 @@ def report(miss: Miss, used: str, free_axes: Sequence[str]) -> None:
 
 
 def _is_strict() -> bool:
-    """Return whether a miss is an error.
-
-    Raises:
-        ValueError: the variable has a value that is neither on nor off.
-    """
+    """Return whether a miss is an error."""
     value = os.environ.get(_STRICT, "")
     strict = _SWITCH.get(value.lower())
     if strict is None:
@@ -116,11 +112,7 @@ def _append(path: Path, miss: Miss) -> None:
 
 
 def read(path: Path) -> list[Miss]:
-    """Load the misses of a log, each once.
-
-    Raises:
-        ValueError: a line with the file, the line number, the field and the value.
-    """
+    """Load the misses of a log, each once."""
     found: dict[Miss, None] = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         try:
@@ -133,11 +125,7 @@ def read(path: Path) -> list[Miss]:
 
 
 def sweep_text(misses: Sequence[Miss]) -> str:
-    """Write the text of a sweep file whose bench cases are the misses, each case once.
-
-    Raises:
-        ValueError: no misses.
-    """
+    """Write the text of a sweep file whose bench cases are the misses, each case once."""
     if not misses:
         raise ValueError("misses: none: nothing to tune")
     lines = ["# Cases that were looked up and not found.", "family: misses"]

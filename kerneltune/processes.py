@@ -77,11 +77,7 @@ def start(
 
 
 def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S) -> Iterator[T]:
-    """Return what `work(*args)` returns in `count` processes; both are pickled. Only one process runs at a time.
-
-    Raises:
-        ValueError: a process crashed or took longer than `timeout_s`. What `work` raises is raised here.
-    """
+    """Return what `work(*args)` returns in `count` processes; both are pickled. Only one process runs at a time."""
     for number in range(1, count + 1):
         process, pipe = start(_answer, work, args, is_fresh=True)
         try:
@@ -101,11 +97,7 @@ def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s
 
 
 def git(folder: Path, *arguments: str) -> bytes:
-    """Return the output of git in a folder. Git has a session of its own, because Ctrl-C would end it half-way.
-
-    Raises:
-        ValueError: git is not installed, or git fails; the message is one line.
-    """
+    """Return the output of git in a folder. Git has a session of its own, because Ctrl-C would end it half-way."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, start_new_session=True)
     except OSError as error:

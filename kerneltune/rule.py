@@ -89,11 +89,7 @@ class Facts:
 
 @lru_cache(maxsize=4096)
 def _factors(expression: str) -> tuple[tuple[bool, str], ...]:
-    """Return (is a divisor, name) of every factor.
-
-    Raises:
-        ValueError: the expression is no product.
-    """
+    """Return (is a divisor, name) of every factor."""
     found = _FACTOR.findall(f"*{expression}")
     if "".join(map("".join, found)) != f"*{expression}":
         raise bad("if", expression, "a product of sizes, such as M*N or M/E")

@@ -109,11 +109,7 @@ def load(path: Path) -> tuple[Rule, ...]:
 
 
 def load_strict(path: Path) -> tuple[Rule, ...]:
-    """Return the rules in a file.
-
-    Raises:
-        ValueError: one line naming the file, the field and the value.
-    """
+    """Return the rules in a file."""
     text = read_text(path, MOST_BYTES)
     try:
         return loads(text, path.stem, path.parent.parent.name)
@@ -136,11 +132,7 @@ class _RuleFile(Versioned):
 
 
 def loads(text: str, op: str, device: str) -> tuple[Rule, ...]:
-    """Return the rules in a file's text.
-
-    Raises:
-        ValueError: one line naming the field and the mistake.
-    """
+    """Return the rules in a file's text."""
     return decode_versioned(text, _RuleFile, SCHEMA, op=op, device=device).rules
 
 

@@ -130,11 +130,7 @@ class Options:
 
     @property
     def search(self) -> Search:
-        """Return the limits of each search.
-
-        Raises:
-            ValueError: a limit is out of range.
-        """
+        """Return the limits of each search."""
         return Search(self.budget_s, self.trials, self.sampler, until_gain=self.until_gain or None)
 
 
@@ -146,12 +142,7 @@ def results_folder(options: Options) -> Path:
 
 
 def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
-    """Load the sweep of a selection's family.
-
-    Raises:
-        ValueError: a family, operator or variant is unknown, the selection has no case, the file is broken, or an operator
-            contradicts itself on a case.
-    """
+    """Load the sweep of a selection's family."""
     for name in selection.ops:
         if name not in ops:
             raise unknown("op", name, ops)
@@ -213,11 +204,7 @@ def resume(journal: Path) -> dict[tuple[Key, str], list[Record]]:
 
 
 def journalled(journal: Path) -> list[Record]:
-    """Load the rows of a journal, except a line that was being written; an empty list without a file.
-
-    Raises:
-        ValueError: the file is broken; the message is one line, `file:line: field: …` or `cannot read file: …`.
-    """
+    """Load the rows of a journal, except a line that was being written; an empty list without a file."""
     if not journal.exists():
         return []
     whole, end, _cut = read_bytes(journal).rpartition(b"\n")

@@ -91,9 +91,6 @@ def find(ops: Mapping[str, Op], selection: Selection, options: Options, gpu: str
         selection: the family, empty for all families, and a part of its cases.
         options: the folders of configs and records, the policy, and whether peers count.
         gpu: the GPU, as its folder is called.
-
-    Raises:
-        ValueError: a broken file of configs or records, or a broken sweep.
     """
     names = [selection.family] if selection.family else sweep.families()
     plans = [sweep.load(sweep.find(name), ops, selection.max_cases) for name in names]
@@ -196,9 +193,6 @@ def refresh(ops: Mapping[str, Op], stale: Stale, selection: Selection, options: 
     Every config is stored and every case recorded at once, so that a run that is interrupted, or ends after `options.budget_s`
     seconds, loses a single case at most; the next run goes on there. Headline cases of all families come first, then cases with
     records, then cases that nobody measured.
-
-    Raises:
-        ValueError: a folder that cannot be written, a broken file, or a GPU that nothing can be compiled for.
     """
     until = math.inf if options.budget_s is None else time.monotonic() + options.budget_s
     renewals = []

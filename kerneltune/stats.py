@@ -49,11 +49,7 @@ class Interval:
 
 
 def median_interval(samples: Samples, seed: int = 0) -> Interval:
-    """Return the median of `samples` (rounds,) and its percentile bootstrap interval.
-
-    Raises:
-        ValueError: no samples.
-    """
+    """Return the median of `samples` (rounds,) and its percentile bootstrap interval."""
     if samples.size == 0:
         raise ValueError("no samples to take a median of")
     rng = np.random.default_rng(seed)
@@ -66,9 +62,6 @@ def ratio_interval(numerator: Samples, denominator: Samples, seed: int = 0) -> I
     """Return the median of numerator / denominator, paired by round, with its interval.
 
     Both samples (rounds,) come from the same interleaved rounds, so what slows a whole round cancels.
-
-    Raises:
-        ValueError: the samples are not paired.
     """
     if numerator.shape != denominator.shape:
         raise ValueError(f"ratio of unpaired samples: {numerator.shape=} {denominator.shape=}")
@@ -117,9 +110,6 @@ def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift |
     """Return the shifts of many rows at once, each (samples of old processes, samples of new processes), a sequence per process.
 
     None where neither run of a row has two processes.
-
-    Raises:
-        ValueError: a run without processes, or a process without samples.
     """
     if not all(old and new and all(map(len, (*old, *new))) for old, new in sides):
         raise ValueError("no samples to take a median of")
@@ -156,9 +146,6 @@ def centre_interval(processes: Sequence[Samples]) -> Interval:
     """Return the geometric mean of the process medians and its interval, resampled by process, then by round.
 
     One process: the median and the interval of its rounds.
-
-    Raises:
-        ValueError: no processes, or a process without samples.
     """
     if len(processes) == 1:
         return median_interval(processes[0])
@@ -206,11 +193,7 @@ def _rank_weights(rounds: int) -> Samples:
 
 
 def deciles(samples: Samples) -> tuple[float, float]:
-    """Return the first and the last decile of `samples` (rounds,), interpolated: p10 and p90 of a record.
-
-    Raises:
-        ValueError: no samples.
-    """
+    """Return the first and the last decile of `samples` (rounds,), interpolated: p10 and p90 of a record."""
     if samples.size == 0:
         raise ValueError("no samples to take deciles of")
     p10, p90 = np.quantile(samples, [0.1, 0.9])

@@ -107,11 +107,7 @@ def _is_own(family: str) -> bool:
 
 
 def family_name(family: str) -> str:
-    """Return the name of a family in records; for a `.yaml` path, return the name in the file.
-
-    Raises:
-        ValueError: the file cannot be read, or has no name.
-    """
+    """Return the name of a family in records; for a `.yaml` path, return the name in the file."""
     if not family.endswith((".yaml", ".yml")):
         return family
     path = find(family)
@@ -119,11 +115,7 @@ def family_name(family: str) -> str:
 
 
 def find(family: str, root: Path | None = None) -> Path:
-    """Find the sweep file of a family: a `.yaml` path itself, else in `sweeps/` here, else in the checkout or package.
-
-    Raises:
-        ValueError: the family has no file; the message names the known families.
-    """
+    """Find the sweep file of a family: a `.yaml` path itself, else in `sweeps/` here, else in the checkout or package."""
     if family.endswith((".yaml", ".yml")):
         if Path(family).is_file():
             return Path(family)
@@ -150,19 +142,12 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
         path: the sweep file.
         ops: operators by name.
         max_cases: most rows of all operators and sections together; a file with more rows is refused before they are built.
-
-    Raises:
-        ValueError: the file has a mistake; the message is one line, `file:line: field: value: expected …`.
     """
     return _Reader(path, ops, max_cases).sweep(_composed(path))
 
 
 def _composed(path: Path) -> yaml.Node:
-    """Return the YAML tree of a file.
-
-    Raises:
-        ValueError: the file cannot be read, is empty, or is no YAML; the message is one line, `file:line: …`.
-    """
+    """Return the YAML tree of a file."""
     data = read_bytes(path, _MAX_BYTES)
     try:
         text = data.decode()

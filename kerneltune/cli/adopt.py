@@ -57,11 +57,7 @@ def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None)
 def tune_folder(
     folder: Path, budget: float | None, share: float | None, widen: bool, force: bool, workers: int | None, dry_run: bool
 ) -> None:
-    """Tune a capture, and show the configs that serving will launch; with `dry_run` only say how many configs there are.
-
-    Raises:
-        ValueError: no capture, no GPU, or an option out of range.
-    """
+    """Tune a capture, and show the configs that serving will launch; with `dry_run` only say how many configs there are."""
     from kerneltune.cli import options
 
     if share is not None and not 0 < share <= 1:
@@ -109,11 +105,7 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
 
 
 def show_capture(folder: Path, to_messages: bool = False) -> None:
-    """Print the table of a capture, on standard error where the program's output must stay as it is.
-
-    Raises:
-        ValueError: the folder holds no capture.
-    """
+    """Print the table of a capture, on standard error where the program's output must stay as it is."""
     from kerneltune.adopt.overview import read_capture
     from kerneltune.cli import console
 

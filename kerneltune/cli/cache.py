@@ -212,11 +212,7 @@ def check(configs: o.Configs = None) -> None:
 
 
 def _fitting(path: Path) -> Iterator["CacheEntry"]:
-    """Yield the entries of a file.
-
-    Raises:
-        ValueError: an entry that does not fit its operator.
-    """
+    """Yield the entries of a file."""
     from kerneltune.cache import load_strict
 
     known = o.load_ops()
@@ -251,11 +247,7 @@ def _require_fit(op: Op, entry: "CacheEntry") -> None:
 
 
 def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:
-    """Return the cache files of an operator and a GPU; of all operators or GPUs where the argument is None.
-
-    Raises:
-        ValueError: no such file exists; the message names the existing files.
-    """
+    """Return the cache files of an operator and a GPU; of all operators or GPUs where the argument is None."""
     files = o.config_files(configs)
     if not files:
         raise ValueError(f"no cached configs in {o.configs_root(configs)}")

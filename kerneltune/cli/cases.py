@@ -30,11 +30,7 @@ def command(model: ModelFile, tokens: Tokens = TOKENS, ep: Ep = 1, batch: Batche
 
 
 def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) -> Path:
-    """Write the sweep of a model beside the runs, and return its path.
-
-    Raises:
-        ValueError: as `text`, or the file cannot be written.
-    """
+    """Write the sweep of a model beside the runs, and return its path."""
     from kerneltune.files import replace_text
 
     made = text(model, tokens, ep, batch)
@@ -45,11 +41,7 @@ def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) ->
 
 
 def text(model: Path, tokens: str, ep: int, batch: str) -> str:
-    """Return the sweep file of a model.
-
-    Raises:
-        ValueError: one line naming the file or option, the field and the value.
-    """
+    """Return the sweep file of a model."""
     from kerneltune.workloads.model_cases import sweep_text
     from kerneltune.workloads.model_config import read
 
@@ -59,11 +51,7 @@ def text(model: Path, tokens: str, ep: int, batch: str) -> str:
 
 
 def _counts(field: str, given: str) -> list[int]:
-    """Parse numbers separated by commas, each once.
-
-    Raises:
-        ValueError: something else.
-    """
+    """Parse numbers separated by commas, each once."""
     parts = given.split(",")
     if not all(re.fullmatch(r"[1-9][0-9]{0,8}", part) and int(part) <= _MOST_TOKENS for part in parts):
         raise ValueError(f"{field}: {given[:60]!r}: expected whole numbers from 1 to {_MOST_TOKENS}, such as {TOKENS}")

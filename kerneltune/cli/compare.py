@@ -137,11 +137,7 @@ def _recorded(source: list[Path] | None, family: str | None, results: Path | Non
 
 
 def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
-    """Return the records of the named files, of a single family if a family is named.
-
-    Raises:
-        ValueError: a file that has no records, or a family that none has.
-    """
+    """Return the records of the named files, of a single family if a family is named."""
     from kerneltune.records import load
     from kerneltune.reporting.naming import by_family
     from kerneltune.sweep import family_name

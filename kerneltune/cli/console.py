@@ -93,11 +93,7 @@ def end_if_failed(records: "Iterable[Record]") -> None:
 
 
 def deliver(text: str, output: Path | None) -> None:
-    """Print `text`, or write it to a file.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Print `text`, or write it to a file."""
     if output is None:
         show(text)
         return
@@ -105,10 +101,6 @@ def deliver(text: str, output: Path | None) -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file as a whole, and say so.
-
-    Raises:
-        ValueError: it cannot be written; what stood there stays.
-    """
+    """Write a file as a whole, and say so."""
     replace_bytes(path, content.encode() if isinstance(content, str) else content)
     note(f"wrote {path}")

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def selected(records: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
-    """Return the records that the options select.
-
-    Raises:
-        ValueError: a name that no record has.
-    """
+    """Return the records that the options select."""
     for field, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
         o.chosen(field, names, (getattr(record, field) for record in records))
     o.matching("variant", wanted.variants, (record.variant for record in records))
@@ -59,11 +55,7 @@ def bench_cases(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "dict[s
 
 
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:
-    """Return the record files of this GPU; without a GPU, return the files of all GPUs and print a remark.
-
-    Raises:
-        ValueError: no file is found.
-    """
+    """Return the record files of this GPU; without a GPU, return the files of all GPUs and print a remark."""
     from kerneltune import device, sweep
 
     root = sweep.recorded_root(results, family)

@@ -144,11 +144,7 @@ def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None
 
 
 def choice(field: str, value: str, known: Collection[str]) -> str:
-    """Return the value if it is known.
-
-    Raises:
-        ValueError: the value is unknown; the message names the known values.
-    """
+    """Return the value if it is known."""
     if value not in known:
         raise unknown(field, value, known)
     return value
@@ -163,21 +159,13 @@ def refuse(expected: str, **given: Any) -> None:
 
 
 def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> list[str]:
-    """Return the values wanted, or all present values if none is wanted.
-
-    Raises:
-        ValueError: a wanted value is not present; the message names the present values.
-    """
+    """Return the values wanted, or all present values if none is wanted."""
     known = list(dict.fromkeys(present))
     return [choice(field, value, known) for value in wanted or known]
 
 
 def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str]) -> list[str]:
-    """Return the values that match a pattern, or all present values if no pattern is given.
-
-    Raises:
-        ValueError: a pattern matches no value; the message names the present values.
-    """
+    """Return the values that match a pattern, or all present values if no pattern is given."""
     known = list(dict.fromkeys(present))
     for pattern in patterns or ():
         if not fnmatch.filter(known, pattern):
@@ -186,11 +174,7 @@ def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str])
 
 
 def percent(field: str, text: str | None) -> float | None:
-    """Return the fraction of a percentage, `1%` or `1`; None for None.
-
-    Raises:
-        ValueError: the text is no percentage between 0 and 100.
-    """
+    """Return the fraction of a percentage, `1%` or `1`; None for None."""
     if text is None:
         return None
     try:
@@ -203,11 +187,7 @@ def percent(field: str, text: str | None) -> float | None:
 
 
 def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return name and values of each text of the form `warps=1,2`.
-
-    Raises:
-        ValueError: a text has another form.
-    """
+    """Return name and values of each text of the form `warps=1,2`."""
     split = []
     for text in given or ():
         name, _, values = text.partition("=")
@@ -218,11 +198,7 @@ def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ..
 
 
 def config_of(variant: Variant, field: str, text: str) -> Any:
-    """Return the config of a JSON text.
-
-    Raises:
-        ValueError: the text is no config of the variant; the message names the option and the value.
-    """
+    """Return the config of a JSON text."""
     from kerneltune.files import decode
 
     try:
@@ -233,11 +209,7 @@ def config_of(variant: Variant, field: str, text: str) -> Any:
 
 
 def results_root(results: Path | None, family: str | None = None) -> Path:
-    """Return the folder of the records, as in `sweep`, for a command that needs the family's sweep file.
-
-    Raises:
-        ValueError: the family does not exist.
-    """
+    """Return the folder of the records, as in `sweep`, for a command that needs the family's sweep file."""
     from kerneltune import sweep
 
     if family is not None:
@@ -277,11 +249,7 @@ def where_configs_serve(configs: Path | None) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Check that a folder can be written, before the work begins.
-
-    Raises:
-        ValueError: nothing can be written into the folder, or it cannot be made.
-    """
+    """Check that a folder can be written, before the work begins."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -303,11 +271,7 @@ def require_tunable(configs: Path | None, results: Path, exhaustive: bool = Fals
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder.
-
-    Raises:
-        ValueError: it cannot be made.
-    """
+    """Make a folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -315,11 +279,7 @@ def make_folder(folder: Path) -> None:
 
 
 def use_plugins(modules: Sequence[str]) -> None:
-    """Load operators of these modules, through the environment, so that subprocesses load them too.
-
-    Raises:
-        ValueError: a .py file that is not there, or neither a .py file nor the name of a module.
-    """
+    """Load operators of these modules, through the environment, so that subprocesses load them too."""
     for name in modules:
         if name.endswith(".py"):
             if not Path(name).is_file():
@@ -396,9 +356,6 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
     """Make the case of sizes and options such as `M=8192`: every other axis is 4096, every other option its default.
 
     whole: refuse a case that lacks a size.
-
-    Raises:
-        ValueError: an axis, option, dtype or quant does not exist, or its value is invalid.
     """
     axes = dict.fromkeys(op.axes, _USUAL_SIZE)
     options = {name: values[0] for name, values in op.options.items()}
@@ -421,11 +378,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
 
 
 def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", max_cases: int | None = None) -> "Selection":
-    """Return the selection with its family, after checking its names.
-
-    Raises:
-        ValueError: a name that no operator knows.
-    """
+    """Return the selection with its family, after checking its names."""
     own = captured_ops().keys() & known.keys() if capture_of(family) else known.keys()
     names = {name: None for name in known if name in own}
     among = [known[choice("op", name, names)] for name in wanted.ops or names]

@@ -247,11 +247,7 @@ def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: 
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:
-    """Return the folder of a GPU: the given GPU, this machine's, or the only folder.
-
-    Raises:
-        ValueError: several folders and no GPU, or an unknown GPU.
-    """
+    """Return the folder of a GPU: the given GPU, this machine's, or the only folder."""
     from kerneltune import device
 
     here = device.current()

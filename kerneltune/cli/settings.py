@@ -26,11 +26,7 @@ class _Settings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def apply() -> None:
-    """Set the environment variables that `[tool.kerneltune]` stands for; variables that are set already win.
-
-    Raises:
-        ValueError: `pyproject.toml: tool.kerneltune.field: value: expected …`.
-    """
+    """Set the environment variables that `[tool.kerneltune]` stands for; variables that are set already win."""
     try:
         settings = checked(_table(), _Settings)
     except ValueError as error:

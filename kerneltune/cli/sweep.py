@@ -116,11 +116,7 @@ def _refresh(
     results: Path | None,
     workers: int | None,
 ) -> None:
-    """List the stale configs and records, and on a GPU measure them again.
-
-    Raises:
-        ValueError: a folder that cannot be written, a broken file, or no GPU whose configs and records are known.
-    """
+    """List the stale configs and records, and on a GPU measure them again."""
     if family and o.capture_of(family):
         raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --stale` takes a capture")
     known = o.load_ops()

@@ -65,9 +65,6 @@ def changes_since(
         gpu: folder of the GPU model in `configs/`.
         arguments_of: (operator, variant) -> arguments of `kerneltune inspect` in the revision.
         progress: observer, told of each compiled variant.
-
-    Raises:
-        ValueError: the checkout or the revision does not exist, or the revision cannot be inspected; the message is one line.
     """
     with checked_out(revision) as tree:
         there, entries = _digests_of(tree), _entries(tree, gpu, {task.op.name for task, _ in runs})

@@ -79,9 +79,6 @@ def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profi
     """Run `command` under ncu, at the GPU's present clocks and with cold caches.
 
     ncu profiles the launches between cudaProfilerStart and cudaProfilerStop, and writes its report into `folder`.
-
-    Raises:
-        ValueError: ncu was refused, failed, took too long, or saw no kernel; the message is one line.
     """
     report = folder / "report.ncu-rep"
     flags = ["--clock-control", "none", "--profile-from-start", "off", "--target-processes", "all", "--import-source", "yes"]

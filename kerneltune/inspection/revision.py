@@ -21,22 +21,14 @@ _TREE = "tree"
 
 
 def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
-    """Return the rows of `kerneltune inspect ARGUMENTS` in the checkout's `revision`, with the configs of that revision.
-
-    Raises:
-        ValueError: the checkout or the revision does not exist, or the revision's `inspect` fails; the message is one line.
-    """
+    """Return the rows of `kerneltune inspect ARGUMENTS` in the checkout's `revision`, with the configs of that revision."""
     with checked_out(revision) as tree:
         return inspected(revision, tree, tree.parent / "rows.json", arguments)
 
 
 @contextmanager
 def checked_out(revision: str) -> Iterator[Path]:
-    """Yield a work tree of the checkout's `revision`, in a temporary folder; remove both afterwards.
-
-    Raises:
-        ValueError: the checkout or the revision does not exist; the message is one line.
-    """
+    """Yield a work tree of the checkout's `revision`, in a temporary folder; remove both afterwards."""
     checkout = data_root("kerneltune").parent
     commit = _git(checkout, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", what=f"{revision!r}: no such revision")
     with _LIST_OF_TREES:
@@ -72,11 +64,7 @@ def _remove(checkout: Path, tree: Path) -> None:
 
 
 def inspected(revision: str, tree: Path, rows: Path, arguments: Sequence[str]) -> Survey:
-    """Return the rows of `kerneltune inspect ARGUMENTS` in the work tree of a revision; the command saves them in `rows`.
-
-    Raises:
-        ValueError: the command fails; the message is one line.
-    """
+    """Return the rows of `kerneltune inspect ARGUMENTS` in the work tree of a revision; the command saves them in `rows`."""
     env = {name: value for name, value in os.environ.items() if name != "KERNELTUNE_CONFIGS"}
     env |= {"TMPDIR": str(tree.parent)}
     code = "from kerneltune.cli import main; main()"

@@ -77,22 +77,14 @@ class _StaticFile(Versioned):
 
 
 def save(path: Path, survey: Survey) -> None:
-    """Write a survey to a file, a line per row.
-
-    Raises:
-        ValueError: the file cannot be written; an earlier file stays as it was.
-    """
+    """Write a survey to a file, a line per row."""
     head = f'{{\n  "schema": {SCHEMA},\n  "triton": {json.dumps(survey.triton)},\n  "rows": [\n'
     rows = ",\n".join("    " + json.dumps(asdict(row), ensure_ascii=False) for row in sorted(survey.rows, key=lambda r: r.key))
     replace_text(path, f"{head}{rows}\n  ]\n}}\n")
 
 
 def load(path: Path) -> Survey:
-    """Read a survey from a file that `save` wrote.
-
-    Raises:
-        ValueError: the file is broken; the message is one line with file, field and mistake.
-    """
+    """Read a survey from a file that `save` wrote."""
     data = read_bytes(path)
     try:
         stored = decode_versioned(data, _StaticFile, SCHEMA)

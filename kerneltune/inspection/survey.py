@@ -25,9 +25,6 @@ def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
         ops: operators.
         root: the folder of the cache; None for the folder that kernels look in, and the packaged files as well.
         gpu: folder of the GPU model in the cache.
-
-    Raises:
-        ValueError: an entry names a variant or knobs that the operator does not have; the message is one line with the file.
     """
     found = []
     for op in ops:
@@ -42,11 +39,7 @@ def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
 
 
 def default_runs(op: Op, cases: Iterable[Case], takes: Callable[[Variant], bool]) -> list[Run]:
-    """Return the default configs of an operator's wanted variants, for the cases that they support.
-
-    Raises:
-        ValueError: a variant has no default config for the sizes of a case.
-    """
+    """Return the default configs of an operator's wanted variants, for the cases that they support."""
     found = []
     for case in cases:
         for variant in op.variants:

@@ -46,11 +46,7 @@ class Sources:
 
 
 def payload(sources: Sources) -> dict[str, Any]:
-    """Return the page's data, ready for JSON.
-
-    Raises:
-        ValueError: no records, or a variant of `pair` that no record has.
-    """
+    """Return the page's data, ready for JSON."""
     everything = newest(sources.records)
     if not everything:
         raise ValueError("no records to report")
@@ -112,9 +108,6 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
     """Return A and B as given, else the defaults.
 
     A is the fastest peer where most cases have a peer, else `baseline`. B is `optimized`, else the variant of most cases.
-
-    Raises:
-        ValueError: a variant that no record has.
     """
     sides = _sides(records)
     variants = [name for name in sides if name != BEST_PEER]

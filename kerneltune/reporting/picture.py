@@ -21,11 +21,7 @@ text { fill: #e4e8ee } .small { fill: #9aa5b5 } .grid { stroke: #303845 } .one {
 
 
 def speedups(families: Mapping[str, Sequence[Comparison]], a: str, b: str, source: str) -> str:
-    """Return the SVG: a line per family from its worst to its best row, and a dot at the geometric mean.
-
-    Raises:
-        ValueError: no row has a speed-up.
-    """
+    """Return the SVG: a line per family from its worst to its best row, and a dot at the geometric mean."""
     speedups_of = {
         family: values for family, rows in families.items() if (values := [r.speedup for r in rows if r.speedup is not None])
     }

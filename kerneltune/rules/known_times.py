@@ -23,9 +23,6 @@ def timed_cases(op: Op, variant: Variant, gpu: str, configs: Path | None, result
     """Return the cases of a variant that have several known times, as calls describe the cases.
 
     A kept trial counts before the evidence of a cached config, which was measured on another day.
-
-    Raises:
-        ValueError: a file cannot be read.
     """
     times: _Times = {}
     for case, knobs, time_us in _kept(op, variant, results, gpu):
@@ -45,11 +42,7 @@ def timed_cases(op: Op, variant: Variant, gpu: str, configs: Path | None, result
 
 
 def timed(op: Op, variant: Variant, gpu: str, results: Path) -> set[tuple[Case, Knobs]]:
-    """Return the cases and knobs that were timed with the present code of a variant.
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
+    """Return the cases and knobs that were timed with the present code of a variant."""
     blocks = read(table_path(results, gpu, op.name))
     ours = [b for b in blocks if (b.variant, b.policy, b.source_hash) == (variant.name, "cold", variant.source_hash)]
     return {(case, knobs) for block in ours for case, knobs, trial in block.rows if trial.status not in _NOT_RUN}

@@ -56,9 +56,6 @@ class Search:
         sampler: sampler of a space that is too large to be enumerated, a name of SAMPLERS.
         seed: seed of everything that is drawn.
         until_gain: end when all untried configs are expected to save less than this fraction of the best time.
-
-    Raises:
-        ValueError: a value is out of range, or the sampler is unknown.
     """
 
     budget_s: float | None = None

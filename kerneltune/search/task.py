@@ -66,9 +66,6 @@ def _named_task(module: str, origin: tuple[Any, ...] | None, op_name: str, varia
     """Find a task by name: the operator in `OP` or `OPS` of its module or of a package that holds the module.
 
     An operator with an origin is made anew by `operators` of its module.
-
-    Raises:
-        ValueError: neither `OP` nor `OPS` of the module, or of a package that holds it, is or has the operator.
     """
     if origin is not None:
         made = {op.name: op for op in importlib.import_module(module).operators(*origin)}

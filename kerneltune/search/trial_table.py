@@ -126,9 +126,6 @@ def add(path: Path, block: TrialBlock) -> None:
     """Add the rows of a block that a file does not have yet; a whole space is added whole.
 
     If the last block of the file is from the same run, the rows extend that block.
-
-    Raises:
-        ValueError: the file cannot be read or written.
     """
     with locked(path):
         blocks = read(path)
@@ -148,11 +145,7 @@ def _software(block: TrialBlock) -> TrialBlock:
 
 
 def write(path: Path, blocks: Sequence[TrialBlock]) -> None:
-    """Write a file; equal blocks give equal bytes.
-
-    Raises:
-        ValueError: the folder cannot be written.
-    """
+    """Write a file; equal blocks give equal bytes."""
     text = io.StringIO()
     for block in blocks:
         case, knobs, _ = block.rows[0]
@@ -176,11 +169,7 @@ def _cells(row: tuple[Case, Knobs, Evaluation]) -> list[Any]:
 
 
 def read(path: Path) -> list[TrialBlock]:
-    """Return the blocks of a file; an empty list without a file.
-
-    Raises:
-        ValueError: one line naming the file, the line, and the mistake.
-    """
+    """Return the blocks of a file; an empty list without a file."""
     if not path.exists():
         return []
     lines = _text(path).splitlines()
@@ -246,11 +235,7 @@ def _is_sound(time_us: float | None, values: Sequence[tuple[str, Any]]) -> bool:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file, decompressed up to the size limit.
-
-    Raises:
-        ValueError: one line naming the file.
-    """
+    """Return the text of a file, decompressed up to the size limit."""
     try:
         with opened(path) as file, gzip.open(file) as unpacked:
             data = unpacked.read(_LARGEST + 1)
@@ -262,10 +247,6 @@ def _text(path: Path) -> str:
 
 
 def whole_spaces(results: Path) -> list[TrialBlock]:
-    """Return the newest measurement of every whole space in a folder of results.
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
+    """Return the newest measurement of every whole space in a folder of results."""
     blocks = (block for path in sorted(results.glob(f"*/trials/*{SUFFIX}")) for block in read(path) if block.default)
     return list({(block.device, block.name): block for block in blocks}.values())

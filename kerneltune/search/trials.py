@@ -85,9 +85,6 @@ class TrialStore:
             path: the journal.
             commit: commit that is kept with every new evaluation.
             fingerprint: source hash, driver and packages. Trials with another fingerprint are not found.
-
-        Raises:
-            ValueError: the file cannot be read, or a line of the file is no trial.
         """
         self._path, self._commit, self._fingerprint = path, commit, fingerprint
         self._found: dict[TaskKey, dict[Knobs, Evaluation]] = {}
@@ -102,11 +99,7 @@ class TrialStore:
         return self._found.get(task.key, {}).get(knob_pairs(config))
 
     def put(self, task: Task, config: Config, evaluation: Evaluation) -> None:
-        """Store an evaluation; it is on disk when this returns.
-
-        Raises:
-            ValueError: the file cannot be written.
-        """
+        """Store an evaluation; it is on disk when this returns."""
         date = evaluation.date or datetime.now(UTC).isoformat(timespec="seconds")
         stored = replace(evaluation, date=date, commit=evaluation.commit or self._commit)
         result = {name: getattr(stored, name) for name in _RESULT}
@@ -157,11 +150,7 @@ class TrialStore:
         return {name: sorted(values, key=choice_order) for name, values in choices.items()}
 
     def refresh(self) -> None:
-        """Read the trials that the file has by now, of other processes as well.
-
-        Raises:
-            ValueError: the file cannot be read, or a line of the file is no trial.
-        """
+        """Read the trials that the file has by now, of other processes as well."""
         self._storage = self._storage or _existing(self._path)
         found = [trial for trial in _trials(self._storage, self._path) if trial.fingerprint == self._fingerprint]
         with self._lock:
@@ -198,11 +187,7 @@ class TrialStore:
 
 
 def latest_fingerprint(path: Path, variant: str) -> Mapping[str, str]:
-    """Return the fingerprint of the newest trial of a variant; empty without a trial.
-
-    Raises:
-        ValueError: the file cannot be read, or a line of the file is no trial.
-    """
+    """Return the fingerprint of the newest trial of a variant; empty without a trial."""
     trials = (trial for trial in history(path) if trial.key.variant == variant)
     newest = max(trials, key=lambda trial: trial.evaluation.date, default=None)
     return newest.fingerprint if newest is not None else {}
@@ -218,9 +203,6 @@ def searches_below(
         cases: operators with cases.
         is_wanted: function that selects variants by name.
         policy: policy of the trials.
-
-    Raises:
-        ValueError: a store cannot be read, or a line of a store is no trial.
     """
     found: dict[str, Searches] = {}
     stores: dict[tuple[str, str], TrialStore] = {}
@@ -238,11 +220,7 @@ def searches_below(
 
 
 def history(path: Path) -> list[Trial]:
-    """Return every trial of a store under any fingerprint; an empty list without a store.
-
-    Raises:
-        ValueError: the file cannot be read, or a line of the file is no trial.
-    """
+    """Return every trial of a store under any fingerprint; an empty list without a store."""
     return list(_trials(_existing(path), path))
 
 
@@ -255,11 +233,7 @@ def _study_name(about: Mapping[str, Any], offered: Mapping[str, Sequence[Any]]) 
 
 
 def _trials(storage: JournalStorage | None, path: Path) -> Iterator[Trial]:
-    """Yield every finished trial of a journal, study by study, in the order of evaluation.
-
-    Raises:
-        ValueError: a study or trial that this package did not write.
-    """
+    """Yield every finished trial of a journal, study by study, in the order of evaluation."""
     if storage is None:
         return
     for study in storage.get_all_studies():
@@ -307,11 +281,7 @@ class _JournalFile(JournalFileBackend):
 
 
 def _existing(path: Path) -> JournalStorage | None:
-    """Return the storage of a journal; None without a file.
-
-    Raises:
-        ValueError: the file cannot be read, is no journal, or was written by a version before 0.1.0.
-    """
+    """Return the storage of a journal; None without a file."""
     if path.exists():
         return _opened(path)
     if (old := path.with_suffix(_OLD_SUFFIX)).is_file():
@@ -320,11 +290,7 @@ def _existing(path: Path) -> JournalStorage | None:
 
 
 def _opened(path: Path) -> JournalStorage:
-    """Return the storage of a journal; create a missing file.
-
-    Raises:
-        ValueError: the file cannot be read, or is no journal; names the line.
-    """
+    """Return the storage of a journal; create a missing file."""
     quiet()
     try:
         return JournalStorage(_JournalFile(path))

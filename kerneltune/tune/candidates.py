@@ -48,9 +48,6 @@ def candidates(task: Task, store: "TrialStore | None" = None) -> list[Config]:
     """Return the default, then the configs of the space, or the neighbour's best configs if the other 16-bit type was searched.
 
     Without a store all configs of the space are candidates.
-
-    Raises:
-        ValueError: the space has no valid config for the case, or contradicts itself.
     """
     space = checked_space(task)
     neighbour = neighbour_dtype(task)
@@ -123,11 +120,7 @@ KnobOverrides = Sequence[tuple[str, tuple[str, ...]]]
 
 
 def widened(variant: Variant, knobs: KnobOverrides) -> Variant:
-    """Return the variant with more values for some knobs of its space. `valid` still applies.
-
-    Raises:
-        ValueError: the variant lacks a knob, or a value has another type.
-    """
+    """Return the variant with more values for some knobs of its space. `valid` still applies."""
     if not knobs:
         return variant
     types = knobs_of_class(variant.config)[0] if variant.config is not None else {}
@@ -152,22 +145,13 @@ def _typed(name: str, text: str, kind: Any) -> Any:
 
 
 def is_supported(task: Task) -> bool:
-    """Return whether the variant supports the case.
-
-    Raises:
-        ValueError: `unsupported` raises.
-    """
+    """Return whether the variant supports the case."""
     with _in_one_line(task):
         return task.variant.unsupported(task.case) is None
 
 
 def checked_space(task: Task) -> list[Config]:
-    """Return the valid configs of a space, each once.
-
-    Raises:
-        ValueError: no config is valid (names the most frequent reason), a knob has no value or the same one twice, knobs and
-            config class disagree, or `space`, `valid`, `default` or `promising` raises.
-    """
+    """Return the valid configs of a space, each once."""
     case, variant = task.case, task.variant
     with _in_one_line(task):
         knobs = variant.space(case)

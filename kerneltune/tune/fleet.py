@@ -98,11 +98,7 @@ class Fleet:
         self.finished: list[tuple[Task, TuningResult]] = []
 
     def run(self, tasks: Sequence[Task]) -> Usage:
-        """Perform tasks, each on one GPU.
-
-        Raises:
-            ValueError: no process is left, or no further process can be started.
-        """
+        """Perform tasks, each on one GPU."""
         self._progress.stage(f"tune on {len(self._gpus)} GPUs", len(tasks))
         queue, began, took_part = deque(tasks), None, set[int]()
         for index in range(len(self._gpus)):
@@ -178,11 +174,7 @@ class Fleet:
 
 
 def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> TuningSummary:
-    """Search the selected bench cases, or measure their whole spaces.
-
-    Raises:
-        ValueError: there is no GPU, the input is wrong, a space contradicts itself, or a folder cannot be written.
-    """
+    """Search the selected bench cases, or measure their whole spaces."""
     loaded = load_plan(ops, selection)
     plan = TunePlan(ops, [entry for entry in loaded.bench if selection.takes(entry)], selection, options)
     for name in dict.fromkeys(entry.op for entry in plan.entries if options.knobs):
@@ -210,11 +202,7 @@ def share_of_cores(index: int, count: int) -> frozenset[int] | None:
 
 
 def visible_gpus(wanted: str) -> list[str]:
-    """Return the GPUs of this host that this process may use, `all` or the first N, in the form of CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        ValueError: there are fewer GPUs, or `wanted` is no number.
-    """
+    """Return the GPUs of this host that this process may use, `all` or the first N, in the form of CUDA_VISIBLE_DEVICES."""
     import torch
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

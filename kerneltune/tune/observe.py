@@ -29,9 +29,6 @@ def observe(asked: Sequence[Asked], options: Options, progress: Progress) -> int
 
     Returns:
         The number of cases that were timed.
-
-    Raises:
-        ValueError: a store or file that cannot be read, or a folder that cannot be written.
     """
     began, names = time.monotonic(), list(dict.fromkeys(task.op.name for task, _ in asked))
     ordered = sorted(asked, key=lambda one: names.index(one[0].op.name))

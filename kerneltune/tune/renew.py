@@ -38,9 +38,6 @@ def renew(ops: Mapping[str, Op], configs: Sequence[StaleConfig], options: Option
     """Time configs of this GPU against their default in interleaved rounds, and store the faster with new evidence.
 
     After `options.budget_s` seconds no further config is timed, and the result ends there.
-
-    Raises:
-        ValueError: a folder cannot be written, or nothing can be compiled for this GPU.
     """
     began, found = time.monotonic(), list[Renewal]()
     progress.stage("time stale configs", len(configs))
@@ -62,11 +59,7 @@ def renew(ops: Mapping[str, Op], configs: Sequence[StaleConfig], options: Option
 
 
 def _runs_of(op: Op, entry: CacheEntry) -> tuple[Task, list[Config]]:
-    """Return the task of an entry, with its config and, if it differs, the default.
-
-    Raises:
-        ValueError: the config cannot run any more.
-    """
+    """Return the task of an entry, with its config and, if it differs, the default."""
     case = entry.as_case
     try:
         variant = op.variant(entry.variant)
@@ -92,11 +85,7 @@ def _later(ops: Mapping[str, Op], configs: Sequence[StaleConfig], over: Collecti
 
 
 def _renewed(session: TuningSession, op: Op, entry: CacheEntry, over: set[TaskKey]) -> CacheEntry:
-    """Return an entry with the faster of its config and the default, and with new evidence.
-
-    Raises:
-        ValueError: the config is wrong now, or cannot be timed.
-    """
+    """Return an entry with the faster of its config and the default, and with new evidence."""
     task, configs = _runs_of(op, entry)
     tuner = session.tuner(task)
     over.add(task.key)

@@ -76,11 +76,7 @@ class TuningSession:
         self._stores: dict[tuple[str, str], TrialStore] = {}
 
     def tuner(self, task: Task) -> Tuner:
-        """Return a tuner of a task that knows the stored trials; `force` forgets transient failures.
-
-        Raises:
-            ValueError: the store cannot be read.
-        """
+        """Return a tuner of a task that knows the stored trials; `force` forgets transient failures."""
         from kerneltune.search.trials import TrialStore  # `__enter__` begins this import
 
         store = self._stores.get((task.op.name, task.variant.name))
@@ -92,11 +88,7 @@ class TuningSession:
         return Tuner(task, store, self.worker, self.queue, self.options.force or bool(self.options.knobs))
 
     def refresh(self) -> None:
-        """Read what other processes have stored by now: trials and configs.
-
-        Raises:
-            ValueError: a store cannot be read.
-        """
+        """Read what other processes have stored by now: trials and configs."""
         cache.clear()
         for store in self._stores.values():
             store.refresh()
@@ -134,11 +126,7 @@ class TuningSession:
         return Usage(now - since, self.worker.busy_since(since), evaluations)
 
     def __enter__(self) -> "TuningSession":
-        """Start the process on the GPU, then the compilers.
-
-        Raises:
-            ValueError: no kernel can be compiled ahead of time for this GPU.
-        """
+        """Start the process on the GPU, then the compilers."""
         with ExitStack() as entered:
             entered.enter_context(self.worker)
             self.worker.begin()  # both processes ask for the driver at the same time, which takes long

@@ -89,9 +89,6 @@ class TunePlan:
 
         A task is searched if the cache lacks its config, or with `stale` if the config is stale. All spaces and config files are
         checked before anything is measured or written.
-
-        Raises:
-            ValueError: a space contradicts itself, or a config file is broken.
         """
         options, tasks = self.options, self._tasks()
         _ = options.search  # raises for limits out of range
@@ -118,9 +115,6 @@ class TunePlan:
         """Return for every case its ceiling task, then its variants on the case as calls look it up; bf16 before other types.
 
         If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
-
-        Raises:
-            ValueError: a variant cannot say whether it supports a case.
         """
         options = self.options
         found: dict[TaskKey, Task] = {}
@@ -145,11 +139,7 @@ class TunePlan:
 
 
 def tune_here(plan: TunePlan, progress: Progress) -> TuningSummary:
-    """Tune on the GPU of this process.
-
-    Raises:
-        ValueError: no kernel can be compiled ahead of time for this GPU, a space contradicts itself, or a config file is broken.
-    """
+    """Tune on the GPU of this process."""
     here = device.current()
     tasks, kept = plan.missing(here.slug, progress)
     if not tasks:
@@ -178,9 +168,6 @@ def perform(session: TuningSession, task: Task, following: Sequence[Task], famil
     """Search a task, or measure its whole space.
 
     `following` are the tasks that this session will probably perform next, in order.
-
-    Raises:
-        ValueError: a space contradicts itself, a store cannot be read, or a folder cannot be written.
     """
     reason = obstacle(task)
     if reason is not None:
@@ -244,11 +231,7 @@ def _whole_space(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str,
 
 
 def keep_space(done: TuningResult, device_slug: str, options: Options) -> TuningResult:
-    """Add a measured space to the kept trials, and return the result with the name of the file.
-
-    Raises:
-        ValueError: the file cannot be read or written.
-    """
+    """Add a measured space to the kept trials, and return the result with the name of the file."""
     if done.space is None:
         return done
     from kerneltune.search.trial_table import add, table_path

@@ -279,9 +279,6 @@ def measure_space(tuner: Tuner, some: Sequence[Config] | None = None) -> dict[Co
     """Evaluate configs in random order with three times the samples of a search; store nothing in the cache.
 
     `some` are the configs; None stands for all valid configs of the space.
-
-    Raises:
-        ValueError: the space has no valid config for the case, or contradicts itself.
     """
     pool = checked_space(tuner.task) if some is None else list(some)
     tuner.samples_per_trial = 3 * SCREEN_SAMPLES
@@ -304,11 +301,7 @@ def _explored(
 
 
 def first_runs(tuner: Tuner, search: Search, root: Path | None) -> Iterator[Run]:
-    """Yield the configs that the search of a case would try first; nothing where the case was searched before.
-
-    Raises:
-        ValueError: the space has no valid config for the case, or contradicts itself.
-    """
+    """Yield the configs that the search of a case would try first; nothing where the case was searched before."""
     pool = _pool(tuner)
     if not _known(tuner, pool):
         feasibility = feasibility_of(tuner.task, tuner.store, pool)
