@@ -14,11 +14,12 @@ from pathlib import Path
 
 from kerneltune import device, records, sweep, table
 from kerneltune.files import replace_text
-from kerneltune.measuring.check import LAUNCH_FAILURE, address_errors
-from kerneltune.measuring.compare import ceiling_task, check_only, make_record, memory_obstacle
+from kerneltune.measuring.check import LAUNCH_FAILURE
+from kerneltune.measuring.compare import ceiling_task, check_only, make_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
+from kerneltune.measuring.further import FurtherCheck, FurtherChecks, check_cost
 from kerneltune.measuring.mutations import MutationReport, mutate
-from kerneltune.measuring.pairs import PairChecker, configs_by_case, covering
+from kerneltune.measuring.pairs import configs_by_case, covering
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
 from kerneltune.run_options import (
@@ -180,41 +181,6 @@ def measure_again(
 
 
 @dataclass(frozen=True, slots=True)
-class _FurtherCheck:
-    """Check more than the default configs, in the interpreter: pairs of config and case, or the addresses of a large case."""
-
-    op: Op
-    cases: tuple[Case, ...]
-    is_of_addresses: bool
-
-    @property
-    def label(self) -> str:
-        """Name the check on one line."""
-        return f"{self.op.name} {self.cases[0].name}, addresses" if self.is_of_addresses else f"{self.op.name}, configs on cases"
-
-    def run(self, variants: Sequence[Variant]) -> tuple[list[tuple[Task, Config, str]], list[str]]:
-        """Return each config that has errors, with its errors on one line, and a line for each variant with checked pairs."""
-        if self.is_of_addresses:
-            (case,) = self.cases
-            chosen = [
-                (Task(self.op, case, v, _CHECK_POLICY), v.default_config(case)) for v in variants if not v.unsupported(case)
-            ]
-            found = [(task, config, address_errors(self.op, case, task.variant, config)) for task, config in chosen]
-            return [(task, config, "; ".join(errors)) for task, config, errors in found if errors], []
-        fitting = [case for case in self.cases if memory_obstacle(self.op, case) is None]
-        checker = PairChecker(self.op, fitting, partial(_check_cost, self.op))
-        failures, lines = [], []
-        for variant in variants:
-            if variant.config is not None:
-                report = checker.check(variant)
-                failures += [
-                    (Task(self.op, case, variant, _CHECK_POLICY), config, text) for config, case, text in report.failures
-                ]
-                lines.append(report.line)
-        return failures, lines
-
-
-@dataclass(frozen=True, slots=True)
 class _Campaign:
     """Run the stages of a sweep; checks and comparisons share a measuring subprocess."""
 
@@ -269,8 +235,8 @@ class _Campaign:
         alone = "bench cases are no checks" if device.current().is_gpu else "bench cases need a GPU"
         return f"no check case among the {bench} selected: {alone}"
 
-    def further_checks(self) -> list[_FurtherCheck]:
-        """Return each operator's check of pairs, and its check of addresses in the largest bench case."""
+    def further_checks(self) -> list[FurtherCheck]:
+        """Return each own variant's check of pairs, and its check of addresses in the largest bench case."""
         cases: dict[str, list[Case]] = {}
         for entry in filter(self.selection.takes, self.plan.check):
             cases.setdefault(entry.op, []).append(entry.case)
@@ -278,10 +244,16 @@ class _Campaign:
         for entry in filter(self.selection.takes, self.plan.bench):
             traffic = self.ops[entry.op].traffic
             largest[entry.op] = max(largest.get(entry.op, entry.case), entry.case, key=lambda case: traffic(case).total)
-        pairs = [_FurtherCheck(self.ops[name], tuple(found), False) for name, found in cases.items()]
-        return pairs + [_FurtherCheck(self.ops[name], (case,), True) for name, case in largest.items()]
+        found = []
+        for of_op, is_of_addresses in ((cases, False), ({name: [case] for name, case in largest.items()}, True)):
+            for op, chosen in ((self.ops[name], tuple(chosen)) for name, chosen in of_op.items()):
+                tasks = [Task(op, chosen[0], v, _CHECK_POLICY) for v in wanted_variants(op, self.selection, self.options)]
+                for task in (task for task in tasks if not task.variant.is_peer):
+                    if not task.variant.unsupported(chosen[0]) if is_of_addresses else task.variant.config is not None:
+                        found.append(FurtherCheck(task, chosen, is_of_addresses))
+        return found
 
-    def check(self, work: Sequence[Runs], further: Sequence[_FurtherCheck] = ()) -> list[Record]:
+    def check(self, work: Sequence[Runs], further: Sequence[FurtherCheck] = ()) -> list[Record]:
         """Check every case, then run the `further` checks; a journal keeps the cases' records until the last case is done."""
         on_gpu, journal = device.current().is_gpu, self.journal("check.journal")
         done = resume(journal)
@@ -293,20 +265,20 @@ class _Campaign:
             compile_ahead(_ours(lacking), target, self.options.workers)
             self.progress.advance("the configs to check")
         self.progress.stage("check", len(work) + len(further), len(work) - len(lacking))
-        found = []
-        for runs, rows in zip(work, known, strict=True):
-            if rows is None:
-                rows = check_only(self.plan.family, runs, partial(check_in_child, self.bench) if on_gpu else None)
-                records.append(journal, rows)
-                self.progress.advance(_label(runs))
-            found += rows
-        journal.unlink(missing_ok=True)
-        for check in further:
-            own = [v for v in wanted_variants(check.op, self.selection, self.options) if not v.is_peer]
-            failures, lines = check.run(own)
-            found += [make_record(self.plan.family, task, config, "failed", reason) for task, config, reason in failures]
-            self.coverage.extend(lines)
-            self.progress.advance(check.label)
+        found, beside = [], FurtherChecks(further)
+        with beside.begun():
+            for runs, rows in zip(work, known, strict=True):
+                if rows is None:
+                    rows = check_only(self.plan.family, runs, partial(check_in_child, self.bench) if on_gpu else None)
+                    records.append(journal, rows)
+                    self.progress.advance(_label(runs))
+                found += rows
+            journal.unlink(missing_ok=True)
+            for checked in beside.finish(self.progress.advance):
+                found += [
+                    make_record(self.plan.family, task, config, "failed", reason) for task, config, reason in checked.failures
+                ]
+                self.coverage.extend(filter(None, [checked.line]))
         self._doubt_references(found)
         return found
 
@@ -415,11 +387,6 @@ def _label(runs: Runs) -> str:
     return f"{task.op.name} {task.case.name} {task.case.dtype} {task.case.quant}"
 
 
-def _check_cost(op: Op, case: Case) -> float:
-    """Estimate the time of a check in the interpreter, in MB of traffic: a constant for the launch, plus the traffic."""
-    return 0.2 + op.traffic(case).total / 1e6
-
-
 def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> list[CompileResult]:
     """Compile all runs on all cores, so that launches find the kernels in Triton's disk cache; return the results in order."""
     with CompilePool(target, workers) as pool:
@@ -434,7 +401,7 @@ def _ours(work: Sequence[Runs]) -> list[Runs]:
 def _covering_configs(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
     """Return the configs of the first covering pairs by case, on average `_CONFIGS_PER_CASE` configs per case."""
     found: dict[Case, list[Config]] = {}
-    pairs = covering(configs_by_case(variant, cases), partial(_check_cost, op))
+    pairs = covering(configs_by_case(variant, cases), partial(check_cost, op))
     for config, case in itertools.islice(pairs, _CONFIGS_PER_CASE * len(cases)):
         found.setdefault(case, []).append(config)
     return found

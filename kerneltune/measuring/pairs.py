@@ -1,15 +1,15 @@
 """Choose and check pairs of config and check case, beside the default config of each case.
 
-First every knob value meets every class of cases: ragged in each axis, wide, tiny, and first. The remaining pairs follow in
-random order.
+First every knob value meets every class of cases, in few pairs. The remaining pairs follow in random order.
 """
 
 import dataclasses
-import itertools
+import heapq
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from kerneltune.measuring.check import CaseError, Checker
@@ -26,7 +26,7 @@ _WIDE = 8
 """A case is wide if its largest axis is at least the largest axis of all cases divided by `_WIDE`."""
 
 
-COVERING_S, FURTHER_S = 8.0, 2.0
+COVERING_S, FURTHER_S = 30.0, 2.0
 """Processor seconds for a variant: the covering pairs end at the first limit, all other pairs begin before the second."""
 _MOST_FAILURES = 3
 """After this many failed pairs, a variant is not checked on further pairs."""
@@ -97,7 +97,7 @@ class PairChecker:
             num_cases=len({case for _config, case in done}),
             num_pairs=len(done),
             num_possible=sum(map(len, configs.values())),
-            unmet=tuple(unmet(configs, self._cost, done)),
+            unmet=tuple(unmet(configs, done)),
             failures=tuple(failures),
         )
 
@@ -111,21 +111,20 @@ class PairChecker:
         return self._checkers[case]
 
 
-def classes(cases: Sequence[Case], cost: Callable[[Case], float]) -> dict[str, list[Case]]:
-    """Return the cases of each class, the cheapest first; the class most likely to show a mistake comes first.
-
-    A class with many cases keeps only the cheap cases: cases that cost at most twice as much as the cheapest case.
-    """
-    with_work = sorted((case for case in cases if _elements(case)), key=cost)
+def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
+    """Return the cases of each class: ragged in an axis, wide, tiny, of a quantisation mode, and the first case."""
+    with_work = [case for case in cases if _elements(case)]
     if not with_work:
         return {}
-    width = max(map(_width, with_work)) / _WIDE
+    width, least = max(map(_width, with_work)) / _WIDE, min(map(_elements, with_work))
     axes = dict.fromkeys(axis for case in with_work for axis, _size in case.axes)
+    modes = dict.fromkeys(case.quant for case in with_work)
     found = {f"ragged {axis}": [case for case in with_work if _is_ragged(case, axis)] for axis in axes}
     found["wide"] = [case for case in with_work if _width(case) >= width]
-    found["tiny"] = [case for case in with_work if _elements(case) == min(map(_elements, with_work))]
-    found["first"] = [next(case for case in cases if case in with_work)]
-    return {name: [case for case in members if cost(case) <= 2 * cost(members[0])] for name, members in found.items() if members}
+    found["tiny"] = [case for case in with_work if _elements(case) == least]
+    found["first"] = with_work[:1]
+    found |= {f"mode {mode}": [case for case in with_work if case.quant == mode] for mode in modes if len(modes) > 1}
+    return {name: members for name, members in found.items() if members}
 
 
 def _is_ragged(case: Case, axis: str) -> bool:
@@ -153,21 +152,37 @@ def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[
 def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], float]) -> Iterator[Pair]:
     """Yield pairs until every knob value has met every class of cases; the default config of each case counts as checked.
 
+    The next pair is the pair with the most values that a class of its case has not met, for its cost.
+
     Args:
         configs: the configs of each case, its default first.
         cost: the cost of a check of a case.
     """
-    shuffle = random.Random(0).shuffle
-    pools: dict[Case, list[Config]] = {}
-    for case, (default, *others) in configs.items():
-        shuffle(others)
-        pools[case] = sorted(others, key=lambda config, default=default: len(values(config) & values(default)))  # type: ignore[misc]
-    rounds = [_of_class(chosen, pools, configs) for chosen in classes(list(configs), cost).values()]
-    seen: set[Pair] = set()
-    for pair in itertools.chain.from_iterable(itertools.zip_longest(*rounds)):
-        if pair is not None and pair not in seen:
-            seen.add(pair)
-            yield pair
+    of_case = _classes_of_case(configs)
+    met: dict[Value, set[str]] = defaultdict(set)
+    for case, found in configs.items():
+        for value in values(found[0]):
+            met[value] |= of_case[case]
+    left = [(config, case) for case, (_default, *rest) in configs.items() if of_case[case] for config in rest]
+    random.Random(0).shuffle(left)
+    heap = [(-math.inf, number) for number in range(len(left))]
+    while heap:
+        _bound, number = heapq.heappop(heap)  # an upper bound: what a pair adds only becomes less
+        config, case = left[number]
+        added = sum(len(of_case[case] - met[value]) for value in values(config))
+        entry = (-added / cost(case), number)
+        if added and heap and entry > heap[0]:
+            heapq.heappush(heap, entry)
+        elif added:
+            for value in values(config):
+                met[value] |= of_case[case]
+            yield config, case
+
+
+def _classes_of_case(configs: Iterable[Case]) -> dict[Case, set[str]]:
+    """Return the names of each case's classes."""
+    found = classes(list(configs))
+    return {case: {name for name, members in found.items() if case in members} for case in configs}
 
 
 def others(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[Pair]:
@@ -177,29 +192,13 @@ def others(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterato
     yield from left
 
 
-def unmet(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], float], done: set[Pair]) -> Iterator[str]:
-    """Yield each class of cases that some knob value has not met."""
-    for name, chosen in classes(list(configs), cost).items():
+def unmet(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[str]:
+    """Yield each class of cases that some knob values have not met, with their number."""
+    for name, chosen in classes(list(configs)).items():
         offered = {value for case in chosen for config in configs[case] for value in values(config)}
         met = {value for config, case in done if case in chosen for value in values(config)}
         if offered - met:
-            yield name
-
-
-def _of_class(
-    chosen: Sequence[Case], pools: Mapping[Case, Sequence[Config]], configs: Mapping[Case, Sequence[Config]]
-) -> Iterator[Pair]:
-    """Yield pairs of a class, the cases in turn, until every knob value has met a case of the class that supports the value."""
-    met = {value for case in chosen for value in values(configs[case][0])}
-    missing = {value for case in chosen for config in pools[case] for value in values(config)} - met
-    turns = list(chosen)
-    while missing and turns:
-        case = turns.pop(0)
-        best = max(pools[case], key=lambda config: len(values(config) & missing), default=None)
-        if best is not None and values(best) & missing:
-            missing -= values(best)
-            turns.append(case)
-            yield best, case
+            yield f"{name} ({len(offered - met)} of {len(offered)} left)"
 
 
 def values(config: Config) -> frozenset[Value]:
