@@ -83,7 +83,7 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
         assert record.reason == ""
         assert [record.time_us, record.gbps, record.ci_low_us, record.ci_high_us, record.n] == [None] * 5
     assert progress.stages == [("check", 4)]
-    assert progress.steps[2:] == ["stream, configs on cases", "stream big, addresses"]
+    assert progress.steps[2:] == ["stream baseline, configs on cases", "stream baseline big, addresses"]
     assert progress.steps[:2] == ["stream odd int32 none", "stream even int32 none"]
 
 
