@@ -21,47 +21,44 @@ _SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_s
 _SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 _RMS = ("rms_norm_eps", "layernorm_rms_eps")
-_RMS_TYPES = ("lfm2", "nanochat", "step3")
-"""Beginnings of model types whose norms are RMSNorm though no field says so."""
 _PARTS = ("attn_config", "ffn_config")
 """Objects inside a file that hold a part of its sizes, as DBRX has them."""
-_LAYER_NORMS = ("phimoe",)
-"""Beginnings of model types whose norms are no RMSNorm though a field says so."""
-_HEAD_NORMS = (
-    "afmoe", "apertus", "doge", "dots1", "exaone4", "exaone_moe", "gemma3", "gemma4", "diffusion_gemma", "glm5", "hunyuan_v1",
-    "hunyuan_vl", "hy_v3", "inkling", "laguna", "lfm2", "mellum", "minimax_m3", "nanochat", "qwen3", "qwen4", "step3", "t5gemma2",
-)  # fmt: skip
-"""Beginnings of model types that normalise queries and keys head by head."""
-_WIDE_NORMS = ("olmo2", "olmo3", "olmoe", "flex_olmo", "olmo_hybrid", "minimax_m2")
-"""Beginnings of model types that normalize all heads together."""
-_ZERO_CENTRED = ("gemma", "diffusion_gemma", "vaultgemma", "t5gemma", "qwen3_next", "qwen3_5", "recurrent_gemma")
-_FUSED = ("phi3", "phi4", "glm4", "glm", "chatglm")
-"""Beginnings of model types whose dense layers hold gate and up in a single matrix."""
-_FUSED_ATTENTION = (
-    "bloom", "chatglm", "codegen", "dbrx", "falcon", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "mpt", "openai-gpt", "persimmon",
-    "phi3", "phi4",
-)  # fmt: skip
-_OWN_EXPERT_WIDTH = ("deepseek", "qwen2_moe", "qwen3", "glm4", "dots1", "ernie4_5_moe", "kimi")
-"""Beginnings of model types whose experts have a width of their own, which the dense width must not stand for."""
-_NOT_FUSED = ("glm4_moe", "glm4v_moe", "glm_moe", "falcon_h1")
-_UNGATED = (
-    "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "fuyu", "gpt", "jais2", "mpt", "nanochat", "nemotron",
-    "openai-gpt", "opt", "persimmon", "phi", "starcoder2", "xglm",
-)  # fmt: skip
-_GATED = ("phi3", "phi4", "phimoe", "falcon_h1", "gpt_oss")
-"""Exceptions from the ungated."""
-_OWN_GATES = ("gpt_oss",)
-"""Beginnings of model types whose gate is no plain product of activation and up."""
-_SHARED_AS_ROUTED = ("llama4",)
-"""Beginnings of model types with a shared expert that no field names; it is as wide as a routed expert."""
-_DENSE_BESIDE = ("longcat",)
-"""Beginnings of model types with dense layers beside the experts of every layer."""
-_ENCODERS = ("bert", "distilbert", "eurobert", "modernbert", "mpnet")
-"""Beginnings of model types that only encode and are refused. Any other encoder has the field `type_vocab_size`."""
-_FOUR_TIMES = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt")
-"""Beginnings of model types whose dense layers are four times as wide as the model unless a field gives the width."""
-_HALF = ("moshi", "recurrent_gemma")
-"""Beginnings of model types whose field holds the width of gate and up together."""
+_TRAITS: Mapping[str, tuple[str, ...]] = {
+    # RMSNorm though no field says so; no RMSNorm though a field says so
+    "rms": ("lfm2", "nanochat", "step3"),
+    "layer norm": ("phimoe",),
+    # queries and keys normalized head by head; all heads together; weights that are added to 1
+    "head norms": (
+        "afmoe", "apertus", "doge", "dots1", "exaone4", "exaone_moe", "gemma3", "gemma4", "diffusion_gemma", "glm5",
+        "hunyuan_v1", "hunyuan_vl", "hy_v3", "inkling", "laguna", "lfm2", "mellum", "minimax_m3", "nanochat", "qwen3", "qwen4",
+        "step3", "t5gemma2",
+    ),
+    "wide norms": ("olmo2", "olmo3", "olmoe", "flex_olmo", "olmo_hybrid", "minimax_m2"),
+    "zero-centered": ("gemma", "diffusion_gemma", "vaultgemma", "t5gemma", "qwen3_next", "qwen3_5", "recurrent_gemma"),
+    # a single matrix for gate and up; for query, key and value
+    "fused mlp": ("phi3", "phi4", "glm4", "glm", "chatglm", "-glm4_moe", "-glm4v_moe", "-glm_moe"),
+    "fused attention": (
+        "bloom", "chatglm", "codegen", "dbrx", "falcon", "-falcon_h1", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "mpt",
+        "openai-gpt", "persimmon", "phi3", "phi4",
+    ),
+    # no gate beside up; a gate that is no plain product of activation and up
+    "ungated": (
+        "apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "-falcon_h1", "fuyu", "gpt", "-gpt_oss", "jais2", "mpt",
+        "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi", "-phi3", "-phi4", "-phimoe", "starcoder2", "xglm",
+    ),
+    "own gate": ("gpt_oss",),
+    # experts of a width that the dense width must not stand for; a shared expert, as wide as a routed expert, that no field names
+    "own expert width": ("deepseek", "qwen2_moe", "qwen3", "glm4", "dots1", "ernie4_5_moe", "kimi"),
+    "shared as routed": ("llama4",),
+    # dense layers beside the experts of every layer; four times as wide as the model unless a field gives the width; a field that
+    # holds the width of gate and up together
+    "dense beside": ("longcat",),
+    "four times": ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt"),
+    "half": ("moshi", "recurrent_gemma"),
+    # models that only encode, which are refused; any other encoder has the field `type_vocab_size`
+    "encoder": ("bert", "distilbert", "eurobert", "modernbert", "mpnet"),
+}  # fmt: skip
+"""Trait -> beginnings of the model types that have it; the longest beginning decides, and `-` excepts types."""
 _RECURRENT = ("linear_num", "mamba_", "ssm_", "lru_", "conv_L_cache", "conv_dim")
 """Beginnings of fields that tell of layers without attention."""
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
@@ -136,7 +133,7 @@ def read(path: Path) -> Model:
         ValueError: one line naming the file, the field and the value.
     """
     fields = _Fields(path, _inner(path, _loaded(path)))
-    if fields.kind.startswith(_ENCODERS) or fields.get("type_vocab_size") is not None:
+    if fields.has("encoder") or fields.get("type_vocab_size") is not None:
         fields.fail("model_type", fields.kind, "a language model that writes text, not an encoder")
     hidden, heads = fields.size(_HIDDEN), fields.size(_HEADS)
     shares_keys = fields.get("multi_query") is True and not fields.get("new_decoder_architecture")
@@ -147,9 +144,9 @@ def read(path: Path) -> Model:
     head_dim = fields.size(_HEAD_DIM, max(1, hidden // heads)) if "kv" not in latents else latents["nope"] + latents["rope"]
     if "kv" not in latents and head_dim * heads != hidden and fields.size(_HEAD_DIM, 0) == 0:
         fields.fail(fields.name_of(_HEADS) or _HEADS[0], heads, f"a divisor of the width {hidden}, or head_dim beside it")
-    is_rms = (fields.name_of(_RMS) is not None or kind.startswith(_RMS_TYPES)) and not kind.startswith(_LAYER_NORMS)
-    per_head = kind.startswith(_HEAD_NORMS) if fields.get("use_qk_norm") is None else bool(fields.get("use_qk_norm"))
-    gated = not kind.startswith(_UNGATED) or kind.startswith(_GATED)
+    is_rms = (fields.name_of(_RMS) is not None or fields.has("rms")) and not fields.has("layer norm")
+    per_head = fields.has("head norms") if fields.get("use_qk_norm") is None else bool(fields.get("use_qk_norm"))
+    gated = not fields.has("ungated")
     activation = fields.get("hidden_act") or fields.get("hidden_activation") or "silu"
     return Model(
         path,
@@ -161,16 +158,16 @@ def read(path: Path) -> Model:
         mlp=_dense_width(fields, experts),
         experts=experts,
         latents=latents,
-        qk_norm="" if not is_rms or latents else "width" if kind.startswith(_WIDE_NORMS) else "head" if per_head else "",
+        qk_norm="" if not is_rms or latents else "width" if fields.has("wide norms") else "head" if per_head else "",
         has_rms_norm=is_rms,
-        zero_centered=kind.startswith(_ZERO_CENTRED),
-        fused_attention=kind.startswith(_FUSED_ATTENTION) and not kind.startswith(_NOT_FUSED),
-        fused_mlp=kind.startswith(_FUSED) and not kind.startswith(_NOT_FUSED),
+        zero_centered=fields.has("zero-centered"),
+        fused_attention=fields.has("fused attention"),
+        fused_mlp=fields.has("fused mlp"),
         gated=gated,
         has_recurrence=any(name.startswith(_RECURRENT) for name in fields.data),
         value_dim=fields.size(("v_head_dim",), head_dim),
         other_heads=() if latents else _other_heads(fields, head_dim, kv_heads),
-        has_swiglu=gated and activation in ("silu", "swish") and not kind.startswith(_OWN_GATES),
+        has_swiglu=gated and activation in ("silu", "swish") and not fields.has("own gate"),
         dtype=_DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), "bfloat16"),
     )
 
@@ -225,6 +222,11 @@ class _Fields:
 
     def get(self, name: str) -> Any:
         return self.data.get(name)
+
+    def has(self, trait: str) -> bool:
+        """Return whether the model's type has a trait."""
+        found = [begin for begin in _TRAITS[trait] if self.kind.startswith(begin.removeprefix("-"))]
+        return bool(found) and not max(found, key=lambda begin: len(begin.removeprefix("-"))).startswith("-")
 
     def name_of(self, names: tuple[str, ...]) -> str | None:
         """Return the first of the names that the file, or else the model's class, has a value for."""
@@ -296,14 +298,14 @@ def _experts(fields: _Fields) -> Experts | None:
     inner = fields.checked(shared, fields.get(shared)) if shared and fields.get(shared) else 0
     if not inner and several:
         inner = width * fields.checked(fields.name_of(_SHARED_COUNT) or "", several)
-    if not inner and fields.kind.startswith(_SHARED_AS_ROUTED):
+    if not inner and fields.has("shared as routed"):
         inner = width
     return Experts(count, width, top_k, counted, wide or _EXPERT_MLP[0], inner)
 
 
 def _has_expert_width(fields: _Fields) -> bool:
     """Return whether the model's class has a field for the width of its experts, so that the dense width is not theirs."""
-    return fields.kind.startswith(_OWN_EXPERT_WIDTH) or any(name in fields.defaults for name in _EXPERT_MLP)
+    return fields.has("own expert width") or any(name in fields.defaults for name in _EXPERT_MLP)
 
 
 def _first(value: Any) -> Any:
@@ -315,15 +317,15 @@ def _dense_width(fields: _Fields, experts: Experts | None) -> int:
     """Return the inner size of dense layers; 0 where every layer has experts of that very field."""
     name = fields.name_of(_MLP)
     if experts is None:
-        if name is None and ("n_inner" in fields.data or fields.kind.startswith(_FOUR_TIMES)):
+        if name is None and ("n_inner" in fields.data or fields.has("four times")):
             return 4 * fields.size(_HIDDEN)
         width = fields.checked(name, _first(fields.get(name))) if name else fields.size(_MLP)
-        return _adjusted(fields, width // 2 if fields.kind.startswith(_HALF) else width)
+        return _adjusted(fields, width // 2 if fields.has("half") else width)
     of_some = ("first_k_dense_replace", "mlp_only_layers", "num_dense_layers", "moe_layer_start_index")
     steps = [fields.get(one) or 1 for one in ("expert_layer_period", "interleave_moe_layer_step")]
     listed = fields.get("mlp_layer_types")
     by_layer = isinstance(listed, list) and "dense" in listed
-    has_dense = by_layer or any(fields.get(one) for one in of_some) or steps != [1, 1] or fields.kind.startswith(_DENSE_BESIDE)
+    has_dense = by_layer or any(fields.get(one) for one in of_some) or steps != [1, 1] or fields.has("dense beside")
     if name is None or not has_dense:
         return 0
     own = "intermediate_size_mlp" if fields.get("intermediate_size_mlp") else name
