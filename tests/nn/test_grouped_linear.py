@@ -2,14 +2,18 @@
 
 import copy
 import io
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 from asserting import every
 from torch.utils.checkpoint import checkpoint
 
+from kerneltune import cache, device
 from kerneltune.compat import preserved_versions
 from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, kept_weights, set_first_microbatch, update_scales
+from kerneltune.ops.fp8_grouped_gemm import gemm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ["tensorwise", "rowwise"]
@@ -391,3 +395,23 @@ def test_a_captured_step_serves_first_and_later_microbatches(recipe: str) -> Non
     skip.zero_()
     graph.replay()
     assert torch.equal(y, fresh(module, x, offs))
+
+
+def test_config_that_is_stored_runs_in_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
+    used: list[gemm.GemmConfig] = []
+    multiply = gemm.multiply_groups
+    monkeypatch.setattr(gemm, "multiply_groups", lambda *args: used.append(args[-1]) or multiply(*args))
+    module = GroupedLinear(2, 64, 48, device=DEVICE, dtype=torch.bfloat16)
+    x, offs = torch.randn(64, 64, device=DEVICE).bfloat16(), torch.tensor([32, 64], dtype=torch.int32, device=DEVICE)
+    want = module(x, offs)
+    config = gemm.GemmConfig("triton", 64, 128, 128, warps=4, stages=3, ctas=2, band=1, run=1, parts=1)
+    entry = {
+        "variant": "optimized", "case": "mine", "dtype": "bfloat16", "quant": "fp8", "policy": "cold", "config": asdict(config),
+        "evidence": {}, "axes": {"M": 64, "N": 48, "K": 64, "E": 2},
+        "options": {"product": "rows", "scales": "rowwise", "groups": "balanced", "values": "normal"},
+    }  # fmt: skip
+    assert used[0] != config
+    cache.store("fp8_grouped_gemm", device.current_slug(), cache.entry_from(entry))
+    assert torch.equal(module(x, offs), want)
+    assert used[1] == config
