@@ -183,8 +183,8 @@ class Setting:
         return tune(tuner, search or Search(), self.root, on_trial)
 
     def cached(self, case: Case = CASE) -> dict[str, Any] | None:
-        hits = cache.candidates("fake", "optimized", device.current().slug, case.axes, case.dtype, "none", (), root=self.root)
-        return hits[0].entry.config if hits and hits[0].exact else None
+        stored = cache.load("fake", device.current().slug, self.root)
+        return next((entry.config for entry in stored if (entry.as_case, entry.policy) == (case, "cold")), None)
 
 
 def evaluated(tuner: Tuner, config: Config, compiled: CompileResult) -> Evaluation:

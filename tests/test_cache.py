@@ -38,8 +38,38 @@ def entry(rows: int = 8192, columns: int = 4096, warps: int = 4, **changes: Any)
     return CacheEntry(**{**values, **changes})
 
 
-def look(root: Path, rows: int, columns: int, dtype: str = "bfloat16", free: tuple[str, ...] = ("M", "N")) -> cache.Hit | None:
-    hits = cache.candidates(OP, "optimized", GPU, axes(rows, columns), dtype, "fp8", OPTIONS, free_axes=free, root=root)
+@dataclass(frozen=True)
+class Knobs:
+    block: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class Hit:
+    """An entry that serves a case: whether it is the case's own, and its distance."""
+
+    entry: CacheEntry
+    exact: bool
+    distance: float
+
+
+def candidates(
+    root: Path,
+    sizes: tuple[tuple[str, int], ...],
+    dtype: str = "bfloat16",
+    options: tuple[tuple[str, Any], ...] = OPTIONS,
+    policy: str = "cold",
+    free_axes: tuple[str, ...] = ("M", "N"),
+    **free: Any,
+) -> list[Hit]:
+    chooser = cache.Chooser(OP, Knobs, lambda *_: None, lambda _: None, free_axes, policy=policy, root=root, **free)
+    case = Case("", sizes, dtype, "fp8", options)
+    own = chooser.own(case, GPU)
+    return [Hit(entry, own is not None and own[0] is entry, apart) for entry, _, apart in chooser.near(case, GPU)]
+
+
+def look(root: Path, rows: int, columns: int, dtype: str = "bfloat16", free: tuple[str, ...] = ("M", "N")) -> Hit | None:
+    hits = candidates(root, axes(rows, columns), dtype, free_axes=free)
     return hits[0] if hits else None
 
 
@@ -96,7 +126,7 @@ def test_exact_then_nearest(tmp_path: Path) -> None:
 def test_ties_go_to_the_larger_size_then_to_the_config_text(tmp_path: Path) -> None:
     for stored in (entry(4096, warps=1), entry(16384, warps=2), entry(8192, 8192, warps=8), entry(8192, 2048, warps=3)):
         cache.store(OP, GPU, stored, tmp_path)
-    hits = cache.candidates(OP, "optimized", GPU, axes(8192, 4096), "bfloat16", "fp8", OPTIONS, "cold", ("M", "N"), tmp_path)
+    hits = candidates(tmp_path, axes(8192, 4096))
     assert [hit.entry.config["warps"] for hit in hits] == [2, 8, 1, 3]
 
 
@@ -127,8 +157,7 @@ def test_a_policy_without_an_entry_of_its_own_takes_what_models_run_with(tmp_pat
     cache.store(OP, GPU, entry(16384, warps=8, policy="hot"), tmp_path)
 
     def served(rows: int, policy: str) -> list[tuple[int, bool]]:
-        where = (OP, "optimized", GPU, axes(rows, 4096), "bfloat16", "fp8", OPTIONS, policy, ("M", "N"), tmp_path)
-        return [(hit.entry.config["warps"], hit.exact) for hit in cache.candidates(*where)]
+        return [(hit.entry.config["warps"], hit.exact) for hit in candidates(tmp_path, axes(rows, 4096), policy=policy)]
 
     assert served(8192, "hot") == [(4, False), (8, False)]  # its own sizes before its own policy, and neither is exact
     assert served(16384, "hot") == [(8, True), (4, False)]
@@ -144,8 +173,7 @@ def test_a_config_serves_sizes_of_its_own_band_only(tmp_path: Path) -> None:
     bands = {"M": (16, 32)}
 
     def served(rows: int, columns: int = 4096) -> list[int]:
-        where = (OP, "optimized", GPU, axes(rows, columns), "bfloat16", "fp8", OPTIONS, "cold", ("M", "N"), tmp_path, ())
-        return [hit.entry.config["warps"] for hit in cache.candidates(*where, bands)]
+        return [hit.entry.config["warps"] for hit in candidates(tmp_path, axes(rows, columns), bands=bands)]
 
     assert [served(rows) for rows in (1, 16, 17, 32, 33, 5000)] == [[16], [16], [32], [32], [100], [100]]
     assert served(31, 8192) == [32]
@@ -157,8 +185,8 @@ GROUPS = (("group", 128), ("zeros", False))
 def near(
     root: Path, wanted: tuple[tuple[str, Any], ...], free: tuple[str, ...] = ("group", "zeros")
 ) -> list[tuple[int, bool, float]]:
-    where = (OP, "optimized", GPU, axes(8192, 4096), "bfloat16", "fp8", wanted, "cold", ("M",), root, free)
-    return [(hit.entry.config["warps"], hit.exact, hit.distance) for hit in cache.candidates(*where)]
+    hits = candidates(root, axes(8192, 4096), options=wanted, free_axes=("M",), free_options=free)
+    return [(hit.entry.config["warps"], hit.exact, hit.distance) for hit in hits]
 
 
 def test_the_case_itself_then_other_values_of_free_options_then_other_sizes(tmp_path: Path) -> None:
@@ -192,12 +220,6 @@ def test_no_rows_are_another_size_than_one(tmp_path: Path) -> None:
     cache.store(OP, GPU, entry(0), tmp_path)
     found = look(tmp_path, 1, 4096), look(tmp_path, 0, 4096)
     assert [hit and (hit.exact, hit.distance) for hit in found] == [(False, 0), (True, 0)]
-
-
-@dataclass(frozen=True)
-class Knobs:
-    block: int
-    warps: int
 
 
 DEFAULT = Knobs(1, 0)
@@ -439,6 +461,6 @@ def test_the_nearest_is_never_farther_than_any_other(tmp_path: Path) -> None:
         cache.store(OP, GPU, entry(rng.randrange(1, 10000), rng.randrange(1, 10000), warps), tmp_path)
     for _ in range(50):
         wanted = axes(rng.randrange(1, 10000), rng.randrange(1, 10000))
-        hits = cache.candidates(OP, "optimized", GPU, wanted, "bfloat16", "fp8", OPTIONS, "cold", ("M", "N"), tmp_path)
+        hits = candidates(tmp_path, wanted)
         assert len(hits) == 30
         assert [hit.distance for hit in hits] == sorted(hit.distance for hit in hits)

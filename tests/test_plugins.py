@@ -73,9 +73,9 @@ def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: 
     )  # fmt: skip
     stored = cache.store("swiglu", "nvidia_h200", entry, configs_dir)
     assert stored == configs_dir / "nvidia_h200" / "swiglu.json"
-    near = (("M", 128), ("N", 1024))
-    (hit,) = cache.candidates("swiglu", "optimized", "nvidia_h200", near, "bfloat16", "none", (), free_axes=op.free_axes)
-    assert op.variant("optimized").config_from(hit.entry.config).block == 2048
+    near = Case("", (("M", 128), ("N", 1024)), "bfloat16")
+    ((_, config, _),) = cache.Chooser.of(op, op.variant("optimized"), root=configs_dir).near(near, "nvidia_h200")
+    assert config.block == 2048
     assert op.traffic(Case("", axes, "bfloat16")).total == 3 * 2 * 64 * 1024
     sys.modules.pop("swiglu")
 

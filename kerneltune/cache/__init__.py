@@ -3,9 +3,7 @@
 from kerneltune.cache.chooser import Choice, Chooser, clear, ruling_of
 from kerneltune.cache.entries import (
     CacheEntry,
-    Hit,
     Options,
-    candidates,
     entry_from,
     in_order,
     load,
@@ -18,7 +16,7 @@ from kerneltune.cache.entries import (
 )
 
 __all__ = [
-    "CacheEntry", "Choice", "Chooser", "Hit", "Options", "candidates", "clear",
+    "CacheEntry", "Choice", "Chooser", "Options", "clear",
     "entry_from", "in_order", "load", "load_strict", "path_of", "readable", "roots", "ruling_of", "store",
     "store_all",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -36,7 +36,9 @@ class Chooser:
     """Choose the config of an operator's function where the caller gives none; called at every launch.
 
     Attributes:
-        op, variant, policy, free_axes, free_options, bands: as in `candidates`.
+        op, variant: names.
+        policy: policy of the entries; entries of `cold` serve as well.
+        free_axes, free_options, bands: as in spec.Op.
         config, valid, default, space: as in spec.Variant.
         root: the folder of the cache; None for `roots()`.
     """
@@ -82,23 +84,30 @@ class Chooser:
         """
         gpu = gpu or device.current_slug()
         table = _table(self, gpu, case.quant)
-        own = table.own.get((case.axes, case.dtype, case.options))
-        if own is not None and (config := self.from_knobs(case, own.config)) is not None:
-            return Choice(config, "own", "")
+        if (own := self.own(case, gpu)) is not None:
+            return Choice(own[1], "own", "")
         ruling = ruling_of(self, gpu)
-        near = self._near(case, table, math.inf if ruling is None else ruling.rule.near)
-        return near or self._ruled(case, table, ruling, gpu) or self._default(case)
+        for entry, config, distance in self.near(case, gpu, math.inf if ruling is None else ruling.rule.near):
+            return Choice(config, "near", _told(case, entry, distance, self.policy))
+        return self._ruled(case, table, ruling, gpu) or self._default(case)
 
-    def _near(self, case: Case, table: "_Table", limit: float) -> Choice | None:
-        """Return the first valid config of near entries, with sizes up to a log2 distance; None if there is none."""
+    def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
+        """Return the entry of exactly a case and its config; None if there is no valid config."""
+        entry = _table(self, gpu, case.quant).own.get((case.axes, case.dtype, case.options))
+        config = None if entry is None else self.from_knobs(case, entry.config)
+        return None if entry is None or config is None else (entry, config)
+
+    def near(self, case: Case, gpu: str, limit: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
+        """Yield the entries that can serve a case, with its own, the nearest first: entry, valid config, log2 distance.
+
+        Other sizes are at most `limit` away. Of two entries as near, an entry of the policy comes before an entry of `cold`.
+        """
+        table = _table(self, gpu, case.quant)
         kin = table.same_bands.get(_fixed(self, case.axes), ()) if limit else table.same_sizes.get(case.axes, ())
-        if not kin:
-            return None
         place = dict(case.axes), case.dtype, dict(case.options)
-        for (_, moved, apart), entry in ranked(place, kin, self.free_axes, self.free_options, self.bands):
+        for (_, moved, apart), entry in ranked(place, kin, self.free_axes, self.free_options, self.bands) if kin else ():
             if not (moved and apart > limit) and (config := self.from_knobs(case, entry.config)) is not None:
-                return Choice(config, "near", _told(case, entry, apart, self.policy))
-        return None
+                yield entry, config, apart
 
     def _ruled(self, case: Case, table: "_Table", ruling: rule_file.ServingRule | None, gpu: str) -> Choice | None:
         """Return the first valid config that a rule proposes; None if there is none."""

@@ -29,7 +29,7 @@ from kerneltune.files import (
     read_bytes,
     replace_text,
 )
-from kerneltune.nearness import NO_BANDS, Bands, Place, ranked
+from kerneltune.nearness import Place
 from kerneltune.spec import MOST, Case, Option
 
 _when_stored: list[Callable[[], None]] = []
@@ -123,21 +123,6 @@ def entry_from(values: Mapping[str, Any]) -> CacheEntry:
     return _entry(checked(values, _EntryRow))
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """Hold an entry that may serve a look-up.
-
-    Attributes:
-        exact: whether the entry was stored for exactly this case.
-        distance: log2 distance along free axes or options; 1 for an option that is no number, 0.5 for another element type; 0
-            where exact, and between sizes of 0 and 1.
-    """
-
-    entry: CacheEntry
-    exact: bool
-    distance: float
-
-
 def roots() -> Path:
     """Return the folder that configs are stored in: KERNELTUNE_CONFIGS, else `configs` of the checkout or current folder."""
     override = os.environ.get("KERNELTUNE_CONFIGS")
@@ -212,30 +197,6 @@ def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], roo
     for forget_answers in _when_stored:
         forget_answers()
     return path
-
-
-def candidates(
-    op_name: str,
-    variant: str,
-    device_slug: str,
-    axes: Axes,
-    dtype: str,
-    quant: str,
-    options: Options,
-    policy: str = "cold",
-    free_axes: tuple[str, ...] = (),
-    root: Path | None = None,
-    free_options: tuple[str, ...] = (),
-    bands: Bands = NO_BANDS,
-) -> list[Hit]:
-    """Return every entry that may serve a case, the nearest first, as `nearness.ranked` sorts them.
-
-    Of two entries as near, an entry of the policy comes before an entry of `cold`, the policy that models run with; further ties
-    are as `in_order`. Only entries of the policy are exact.
-    """
-    known = alike(path_of(op_name, device_slug, root), variant, policy, quant)
-    found = ranked((dict(axes), dtype, dict(options)), known, free_axes, free_options, bands)
-    return [Hit(entry, exact=not any(near) and entry.policy == policy, distance=near[2]) for near, entry in found]
 
 
 def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:

@@ -61,9 +61,8 @@ def candidates(task: Task, store: "TrialStore | None" = None) -> list[Config]:
 
 def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> list[Config]:
     """Return the default, the promising configs, and the cached configs of this case and of the nearest cases."""
-    nearest = [
-        config for _, config in sorted(valid_cached_configs(task, root), key=lambda found: found[0].distance)[:_NEIGHBOURS]
-    ]
+    near = sorted(_chooser(task, root).near(task.case, device.current().slug), key=lambda found: found[2])
+    nearest = [config for _, config, _ in near[:_NEIGHBOURS]]
     offered = set(pool)
     found = [config for config in (*task.variant.promising(task.case), *nearest) if config in offered]
     return list(dict.fromkeys([pool[0], *found]))
@@ -190,31 +189,6 @@ def _why(variant: Variant, case: Case) -> str:
     return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""
 
 
-def valid_cached_configs(
-    task: Task, root: Path | None, *, device_slug: str = "", nearest: bool = True
-) -> Iterator[tuple[cache.Hit, Config]]:
-    """Yield the cached configs that are valid for a task, in the order of the cache.
-
-    Args:
-        task: task of the configs.
-        root: folder of configs; None for the usual folder.
-        device_slug: GPU model of the configs; this machine's GPU if empty.
-        nearest: whether configs of other sizes and options count.
-    """
-    op, case, variant = task.op, task.case, task.variant
-    free_axes, free_options = (op.free_axes, op.free_options) if nearest else ((), ())
-    where = (case.axes, case.dtype, case.quant, case.options, task.policy, free_axes, root, free_options, op.bands)
-    for hit in cache.candidates(op.name, variant.name, device_slug or device.current().slug, *where):
-        if (config := variant.valid_config(case, hit.entry.config)) is not None:
-            yield hit, config
-
-
-def cached(task: Task, root: Path | None, device_slug: str = "") -> tuple[cache.CacheEntry, Config] | None:
-    """Return the entry of exactly this task and its config; None if there is no valid config."""
-    hits = valid_cached_configs(task, root, device_slug=device_slug, nearest=False)
-    return next(((hit.entry, config) for hit, config in hits if hit.exact), None)
-
-
 def config_for(task: Task, root: Path | None) -> Config:
     """Return the config of a call without `config=`; None for a variant without knobs."""
     return looked_up(task, root).config if task.variant.config is not None else None
@@ -222,7 +196,16 @@ def config_for(task: Task, root: Path | None) -> Config:
 
 def looked_up(task: Task, root: Path | None) -> cache.Choice:
     """Return the config of a call without `config=` and its source, for a variant with knobs."""
-    return cache.Chooser.of(task.op, task.variant, task.policy, root).find(task.op.called(task.case))
+    return _chooser(task, root).find(task.op.called(task.case))
+
+
+def cached(task: Task, root: Path | None, device_slug: str = "") -> tuple[cache.CacheEntry, Config] | None:
+    """Return the entry of exactly this task and its config; None if there is no valid config. Empty slug: this GPU."""
+    return _chooser(task, root).own(task.case, device_slug or device.current().slug)
+
+
+def _chooser(task: Task, root: Path | None) -> cache.Chooser:
+    return cache.Chooser.of(task.op, task.variant, task.policy, root)
 
 
 def present(variant: Variant) -> dict[str, str]:

@@ -11,7 +11,7 @@ from kerneltune import cache, device
 from kerneltune.run_options import Options
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
-from kerneltune.tune.candidates import cached, config_for, valid_cached_configs
+from kerneltune.tune.candidates import cached, config_for, starting_points
 
 REFUSED = {1: None, 2: None, 4: None, 8: None}
 VARIANT = Variant(
@@ -52,9 +52,8 @@ def test_an_entry_that_no_longer_fits_is_passed_over(config: dict[str, Any], opt
     store(options, GOOD, HALF)
     assert cached(Task(op, CASE, VARIANT), options.configs) is None  # it is of another type
     assert config_for(Task(op, CASE, VARIANT), options.configs) == Small(64, 2)
-    assert [(hit.exact, found) for hit, found in valid_cached_configs(Task(op, CASE, VARIANT), options.configs)] == [
-        (False, Small(64, 2))
-    ]
+    pool = [Small(256, 4), Small(64, 2), Small(128, 1)]
+    assert starting_points(Task(op, CASE, VARIANT), pool, options.configs) == [Small(256, 4), Small(64, 2)]
 
 
 def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_not_count(options: Options) -> None:
