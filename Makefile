@@ -23,10 +23,9 @@ test: export PYTHONDONTWRITEBYTECODE =# empty: the processes that tests start wo
 test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m mypy --strict
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m mypy --strict & $(BIN)/python -m pytest -n auto --dist worksteal -m "not alone"; tested=$$?; wait $$! && exit $$tested
+	$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
 	$(BIN)/python tests/journeys --list
 
 # Runs the tests that need a GPU, and the journeys of tests/journeys or the one called JOURNEY; outputs go to GPU_OUT, results/runs/gpu if

@@ -58,7 +58,7 @@ def test_what_is_given_up_costs_no_worker(answers: dict[str, Any]) -> None:
 
 def test_every_cast_compiles_into_the_fnuz_types_for_gfx942(answers: dict[str, Any]) -> None:
     assert {c["error"] for c in answers["fnuz"]} == {""}
-    assert len(answers["fnuz"]) >= 20
+    assert len(answers["fnuz"]) >= 10
     assert every(c["kernels"] for c in answers["fnuz"])
 
 

@@ -47,7 +47,7 @@ def worse_than(chance: NDArray[np.float64], gaps: NDArray[np.float64], budgets: 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
     space = landscapes.space(seed)
-    chance, found = replay(space, "random", 12, 100), replay(space, "ours", 3, 100)
+    chance, found = replay(space, "random", 6, 100), replay(space, "ours", 3, 100)
     assert worse_than(chance, found, (25,)) == []
     for evaluations, bound in ((50, 0.05), (100, 0.03)):
         gap, by_chance = gap_at(found, evaluations), gap_at(chance, evaluations)
@@ -60,7 +60,7 @@ def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
 def test_the_search_reaches_the_optimum_of_the_shipped_spaces(space: TrialBlock) -> None:
     """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, at no budget more than that of chance."""
     quarter = len(space.trials) // 4
-    early, late, chance = replay(space, "ours", 30, 50), replay(space, "ours", 1, quarter), replay(space, "random", 25, quarter)
+    early, late, chance = replay(space, "ours", 30, 50), replay(space, "ours", 1, quarter), replay(space, "random", 12, quarter)
     assert worse_than(chance, early, (10, 25)) == []
     for gaps, evaluations, bound in ((early, 25, np.inf), (early, 50, 0.03), (late, quarter, 0.01)):
         gap, by_chance = gap_at(gaps, evaluations), gap_at(chance, evaluations)
