@@ -320,7 +320,8 @@ def _kept(cast: Operand, source: Tensor, is_wanted: bool) -> tuple[Tensor | None
 def _input_gradient(ctx: Any, dy: list[Any], w: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return dX (M, K) of cast rows and of a weight that `_kept` has given; both lists lose their first tensor."""
     (q, scale), (w_t, scale_w) = dy[:2], w
-    dy[0] = w[0] = None
+    if not torch.compiler.is_compiling():  # torch 2.11 lets traced code change no list of saved tensors
+        dy[0] = w[0] = None
     if scale_w is not None:
         return multiply((q, scale), (w_t, scale_w), offs, dtype)
     made: Tensor = input_gradient(q, scale, w_t, offs, ctx.scaling, ctx.pow2, dtype)
