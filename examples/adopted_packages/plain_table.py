@@ -1,7 +1,8 @@
-"""Capture, tune and serve the kernels of liger_plain.py, which no autotuner wraps, and print their table.
+"""Capture, tune and serve the kernels of a program, which no autotuner wraps, and print their table.
 
-`python plain_table.py --work DIR --json FILE` needs a GPU and liger-kernel; `--workers N` compile, and tuning begins no further
-class after `--budget` seconds. `python plain_table.py --from FILE` prints the table of a file.
+`python plain_table.py --work DIR --json FILE` needs a GPU and liger-kernel, or torchao for `--program torchao_plain.py`;
+`--workers N` compile, and tuning begins no further class after `--budget` seconds. With `--lock FILE` it tunes while no other
+such command does. `python plain_table.py --from FILE` prints the table of a file.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROGRAM = [sys.executable, str(Path(__file__).resolve().with_name("liger_plain.py"))]
+PROGRAMS = ("liger_plain.py", "torchao_plain.py")
 KERNELTUNE = [sys.executable, "-m", "kerneltune"]
 GAINED = 1.01
 """Speedup of the least class that counts as a gain; its interval must lie above 1 as well."""
@@ -30,19 +31,27 @@ def run(command: list[str], cache: Path) -> dict[str, Any]:
     return {"seconds": round(time.perf_counter() - began, 1), "exit": done.returncode, "result": said, "tail": tail}
 
 
-def measure(work: Path, target: Path, tune: list[str]) -> None:
-    """Capture, tune and serve; the file is written anew after every step."""
+def lock_command(lock: Path | None) -> list[str]:
+    """Return the beginning of a command that holds a file while it runs; empty without a file."""
+    return ["flock", str(lock)] if lock else []
+
+
+def measure(name: str, work: Path, target: Path, lock: Path | None, tune: list[str]) -> None:
+    """Capture, tune and serve a program; the file is written anew after every step."""
+    program = [sys.executable, str(Path(__file__).resolve().with_name(name))]
     capture, cache, expected = work / "capture", work / "triton", str(work / "program.pt")
     found: dict[str, Any] = {}
     steps = {
-        "capture": [*KERNELTUNE, "capture", "--plain", "--out", str(capture), "--", *PROGRAM, expected],
-        "again": [*PROGRAM, str(work / "again.pt"), expected],
-        "tune": [*KERNELTUNE, "tune", str(capture), *tune],
-        "serve": [*KERNELTUNE, "serve", "--configs", str(capture), "--", *PROGRAM, str(work / "served.pt"), expected],
+        "capture": [*KERNELTUNE, "capture", "--plain", "--out", str(capture), "--", *program, expected],
+        "again": [*program, str(work / "again.pt"), expected],
+        "tune": [*lock_command(lock), *KERNELTUNE, "tune", str(capture), *tune],
+        "serve": [*KERNELTUNE, "serve", "--configs", str(capture), "--", *program, str(work / "served.pt"), expected],
     }
     for name, command in steps.items():
         found[name] = run(command, cache)
         found["rows"] = rows(capture)
+        blocks = capture / "blocks.json"
+        found["blocks"] = json.loads(blocks.read_text())["classes"] if blocks.is_file() else {}
         target.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -110,6 +119,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("plain"))
     parser.add_argument("--json", type=Path, default=Path("plain.json"))
+    parser.add_argument("--program", choices=PROGRAMS, default=PROGRAMS[0])
+    parser.add_argument("--lock", type=Path)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--budget", type=float)
     parser.add_argument("--from", dest="source", type=Path)
@@ -120,7 +131,7 @@ def main() -> None:
             ["--workers", str(given.workers)] if given.workers else [],
             ["--budget", str(given.budget)] if given.budget else [],
         ]
-        measure(given.work.resolve(), given.json, [word for words in tune for word in words])
+        measure(given.program, given.work.resolve(), given.json, given.lock, [word for words in tune for word in words])
     print(table(json.loads((given.source or given.json).read_text())))
 
 

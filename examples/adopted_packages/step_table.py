@@ -7,11 +7,13 @@ the compiled kernels of all configs in Triton's cache: once unchanged, so that t
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plain_table import KERNELTUNE, run
+from plain_table import KERNELTUNE, lock_command, run
 from steps import PROGRAMS
 
 from kerneltune.stats import ratio_interval
@@ -21,15 +23,13 @@ STEPS = Path(__file__).resolve().with_name("steps.py")
 
 def measure(name: str, work: Path, target: Path, tune: list[str], lock: list[str]) -> None:
     """Capture, tune, run and serve one program; the file is written anew after every step."""
-    import sys
-
     program, capture, cache = [sys.executable, str(STEPS), name], work / name, work / "triton"
     found: dict[str, Any] = {"program": name}
     commands = {
         "capture": [*KERNELTUNE, "capture", "--out", str(capture), "--", *program],
         "tune": [*lock, *KERNELTUNE, "tune", str(capture), *tune],
-        "author": [*lock, *program],
-        "served": [*lock, *KERNELTUNE, "serve", "--configs", str(capture), "--", *program],
+        "author": program,
+        "served": [*KERNELTUNE, "serve", "--configs", str(capture), "--", *program],
     }
     for step, command in commands.items():
         found[step] = run(command, cache)
@@ -68,9 +68,10 @@ def main() -> None:
     files = given.sources or [given.json.with_name(f"{name}-{given.json.name}") for name in given.programs]
     if not given.sources:
         given.work.mkdir(parents=True, exist_ok=True)
+        os.environ["STEPS_LOCK"] = str(given.lock or "")
         tune = ["--workers", str(given.workers)] if given.workers else []
         for name, path in zip(given.programs, files, strict=True):
-            measure(name, given.work.resolve(), path, tune, ["flock", str(given.lock)] if given.lock else [])
+            measure(name, given.work.resolve(), path, tune, lock_command(given.lock))
     print(table(files))
 
 

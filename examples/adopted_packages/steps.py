@@ -1,13 +1,17 @@
-"""Times steps of foreign programs whose kernels are autotuned: `python steps.py gla|blockwise|experts [RESULTS.json]`.
+"""Times steps of foreign programs whose kernels are autotuned: `python steps.py gla|blockwise|experts`.
 
-Prints one line of JSON: for each size the GPU time and the host's time of 30 steps, in ms. Knows nothing of kerneltune. `gla` is
-a layer of flash-linear-attention, `blockwise` torchao's fp8 casts and products, `experts` Liger's fused mixture of experts.
+Prints one line of JSON: for each size the GPU time and the host's time of 30 steps, in ms. Holds the file STEPS_LOCK, if the
+environment names it, while it launches kernels. Knows nothing of kerneltune. `gla` is a layer of flash-linear-attention,
+`blockwise` torchao's fp8 casts and products, `experts` Liger's fused mixture of experts.
 """
 
+import fcntl
 import json
+import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,13 +90,27 @@ def times(step: Callable[[], Any]) -> dict[str, list[float]]:
     return found
 
 
+@contextmanager
+def locked(path: str) -> Iterator[None]:
+    """Hold a file, so that programs that time on one GPU take turns; nothing is held without a path."""
+    if not path:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def main(name: str) -> None:
     """Time the program at its sizes and print the line."""
     make, sizes = PROGRAMS[name]
-    began, rows = time.perf_counter(), {}
+    steps = {}
     for size in sizes:
         torch.manual_seed(size)
-        rows[str(size)] = times(make(size))
+        steps[str(size)] = make(size)
+    with locked(os.environ.get("STEPS_LOCK", "")):
+        began = time.perf_counter()
+        rows = {size: times(step) for size, step in steps.items()}
     print(json.dumps({"program": name, "seconds": round(time.perf_counter() - began, 1), "sizes": rows}))
 
 

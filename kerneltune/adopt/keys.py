@@ -57,11 +57,13 @@ class KeyPlan(Generic[V]):
     """Keys of the launches whose arguments have the same names and types, and a value for each key.
 
     Attributes:
+        parts: expressions of the key's items; equal for launches whose keys are made in the same way.
         key: function that returns the key of a launch from its values. The hot path of serving.
         places: of all arguments by name.
         found: the value of each key.
     """
 
+    parts: tuple[str, ...]
     key: Callable[[Sequence[Any]], tuple[Any, ...]]
     places: dict[str, int]
     found: dict[tuple[Any, ...], V] = field(default_factory=dict)
@@ -79,7 +81,9 @@ class KeyPlan(Generic[V]):
         return int(shape[int(axis)]) if int(axis) < len(shape) else None
 
 
-def plan_key(names: Sequence[str], values: Sequence[Any], deciding: Collection[str], is_whole: bool) -> KeyPlan[Any]:
+def plan_key(
+    names: Sequence[str], values: Sequence[Any], deciding: Collection[str], is_whole: bool = False, is_typed: bool = False
+) -> KeyPlan[Any]:
     """Return how keys are made of launches with arguments of these names and types.
 
     Element types are part of every key. The function of the keys is compiled from an expression with an item for each part,
@@ -89,6 +93,7 @@ def plan_key(names: Sequence[str], values: Sequence[Any], deciding: Collection[s
         names, values: names and values of the arguments of one launch, and of its grid.
         deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
         is_whole: whether all values and shapes are part of it, but for floats: scales and step sizes change with every launch.
+        is_typed: whether the types of the other arguments are part of it.
     """
     parts: list[str] = []
     for place, (name, value) in enumerate(zip(names, values, strict=True)):
@@ -104,8 +109,10 @@ def plan_key(names: Sequence[str], values: Sequence[Any], deciding: Collection[s
             parts.append(f"v[{place}]")
         elif is_deciding or holds_tensor(value):
             parts.append(f"other(v[{place}])")
+        elif is_typed:
+            parts.append(f"type(v[{place}])")
     key = eval(f"lambda v: ({''.join(f'{part}, ' for part in parts)})", {"other": _other_key, "code_of": _code_of})
-    return KeyPlan(key, {name: place for place, name in enumerate(names)})
+    return KeyPlan(tuple(parts), key, {name: place for place, name in enumerate(names)})
 
 
 def _code_of(grid: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Serve kernels without an autotuner: launches that the table has get its options and blocks, others stay as they are.
+"""Serve kernels without an autotuner: launches that the table has run with its options, all other launches stay unchanged.
 
 The key of a launch holds every argument but floats and the arguments that the capture ignored.
 """
@@ -14,22 +14,36 @@ from kerneltune.adopt.serving import MISSED, MOST_REMEMBERED, SERVED, Server, co
 from kerneltune.adopt.spaces import OPTIONS, plain_tuner
 from kerneltune.adopt.table import ServingRow, TableKernel
 
+_MOST_PLANS = 8
+"""Plans of keys that are kept of launches with the same argument names: with and without each optional tensor."""
+
 
 @dataclass(slots=True)
 class ServedOptions:
-    """Options and blocks in which launches of a key differ from the program's; the place of the count of these launches."""
+    """Options and blocks of the launches of a key.
+
+    Attributes:
+        options: keyword arguments that take the place of the program's; empty where the table has none.
+        own: the program's keyword arguments of these names.
+        counter: place of the count of these launches.
+    """
 
     options: dict[str, Any]
+    own: dict[str, Any]
     counter: int
 
 
 @dataclass(slots=True)
 class PlainState:
-    """The table's kernels of a function, one for each choice of options; its keys by the names and types of arguments."""
+    """The table's kernels of a function, one for each choice of options.
+
+    Attributes:
+        plans: keys of launches by the number of positional arguments and the keywords; several where the types differ.
+    """
 
     name: str
     kernels: list[TableKernel]
-    plans: dict[tuple[Any, ...], KeyPlan[ServedOptions]] = field(default_factory=dict)
+    plans: dict[tuple[Any, ...], list[KeyPlan[ServedOptions]]] = field(default_factory=dict)
 
 
 class PlainServer:
@@ -51,19 +65,23 @@ class PlainServer:
             if state is None:
                 return original(kernel, *args, **kwargs)
             values = (*args, *kwargs.values())
-            plan = state.plans.get(kind := (*kwargs, *map(type, values)))
-            served = None if plan is None else plan.found.get(plan.key(values))
-            if served is None:
-                served = self._resolve(state, kernel, args, kwargs, kind)
+            for plan in state.plans.get((len(args), *kwargs), ()):
+                try:
+                    served = plan.found[plan.key(values)]
+                    break
+                except (KeyError, AttributeError):  # the plan is of launches with other types
+                    pass
+            else:
+                served = self._resolve(state, kernel, args, kwargs)
             count(served.counter)
-            if not served.options:
-                return original(kernel, *args, **kwargs)
+            kwargs.update(served.options)
             try:
-                return original(kernel, *args, **{**kwargs, **served.options})
+                return original(kernel, *args, **kwargs)
             except Exception as error:  # Triton's launch errors share no type
-                if not program.is_launch_failure(error):
+                if not served.options or not program.is_launch_failure(error):
                     raise
                 self._server.say(f"{state.name}: {served.options} fail here ({type(error).__name__}): the program's options")
+                kwargs = {name: value for name, value in kwargs.items() if name not in served.options} | served.own
                 served.options = {}
                 return original(kernel, *args, **kwargs)
 
@@ -76,18 +94,20 @@ class PlainServer:
         state = self._states[function] = PlainState(name.text, found) if found else None
         return state
 
-    def _resolve(
-        self, state: PlainState, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: tuple[Any, ...]
-    ) -> ServedOptions:
-        """Return what is served to launches of a key from now on: nothing where the table has no row for it."""
+    def _resolve(self, state: PlainState, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ServedOptions:
+        """Serve the options of the table to launches of this key from now on; no options where the table has no row."""
         names, values = (*kernel.arg_names[: len(args)], *kwargs), (*args, *kwargs.values())
-        plan = state.plans.get(kind)
-        if plan is None or len(plan.found) >= MOST_REMEMBERED:
-            deciding = {*OPTIONS, "grid", *(key for one in state.kernels for key in one.keys)}
-            plan = state.plans[kind] = plan_key(names, values, deciding, False)
+        deciding = {*OPTIONS, "grid", *(key for one in state.kernels for key in one.keys)}
+        made: KeyPlan[ServedOptions] = plan_key(names, values, deciding, is_typed=True)
+        plans = state.plans.setdefault((len(args), *kwargs), [])
+        plan = next((one for one in plans if one.parts == made.parts), made)
+        if plan is made or len(plan.found) >= MOST_REMEMBERED:
+            plans[:] = [made, *(one for one in plans[: _MOST_PLANS - 1] if one is not plan)]
+            plan = made
         options = self._options(state, kernel, args, kwargs)
         counter = self._server.counters.slot(counted_name(state.name, SERVED if options else MISSED))
-        served = plan.found[plan.key(values)] = ServedOptions(options, counter)
+        own = {name: kwargs[name] for name in options if name in kwargs}
+        served = plan.found[plan.key(values)] = ServedOptions(options, own, counter)
         return served
 
     def _options(self, state: PlainState, kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,61 +49,36 @@ def live_kernel(captured: LaunchClass) -> Any:
     Raises:
         ReplayError: there is none, or its source or a global that it reads has changed.
     """
-    home = captured.home or captured.kernel
-    found = _live_kernel(
-        captured.kernel,
-        home,
-        captured.home_file or captured.file,
-        captured.argv,
-        captured.path,
-        captured.source,
-        captured.bytecode,
-        captured.configs,
-        _plain_options(captured),
-        captured.keys,
-    )
-    present = read_globals(found.base_fn)
-    for name, value in captured.globals.items():
-        if present.get(name) != value:
-            values = f"which was {value!r} when captured and is {present.get(name)!r} here"
-            raise ReplayError(f"{captured.kernel.text}: the kernel reads {name}, {values}")
-    if captured.versions.get("python") == python_version() and bytecode_digest(found.base_fn) != captured.bytecode:
-        raise ReplayError(f"{captured.kernel.text}: the file has several kernels of this name: give each a name of its own")
-    return found
+    home, name = captured.home or captured.kernel, captured.kernel.text
+    file = captured.home_file or captured.file
+    held = vars(_module(home, file, captured.argv, captured.path))
+    unwrap = jit_of if captured.is_plain else autotuner_of
+    found = [one for one in map(unwrap, [attribute(held, home.name), *held.values()]) if one is not None]
+    tuners = [_described(one, captured) if captured.is_plain else one for one in found]
+    tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == captured.kernel.name]
+    same = [one for one in tuners if bytecode_digest(one.base_fn) == captured.bytecode]
+    is_other_bytecode = not same
+    same = same or [one for one in tuners if source_digest(one.base_fn) == captured.source]
+    if tuners and not same:
+        raise ReplayError(f"{name}: its source has changed since it was captured: capture again")
+    if not same:
+        raise ReplayError(f"{name}: {file} does not autotune it here: set the environment variables of the program")
+    present = read_globals(same[0].base_fn)
+    for read, value in captured.globals.items():
+        if present.get(read) != value:
+            values = f"which was {value!r} when captured and is {present.get(read)!r} here"
+            raise ReplayError(f"{name}: the kernel reads {read}, {values}")
+    if is_other_bytecode and captured.versions.get("python") == python_version():  # another Python has other bytecode
+        raise ReplayError(f"{name}: the file has several kernels of this name: give each a name of its own")
+    return next((tuner for tuner in same if configs_digest(tuner.configs) == captured.configs), same[0])
 
 
-def _plain_options(captured: LaunchClass) -> tuple[tuple[str, Any], ...]:
-    """Return the program's options of a kernel without an autotuner; empty for an autotuned kernel."""
-    return tuple((name, captured.candidates[0].config.get(name)) for name in OPTIONS) if captured.is_plain else ()
+def _described(kernel: Any, captured: LaunchClass) -> Any:
+    """Return the autotuner that describes a kernel without an autotuner as the program launched it."""
+    return plain_tuner(kernel, {name: captured.candidates[0].config.get(name) for name in OPTIONS}, captured.keys)
 
 
 @cache
-def _live_kernel(
-    name: KernelName,
-    home: KernelName,
-    file: str,
-    argv: tuple[str, ...],
-    folders: tuple[str, ...],
-    source: str,
-    bytecode: str,
-    configs: str,
-    options: tuple[tuple[str, Any], ...],
-    keys: tuple[str, ...],
-) -> Any:
-    held = vars(_module(home, file, argv, folders))
-    unwrap = jit_of if options else autotuner_of
-    found = [one for one in map(unwrap, [attribute(held, home.name), *held.values()]) if one is not None]
-    tuners = [plain_tuner(one, dict(options), keys) for one in found] if options else found
-    tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == name.name]
-    same = [one for one in tuners if bytecode_digest(one.base_fn) == bytecode]
-    same = same or [one for one in tuners if source_digest(one.base_fn) == source]  # another Python has other bytecode
-    if tuners and not same:
-        raise ReplayError(f"{name.text}: its source has changed since it was captured: capture again")
-    if not same:
-        raise ReplayError(f"{name.text}: {file} does not autotune it here: set the environment variables of the program")
-    return next((tuner for tuner in same if configs_digest(tuner.configs) == configs), same[0])
-
-
 def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[str, ...]) -> Any:
     """Import the module that holds a kernel, from the folders that the program imported from.
 

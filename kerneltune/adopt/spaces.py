@@ -8,6 +8,7 @@ only after launches with twice and half of it have left the same results: see `t
 import copy
 import inspect
 import itertools
+import math
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 _STAGES = (1, 2, 3, 4)
 _MOST_WARPS = 32
 _LEAST_BLOCK, _LARGEST_BLOCK = 8, 1 << 16
+_MOST_GROWTH = 2
+"""Most elements of a thread under other blocks, over the program's: with more, kernels spill and compile for minutes."""
 _MOST_DOUBLINGS = 2
 """Doublings and halvings by which the blocks of a config differ from the program's, all blocks together."""
 
@@ -75,8 +78,10 @@ def plain_configs(call: Call) -> list[Any]:
     configs, blocks = call.autotuner.configs, grid_blocks(call)
     make, own = type(configs[0]), configs[0]
     found = [make(dict(blocks), **_options(config)) for config in configs]
+    staged = [config for config in configs if config.num_stages == own.num_stages]
     for sizes in _around(blocks):
-        found += [make(sizes, **_options(one)) for one in configs if one.num_stages == own.num_stages]
+        growth = math.prod(sizes.values()) * own.num_warps / math.prod(blocks.values())
+        found += [make(sizes, **_options(one)) for one in staged if growth <= _MOST_GROWTH * one.num_warps]
     return found
 
 

@@ -15,7 +15,7 @@ import triton.runtime.interpreter
 from adopted import kernel_of, write_table
 from test_capture_tuning import GPU, SizedBench
 
-from kerneltune.adopt import program, startup, tuning
+from kerneltune.adopt import plain_serving, program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, LaunchClass, read_blocks
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_launch
@@ -52,6 +52,13 @@ def looped(x_ptr, y_ptr, N, BLOCK: tl.constexpr, EVEN: tl.constexpr):
     for start in range(0, N, BLOCK):
         places = start + tl.arange(0, BLOCK)
         tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
+@triton.jit
+def biased(x_ptr, bias_ptr, y_ptr, N, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, mask=places < N)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + places, mask=places < N)
+    tl.store(y_ptr + places, x, mask=places < N)
 @triton.jit
 def product(x_ptr, y_ptr, BLOCK: tl.constexpr):
     places = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -314,6 +321,33 @@ def test_grid_of_numbers_and_heuristics_that_read_a_block_leave_the_block_alone(
 def test_stages_of_kernels_with_a_product_are_tuned(module: Any) -> None:
     tuner = plain_tuner(module.product, {"num_stages": 5}, ())
     assert [config.num_stages for config in tuner.configs[:5]] == [5, 1, 2, 3, 4]
+
+
+def test_launches_with_and_without_an_optional_tensor_are_resolved_once_each(
+    tmp_path: Path, module: Any, given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y, bias = torch.arange(96.0), torch.empty(96), torch.ones(96)
+
+    def call(tensor: torch.Tensor | None) -> list[float]:
+        module.biased[cdiv_grid(96)](x, tensor, y, 96, HAS_BIAS=tensor is not None, BLOCK=32)
+        return y.tolist()
+
+    startup.capture(tmp_path, plain=True)
+    for tensor in (None, bias):
+        call(tensor)
+    startup.recorder().flush()
+    startup.uninstall()
+    launches = read_capture(tmp_path).classes
+    chosen = next(one.config for one in launches[0].candidates if one.config["num_warps"] == 8 and one.grid is not None)
+    write_table(tmp_path, kernel_of(launches, [chosen], is_plain=True, portfolio=()))
+    resolved: list[Any] = []
+    monkeypatch.setattr(plain_serving, "plain_tuner", lambda *args: resolved.append(args) or plain_tuner(*args))
+    startup.install(tmp_path, misses=None)
+    given.clear()
+    for tensor in (None, bias, None, bias):
+        assert call(tensor) == [n + (tensor is not None) for n in range(96)]
+    assert [one["num_warps"] for one in given] == [8, 8, 8, 8]
+    assert len(resolved) == 2
 
 
 def test_damaged_verdicts_of_blocks_are_one_line(tmp_path: Path, module: Any) -> None:
