@@ -95,4 +95,4 @@ def test_look_ups_of_a_16b_step_have_a_config_or_a_rule_but_for_the_named(
             y = layer(hidden, position_embeddings=rotary, attention_mask=None)
             y.backward(torch.empty_like(y))
     assert len(sources) >= 12
-    assert {case for case, source in sources.items() if source == "default"} == unseen
+    assert {case for case, source in sources.items() if source == "default"} <= unseen

@@ -74,12 +74,9 @@ def fp8_group_both(
     Args:
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
         offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
-        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
-        pow2: round scales down to powers of two.
-        inverse: return 1 / scale instead of the multiplier.
         aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size): what `fp8_grouped_gemm(aligned=True)`
             takes, whatever the sizes of the groups.
-        config: None takes the best known config.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
         q (M, K), contiguous, and scale (M, 1) of every row; q_t (M, K), strides (1, M), and scale_t (G K,) of the columns of

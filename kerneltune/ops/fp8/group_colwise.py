@@ -115,12 +115,9 @@ def fp8_group_colwise(
         offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
             the last are not written. The host does not wait for the GPU to check it; under TRITON_DEBUG=1 the device asserts it.
             Where ends decrease or exceed M, results are undefined, and nothing outside the tensors is read or written.
-        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
-        pow2: round scales down to powers of two.
-        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
         aligned: write q as aligned groups, (aligned_size, N), strides (1, aligned_size): what `fp8_grouped_gemm(aligned=True)`
             takes, whatever the sizes of the groups.
-        config: None takes the best known config.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
         q (M, N) fp8, strides (1, M); scales (G N,) fp32, group by group. NaN makes its scale and all under it NaN; infinity

@@ -52,11 +52,8 @@ def fp8_group_colwise_dual(
         x1: (M, N1), as in `fp8_group_colwise`.
         x2: (M, N2) of the same dtype.
         offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
-        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
-        pow2: round scales down to powers of two.
-        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
         aligned: write aligned groups, as there.
-        config: None takes the best known config.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
         q and scales of x1, then q and scales of x2, each pair as `fp8_group_colwise` returns it.

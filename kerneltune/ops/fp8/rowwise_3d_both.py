@@ -165,11 +165,8 @@ def fp8_rowwise_3d_both(
 
     Args:
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
-        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
-        pow2: round scales down to powers of two.
-        inverse: return 1 / scale instead of the multiplier.
         out: tensors that receive the results, in place of new tensors.
-        config: None takes the best known config.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Raises:
         ValueError: a wrong shape, stride, dtype or value, which it names.

@@ -56,11 +56,8 @@ def fp8_rowwise_3d_transpose(
 
     Args:
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
-        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
-        pow2: round scales down to powers of two.
-        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
         out: tensors that receive the results, in place of new tensors.
-        config: None takes the best known config.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
         q (E, N, K) fp8, column-major: strides (N K, 1, N); scales (E, K) fp32. NaN makes its scale and all under it NaN;

@@ -162,15 +162,12 @@ def fp8_tensorwise_2d(
 
     Args:
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
-        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         layout: `row`, `col` or `both`, from one pass.
-        pow2: round scales down to powers of two.
-        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
         offs: (G,) int32, where groups of rows end, not decreasing, at most M. The scale is made of the rows of groups, and q_t
         holds
             aligned groups, for `fp8_grouped_gemm(aligned=True)`. Rows behind the last group are not written. If offs
             decreases or exceeds M, results are undefined, but nothing outside the tensors is read or written.
-        config: None takes the best known config.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
         q (M, K) fp8, contiguous, or None; q_t (M, K), strides (1, M), or None; scale (1,) fp32. With offs q_t is

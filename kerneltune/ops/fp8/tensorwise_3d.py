@@ -56,15 +56,12 @@ def fp8_tensorwise_3d(
 
     Args:
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
-        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         layout: `row`, as w lies in memory; `col`, transposed; `both`.
-        pow2: round scales down to powers of two.
-        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
         amax: (E,) fp32, the largest magnitudes expected, 0 where nothing is known; the largest found take their place. The
             results do not depend on it: where a scale comes out as expected, no tile of the expert is cast twice. Without pow2
             it is left alone.
         out: tensors that receive the results, in place of new tensors.
-        config: None takes the best known config.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
         q (E, K, N) fp8, strides of w, or None; q_t (E, N, K), strides (N K, 1, N), or None; scale (E,) fp32.

@@ -57,13 +57,10 @@ def fp8_tensorwise_group(
     Args:
         x: (M, K) as in `fp8_tensorwise_2d`.
         offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
-        fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         layout: `row`, `col` or `both`, from one pass.
-        pow2: round scales down to powers of two.
-        inverse: return 1 / scale, which scaled matrix products want, instead of the multiplier.
         aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size): what `fp8_grouped_gemm(aligned=True)`
             takes, whatever the sizes of the groups.
-        config: None takes the best known config.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
         q and q_t as from `fp8_tensorwise_2d`; scale (G,) fp32.
