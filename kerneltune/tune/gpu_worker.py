@@ -182,7 +182,7 @@ class GpuWorker:
 
     A config that hangs, faults or crashes the child has a trial of status `crashed`. The next request starts a child with a clean
     context, which makes inputs and reference again. One thread sends requests. Another thread may call `stop`, or leave the
-    context; a request that waits then raises ChildCrashedError.
+    context. A request raises ChildCrashedError if the child crashes over it, or if the worker is stopped.
 
     Attributes:
         started: number of children so far.
@@ -226,37 +226,21 @@ class GpuWorker:
         return sum(ended - max(began, moment) for began, ended in self._busy if ended > moment)
 
     def begin(self) -> None:
-        """Start a child, which opens the GPU while this process does other work.
-
-        Raises:
-            ChildCrashedError: the worker stopped.
-        """
+        """Start a child, which opens the GPU while this process does other work."""
         if self.child is None:
             self._start()
 
     def prepare(self, task: Task) -> None:
-        """Let the child make inputs and reference of a task.
-
-        Raises:
-            ChildCrashedError: the child crashed, or the worker stopped.
-        """
+        """Let the child make inputs and reference of a task."""
         self._ask("prepare", FINAL_TIMEOUT_S, task)
 
     def check(self, task: Task, config: Config) -> Evaluation:
-        """Ask the bench in the child.
-
-        Raises:
-            ChildCrashedError: the child crashed over the config, or the worker stopped.
-        """
+        """Ask the bench in the child."""
         checked: Evaluation = self._ask("check", self.trial_timeout_s, task, config)
         return checked
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Ask the bench in the child; the trial is `crashed` if the child crashes.
-
-        Raises:
-            ChildCrashedError: the child crashed before it ran the config, was sent SIGTERM, or the worker stopped.
-        """
+        """Ask the bench in the child; the trial is `crashed` if the child crashes and no signal from outside ended it."""
         self.prepare(task)
         try:
             trial: Evaluation = self._ask("trial", self.trial_timeout_s, task, config, best_us, samples)
@@ -267,21 +251,13 @@ class GpuWorker:
             return Evaluation("crashed", detail=str(error))
 
     def time_interleaved(self, task: Task, configs: Sequence[Config]) -> Sequence[Samples | None]:
-        """Ask the bench in the child.
-
-        Raises:
-            ChildCrashedError: the child crashed, or the worker stopped.
-        """
+        """Ask the bench in the child."""
         self.prepare(task)
         samples: Sequence[Samples | None] = self._ask("time_interleaved", FINAL_TIMEOUT_S, task, configs)
         return samples
 
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
-        """Ask the bench in the child.
-
-        Raises:
-            ChildCrashedError: the child crashed, or the worker stopped.
-        """
+        """Ask the bench in the child."""
         compared: Compared = self._ask("compare", self.variant_timeout_s, runs, ceiling, untimed)
         return compared
 
