@@ -11,7 +11,7 @@ from kerneltune.adopt.kernels import kernel_name, misnamed
 from kerneltune.adopt.startup import recorder, start_from_environment
 from kerneltune.device import wants_interpreter
 
-REFERENCE, SPACE = "kerneltune_reference", "kerneltune_space"
+REFERENCE, TOLERANCE, SPACE = "kerneltune_reference", "kerneltune_tolerance", "kerneltune_space"
 
 
 def _same_time(_call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
@@ -24,6 +24,8 @@ def autotune(
     key: Sequence[str],
     *args: Any,
     reference: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
+    rtol: float | None = None,
+    atol: float | None = None,
     space: Mapping[str, Sequence[Any]] | None = None,
     **kwargs: Any,
 ) -> Callable[[Any], Any]:
@@ -37,17 +39,21 @@ def autotune(
         args: further arguments of triton.autotune by position.
         reference: copies of the arguments by name -> expected values by name, of each argument that the kernel writes and of any
             other tensor; held against every config when the kernel is tuned, instead of the results of the first config.
+        rtol, atol: tolerance of each element against the reference, atol + rtol |expected|; without both, the element types give
+            a tolerance of the root mean square, and results in 16 bits must not lean towards zero.
         space: knob -> values that tuning tries beside the list: names of constexprs, `num_warps`, `num_stages`, `num_ctas`,
             `maxnreg`. Triton itself chooses from `configs` only.
         kwargs: further arguments of triton.autotune.
 
     Raises:
-        TypeError: the installed Triton does not know an argument.
+        TypeError: the installed Triton does not know an argument, or a tolerance has no reference.
         ValueError: a config, the key or the space names something that the kernel does not have, when a kernel is decorated.
     """
     import triton
 
     start_from_environment()
+    if reference is None and (rtol, atol) != (None, None):
+        raise TypeError("autotune: rtol, atol: expected only with reference=")
     known = inspect.signature(triton.autotune)
     try:
         given = known.bind(configs, key, *args, **kwargs).arguments
@@ -64,6 +70,7 @@ def autotune(
                 recording.refuse_misnamed(kernel_name(autotuner), problem)
             raise ValueError(problem)
         setattr(autotuner, REFERENCE, reference)
+        setattr(autotuner, TOLERANCE, None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0))
         setattr(autotuner, SPACE, None if space is None else {name: tuple(values) for name, values in space.items()})
         return autotuner
 

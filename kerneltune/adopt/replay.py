@@ -307,6 +307,8 @@ class LaunchEffects:
         expected: contents of arguments after a launch of that config, or the values of the author's reference; by argument.
         noise: relative difference between launches of it, root mean square, by argument.
         behind: contents of the guard of each storage after a launch of that config.
+        has_reference: `expected` holds the values of the author's reference.
+        tolerance: the author's relative and absolute tolerance for them; None for a tolerance by the element types.
     """
 
     before: list[torch.Tensor] = field(default_factory=list)
@@ -314,6 +316,8 @@ class LaunchEffects:
     expected: dict[str, torch.Tensor] = field(default_factory=dict)
     noise: dict[str, float] = field(default_factory=dict)
     behind: list[torch.Tensor] = field(default_factory=list)
+    has_reference: bool = False
+    tolerance: tuple[float, float] | None = None
 
     def restore(self, storages: Sequence[torch.Tensor]) -> None:
         """Put back what launches have changed."""

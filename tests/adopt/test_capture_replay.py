@@ -149,6 +149,25 @@ def test_fp8_results_agree_within_a_step(tmp_path: Path, mistake: Callable[[torc
     assert bool(found) == bool(text)
 
 
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """Cast to bf16 towards zero."""
+    return (x.view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_results_in_16_bits_do_not_lean_to_a_side(tmp_path: Path, has_reference: bool) -> None:
+    launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
+    a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((64, 512), (512, 64)))
+    expected = (a @ b).bfloat16()
+    other_order = sum(a[:, at : at + 32] @ b[at : at + 32] for at in range(0, 512, 32))
+    partial = sum((a[:, at : at + 128] @ b[at : at + 128]).bfloat16().float() for at in range(0, 512, 128))
+    row_factor = (1 + 2.0**-9 * (torch.arange(64) % 2 - 0.5)[:, None]) * (a @ b)
+    for right in (other_order.bfloat16(), partial.bfloat16(), *([row_factor.bfloat16()] if has_reference else [])):
+        assert disagreement(expected, right, 0.0, launch.launch, has_reference) == ""
+    found = disagreement(expected, truncated(other_order), 0.0, launch.launch, has_reference)
+    assert found.endswith("elements that are off are rounded towards zero")
+
+
 def test_whole_numbers_agree_exactly(tmp_path: Path) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch) == "1 of 4 whole numbers differ"

@@ -127,6 +127,45 @@ def test_tuning_holds_configs_against_the_reference(tmp_path: Path) -> None:
     assert every("y_ptr: differs by" in lines[0] for lines in errors)
 
 
+def normalized(given: Any) -> dict[str, Any]:
+    x = given["x_ptr"]
+    return {"y_ptr": (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(1, correction=0, keepdim=True) + 1e-6)}
+
+
+@triton.jit
+def layernorm(x_ptr, y_ptr, N, MISTAKE: tl.constexpr, BLOCK: tl.constexpr):
+    """Normalize x (64, N) to y (64, N)."""
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + tl.program_id(0) * N + at, at < N, other=0.0)
+    centred = x - tl.sum(x, 0) / (BLOCK if MISTAKE == "mean over BLOCK" else N)
+    if MISTAKE != "variance without mask":
+        centred = tl.where(at < N, centred, 0.0)
+    variance = tl.sum(centred * centred, 0) / N
+    scale = 1 / (tl.sqrt(variance) + 1e-6) if MISTAKE == "eps outside sqrt" else tl.rsqrt(variance + 1e-6)
+    tl.store(y_ptr + tl.program_id(0) * N + at, centred * scale, at < N)
+
+
+@pytest.mark.parametrize("mistake", ["", "eps outside sqrt", "variance without mask", "mean over BLOCK"])
+@pytest.mark.parametrize("rtol", [None, 1e-2])
+def test_reference_sees_rows_that_show_mistakes_of_a_normalization(tmp_path: Path, mistake: str, rtol: float | None) -> None:
+    configs = [triton.Config({"BLOCK": 128, "MISTAKE": mistake})]
+    globals()["made"] = kernel = kerneltune.autotune(configs, ["N"], reference=normalized, rtol=rtol, atol=rtol)(layernorm)
+    startup.capture(tmp_path)
+    x = torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
+    kernel[(64,)](x - x.mean(1, keepdim=True), torch.empty(64, 100), 100)
+    startup.uninstall()
+    (op,) = operators(str(tmp_path))
+    checker = Checker(op, case_of(read_capture(tmp_path).classes[0], op.axes), "cpu")
+    found = checker.errors(tuned_variant(op), next(tuned_variant(op).configs(checker.case)))
+    assert bool(found) == bool(mistake)
+    assert [line for line in found if not line.startswith("y_ptr: ")] == []
+
+
+def test_tolerance_without_a_reference_is_an_error() -> None:
+    with pytest.raises(TypeError, match=r"autotune: rtol, atol: expected only with reference="):
+        kerneltune.autotune(CONFIGS, ["N"], rtol=1e-2)
+
+
 def test_tuning_tries_the_space_as_well(tmp_path: Path) -> None:
     configs, errors = checked(tmp_path, copied_right)
     assert {(one.BLOCK, one.num_warps) for one in configs} == {(64, 2), (128, 4), (32, 2), (32, 8), (256, 2), (256, 8)}
