@@ -172,8 +172,8 @@ class _Guard:
 
         def begin(builder: Any, *sizes: int) -> None:
             guard._set_grid_dim(builder, *sizes)
-            guard._grid = sizes
-            guard._races.begin_launch(math.prod(sizes))
+            guard._grid = tuple(int(size) for size in sizes)  # a grid computed from arguments holds tensors
+            guard._races.begin_launch(math.prod(guard._grid))
 
         return begin
 
@@ -210,9 +210,10 @@ class _Guard:
         guard, interpreter = self, self._interpreter
 
         def load(builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
-            if other is None and not guard._loading.has_other and not mask.data.all():
+            taken = np.asarray(mask.data)  # of a block pointer, a plain array whose `data` is its memory
+            if other is None and not guard._loading.has_other and not taken.all():
                 kind = pointers.get_element_ty()
-                other = interpreter.TensorHandle(_garbage(mask.data, kind, interpreter._get_np_dtype(kind)), kind)
+                other = interpreter.TensorHandle(_garbage(taken, kind, interpreter._get_np_dtype(kind)), kind)
             return guard._masked_load(builder, pointers, mask, other, *rest, **named)
 
         return load

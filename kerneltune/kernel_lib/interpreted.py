@@ -3,6 +3,7 @@
 Imports torch and triton in functions: Triton must not be imported before it is known whether it shall interpret.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,6 +91,7 @@ def mend() -> None:
         setattr(builder, name, _in_fp32(getattr(builder, name), typed_by))
     builder.cast_impl = _through_fp32(builder.cast_impl)
     builder.get_bf16 = _bf16_constant
+    _mend_libdevice()
     core = interpreter.tl.core
     core.block_type.__init__ = _block_types_of_known_shapes(core.block_type.__init__)
     core.tensor.__init__ = _tensors_of_known_shapes(core.tensor.__init__)
@@ -99,6 +101,34 @@ def mend() -> None:
     semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
         reduction.apply_impl = _reduced_in_fp32(reduction.apply_impl)
+
+
+_LIBDEVICE: dict[str, Callable[..., Any]] = {
+    "rsqrt": lambda x: 1 / np.sqrt(x), "div_rn": np.divide, "pow": np.power, "rint": np.rint, "nearbyint": np.rint,
+    "round": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x), "fast_expf": np.exp, "fast_logf": np.log,
+    "fast_dividef": np.divide, "erf": np.vectorize(math.erf, otypes=[np.float32]),
+    **{name: getattr(np, name) for name in ("tanh", "exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "sin", "cos")},
+}  # fmt: skip
+"""Functions of CUDA's libdevice: in the interpreter they return None."""
+
+
+def _mend_libdevice() -> None:
+    """Let functions of libdevice compute, for kernels that are imported from here on."""
+    from triton.language.extra import libdevice
+    from triton.runtime.interpreter import TensorHandle, interpreter_semantic, tl
+
+    def computed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **_: Any) -> Any:
+            operands = [value if isinstance(value, tl.core.tensor) else interpreter_semantic.to_tensor(value) for value in given]
+            widest = max(operands, key=lambda operand: operand.handle.data.size)
+            found = function(*(operand.handle.data for operand in operands)).astype(widest.handle.data.dtype)
+            return tl.core.tensor(TensorHandle(found, widest.dtype), widest.type)
+
+        return call
+
+    for name, function in _LIBDEVICE.items():
+        if hasattr(libdevice, name):
+            setattr(libdevice, name, computed(function))
 
 
 def mend_or_warn() -> None:
@@ -118,12 +148,26 @@ class _Names:
 
 
 class _Whole(int):
-    """A number of a loop. In a kernel it is a tensor, which has a type and is cast."""
+    """A number of a loop, or a sum or product of it. In a kernel it is a tensor, which has a type and is cast."""
 
     def to(self, dtype: Any, *_: Any, **__: Any) -> Any:
         from triton.runtime import interpreter
 
         return interpreter._implicit_cvt(int(self)).to(dtype)
+
+
+def _whole(name: str) -> Callable[[Any, Any], Any]:
+    operation = getattr(int, name)
+
+    def computed(left: Any, right: Any) -> Any:
+        found = operation(left, right)
+        return _Whole(found) if type(found) is int else found
+
+    return computed
+
+
+for _name in ("__add__", "__sub__", "__mul__", "__floordiv__", "__mod__"):
+    setattr(_Whole, _name, _whole(_name))
 
 
 class _Real(float):

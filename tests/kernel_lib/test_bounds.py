@@ -237,3 +237,27 @@ def test_launch_of_many_programs_may_take_longer_than_one_program() -> None:
         assert fault(lambda: _slow[(64,)](x, 20)) == ""
         rounds += 1
     assert x.eq(19).all()
+
+
+@triton.jit
+def _block_pointer(x_ptr, y_ptr, N):
+    block = tl.make_block_ptr(x_ptr, (N,), (1,), (0,), (16,), (0,))
+    tl.store(y_ptr + tl.arange(0, 16), tl.load(block, boundary_check=(0,)))
+
+
+def test_block_pointer_without_padding_gives_garbage_behind_the_boundary() -> None:
+    x, y = torch.arange(10.0), torch.zeros(16)
+    assert fault(lambda: _block_pointer[(1,)](x, y, 10)) == ""
+    assert torch.equal(y[:10], x)
+    assert bool(y[10:].isnan().any())
+
+
+@triton.jit
+def _grid_of_arguments(y_ptr, N):
+    tl.store(y_ptr + tl.program_id(0), 1.0)
+
+
+def test_grid_that_is_computed_from_arguments_is_launched() -> None:
+    y = torch.zeros(3)
+    assert fault(lambda: _grid_of_arguments[lambda given: (triton.cdiv(given["N"], 4),)](y, 11)) == ""
+    assert y.tolist() == [1.0, 1.0, 1.0]

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from started import environment
+from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
 from kerneltune.kernel_lib.agreement import same_bits
@@ -167,3 +168,30 @@ def test_floating_point_argument_is_cast_as_in_a_compiled_kernel() -> None:
     with mended():
         adding_kernel[(1,)](y, 0.5)
     assert y.item() == 1.5
+
+
+@triton.jit
+def _of_libdevice(x_ptr, y_ptr):
+    at = tl.arange(0, 16)
+    x = tl.load(x_ptr + at)
+    tl.store(y_ptr + at, libdevice.rsqrt(x) + libdevice.tanh(x) + libdevice.pow(x, 3.0) + libdevice.round(x))
+
+
+def test_functions_of_libdevice_compute() -> None:
+    x, y = torch.linspace(0.1, 4, 16), torch.empty(16)
+    with mended():
+        _of_libdevice[(1,)](x, y)
+    torch.testing.assert_close(y, x.rsqrt() + x.tanh() + x**3 + (x + 0.5).floor())
+
+
+@triton.jit
+def _sums_of_a_loop(y_ptr, N):
+    for i in range(tl.cdiv(N, 4) - 1, -1, -1):
+        tl.store(y_ptr + i, (i * 4 - 1).to(tl.int64))
+
+
+def test_sums_and_products_of_a_loop_are_cast() -> None:
+    y = torch.zeros(3, dtype=torch.int64)
+    with mended():
+        _sums_of_a_loop[(1,)](y, 11)
+    assert y.tolist() == [-1, 3, 7]
