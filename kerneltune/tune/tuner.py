@@ -142,10 +142,12 @@ class Tuner:
         """Return the evaluation of a config that is refused after its compilation; None for a config to be measured."""
         if compiled.error:
             return Evaluation("crashed" if compiled.crashed else "compile", detail=compiled.error)
-        if compiled.spill_bytes and self.prune and not self.measures_spills:
+        if not self.prune or config == self.task.default:  # every other config is compared with the default
+            return None
+        if compiled.spill_bytes and not self.measures_spills:
             return Evaluation("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
-        if wanted > fitting and self.prune and config != self.task.default:  # every other config is compared with the default
+        if wanted > fitting:
             return Evaluation("occupancy", detail=f"{fitting} programs fit an SM, not {wanted}")
         return None
 

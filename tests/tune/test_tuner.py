@@ -331,6 +331,7 @@ def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
     assert broken == Evaluation("compile", detail="CompilationError: no")
     spilling = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
     assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", detail="96 bytes per thread")
+    assert tuner.refusal(tuner.task.default, spilling) is None  # the others are compared with the default
     assert tuner.resources == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(Task(op_of(SMALL), CASE, SMALL), Small(64, 1)) == broken
 
