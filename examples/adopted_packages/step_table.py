@@ -39,7 +39,7 @@ def measure(name: str, work: Path, target: Path, tune: list[str], lock: list[str
 def table(files: list[Path]) -> str:
     """Return the table as Markdown."""
     lines = [
-        "| program | size | author's GPU ms | served | author's / served, 95 % | author's host ms | served | s of the process |",
+        "| program | size | author's GPU ms | served | author's / served, 95 % | author's host ms | served | s in all |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for found in map(json.loads, (path.read_text() for path in files)):
@@ -49,7 +49,7 @@ def table(files: list[Path]) -> str:
             over = ratio_interval(np.array(one["gpu_ms"]), np.array(other["gpu_ms"]))
             medians = [f"{np.median(side[kind]):.3f}" for kind in ("gpu_ms", "host_ms") for side in (one, other)]
             ratio = f"{over.median:.3f}x ({over.low:.3f}-{over.high:.3f})"
-            seconds = f"{found['author']['seconds']:.0f}, {found['served']['seconds']:.0f}"
+            seconds = f"{author['seconds']:.1f}, {served['seconds']:.1f}"
             cells = (found["program"], size, *medians[:2], ratio, *medians[2:], seconds)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
