@@ -1,0 +1,315 @@
+"""y = x · wᵀ + bias with weights of four bits and tokens cast to e4m3: w = (q - z) s, one scale s per row and group of k.
+
+N tokens, M rows of w, K summed over. The weight is that of `int4_gemm`; a token is cast with a scale of its own. Codes become
+e4m3 without rounding, so that the cast of the tokens is the only rounding in front of the sums.
+"""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kerneltune import cache
+from kerneltune.compat import scaled_mm
+from kerneltune.kernel_lib.agreement import close
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix
+from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
+from kerneltune.kernel_lib.tl_lib import INTERPRETED, since_sm_90
+from kerneltune.kernel_lib.workspace import counters
+from kerneltune.ops.int4_gemm import configs, gemm, peers, reference
+from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, cast_rows
+from kerneltune.ops.int4_gemm.kernels.fp8 import int4_fp8_gemm as kernel
+from kerneltune.ops.int4_gemm.kernels.warps import Weight
+from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight
+from kerneltune.rounding import cdiv, next_power_of_2
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
+
+_LEAD = 4
+"""Steps of w that L2 is asked for while the cast of the tokens runs: 32 KB for a program of 128 rows."""
+_CAST_BLOCK = 4096
+"""Elements of a token that a program casts at a time."""
+_SMS = 132
+"""SMs of the GPU for which the rule of `default` was found."""
+_MOST_PROGRAMS = 2048
+"""Most programs of a product of several splits, because each split has memory for its part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Fp8Config:
+    """Config of a product.
+
+    Attributes:
+        tokens: rows of x per program.
+        blocks: of 64 rows of w per program.
+        warps: of a program; four warps multiply 64 rows of w at once.
+        splits: programs that share a row of w.
+        stages: of the load pipeline.
+        early: begin while the cast of x still runs, and ask L2 for the first blocks of w.
+    """
+
+    tokens: int
+    blocks: int
+    warps: int
+    splits: int
+    stages: int
+    early: bool
+
+
+class Fp8Tokens(NamedTuple):
+    """Tokens cast to e4m3: what `int4_fp8_gemm` multiplies. Made by `cast_tokens`.
+
+    Attributes:
+        q: (N, ⌈K/128⌉ 128) float8_e4m3fn, contiguous, zeros past K; of each 32 k in the order `kernels.fp8.ORDER`.
+        scale: (N,) or (1,) float32: an element of x is its q times its scale.
+        depth: K.
+        dtype: of x, and so of y: fp16 or bf16.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+    depth: int
+    dtype: torch.dtype
+
+
+@on_its_device
+def cast_tokens(x: torch.Tensor, *, reorder: bool = True) -> Fp8Tokens:
+    """Cast every row of x (N, K) of fp16 or bf16 to e4m3 with a scale of its own, in a launch.
+
+    The largest element of a row becomes 448, so nothing overflows. A row with NaN or infinity becomes NaN, other rows do not.
+
+    Args:
+        x: (N, K); rows may be any distance apart, elements of a row must be adjacent.
+        reorder: False leaves k in their order, for products that are not `int4_fp8_gemm`.
+
+    Raises:
+        ValueError: a shape, stride, type or device that does not fit.
+    """
+    check_matrix("x", x)
+    if x.dtype == torch.float32:
+        raise ValueError(f"x must be float16 or bfloat16, got {x.dtype}")
+    N, K = x.shape
+    padded = cdiv(K, DEPTH) * DEPTH
+    q = torch.empty((N, padded), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty((N,), dtype=torch.float32, device=x.device)
+    if N:
+        block = min(next_power_of_2(padded), _CAST_BLOCK)
+        cast_rows[(N,)](
+            x, q, scale, x.stride(0), K, REORDER=reorder, STEPS=cdiv(padded, block), BLOCK=block, num_warps=max(1, block // 256),
+            **({"launch_pdl": True} if since_sm_90() else {}),
+        )  # fmt: skip
+    return Fp8Tokens(q, scale, K, x.dtype)
+
+
+@on_its_device
+def _multiply(tokens: Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None, config: Int4Fp8Config | None) -> torch.Tensor:
+    """Multiply checked operands.
+
+    Raises:
+        ValueError: a GPU without the instructions, an address that TMA cannot copy from, or a config that does not fit.
+    """
+    q, scale, K, dtype = tokens
+    if not (INTERPRETED or since_sm_90()):
+        raise ValueError(f"int4_fp8_gemm needs compute capability 9.0 or newer, got {torch.cuda.get_device_name(q.device)}")
+    for name, t in (("x.q", q), ("weight.packed", weight.packed)):
+        if t.data_ptr() % 16:
+            raise ValueError(f"{name} must begin at a multiple of 16 bytes, got address {t.data_ptr():#x}")
+    N, M, depth = q.shape[0], weight.rows, cdiv(K, DEPTH)
+    y = torch.empty((N, M), dtype=dtype, device=q.device)
+    if not N:
+        return y
+    c: Int4Fp8Config = _best_config(N, weight, bias is not None, dtype) if config is None else config
+    steps = cdiv(depth, c.splits)
+    if (c.splits - 1) * steps >= depth:
+        raise ValueError(f"config={c}: {c.splits} programs along {depth} blocks of k")
+    tiles, token_tiles = cdiv(M, ROWS * c.blocks), cdiv(N, c.tokens)
+    words = (c.splits - 1) * tiles * token_tiles * (ROWS * c.blocks * c.tokens)  # of four bytes
+    early = c.early and since_sm_90()
+    groups = weight.scales.shape[3]
+    w = weight.packed.view(torch.uint8)
+    zeros = weight.scales if weight.zeros is None else weight.zeros
+    with counters(cdiv(words, 2), q.device) if words else nullcontext(y) as parts:
+        kernel[(c.splits, tiles, token_tiles)](
+            TensorDescriptor(q, [N, DEPTH * depth], [DEPTH * depth, 1], [c.tokens, DEPTH // groups]),
+            TensorDescriptor(w, [w.numel() // DEPTH, DEPTH], [DEPTH, 1], [ROWS // 2 * c.blocks, DEPTH]),
+            scale, w, weight.scales, zeros, y if bias is None else bias, y, parts, N, M, K, steps, int(scale.shape[0] > 1),
+            WEIGHT=Weight.of(
+                groups=groups, one_group=weight.group not in GROUPS, zeros=weight.zeros is not None, bias=bias is not None
+            ),
+            WORK=Fp8Work.of(tokens=c.tokens, blocks=c.blocks, splits=c.splits, stages=c.stages),
+            EARLY=early, LEAD=_LEAD, num_warps=c.warps, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+    return y
+
+
+def int4_fp8_gemm(
+    x: torch.Tensor | Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None = None, *, config: Int4Fp8Config | None = None
+) -> torch.Tensor:
+    """Return x · wᵀ + bias with weights of four bits and x cast to e4m3, fp32 inside.
+
+    Args:
+        x: (N, K) fp16 or bf16, or what `cast_tokens` made of that.
+        weight: w (M, K), from `pack`, with scales and zero points of x's type.
+        bias: (M,) of x's type, or None.
+        config: None takes the best known config.
+
+    Returns:
+        (N, M) of x's type, contiguous. The same inputs and config give the same bits.
+
+    Raises:
+        ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the weight.
+    """
+    if isinstance(x, Fp8Tokens):
+        _check_tokens(x, weight)
+        gemm.check(torch.empty((0, x.depth), dtype=x.dtype, device=x.q.device), weight, bias)
+        return _multiply(x, weight, bias, config)
+    gemm.check(x, weight, bias)
+    return _multiply(cast_tokens(x), weight, bias, config)
+
+
+def _check_tokens(x: Fp8Tokens, weight: Int4Weight) -> None:
+    """Check cast tokens.
+
+    Raises:
+        ValueError: tokens that `cast_tokens` does not make for the weight.
+    """
+    if not isinstance(x.q, torch.Tensor) or x.q.ndim != 2 or not x.q.is_contiguous():
+        raise ValueError(f"x.q must be a contiguous matrix, got {x.q if not isinstance(x.q, torch.Tensor) else x.q.stride()}")
+    padded = cdiv(x.depth, DEPTH) * DEPTH
+    check_like("x.q", x.q, (x.q.shape[0], padded), torch.float8_e4m3fn, x.q.device)
+    scales = 1 if isinstance(x.scale, torch.Tensor) and x.scale.shape == (1,) else x.q.shape[0]
+    check_like("x.scale", x.scale, (scales,), torch.float32, x.q.device)
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"x.dtype must be float16 or bfloat16, got {x.dtype}")
+
+
+def _best_config(N: int, weight: Int4Weight, bias: bool, dtype: torch.dtype) -> Any:
+    """Return the cached config for these sizes, or the default."""
+    axes = (("N", N), ("M", weight.rows), ("K", weight.depth))
+    options = (("group", gemm.group_option(weight)), ("zeros", weight.zeros is not None), ("bias", bias))
+    return _choose(axes, DTYPE_NAMES[dtype], "int4", options)
+
+
+def space(case: Case) -> Space:
+    """Offer tiles of as many tokens as there are, or fewer, and enough programs for every SM."""
+    return {
+        "tokens": _token_tiles(case["N"]),
+        "blocks": (1, 2, 4),
+        "warps": (4, 8, 16),
+        "splits": (1, 2, 3, 4, 6, 8, 12, 16),
+        "stages": (2, 3, 4, 5, 6),
+        "early": (True, False),
+    }
+
+
+def _token_tiles(tokens: int) -> tuple[int, ...]:
+    """Return the rows of x that a program may have."""
+    return tuple(t for t in (16, 32, 64, 128) if t < 2 * max(tokens, 9) and (t >= 32 or tokens <= 32))
+
+
+def valid(case: Case, config: Int4Fp8Config) -> str | None:
+    """Say why a config cannot run, or cannot be worth running."""
+    depth, c = cdiv(case["K"], DEPTH), config
+    if c.tokens not in _token_tiles(case["N"]):
+        return f"programs of {c.tokens} tokens where there are {case['N']}"
+    if c.warps not in (2 * c.blocks, 4 * c.blocks):
+        return f"{c.warps} warps to {c.blocks} blocks of rows"
+    sums = ROWS * c.blocks * c.tokens // (32 * c.warps)
+    if sums > (32 if c.warps == 16 else 64):
+        return f"{sums} sums to a thread, and as many of a group"
+    if (c.splits - 1) * cdiv(depth, c.splits) >= depth:
+        return f"{c.splits} programs along {depth} blocks of k"
+    programs = c.splits * cdiv(case["M"], ROWS * c.blocks) * cdiv(case["N"], c.tokens)
+    if c.splits > 1 and (sums > 32 or programs > _MOST_PROGRAMS):
+        return f"{programs} programs of {sums} sums to a thread whose parts are added up"
+    shared = c.stages * DEPTH * (c.tokens + ROWS // 2 * c.blocks)
+    return too_much_shared(shared)
+
+
+def default(case: Case) -> Int4Fp8Config:
+    """Return a config for any shape: tiles of all tokens up to 64, and splits of k until every SM has two programs."""
+    depth = cdiv(case["K"], DEPTH)
+    tokens = _token_tiles(min(case["N"], 64))[-1]
+    blocks = 2 if case["M"] > ROWS else 1
+    tiles = cdiv(case["M"], ROWS * blocks) * cdiv(max(case["N"], 1), tokens)
+    splits = max(s for s in (1, 2, 3, 4, 6, 8) if s == 1 or ((s - 1) * cdiv(depth, s) < depth and s * tiles <= 2 * _SMS))
+    return Int4Fp8Config(tokens, blocks, 4 * blocks, splits, 4, early=True)
+
+
+def run(inputs: Inputs, config: Int4Fp8Config | None) -> Outputs:
+    """Run `int4_fp8_gemm` on a case's inputs, the cast of x included."""
+    return {"y": int4_fp8_gemm(inputs["x"], inputs["weight"], inputs.get("bias"), config=config)}
+
+
+def run_on_16_bits(inputs: Inputs, _config: None) -> Outputs:
+    """Run `int4_gemm`, which does not cast x."""
+    return {"y_uncast": gemm.int4_gemm(inputs["x"], inputs["weight"], inputs.get("bias"))}
+
+
+def dequantised(inputs: Inputs, _config: None) -> Outputs:
+    """Run torch's product with x and weights of 16 bits."""
+    return {"y_uncast": peers.dequantised(inputs, None)["y"]}
+
+
+def scaled_mm_rowwise(inputs: Inputs, _config: None) -> Outputs:
+    """Run torch's product with a scale for every token and every row of w, the cast of x included."""
+    w, w_scale = inputs["forms"].other("scaled_mm_rowwise", lambda forms: _fp8_rows(forms.dequantised))
+    x, bias = inputs["x"], inputs.get("bias")
+    tokens = cast_tokens(x, reorder=False)
+    y = scaled_mm(
+        tokens.q[:, : x.shape[1]], w.t(), tokens.scale[:, None], w_scale[None, :], out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )  # fmt: skip
+    return {"y_fp8": (y if bias is None else y + bias).to(x.dtype)}
+
+
+def _fp8_rows(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return w (M, K) in e4m3, and the scale of each row."""
+    scale = w.abs().amax(1).float().clamp(min=1e-12) / 448
+    return (w.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
+
+
+def expected(inputs: Inputs) -> Outputs:
+    """Return y in fp64 for x cast to e4m3 with a scale for each token, and spread as `reference.reference` has it."""
+    x = inputs["x"].float()
+    multiplier = (448 / x.abs().amax(1, keepdim=True).double().clamp(min=1e-12)).float()
+    cast = (x * multiplier).to(torch.float8_e4m3fn).double() / multiplier.double()
+    return reference.reference({**inputs, "x": cast})
+
+
+def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Compare every element of y within the rounding of the result and of the sums of the tensor cores, which have 13 bits.
+
+    Of a product without the cast of x or of other casts, every element is compared within the rounding of the casts.
+    """
+    (name, got), want, spread = next(iter(outputs.items())), expected["y"].float(), expected["spread"].float()
+    unit = torch.finfo(inputs["x"].dtype).eps / 2
+    return close(name, got, want, 2 * unit, (6 * max(unit, 2.0**-12) if name == "y" else 6 * 2.0**-4) * spread)
+
+
+OP = Op(
+    name="int4_fp8_gemm",
+    axes=("N", "M", "K"),
+    dtypes=("bfloat16", "float16"),
+    quants=("int4",),
+    options=reference.OPTIONS,
+    free_axes=("N",),  # as of `int4_gemm`
+    bands={"N": (16, 32, 64)},
+    free_options=("group", "zeros", "bias"),
+    unseen_options=(),
+    flops=reference.flops,
+    inputs=reference.inputs,
+    reference=expected,
+    compare=compare,
+    traffic=reference.traffic,
+    variants=(
+        Variant("baseline", run_on_16_bits, unsupported=reference.not_empty),
+        Variant("optimized", run, Int4Fp8Config, space, valid, default, configs.unsupported),
+        Variant("dequantised", dequantised, unsupported=reference.not_empty, requires=("torch",)),
+        Variant("scaled_mm", peers.scaled_mm, unsupported=peers.not_scaled_mm, requires=("torch",)),
+        Variant("scaled_mm_rowwise", scaled_mm_rowwise, unsupported=peers.not_scaled_mm, requires=("torch",)),
+    ),
+    module=__name__,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -1,0 +1,105 @@
+"""Products of e4m3 tokens with weights of four bits: exact sums in every shape of program, casts, bad inputs."""
+
+from typing import Any
+
+import pytest
+import torch
+from int4_codes import DEVICE, exact, some_codes, whole_numbers
+
+from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, cast_tokens, int4_fp8_gemm
+from kerneltune.ops.int4_gemm.kernels.fp8 import ORDER
+from kerneltune.ops.int4_gemm.packing import pack
+
+
+def tokens_of(count: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return whole numbers and, in every row, 3.5: its scale is a power of two, so that the cast is exact."""
+    x = whole_numbers(count, depth, dtype)
+    x[:, 0] = 3.5
+    return x
+
+
+SHAPES = [
+    (1, 64, 128, 128, False, (16, 1, 4, 1, 3)),
+    (5, 130, 160, 32, True, (16, 2, 8, 1, 3)),  # rows and k that end in a block, four groups to a block of k
+    (17, 66, 512, 64, False, (32, 1, 4, 2, 3)),
+    (40, 194, 640, 128, True, (32, 2, 8, 3, 4)),  # several tiles of tokens; the last split has one block of k instead of two
+    (33, 66, 416, 416, True, (64, 1, 4, 1, 3)),  # one group
+    (70, 258, 384, 64, True, (64, 4, 16, 2, 2)),
+    (100, 66, 256, 32, False, (128, 1, 4, 1, 2)),
+]
+"""Tokens, rows, depth, group, zeros; the knobs of a config."""
+
+
+@pytest.mark.parametrize(("tokens", "rows", "depth", "group", "zeros", "knobs"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_of_whole_numbers_are_exact(
+    tokens: int, rows: int, depth: int, group: int, zeros: bool, knobs: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    codes = some_codes(rows, depth, group, zeros, dtype)
+    x, bias = tokens_of(tokens, depth, dtype), whole_numbers(1, rows, dtype)[0]
+    tolerance = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0.0
+    for early in (False, True) if DEVICE == "cuda" else (True,):
+        got = int4_fp8_gemm(x, pack(*codes), bias, config=Int4Fp8Config(*knobs, early=early))
+        torch.testing.assert_close(got, exact(x, codes, bias), rtol=tolerance, atol=0)
+
+
+def test_cast_tokens_writes_each_32_elements_in_the_order_of_the_kernel() -> None:
+    x = tokens_of(3, 160, torch.bfloat16)
+    plain, ordered = cast_tokens(x, reorder=False), cast_tokens(x)
+    bytes_of = plain.q.view(torch.uint8).view(3, -1, 32)
+    assert torch.equal(ordered.q.view(torch.uint8).view(3, -1, 32), bytes_of[:, :, list(ORDER)])
+    assert torch.equal(plain.q[:, :160].float() * plain.scale[:, None], x.float())
+    assert not plain.q[:, 160:].float().any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_token_that_is_not_finite_gives_nan_and_leaves_other_tokens_alone(bad: float) -> None:
+    codes, x = some_codes(66, 256, 128), tokens_of(3, 256, torch.float16)
+    want = exact(x, codes, None)
+    x[1, 7] = bad
+    got = int4_fp8_gemm(x, pack(*codes))
+    assert got[1].isnan().all()
+    assert torch.equal(got[::2], want[::2])
+
+
+def test_large_and_tiny_activations_neither_overflow_nor_vanish() -> None:
+    codes = some_codes(64, 128, 128)
+    for scale in (65504.0 / 3.5, 2.0**-20):
+        x = tokens_of(2, 128, torch.float16) * scale
+        cast = cast_tokens(x)
+        assert float(cast.q.float().abs().amax()) == 448
+        got = cast.q.float() * cast.scale[:, None]
+        torch.testing.assert_close(got, x.float()[:, [32 * b + k for b in range(4) for k in ORDER]], rtol=2.0**-4, atol=0)
+        assert int4_fp8_gemm(x.bfloat16(), pack(codes.codes, codes.scales.bfloat16(), codes.zeros)).isfinite().all()
+
+
+def test_tokens_of_one_scale_are_multiplied() -> None:
+    codes, x = some_codes(66, 256, 64), tokens_of(4, 256, torch.float16)
+    each = cast_tokens(x)
+    assert torch.equal(int4_fp8_gemm(each._replace(scale=each.scale[:1].clone()), pack(*codes)), exact(x, codes, None))
+
+
+CODES, X = some_codes(66, 256, 128), tokens_of(4, 256, torch.float16)
+CAST = cast_tokens(X)
+MISPLACED = torch.empty(1025, dtype=torch.uint8, device=DEVICE)[1:].view(torch.float8_e4m3fn).view(4, 256)
+
+
+@pytest.mark.parametrize(("x", "said"), [
+    (X.float(), "x must be"), (X[:, :128], "x must be"), (X.t(), "x must be"), (X.bfloat16(), "scales must be"),
+    (CAST._replace(depth=128), "x.q must be"), (CAST._replace(q=CAST.q[:, ::2]), "x.q must be a contiguous"),
+    (CAST._replace(q=CAST.q.float()), "x.q must be"), (CAST._replace(scale=CAST.scale[:3]), "x.scale must be"),
+    (CAST._replace(scale=CAST.scale.half()), "x.scale must be"), (CAST._replace(dtype=torch.float32), "x.dtype must be"),
+    (CAST._replace(q=MISPLACED), "multiple of 16"),
+])  # fmt: skip
+def test_operands_that_do_not_fit_are_refused(x: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        int4_fp8_gemm(x, pack(*CODES))
+
+
+def test_a_config_with_more_splits_than_blocks_of_k_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 programs along 2 blocks of k"):
+        int4_fp8_gemm(X, pack(*CODES), config=Int4Fp8Config(16, 1, 4, 5, 3, early=True))
+
+
+def test_no_tokens_give_an_empty_result() -> None:
+    assert int4_fp8_gemm(X[:0], pack(*CODES)).shape == (0, 66)
