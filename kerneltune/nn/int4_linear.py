@@ -4,14 +4,25 @@ The kernels run on a GPU and in Triton's interpreter. On any other device the we
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
-from kerneltune.ops.int4_gemm import Codes, Int4Weight, dequantise, int4_gemm, pack, packing, quantise
+from kerneltune.ops.int4_gemm import (
+    Codes,
+    Fp8Weight,
+    Int4Weight,
+    dequantise,
+    fastest_gemm,
+    int4_gemm,
+    pack,
+    packing,
+    quantise,
+    to_fp8,
+)
 
 
 class Int4Linear(nn.Module):
@@ -26,15 +37,18 @@ class Int4Linear(nn.Module):
         zeros: zero points instead of 8.
         bias: whether there is a bias.
         dtype: of inputs, outputs, scales and bias: float16 or bfloat16.
+        activations: `fp8` casts inputs of more than 16 tokens to e4m3 on a GPU since Hopper, which is faster; None does not.
 
     Raises:
-        ValueError: sizes or a type that do not fit.
+        ValueError: sizes, a type or activations that do not fit.
     """
 
     packed: Tensor
     scales: Tensor
     zeros: Tensor | None
     bias: Tensor | None
+    fp8_weight: Tensor | None
+    fp8_scale: Tensor | None
 
     def __init__(
         self,
@@ -46,11 +60,15 @@ class Int4Linear(nn.Module):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float16,
+        activations: Literal["fp8"] | None = None,
     ) -> None:
         super().__init__()
         packing.check_sizes(out_features, in_features, group)
         if dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"Int4Linear takes float16 or bfloat16, got {dtype=}")
+        if activations not in ("fp8", None):
+            raise ValueError(f"activations must be 'fp8' or None, got {activations!r}")
+        self.activations = activations
         self.in_features, self.out_features, self.group = in_features, out_features, group
         shape = packing.scale_shape(out_features, in_features, group)
         blocks = packing.block_shape(out_features, in_features)
@@ -58,18 +76,22 @@ class Int4Linear(nn.Module):
         self.register_buffer("scales", torch.zeros(shape, dtype=dtype, device=device))
         self.register_buffer("zeros", torch.zeros(shape, dtype=dtype, device=device) if zeros else None)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+        self.register_buffer("fp8_weight", None, persistent=False)
+        self.register_buffer("fp8_scale", None, persistent=False)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, group: int = 128, zeros: bool = False) -> "Int4Linear":
+    def from_linear(
+        cls, linear: nn.Linear, *, group: int = 128, zeros: bool = False, activations: Literal["fp8"] | None = None
+    ) -> "Int4Linear":
         """Make a layer with the nearest codes to a float16 or bfloat16 layer's weights, and its bias.
 
         Raises:
             ValueError: its sizes, type or values do not fit.
         """
-        return cls.from_codes(quantise(linear.weight.detach(), group, zeros), linear.bias)
+        return cls.from_codes(quantise(linear.weight.detach(), group, zeros), linear.bias, activations=activations)
 
     @classmethod
-    def from_codes(cls, codes: Codes, bias: Tensor | None = None) -> "Int4Linear":
+    def from_codes(cls, codes: Codes, bias: Tensor | None = None, *, activations: Literal["fp8"] | None = None) -> "Int4Linear":
         """Make a layer with these codes, scales and zero points, as `from_gptq` and `from_awq` give them.
 
         Zero points that are all 8, as symmetric checkpoints store them, are left out: the weights are the same, the kernel is
@@ -88,7 +110,7 @@ class Int4Linear(nn.Module):
             raise ValueError(f"bias must be ({weight.rows},) on {codes.codes.device}, got {tuple(bias.shape)} on {bias.device}")
         layer = cls(
             weight.depth, weight.rows, group=weight.group, zeros=weight.zeros is not None, bias=bias is not None,
-            device=weight.packed.device, dtype=weight.scales.dtype,
+            device=weight.packed.device, dtype=weight.scales.dtype, activations=activations,
         )  # fmt: skip
         layer.packed, layer.scales, layer.zeros = weight.packed, weight.scales, weight.zeros
         if bias is not None:
@@ -99,6 +121,18 @@ class Int4Linear(nn.Module):
     def weight(self) -> Int4Weight:
         """Return the weight as `int4_gemm` reads it."""
         return Int4Weight(self.packed, self.scales, self.zeros, self.out_features, self.in_features, self.group)
+
+    def keep_fp8_weight(self) -> None:
+        """Keep the weights in e4m3 too, a byte each, for inputs of more than 128 tokens under `activations="fp8"`.
+
+        Call it again after the weights have changed; `load_state_dict` drops the copy.
+
+        Raises:
+            ValueError: the layer does not cast its inputs, or has sizes that are not multiples of 16.
+        """
+        if self.activations != "fp8":
+            raise ValueError(f"a layer keeps its weights in fp8 under activations='fp8', got activations={self.activations!r}")
+        self.fp8_weight, self.fp8_scale = to_fp8(dequantise(self.weight, self.scales.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x (…, in_features) to (…, out_features).
@@ -112,7 +146,10 @@ class Int4Linear(nn.Module):
                 f"got {tuple(x.shape)} {x.dtype} on {x.device}"
             )
         rows = x.reshape(-1, self.in_features).contiguous()
-        y: Tensor = int4_linear(rows, self.packed, self.scales, self.zeros, self.bias, self.out_features, self.group)
+        y: Tensor = int4_linear(
+            rows, self.packed, self.scales, self.zeros, self.bias, self.out_features, self.group, self.activations == "fp8",
+            self.fp8_weight, self.fp8_scale,
+        )  # fmt: skip
         return y.view(*x.shape[:-1], self.out_features)
 
     def _load_from_state_dict(
@@ -122,6 +159,7 @@ class Int4Linear(nn.Module):
         """Load nothing of a state that torch would convert to the layer's types, or whose values no weights have."""
         found = [e for name, t in self.named_buffers() if (e := _broken(name, state_dict.get(prefix + name), t.dtype))]
         error_msgs.extend(f"{prefix}{error}" for error in found)
+        self.fp8_weight = self.fp8_scale = None
         if not found:
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -130,7 +168,8 @@ class Int4Linear(nn.Module):
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""
         zeros, bias = self.zeros is not None, self.bias is not None
-        return f"{self.in_features}, {self.out_features}, group={self.group}, zeros={zeros}, bias={bias}"
+        cast = f", activations={self.activations}" if self.activations else ""
+        return f"{self.in_features}, {self.out_features}, group={self.group}, zeros={zeros}, bias={bias}{cast}"
 
 
 def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
@@ -147,15 +186,25 @@ def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
 
 @custom_op("kerneltune::int4_linear")
 def int4_linear(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int
-) -> Tensor:
-    """Multiply x (N, K) and a packed weight of so many rows and its group to y (N, rows) of x's type, contiguous."""
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int,
+    cast: bool, fp8_weight: Tensor | None, fp8_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Multiply x (N, K) and a packed weight of so many rows and its group to y (N, rows) of x's type, contiguous.
+
+    cast: x may be cast to e4m3. fp8_weight, fp8_scale: the weight as `to_fp8` gives it, or None.
+    """
     weight = Int4Weight(packed, scales, zeros, rows, x.shape[1], group)
+    if (x.is_cuda or INTERPRETED) and cast:
+        copy = None if fp8_weight is None or fp8_scale is None else Fp8Weight(fp8_weight, fp8_scale)
+        return fastest_gemm(x, weight, bias, copy)
     if x.is_cuda or INTERPRETED:
         return int4_gemm(x, weight, bias)
     return nn.functional.linear(x, dequantise(weight, x.dtype), bias)
 
 
 @int4_linear.register_fake
-def _(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int) -> Tensor:
+def _(
+    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int,
+    cast: bool, fp8_weight: Tensor | None, fp8_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], rows))

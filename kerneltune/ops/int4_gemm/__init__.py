@@ -6,18 +6,28 @@ plain packings, checkpoints.py, are GPTQ's and AWQ's.
 
 from kerneltune.ops.int4_gemm.checkpoints import from_awq, from_gptq, to_awq, to_gptq
 from kerneltune.ops.int4_gemm.configs import Int4Config
-from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, Int4Fp8Config, cast_tokens, int4_fp8_gemm
+from kerneltune.ops.int4_gemm.fp8_gemm import (
+    Fp8Tokens,
+    Fp8Weight,
+    Int4Fp8Config,
+    cast_tokens,
+    fastest_gemm,
+    int4_fp8_gemm,
+    to_fp8,
+)
 from kerneltune.ops.int4_gemm.gemm import int4_gemm
 from kerneltune.ops.int4_gemm.packing import Codes, Int4Weight, dequantise, pack, quantise, unpack
 
 __all__ = [
     "Codes",
     "Fp8Tokens",
+    "Fp8Weight",
     "Int4Config",
     "Int4Fp8Config",
     "Int4Weight",
     "cast_tokens",
     "dequantise",
+    "fastest_gemm",
     "from_awq",
     "from_gptq",
     "int4_fp8_gemm",
@@ -25,6 +35,7 @@ __all__ = [
     "pack",
     "quantise",
     "to_awq",
+    "to_fp8",
     "to_gptq",
     "unpack",
 ]

@@ -32,6 +32,9 @@ _CAST_BLOCK = 4096
 """Elements of a token that a program casts at a time."""
 _SMS = 132
 """SMs of the GPU for which the rule of `default` was found."""
+_MOST_TOKENS_IN_16_BITS, _MOST_TOKENS_IN_4_BITS = 16, 128
+"""Tokens up to which `int4_gemm` is the fastest product, and up to which `int4_fp8_gemm` is faster than torch's product in fp8.
+H100, 2026-11-26, 28672x4096."""
 _MOST_PROGRAMS = 2048
 """Most programs of a product of several splits, because each split has memory for its part."""
 
@@ -168,6 +171,63 @@ def int4_fp8_gemm(
     return _multiply(cast_tokens(x), weight, bias, config)
 
 
+class Fp8Weight(NamedTuple):
+    """A weight in e4m3, for many tokens. Made by `to_fp8`.
+
+    Attributes:
+        q: (M, K) float8_e4m3fn, contiguous.
+        scale: (M,) float32: an element of w is its q times the scale of its row.
+    """
+
+    q: torch.Tensor
+    scale: torch.Tensor
+
+
+def to_fp8(w: torch.Tensor) -> Fp8Weight:
+    """Cast w (M, K) to e4m3 with a scale for each row.
+
+    Raises:
+        ValueError: sizes that are not multiples of 16, which torch's product needs.
+    """
+    if w.shape[0] % 16 or w.shape[1] % 16:
+        raise ValueError(f"w must have multiples of 16 rows and columns for a product in fp8, got {tuple(w.shape)}")
+    scale = w.abs().amax(1).float().clamp(min=1e-12) / 448
+    return Fp8Weight((w.float() / scale[:, None]).to(torch.float8_e4m3fn), scale)
+
+
+def _fp8_product(x: torch.Tensor, w: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return torch's product of x, cast to e4m3, and a weight in e4m3."""
+    tokens = cast_tokens(x, reorder=False)
+    y = scaled_mm(
+        tokens.q[:, : x.shape[1]], w.q.t(), tokens.scale[:, None], w.scale[None, :], out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+def fastest_gemm(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None, fp8_weight: Fp8Weight | None = None
+) -> torch.Tensor:
+    """Return x · wᵀ + bias by the fastest product for so many tokens: `int4_gemm`, `int4_fp8_gemm`, or torch's in fp8.
+
+    x stays in 16 bits up to 16 tokens, and on GPUs before Hopper.
+
+    Args:
+        x, weight, bias: as in `int4_fp8_gemm`.
+        fp8_weight: the same weight in e4m3, for more than 128 tokens; None if there is no memory for it.
+
+    Raises:
+        ValueError: a shape, stride, type or device that does not fit.
+    """
+    if x.shape[0] <= _MOST_TOKENS_IN_16_BITS or not (INTERPRETED or since_sm_90()):
+        return gemm.int4_gemm(x, weight, bias)
+    if x.shape[0] <= _MOST_TOKENS_IN_4_BITS or fp8_weight is None:
+        return int4_fp8_gemm(x, weight, bias)
+    gemm.check(x, weight, bias)
+    check_like("fp8_weight.q", fp8_weight.q, (weight.rows, weight.depth), torch.float8_e4m3fn, x.device)
+    check_like("fp8_weight.scale", fp8_weight.scale, (weight.rows,), torch.float32, x.device)
+    return _fp8_product(x, fp8_weight, bias)
+
+
 def _check_tokens(x: Fp8Tokens, weight: Int4Weight) -> None:
     """Check cast tokens.
 
@@ -254,20 +314,8 @@ def dequantised(inputs: Inputs, _config: None) -> Outputs:
 
 def scaled_mm_rowwise(inputs: Inputs, _config: None) -> Outputs:
     """Run torch's product with a scale for every token and every row of w, the cast of x included."""
-    w, w_scale = inputs["forms"].other("scaled_mm_rowwise", lambda forms: _fp8_rows(forms.dequantised))
-    x, bias = inputs["x"], inputs.get("bias")
-    tokens = cast_tokens(x, reorder=False)
-    y = scaled_mm(
-        tokens.q[:, : x.shape[1]], w.t(), tokens.scale[:, None], w_scale[None, :], out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )  # fmt: skip
-    return {"y_fp8": (y if bias is None else y + bias).to(x.dtype)}
-
-
-def _fp8_rows(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return w (M, K) in e4m3, and the scale of each row."""
-    scale = w.abs().amax(1).float().clamp(min=1e-12) / 448
-    return (w.float() / scale[:, None]).to(torch.float8_e4m3fn), scale
+    w = inputs["forms"].other("scaled_mm_rowwise", lambda forms: to_fp8(forms.dequantised))
+    return {"y_fp8": _fp8_product(inputs["x"], w, inputs.get("bias"))}
 
 
 def expected(inputs: Inputs) -> Outputs:

@@ -1,0 +1,68 @@
+"""`Int4Linear` with inputs that are cast to e4m3: which product runs for how many tokens, and bad arguments."""
+
+import pytest
+import torch
+from int4_codes import DEVICE, some_codes, whole_numbers
+from torch import Tensor
+
+from kerneltune.nn import Int4Linear
+from kerneltune.ops.int4_gemm import fp8_gemm, int4_fp8_gemm, int4_gemm
+
+CODES = some_codes(64, 256, 128)
+
+
+def layer(*, kept: bool = False) -> Int4Linear:
+    made = Int4Linear.from_codes(CODES, whole_numbers(1, 64, torch.float16)[0], activations="fp8")
+    if kept:
+        made.keep_fp8_weight()
+    return made
+
+
+def tokens(count: int) -> Tensor:
+    return torch.randn(count, 256, device=DEVICE).half()
+
+
+def test_few_tokens_stay_in_16_bits_and_more_tokens_are_cast() -> None:
+    made = layer()
+    for count, product in ((16, int4_gemm), (17, int4_fp8_gemm), (130, int4_fp8_gemm)):
+        x = tokens(count)
+        assert torch.equal(made(x), product(x, made.weight, made.bias)), count
+
+
+def test_many_tokens_are_multiplied_with_the_kept_fp8_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, shapes = layer(kept=True), []
+
+    def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **_options: object) -> Tensor:
+        shapes.append((tuple(a.shape), tuple(b.shape)))
+        return ((a.float() * scale_a) @ (b.float() * scale_b)).bfloat16()
+
+    monkeypatch.setattr(fp8_gemm, "scaled_mm", scaled_mm)
+    for count in (128, 129):
+        x = tokens(count)
+        want = int4_gemm(x, made.weight, made.bias).float()
+        error = (made(x).float() - want).square().mean().sqrt() / want.square().mean().sqrt()
+        assert error < 0.06
+    assert shapes == [((129, 256), (256, 64))]
+
+
+def test_a_loaded_state_drops_the_kept_fp8_weight() -> None:
+    made = layer(kept=True)
+    assert made.fp8_weight is not None
+    assert "fp8_weight" not in made.state_dict()
+    made.load_state_dict(made.state_dict())
+    assert made.fp8_weight is None
+
+
+def test_without_activations_inputs_stay_in_16_bits() -> None:
+    made, x = Int4Linear.from_codes(CODES), tokens(40)
+    assert torch.equal(made(x), int4_gemm(x, made.weight))
+    with pytest.raises(ValueError, match="got activations=None"):
+        made.keep_fp8_weight()
+
+
+def test_unknown_activations_and_sizes_that_fp8_lacks_are_refused() -> None:
+    with pytest.raises(ValueError, match="activations must be 'fp8' or None, got 'int8'"):
+        Int4Linear(128, 64, activations="int8")  # type: ignore[arg-type]
+    odd = Int4Linear(128, 66, activations="fp8", device=DEVICE)
+    with pytest.raises(ValueError, match=r"multiples of 16 rows and columns for a product in fp8, got \(66, 128\)"):
+        odd.keep_fp8_weight()
