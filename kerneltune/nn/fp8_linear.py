@@ -109,7 +109,7 @@ class Fp8Linear(nn.Linear):
         w: Operand | None = self.fp8_kept.weights(b_t, how)
         if w is None and how.keep_weights and wants_gradient(x):
             w = cast_product_weights(how.scaling, how.pow2, b_t.detach(), True, self.fp8_kept.amax)
-        return fp8_product(x, b_t, how, dtype, given=(getattr(x, "kerneltune_fed", None), w, None))
+        return fp8_product(x, b_t, how, dtype, casts=(getattr(x, "kerneltune_fed", None), w, None))
 
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""

@@ -131,12 +131,12 @@ def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, am
         return cast_weights(b_t.mT, recipe, into and into.transposed(), amax).transposed()
     E, _, N = b_t.shape
     if recipe.scaling == "tensorwise":
-        given = None if into is None else fp8.SegmentOutput(into.q, into.q_t, into.scale)
-        out = fp8.fp8_tensorwise_3d(b_t, layout="both", pow2=recipe.pow2, inverse=True, amax=amax, out=given)
+        segments = None if into is None else fp8.SegmentOutput(into.q, into.q_t, into.scale)
+        out = fp8.fp8_tensorwise_3d(b_t, layout="both", pow2=recipe.pow2, inverse=True, amax=amax, out=segments)
         assert out.q is not None and out.q_t is not None
         return into or Fp8Weights(out.q, out.scale, out.q_t, out.scale)
-    there = None if into is None else fp8.BothLayouts(into.q, into.scale.view(E, 1, N), into.q_t, into.scale_t)
-    q, scale, q_t, scale_t = fp8.fp8_rowwise_3d_both(b_t, pow2=recipe.pow2, inverse=True, out=there)
+    both = None if into is None else fp8.BothLayouts(into.q, into.scale.view(E, 1, N), into.q_t, into.scale_t)
+    q, scale, q_t, scale_t = fp8.fp8_rowwise_3d_both(b_t, pow2=recipe.pow2, inverse=True, out=both)
     return into or Fp8Weights(q, scale.view(E, N), q_t, scale_t)
 
 
@@ -242,7 +242,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w: Tensor, v: Tensor | None, offs: Tensor | None, pairs: Tensor | None, places: Tensor | None,
         scaling: str, pow2: bool, keep: bool, delayed: Any, dtype: torch.dtype, for_x: bool, for_w: bool, for_v: bool,
-        *given: Tensor | None,
+        *operands: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Multiply.
 
@@ -254,30 +254,28 @@ class _Product(torch.autograd.Function):
             delayed: a DelayedScaling in place of scaling and pow2, or None.
             dtype: of the result.
             for_x, for_w, for_v: which gradients will be asked for.
-            given: the Operand of x, of w and of v, without a second scale that is the first; None where the product casts.
+            operands: the Operand of x, of w and of v, without a second scale that is the first; None where the product casts.
         """
         casts, for_h = fresh_casts(scaling, pow2) if delayed is None else delayed.casts, for_x or for_w
         rows: Operand
-        rows, given_w, given_v = ((*given[i : i + 3], given[i + 1] if given[i + 3] is None else given[i + 3]) for i in (0, 4, 8))
+        rows, of_w, of_v = ((*operands[i : i + 3], operands[i + 3 if operands[i + 3] is not None else i + 1]) for i in (0, 4, 8))
         if rows[0] is None and places is not None:
-            q, scale, *_ = casts.rows(x, None, True, False)
-            q, q_t = torch.ops.kerneltune.moe_permute_fp8(q, pairs, offs, places.shape[1])
-            rows = q, scale, q_t, scale
+            rows = _cast_tokens(casts, x, offs, pairs, places)
         elif rows[0] is None:
             rows = casts.rows(rows_of(x, dtype if offs is None else x.dtype), offs, True, for_w and (keep or offs is not None))
-        cast = given_w if given_w[0] is not None else casts.weights(w, for_x and keep)
+        cast = of_w if of_w[0] is not None else casts.weights(w, for_x and keep)
         y = multiply(rows, cast, offs, dtype)
         kept = [*_kept(cast, w, for_x), *_kept(rows, x, for_w)]
         h = y if v is not None and for_h else None
         if v is not None:
             del rows, cast  # so that only the operands of the second product are alive, beside the kept tensors
             q, *q_t, scale = torch.ops.kerneltune.fp8_swiglu_2d(y, offs, layout="both" if for_v else "row")
-            cast = given_v if given_v[0] is not None else casts.weights(v, for_h and keep)
+            cast = of_v if of_v[0] is not None else casts.weights(v, for_h and keep)
             y = multiply((q, scale), cast, offs, dtype)
             kept += [*_kept(cast, v, for_h), *((*q_t, scale) if for_v else (None, None))]
         ctx.save_for_backward(offs, places, h, *kept)
         ctx.scaling, ctx.pow2, ctx.delayed, ctx.dtype, ctx.wanted = scaling, pow2, delayed, dtype, (for_x, for_w, for_v)
-        ctx.shape, ctx.dtypes, ctx.count = x.shape, (x.dtype, w.dtype, None if v is None else v.dtype), len(given)
+        ctx.shape, ctx.dtypes, ctx.count = x.shape, (x.dtype, w.dtype, None if v is None else v.dtype), len(operands)
         # in the result's shape, because FSDP2 warns of views; and no view, because autograd lets no caller change that in place
         return unsafe_view(y, [*x.shape[:-1], y.shape[1]]) if offs is None else y
 
@@ -310,6 +308,13 @@ class _Product(torch.autograd.Function):
         return (dx, dw, dv, *[None] * (11 + ctx.count))
 
 
+def _cast_tokens(casts: Casts, x: Tensor, offs: Tensor | None, pairs: Tensor | None, places: Tensor) -> Operand:
+    """Cast tokens (T, K) with one scale and copy them to their experts, in both layouts."""
+    q, scale, *_ = casts.rows(x, None, True, False)
+    q, q_t = torch.ops.kerneltune.moe_permute_fp8(q, pairs, offs, places.shape[1])
+    return q, scale, q_t, scale
+
+
 def _kept(cast: Operand, source: Tensor, is_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensors that the backward pass reads: the cast for it and its scale, or the source, to be cast there."""
     if not is_wanted:
@@ -318,7 +323,7 @@ def _kept(cast: Operand, source: Tensor, is_wanted: bool) -> tuple[Tensor | None
 
 
 def _input_gradient(ctx: Any, dy: list[Any], w: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return dX (M, K) of cast rows and of a weight that `_kept` has given; both lists lose their first tensor."""
+    """Return dX (M, K) of cast rows and of a weight as `_kept` returns it; both lists lose their first tensor."""
     (q, scale), (w_t, scale_w) = dy[:2], w
     if not torch.compiler.is_compiling():  # torch 2.11 lets traced code change no list of saved tensors
         dy[0] = w[0] = None
@@ -329,7 +334,7 @@ def _input_gradient(ctx: Any, dy: list[Any], w: list[Any], offs: Tensor | None, 
 
 
 def _weight_gradient(ctx: Any, dy: list[Any], x: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return dW (E, K, N), column-major, of cast rows and of rows that `_kept` has given."""
+    """Return dW (E, K, N), column-major, of cast rows and of rows as `_kept` returns them."""
     made: Tensor
     if x[1] is None:
         made = late_weight_gradient(*dy[2:], x[0], ctx.scaling, ctx.pow2, ctx.dtype, dtype)
@@ -346,7 +351,7 @@ def fp8_product(
     *,
     v: Tensor | None = None,
     routing: Sequence[Tensor | None] = (None, None, None),
-    given: Sequence[Operand | None] = (None, None, None),
+    casts: Sequence[Operand | None] = (None, None, None),
 ) -> Tensor:
     """Multiply with autograd; see `_Product`.
 
@@ -354,7 +359,7 @@ def fp8_product(
         x, w, v, dtype: of `_Product`.
         recipe: a Recipe or a DelayedScaling.
         routing: pairs, places and offs; None for offs alone, or for a single group.
-        given: the casts of x, w and v that were made before, or None.
+        casts: of x, w and v, as far as they were made before.
     """
     is_fresh = isinstance(recipe, Recipe)
     how = (recipe.scaling, recipe.pow2, recipe.keep_weights, None) if is_fresh else ("delayed", False, True, recipe)
@@ -362,7 +367,7 @@ def fp8_product(
     wanted = [t is not None and wants_gradient(t) for t in (x, w, v)]
     operands = [
         t
-        for q, scale, q_t, scale_t in (cast or NOT_CAST for cast in given)
+        for q, scale, q_t, scale_t in (cast or NOT_CAST for cast in casts)
         for t in (q, scale, q_t, None if scale_t is scale else scale_t)
     ]  # torch.compile takes no tensor twice
     y: Tensor = _Product.apply(x, w, v, offs, pairs, places, *how, dtype, *wanted, *operands)  # type: ignore[no-untyped-call]
