@@ -69,7 +69,7 @@ class PlainServer:
                 try:
                     served = plan.found[plan.key(values)]
                     break
-                except (KeyError, AttributeError):  # the plan is of launches with other types
+                except (KeyError, AttributeError, TypeError):  # the plan is of launches with other types
                     pass
             else:
                 served = self._resolve(state, kernel, args, kwargs)
@@ -104,7 +104,11 @@ class PlainServer:
         if plan is made or len(plan.found) >= MOST_REMEMBERED:
             plans[:] = [made, *(one for one in plans[: _MOST_PLANS - 1] if one is not plan)]
             plan = made
-        options = self._options(state, kernel, args, kwargs)
+        try:
+            options = self._options(state, kernel, args, kwargs)
+        except Exception as error:  # a value of a kind that no capture has must not end the user's program
+            self._server.say(f"{state.name}: a launch is not served: {type(error).__name__}: {error}")
+            options = {}
         counter = self._server.counters.slot(counted_name(state.name, SERVED if options else MISSED))
         own = {name: kwargs[name] for name in options if name in kwargs}
         served = plan.found[plan.key(values)] = ServedOptions(options, own, counter)

@@ -350,6 +350,20 @@ def test_launches_with_and_without_an_optional_tensor_are_resolved_once_each(
     assert len(resolved) == 2
 
 
+@pytest.mark.parametrize("size", [[64], object(), None, torch.ones(2)])
+def test_served_launch_with_an_argument_of_another_kind_goes_on(
+    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, size: object
+) -> None:
+    launches, seen = captured(tmp_path / "cap", module, 64), []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda _kernel, *args, **kwargs: seen.append((args[2], kwargs)))
+    serve(tmp_path / "cap", launches, 16)
+    x, y = torch.arange(64.0), torch.empty(64)
+    for given in (64, size, 64):
+        module.doubled[(2,)](x, y, given, 2.0, BLOCK=32)
+    assert [kwargs.get("num_warps") for _, kwargs in seen] == [16, None, 16]
+    assert seen[1][0] is size
+
+
 def test_damaged_verdicts_of_blocks_are_one_line(tmp_path: Path, module: Any) -> None:
     captured(tmp_path / "cap", module, 96)
     (tmp_path / "cap" / "blocks.json").write_text('{"classes": 3}')
