@@ -182,7 +182,7 @@ def weight_gradient(dy: Operand, x: Operand, offs: Tensor | None, dtype: torch.d
 def _multiply_all(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a (M, K) row-major with b (K, N) column-major; scale_a: of 1 or M elements, scale_b: of 1 or N elements.
 
-    torch multiplies where it can, else a grouped product of one group does.
+    On a GPU torch multiplies bf16 and fp16 results, K a multiple of 16; a grouped product of one group multiplies all others.
     """
     (M, K), N = a.shape, b.shape[1]
     if not a.is_cuda or K % ALIGNED or dtype == torch.float32:
@@ -244,7 +244,7 @@ class _Product(torch.autograd.Function):
         scaling: str, pow2: bool, keep: bool, delayed: Any, dtype: torch.dtype, for_x: bool, for_w: bool, for_v: bool,
         *operands: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Multiply.
+        """Return Y, and keep the operands of the gradients.
 
         Args:
             x: rows (M, K); tokens (T, K) with pairs and places; (…, K) without offs.

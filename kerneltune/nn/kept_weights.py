@@ -134,10 +134,10 @@ class KeptWeights(nn.Module):
             return None
         if not self._fits(weight, recipe):
             with torch.inference_mode(False):  # because training also reads the buffers that an evaluation fills
-                self._hold(_traced_cast(weight.detach(), recipe, self.amax))
+                self._hold(_cast(weight.detach(), recipe, self.amax))
         elif self.is_first_microbatch:
             with torch.no_grad():
-                made = _traced_cast(weight.detach(), recipe, self.amax)
+                made = _cast(weight.detach(), recipe, self.amax)
                 for name, t in zip(Fp8Weights._fields, made, strict=True):
                     getattr(self, name).copy_(t)
         return self.held
@@ -182,7 +182,7 @@ class KeptWeights(nn.Module):
         with torch.inference_mode(False):  # because training also reads the buffers that an evaluation fills
             held = self.held
             if held is None or self._seen[2:] != seen[2:]:
-                held = _cast(weight, recipe, self.amax)
+                held = _cast(weight.detach().transpose(1, 2), recipe, self.amax)
                 self._hold(held)
                 self._may_be_old, self._streams = False, _Streams()
                 self._streams.after_write(weight.device)
@@ -203,7 +203,7 @@ class KeptWeights(nn.Module):
             elif skip is None and isinstance(recipe, Recipe):
                 cast_weights(weight.detach().transpose(1, 2), recipe, held, self.amax)
             else:
-                fresh = _cast(weight, recipe, self.amax)
+                fresh = _cast(weight.detach().transpose(1, 2), recipe, self.amax)
                 for t, new in {id(t): (t, new) for t, new in zip(held, fresh, strict=True)}.values():
                     if skip is None:
                         t.copy_(new)
@@ -258,16 +258,11 @@ def _optimizer_steps() -> Counter[str]:
     return steps
 
 
-def _cast(weight: Tensor, recipe: Recipe | DelayedScaling, amax: Tensor) -> Fp8Weights:
+def _cast(b_t: Tensor, recipe: Recipe | DelayedScaling, amax: Tensor) -> Fp8Weights:
+    """Return b_t (E, K, N) in fp8 in new tensors, by operators that torch.compile traces."""
     if isinstance(recipe, DelayedScaling):
-        return recipe.cast_weights(weight.detach())
-    return cast_weights(weight.detach().transpose(1, 2), recipe, amax=amax)
-
-
-def _traced_cast(weight: Tensor, recipe: Recipe | DelayedScaling, amax: Tensor) -> Fp8Weights:
-    if isinstance(recipe, DelayedScaling):
-        return recipe.cast_weights(weight.mT)
-    return Fp8Weights(*cast_product_weights(recipe.scaling, recipe.pow2, weight, True, amax))  # type: ignore[arg-type]
+        return recipe.cast_weights(b_t.mT)
+    return Fp8Weights(*cast_product_weights(recipe.scaling, recipe.pow2, b_t, True, amax))  # type: ignore[arg-type]
 
 
 def _bits(t: Tensor) -> Tensor:

@@ -39,6 +39,17 @@ def addresses(module: GroupedLinear) -> list[int]:
     return [t.data_ptr() for t in module.kept.held]
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that gets a name with each cast of kept weights, in place or into new tensors."""
+    casts: list[str] = []
+    for name in ("cast_weights", "cast_product_weights"):
+        cast = getattr(kept_weights, name)
+        monkeypatch.setattr(
+            kept_weights, name, lambda *args, name=name, cast=cast, **options: casts.append(name) or cast(*args, **options)
+        )
+    return casts
+
+
 def change(module: GroupedLinear) -> None:
     with torch.no_grad():
         module.weight.mul_(-2)
@@ -78,9 +89,7 @@ def test_a_weight_in_column_major_order(recipe: str) -> None:
 
 
 def test_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
-    casts = []
-    cast = kept_weights.cast_weights
-    monkeypatch.setattr(kept_weights, "cast_weights", lambda *args, **options: casts.append(1) or cast(*args, **options))
+    casts = counted(monkeypatch)
     module, (x, offs) = layer(), batch()
     for first, so_far in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 2), (False, 2)):
         module(x, offs, is_first_microbatch=first)
@@ -161,9 +170,7 @@ def test_a_step_that_leaves_no_trace_on_the_weight() -> None:
 
 
 def test_a_step_of_other_weights_casts_again_and_spoils_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    casts = []
-    cast = kept_weights.cast_weights
-    monkeypatch.setattr(kept_weights, "cast_weights", lambda *args, **options: casts.append(1) or cast(*args, **options))
+    casts = counted(monkeypatch)
     module, (x, offs) = layer(), batch()
     other = torch.ones(1, requires_grad=True)
     other.sum().backward()

@@ -164,8 +164,7 @@ def fp8_tensorwise_2d(
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
         layout: `row`, `col` or `both`, from one pass.
         offs: (G,) int32, where groups of rows end, not decreasing, at most M. The scale is made of the rows of groups, and q_t
-        holds
-            aligned groups, for `fp8_grouped_gemm(aligned=True)`. Rows behind the last group are not written. If offs
+            holds aligned groups, for `fp8_grouped_gemm(aligned=True)`. Rows behind the last group are not written. If offs
             decreases or exceeds M, results are undefined, but nothing outside the tensors is read or written.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 

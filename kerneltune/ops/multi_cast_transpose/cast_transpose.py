@@ -238,8 +238,7 @@ def multi_cast_transpose(
         outputs: (cast (M_t, N_t), transpose (N_t, M_t)) fp8 of every matrix, contiguous, written in place; None allocates.
         scale_inv: (T,) fp32, likewise.
         skip: (1,) fp32 on the device: a value other than 0, when the launch runs, leaves all outputs as they are. Takes outputs
-        and scale_inv, and
-            matrices that are not empty.
+            and scale_inv, and matrices that are not empty.
         config: None takes the best known config.
 
     Raises:
