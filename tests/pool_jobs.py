@@ -150,7 +150,7 @@ def too_large(pool: CompilePool) -> list[CompileResult]:
     )
     jobs = [
         CompileJob(partial(norm.inputs, rows), norm.variant("optimized").run, FwdConfig(1, 8192, False, 32, 0, 1, False)),
-        CompileJob(partial(gemm.inputs, product), gemm.variant("baseline").run, PlainConfig(128, 128, 256, 4, 6)),
+        CompileJob(partial(gemm.inputs, product), gemm.variant("baseline").run, PlainConfig(64, 64, 128, 4, 6)),
     ]
     return list(pool.compile(jobs))
 

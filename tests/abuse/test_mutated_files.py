@@ -190,22 +190,22 @@ def _journal() -> bytes:
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
-    "sweep": ("f.yaml", _sweep, 250),
-    "records": ("f.jsonl", records.load, 500),
-    "cache": ("nvidia_h200/rmsnorm_bwd.json", _cache, 500),
-    "rules": ("nvidia_h200/rules/multi_cast_transpose.json", rule_file.load_strict, 300),
-    "table of trials": ("fp8_transpose_2d.csv.gz", trial_table.read, 500),
-    "table": ("f.json", _import, 400),
-    "source": ("f.py", _import, 300),
-    "trials": ("f.log", trials.history, 150),
-    "model": ("f.json", _model, 300),
-    "misses": ("f.jsonl", misses.read, 300),
-    "survey": ("f.json", static.load, 300),
-    "settings": ("pyproject.toml", _settings, 300),
-    "class": ("0123456789abcdef/class.json", _class, 400),
-    "counts": ("launches/f.json", _counts, 300),
-    "served": ("served/nvidia_h200.json", _table, 400),
-    "manifest": ("served/manifest.json", _manifest, 200),
+    "sweep": ("f.yaml", _sweep, 100),
+    "records": ("f.jsonl", records.load, 200),
+    "cache": ("nvidia_h200/rmsnorm_bwd.json", _cache, 200),
+    "rules": ("nvidia_h200/rules/multi_cast_transpose.json", rule_file.load_strict, 120),
+    "table of trials": ("fp8_transpose_2d.csv.gz", trial_table.read, 200),
+    "table": ("f.json", _import, 160),
+    "source": ("f.py", _import, 120),
+    "trials": ("f.log", trials.history, 60),
+    "model": ("f.json", _model, 120),
+    "misses": ("f.jsonl", misses.read, 120),
+    "survey": ("f.json", static.load, 120),
+    "settings": ("pyproject.toml", _settings, 120),
+    "class": ("0123456789abcdef/class.json", _class, 160),
+    "counts": ("launches/f.json", _counts, 120),
+    "served": ("served/nvidia_h200.json", _table, 160),
+    "manifest": ("served/manifest.json", _manifest, 80),
 }
 """Kind of file: its name, its reader, and how many mutations are tried in every run."""
 

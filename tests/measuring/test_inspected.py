@@ -132,7 +132,7 @@ def test_an_inspection_leaves_nothing_that_a_launch_finds(own_cache: Path) -> No
 
 def test_what_exceeds_shared_memory_says_the_same_when_known(own_cache: Path) -> None:
     case = Case("product", tuple((axis, 512) for axis in ops.load()["int4_gemm"].axes), "bfloat16", "int4")
-    large = [requested("int4_gemm", case, PlainConfig(128, 128, 256, 4, 6))]
+    large = [requested("int4_gemm", case, PlainConfig(64, 64, 128, 4, 6))]
     first = survey(large, ["gfx942"], 1)
     second = survey(large, ["gfx942"], 1, known={"gfx942": KnownFacts(first.facts["gfx942"])})
     assert second == first
