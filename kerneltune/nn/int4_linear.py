@@ -37,7 +37,7 @@ class Int4Linear(nn.Module):
         zeros: zero points instead of 8.
         bias: whether there is a bias.
         dtype: of inputs, outputs, scales and bias: float16 or bfloat16.
-        activations: `fp8` casts inputs of more than 16 tokens to e4m3 on a GPU since Hopper, which is faster; None does not.
+        activations: `fp8` casts inputs to e4m3 where that is faster: more than 32 tokens, on GPUs since Hopper. None never casts.
 
     Raises:
         ValueError: sizes, a type or activations that do not fit.
@@ -123,7 +123,7 @@ class Int4Linear(nn.Module):
         return Int4Weight(self.packed, self.scales, self.zeros, self.out_features, self.in_features, self.group)
 
     def keep_fp8_weight(self) -> None:
-        """Keep the weights in e4m3 too, a byte each, for inputs of more than 128 tokens under `activations="fp8"`.
+        """Keep the weights in e4m3 too, a byte each, for inputs of more than 64 tokens under `activations="fp8"`.
 
         Call it again after the weights have changed; `load_state_dict` drops the copy.
 

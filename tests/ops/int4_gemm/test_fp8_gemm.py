@@ -1,11 +1,13 @@
 """Products of e4m3 tokens with weights of four bits: exact sums in every shape of program, casts, bad inputs."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from int4_codes import DEVICE, exact, some_codes, whole_numbers
+from int4_codes import DEVICE, case_of, exact, some_codes, whole_numbers
 
+from kerneltune.ops.int4_gemm import fp8_gemm
 from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, cast_tokens, int4_fp8_gemm
 from kerneltune.ops.int4_gemm.kernels.fp8 import ORDER
 from kerneltune.ops.int4_gemm.packing import pack
@@ -24,7 +26,7 @@ SHAPES = [
     (17, 66, 512, 64, False, (32, 1, 4, 2, 3)),
     (40, 194, 640, 128, True, (32, 2, 8, 3, 4)),  # several tiles of tokens; the last split has one block of k instead of two
     (33, 66, 416, 416, True, (64, 1, 4, 1, 3)),  # one group
-    (70, 258, 384, 64, True, (64, 4, 16, 2, 2)),
+    (70, 258, 384, 64, True, (64, 2, 8, 2, 2)),
     (100, 66, 256, 32, False, (128, 1, 4, 1, 2)),
 ]
 """Tokens, rows, depth, group, zeros; the knobs of a config."""
@@ -103,3 +105,23 @@ def test_a_config_with_more_splits_than_blocks_of_k_is_refused() -> None:
 
 def test_no_tokens_give_an_empty_result() -> None:
     assert int4_fp8_gemm(X[:0], pack(*CODES)).shape == (0, 66)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 33, 96, 128, 300])
+@pytest.mark.parametrize(("rows", "depth"), [(2, 32), (64, 128), (576, 7168), (4096, 4096), (57344, 8192), (8192, 28672)])
+def test_default_is_a_config_of_the_space(tokens: int, rows: int, depth: int) -> None:
+    case = case_of(tokens, rows, depth, 0)
+    variant = fp8_gemm.OP.variant("optimized")
+    assert fp8_gemm.default(case) in list(variant.configs(case))
+
+
+def test_configs_that_need_too_many_registers_or_have_empty_splits_are_invalid() -> None:
+    case = case_of(128, 64, 512, 0)
+    good = Int4Fp8Config(128, 1, 4, 1, 3, early=True)
+    assert fp8_gemm.valid(case, good) is None
+    for changed, said in (
+        ({"blocks": 2}, "128 sums"), ({"splits": 2}, "whose parts"), ({"tokens": 64, "splits": 3}, "along 4 blocks"),
+        ({"tokens": 16}, "16 tokens where there are 128"), ({"warps": 8}, "8 warps to 1 blocks"),
+        ({"stages": 12}, "bytes of shared"),
+    ):  # fmt: skip
+        assert said in (fp8_gemm.valid(case, dataclasses.replace(good, **changed)) or ""), changed
