@@ -10,8 +10,8 @@ from kerneltune.compat import untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Operand, cast_product_weights, fp8_product, one_group, output_dtype, wants_gradient
-from kerneltune.nn.grouped_mm import fp8_grouped_mm
+from kerneltune.nn.fp8_products import Operand, fp8_product, one_group, output_dtype
+from kerneltune.nn.grouped_mm import checked_weights, fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe, recipe_of
 
@@ -106,9 +106,7 @@ class Fp8Linear(nn.Linear):
         if not isinstance(how, Recipe):
             return _delayed_product(self, x, dtype)
         b_t = self.weight.t()[None]
-        w: Operand | None = self.fp8_kept.weights(b_t, how)
-        if w is None and how.keep_weights and wants_gradient(x):
-            w = cast_product_weights(how.scaling, how.pow2, b_t.detach(), True, self.fp8_kept.amax)
+        w = checked_weights(x, b_t, how, **self.fp8_kept.options(b_t, how))
         return fp8_product(x, b_t, how, dtype, casts=(getattr(x, "kerneltune_fed", None), w, None))
 
     def extra_repr(self) -> str:

@@ -62,7 +62,7 @@ def fp8_grouped_mm(
     """
     how = recipe if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
     check_operands(A, B_t, offs, how, out_dtype)
-    cast = _checked_weights(A, B_t, how, weights, amax)
+    cast = checked_weights(A, B_t, how, weights, amax)
     if (check_offs or offs.device.type == "cpu") and type(offs) is Tensor and not torch.compiler.is_compiling():
         _check_ends(offs, A.shape[0])
     elif debugging():
@@ -113,12 +113,12 @@ def fp8_routed_mm(x: Tensor, up: ExpertWeights, routing: Routing, recipe: Recipe
             shapes = f"{tuple(up.b_t.shape)} and {tuple(down.b_t.shape)}"
             raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {shapes}")
         check_operands(half, down.b_t, routing.offs, recipe)
-    casts = [None if w is None else _checked_weights(x, w.b_t, recipe, w.weights, w.amax) for w in (up, down)]
+    casts = [None if w is None else checked_weights(x, w.b_t, recipe, w.weights, w.amax) for w in (up, down)]
     v = None if down is None else down.b_t
     return fp8_product(x, up.b_t, recipe, x.dtype, v=v, routing=routing, casts=(None, *casts))
 
 
-def _checked_weights(
+def checked_weights(
     A: Tensor, B_t: Tensor, recipe: Recipe | DelayedScaling, weights: Fp8Weights | None, amax: Tensor | None
 ) -> Operand | None:
     """Return the checked weights, or B_t cast by `amax` where `fp8_grouped_mm` uses that; None leaves the cast to the product.

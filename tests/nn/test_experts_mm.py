@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn import Recipe, fp8_grouped_mm, sort_tokens
@@ -108,15 +110,22 @@ def test_weights_that_do_not_follow_each_other_are_refused() -> None:
         as_one(routing)(x, up.transpose(1, 2), down.transpose(1, 2)[:, :16].contiguous())
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("keep_weights", [True, False])
-def test_experts_keep_the_operands_of_their_gradients_alone(keep_weights: bool) -> None:
+def test_experts_keep_the_operands_of_their_gradients_alone(keep_weights: bool, is_compiled: bool) -> None:
     (x, up, down), routing = operands()
+    experts = as_one(routing, Recipe("tensorwise", keep_weights=keep_weights))
+    if is_compiled:
+        torch.compiler.reset()
+        partitions = {"partition_fn": min_cut_rematerialization_partition}  # as inductor partitions
+        backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), **partitions)
+        experts = torch.compile(experts, backend=backend, fullgraph=True)
     kept: dict[int, int] = {}
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.setdefault(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) and t, lambda t: t
     ):
-        as_one(routing, Recipe("tensorwise", keep_weights=keep_weights))(x, up.transpose(1, 2), down.transpose(1, 2))
-    own = {t.untyped_storage().data_ptr() for t in (up, down, routing.places, routing.offs)}
+        experts(x, up.transpose(1, 2), down.transpose(1, 2))
+    own = {t.untyped_storage().data_ptr() for t in (x, up, down, *routing)}
     aligned = aligned_size(T * TOP_K, E)
     rows = 2 * T * TOP_K * 2 * INNER + aligned * (K + INNER) + 2 * 4  # H in bf16, X and the gated rows in fp8, two scales
     weights = E * (K * 2 * INNER + INNER * N) + 2 * 4 * E if keep_weights else 0
