@@ -92,6 +92,7 @@ class TrialStore:
         self._studies: dict[str, optuna.Study] = {}
         self._lock = Lock()
         self._storage: JournalStorage | None = None
+        self._read: dict[int, int] = {}
         self.refresh()
 
     def get(self, task: Task, config: Config) -> Evaluation | None:
@@ -152,7 +153,7 @@ class TrialStore:
     def refresh(self) -> None:
         """Read the trials that the file has by now, of other processes as well."""
         self._storage = self._storage or _existing(self._path)
-        found = [trial for trial in _trials(self._storage, self._path) if trial.fingerprint == self._fingerprint]
+        found = [trial for trial in _trials(self._storage, self._path, self._read) if trial.fingerprint == self._fingerprint]
         with self._lock:
             for trial in found:
                 self._found.setdefault(trial.key, {})[trial.knobs] = trial.evaluation
@@ -221,7 +222,7 @@ def searches_below(
 
 def history(path: Path) -> list[Trial]:
     """Return every trial of a store under any fingerprint; an empty list without a store."""
-    return list(_trials(_existing(path), path))
+    return list(_trials(_existing(path), path, {}))
 
 
 def _study_name(about: Mapping[str, Any], offered: Mapping[str, Sequence[Any]]) -> str:
@@ -232,8 +233,11 @@ def _study_name(about: Mapping[str, Any], offered: Mapping[str, Sequence[Any]]) 
     return " ".join(parts)
 
 
-def _trials(storage: JournalStorage | None, path: Path) -> Iterator[Trial]:
-    """Yield every finished trial of a journal, study by study, in the order of evaluation."""
+def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) -> Iterator[Trial]:
+    """Yield the finished trials of a journal, study by study, in the order of evaluation.
+
+    read: study -> number of its trials that were yielded before, which are left out; the numbers are brought up to date.
+    """
     if storage is None:
         return
     for study in storage.get_all_studies():
@@ -241,7 +245,9 @@ def _trials(storage: JournalStorage | None, path: Path) -> Iterator[Trial]:
             continue  # another program's study, or a study that was interrupted before its first trial
         about = {name: study.user_attrs[name] for name in (*_ABOUT, "case") if name in study.user_attrs}
         number = storage.get_study_id_from_name(study.study_name)
-        for trial in storage.get_all_trials(number, deepcopy=False):
+        trials = storage.get_all_trials(number, deepcopy=False)
+        begin, read[number] = read.get(number, 0), len(trials)
+        for trial in trials[begin:]:
             if not trial.state.is_finished() or "status" not in trial.user_attrs:
                 continue
             ended = trial.datetime_complete
