@@ -19,7 +19,7 @@ from kerneltune.search.task import Task, TaskKey
 from kerneltune.spec import Op
 from kerneltune.tune.candidates import widened
 from kerneltune.tune.session import TuningSession, Usage
-from kerneltune.tune.tune_run import TunePlan, TuningResult, TuningSummary, keep_space, perform, tell, tune_here
+from kerneltune.tune.tune_run import TunePlan, TuningResult, TuningSummary, perform, tell, tune_here
 
 ATTEMPTS = 3
 """Number of processes that may die over a task, and of times that the process of a GPU is started."""
@@ -40,15 +40,14 @@ def serve(pipe: Connection, cores: frozenset[int] | None, family: str, options: 
     """
     if cores:
         os.sched_setaffinity(0, cores)
-    here = device.current()
     with suppress(EOFError, OSError):
-        pipe.send(here.name)
+        pipe.send(device.current().name)
         with TuningSession(options) as session:
             while True:
                 task, following = pipe.recv()
                 try:
                     session.refresh()
-                    done = keep_space(perform(session, task, following, family), here.slug, options)
+                    done = perform(session, task, following, family)
                 except Exception as error:  # no task may end the process
                     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
                     done = TuningResult(problem=f"not tuned: {task.op.name} {task.case.name}: {text}")

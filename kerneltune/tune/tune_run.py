@@ -5,12 +5,12 @@ A task, a variant on a case, is the unit of work on every GPU: its config is sea
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from kerneltune import cache, device, sweep
 from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task, obstacle
 from kerneltune.run_options import Options, Progress, Selection, wanted_variants
+from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task, TaskKey, knob_pairs
 from kerneltune.spec import Config, Op
 from kerneltune.sweep import results_root
@@ -19,9 +19,6 @@ from kerneltune.tune.candidates import cached, changed, checked_space, is_suppor
 from kerneltune.tune.gpu_worker import ChildCrashedError
 from kerneltune.tune.session import TuningSession, Usage
 from kerneltune.tune.tuner import NothingPassedError, Tuner, first_runs, measure_space, tune
-
-if TYPE_CHECKING:
-    from kerneltune.search.trial_table import TrialBlock
 
 _FROM = {"own": "its own config", "near": "of a near case", "rule": "by the rule", "default": "the default"}
 _CASES_AHEAD = 6
@@ -34,15 +31,13 @@ class TuningResult:
 
     Attributes:
         entry: entry that is now in the config cache; None where a space was measured, or no config passed.
-        space: measured space; None where a config was searched.
-        best: best config, in a few words.
+        best: best config, in a few words, and the file of a measured space.
         skipped: reason why this GPU cannot run the task, or empty.
         problem: reason for a missing config on a GPU that can run the task; empty where all is well.
         usage: usage of the search; None if no search began.
     """
 
     entry: cache.CacheEntry | None = None
-    space: "TrialBlock | None" = None
     best: str = ""
     skipped: str = ""
     problem: str = ""
@@ -149,7 +144,7 @@ def tune_here(plan: TunePlan, progress: Progress) -> TuningSummary:
     progress.stage("measure spaces" if plan.options.exhaustive else "tune", len(tasks))
     with TuningSession(plan.options) as session:
         for number, task in enumerate(tasks, start=1):
-            done = keep_space(perform(session, task, tasks[number:], plan.selection.family), here.slug, plan.options)
+            done = perform(session, task, tasks[number:], plan.selection.family)
             finished.append((task, done))
             tell(progress, task, done)
         usage = session.usage
@@ -176,7 +171,7 @@ def perform(session: TuningSession, task: Task, following: Sequence[Task], famil
     try:
         with session.deciding():
             if session.options.exhaustive:
-                done = TuningResult(space=_whole_space(tuner, measure_space(tuner), family, session.options))
+                done = TuningResult(best=_keep_space(tuner, measure_space(tuner), family, session.options))
             else:
                 done = _tuned(session, tuner, following)
     except NothingPassedError as error:
@@ -210,16 +205,17 @@ def tell(progress: Progress, task: Task, done: TuningResult) -> None:
     progress.advance(task.label)
 
 
-def _whole_space(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str, options: Options) -> "TrialBlock":
-    """Return the measured space of a case.
+def _keep_space(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str, options: Options) -> str:
+    """Add the measured space of a case to the kept trials; return the number of times, the best time and the file.
 
     Raises:
         NothingPassedError: no config has a time.
     """
-    from kerneltune.search.trial_table import block_of
+    from kerneltune.search.trial_table import add, block_of, table_path
 
     task, case, variant, here = tuner.task, tuner.task.case, tuner.task.variant, device.current()
-    if all(trial.time_us is None for trial in trials.values()):
+    times = times_of(trials)
+    if not times:
         raise NothingPassedError(f"{task.op.name} {variant.name}: no config has a time for {case.label}")
     newest = max(tuner.store.of_task(task).values(), key=lambda evaluation: evaluation.date)
     flags = [f"--knob {name}={','.join(texts)}" for name, texts in options.knobs]
@@ -227,17 +223,6 @@ def _whole_space(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str,
     command = " ".join([*parts, "--quant", case.quant, "--variant", variant.name, *flags])
     ordered = {config: trials[config] for config in variant.configs(case) if config in trials}
     run = {"device": here.name, **present(variant), "commit": newest.commit, "date": newest.date}
-    return block_of(task, ordered, **run, default=knob_pairs(task.default), command=command)
-
-
-def keep_space(done: TuningResult, device_slug: str, options: Options) -> TuningResult:
-    """Add a measured space to the kept trials, and return the result with the name of the file."""
-    if done.space is None:
-        return done
-    from kerneltune.search.trial_table import add, table_path
-
-    path = table_path(results_root(options.results), device_slug, done.space.op)
-    add(path, done.space)
-    times = done.space.feasible
-    best = f"{len(times)} of {len(done.space.rows)} configs have a time, best {min(times.values()):.2f} µs: {path}"
-    return replace(done, best=best)
+    path = table_path(results_root(options.results), here.slug, task.op.name)
+    add(path, block_of(task, ordered, **run, default=knob_pairs(task.default), command=command))
+    return f"{len(times)} of {len(trials)} configs have a time, best {min(times.values()):.2f} µs: {path}"
