@@ -1,5 +1,6 @@
 """Journeys of programs that know nothing of kerneltune: capture, tune, serve."""
 
+import json
 import os
 import re
 import sys
@@ -93,11 +94,13 @@ def adopt_two_processes(place: Place) -> None:
 
 @journey(limit_s=150)
 def adopt_plain(place: Place) -> None:
-    """Serve a script whose kernel has no autotuner: its warps and stages are tuned."""
+    """Serve a script of kernels without an autotuner: a block that only the grid reads is tuned, a block of the host is not."""
     place.bring("plain.py", "observed.py")
     (plain,) = json_lines(place.python("plain.py", "1000", "4096").stdout)
     capture(place, "plain.py", "1000", "4096", options=("--plain",))
-    tune(place, classes=2)
+    tune(place, classes=4)
+    verdicts = json.loads((place.folder / "cap" / "blocks.json").read_text())["classes"].values()
+    require(sorted(bool(one["BLOCK"]) for one in verdicts) == [False, False, True, True], f"verdicts of blocks: {list(verdicts)}")
     (served,) = serve(place, "plain.py", "1000", "4096")
     require(served["digest"] == plain["digest"], "served results differ")
 

@@ -1,4 +1,4 @@
-"""A script whose kernel has no autotuner."""
+"""A script of two kernels without an autotuner: the grid of both reads a block, by which the host allocates for the second."""
 
 import sys
 
@@ -17,11 +17,28 @@ def shifted(x_ptr, y_ptr, N, by, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < N) + by, mask=at < N)
 
 
+@triton.jit
+def summed(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Write the sum of each block of x (N,) to y."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + tl.program_id(0), tl.sum(tl.load(x_ptr + at, mask=at < N, other=0.0)))
+
+
+def blocks_of(count):
+    """Return a grid that has a program for each block."""
+    return lambda meta: (triton.cdiv(count, meta["BLOCK"]),)
+
+
 results = []
 for size in map(int, sys.argv[1:]):
     x = torch.arange(100 * size, device=DEVICE).float()
     y = torch.full_like(x, float("nan"))
-    shifted[(triton.cdiv(x.numel(), 1024),)](x, y, x.numel(), 2.0, BLOCK=1024)
+    grid = blocks_of(x.numel())
+    shifted[grid](x, y, x.numel(), 2.0, BLOCK=1024)
     assert torch.equal(y, x + 2.0)
-    results.append(y)
+    rest = x.remainder(8)  # sums are exact in any order
+    sums = torch.empty(triton.cdiv(x.numel(), 1024), device=DEVICE)
+    summed[grid](rest, sums, x.numel(), BLOCK=1024)
+    assert sums.sum() == rest.sum()
+    results += [y, sums]
 report(*results)
