@@ -80,10 +80,6 @@ def run_sweep(
     or measured before the interruption.
 
     Args:
-        ops: operators by name.
-        selection: the part of the sweep that runs.
-        options: the settings of the run.
-        progress: observer of every step.
         first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
             variants that compile for seconds; not called when an interrupted run continues.
     """
@@ -161,11 +157,7 @@ def measure_again(
     """Measure cases of several families, and write the records and tables of a family after each batch of its cases.
 
     Args:
-        ops: operators by name.
         batches: a family and some of its cases, in the order in which they are measured.
-        selection: the variants that run.
-        options: the settings of the run.
-        progress: observer of every step.
         until: time of the monotonic clock in s; after it, no further case begins.
     """
     found: list[Record] = []

@@ -103,10 +103,7 @@ class Versioned(msgspec.Struct):
     schema: int
 
 
-V = TypeVar("V", bound=Versioned)
-
-
-def decode_versioned(data: bytes | str, kind: type[V], version: int, **expected: str) -> V:
+def decode_versioned(data: bytes | str, kind: type[T], version: int, **expected: str) -> T:
     """Return the content of a file that has this version and these values of some fields."""
     if (schema := decode(data, Versioned).schema) != version:
         raise bad("schema", schema, repr(version))

@@ -76,6 +76,10 @@ class Selection:
             and (not self.quants or quant in self.quants)
         )
 
+    def takes_record(self, record: Record) -> bool:
+        """Return whether a record belongs to the selection."""
+        return self.covers(record.op, record.case, record.dtype, record.quant) and self.takes_variant(record.variant)
+
     def names(self, variant: str) -> bool:
         """Return whether the selection names a variant."""
         return any(fnmatch.fnmatch(variant, pattern) for pattern in self.variants)

@@ -28,12 +28,7 @@ def selected(records: "Sequence[Record]", wanted: "Selection") -> "list[Record]"
         cases = dict.fromkeys(record.case for record in records)
         if not fnmatch.filter(cases, pattern):
             raise ValueError(f"case: {pattern!r}: no record of a case of this name{meant(pattern, cases)}")
-    return [record for record in records if takes(wanted, record)]
-
-
-def takes(wanted: "Selection", record: "Record") -> bool:
-    """Return whether a selection takes a record."""
-    return wanted.covers(record.op, record.case, record.dtype, record.quant) and wanted.takes_variant(record.variant)
+    return [record for record in records if wanted.takes_record(record)]
 
 
 def swept(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "list[SweepCase]":

@@ -11,7 +11,7 @@ import typer
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, error_line, note, show, width, write
-from kerneltune.cli.files import selected, takes
+from kerneltune.cli.files import selected
 from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None,
     records = load(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
     selected([*against, *records], wanted)  # a name that neither side has is an error
-    records, against = ([record for record in side if takes(wanted, record)] for side in (records, against))
+    records, against = ([record for record in side if wanted.takes_record(record)] for side in (records, against))
     tolerated = DEFAULT_MARGIN if margin is None else margin
     stale = [] if allow_stale else [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops())]
     return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)

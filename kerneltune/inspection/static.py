@@ -100,8 +100,6 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerd
     A row that only the new set has is judged for errors only. A row that compiles in neither set is not compared.
 
     Args:
-        baseline: rows to compare with.
-        new: rows to judge.
         unchanged: number of rows in neither set, because code and config are unchanged.
     """
     if baseline.triton != new.triton:

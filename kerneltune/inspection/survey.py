@@ -22,9 +22,7 @@ def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
     """Return every cached config of these operators for a GPU model, in the cache's order.
 
     Args:
-        ops: operators.
         root: the folder of the cache; None for the folder that kernels look in, and the packaged files as well.
-        gpu: folder of the GPU model in the cache.
     """
     found = []
     for op in ops:

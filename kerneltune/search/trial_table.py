@@ -13,13 +13,13 @@ import keyword
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from kerneltune.device import slug
-from kerneltune.files import Versioned, bad, decode_versioned, locked, opened, replace_bytes
+from kerneltune.files import bad, decode_versioned, locked, opened, replace_bytes
 from kerneltune.search.task import Evaluation, Knobs, Task, knob_pairs
 from kerneltune.spec import MOST, Case, Config, Option
 
@@ -40,16 +40,14 @@ _LONGEST_LINE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrialBlock:
-    """The trials of a variant from a single run.
+class BlockRun:
+    """The run that measured a block.
 
     Attributes:
         op, variant, policy: the task of every trial, except for its case.
         device: name of the GPU.
         driver, torch, triton, source_hash: versions of the software that the times depend on.
         commit, date: source and time of the run. A whole space has the date of its newest trial.
-        rows: (case, knobs, evaluation) of every trial, in the order in which a file keeps them.
-        default: default config of a case whose whole space was measured; empty for other blocks.
         command: command that measures a whole space again; empty for other blocks.
     """
 
@@ -63,9 +61,20 @@ class TrialBlock:
     source_hash: str
     commit: str
     date: str
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialBlock(BlockRun):
+    """The trials of a variant from a single run.
+
+    Attributes:
+        rows: (case, knobs, evaluation) of every trial, in the order in which a file keeps them.
+        default: default config of a case whose whole space was measured; empty for other blocks.
+    """
+
     rows: tuple[tuple[Case, Knobs, Evaluation], ...]
     default: Knobs = ()
-    command: str = ""
 
     @property
     def case(self) -> Case:
@@ -88,27 +97,18 @@ class TrialBlock:
         return slug(f"{self.op} {self.variant} {self.case.name} {self.case.dtype} {self.case.quant} {self.policy}")
 
 
-class _Head(Versioned):
-    """The header of a block."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Head(BlockRun):
+    """The header of a block: its run, and the columns of its rows."""
 
-    op: str
-    variant: str
-    policy: str
-    device: str
-    driver: str
-    torch: str
-    triton: str
-    source_hash: str
-    commit: str
-    date: str
+    schema: int
     axes: tuple[str, ...]
     options: dict[str, Kind]
     knobs: dict[str, Kind]
     default: dict[str, Option]
-    command: str
 
 
-_OF_BLOCK = ("op", "variant", "policy", "device", "driver", "torch", "triton", "source_hash", "commit", "date", "command")
+_OF_RUN = tuple(field.name for field in fields(BlockRun))
 
 
 def block_of(task: Task, trials: Mapping[Config, Evaluation], **about: Any) -> TrialBlock:
@@ -149,7 +149,7 @@ def write(path: Path, blocks: Sequence[TrialBlock]) -> None:
     text = io.StringIO()
     for block in blocks:
         case, knobs, _ = block.rows[0]
-        head: dict[str, Any] = {"schema": SCHEMA, **{name: getattr(block, name) for name in _OF_BLOCK}}
+        head: dict[str, Any] = {"schema": SCHEMA, **{name: getattr(block, name) for name in _OF_RUN}}
         head |= {"axes": [axis for axis, _ in case.axes], "options": _kinds(case.options), "knobs": _kinds(knobs)}
         text.write(f"# {json.dumps(head | {'default': dict(block.default)})}\n")
         columns = [*_FIXED, *head["axes"], *head["options"], *head["knobs"]]
@@ -194,7 +194,7 @@ def _block(path: Path, start: int, lines: Sequence[str]) -> TrialBlock:
     rows = tuple(_rows(path, start + 2, lines[2:], head))
     if not rows:
         raise ValueError(f"{path}:{start + 2}: trials: none: expected a trial per line")
-    of_block = {name: getattr(head, name) for name in _OF_BLOCK}
+    of_block = {name: getattr(head, name) for name in _OF_RUN}
     return TrialBlock(**of_block, rows=rows, default=tuple(head.default.items()))
 
 

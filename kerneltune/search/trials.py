@@ -199,11 +199,7 @@ def searches_below(
 ) -> dict[str, Searches]:
     """Return the stored trials of cases under their newest fingerprint, by operator, variant and quant mode.
 
-    Args:
-        folder: folder of the stores.
-        cases: operators with cases.
-        is_wanted: function that selects variants by name.
-        policy: policy of the trials.
+    folder: of the stores; is_wanted: selects variants by name.
     """
     found: dict[str, Searches] = {}
     stores: dict[tuple[str, str], TrialStore] = {}

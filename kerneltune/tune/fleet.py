@@ -35,8 +35,6 @@ def serve(pipe: Connection, cores: frozenset[int] | None, family: str, options: 
     Args:
         pipe: first sends the name of the GPU; then receives a task with the tasks that probably follow, and sends the result.
         cores: cores of this process and of the processes that it starts; None for all.
-        family: name of the sweep.
-        options: options of the run.
     """
     if cores:
         os.sched_setaffinity(0, cores)
