@@ -37,6 +37,7 @@ class Int4Linear(nn.Module):
         zeros: zero points instead of 8.
         bias: whether there is a bias.
         dtype: of inputs, outputs, scales and bias: float16 or bfloat16.
+        ordered: whether inputs are put into the order of a checkpoint with act-order before the product.
         activations: `fp8` casts inputs to e4m3 where that is faster: more than 32 tokens, on GPUs since Hopper. None never casts.
 
     Raises:
@@ -47,6 +48,7 @@ class Int4Linear(nn.Module):
     scales: Tensor
     zeros: Tensor | None
     bias: Tensor | None
+    order: Tensor | None
     fp8_weight: Tensor | None
     fp8_scale: Tensor | None
 
@@ -61,6 +63,7 @@ class Int4Linear(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float16,
         activations: Literal["fp8"] | None = None,
+        ordered: bool = False,
     ) -> None:
         super().__init__()
         packing.check_sizes(out_features, in_features, group)
@@ -76,6 +79,7 @@ class Int4Linear(nn.Module):
         self.register_buffer("scales", torch.zeros(shape, dtype=dtype, device=device))
         self.register_buffer("zeros", torch.zeros(shape, dtype=dtype, device=device) if zeros else None)
         self.register_buffer("bias", torch.zeros(out_features, dtype=dtype, device=device) if bias else None)
+        self.register_buffer("order", torch.arange(in_features, device=device) if ordered else None)
         self.register_buffer("fp8_weight", None, persistent=False)
         self.register_buffer("fp8_scale", None, persistent=False)
 
@@ -91,7 +95,14 @@ class Int4Linear(nn.Module):
         return cls.from_codes(quantise(linear.weight.detach(), group, zeros), linear.bias, activations=activations)
 
     @classmethod
-    def from_codes(cls, codes: Codes, bias: Tensor | None = None, *, activations: Literal["fp8"] | None = None) -> "Int4Linear":
+    def from_codes(
+        cls,
+        codes: Codes,
+        bias: Tensor | None = None,
+        *,
+        activations: Literal["fp8"] | None = None,
+        order: Tensor | None = None,
+    ) -> "Int4Linear":
         """Make a layer with these codes, scales and zero points, as `from_gptq` and `from_awq` give them.
 
         Zero points that are all 8, as symmetric checkpoints store them, are left out: the weights are the same, the kernel is
@@ -99,10 +110,16 @@ class Int4Linear(nn.Module):
 
         Args:
             bias: (M,) numbers on the codes' device, or None.
+            activations: as in the constructor.
+            order: the columns of the codes in the order of their groups, from `group_order`; None for consecutive groups.
 
         Raises:
             ValueError: they do not fit.
         """
+        if order is not None:
+            if wrong := _broken_order(order, codes.codes.shape[1], codes.codes.device):
+                raise ValueError(wrong)
+            codes = codes._replace(codes=codes.codes[:, order])
         weight = pack(*codes)
         if codes.zeros is not None and bool((codes.zeros == packing.MIDDLE).all()):
             weight = weight._replace(zeros=None)
@@ -111,8 +128,10 @@ class Int4Linear(nn.Module):
         layer = cls(
             weight.depth, weight.rows, group=weight.group, zeros=weight.zeros is not None, bias=bias is not None,
             device=weight.packed.device, dtype=weight.scales.dtype, activations=activations,
+            ordered=order is not None,
         )  # fmt: skip
         layer.packed, layer.scales, layer.zeros = weight.packed, weight.scales, weight.zeros
+        layer.order = order
         if bias is not None:
             layer.bias = bias.detach().to(weight.scales.dtype).clone()
         return layer
@@ -145,7 +164,8 @@ class Int4Linear(nn.Module):
                 f"Int4Linear takes (…, {self.in_features}) {self.scales.dtype} on {self.scales.device}, "
                 f"got {tuple(x.shape)} {x.dtype} on {x.device}"
             )
-        rows = x.reshape(-1, self.in_features).contiguous()
+        rows = x.reshape(-1, self.in_features)
+        rows = rows.contiguous() if self.order is None else rows.index_select(1, self.order)
         y: Tensor = int4_linear(
             rows, self.packed, self.scales, self.zeros, self.bias, self.out_features, self.group, self.activations == "fp8",
             self.fp8_weight, self.fp8_scale,
@@ -180,14 +200,24 @@ def _broken(name: str, loaded: Any, dtype: torch.dtype) -> str | None:
         return f"{name} must be {dtype}, got {loaded.dtype}"
     if name == "packed" or loaded.is_meta:
         return None
+    if name == "order":
+        return _broken_order(loaded, len(loaded), loaded.device)
     wrong = int((~loaded.isfinite()).sum())
     return f"{name} must be finite, got {wrong} that are not" if wrong else None
+
+
+def _broken_order(order: Tensor, depth: int, where: torch.device) -> str | None:
+    """Return why a tensor is no order of so many columns; None if it is."""
+    if order.shape != (depth,) or order.dtype != torch.int64 or order.device != where:
+        return f"order must be ({depth},) torch.int64 on {where}, got {tuple(order.shape)} {order.dtype} on {order.device}"
+    is_whole = torch.equal(order.sort().values, torch.arange(depth, device=where))
+    return None if is_whole else f"order must have each of 0 … {depth - 1} once"
 
 
 @custom_op("kerneltune::int4_linear")
 def int4_linear(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int,
-    cast: bool, fp8_weight: Tensor | None, fp8_scale: Tensor | None,
+    cast: bool = False, fp8_weight: Tensor | None = None, fp8_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Multiply x (N, K) and a packed weight of so many rows and its group to y (N, rows) of x's type, contiguous.
 
@@ -205,6 +235,6 @@ def int4_linear(
 @int4_linear.register_fake
 def _(
     x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int,
-    cast: bool, fp8_weight: Tensor | None, fp8_scale: Tensor | None,
+    cast: bool = False, fp8_weight: Tensor | None = None, fp8_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], rows))

@@ -1,4 +1,6 @@
-"""`Int4Linear` with inputs that are cast to e4m3: which product runs for how many tokens, and bad arguments."""
+"""`Int4Linear` with inputs that are cast to e4m3 or sorted: which product runs for how many tokens, and bad arguments."""
+
+from typing import Literal
 
 import pytest
 import torch
@@ -6,7 +8,7 @@ from int4_codes import DEVICE, some_codes, whole_numbers
 from torch import Tensor
 
 from kerneltune.nn import Int4Linear
-from kerneltune.ops.int4_gemm import fp8_gemm, int4_fp8_gemm, int4_gemm
+from kerneltune.ops.int4_gemm import fp8_gemm, group_order, int4_fp8_gemm, int4_gemm
 
 CODES = some_codes(64, 256, 128)
 
@@ -75,3 +77,36 @@ def test_unknown_activations_and_sizes_that_fp8_lacks_are_refused() -> None:
     odd = Int4Linear(128, 66, activations="fp8", device=DEVICE)
     with pytest.raises(ValueError, match=r"multiples of 16 rows and columns for a product in fp8, got \(66, 128\)"):
         odd.keep_fp8_weight()
+
+
+def act_order(depth: int, group: int) -> Tensor:
+    return (torch.arange(depth, device=DEVICE) // group)[torch.randperm(depth, device=DEVICE)]
+
+
+@pytest.mark.parametrize("activations", [None, "fp8"])
+def test_a_checkpoint_with_act_order_gives_the_product_of_its_weights(activations: Literal["fp8"] | None) -> None:
+    codes, g_idx, x = some_codes(64, 256, 64), act_order(256, 64), whole_numbers(130, 256, torch.float16)
+    made = Int4Linear.from_codes(codes, order=group_order(g_idx, 64), activations=activations)
+    assert codes.zeros is not None
+    w = (codes.codes.double() - codes.zeros.double()[:, g_idx]) * codes.scales.double()[:, g_idx]
+    want = (x.double() @ w.t()).half()
+    assert torch.equal(made(x), want)
+    loaded = Int4Linear(256, 64, group=64, zeros=True, bias=False, device=DEVICE, ordered=True)
+    loaded.load_state_dict(made.state_dict())
+    assert torch.equal(loaded(x), want)
+
+
+def test_orders_that_are_none_are_refused() -> None:
+    g_idx = act_order(256, 128)
+    with pytest.raises(ValueError, match="every group 64 k, group 1 has fewer or more"):
+        group_order(g_idx, 64)
+    with pytest.raises(ValueError, match=r"whole numbers, K a multiple of group=96, got \(256,\)"):
+        group_order(g_idx, 96)
+    with pytest.raises(ValueError, match="each of 0 … 255 once"):
+        Int4Linear.from_codes(CODES, order=torch.zeros(256, dtype=torch.int64, device=DEVICE))
+    with pytest.raises(ValueError, match=r"order must be \(256,\) torch.int64 on [\w:]+, got \(64,\)"):
+        Int4Linear.from_codes(CODES, order=torch.arange(64, device=DEVICE))
+    broken = Int4Linear.from_codes(CODES, order=group_order(g_idx, 128))
+    state = {**broken.state_dict(), "order": torch.zeros(256, dtype=torch.int64, device=DEVICE)}
+    with pytest.raises(RuntimeError, match="each of 0 … 255 once"):
+        broken.load_state_dict(state)

@@ -4,7 +4,7 @@ N tokens, M rows of w, K summed over. Layout of the weights: packing.py. Source:
 plain packings, checkpoints.py, are GPTQ's and AWQ's.
 """
 
-from kerneltune.ops.int4_gemm.checkpoints import from_awq, from_gptq, to_awq, to_gptq
+from kerneltune.ops.int4_gemm.checkpoints import from_awq, from_gptq, group_order, to_awq, to_gptq
 from kerneltune.ops.int4_gemm.configs import Int4Config
 from kerneltune.ops.int4_gemm.fp8_gemm import (
     Fp8Tokens,
@@ -30,6 +30,7 @@ __all__ = [
     "fastest_gemm",
     "from_awq",
     "from_gptq",
+    "group_order",
     "int4_fp8_gemm",
     "int4_gemm",
     "pack",

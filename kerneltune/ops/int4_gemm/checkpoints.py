@@ -20,7 +20,7 @@ def from_gptq(
 
     Args:
         g_idx: (K,) the group of every k, where the checkpoint has it. Groups must be of consecutive k, as they are without
-            act-order (`desc_act`); None takes them for that.
+            act-order (`desc_act`); None takes them for that. For act-order see `group_order`.
         v2: zero points are stored as they are (`checkpoint_format: gptq_v2`).
 
     Raises:
@@ -115,6 +115,27 @@ def _check_order(g_idx: torch.Tensor, depth: int, group: int) -> None:
     if len(wrong):
         k = int(wrong[0])
         raise ValueError(
-            f"g_idx must give groups of {group} consecutive k: act-order is not supported, "
+            f"g_idx must give groups of {group} consecutive k, else take `group_order`, "
             f"got g_idx[{k}]={int(g_idx[k])}, expected {k // group}"
         )
+
+
+def group_order(g_idx: torch.Tensor, group: int) -> torch.Tensor:
+    """Return the k of a checkpoint with act-order (`desc_act`) sorted by their groups, for `Int4Linear.from_codes(order=…)`.
+
+    Read the codes by `from_gptq` without g_idx.
+
+    Args:
+        g_idx: (K,) the group of every k.
+        group: elements of k that share a scale.
+
+    Raises:
+        ValueError: not every group has so many k.
+    """
+    if g_idx.ndim != 1 or g_idx.is_floating_point() or group < 1 or not g_idx.numel() or g_idx.numel() % group:
+        raise ValueError(f"g_idx must be (K,) whole numbers, K a multiple of {group=}, got {tuple(g_idx.shape)} {g_idx.dtype}")
+    order = g_idx.argsort(stable=True)
+    wrong = (g_idx[order] != torch.arange(len(order), device=g_idx.device) // group).nonzero()
+    if len(wrong):
+        raise ValueError(f"g_idx must give every group {group} k, group {int(wrong[0]) // group} has fewer or more")
+    return order
