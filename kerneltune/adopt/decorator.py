@@ -5,11 +5,12 @@ Imports triton when a kernel is decorated.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kerneltune.adopt.kernels import kernel_name, misnamed
 from kerneltune.adopt.startup import recorder, start_from_environment
-from kerneltune.device import wants_interpreter
+from kerneltune.device import may_have_gpu, wants_interpreter
 
 REFERENCE, TOLERANCE, SPACE = "kerneltune_reference", "kerneltune_tolerance", "kerneltune_space"
 
@@ -17,6 +18,23 @@ REFERENCE, TOLERANCE, SPACE = "kerneltune_reference", "kerneltune_tolerance", "k
 def _same_time(_call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
     """Return a time that is equal for all configs, so that the interpreter, which has no times, runs the first config."""
     return [0.0 for _ in quantiles]
+
+
+def _run_if_possible(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Launch a kernel that was decorated where no GPU was found.
+
+    Raises:
+        RuntimeError: Triton has no driver, as on a machine without a GPU.
+    """
+    from triton.runtime.driver import driver
+
+    try:
+        driver.active.get_current_target()
+    except RuntimeError:
+        name = kernel_name(autotuner).text
+        raise RuntimeError(f"{name}: no GPU: set TRITON_INTERPRET=1 to run Triton's interpreter, or use a GPU") from None
+    del autotuner.run
+    return autotuner.run(*args, **kwargs)
 
 
 def autotune(
@@ -69,6 +87,8 @@ def autotune(
             if (recording := recorder()) is not None:
                 recording.refuse_misnamed(kernel_name(autotuner), problem)
             raise ValueError(problem)
+        if not wants_interpreter() and not may_have_gpu():
+            autotuner.run = partial(_run_if_possible, autotuner)
         setattr(autotuner, REFERENCE, reference)
         setattr(autotuner, TOLERANCE, None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0))
         setattr(autotuner, SPACE, None if space is None else {name: tuple(values) for name, values in space.items()})

@@ -144,7 +144,7 @@ def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> 
         state.before[number] = torch.full_like(before, _POISON)
         try:
             _run(launch, state, stored)
-            matters = bool(differences(launch, state))
+            matters = bool(differences(launch, state, {}))
         except RuntimeError:
             state.before[number] = before
             raise
@@ -152,15 +152,20 @@ def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> 
             state.before[number] = before
 
 
-def differences(launch: Launch, state: LaunchEffects) -> list[str]:
-    """Return one line for each argument that disagrees with the author's first config or reference.
+def results(launch: Launch, state: LaunchEffects) -> dict[str, torch.Tensor]:
+    """Return the arguments that hold results, as they are now."""
+    return {name: tensor for name, tensor in _tensors(launch.named).items() if name in state.expected}
+
+
+def differences(launch: Launch, state: LaunchEffects, outputs: Mapping[str, Any]) -> list[str]:
+    """Return one line for each output or argument that disagrees with the author's first config or reference.
 
     An argument that the first config does not write must keep its bytes.
     """
     earlier = _tensors(live_arguments(launch.launch, state.before))
     changed = _changed(launch, state.before)
     found = []
-    for name, tensor in _tensors(launch.named).items():
+    for name, tensor in {**_tensors(launch.named), **outputs}.items():
         if name in state.expected:
             expected = state.expected[name]
             if state.tolerance is not None:

@@ -301,7 +301,12 @@ def _run(inputs: Inputs, stored: Mapping[str, Any]) -> Outputs:
     if launch.state is not None:
         launch.state.restore(launch.storages)
     launch.run(stored)
-    return {}
+    if launch.state is None:
+        return {}
+    from kerneltune.adopt.effects import results
+
+    found: Outputs = results(launch, launch.state)
+    return found
 
 
 def reference(inputs: Inputs) -> Outputs:
@@ -318,5 +323,5 @@ def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> 
     from kerneltune.adopt.effects import differences
 
     launch = inputs[_LAUNCH]
-    found: list[str] = differences(launch, launch.state)
+    found: list[str] = differences(launch, launch.state, outputs)
     return found

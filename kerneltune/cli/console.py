@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from kerneltune.files import replace_bytes
-from kerneltune.table import Table, printable, wrapped
+from kerneltune.table import Table, pairs, printable, wrapped
 
 if TYPE_CHECKING:
     from kerneltune.records import Record
@@ -83,7 +83,9 @@ def end_if_failed(records: "Iterable[Record]") -> None:
         if record.status == "failed":
             reason = record.reason.removesuffix(f", for {record.op} {record.case_label}")
             config = f" ({record.config_label})" if record.config else ""
-            failed.setdefault((f"{record.case} {record.label}", reason), []).append(record.variant + config)
+            is_launch = "launch" in record.options  # of a capture: its name holds kernel and digest
+            label = pairs(record.axes) if is_launch else record.label
+            failed.setdefault((f"{record.case} {label}".rstrip(), reason), []).append(record.variant + config)
     for (case, reason), labels in failed.items():
         variants = list(dict.fromkeys(labels))
         more = f" and {len(variants) - _SHOWN_CONFIGS} more" if len(variants) > _SHOWN_CONFIGS else ""

@@ -129,10 +129,11 @@ def _scaled(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, am
     wanted = amax / largest
     if pow2:
         wanted = torch.exp2(torch.ceil(torch.log2(wanted)))
-    wanted = torch.where(amax > 0, wanted, scale)  # any scale of zeros gives zeros
+    wanted = torch.where(amax > 0, wanted, scale)  # any scale of zeros may give zeros
     if wrong := close(f"{name} scale", scale, wanted, rtol=_SCALE_ROUNDING, atol=0.0):
         return wrong
-    return within_a_step(name, q, (x.float() / scale).clamp(-largest, largest).to(q.dtype))
+    quotient = torch.where(amax == 0, 0.0, x.float() / scale)
+    return within_a_step(name, q, quotient.clamp(-largest, largest).to(q.dtype))
 
 
 def _report(name: str, wrong: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> list[str]:

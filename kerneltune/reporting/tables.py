@@ -257,18 +257,23 @@ def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
 
 
 def check_table(records: Sequence[Record]) -> Table:
-    """Return one line per operator and variant: how many checks passed, failed and were skipped; no times."""
+    """Return one line per operator and variant: how many cases passed, failed with a config, and were skipped; no times."""
     columns = (
         Column("op", wraps=True), Column("variant"), *(Column(status, digits=0) for status in ("checked", "failed", "skipped")),
         Column("types", wraps=True), Column("modes", wraps=True),
     )  # fmt: skip
-    lines = []
+    lines, all_counts = [], Counter[str]()
     for op, variant in dict.fromkeys((r.op, r.variant) for r in records):
         of_it = [r for r in records if (r.op, r.variant) == (op, variant)]
-        counts = Counter(r.status for r in of_it)
+        by_case = grouped(of_it, lambda r: (r.case, r.case_label))
+        counts = Counter(
+            "failed" if any(r.status == "failed" for r in of_case) else of_case[0].status for of_case in by_case.values()
+        )
         spans = (", ".join(dict.fromkeys(names)) for names in ((short_dtype(r.dtype) for r in of_it), (r.quant for r in of_it)))
         lines.append(Row((op, variant, *(counts[status] for status in ("checked", "failed", "skipped")), *spans)))
-    return Table(columns, tuple(lines), tuple(_device_lines(records)), (_counts(records),), repeated=1)
+        all_counts += counts
+    total = ", ".join(f"{count} {status}" for status, count in all_counts.items()) or "nothing to show"
+    return Table(columns, tuple(lines), tuple(_device_lines(records)), (total,), repeated=1)
 
 
 def _kind(record: Record) -> tuple[str, ...]:

@@ -1,5 +1,8 @@
 """kerneltune.autotune: takes what triton.autotune takes, and a reference and a space that tuning uses."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.folder import processes, read_notes
 from kerneltune.adopt.operators import case_of, operators, tuned_variant
 from kerneltune.adopt.overview import read_capture
+from kerneltune.device import may_have_gpu
 from kerneltune.measuring.check import Checker
+from kerneltune.measuring.mutations import mutate
 
 CONFIGS = [triton.Config({"BLOCK": 64}, num_warps=2), triton.Config({"BLOCK": 128})]
 
@@ -159,6 +164,35 @@ def test_reference_sees_rows_that_show_mistakes_of_a_normalization(tmp_path: Pat
     found = checker.errors(tuned_variant(op), next(tuned_variant(op).configs(checker.case)))
     assert bool(found) == bool(mistake)
     assert [line for line in found if not line.startswith("y_ptr: ")] == []
+
+
+def test_results_of_a_capture_can_be_perturbed(tmp_path: Path) -> None:
+    startup.capture(tmp_path)
+    copied_right[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](torch.randn(128), torch.empty(128), 128)
+    startup.uninstall()
+    (op,) = operators(str(tmp_path))
+    (report,) = mutate(op, op.variants[0], [case_of(read_capture(tmp_path).classes[0], op.axes)])
+    assert report.output == "y_ptr"
+    assert not report.is_gross
+    assert "one element" in report.refused
+
+
+@pytest.mark.skipif(may_have_gpu(), reason="the message is for machines without a GPU")
+def test_launch_without_a_gpu_and_without_the_interpreter_says_so(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import kerneltune, triton\n"
+        "@kerneltune.autotune([triton.Config({})], ['n'])\n"
+        "@triton.jit\n"
+        "def nothing(n):\n"
+        "    pass\n"
+        "nothing[(1,)](1)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    expected = "RuntimeError: __main__.nothing: no GPU: set TRITON_INTERPRET=1 to run Triton's interpreter, or use a GPU"
+    assert ran.stderr.splitlines()[-1] == expected
+    assert ran.returncode == 1
 
 
 def test_tolerance_without_a_reference_is_an_error() -> None:
