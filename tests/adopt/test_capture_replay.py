@@ -67,7 +67,7 @@ def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Pat
     for config, found in ((right, []), (wrong, ["y_ptr"])):
         launch.state.restore(launch.storages)
         launch.run(config)
-        assert [line.partition(":")[0] for line in differences(launch, launch.state)] == found
+        assert [line.partition(":")[0] for line in differences(launch, launch.state, {})] == found
 
 
 def test_an_argument_that_is_called_as_a_field_of_every_case_is_no_axis(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_replay_poisons_an_output_so_that_what_is_not_written_shows(tmp_path: Pa
     launch.state.restore(launch.storages)
     assert torch.isnan(launch.named["y_ptr"]).all()
     launch.run(wrong)
-    assert differences(launch, launch.state) == ["y_ptr: 64 of 128 elements never written"]
+    assert differences(launch, launch.state, {}) == ["y_ptr: 64 of 128 elements never written"]
 
 
 def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def lines(folder: Path, kernel: Any, grid: int | None = None, y: torch.Tensor | 
     for config in configs:
         state.restore(launch.storages)
         launch.run(config)
-        found.append(differences(launch, state))
+        found.append(differences(launch, state, {}))
     return found
 
 
