@@ -259,7 +259,7 @@ def yaml_problems(block: Block) -> list[str]:
             for hook in step["hooks"]:
                 parsed(hook["entry"].split()[1:])
                 wrong += sorted(hook.keys() - {"id", "name", "entry", "language", "files", "pass_filenames"})
-        elif step["uses"] == "./" or step["uses"].startswith("kerneltune/"):
+        elif step.get("uses") == "./" or step.get("uses", "").startswith("kerneltune/"):
             wrong += sorted(step["with"].keys() - inputs.keys())
             wrong += sorted(name for name, about in inputs.items() if about.get("required") and name not in step["with"])
         else:
