@@ -22,7 +22,8 @@ import triton
 from triton.runtime import autotuner, interpreter
 
 from kerneltune.errors import first_line
-from kerneltune.kernel_lib.bounds import fault_of, guarded
+from kerneltune.kernel_lib.bounds import guarded
+from kerneltune.kernel_lib.faults import fault_of
 from kerneltune.kernel_lib.interpreted import mended
 from kerneltune.measuring.check import poisoned_memory
 

@@ -7,26 +7,21 @@ device `meta` have addresses and no memory: a few programs of a launch of any si
 module knows no operator.
 """
 
-import ctypes
 import dataclasses
-import functools
 import inspect
 import itertools
 import linecache
 import math
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kerneltune.errors import meant
+from kerneltune.kernel_lib.faults import KernelFaultError, Watchdog, check_keywords, line_of, program_text, statement
 from kerneltune.kernel_lib.races import Conflict, Races
 
 _REGION_BITS = 46
@@ -36,8 +31,6 @@ _FIRST_REGION = 1 << 4
 _ALIGNMENT = 4096
 _LAUNCH_SECONDS = 2.0
 """Time for one launch without memory: programs that wait for a value would wait for ever."""
-PROGRAM_SECONDS = 60.0
-"""Time for one program: a program of a check takes milliseconds, an endless loop takes for ever."""
 _WHOLE_GARBAGE = 90
 """Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
 _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
@@ -45,10 +38,6 @@ _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE
 
 UNORDERED = "# unordered:"
 """Comment at a load or a store which says why programs may access its elements without an order."""
-
-
-class KernelFaultError(Exception):
-    """Report in a line that a kernel has undefined behaviour, fails its own assertion, or does not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +213,9 @@ class _Guard:
         guard = self
 
         def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
-            _check_keywords(executor, kwargs)
+            check_keywords(executor, kwargs)
             if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
-                with _Watchdog(guard, executor.fn.__name__):
+                with Watchdog(guard, executor.fn.__name__):
                     return guard._call(executor, *args, **kwargs)
             guard.deadline = time.monotonic() + _LAUNCH_SECONDS
             names = inspect.getfullargspec(executor.fn).args
@@ -321,7 +310,7 @@ class _Guard:
                 return None
             if _is_declared_unordered():
                 return None
-            return self._races.load(storage, region.size, at, item_size, _line(), self._loading.is_shared)
+            return self._races.load(storage, region.size, at, item_size, line_of(), self._loading.is_shared)
 
         return self.real("load", addresses, mask, item_size, note)
 
@@ -340,7 +329,7 @@ class _Guard:
 
             if _is_declared_unordered():
                 return None
-            return self._races.store(region.first + region.offset, region.size, at, values.dtype.itemsize, _line(), is_changed)
+            return self._races.store(region.first + region.offset, region.size, at, values.dtype.itemsize, line_of(), is_changed)
 
         return self.real("store", addresses, mask, values.dtype.itemsize, note)
 
@@ -350,7 +339,7 @@ class _Guard:
 
         def note(region: _Region, at: Any) -> Conflict | None:
             return self._races.atomic(
-                region.first + region.offset, region.size, at, item_size, _line(),
+                region.first + region.offset, region.size, at, item_size, line_of(),
                 acquires=kind.startswith("ACQUIRE"), releases=kind.endswith("RELEASE"),
             )  # fmt: skip
 
@@ -369,10 +358,8 @@ class _Guard:
         return found
 
     def _error(self, what: str, region: _Region, address: int) -> KernelFaultError:
-        return KernelFaultError(
-            f"{what} outside of {_element(region, address)}, program ({_text(self._interpreter.interpreter_builder.grid_idx)})"
-            f"{_line()}"
-        )
+        program = program_text(self._interpreter.interpreter_builder.grid_idx)
+        return KernelFaultError(f"{what} outside of {_element(region, address)}, program ({program}){line_of()}")
 
     def _race(self, what: str, region: _Region, conflict: Conflict) -> KernelFaultError:
         number, place = conflict.earlier.program, []
@@ -384,8 +371,8 @@ class _Guard:
         )
         return KernelFaultError(
             f"two programs {kinds}{' of' if 'order' in kinds else ''} {_element(region, region.first + conflict.at)}: "
-            f"program ({_text(reversed(place))}){conflict.earlier.line}; "
-            f"program ({_text(self._interpreter.interpreter_builder.grid_idx)}){_line()}"
+            f"program ({program_text(reversed(place))}){conflict.earlier.line}; "
+            f"program ({program_text(self._interpreter.interpreter_builder.grid_idx)}){line_of()}"
         )
 
 
@@ -425,82 +412,6 @@ class _Accesses:
         return self._native.atomic_cas(real, expected, values, semantics) if real is not None else np.zeros_like(values)
 
 
-class _Watchdog:
-    """End a launch in which a program runs for longer than `PROGRAM_SECONDS`."""
-
-    def __init__(self, guard: _Guard, kernel: str) -> None:
-        self._guard, self._kernel = guard, kernel
-        self._thread_id = threading.get_ident()
-        self._lock, self._end = threading.Lock(), threading.Event()
-        self._reason = ""
-
-    def __enter__(self) -> None:
-        self._guard.program_begin = time.monotonic()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    def _watch(self) -> None:
-        while not self._end.wait(max(0.01, self._guard.program_begin + PROGRAM_SECONDS - time.monotonic())):
-            with self._lock:
-                if time.monotonic() - self._guard.program_begin < PROGRAM_SECONDS or self._end.is_set():
-                    continue
-                program = _text(self._guard._interpreter.interpreter_builder.grid_idx)
-                line = _line(sys._current_frames().get(self._thread_id))
-                self._reason = f"{self._kernel}: program ({program}) has not ended after {PROGRAM_SECONDS:g} s{line}"
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(_EndedError))
-                return
-
-    def __exit__(self, kind: Any, error: Any, _trace: Any) -> None:
-        with self._lock:
-            self._end.set()
-        if not self._reason:
-            return
-        if not any(isinstance(found, _EndedError) for found in _causes(error)):
-            try:
-                time.sleep(1.0)  # the launch ended by itself just before the exception that is to come
-            except _EndedError:
-                return
-        raise KernelFaultError(self._reason)
-
-
-class _EndedError(Exception):
-    """Interrupt the thread of a launch that does not end."""
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error, its cause, the cause of the cause, and so on."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def fault_of(error: BaseException) -> KernelFaultError | None:
-    """Return the KernelFaultError among an error and its causes; None for all other errors."""
-    return next((found for found in _causes(error) if isinstance(found, KernelFaultError)), None)
-
-
-@functools.cache
-def _launch_keywords() -> frozenset[str]:
-    """Return the keywords of a launch that are no parameters of the kernel: the options of all of Triton's backends."""
-    from triton.backends import backends
-
-    found = {"grid", "warmup", "debug", "num_warps", "num_stages", "num_ctas", "maxnreg"}
-    for backend in backends.values():
-        module = inspect.getmodule(backend.compiler)
-        options = [kind for name, kind in vars(module).items() if name.endswith("Options") and dataclasses.is_dataclass(kind)]
-        found |= {option.name for kind in options for option in dataclasses.fields(kind)}
-    return frozenset(found)
-
-
-def _check_keywords(executor: Any, given: dict[str, Any]) -> None:
-    """Raise KernelFaultError for a keyword that is neither a parameter nor an option; the interpreter would drop it."""
-    known = (*executor.arg_names, *sorted(_launch_keywords()))
-    for name in given:
-        if name not in known:
-            raise KernelFaultError(
-                f"{executor.fn.__name__}: {name!r}: no parameter of the kernel and no option of a launch{meant(name, known)}"
-            )
-
-
 def _garbage(mask: Any, kind: Any, dtype: Any) -> Any:
     """Return garbage for the elements that a mask leaves out: the largest value, NaN and the least value in turns."""
     if kind.is_ptr():
@@ -519,7 +430,7 @@ def _garbage(mask: Any, kind: Any, dtype: Any) -> Any:
 def _asserted(_builder: Any, condition: Any, message: str) -> None:
     """Stand for InterpreterBuilder.create_assert: check Triton's assertions of integer overflow and the kernel's assertions."""
     if not np.all(getattr(condition, "data", condition)):
-        raise KernelFaultError(f"{message}{_line()}")
+        raise KernelFaultError(f"{message}{line_of()}")
 
 
 def _index(element: int, region: _Region) -> str:
@@ -541,30 +452,6 @@ def _element(region: _Region, address: int) -> str:
     return f"{region.name}: element {index}{f' {place}' if place else ''} of {shape} {region.dtype.removeprefix('torch.')}"
 
 
-def _text(program: Any) -> str:
-    return ", ".join(map(str, program))
-
-
-def _statement(frame: Any = None) -> tuple[str, int]:
-    """Return file and line of the kernel's statement that runs in a frame; without a frame, take the frame of the caller."""
-    frame = frame or sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if name not in _OWN_FILES and "/triton/" not in name:
-            return name, frame.f_lineno
-        frame = frame.f_back
-    return "", 0
-
-
-def _line(frame: Any = None) -> str:
-    """Return `, FILE:LINE` of the kernel's statement that runs in a frame, empty if no kernel runs."""
-    name, number = _statement(frame)
-    return f", {Path(name).name}:{number}" if name else ""
-
-
 def _is_declared_unordered() -> bool:
     """Return whether a comment at the kernel's statement declares that its accesses need no order."""
-    return UNORDERED in linecache.getline(*_statement())
-
-
-_OWN_FILES = frozenset({__file__, str(Path(__file__).with_name("interpreted.py")), str(Path(__file__).with_name("races.py"))})
+    return UNORDERED in linecache.getline(*statement())

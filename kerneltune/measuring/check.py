@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 
 from kerneltune.errors import first_line, place_of
-from kerneltune.kernel_lib.bounds import fault_of, guarded
+from kerneltune.kernel_lib.bounds import guarded
+from kerneltune.kernel_lib.faults import fault_of
 from kerneltune.kernel_lib.interpreted import mended
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 

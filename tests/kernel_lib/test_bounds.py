@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kerneltune.kernel_lib import bounds
-from kerneltune.kernel_lib.bounds import fault_of, guarded
+from kerneltune.kernel_lib import faults
+from kerneltune.kernel_lib.bounds import guarded
+from kerneltune.kernel_lib.faults import fault_of
 from kerneltune.kernel_lib.interpreted import mended
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="what Triton's interpreter finds")
@@ -210,7 +211,7 @@ def _endless(x_ptr, N):
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(bounds, "PROGRAM_SECONDS", 0.3)
+    monkeypatch.setattr(faults, "PROGRAM_SECONDS", 0.3)
     yield
     time.sleep(0.4)  # an exception that came late would be raised here
 
