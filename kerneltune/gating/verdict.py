@@ -31,13 +31,12 @@ from statistics import median
 from types import MappingProxyType
 from typing import Literal
 
-import numpy as np
-
 from kerneltune.device import INTERPRETER
+from kerneltune.gating.changes import Change, place_of, shifts_by_process, slower_families, us_of
 from kerneltune.gating.pooling import pool
 from kerneltune.gating.rows import Defaults, defaults_of, identity_of
-from kerneltune.records import Key, Record, grouped, newest_rows, other_run
-from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
+from kerneltune.records import Key, Record, newest_rows, other_run
+from kerneltune.stats import Interval, Shift, holm, interval_shift
 from kerneltune.table import counted, printable
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
@@ -46,8 +45,6 @@ MIN_CHANGE_US = 0.5
 ALPHA = 0.05
 _BLIND = 0.03
 """If the interval of a slowdown is wider than ± this fraction (or the margin), the row is ambiguous."""
-_FAMILY_MARGIN, _FAMILY_ROWS = 0.01, 5
-"""A family with at least _FAMILY_ROWS rows fails if the lower bound of its mean slowdown is above _FAMILY_MARGIN."""
 _SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 8, 0.03, 3.0
 _SIGMAS_PER_MAD = 1.4826
 """From _SPREAD_ROWS rows on, intervals of one process a side are widened by _SPREADS times min(spread, _MOST_SPREAD)."""
@@ -157,32 +154,6 @@ class Verdict:
         return frozenset((row.key, row.variant) for row in self.rows if row.verdict in verdicts and not row.is_note)
 
 
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """Hold the two records of a row and their difference."""
-
-    old: Record
-    new: Record
-    slowdown: float
-    low: float
-    high: float
-    p: float
-    basis: str
-
-    @property
-    def is_peer(self) -> bool:
-        """Return whether another package implements the variant, as either record says."""
-        return "peer" in (self.old.role, self.new.role)
-
-    @property
-    def change_us(self) -> float:
-        return _us(self.new) - _us(self.old)
-
-    @property
-    def floor(self) -> float:
-        return max(self.old.aa_floor or 0.0, self.new.aa_floor or 0.0)
-
-
 def gate(
     baseline: Sequence[Record],
     new: Sequence[Record],
@@ -213,13 +184,13 @@ def gate(
         return Verdict((), UNUSABLE, obstacle)
     identity = identity_of(baseline, new, defaults)
     of_old, of_new = (newest_rows(side, identity) for side in (baseline, new))
-    old_places, new_places = ({_place(record) for record in side.values()} for side in (of_old, of_new))
+    old_places, new_places = ({place_of(record) for record in side.values()} for side in (of_old, of_new))
     pairs = [
         (old, of_new.get(key))
         for key, old in of_old.items()
-        if old.status == "passed" and _place(old) in new_places and old.device != INTERPRETER
+        if old.status == "passed" and place_of(old) in new_places and old.device != INTERPRETER
     ]
-    found = [_met(old, fresh, by_process) for (old, fresh), by_process in zip(pairs, _shifts(pairs), strict=True)]
+    found = [_met(old, fresh, by_process) for (old, fresh), by_process in zip(pairs, shifts_by_process(pairs), strict=True)]
     found = _widened(found)
     rows = _judged_rows(found, margin, again, peers)
     rows += [
@@ -228,12 +199,12 @@ def gate(
         if record.status == "failed" and (key not in of_old or of_old[key].status != "passed")
     ]
     notes = [
-        _other_unit([met for met in found if isinstance(met, _Change)]),
-        _short_rows([met for met in found if isinstance(met, _Change)], margin),
+        _other_unit([met for met in found if isinstance(met, Change)]),
+        _short_rows([met for met in found if isinstance(met, Change)], margin),
         _left_out("baseline", of_old.values(), new_places),
         _left_out("new", of_new.values(), old_places),
     ]
-    families, doubtful = _slower_families([met for met in found if isinstance(met, _Change) and (peers or not met.is_peer)])
+    families, doubtful = slower_families([met for met in found if isinstance(met, Change) and (peers or not met.is_peer)])
     return _verdict(tuple(rows), tuple(filter(None, [*notes, *doubtful])), (*stale, *families))
 
 
@@ -285,28 +256,23 @@ def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
     return ""
 
 
-def _place(record: Record) -> tuple[str, str]:
-    """Return the device and the policy that a record was measured with."""
-    return record.device, record.policy
-
-
 def _left_out(side: str, records: Iterable[Record], places: Iterable[tuple[str, str]]) -> str:
     """Return a note with the number of timed rows whose GPU or policy is missing on the other side; empty if no row is."""
     known = set(places)
-    apart = Counter(_place(record) for record in records if record.status == "passed" and _place(record) not in known)
+    apart = Counter(place_of(record) for record in records if record.status == "passed" and place_of(record) not in known)
     named = ", ".join(f"{count} of {device} {policy}" for (device, policy), count in sorted(apart.items()))
     return f"rows that only {side} has, left out: {named}" if named else ""
 
 
-def _judged_rows(found: Sequence["_Change | GateRow"], margin: float, again: Mapping[RowKey, int], peers: bool) -> list[GateRow]:
+def _judged_rows(found: Sequence["Change | GateRow"], margin: float, again: Mapping[RowKey, int], peers: bool) -> list[GateRow]:
     """Return the verdicts, in order; own rows and peers' rows are corrected for multiple tests separately."""
     corrected = {
-        of_peers: iter(holm([met.p for met in found if isinstance(met, _Change) and (met.is_peer and not peers) == of_peers]))
+        of_peers: iter(holm([met.p for met in found if isinstance(met, Change) and (met.is_peer and not peers) == of_peers]))
         for of_peers in (False, True)
     }
     rows = []
     for met in found:
-        if isinstance(met, _Change):
+        if isinstance(met, Change):
             as_note = met.is_peer and not peers
             row = _judged(met, next(corrected[as_note]), margin, again)
             rows.append(_noted(row, A_PEER) if as_note and row.verdict not in ("pass", "faster") else row)
@@ -315,9 +281,9 @@ def _judged_rows(found: Sequence["_Change | GateRow"], margin: float, again: Map
     return rows
 
 
-def _widened(found: Sequence["_Change | GateRow"]) -> "list[_Change | GateRow]":
+def _widened(found: Sequence["Change | GateRow"]) -> "list[Change | GateRow]":
     """Widen the intervals of rows with one process a side by the spread of the slowdowns of all these rows."""
-    logs = [math.log1p(met.slowdown) for met in found if isinstance(met, _Change) and not met.basis and met.low < met.high]
+    logs = [math.log1p(met.slowdown) for met in found if isinstance(met, Change) and not met.basis and met.low < met.high]
     if len(logs) < _SPREAD_ROWS:
         return list(found)
     middle = median(logs)
@@ -325,58 +291,19 @@ def _widened(found: Sequence["_Change | GateRow"]) -> "list[_Change | GateRow]":
     factor = math.exp(_SPREADS * spread)
     return [
         replace(met, low=min(met.low, (1 + met.slowdown) / factor - 1), high=max(met.high, (1 + met.slowdown) * factor - 1))
-        if isinstance(met, _Change) and not met.basis and met.low < met.high
+        if isinstance(met, Change) and not met.basis and met.low < met.high
         else met
         for met in found
     ]
 
 
-def _slower_families(found: Sequence[_Change]) -> tuple[list[str], list[str]]:
-    """Return a line for each family that is surely slower: first families that fail, then families measured on two GPUs."""
-    slower: list[str] = []
-    doubtful: list[str] = []
-    for (family, device, policy), rows in grouped(found, lambda met: (met.new.family or met.new.op, *_place(met.new))).items():
-        if len(rows) < _FAMILY_ROWS:
-            continue
-        shift = _family_shift(rows)
-        low, high = shift.bounds
-        if low > _FAMILY_MARGIN:
-            of_two = any("unit" in other_run(met.old, met.new) for met in rows)
-            basis = "" if any(met.basis for met in rows) else "; one process a side"
-            line = (
-                f"{family} on {device}, {policy}: slower by {shift.slowdown:.1%} in the geometric mean of {len(rows)} rows "
-                f"({low:+.1%} to {high:+.1%}), tolerated {_FAMILY_MARGIN:.0%}{basis}"
-            )
-            (doubtful if of_two else slower).append(line)
-    return slower, doubtful
-
-
-def _family_shift(rows: Sequence[_Change]) -> Shift:
-    """Return the geometric mean of the rows' slowdowns.
-
-    Its error adds the larger of two spreads over rows (of the slowdowns, of their intervals) and the spread of process means.
-    """
-    logs = np.array([math.log1p(met.slowdown) for met in rows])
-    of_rows = np.array([(math.log1p(met.high) - math.log1p(max(met.low, -0.9))) / 4 for met in rows])
-    spread = max(float(logs.std(ddof=1)), float(np.sqrt(np.square(of_rows).mean())))
-    errors, freedom = [spread / math.sqrt(len(rows))], len(rows) - 1
-    for side in ("old", "new"):
-        samples = [getattr(met, side).samples_us or () for met in rows]
-        count = min(map(len, samples))
-        if count > 1 and count == max(map(len, samples)):
-            means = [np.mean([np.log(np.median(processes[at])) for processes in samples]) for at in range(count)]
-            errors.append(float(np.std(means, ddof=1)) / math.sqrt(count))
-            freedom = min(freedom, 2 * (count - 1))
-    return Shift(float(logs.mean()), math.hypot(*errors), freedom)
-
-
-def _short_rows(found: Sequence[_Change], margin: float) -> str:
+def _short_rows(found: Sequence[Change], margin: float) -> str:
     """Return a note on rows too short for the margin, with the smallest visible change; empty if all rows are long enough."""
-    short = [met for met in found if _us(met.old) * margin < MIN_CHANGE_US and not met.is_peer]
+    short = [met for met in found if us_of(met.old) * margin < MIN_CHANGE_US and not met.is_peer]
     if not short or not margin:
         return ""
-    shortest = min(short, key=lambda met: _us(met.old))
-    least = MIN_CHANGE_US / _us(shortest.old)
+    shortest = min(short, key=lambda met: us_of(met.old))
+    least = MIN_CHANGE_US / us_of(shortest.old)
     return (
         f"{counted(len(short), 'row')} shorter than {MIN_CHANGE_US / margin:.1f} µs: changes below {MIN_CHANGE_US} µs are not "
         f"judged, {least:+.1%} of the shortest, {shortest.new.label} {shortest.new.variant}"
@@ -395,33 +322,20 @@ def _failed(new: Record, old: Record | None, peers: bool) -> GateRow:
     return _noted(row, A_PEER) if new.role == "peer" and not peers else row
 
 
-def _shifts(pairs: Sequence[tuple[Record, Record | None]]) -> list[Shift | None]:
-    """Return the shift by process of every pair; None if the two sides have one process each, or a side has no samples."""
-    sampled = [
-        (at, old.samples_us, new.samples_us)
-        for at, (old, new) in enumerate(pairs)
-        if new is not None and old.samples_us and new.samples_us and len(old.samples_us) + len(new.samples_us) > 2
-    ]
-    found: list[Shift | None] = [None] * len(pairs)
-    for (at, _old, _new), by_process in zip(sampled, shifts([sides for _at, *sides in sampled]), strict=True):
-        found[at] = by_process
-    return found
-
-
-def _met(old: Record, new: Record | None, by_process: Shift | None) -> _Change | GateRow:
+def _met(old: Record, new: Record | None, by_process: Shift | None) -> Change | GateRow:
     """Return the change of a row of the baseline, or a missing or failed row, which is a note for a peer."""
     if new is None or new.status != "passed":
         row = _unmet(old, new)
         return replace(row, note=A_PEER if "peer" in (old.role, new.role if new is not None else "") else "")
     if _same_measurement(old, new):
-        return _Change(old, new, 0.0, 0.0, 0.0, 1.0, "")
+        return Change(old, new, 0.0, 0.0, 0.0, 1.0, "")
     if by_process is not None:
         low, high = by_process.bounds
         basis = f"{len(old.samples_us or ())} and {len(new.samples_us or ())} processes"
-        return _Change(old, new, by_process.slowdown, low, high, by_process.p_slower, basis)
+        return Change(old, new, by_process.slowdown, low, high, by_process.p_slower, basis)
     before, after = _interval(old), _interval(new)
     change = interval_shift(before, after)
-    return _Change(old, new, change.slowdown, after.low / before.high - 1, after.high / before.low - 1, change.p_slower, "")
+    return Change(old, new, change.slowdown, after.low / before.high - 1, after.high / before.low - 1, change.p_slower, "")
 
 
 def _unmet(old: Record, new: Record | None) -> GateRow:
@@ -438,7 +352,7 @@ def _same_measurement(old: Record, new: Record) -> bool:
     return all(getattr(old, name) == getattr(new, name) for name in names)
 
 
-def _judged(met: _Change, p: float, margin: float, again: Mapping[RowKey, int]) -> GateRow:
+def _judged(met: Change, p: float, margin: float, again: Mapping[RowKey, int]) -> GateRow:
     verdict, reason = _outcome(met, p, margin)
     times = again.get((met.new.key, met.new.variant), 0)
     measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
@@ -452,7 +366,7 @@ def _judged(met: _Change, p: float, margin: float, again: Mapping[RowKey, int]) 
     return _row(met.new, verdict, "; ".join(filter(None, [*parts, measured_again])), met, p)
 
 
-def _outcome(met: _Change, p: float, margin: float) -> tuple[Outcome, str]:
+def _outcome(met: Change, p: float, margin: float) -> tuple[Outcome, str]:
     """Return the verdict on a row and its reason; `p` is corrected over all rows."""
     threshold = max(margin, met.floor)
     not_by_chance = p <= ALPHA and met.low > 0
@@ -465,26 +379,26 @@ def _outcome(met: _Change, p: float, margin: float) -> tuple[Outcome, str]:
         return "ambiguous", f"{beyond}: measure more"
     if surely_slower and met.high > threshold:
         return "ambiguous", f"up to {met.high:+.1%}, tolerated {threshold:.1%}: measure more"
-    if not_by_chance and met.low > threshold and met.high * _us(met.old) > MIN_CHANGE_US:
-        up_to = f"{met.change_us:.2f} µs, up to {met.high * _us(met.old):.2f}, tolerated {MIN_CHANGE_US}"
+    if not_by_chance and met.low > threshold and met.high * us_of(met.old) > MIN_CHANGE_US:
+        up_to = f"{met.change_us:.2f} µs, up to {met.high * us_of(met.old):.2f}, tolerated {MIN_CHANGE_US}"
         return "ambiguous", f"{beyond}; {up_to}: measure more"
-    if half_width > max(_BLIND, margin) and half_width * _us(met.old) > MIN_CHANGE_US:
+    if half_width > max(_BLIND, margin) and half_width * us_of(met.old) > MIN_CHANGE_US:
         return "ambiguous", f"known to ±{half_width:.1%} only: measure more"
     if not_by_chance and met.slowdown > threshold:
-        seen = f"{MIN_CHANGE_US / _us(met.old):+.1%} of this row"
+        seen = f"{MIN_CHANGE_US / us_of(met.old):+.1%} of this row"
         return "slower", f"{met.change_us:.2f} µs: below {MIN_CHANGE_US} µs nothing is judged, {seen}"
     if surely_slower and met.low > met.floor:
         return "slower", f"within the tolerated {threshold:.1%}"
     return ("faster" if -met.change_us > MIN_CHANGE_US and met.high < -threshold else "pass"), ""
 
 
-def _other_versions(met: _Change) -> list[str]:
+def _other_versions(met: Change) -> list[str]:
     """Return the changed versions of driver, torch and triton, which may have changed a kernel's time."""
     names = [name for name in other_run(met.old, met.new) if name in ("driver", "torch", "triton")]
     return [f"{name} {getattr(met.old, name)} → {getattr(met.new, name)}" for name in names]
 
 
-def _row(record: Record, verdict: Outcome, reason: str, met: _Change | None = None, p: float | None = None) -> GateRow:
+def _row(record: Record, verdict: Outcome, reason: str, met: Change | None = None, p: float | None = None) -> GateRow:
     return GateRow(
         record=record,
         verdict=verdict,
@@ -492,23 +406,18 @@ def _row(record: Record, verdict: Outcome, reason: str, met: _Change | None = No
         low=met.low if met else None,
         high=met.high if met else None,
         p=p,
-        old_us=_us(met.old) if met else None,
-        new_us=_us(met.new) if met else None,
+        old_us=us_of(met.old) if met else None,
+        new_us=us_of(met.new) if met else None,
         reason=printable(" ".join(reason.split())),
     )
 
 
-def _us(record: Record) -> float:
-    assert record.time_us is not None
-    return record.time_us
-
-
 def _interval(record: Record) -> Interval:
     assert record.ci_low_us is not None and record.ci_high_us is not None
-    return Interval(_us(record), record.ci_low_us, record.ci_high_us)
+    return Interval(us_of(record), record.ci_low_us, record.ci_high_us)
 
 
-def _other_unit(compared: Sequence[_Change]) -> str:
+def _other_unit(compared: Sequence[Change]) -> str:
     """Return a note on rows whose two sides were measured on different GPUs of the same model; empty if no row was."""
     apart = [met.new for met in compared if "unit" in other_run(met.old, met.new)]
     if not apart:
