@@ -12,8 +12,8 @@ import triton.language as tl
 
 from kerneltune.kernel_lib.agreement import close, rowwise, same_bits
 from kerneltune.kernel_lib.check_values import vary_rows
+from kerneltune.measuring import pairs
 from kerneltune.measuring.check import Checker, address_errors
-from kerneltune.measuring.pairs import PairChecker
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="mistakes that Triton's interpreter finds")
@@ -281,6 +281,12 @@ MISTAKES = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def covering_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check no pairs beyond the covering pairs, which must suffice."""
+    monkeypatch.setattr(pairs, "FURTHER_S", 0.0)
+
+
 def findings(name: str, mistake: str) -> list[str]:
     """Check an operator as `sweep --check-only` does: defaults, pairs, addresses of a large case."""
     launch, reference, compare = OPERATORS[name]
@@ -291,7 +297,7 @@ def findings(name: str, mistake: str) -> list[str]:
         traffic=lambda case: Traffic(4 * case["M"] * case["N"], 4 * case["M"] * case["N"]), variants=(variant,), module=__name__,
     )  # fmt: skip
     found = [line for case in CASES for line in Checker(op, case, "cpu").errors(variant, variant.default_config(case))]
-    report = PairChecker(op, CASES, lambda case: 1.0 + case["M"] * case["N"]).check(variant)
+    report = pairs.PairChecker(op, CASES, lambda case: 1.0 + case["M"] * case["N"]).check(variant)
     found += [text for _config, _case, text in report.failures]
     return found + address_errors(op, LARGE, variant, variant.default_config(LARGE))
 
