@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import functools
 import inspect
+import os
 import sys
 import threading
 import time
@@ -26,12 +27,19 @@ def program_text(program: Any) -> str:
     return ", ".join(map(str, program))
 
 
+@functools.cache
+def _packages() -> tuple[str, ...]:
+    """Return the folders of the packages that interpret: a kernel's own folder may be named like them."""
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in ("triton", "numpy", "torch"))
+    return tuple(f"{Path(file).parent}{os.sep}" for file in files if file)
+
+
 def statement(frame: Any = None) -> tuple[str, int]:
     """Return file and line of the kernel's statement that runs in a frame; without a frame, take the frame of the caller."""
     frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name not in _OWN_FILES and "/triton/" not in name:
+        if name not in _OWN_FILES and not name.startswith(_packages()):
             return name, frame.f_lineno
         frame = frame.f_back
     return "", 0
