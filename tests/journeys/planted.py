@@ -87,9 +87,9 @@ PLANTS = (
     ),
     Plant(  # the script's kernel depends on a variable
         "child_without_environment",
-        "kerneltune/tune/gpu_worker.py",
-        "arguments = (dict(os.environ), _serve,",
-        "arguments = ({}, _serve,",
+        "kerneltune/processes.py",
+        "of_process = dict(os.environ if environment is None else environment)",
+        "of_process = dict(environment or {})",
         "adopt_script",
     ),
     Plant(  # the branch of the CPU has memory of its own
