@@ -3,16 +3,14 @@
 Compiled kernels of the chosen configs lie beside a table and are copied into Triton's disk cache. Names of its entries are
 hashes of source, options, GPU and Triton, so that an entry that does not fit is never found. Code for this process, as Triton
 keeps it of launchers, is not copied. Triton digests its own compiler, a library of 400 MB, to name compiled kernels: a thread
-does that while the program is still being imported. Triton 3.6 also builds host code for every kernel with the C compiler: a
-child process builds all of it at once where the disk cache is new.
+does that while the program is still being imported. Triton 3.6 also builds host code for every kernel with the C compiler: the
+thread builds all of it at once where the disk cache is new.
 """
 
 import base64
-import importlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -94,19 +92,16 @@ def _copy(entry: Path, target: Path) -> None:
 LAUNCHERS = "launchers.json"
 _LARGEST = 16 << 20
 _LONGEST_S = 20.0
-_LEAST = 5
-"""Launchers that are worth a process: it starts in 1.2 s; the C compiler takes 0.3 s for each."""
 _NVIDIA = "triton.backends.nvidia.driver"
-_STARTING = ("KERNELTUNE_ADOPT", "KERNELTUNE_CAPTURE")
 _NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile") for what, value in (("size", 0), ("align", 1))}
 
 
 class Preparation:
     """Prepares this process once, when it is known that kernels will be served."""
 
-    def __init__(self, root: Path, cache: Path, is_cache_new: bool) -> None:
-        """root: of the tuned folder; cache: Triton's disk cache; is_cache_new: whether it lacked kernels of the folder."""
-        self._root, self._cache, self._is_cache_new = root, cache, is_cache_new
+    def __init__(self, root: Path, is_cache_new: bool) -> None:
+        """root: of the tuned folder; is_cache_new: whether Triton's disk cache lacked kernels of the folder."""
+        self._root, self._is_cache_new = root, is_cache_new
         self._thread: Thread | None = None
 
     def begin(self) -> None:
@@ -121,13 +116,11 @@ class Preparation:
             self._thread.join(_LONGEST_S)
 
     def _prepare(self) -> None:
-        child = None
-        with suppress(Exception):  # what fails here fails again at the launch, with Triton's message
-            child = build_launchers(self._root, self._cache) if self._is_cache_new else None
-        with suppress(Exception):
+        if self._is_cache_new:
+            with suppress(Exception):  # the work that fails here fails again at the launch, with Triton's message
+                build_launchers(self._root)
+        with suppress(Exception):  # as above
             digest_triton()
-        if child is not None:
-            child.wait()
 
 
 def digest_triton() -> None:
@@ -148,38 +141,20 @@ def launchers_path(root: Path) -> Path:
     return root / FOLDER / LAUNCHERS
 
 
-def build_launchers(root: Path, cache: Path) -> "subprocess.Popen[bytes] | None":
-    """Start a process that builds the host code of a tuned folder's kernels into a disk cache; None where none is worth it.
+def build_launchers(root: Path) -> None:
+    """Build the host code of a tuned folder's kernels, and Triton's own, with a C compiler on each core.
 
-    Triton 3.7 and later need no launcher for each kernel.
+    Triton keeps the host code in its disk cache. Triton 3.7 and later need no launcher for each kernel.
 
     Raises:
         ValueError: the folder's list of launchers is damaged.
     """
-    if not hasattr(sys.modules.get(_NVIDIA), "make_launcher") or not launchers_path(root).is_file():
-        return None
-    if len(_read(root)) < _LEAST:
-        return None
-    path = os.pathsep.join(entry or os.curdir for entry in sys.path)
-    environment = {name: value for name, value in os.environ.items() if name not in _STARTING}
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "kerneltune.adopt.ahead", str(root)],
-        env=environment | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)},
-        stdin=quiet,
-        stdout=quiet,
-        stderr=quiet,
-    )
-
-
-def build(launchers: Iterable[Mapping[str, Any]], nvidia: Any) -> None:
-    """Build Triton's own host code and the launchers, with a C compiler on each core.
-
-    nvidia: Triton's driver module.
-    """
+    nvidia: Any = sys.modules.get(_NVIDIA)
+    if not hasattr(nvidia, "make_launcher") or not launchers_path(root).is_file():
+        return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(max_workers=cores) as pool:
-        running = [pool.submit(nvidia.CudaUtils), *(pool.submit(_build, nvidia, launcher) for launcher in launchers)]
+        running = [pool.submit(nvidia.CudaUtils), *(pool.submit(_build, nvidia, launcher) for launcher in _read(root))]
     for one in running:
         one.result()
 
@@ -205,15 +180,6 @@ def _type(stored: Any) -> Any:
     return stored
 
 
-def main(root: Path) -> None:
-    """Build the host code of a tuned folder's kernels.
-
-    Raises:
-        ValueError: the folder's list of them is damaged.
-    """
-    build(_read(root), importlib.import_module(_NVIDIA))
-
-
 class _Launchers(msgspec.Struct):
     launchers: list[dict[str, Any]]
 
@@ -225,7 +191,3 @@ def _read(root: Path) -> list[dict[str, Any]]:
         return decode(data, _Launchers).launchers
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

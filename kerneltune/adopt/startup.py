@@ -209,7 +209,7 @@ def _prepared(root: Path, autotuning: ModuleType) -> Any:
         given = give(root, cache)
     except OSError as error:
         logging.getLogger("kerneltune.adopt").warning("kerneltune: compiled kernels are not used: %s", error)
-    return Preparation(root, cache, is_cache_new=given > 0)
+    return Preparation(root, is_cache_new=given > 0)
 
 
 def server() -> Any:
