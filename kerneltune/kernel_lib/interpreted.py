@@ -321,20 +321,28 @@ def _tensors_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
 
 
 def _operands_of_one_type(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out the check of operands that need no cast: tensors of equal type, or a tensor and a number of its kind."""
-    from triton.runtime.interpreter import interpreter_semantic, tl
+    """Leave out the check of operands that need no cast: tensors of equal type, a pointer and offsets, a tensor and a number."""
+    from triton.runtime.interpreter import TensorHandle, interpreter_semantic, tl
 
     tensor = tl.core.tensor
 
+    def is_of_kind(number: Any, kind: Any) -> bool:
+        return isinstance(number, _NUMBERS.get(kind.name, ())) and -_LARGEST <= number <= _LARGEST
+
+    def filled(number: Any, like: Any) -> Any:
+        data = like.handle.data
+        return tensor(TensorHandle(np.full(data.shape, number, data.dtype), like.dtype), like.type)
+
     def checked(left: Any, right: Any, *options: bool, **named: bool) -> Any:
-        is_division = len(options) > 3 or bool(named)
-        if is_division or type(left) is not tensor or left.dtype.name not in _NUMBERS:
-            return check(left, right, *options, **named)
-        kind = left.dtype
-        if type(right) is not tensor and isinstance(right, _NUMBERS[kind.name]) and -_LARGEST <= right <= _LARGEST:
-            right = interpreter_semantic.scalar_constant(right, kind)
-        if type(right) is tensor and right.dtype is kind:
-            return interpreter_semantic.broadcast_impl_value(left, right)
+        if len(options) < 4 and not named:  # no division, which casts further
+            if type(left) is type(right) is tensor:
+                kind, other = left.dtype, right.dtype
+                if other.is_int() if kind.is_ptr() and options[:1] == (True,) else kind is other and not kind.is_ptr():
+                    return interpreter_semantic.broadcast_impl_value(left, right)
+            elif type(left) is tensor and is_of_kind(right, left.dtype):
+                return left, filled(right, left)
+            elif type(right) is tensor and is_of_kind(left, right.dtype):
+                return filled(left, right), right
         return check(left, right, *options, **named)
 
     return checked
