@@ -100,7 +100,7 @@ def _leaning(got: torch.Tensor, want: torch.Tensor, off: torch.Tensor) -> tuple[
 
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:
-    """Return numbers by which neighbours differ by one, of values with sign and magnitude in 8 or 16 bits."""
+    """Return whole numbers in the order of the values, in 8 or 16 bits; neighbours differ by 1."""
     half = 1 << (8 * values.element_size() - 1)
     bits = values.view(_BITS[values.element_size()]).to(torch.int32) & (2 * half - 1)
     return torch.where(bits >= half, half - bits, bits)

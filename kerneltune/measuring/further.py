@@ -1,6 +1,6 @@
 """Check more than the default config of each check case: pairs of config and case, and the addresses of the largest case.
 
-On more than one core, other processes run these checks while this process checks the cases.
+On a machine with several cores, child processes run these checks while the calling process checks the cases.
 """
 
 import os
@@ -73,7 +73,7 @@ class FurtherCheck:
 
 @dataclass(slots=True)
 class FurtherChecks:
-    """Run checks in this process and in others; each process takes the next check that no process has begun."""
+    """Run checks in this process and in child processes; each process takes the next check that no process has begun."""
 
     checks: Sequence[FurtherCheck]
     _left: deque[int] = field(default_factory=deque)

@@ -167,7 +167,7 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
     random.Random(0).shuffle(left)
     heap = [(-math.inf, number) for number in range(len(left))]
     while heap:
-        _bound, number = heapq.heappop(heap)  # an upper bound: what a pair adds only becomes less
+        _bound, number = heapq.heappop(heap)  # an upper bound: the number of new values of a pair only falls
         config, case = left[number]
         added = sum(len(of_case[case] - met[value]) for value in values(config))
         entry = (-added / cost(case), number)
