@@ -32,8 +32,8 @@ _CAST_BLOCK = 4096
 """Elements of a token that a program casts at a time."""
 _SPLITS = (1, 2, 3, 4, 6, 8)
 """Counts of programs that may share a row of w."""
-_ENOUGH_PROGRAMS = 112
-"""Programs of 128 tokens from which on these are as fast as twice as many of 64 tokens, on 132 SMs."""
+_SMS = 132
+"""SMs of the GPU for which the rule of `default` was found."""
 _MOST_PROGRAMS = 2048
 """Most programs of a product of several splits, because each split has memory for its part."""
 
@@ -114,14 +114,14 @@ def _multiply(tokens: Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None, 
     q, scale, K, dtype = tokens
     if not (INTERPRETED or since_sm_90()):
         raise ValueError(f"int4_fp8_gemm needs compute capability 9.0 or newer, got {torch.cuda.get_device_name(q.device)}")
-    for name, t in (("x.q", q), ("weight.packed", weight.packed)):
-        if t.data_ptr() % 16:
-            raise ValueError(f"{name} must begin at a multiple of 16 bytes, got address {t.data_ptr():#x}")
     N, M, depth = q.shape[0], weight.rows, cdiv(K, DEPTH)
     y = torch.empty((N, M), dtype=dtype, device=q.device)
     if not N:
         return y
     c: Int4Fp8Config = _best_config(N, weight, bias is not None, dtype) if config is None else config
+    for name, t in (("x.q", q), ("weight.packed", weight.packed)):
+        if t.data_ptr() % 16:
+            raise ValueError(f"{name} must begin at a multiple of 16 bytes, got address {t.data_ptr():#x}")
     steps = cdiv(depth, c.splits)
     if (c.splits - 1) * steps >= depth:
         raise ValueError(f"config={c}: {c.splits} programs along {depth} blocks of k")
@@ -300,20 +300,31 @@ def valid(case: Case, config: Int4Fp8Config) -> str | None:
 def default(case: Case) -> Int4Fp8Config:
     """Return a config for any shape, by rule: warpgroups of one or two blocks of rows, and two to four programs per SM.
 
-    H200, 2026-11-26: 0.987 of the fastest of 3 to 79 configs over 64 cases of 10 weights and 16 to 256 tokens, worst 0.864.
+    H200, 2026-11-26: 0.980 of the fastest of 20 to 79 configs over 46 cases with 16 to 256 tokens, worst 0.868.
     """
     N, rows, depth = max(case["N"], 1), cdiv(case["M"], ROWS), cdiv(case["K"], DEPTH)
     tokens = 16 if N <= 16 else 32 if N <= 32 else 64
     if N > 64:
-        fills = N > 128 or rows * cdiv(N, 128) >= _ENOUGH_PROGRAMS
+        fills = N > 128 or rows >= (112 if N <= 96 else 160)
         tokens = 128 if fills else 32 if N <= 96 else 64
-    tiles = rows * cdiv(N, tokens)
-    blocks = 2 if tokens < 128 and depth >= 16 and tiles >= (400 if tokens == 64 else 200) else 1
+    if tokens // 2 in _token_tiles(N) and rows * cdiv(N, tokens) * _SPLITS[-1] < _SMS:
+        tokens //= 2
+    is_wide = depth >= 16 and rows >= (400 if tokens == 64 else 200)
+    blocks = 2 if is_wide and (tokens < 64 or (tokens == 64 and rows < 800)) else 1
     programs = cdiv(rows, blocks) * cdiv(N, tokens)
-    most = 0 if tokens == 128 else 264 if blocks == 2 or tokens == 64 >= N else 400
-    splits = max(s for s in _SPLITS if s == 1 or ((s - 1) * cdiv(depth, s) < depth and s * programs <= most))
-    stages = 3 if N > 128 or (tokens >= 64 and cdiv(depth, splits) <= 16) else 5
-    return Int4Fp8Config(tokens, blocks, 4, splits, stages, early=True)
+    most = 0 if tokens == 128 else 264 if blocks == 2 else 700 if depth > 100 and tokens <= 32 else 480
+    enough_steps = 10 if tokens == 32 else 8
+    splits = max(
+        s for s in _SPLITS
+        if s == 1 or (cdiv(depth, s) >= (8 if s == 2 else enough_steps) and s * programs <= most and (s <= 4 or tokens < 64))
+    )  # fmt: skip
+    stages = 3 if rows >= 800 or (tokens >= 64 and cdiv(depth, splits) <= 16) else 4
+    # programs of a small launch that begins early lie unevenly on the SMs
+    if N <= 32:
+        early = N <= 16 or (rows <= 112 and depth <= 64) or (blocks == 1 and rows >= 384) or rows >= 800
+    else:
+        early = rows >= (160 if tokens == 128 and N <= 128 else 224 if tokens == 128 else 384)
+    return Int4Fp8Config(tokens, blocks, 4, splits, stages, early)
 
 
 def run(inputs: Inputs, config: Int4Fp8Config | None) -> Outputs:
