@@ -104,21 +104,15 @@ def cast_tokens(x: torch.Tensor, *, reorder: bool = True) -> Fp8Tokens:
     return Fp8Tokens(q, scale, K, x.dtype)
 
 
-@on_its_device
-def _multiply(tokens: Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None, config: Int4Fp8Config | None) -> torch.Tensor:
+def _multiply(tokens: Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None, c: Int4Fp8Config) -> torch.Tensor:
     """Multiply checked operands.
 
     Raises:
-        ValueError: a GPU without the instructions, an address that TMA cannot copy from, or a config that does not fit.
+        ValueError: an address that TMA cannot copy from, or a config that does not fit.
     """
     q, scale, K, dtype = tokens
-    if not (INTERPRETED or since_sm_90()):
-        raise ValueError(f"int4_fp8_gemm needs compute capability 9.0 or newer, got {torch.cuda.get_device_name(q.device)}")
     N, M, depth = q.shape[0], weight.rows, cdiv(K, DEPTH)
     y = torch.empty((N, M), dtype=dtype, device=q.device)
-    if not N:
-        return y
-    c: Int4Fp8Config = _best_config(N, weight, bias is not None, dtype) if config is None else config
     for name, t in (("x.q", q), ("weight.packed", weight.packed)):
         if t.data_ptr() % 16:
             raise ValueError(f"{name} must begin at a multiple of 16 bytes, got address {t.data_ptr():#x}")
@@ -145,6 +139,7 @@ def _multiply(tokens: Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None, 
     return y
 
 
+@on_its_device
 def int4_fp8_gemm(
     x: torch.Tensor | Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None = None, *, config: Int4Fp8Config | None = None
 ) -> torch.Tensor:
@@ -165,9 +160,15 @@ def int4_fp8_gemm(
     if isinstance(x, Fp8Tokens):
         _check_tokens(x, weight)
         gemm.check(torch.empty((0, x.depth), dtype=x.dtype, device=x.q.device), weight, bias)
-        return _multiply(x, weight, bias, config)
-    gemm.check(x, weight, bias)
-    return _multiply(cast_tokens(x), weight, bias, config)
+    else:
+        gemm.check(x, weight, bias)
+    where, count = weight.packed.device, x.q.shape[0] if isinstance(x, Fp8Tokens) else x.shape[0]
+    if not (INTERPRETED or since_sm_90()):
+        raise ValueError(f"int4_fp8_gemm needs compute capability 9.0 or newer, got {torch.cuda.get_device_name(where)}")
+    if not count:
+        return torch.empty((0, weight.rows), dtype=x.dtype, device=where)
+    chosen: Int4Fp8Config = _best_config(count, weight, bias is not None, x.dtype) if config is None else config
+    return _multiply(x if isinstance(x, Fp8Tokens) else cast_tokens(x), weight, bias, chosen)
 
 
 class Fp8Weight(NamedTuple):
