@@ -1,6 +1,6 @@
 """y = x · wᵀ + bias with weights of four bits and tokens cast to e4m3: w = (q - z) s, one scale s per row and group of k.
 
-N tokens, M rows of w, K summed over. The weight is that of `int4_gemm`; a token is cast with a scale of its own. Codes become
+N tokens, M rows of w, K summed over. `int4_gemm` takes the same weights. A token is cast with a scale of its own. Codes become
 e4m3 without rounding, so that the cast of the tokens is the only rounding in front of the sums.
 """
 
@@ -164,7 +164,9 @@ def int4_fp8_gemm(
         gemm.check(x, weight, bias)
     where, count = weight.packed.device, x.q.shape[0] if isinstance(x, Fp8Tokens) else x.shape[0]
     if not (INTERPRETED or since_sm_90()):
-        raise ValueError(f"int4_fp8_gemm needs compute capability 9.0 or newer, got {torch.cuda.get_device_name(where)}")
+        raise ValueError(
+            f"int4_fp8_gemm needs an NVIDIA GPU of compute capability 9.0 or newer, x is on another {where.type} device"
+        )
     if not count:
         return torch.empty((0, weight.rows), dtype=x.dtype, device=where)
     chosen: Int4Fp8Config = _best_config(count, weight, bias is not None, x.dtype) if config is None else config
