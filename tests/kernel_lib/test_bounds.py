@@ -218,8 +218,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("quick")
 def test_program_that_does_not_end_is_named_with_kernel_and_line() -> None:
-    found = fault(lambda: _endless[(2,)](torch.zeros(1), 1))
-    assert found.startswith("_endless: program (0, 0, 0) has not ended after 0.3 s, test_bounds.py:")
+    found = [fault(lambda: _endless[(2,)](torch.zeros(1), 1)) for _ in range(3)]
+    named = "_endless: program (0, 0, 0) has not ended after 0.3 s, "
+    # where the time is up in code that a dataclass generates, its line is named (docs/limitations.md)
+    assert all(line.startswith((f"{named}test_bounds.py:", f"{named}<string>:")) for line in found)
+    assert any(line.startswith(f"{named}test_bounds.py:") for line in found)
     assert fault(lambda: _endless[(2,)](torch.zeros(1), 0)) == ""
 
 
