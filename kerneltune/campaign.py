@@ -1,6 +1,6 @@
 """Run a sweep: check the operators, tune configs that the cache lacks, measure, write records and tables.
 
-This module knows no operator and prints nothing. It may import torch.
+This module knows no operator, and says what it does through a Progress. It may import torch.
 """
 
 import itertools
@@ -275,7 +275,7 @@ class _Campaign:
         return found
 
     def _doubt_references(self, checked: Sequence[Record]) -> None:
-        """Print a note for each operator with several variants whose outputs all disagree with the reference."""
+        """Pass a note to the progress for each operator with several variants whose outputs all disagree with the reference."""
         for op, rows in records.grouped(checked, lambda row: row.op).items():
             variants = {row.variant for row in rows}
             disagree = all(row.status == "failed" and not any(text in row.reason for text in _NOT_COMPARED) for row in rows)

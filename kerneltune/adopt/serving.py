@@ -78,7 +78,8 @@ class ServingState:
         groups: the table's groups by author's key and element types.
         index: configs by their values.
         plans: keys and their served configs, by the names and types of a launch's arguments.
-        finders: keys without sizes and the finders of their rows, by the same; None for a key that the table does not have.
+        finders: by the names and types of a launch's arguments, a key without sizes and its RowFinder, None if the table
+            lacks the key.
         rows: the configs of the table's rows, by identity of the row.
         lists: states for lists that the program assigned later, by the configs and by their identities.
         choices: the author's choices from a list that the program assigned, because the autotuner's own cache does not tell

@@ -1,1 +1,1 @@
-"""Judge regressions with a pure verdict over two sets of records, measure in fresh processes, and study the verdict's errors."""
+"""Judge regressions with a pure verdict over two sets of records, and measure in fresh processes."""

@@ -4,7 +4,7 @@
     Y = swiglu(X W) V            with a second weight, tensor-wise: SwiGLU and its gradient are cast while they are computed
 
 Launches of a grouped product, forward and backward: tensorwise 9, rowwise 6; with weights already cast 7 and 5; delayed 6.
-Arguments are not checked.
+Shapes and types of arguments are not checked.
 """
 
 from collections.abc import Callable, Sequence
@@ -254,7 +254,8 @@ class _Product(torch.autograd.Function):
             delayed: a DelayedScaling in place of scaling and pow2, or None.
             dtype: of the result.
             for_x, for_w, for_v: which gradients will be asked for.
-            operands: the Operand of x, of w and of v, without a second scale that is the first; None where the product casts.
+            operands: q, scale, q_t and scale_t of x, of w and of v; scale_t is None where it is scale, all are None where the
+                product casts.
         """
         casts, for_h = fresh_casts(scaling, pow2) if delayed is None else delayed.casts, for_x or for_w
         rows: Operand

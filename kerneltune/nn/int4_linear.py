@@ -38,7 +38,8 @@ class Int4Linear(nn.Module):
         bias: whether there is a bias.
         dtype: of inputs, outputs, scales and bias: float16 or bfloat16.
         ordered: whether inputs are put into the order of a checkpoint with act-order before the product.
-        activations: `fp8` casts inputs to e4m3 where that is faster: more than 32 tokens, on GPUs since Hopper. None never casts.
+        activations: `fp8` casts inputs to e4m3 where that is faster, by `ops.int4_gemm.fp8_gemm.fastest`, on GPUs since Hopper.
+            None never casts.
 
     Raises:
         ValueError: sizes, a type or activations that do not fit.

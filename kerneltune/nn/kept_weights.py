@@ -87,7 +87,7 @@ class KeptWeights(nn.Module):
         self._seen: tuple[object, ...] = ()
         self._steps = 0
         self._may_be_old = False
-        """True if a flag `skip` on the device may have kept the cast of an older weight than the last weight seen."""
+        """True after a call with `skip` on the device: the kept cast may be of an older weight than `_seen`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the weights in fp8."""

@@ -1,6 +1,6 @@
 """Check, time and compare configs on a GPU, in a child process that may crash.
 
-On a GPU only this child process launches kernels. It decides nothing and stores nothing. May import torch.
+Of a command's processes only this child launches kernels on a GPU. It decides nothing and stores nothing. May import torch.
 """
 
 import multiprocessing

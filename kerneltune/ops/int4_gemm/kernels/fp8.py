@@ -171,9 +171,9 @@ def _sums(
     x_desc, w_desc, scale_ptr, zero_ptr, first_token, row_block, tile, row_blocks, kb, steps,
     WEIGHT: tl.constexpr, WORK: tl.constexpr,
 ):  # fmt: skip
-    """Return 1 / 512 of the product of a tile over `steps` blocks of k from kb on: fp32 (64 BLOCKS, TOKENS).
+    """Return 1 / 512 of the product of a tile over `steps` blocks of k from kb on: fp32 (64 WORK.blocks, WORK.tokens).
 
-    row_block: of each of the program's rows of 16, and none past the end. Scales are loaded a step ahead.
+    row_block: the block's index of each 16 rows of the program, at most the last block. Scales are loaded a step ahead.
     """
     GROUPS: tl.constexpr = WEIGHT.groups
     TOKENS: tl.constexpr = WORK.tokens
