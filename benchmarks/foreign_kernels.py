@@ -95,7 +95,7 @@ def alarm_of(call: Callable[[], Any]) -> tuple[str, str]:
     try:
         with poisoned_memory(), mended(), guarded():
             strict = list(flattened(call()))
-    except Exception as error:
+    except Exception as error:  # code of other packages raises what it likes
         fault = fault_of(error)
         return ("alarm", str(fault)) if fault else ("not run", first_line(error))
     with mended():

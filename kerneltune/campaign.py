@@ -1,6 +1,6 @@
 """Run a sweep: check the operators, tune configs that the cache lacks, measure, write records and tables.
 
-This module knows no operator, and says what it does through a Progress. It may import torch.
+This module names no operator and prints nothing: a `Progress` shows its stages and notes. It may import torch.
 """
 
 import itertools

@@ -28,12 +28,12 @@ def no_inputs(*, device: str) -> Mapping[str, Any]:
 
 
 def compile_for_ever(_inputs: Mapping[str, Any], _config: object) -> None:
-    """As a compiler that hangs."""
+    """Hang as a compiler may."""
     hang()
 
 
 def work_for_ever(_pipe: Connection, _cores: frozenset[int] | None, _family: str, _options: Options) -> None:
-    """As a process of a GPU that hangs before it is ready."""
+    """Hang as a process of a GPU may before it is ready."""
     hang()
 
 

@@ -56,7 +56,8 @@ def command(
     last run ended. Without a GPU, and with --check-only, it lists them and the minutes that they take.
 
     --mutate tests `compare`: one element, one row, a zeroed tail, truncation and a scale of 1.01 must be refused on some check
-    case. The first three are errors where they are accepted; the others are a matter of the tolerance, and are listed.
+    case. The command fails where `compare` accepts one of the first three. It lists an accepted truncation or scale, which a
+    tolerance may allow.
 
     Exit code 1 if one of our own variants fails, or a stale config no longer runs.
     """

@@ -182,7 +182,8 @@ def weight_gradient(dy: Operand, x: Operand, offs: Tensor | None, dtype: torch.d
 def _multiply_all(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a (M, K) row-major with b (K, N) column-major; scale_a: of 1 or M elements, scale_b: of 1 or N elements.
 
-    On a GPU torch multiplies bf16 and fp16 results, K a multiple of 16; a grouped product of one group multiplies all others.
+    torch multiplies on a GPU where the result is bf16 or fp16 and K a multiple of 16; elsewhere a grouped product of one group
+    does.
     """
     (M, K), N = a.shape, b.shape[1]
     if not a.is_cuda or K % ALIGNED or dtype == torch.float32:

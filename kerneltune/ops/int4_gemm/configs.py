@@ -15,9 +15,9 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Option, Space
 
 BANDS = {"N": (8, 16, 32)}
-"""At 32 and 64 tokens, a config for half or twice as many tokens took 1.10 to 1.45 times as long as the default in 15 of 16
-cases, and 0.95 times as long in the sixteenth case (H200, trials of `tune weight_only --case '*-n32' --case '*-n64'`, 2026-11-22,
-commits 5ec71b3 to 244df5b)."""
+"""Bounds of the tokens that share configs. At 32 and 64 tokens, a config for half or twice as many tokens took 1.10 to 1.45
+times as long as the default in 15 of 16 cases, and 0.95 times as long in the sixteenth case (H200, trials of
+`tune weight_only --case '*-n32' --case '*-n64'`, 2026-11-22, commits 5ec71b3 to 244df5b)."""
 FREE_OPTIONS = ("group", "zeros", "bias")
 """Zero points and bias add little to a tile. A config takes as long for groups of 128 as for groups of 64, within 7 % (H200,
 weight_only's records, 2026-11-22). `valid` refuses what lacks registers."""
