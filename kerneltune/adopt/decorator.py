@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from kerneltune.adopt.kernels import kernel_name, misnamed
+from kerneltune.adopt.configs import misnamed
+from kerneltune.adopt.kernels import kernel_name
 from kerneltune.adopt.startup import recorder, start_from_environment
 from kerneltune.device import may_have_gpu, wants_interpreter
 

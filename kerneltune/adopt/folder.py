@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from kerneltune.adopt.arguments import Argument
+from kerneltune.adopt.configs import changed_blocks, require_values
 from kerneltune.adopt.counters import SUFFIX, read_counts
-from kerneltune.adopt.kernels import KernelName, require_values
-from kerneltune.adopt.spaces import changed_blocks
+from kerneltune.adopt.kernels import KernelName
 from kerneltune.files import bad, checked, decode, read_bytes, replace_text
 
 FORMAT = 1

@@ -1,39 +1,38 @@
-"""Autotuned kernels: names, source, configs and neighbours of configs, the grid and heuristics of a launch.
+"""Kernels and their launches: names, source, the grid and heuristics of a launch, keys that tell launches apart.
 
 Reads only public attributes of Triton 3.6 to 3.9.
 """
 
 import copy
-import dataclasses
 import dis
 import functools
 import gc
 import hashlib
 import inspect
-import json
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kerneltune.adopt.arguments import (
+    ALIGNMENT,
+    PLAIN,
     NotRecordableError,
-    decode,
     dtype_name,
     encode,
+    holds_tensor,
     is_descriptor,
     is_tensor,
     parts,
 )
-from kerneltune.adopt.keys import NO_ARGUMENT
 from kerneltune.identity import code_digest
 
-CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
+NO_ARGUMENT = ("grid", "warmup")
+"""Names that a launch is given beside the arguments of its kernel."""
 _MOST_LAYERS = 16
-DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
 FACTORY = "<locals>"
 """Part of the qualified name of a kernel that a function made."""
 
@@ -124,118 +123,6 @@ def read_globals(function: Any) -> dict[str, Any]:
             with suppress(NotRecordableError, KeyError):
                 found[f"{one.__name__}.{name}"] = encode(one.__globals__[name])
     return found
-
-
-def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()) -> str:
-    """Return one line for the first name in a config, in the key or in the space that the kernel does not have; empty for none.
-
-    A config may name options of a backend as well: `waves_per_eu` of AMD's, whatever the GPU is here. The interpreter would
-    ignore every other name.
-    """
-    known = set(autotuner.arg_names)
-    given = [(f"configs[{place}]", name) for place, config in enumerate(autotuner.configs) for name in config.kwargs]
-    given += [("space", name) for name in space if name not in CONFIG_OPTIONS]
-    wrong = [(field, name) for field, name in given if name not in known and name not in _backend_options()]
-    wrong += [("key", name) for name in keys if name not in known]
-    if not wrong:
-        return ""
-    (field, name), code = wrong[0], autotuner.base_fn.__code__
-    place = f"{code.co_filename}:{code.co_firstlineno}: {autotuner.base_fn.__name__}"
-    return f"{place}: {field}: {name!r}: expected a parameter of the kernel: {', '.join(autotuner.arg_names)}"
-
-
-@cache
-def _backend_options() -> frozenset[str]:
-    """Return the names of the options of the installed Triton's backends."""
-    backends: Any = sys.modules["triton.backends"]
-    modules = [sys.modules[backend.compiler.__module__] for backend in backends.backends.values()]
-    kinds: list[Any] = [value for module in modules for value in vars(module).values() if dataclasses.is_dataclass(value)]
-    return frozenset(field.name for kind in kinds for field in dataclasses.fields(kind))
-
-
-def configs_digest(configs: Sequence[Any]) -> str:
-    """Return a digest of a config list, by which autotuners of one kernel are told apart."""
-    texts = [str(config_key(config)) for config in configs]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
-
-
-def config_key(config: Any) -> tuple[Any, ...]:
-    """Return the values of a config without its pre_hook; equal for configs that compile to the same kernel."""
-    options = tuple(getattr(config, name, None) for name in CONFIG_OPTIONS)
-    return tuple(sorted(config.kwargs.items(), key=lambda item: item[0])), options
-
-
-def encode_config(config: Any) -> dict[str, Any]:
-    """Return a config as JSON; its pre_hook as true or false.
-
-    Raises:
-        NotRecordableError: a value that JSON cannot hold.
-    """
-    options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
-    kwargs = {name: encode(value) for name, value in config.kwargs.items()}
-    return {"kwargs": kwargs, **options, "pre_hook": getattr(config, "pre_hook", None) is not None}
-
-
-def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) -> Any:
-    """Return the config of its JSON; `make` is the class triton.Config.
-
-    Raises:
-        ValueError: a value that is no config's.
-    """
-    require_values([stored])
-    options = {name: stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS if stored.get(name) is not None}
-    for name, value in options.items():
-        if name != "ir_override" and type(value) is not int:
-            raise ValueError(f"config: {name}: {value!r}: expected a whole number")
-    return make({name: decode(value) for name, value in stored["kwargs"].items()}, **options, pre_hook=pre_hook)
-
-
-def config_label(stored: Mapping[str, Any]) -> str:
-    """Return an encoded config in few words: `BK=64 num_warps=4`."""
-    parts = [f"{name}={value}" for name, value in stored["kwargs"].items()]
-    parts += [f"{name}={stored[name]}" for name in CONFIG_OPTIONS if stored.get(name) not in (None, DEFAULTS.get(name, 0), 1)]
-    return " ".join(parts) or "defaults"
-
-
-def stored_key(stored: Mapping[str, Any]) -> str:
-    """Return what identifies an encoded config, whatever the order of its fields; its pre_hook has no part in it."""
-    options = [stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS]
-    return json.dumps([sorted(stored["kwargs"].items()), options])
-
-
-def require_values(configs: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError for an encoded config that has no values by name."""
-    for config in configs:
-        if not isinstance(kwargs := config.get("kwargs"), dict):
-            raise ValueError(f"config: kwargs: {kwargs!r}: expected values by name")
-
-
-def config_index(configs: Sequence[Any]) -> dict[str, Any]:
-    """Return the configs of a list by their `stored_key`, for `live_config`."""
-    found: dict[str, Any] = {}
-    for place, config in enumerate(configs):
-        try:
-            found.setdefault(stored_key(encode_config(config)), config)
-        except NotRecordableError:
-            found[f"configs[{place}]"] = config
-    return found
-
-
-def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) -> Any | None:
-    """Return the autotuner's own config object of these values, so that its pre_hook survives.
-
-    A config that is not in the list is made, with the pre_hook that all configs of the list share; None if their pre_hooks
-    differ.
-
-    Args:
-        index: `config_index` of the autotuner's list.
-        stored: the config as JSON.
-        make: the class triton.Config.
-    """
-    if (found := index.get(stored_key(stored))) is not None:
-        return found
-    hooks = {getattr(config, "pre_hook", None) for config in index.values()}
-    return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
 
 
 def autotuner_of(value: Any) -> Any:
@@ -439,3 +326,128 @@ class Call:
                 elif type(value) is int:
                     sizes[name] = value
         return sizes
+
+
+_KEYED = frozenset((int, bool, str, type(None)))
+"""Types of values that tell launches apart by themselves."""
+
+
+def launch_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells launches of one kernel apart in this process: scalars, element types and shapes.
+
+    A float stands for its type, because scales and step sizes change with every launch.
+    """
+    try:
+        key = [v if (k := type(v)) in _KEYED else float if k is float else (v.dtype, v.shape) for v in args]
+    except AttributeError:
+        key = [_keyed(value) for value in args]
+    if len(kwargs) > len(NO_ARGUMENT):
+        for name, value in kwargs.items():
+            if name not in NO_ARGUMENT:
+                key.append(name)
+                key.append(_keyed(value))
+    return tuple(key)
+
+
+def _keyed(value: Any) -> Any:
+    kind = type(value)
+    if kind in _KEYED:
+        return value
+    if kind is float:
+        return float
+    try:
+        return value.dtype, value.shape
+    except AttributeError:
+        return _other_key(value)
+
+
+V = TypeVar("V")
+
+
+@dataclass(slots=True)
+class KeyPlan(Generic[V]):
+    """Keys of the launches whose arguments have the same names and types, and a value for each key.
+
+    Attributes:
+        parts: expressions of the key's items; equal for launches whose keys are made in the same way.
+        key: function that returns the key of a launch from its values. The hot path of serving.
+        places: of all arguments by name.
+        found: the value of each key.
+    """
+
+    parts: tuple[str, ...]
+    key: Callable[[Sequence[Any]], tuple[Any, ...]]
+    places: dict[str, int]
+    found: dict[tuple[Any, ...], V] = field(default_factory=dict)
+
+    def size(self, values: Sequence[Any], name: str) -> int | None:
+        """Return a size of a launch by its name, `N` or `x.0`; None if the launch has no size of this name."""
+        argument, _, axis = name.partition(".")
+        place = self.places.get(argument)
+        if place is None:
+            return None
+        value = values[place]
+        if not axis:
+            return value if type(value) is int else None
+        shape = getattr(value.base if is_descriptor(value) else value, "shape", ())
+        return int(shape[int(axis)]) if int(axis) < len(shape) else None
+
+
+def plan_key(
+    names: Sequence[str], values: Sequence[Any], deciding: Collection[str], is_whole: bool = False, is_typed: bool = False
+) -> KeyPlan[Any]:
+    """Return how keys are made of launches with arguments of these names and types.
+
+    Element types are part of every key. The function of the keys is compiled from an expression with an item for each part,
+    because a loop over the arguments takes 2.5 times as long.
+
+    Args:
+        names, values: names and values of the arguments of one launch, and of its grid.
+        deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
+        is_whole: whether all values and shapes are part of it, but for floats: scales and step sizes change with every launch.
+        is_typed: whether the types of the other arguments are part of it.
+    """
+    parts: list[str] = []
+    for place, (name, value) in enumerate(zip(names, values, strict=True)):
+        if name in NO_ARGUMENT:
+            parts += [f"code_of(v[{place}])"] if name in deciding else []
+            continue
+        is_deciding = name in deciding or (is_whole and type(value) is not float)
+        if is_descriptor(value):
+            parts.append(f"other(v[{place}])" if is_deciding else f"v[{place}].base.dtype")
+        elif is_tensor(value):
+            parts += [f"v[{place}].dtype", *([f"v[{place}].shape"] if is_deciding else ())]
+        elif is_deciding and type(value) in PLAIN:
+            parts.append(f"v[{place}]")
+        elif is_deciding or holds_tensor(value):
+            parts.append(f"other(v[{place}])")
+        elif is_typed:
+            parts.append(f"type(v[{place}])")
+    key = eval(f"lambda v: ({''.join(f'{part}, ' for part in parts)})", {"other": _other_key, "code_of": _code_of})
+    return KeyPlan(tuple(parts), key, {name: place for place, name in enumerate(names)})
+
+
+def _code_of(grid: Any) -> Any:
+    """Return the code of a grid that is a function; None for a grid of numbers."""
+    return getattr(grid, "__code__", None)
+
+
+def layout_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return `launch_key` with the strides and alignment of every tensor, which a capture tells apart as well."""
+    layouts = [
+        (value.stride(), value.data_ptr() % ALIGNMENT == 0)
+        for value in (*args, *kwargs.values())
+        if hasattr(value, "data_ptr") and hasattr(value, "stride")
+    ]
+    return launch_key(args, kwargs), tuple(layouts)
+
+
+def _other_key(value: Any) -> Any:
+    if is_descriptor(value):
+        return "descriptor", value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
+    if isinstance(value, tuple | list):
+        return launch_key(value, {})
+    try:
+        return str(encode(value))
+    except NotRecordableError:
+        return id(value)

@@ -12,8 +12,8 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+from kerneltune.adopt.configs import stored_key
 from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass
-from kerneltune.adopt.kernels import stored_key
 from kerneltune.adopt.overview import read_capture
 from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kerneltune.adopt.arguments import counting_argument
+from kerneltune.adopt.configs import config_label, stored_key
 from kerneltune.adopt.folder import (
     Count,
     LaunchClass,
@@ -21,7 +22,6 @@ from kerneltune.adopt.folder import (
     read_classes,
     read_notes,
 )
-from kerneltune.adopt.kernels import config_label, stored_key
 from kerneltune.adopt.table import read_table
 from kerneltune.records import load
 from kerneltune.search.task import STORES

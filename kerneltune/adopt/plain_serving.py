@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kerneltune.adopt import program
-from kerneltune.adopt.kernels import Call, KernelName, bytecode_digest, configs_digest, decode_config
-from kerneltune.adopt.keys import KeyPlan, plan_key
+from kerneltune.adopt.configs import OPTIONS, configs_digest, decode_config, plain_tuner
+from kerneltune.adopt.kernels import Call, KernelName, KeyPlan, bytecode_digest, plan_key
 from kerneltune.adopt.serving import MISSED, MOST_REMEMBERED, SERVED, Server, counted_name
-from kerneltune.adopt.spaces import OPTIONS, plain_tuner
 from kerneltune.adopt.table import ServingRow, TableKernel
 
 _MOST_PLANS = 8

@@ -24,9 +24,23 @@ from kerneltune.adopt.arguments import (
     Argument,
     NotRecordableError,
     Storages,
+    Values,
+    collect,
     counting_argument,
     describe,
+    holds_addresses,
     signature,
+)
+from kerneltune.adopt.configs import (
+    OPTIONS,
+    config_key,
+    configs_digest,
+    encode_config,
+    misnamed,
+    of_space,
+    plain_configs,
+    plain_tuner,
+    widened,
 )
 from kerneltune.adopt.counters import Counters
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
@@ -36,19 +50,13 @@ from kerneltune.adopt.kernels import (
     KernelName,
     bytecode_digest,
     compiled_and_launched,
-    config_key,
-    configs_digest,
-    encode_config,
     home_of,
     is_plain,
     kernel_name,
-    misnamed,
+    layout_key,
     read_globals,
     source_digest,
 )
-from kerneltune.adopt.keys import layout_key
-from kerneltune.adopt.spaces import OPTIONS, of_space, plain_configs, plain_tuner, widened
-from kerneltune.adopt.values import Values, collect, holds_addresses
 
 log = logging.getLogger("kerneltune.adopt")
 

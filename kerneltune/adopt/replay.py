@@ -1,12 +1,17 @@
-"""Replay a captured class: find the live kernel, make its arguments anew, launch it.
+"""Launch a captured class again: make its arguments anew, launch a config; in the interpreter in a fork of this process.
 
-The kernel's module is imported, so that hooks and heuristics are the author's.
+A fork shares the memory of the arguments with this process, and nothing else that it writes, so that a kernel that crashes
+costs its launch alone.
 """
 
-import importlib
+import faulthandler
+import mmap
+import os
+import pickle
+import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -14,127 +19,16 @@ from typing import Any
 
 import torch
 
-from kerneltune.adopt import main_file
 from kerneltune.adopt.arguments import Argument, Tensor, decode, joined, span, torch_dtype
+from kerneltune.adopt.configs import config_index, live_config, stored_key
 from kerneltune.adopt.folder import VALUES, LaunchClass
-from kerneltune.adopt.forked import run_forked, shared_bytes
-from kerneltune.adopt.kernels import (
-    KernelName,
-    attribute,
-    autotuner_of,
-    bytecode_digest,
-    config_index,
-    configs_digest,
-    jit_of,
-    live_config,
-    read_globals,
-    source_digest,
-    stored_key,
-)
-from kerneltune.adopt.program import is_interpreted, python_version
-from kerneltune.adopt.spaces import OPTIONS, plain_tuner
+from kerneltune.adopt.kernel_import import ReplayError, live_kernel
+from kerneltune.adopt.program import is_interpreted
+from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
 
 _BASE_ALIGNMENT = 256
 _GUARD_BYTES = 1 << 16
 """Bytes behind each storage of a kernel without an autotuner, which a launch with too large blocks writes to."""
-
-
-class ReplayError(ValueError):
-    """A class that cannot be replayed here; one line that says why."""
-
-
-def live_kernel(captured: LaunchClass) -> Any:
-    """Import a captured kernel's module and return its autotuner.
-
-    Raises:
-        ReplayError: there is none, or its source or a global that it reads has changed.
-    """
-    home, name = captured.home or captured.kernel, captured.kernel.text
-    file = captured.home_file or captured.file
-    held = vars(_module(home, file, captured.argv, captured.path))
-    unwrap = jit_of if captured.is_plain else autotuner_of
-    found = [one for one in map(unwrap, [attribute(held, home.name), *held.values()]) if one is not None]
-    tuners = [_described(one, captured) if captured.is_plain else one for one in found]
-    tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == captured.kernel.name]
-    same = [one for one in tuners if bytecode_digest(one.base_fn) == captured.bytecode]
-    is_other_bytecode = not same
-    same = same or [one for one in tuners if source_digest(one.base_fn) == captured.source]
-    if tuners and not same:
-        raise ReplayError(f"{name}: its source has changed since it was captured: capture again")
-    if not same:
-        raise ReplayError(f"{name}: {file} does not autotune it here: set the environment variables of the program")
-    present = read_globals(same[0].base_fn)
-    for read, value in captured.globals.items():
-        if present.get(read) != value:
-            values = f"which was {value!r} when captured and is {present.get(read)!r} here"
-            raise ReplayError(f"{name}: the kernel reads {read}, {values}")
-    if is_other_bytecode and captured.versions.get("python") == python_version():  # another Python has other bytecode
-        raise ReplayError(f"{name}: the file has several kernels of this name: give each a name of its own")
-    return next((tuner for tuner in same if configs_digest(tuner.configs) == captured.configs), same[0])
-
-
-def _described(kernel: Any, captured: LaunchClass) -> Any:
-    """Return the autotuner that describes a kernel without an autotuner as the program launched it."""
-    return plain_tuner(kernel, {name: captured.candidates[0].config.get(name) for name in OPTIONS}, captured.keys)
-
-
-@cache
-def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[str, ...]) -> Any:
-    """Import the module that holds a kernel, from the folders that the program imported from.
-
-    Raises:
-        ReplayError: the file is gone, or an import of it fails.
-    """
-    path, here = Path(file), str(Path.cwd())
-    for folder in (*folders, here, str(path.parent) if path.is_relative_to(here) else ""):
-        if folder and folder not in sys.path:
-            sys.path.append(folder)
-    if name.module == "__main__":
-        if not path.is_file():
-            raise ReplayError(f"{path}: the program's file is gone")
-        return _imported(lambda: main_file.load(path, name.name), str(path), argv)
-    return _imported(lambda: importlib.import_module(name.module), f"{name.module} ({file})", argv)
-
-
-def _imported(load: Callable[[], Any], what: str, argv: Sequence[str]) -> Any:
-    """Return the module that is loaded, with the program's arguments in sys.argv.
-
-    Raises:
-        ReplayError: it cannot be loaded.
-    """
-    before = sys.argv
-    sys.argv = list(argv) or before
-    try:
-        with _first_configs():
-            return load()
-    except ModuleNotFoundError as error:
-        raise ReplayError(f"{what}: {error}: set PYTHONPATH to the folders that the program imports from") from error
-    except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-        raise ReplayError(f"{what}: importing fails here: {said}") from error
-    finally:
-        sys.argv = before
-
-
-@contextmanager
-def _first_configs() -> Iterator[None]:
-    """Have kernels that a module launches while it is imported run their first configs, where nothing can be timed."""
-    from triton.runtime.autotuner import Autotuner  # in a fresh process nothing else has imported it
-
-    before = Autotuner.run
-
-    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        config = kernel.configs[0]
-        if config.pre_hook is not None:
-            config.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
-        return kernel.fn.run(*args, **kwargs, **config.all_kwargs())
-
-    if is_interpreted():
-        Autotuner.run = run
-    try:
-        yield
-    finally:
-        Autotuner.run = before
 
 
 @dataclass(slots=True)
@@ -200,6 +94,34 @@ class Launch:
             return run(*args, grid=grid, warmup=warmup, **given)
 
         return call
+
+
+@dataclass(slots=True)
+class LaunchEffects:
+    """Results that every launch of a class must leave in its arguments.
+
+    Attributes:
+        before: contents of each storage before a launch; outputs that are overwritten as a whole are poisoned.
+        written: arguments that a launch of the author's first config writes.
+        expected: contents of arguments after a launch of that config, or the values of the author's reference; by argument.
+        noise: relative difference between launches of it, root mean square, by argument.
+        behind: contents of the guard of each storage after a launch of that config.
+        has_reference: `expected` holds the values of the author's reference.
+        tolerance: the author's relative and absolute tolerance for them; None for a tolerance by the element types.
+    """
+
+    before: list[torch.Tensor] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    expected: dict[str, torch.Tensor] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    behind: list[torch.Tensor] = field(default_factory=list)
+    has_reference: bool = False
+    tolerance: tuple[float, float] | None = None
+
+    def restore(self, storages: Sequence[torch.Tensor]) -> None:
+        """Put back what launches have changed."""
+        for storage, before in zip(storages, self.before, strict=True):
+            storage.copy_(before)
 
 
 def grid_of(captured: LaunchClass, stored: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -297,29 +219,64 @@ def _live(argument: Argument, captured: LaunchClass, storages: Sequence[torch.Te
     return live
 
 
-@dataclass(slots=True)
-class LaunchEffects:
-    """Results that every launch of a class must leave in its arguments.
+class LaunchCrashedError(RuntimeError):
+    """A launch ended the process that it ran in."""
 
-    Attributes:
-        before: contents of each storage before a launch; outputs that are overwritten as a whole are poisoned.
-        written: arguments that a launch of the author's first config writes.
-        expected: contents of arguments after a launch of that config, or the values of the author's reference; by argument.
-        noise: relative difference between launches of it, root mean square, by argument.
-        behind: contents of the guard of each storage after a launch of that config.
-        has_reference: `expected` holds the values of the author's reference.
-        tolerance: the author's relative and absolute tolerance for them; None for a tolerance by the element types.
+
+def shared_bytes(count: int) -> Any:
+    """Return zeros that forks of this process write to as well, (count,) uint8."""
+    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8) if count else torch.zeros(0, dtype=torch.uint8)
+
+
+def run_forked(work: Callable[[], Any]) -> None:
+    """Call a function in a fork of this process. Its exceptions are raised here, with their causes.
+
+    Raises:
+        LaunchCrashedError: a signal ended the fork.
     """
+    sys.stdout.flush()
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():  # of threads, which the fork does not have and does not need
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        _work_and_exit(work, writer)
+    os.close(writer)
+    try:
+        with os.fdopen(reader, "rb") as stream:
+            said = stream.read()
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        raise LaunchCrashedError(f"crashed: {signal.Signals(os.WTERMSIG(status)).name}")
+    if said:
+        error, cause = pickle.loads(said)  # written by the fork, which is this program
+        raise error from cause
 
-    before: list[torch.Tensor] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)
-    expected: dict[str, torch.Tensor] = field(default_factory=dict)
-    noise: dict[str, float] = field(default_factory=dict)
-    behind: list[torch.Tensor] = field(default_factory=list)
-    has_reference: bool = False
-    tolerance: tuple[float, float] | None = None
 
-    def restore(self, storages: Sequence[torch.Tensor]) -> None:
-        """Put back what launches have changed."""
-        for storage, before in zip(storages, self.before, strict=True):
-            storage.copy_(before)
+def _work_and_exit(work: Callable[[], Any], writer: int) -> None:
+    """Call a function, send its exception, and end the process without running atexit."""
+    torch.set_num_threads(1)  # the other threads are not in the fork
+    faulthandler.disable()  # the parent says what happened
+    try:
+        work()
+    except BaseException as error:  # whatever it is, this process ends
+        chain = wrapped_by_interpreter(error)
+        setattr(chain[-1], PLACE, place_in_kernel(chain))
+        cause = chain[-1] if len(chain) > 1 else error.__cause__
+        with os.fdopen(writer, "wb") as stream:
+            stream.write(pickle.dumps((_sendable(error), _sendable(cause))))
+    finally:
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _sendable(error: BaseException | None) -> BaseException | None:
+    """Return an error, or a RuntimeError with its text if it cannot be sent."""
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:  # the error of a stranger's code may hold anything
+        return RuntimeError(f"{type(error).__name__}: {error}")

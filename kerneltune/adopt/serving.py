@@ -13,20 +13,9 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import program
+from kerneltune.adopt.configs import config_index, config_label, configs_digest, encode_config, live_config
 from kerneltune.adopt.counters import Counters
-from kerneltune.adopt.kernels import (
-    Call,
-    KernelName,
-    bytecode_digest,
-    config_index,
-    config_label,
-    configs_digest,
-    encode_config,
-    kernel_name,
-    live_config,
-    source_digest,
-)
-from kerneltune.adopt.keys import KeyPlan, plan_key
+from kerneltune.adopt.kernels import Call, KernelName, KeyPlan, bytecode_digest, kernel_name, plan_key, source_digest
 from kerneltune.adopt.table import Group, RowFinder, ServingRow, ServingTable, TableKernel, read_table
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kerneltune.adopt.configs import stored_key
 from kerneltune.adopt.folder import LaunchClass
-from kerneltune.adopt.kernels import stored_key
 from kerneltune.adopt.operators import stored_of_config
 from kerneltune.adopt.replay import grid_of
 from kerneltune.adopt.table import Group, ServingRow

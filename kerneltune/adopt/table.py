@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kerneltune.adopt.kernels import require_values
+from kerneltune.adopt.configs import require_values
 from kerneltune.files import bad, checked, decode, read_bytes, replace_text
 
 FORMAT = 1

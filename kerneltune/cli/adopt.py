@@ -87,7 +87,7 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
 
     The author's config is the choice of the author's tuning where the capture let it run (`--autotune`), else the first config.
     """
-    from kerneltune.adopt.kernels import config_label
+    from kerneltune.adopt.configs import config_label
     from kerneltune.adopt.operators import stored_of_config
 
     chosen = sum(one.launch.choice is not None for one in tuned)

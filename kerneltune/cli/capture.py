@@ -55,8 +55,8 @@ def command(
     its kernel lacks. The program's output is untouched; messages of this command go to standard error.
     """
     from kerneltune.adopt.folder import CLASSES, processes, read_notes, remove_stale
-    from kerneltune.adopt.launcher import require_program, run_program
     from kerneltune.adopt.operators import write_sweep
+    from kerneltune.adopt.program import require_program, run_program
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
     from kerneltune.cli.adopt import show_capture
 

@@ -37,7 +37,7 @@ def command(
     standard error at the end.
     """
     from kerneltune.adopt.counters import SUFFIX, read_counts
-    from kerneltune.adopt.launcher import run_program
+    from kerneltune.adopt.program import run_program
 
     if not (configs / "served").is_dir():
         raise ValueError(f"{configs}: no tuned configs: run `kerneltune tune {configs}` first")

@@ -11,9 +11,8 @@ import triton.language as tl
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES
-from kerneltune.adopt.forked import LaunchCrashedError, run_forked, shared_bytes
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import make_launch
+from kerneltune.adopt.replay import LaunchCrashedError, make_launch, run_forked, shared_bytes
 
 
 @triton.autotune(configs=[triton.Config({"BLOCK": block}) for block in (32, 64)], key=["N"])

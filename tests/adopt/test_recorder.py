@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from triton.runtime.jit import JITFunction
 
 from kerneltune.adopt import startup
-from kerneltune.adopt.arguments import describe
+from kerneltune.adopt.arguments import collect, describe
 from kerneltune.adopt.folder import CLASSES, VALUES, processes, read_notes
 from kerneltune.adopt.kernels import compiled_and_launched
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_launch
-from kerneltune.adopt.values import collect
 
 
 def test_capture_of_two_sizes_has_a_class_for_each(tmp_path: Path) -> None:

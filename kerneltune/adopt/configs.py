@@ -1,4 +1,4 @@
-"""Configs that tuning may try beside the author's list, or in place of the program's own where no autotuner wraps the kernel.
+"""Configs of kernels: their identity and JSON, and the configs that tuning may try beside the author's list.
 
 Options of a launch, such as warps, have no effect on the host. A block size may have: the program may sort, pad or allocate by
 it. For a kernel without an autotuner, tuning tries only a block size that the grid reads, as in `cdiv(n, meta["BLOCK"])`, and
@@ -6,23 +6,135 @@ only after launches with twice and half of it have left the same results: see `t
 """
 
 import copy
+import dataclasses
+import hashlib
 import inspect
 import itertools
+import json
 import math
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from kerneltune.adopt.kernels import (
-    CONFIG_OPTIONS,
-    DEFAULTS,
-    PLAIN_MARK,
-    Call,
-    config_key,
-    functions_of,
-    jit_of,
-    values_of_module,
-)
+from kerneltune.adopt.arguments import NotRecordableError, decode, encode
+from kerneltune.adopt.kernels import PLAIN_MARK, Call, functions_of, jit_of, values_of_module
+
+CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
+DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
+
+
+def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()) -> str:
+    """Return one line for the first name in a config, in the key or in the space that the kernel does not have; empty for none.
+
+    A config may name options of a backend as well: `waves_per_eu` of AMD's, whatever the GPU is here. The interpreter would
+    ignore every other name.
+    """
+    known = set(autotuner.arg_names)
+    given = [(f"configs[{place}]", name) for place, config in enumerate(autotuner.configs) for name in config.kwargs]
+    given += [("space", name) for name in space if name not in CONFIG_OPTIONS]
+    wrong = [(field, name) for field, name in given if name not in known and name not in _backend_options()]
+    wrong += [("key", name) for name in keys if name not in known]
+    if not wrong:
+        return ""
+    (field, name), code = wrong[0], autotuner.base_fn.__code__
+    place = f"{code.co_filename}:{code.co_firstlineno}: {autotuner.base_fn.__name__}"
+    return f"{place}: {field}: {name!r}: expected a parameter of the kernel: {', '.join(autotuner.arg_names)}"
+
+
+@cache
+def _backend_options() -> frozenset[str]:
+    """Return the names of the options of the installed Triton's backends."""
+    backends: Any = sys.modules["triton.backends"]
+    modules = [sys.modules[backend.compiler.__module__] for backend in backends.backends.values()]
+    kinds: list[Any] = [value for module in modules for value in vars(module).values() if dataclasses.is_dataclass(value)]
+    return frozenset(field.name for kind in kinds for field in dataclasses.fields(kind))
+
+
+def configs_digest(configs: Sequence[Any]) -> str:
+    """Return a digest of a config list, by which autotuners of one kernel are told apart."""
+    texts = [str(config_key(config)) for config in configs]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
+
+
+def config_key(config: Any) -> tuple[Any, ...]:
+    """Return the values of a config without its pre_hook; equal for configs that compile to the same kernel."""
+    options = tuple(getattr(config, name, None) for name in CONFIG_OPTIONS)
+    return tuple(sorted(config.kwargs.items(), key=lambda item: item[0])), options
+
+
+def encode_config(config: Any) -> dict[str, Any]:
+    """Return a config as JSON; its pre_hook as true or false.
+
+    Raises:
+        NotRecordableError: a value that JSON cannot hold.
+    """
+    options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
+    kwargs = {name: encode(value) for name, value in config.kwargs.items()}
+    return {"kwargs": kwargs, **options, "pre_hook": getattr(config, "pre_hook", None) is not None}
+
+
+def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) -> Any:
+    """Return the config of its JSON; `make` is the class triton.Config.
+
+    Raises:
+        ValueError: a value that is no config's.
+    """
+    require_values([stored])
+    options = {name: stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS if stored.get(name) is not None}
+    for name, value in options.items():
+        if name != "ir_override" and type(value) is not int:
+            raise ValueError(f"config: {name}: {value!r}: expected a whole number")
+    return make({name: decode(value) for name, value in stored["kwargs"].items()}, **options, pre_hook=pre_hook)
+
+
+def config_label(stored: Mapping[str, Any]) -> str:
+    """Return an encoded config in few words: `BK=64 num_warps=4`."""
+    parts = [f"{name}={value}" for name, value in stored["kwargs"].items()]
+    parts += [f"{name}={stored[name]}" for name in CONFIG_OPTIONS if stored.get(name) not in (None, DEFAULTS.get(name, 0), 1)]
+    return " ".join(parts) or "defaults"
+
+
+def stored_key(stored: Mapping[str, Any]) -> str:
+    """Return what identifies an encoded config, whatever the order of its fields; its pre_hook has no part in it."""
+    options = [stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS]
+    return json.dumps([sorted(stored["kwargs"].items()), options])
+
+
+def require_values(configs: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ValueError for an encoded config that has no values by name."""
+    for config in configs:
+        if not isinstance(kwargs := config.get("kwargs"), dict):
+            raise ValueError(f"config: kwargs: {kwargs!r}: expected values by name")
+
+
+def config_index(configs: Sequence[Any]) -> dict[str, Any]:
+    """Return the configs of a list by their `stored_key`, for `live_config`."""
+    found: dict[str, Any] = {}
+    for place, config in enumerate(configs):
+        try:
+            found.setdefault(stored_key(encode_config(config)), config)
+        except NotRecordableError:
+            found[f"configs[{place}]"] = config
+    return found
+
+
+def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) -> Any | None:
+    """Return the autotuner's own config object of these values, so that its pre_hook survives.
+
+    A config that is not in the list is made, with the pre_hook that all configs of the list share; None if their pre_hooks
+    differ.
+
+    Args:
+        index: `config_index` of the autotuner's list.
+        stored: the config as JSON.
+        make: the class triton.Config.
+    """
+    if (found := index.get(stored_key(stored))) is not None:
+        return found
+    hooks = {getattr(config, "pre_hook", None) for config in index.values()}
+    return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
+
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Options of a launch that tuning may change without a change of the program around the kernel."""

@@ -1,19 +1,127 @@
-"""Load kernels from the file that a program was started with, without running the program.
+"""Find a captured kernel again: import its module, or load its definition from the file that the program was started with.
 
-Only the statements that a kernel needs are executed: its definition, the definitions of the names in its decorators and body,
-and so on. A script without `if __name__ == "__main__"` would otherwise train a model in order to be imported.
+The kernel's module is imported, so that hooks and heuristics are the author's. Of the program's file only the statements that a
+kernel needs are executed: its definition, the definitions of the names in its decorators and body, and so on. A script without
+`if __name__ == "__main__"` would otherwise train a model in order to be imported.
 """
 
 import ast
 import dis
+import importlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
-NAME = "__mp_main__"
+from kerneltune.adopt.configs import OPTIONS, configs_digest, plain_tuner
+from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.kernels import KernelName, attribute, autotuner_of, bytecode_digest, jit_of, read_globals, source_digest
+from kerneltune.adopt.program import is_interpreted, python_version
+
+
+class ReplayError(ValueError):
+    """A class that cannot be replayed here; one line that says why."""
+
+
+def live_kernel(captured: LaunchClass) -> Any:
+    """Import a captured kernel's module and return its autotuner.
+
+    Raises:
+        ReplayError: there is none, or its source or a global that it reads has changed.
+    """
+    home, name = captured.home or captured.kernel, captured.kernel.text
+    file = captured.home_file or captured.file
+    held = vars(_module(home, file, captured.argv, captured.path))
+    unwrap = jit_of if captured.is_plain else autotuner_of
+    found = [one for one in map(unwrap, [attribute(held, home.name), *held.values()]) if one is not None]
+    tuners = [_described(one, captured) if captured.is_plain else one for one in found]
+    tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == captured.kernel.name]
+    same = [one for one in tuners if bytecode_digest(one.base_fn) == captured.bytecode]
+    is_other_bytecode = not same
+    same = same or [one for one in tuners if source_digest(one.base_fn) == captured.source]
+    if tuners and not same:
+        raise ReplayError(f"{name}: its source has changed since it was captured: capture again")
+    if not same:
+        raise ReplayError(f"{name}: {file} does not autotune it here: set the environment variables of the program")
+    present = read_globals(same[0].base_fn)
+    for read, value in captured.globals.items():
+        if present.get(read) != value:
+            values = f"which was {value!r} when captured and is {present.get(read)!r} here"
+            raise ReplayError(f"{name}: the kernel reads {read}, {values}")
+    if is_other_bytecode and captured.versions.get("python") == python_version():  # another Python has other bytecode
+        raise ReplayError(f"{name}: the file has several kernels of this name: give each a name of its own")
+    return next((tuner for tuner in same if configs_digest(tuner.configs) == captured.configs), same[0])
+
+
+def _described(kernel: Any, captured: LaunchClass) -> Any:
+    """Return the autotuner that describes a kernel without an autotuner as the program launched it."""
+    return plain_tuner(kernel, {name: captured.candidates[0].config.get(name) for name in OPTIONS}, captured.keys)
+
+
+@cache
+def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[str, ...]) -> Any:
+    """Import the module that holds a kernel, from the folders that the program imported from.
+
+    Raises:
+        ReplayError: the file is gone, or an import of it fails.
+    """
+    path, here = Path(file), str(Path.cwd())
+    for folder in (*folders, here, str(path.parent) if path.is_relative_to(here) else ""):
+        if folder and folder not in sys.path:
+            sys.path.append(folder)
+    if name.module == "__main__":
+        if not path.is_file():
+            raise ReplayError(f"{path}: the program's file is gone")
+        return _imported(lambda: load_program(path, name.name), str(path), argv)
+    return _imported(lambda: importlib.import_module(name.module), f"{name.module} ({file})", argv)
+
+
+def _imported(load: Callable[[], Any], what: str, argv: Sequence[str]) -> Any:
+    """Return the module that is loaded, with the program's arguments in sys.argv.
+
+    Raises:
+        ReplayError: it cannot be loaded.
+    """
+    before = sys.argv
+    sys.argv = list(argv) or before
+    try:
+        with _first_configs():
+            return load()
+    except ModuleNotFoundError as error:
+        raise ReplayError(f"{what}: {error}: set PYTHONPATH to the folders that the program imports from") from error
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        raise ReplayError(f"{what}: importing fails here: {said}") from error
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _first_configs() -> Iterator[None]:
+    """Have kernels that a module launches while it is imported run their first configs, where nothing can be timed."""
+    from triton.runtime.autotuner import Autotuner  # in a fresh process nothing else has imported it
+
+    before = Autotuner.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        config = kernel.configs[0]
+        if config.pre_hook is not None:
+            config.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
+        return kernel.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    if is_interpreted():
+        Autotuner.run = run
+    try:
+        yield
+    finally:
+        Autotuner.run = before
+
+
+PROGRAM_MODULE = "__mp_main__"
 """Name of the module: multiprocessing's workers call the program's file so."""
 _SETTINGS = frozenset(("os.environ", "sys.path"))
 """Programs set these because their imports depend on them."""
@@ -22,7 +130,7 @@ _DECORATOR = re.compile("tune|^jit$|^heuristics$")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
-def load(path: Path, kernel: str) -> ModuleType:
+def load_program(path: Path, kernel: str) -> ModuleType:
     """Execute the statements that a kernel of a program's file needs; returns the module that holds it.
 
     kernel: its qualified name.
@@ -34,9 +142,9 @@ def load(path: Path, kernel: str) -> ModuleType:
     """
     tree = ast.parse(path.read_bytes(), str(path))
     tree.body = needed(tree.body, kernel.partition(".")[0])
-    module = ModuleType(NAME)
+    module = ModuleType(PROGRAM_MODULE)
     module.__file__, module.__package__ = str(path), _package(path)
-    sys.modules[NAME] = module  # inspect looks for sources there
+    sys.modules[PROGRAM_MODULE] = module  # inspect looks for sources there
     exec(compile(tree, str(path), "exec"), module.__dict__)
     return module
 
