@@ -17,17 +17,20 @@ from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers, rowwise_2d
 from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.both import TILE_ROWS, cast_into_both
-from kerneltune.ops.fp8.rowwise_3d_both import MANY_ROWS, BothConfig, BothLayouts, by_rule, space, valid
+from kerneltune.ops.fp8.rowwise_3d_both import MANY_ROWS, BothConfig, BothLayouts, config_for_rows, space, valid
 from kerneltune.rounding import next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 
 def default(case: Case) -> BothConfig:
-    """Return a config for any shape: the config of weights of as many rows, but with a lag of 4.
+    """Return a config for any shape: the config of weights of as many rows.
 
-    A program has 32 rows, or 16 where rows are few.
+    Few groups of short rows have a lag of 4 and, where rows are many, 32 rows per program. Long rows or many groups have 16 rows
+    per program and the weights' lag of 2: H200, 2026-11-26, 20 cases: 0.96 of the tuned speed -> 0.99.
     """
-    weights = by_rule(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant), 32)
+    weights = config_for_rows(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant), 32)
+    if case["K"] > 2500 or case["G"] >= 32:
+        return replace(weights, rows=16)
     return replace(weights, rows=16 if case["M"] < MANY_ROWS else 32, lag=4)
 
 

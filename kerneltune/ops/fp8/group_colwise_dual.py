@@ -1,6 +1,6 @@
 """Two matrices with the same token groups in fp8 for wgrad, in one launch.
 
-Takes the config, space, validity and default of `fp8_group_colwise`. Source: torchao's
+Takes the config, space and validity of `fp8_group_colwise`. Source: torchao's
 triton_fp8_per_group_colwise_scales_dual.
 """
 
@@ -10,12 +10,24 @@ from kerneltune import cache
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_matrix, check_transposable
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
-from kerneltune.ops.fp8 import contract, peers
+from kerneltune.ops.fp8 import contract, group_colwise, peers
 from kerneltune.ops.fp8.baselines import torchao
 from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, Pair, check_offs
-from kerneltune.ops.fp8.group_colwise import GroupConfig, default, empty_results, space, valid
+from kerneltune.ops.fp8.group_colwise import GroupConfig, empty_results, space, valid
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+
+
+def default(case: Case) -> GroupConfig:
+    """Return a config for any shape: narrow tiles and eight programs per SM where groups are long.
+
+    H200, 2026-11-26, 17 cases: 0.99 of the tuned speed with the default of `fp8_group_colwise`, 1.02 with this default.
+    """
+    if case.dtype == "float32":
+        return group_colwise.default(case)
+    if case["M"] // max(1, case["G"]) > 192:
+        return GroupConfig(rows=128, cols=64, warps=2, ctas=8, stages=1, ahead=1, reload=True)
+    return GroupConfig(rows=128, cols=128, warps=4, ctas=4, stages=1, ahead=1, reload=True)
 
 
 def reference(inputs: Inputs) -> Outputs:

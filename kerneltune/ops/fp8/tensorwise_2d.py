@@ -75,12 +75,17 @@ def valid(case: Case, config: SegmentConfig) -> str | None:
 
 
 def default(case: Case) -> SegmentConfig:
-    """Return a config for any shape, by rule."""
+    """Return a config for any shape: wide tiles for rows, tall tiles for the transpose."""
     if case.option("layout") == "row":
         cols = 512 if case["K"] > 256 else 256 if case["K"] > 64 else 128
         rows = 8192 // cols
         return SegmentConfig(rows=rows, cols=cols, warps=8 if case.dtype == "float32" else 4, ctas=0, stages=1)
-    return SegmentConfig(rows=64 if case.dtype == "float32" else 128, cols=64, warps=8, ctas=0, stages=1)
+    if case.dtype == "float32":
+        return SegmentConfig(rows=64, cols=64, warps=8, ctas=0, stages=1)
+    if case.option("layout") == "both":
+        # H200, 2026-11-26, 26 cases of matrices and weights: 0.96 of the tuned speed with 128 x 64 -> 0.99
+        return SegmentConfig(rows=64, cols=128, warps=4, ctas=0, stages=1)
+    return SegmentConfig(rows=128, cols=64, warps=8, ctas=0, stages=1)
 
 
 class SegmentOutput(NamedTuple):

@@ -77,9 +77,14 @@ def valid(case: Case, config: MultiCastConfig) -> str | None:
     return too_much_shared(shared)
 
 
-def default(_case: Case) -> MultiCastConfig:
-    """Return a config for any shapes."""
-    return MultiCastConfig(rows=64, cols=128, group=1, warps=4, ctas=3, stages=3)
+def default(case: Case) -> MultiCastConfig:
+    """Return a config for any shapes: wider tiles for larger matrices.
+
+    H200, 2026-11-26, 6 cases: 0.94 of the tuned speed with the smaller tile in groups of 1 for all, 1.00 with this default.
+    """
+    if case["M"] > 3500 and case.dtype != "float32":
+        return MultiCastConfig(rows=64, cols=256, group=8, warps=8, ctas=2, stages=3)
+    return MultiCastConfig(rows=64, cols=128, group=8, warps=4, ctas=3, stages=3)
 
 
 def as_called(case: Case) -> Case:
