@@ -38,8 +38,8 @@ class Int4Linear(nn.Module):
         bias: whether there is a bias.
         dtype: of inputs, outputs, scales and bias: float16 or bfloat16.
         ordered: whether inputs are put into the order of a checkpoint with act-order before the product.
-        activations: `fp8` casts inputs to e4m3 where that is faster, by `ops.int4_gemm.fp8_gemm.fastest`, on GPUs since Hopper.
-            None never casts.
+        activations: `fp8` casts inputs to e4m3 where the cached times of `fastest_gemm` say that it is faster, on GPUs since
+            Hopper. None never casts.
 
     Raises:
         ValueError: sizes, a type or activations that do not fit.
@@ -143,7 +143,7 @@ class Int4Linear(nn.Module):
         return Int4Weight(self.packed, self.scales, self.zeros, self.out_features, self.in_features, self.group)
 
     def keep_fp8_weight(self) -> None:
-        """Keep the weights in e4m3 too, a byte each, for inputs of more than 64 tokens under `activations="fp8"`.
+        """Keep the weights in e4m3 too, a byte each, for inputs of many tokens under `activations="fp8"`.
 
         Call it again after the weights have changed; `load_state_dict` drops the copy.
 

@@ -6,15 +6,8 @@ plain packings, checkpoints.py, are GPTQ's and AWQ's.
 
 from kerneltune.ops.int4_gemm.checkpoints import from_awq, from_gptq, group_order, to_awq, to_gptq
 from kerneltune.ops.int4_gemm.configs import Int4Config
-from kerneltune.ops.int4_gemm.fp8_gemm import (
-    Fp8Tokens,
-    Fp8Weight,
-    Int4Fp8Config,
-    cast_tokens,
-    fastest_gemm,
-    int4_fp8_gemm,
-    to_fp8,
-)
+from kerneltune.ops.int4_gemm.fastest import Fp8Weight, ProductConfig, fastest_gemm, to_fp8
+from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, Int4Fp8Config, cast_tokens, int4_fp8_gemm
 from kerneltune.ops.int4_gemm.gemm import int4_gemm
 from kerneltune.ops.int4_gemm.packing import Codes, Int4Weight, dequantise, pack, quantise, unpack
 
@@ -25,6 +18,7 @@ __all__ = [
     "Int4Config",
     "Int4Fp8Config",
     "Int4Weight",
+    "ProductConfig",
     "cast_tokens",
     "dequantise",
     "fastest_gemm",

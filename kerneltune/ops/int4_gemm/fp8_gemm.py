@@ -1,7 +1,7 @@
-"""y = x · wᵀ + bias with weights of four bits and tokens cast to e4m3: w = (q - z) s, one scale s per row and group of k.
+"""Multiply tokens in e4m3 by the weights of `int4_gemm`; axes and formula as there.
 
-N tokens, M rows of w, K summed over. `int4_gemm` takes the same weights. A token is cast with a scale of its own. Codes become
-e4m3 without rounding, so that the cast of the tokens is the only rounding in front of the sums.
+A token is cast with a scale of its own. Codes become e4m3 without rounding, so that the cast of the tokens is the only rounding
+in front of the sums.
 """
 
 from contextlib import nullcontext
@@ -12,13 +12,12 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kerneltune import cache
-from kerneltune.compat import scaled_mm
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_lib import INTERPRETED, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
-from kerneltune.ops.int4_gemm import configs, gemm, peers, reference
+from kerneltune.ops.int4_gemm import configs, gemm, reference
 from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, cast_rows
 from kerneltune.ops.int4_gemm.kernels.fp8 import int4_fp8_gemm as kernel
 from kerneltune.ops.int4_gemm.kernels.warps import Weight
@@ -173,75 +172,6 @@ def int4_fp8_gemm(
     return _multiply(x if isinstance(x, Fp8Tokens) else cast_tokens(x), weight, bias, chosen)
 
 
-class Fp8Weight(NamedTuple):
-    """A weight in e4m3, for many tokens. Made by `to_fp8`.
-
-    Attributes:
-        q: (M, K) float8_e4m3fn, contiguous.
-        scale: (M,) float32: an element of w is its q times the scale of its row.
-    """
-
-    q: torch.Tensor
-    scale: torch.Tensor
-
-
-def to_fp8(w: torch.Tensor) -> Fp8Weight:
-    """Cast w (M, K) to e4m3 with a scale for each row.
-
-    Raises:
-        ValueError: sizes that are not multiples of 16, which torch's product needs.
-    """
-    if w.shape[0] % 16 or w.shape[1] % 16:
-        raise ValueError(f"w must have multiples of 16 rows and columns for a product in fp8, got {tuple(w.shape)}")
-    scale = w.abs().amax(1).float().clamp(min=1e-12) / 448
-    return Fp8Weight((w.float() / scale[:, None]).to(torch.float8_e4m3fn), scale)
-
-
-def _fp8_product(x: torch.Tensor, w: Fp8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return torch's product of x, cast to e4m3, and a weight in e4m3."""
-    tokens = cast_tokens(x, reorder=False)
-    y = scaled_mm(
-        tokens.q[:, : x.shape[1]], w.q.t(), tokens.scale[:, None], w.scale[None, :], out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-    return (y if bias is None else y + bias).to(x.dtype)
-
-
-def fastest(tokens: int, rows: int, depth: int, has_fp8_weight: bool) -> str:
-    """Return the name of the fastest product since Hopper: `int4_gemm`, `int4_fp8_gemm`, or `fp8` for torch's product.
-
-    The bounds fit the times of ten weights with 16 to 256 tokens, casts included (H200, 2026-11-26, docs/notes/int4.md).
-    """
-    size = rows * depth
-    if tokens <= 32 or (tokens <= 64 and size < 20_000_000) or (tokens <= 128 and size < 10_000_000):
-        return "int4_gemm"
-    if has_fp8_weight and (tokens > 128 or (tokens > 64 and rows >= 7000 and depth >= 2048)):
-        return "fp8"
-    return "int4_fp8_gemm"
-
-
-def fastest_gemm(
-    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None, fp8_weight: Fp8Weight | None = None
-) -> torch.Tensor:
-    """Return x · wᵀ + bias by the product that `fastest` names. On GPUs before Hopper x stays in 16 bits.
-
-    Args:
-        x, weight, bias: as in `int4_fp8_gemm`.
-        fp8_weight: the same weight in e4m3, for many tokens; None if there is no memory for it.
-
-    Raises:
-        ValueError: a shape, stride, type or device that does not fit.
-    """
-    gemm.check(x, weight, bias)
-    name = fastest(x.shape[0], weight.rows, weight.depth, fp8_weight is not None)
-    if name == "int4_gemm" or not (INTERPRETED or since_sm_90()):
-        return gemm.int4_gemm(x, weight, bias)
-    if name == "int4_fp8_gemm" or fp8_weight is None:
-        return int4_fp8_gemm(x, weight, bias)
-    check_like("fp8_weight.q", fp8_weight.q, (weight.rows, weight.depth), torch.float8_e4m3fn, x.device)
-    check_like("fp8_weight.scale", fp8_weight.scale, (weight.rows,), torch.float32, x.device)
-    return _fp8_product(x, fp8_weight, bias)
-
-
 def _check_tokens(x: Fp8Tokens, weight: Int4Weight) -> None:
     """Check cast tokens.
 
@@ -335,20 +265,12 @@ def run(inputs: Inputs, config: Int4Fp8Config | None) -> Outputs:
     return {"y": int4_fp8_gemm(inputs["x"], inputs["weight"], inputs.get("bias"), config=config)}
 
 
-def run_on_16_bits(inputs: Inputs, _config: None) -> Outputs:
-    """Run `int4_gemm`, which does not cast x."""
-    return {"y_uncast": gemm.int4_gemm(inputs["x"], inputs["weight"], inputs.get("bias"))}
-
-
-def dequantised(inputs: Inputs, _config: None) -> Outputs:
-    """Run torch's product with x and weights of 16 bits."""
-    return {"y_uncast": peers.dequantised(inputs, None)["y"]}
-
-
-def scaled_mm_rowwise(inputs: Inputs, _config: None) -> Outputs:
-    """Run torch's product with a scale for every token and every row of w, the cast of x included."""
-    w = inputs["forms"].other("scaled_mm_rowwise", lambda forms: to_fp8(forms.dequantised))
-    return {"y_fp8": _fp8_product(inputs["x"], w, inputs.get("bias"))}
+def run_dequantised(inputs: Inputs, _config: None) -> Outputs:
+    """Run torch's product of the cast tokens with weights of 16 bits."""
+    x, w = inputs["x"], inputs["forms"].dequantised
+    tokens = cast_tokens(x, reorder=False)
+    y = torch.nn.functional.linear(tokens.q[:, : tokens.depth].to(x.dtype), w) * tokens.scale[:, None]
+    return {"y": (y + inputs["bias"] if "bias" in inputs else y).to(x.dtype)}
 
 
 def expected(inputs: Inputs) -> Outputs:
@@ -360,13 +282,10 @@ def expected(inputs: Inputs) -> Outputs:
 
 
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare every element of y within the rounding of the result and of the sums of the tensor cores, which have 13 bits.
-
-    The outputs `y_uncast` and `y_fp8` of peers may also differ by the rounding of the casts.
-    """
-    (name, got), want, spread = next(iter(outputs.items())), expected["y"].float(), expected["spread"].float()
+    """Compare every element within the rounding of the result and of the sums of the tensor cores, which have 13 bits."""
     unit = torch.finfo(inputs["x"].dtype).eps / 2
-    return close(name, got, want, 2 * unit, (6 * max(unit, 2.0**-12) if name == "y" else 6 * 2.0**-4) * spread)
+    atol = 6 * max(unit, 2.0**-12) * expected["spread"].float()
+    return close("y", outputs["y"], expected["y"].float(), 2 * unit, atol)
 
 
 OP = Op(
@@ -385,11 +304,8 @@ OP = Op(
     compare=compare,
     traffic=reference.traffic,
     variants=(
-        Variant("baseline", run_on_16_bits, unsupported=reference.not_empty),
+        Variant("baseline", run_dequantised, unsupported=configs.unsupported),
         Variant("optimized", run, Int4Fp8Config, space, valid, default, configs.unsupported),
-        Variant("dequantised", dequantised, unsupported=reference.not_empty, requires=("torch",)),
-        Variant("scaled_mm", peers.scaled_mm, unsupported=peers.not_scaled_mm, requires=("torch",)),
-        Variant("scaled_mm_rowwise", scaled_mm_rowwise, unsupported=peers.not_scaled_mm, requires=("torch",)),
     ),
     module=__name__,
 )

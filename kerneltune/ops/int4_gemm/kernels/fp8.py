@@ -270,3 +270,14 @@ def cast_rows(x_ptr, q_ptr, scale_ptr, stride, K, REORDER: tl.constexpr, STEPS: 
         q = quantize(x.to(tl.float32), scale, 448.0, tl.float8e4nv)
         tl.store(q_ptr + row * padded + step * BLOCK + place, q, step * BLOCK + place < padded)
     tl.store(scale_ptr + row, reciprocal(scale))
+
+
+@triton.jit
+def cast_by(x_ptr, q_ptr, multiplier_ptr, count, BLOCK: tl.constexpr):
+    """Write the elements of x times a multiplier in e4m3."""
+    if since_sm_90():
+        gdc_launch_dependents()
+        gdc_wait()
+    place = wide(tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place, place < count, 0.0).to(tl.float32)
+    tl.store(q_ptr + place, quantize(x, tl.load(multiplier_ptr), 448.0, tl.float8e4nv), place < count)

@@ -1,0 +1,116 @@
+"""The fastest of three products of int4 weights: which product runs, cached products, rounding of each, bad arguments."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from int4_codes import DEVICE, exact, some_codes, whole_numbers
+
+from kerneltune import cache
+from kerneltune.measuring.check import Checker
+from kerneltune.ops.int4_gemm import (
+    Fp8Weight,
+    ProductConfig,
+    dequantise,
+    fastest,
+    fastest_gemm,
+    int4_fp8_gemm,
+    int4_gemm,
+    pack,
+    to_fp8,
+)
+from kerneltune.ops.int4_gemm.fastest import OP
+from kerneltune.spec import Case
+
+CODES = some_codes(64, 256, 128)
+WEIGHT = pack(*CODES)
+COPY = to_fp8(dequantise(WEIGHT, torch.float16))
+
+
+def case_of(tokens: int, rows: int, depth: int, fp8_copy: bool = True) -> Case:
+    options = (("group", 128), ("zeros", True), ("bias", False), ("fp8_copy", fp8_copy))
+    return Case("", (("N", tokens), ("M", rows), ("K", depth)), "float16", "int4", options)
+
+
+def tokens_of(count: int) -> torch.Tensor:
+    x = whole_numbers(count, 256, torch.float16)
+    x[:, 0] = 3.5  # a scale that is a power of two: the cast to e4m3 is exact
+    return x
+
+
+@pytest.mark.parametrize(("tokens", "rows", "depth", "kept", "name"), [
+    (32, 28672, 4096, True, "int4_gemm"), (33, 28672, 4096, True, "int4_fp8_gemm"), (64, 4096, 4096, True, "int4_gemm"),
+    (65, 4096, 4096, True, "int4_fp8_gemm"), (128, 1024, 8192, True, "int4_gemm"), (65, 28672, 4096, True, "fp8"),
+    (128, 4096, 14336, True, "int4_fp8_gemm"), (129, 4096, 14336, True, "fp8"), (1000, 4096, 14336, False, "int4_fp8_gemm"),
+    (1000, 4098, 14336, True, "int4_fp8_gemm"),
+])  # fmt: skip
+def test_default_product_depends_on_tokens_sizes_and_the_kept_weight(
+    tokens: int, rows: int, depth: int, kept: bool, name: str
+) -> None:
+    case = case_of(tokens, rows, depth, kept)
+    assert fastest.default(case).product == name
+    assert fastest.valid(case, fastest.default(case)) is None
+
+
+def test_a_cached_product_serves_the_tokens_of_its_band_and_needs_its_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
+    cache.clear()
+    case = case_of(96, 64, 256)
+    entry = cache.CacheEntry(
+        variant="optimized", case="x", axes=case.axes, dtype=case.dtype, quant=case.quant, options=case.options, policy="cold",
+        config={"product": "fp8"},
+    )  # fmt: skip
+    try:
+        cache.store(OP.name, "some_gpu", entry)
+        chooser = cache.Chooser.of(OP, OP.variant("optimized"))
+        found = {n: chooser.find(case_of(n, 64, 256), "some_gpu").config.product for n in (64, 65, 96, 97)}
+        assert found == {64: "int4_gemm", 65: "fp8", 96: "fp8", 97: "int4_gemm"}
+        assert chooser.find(case_of(96, 64, 256, fp8_copy=False), "some_gpu").config.product == "int4_gemm"
+    finally:
+        monkeypatch.undo()
+        cache.clear()
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_each_product_runs_by_its_name(count: int) -> None:
+    x, bias = tokens_of(count), whole_numbers(1, 64, torch.float16)[0]
+    want = exact(x, CODES, bias)
+    for product in (int4_gemm, int4_fp8_gemm):
+        assert torch.equal(fastest_gemm(x, WEIGHT, bias, config=ProductConfig(product.__name__)), want)
+    got = fastest_gemm(x, WEIGHT, bias, COPY, config=ProductConfig("fp8"))
+    torch.testing.assert_close(got, want, rtol=0.1, atol=0.1 * float(want.abs().max()))
+
+
+def test_the_product_in_fp8_of_fp16_tokens_is_rounded_to_fp16_alone() -> None:
+    x = torch.randn(32, 256, device=DEVICE).half()
+    got = fastest_gemm(x, WEIGHT, None, COPY, config=ProductConfig("fp8"))
+    assert got.dtype == torch.float16
+    assert not torch.equal(got, got.bfloat16().half())
+
+
+@pytest.mark.parametrize(("product", "copy", "said"), [
+    ("fp8", None, "fp8 with the weight in fp8"), ("fp4", COPY, "product='fp4'"),
+    ("fp8", COPY._replace(q=COPY.q[:32]), "fp8_weight.q must"),
+    ("fp8", COPY._replace(scale=COPY.scale.half()), "fp8_weight.scale must"),
+])  # fmt: skip
+def test_products_that_lack_their_weight_are_refused(product: str, copy: Fp8Weight | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fastest_gemm(tokens_of(2), WEIGHT, None, copy, config=ProductConfig(product))
+
+
+@pytest.mark.parametrize("name", [variant.name for variant in OP.variants])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_variant_agrees_with_the_reference_and_a_wrong_row_does_not(name: str, dtype: str) -> None:
+    case = dataclasses.replace(case_of(40, 64, 256), dtype=dtype)
+    variant = OP.variant(name)
+    checker = Checker(OP, case, DEVICE)
+    configs: list[Any] = list(variant.configs(case)) if variant.config else [None]
+    for config in configs:
+        assert checker.errors(variant, config) == []
+        outputs = checker.outputs(variant, config)
+        outputs["y"][3] = outputs["y"][4]
+        assert checker.disagreements(outputs)
