@@ -35,7 +35,7 @@ from kerneltune.measuring.compare import (
 )
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.records import Record, append, load
-from kerneltune.run_options import Options, Selection, load_plan, require_gpu, wanted_variants
+from kerneltune.run_options import Options, Selection, load_plan, require_gpu
 from kerneltune.search.task import Task
 from kerneltune.spec import Config
 from kerneltune.table import Column, Row, Table
@@ -234,10 +234,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ops = load_ops()
     require_gpu("measure")
     selection = Selection(options.family, ops=tuple(options.op), variants=tuple(options.variant))
-    plan = load_plan(ops, selection)
-    for entry in filter(selection.takes, plan.bench):
-        for variant in wanted_variants(ops[entry.op], selection, Options(peers=False)):
-            task = Task(ops[entry.op], entry.case, variant)
+    plan = load_plan(ops, selection, Options(peers=False))
+    for entry in plan.cases():
+        for task in plan.tasks(entry.op, entry.case):
             for delay, record in measure_task(plan.family, task, config_for(task, None), DELAYS).items():
                 append(options.folder / f"planted_{delay}.jsonl", [record])
 

@@ -6,13 +6,13 @@ This module names no operator and prints nothing: a `Progress` shows its stages 
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from kerneltune import device, records, sweep, table
+from kerneltune import device, records
 from kerneltune.files import replace_text
 from kerneltune.measuring.check import LAUNCH_FAILURE
 from kerneltune.measuring.compare import ceiling_task, check_only, make_record
@@ -22,25 +22,13 @@ from kerneltune.measuring.mutations import MutationReport, mutate
 from kerneltune.measuring.pairs import configs_by_case, covering
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
-from kerneltune.run_options import (
-    Options,
-    Progress,
-    Selection,
-    finished_rows,
-    headline,
-    journal_path,
-    journalled,
-    key_of_case,
-    load_plan,
-    require_gpu,
-    results_folder,
-    resume,
-    wanted_variants,
-)
+from kerneltune.run_options import Plan, Progress, finished_rows, journalled, require_gpu, resume
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.sweep import SweepCase
+from kerneltune.table import pairs
 from kerneltune.tune.candidates import config_for
-from kerneltune.tune.gpu_worker import GpuWorker, check_in_child, compare_in_child
+from kerneltune.tune.gpu_worker import GpuWorker, check_in_worker, compare_in_worker
 
 _CONFIGS_PER_CASE = 3
 """Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""
@@ -70,10 +58,8 @@ class SweepResult:
     remark: str = ""
 
 
-def run_sweep(
-    ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress, first_table: FirstTable | None = None
-) -> SweepResult:
-    """Run all stages of a sweep, or with `options.quick` measure ten headline cases with their present configs.
+def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = None) -> SweepResult:
+    """Run all stages of a sweep, or with `quick` measure ten headline cases with their present configs.
 
     Without a GPU, and with `check_only`, check cases run and nothing is timed. On a GPU the records, the table, Markdown and CSV
     are written under results/, also if the measurement is interrupted. The next run does not repeat the cases that were checked
@@ -83,193 +69,156 @@ def run_sweep(
         first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
             variants that compile for seconds; not called when an interrupted run continues.
     """
-    with _campaign(ops, selection, options, progress) as campaign:
-        plan = campaign.plan
-        chosen = headline(plan, selection) if options.quick else list(filter(selection.takes, plan.bench))
-        if options.quick and not chosen and not campaign.only_checks:
-            raise ValueError(f"{plan.path}: no bench case selected")
-        is_checked = campaign.only_checks or not options.quick
-        to_check = headline(plan, selection, "check") if options.quick else plan.check
-        work = campaign.to_check(to_check) if is_checked else []
-        resumes = any(campaign.journal(name).exists() for name in ("journal", "check.journal"))
-        if first_table is not None and not campaign.only_checks and not resumes:
-            campaign.measure_first(chosen, first_table)
-        has_further = not device.current().is_gpu and not options.quick
-        checked = campaign.check(work, campaign.further_checks() if has_further else []) if is_checked else []
-        if campaign.only_checks:
-            return campaign.keep_checked(checked)
+    is_gpu, is_quick = device.current().is_gpu, plan.options.quick
+    only_checks = plan.options.check_only or not is_gpu
+    with _campaign(plan, progress) as campaign:
+        bench, check = (plan.headline(), plan.headline("check")) if is_quick else (plan.cases(), plan.cases("check"))
+        if is_quick and not bench and not only_checks:
+            raise ValueError(f"{plan.sweep.path}: no bench case selected")
+        is_checked = only_checks or not is_quick
+        work = _to_check(plan, check, only_checks) if is_checked else []
+        resumes = any(plan.journal(name).exists() for name in ("journal", "check.journal"))
+        if first_table is not None and not only_checks and not resumes:
+            campaign.measure_first(bench, first_table)
+        checked = campaign.check(work, [] if is_gpu or is_quick else _further_checks(plan)) if is_checked else []
+        if only_checks:
+            path = plan.journal("check")
+            records.merge(path, checked)
+            return SweepResult(checked, [path], "\n".join(campaign.coverage))
         failed = [record for record in checked if record.status == "failed"]
         for record in failed:
             what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
-            config = f" with {table.pairs(record.config)}" if record.config else ""
+            config = f" with {pairs(record.config)}" if record.config else ""
             progress.note(f"failed its check: {what}{config}: {record.reason}")
-        if options.tune and not options.quick:
-            from kerneltune.tune.tune_run import TunePlan, tune_here
+        if plan.options.tune and not is_quick:
+            from kerneltune.tune.fleet import run_tune
 
-            campaign.bench.end()
-            tune_here(TunePlan(ops, chosen, selection, options), progress)
-        measured, files = campaign.measure_and_write(chosen)
+            campaign.worker.end()
+            run_tune(plan, progress)
+        measured, files = campaign.measure_and_write(bench)
         return SweepResult([*failed, *measured], files)
 
 
-def mutate_outputs(ops: Mapping[str, Op], selection: Selection) -> list[MutationReport]:
+def mutate_outputs(plan: Plan) -> list[MutationReport]:
     """Perturb the outputs of each operator's first own variant on its check cases, and let its `compare` judge them."""
-    plan = load_plan(ops, selection)
-    cases: dict[str, list[Case]] = {}
-    for entry in filter(selection.takes, plan.check):
-        cases.setdefault(entry.op, []).append(entry.case)
-    if not cases:
-        raise ValueError(f"{plan.path}: no check case selected")
+    by_op = _by_op(plan.cases("check"))
+    if not by_op:
+        raise ValueError(f"{plan.sweep.path}: no check case selected")
     found = []
-    for name, of_op in cases.items():
-        own = next((variant for variant in ops[name].variants if not variant.is_peer and not variant.part), None)
+    for name, cases in by_op.items():
+        op = plan.ops[name]
+        own = next((variant for variant in op.variants if not variant.is_peer and not variant.part), None)
         if own is None:
             raise ValueError(f"{name}: only variants of other packages: expected one of this package to perturb")
-        found += mutate(ops[name], own, of_op)
+        found += mutate(op, own, cases)
     return found
 
 
-def measure_live(
-    ops: Mapping[str, Op],
-    selection: Selection,
-    options: Options,
-    progress: Progress,
-    command: str,
-    keys: Collection[Key] | None = None,
-) -> list[Record]:
+def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[Key] | None = None) -> list[Record]:
     """Measure the selected variants, interleaved, on the selected bench cases; `keys`, if given, restricts the cases further."""
     require_gpu(command)
-    with _campaign(ops, selection, options, progress) as campaign:
-        entries = [entry for entry in campaign.plan.bench if selection.takes(entry)]
-        if keys is not None:
-            entries = [entry for entry in entries if key_of_case(ops[entry.op], entry.case, options.policy) in keys]
-        return campaign.measure(entries, None)
+    with _campaign(plan, progress) as campaign:
+        return campaign.measure([entry for entry in plan.cases() if keys is None or plan.key(entry) in keys], None)
 
 
-def measure_again(
-    ops: Mapping[str, Op],
-    batches: Sequence[tuple[sweep.Sweep, Sequence[sweep.SweepCase]]],
-    selection: Selection,
-    options: Options,
-    progress: Progress,
-    until: float,
-) -> list[Record]:
+def measure_again(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
     """Measure cases of several families, and write the records and tables of a family after each batch of its cases.
 
     Args:
-        batches: a family and some of its cases, in the order in which they are measured.
+        batches: the plan of a family and some of its cases, in the order in which they are measured.
         until: time of the monotonic clock in s; after it, no further case begins.
     """
     found: list[Record] = []
     done, total = 0, sum(len(entries) for _, entries in batches)
-    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
+    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
         for plan, entries in batches:
             if time.monotonic() >= until:
                 break
-            campaign = _Campaign(ops, plan, replace(selection, family=plan.family), options, progress, bench, until=until)
             done += len(entries)
+            campaign = _Campaign(plan, progress, worker, until=until)
             found += campaign.measure_and_write(entries, f"measure {plan.family}, to {done} of {total}")[0]
+    return found
+
+
+def _by_op(entries: Sequence[SweepCase]) -> dict[str, list[Case]]:
+    """Return the cases of each operator."""
+    return {op: [entry.case for entry in of_op] for op, of_op in records.grouped(entries, lambda entry: entry.op).items()}
+
+
+def _to_check(plan: Plan, entries: Sequence[SweepCase], only_checks: bool) -> list[Runs]:
+    """Return the runs of each check case: every own variant's default config, and on a GPU covering pairs as well.
+
+    A peer is checked when it is measured. If only checks run, the peers that the selection names are included here.
+    """
+    is_gpu, with_peers = device.current().is_gpu, only_checks and plan.selection.variants
+    work = []
+    for op, cases in _by_op(entries).items():
+        wanted = [variant for variant in plan.variants(op) if not variant.is_peer or with_peers]
+        further = {v.name: _covering_configs(plan.ops[op], v, cases) if is_gpu else {} for v in wanted}
+        for case in cases:
+            tasks = [Task(plan.ops[op], case, variant, _CHECK_POLICY) for variant in wanted]
+            runs = [(task, config) for task in tasks for config in (task.default, *further[task.variant.name].get(case, ()))]
+            work += [runs] if runs else []
+    if only_checks and not work:
+        check, bench = len(plan.cases("check")), len(plan.cases())
+        alone = "bench cases are no checks" if is_gpu else "bench cases need a GPU"
+        why = f"no check case among the {bench} selected: {alone}"
+        raise ValueError(
+            f"{plan.sweep.path}: {f'no installed variant to check in the {check} check cases selected' if check else why}"
+        )
+    return work
+
+
+def _further_checks(plan: Plan) -> list[FurtherCheck]:
+    """Return each own variant's check of pairs, and its check of addresses in the largest bench case."""
+    found = []
+    for op, cases in _by_op(plan.cases("check")).items():
+        for task in plan.tasks(op, cases[0], _CHECK_POLICY):
+            if not task.variant.is_peer and task.variant.config is not None:
+                found.append(FurtherCheck(task, tuple(cases), False))
+    for op, cases in _by_op(plan.cases()).items():
+        traffic = plan.ops[op].traffic
+        largest = max(cases, key=lambda case: traffic(case).total)
+        for task in plan.tasks(op, largest, _CHECK_POLICY):
+            if not task.variant.is_peer and not task.variant.unsupported(largest):
+                found.append(FurtherCheck(task, (largest,), True))
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Campaign:
-    """Run the stages of a sweep; checks and comparisons share a measuring subprocess."""
+    """Run the stages of a sweep; checks and comparisons share a GPU worker.
 
-    ops: Mapping[str, Op]
-    plan: sweep.Sweep
-    selection: Selection
-    options: Options
+    Attributes:
+        coverage: a line for each variant whose configs were checked on several cases.
+        until: time of the monotonic clock in s; after it, no further case is measured.
+    """
+
+    plan: Plan
     progress: Progress
-    bench: GpuWorker
+    worker: GpuWorker
     coverage: list[str] = field(default_factory=list)
-    """A line for each variant whose configs were checked on several cases."""
     until: float = math.inf
-    """Time of the monotonic clock in s; after it, no further case is measured."""
-
-    @property
-    def only_checks(self) -> bool:
-        """Return whether the run checks and times nothing."""
-        return self.options.check_only or not device.current().is_gpu
-
-    def journal(self, name: str) -> Path:
-        """Return the file of a stage's rows."""
-        return journal_path(self.plan.family, self.options.results, name)
-
-    def to_check(self, entries: Sequence[sweep.SweepCase]) -> list[Runs]:
-        """Return the selected check cases: every own variant's default config, and on a GPU covering pairs as well.
-
-        A peer is checked when it is measured. If only checks run, the peers that the selection names are included here.
-        """
-        with_peers = self.only_checks and self.selection.variants
-        cases: dict[str, list[Case]] = {}
-        for entry in filter(self.selection.takes, entries):
-            cases.setdefault(entry.op, []).append(entry.case)
-        work = []
-        for op, of_op in ((self.ops[name], found) for name, found in cases.items()):
-            wanted = [v for v in wanted_variants(op, self.selection, self.options) if not v.is_peer or with_peers]
-            further = {v.name: _covering_configs(op, v, of_op) if device.current().is_gpu else {} for v in wanted}
-            for case in of_op:
-                tasks = [Task(op, case, variant, _CHECK_POLICY) for variant in wanted]
-                chosen = [
-                    (task, [task.variant.default_config(case), *further[task.variant.name].get(case, ())]) for task in tasks
-                ]
-                work.append([(task, config) for task, configs in chosen for config in configs])
-        if self.only_checks and not any(work):
-            raise ValueError(f"{self.plan.path}: {self._unchecked()}")
-        return list(filter(None, work))
-
-    def _unchecked(self) -> str:
-        """Return the reason why the selection has nothing to check."""
-        check, bench = (sum(map(self.selection.takes, section)) for section in (self.plan.check, self.plan.bench))
-        if check:
-            return f"no installed variant to check in the {check} check cases selected"
-        alone = "bench cases are no checks" if device.current().is_gpu else "bench cases need a GPU"
-        return f"no check case among the {bench} selected: {alone}"
-
-    def further_checks(self) -> list[FurtherCheck]:
-        """Return each own variant's check of pairs, and its check of addresses in the largest bench case."""
-        cases: dict[str, list[Case]] = {}
-        for entry in filter(self.selection.takes, self.plan.check):
-            cases.setdefault(entry.op, []).append(entry.case)
-        largest: dict[str, Case] = {}
-        for entry in filter(self.selection.takes, self.plan.bench):
-            traffic = self.ops[entry.op].traffic
-            largest[entry.op] = max(largest.get(entry.op, entry.case), entry.case, key=lambda case: traffic(case).total)
-        found = []
-        for of_op, is_of_addresses in ((cases, False), ({name: [case] for name, case in largest.items()}, True)):
-            for op, chosen in ((self.ops[name], tuple(chosen)) for name, chosen in of_op.items()):
-                tasks = [Task(op, chosen[0], v, _CHECK_POLICY) for v in wanted_variants(op, self.selection, self.options)]
-                for task in (task for task in tasks if not task.variant.is_peer):
-                    if not task.variant.unsupported(chosen[0]) if is_of_addresses else task.variant.config is not None:
-                        found.append(FurtherCheck(task, chosen, is_of_addresses))
-        return found
 
     def check(self, work: Sequence[Runs], further: Sequence[FurtherCheck] = ()) -> list[Record]:
         """Check every case, then run the `further` checks; a journal keeps the cases' records until the last case is done."""
-        on_gpu, journal = device.current().is_gpu, self.journal("check.journal")
-        done = resume(journal)
-        known = [finished_rows(done, runs) for runs in work]
-        lacking = [runs for runs, rows in zip(work, known, strict=True) if rows is None]
-        target = TARGETS.get(device.current().arch)
-        if lacking and on_gpu and target is not None:
-            self.progress.stage("compile", 1)
-            compile_ahead(_ours(lacking), target, self.options.workers)
-            self.progress.advance("the configs to check")
+        is_gpu, family, journal = device.current().is_gpu, self.plan.family, self.plan.journal("check.journal")
+        known = _known_rows(work, journal)
+        lacking = [runs for runs, rows in known if rows is None]
+        if lacking and is_gpu:
+            self._compile(lacking, "check")
         self.progress.stage("check", len(work) + len(further), len(work) - len(lacking))
         found, beside = [], FurtherChecks(further)
         with beside.begun():
-            for runs, rows in zip(work, known, strict=True):
+            for runs, rows in known:
                 if rows is None:
-                    rows = check_only(self.plan.family, runs, partial(check_in_child, self.bench) if on_gpu else None)
+                    rows = check_only(family, runs, partial(check_in_worker, self.worker) if is_gpu else None)
                     records.append(journal, rows)
                     self.progress.advance(_label(runs))
                 found += rows
             journal.unlink(missing_ok=True)
             for checked in beside.finish(self.progress.advance):
-                found += [
-                    make_record(self.plan.family, task, config, "failed", reason) for task, config, reason in checked.failures
-                ]
+                found += [make_record(family, task, config, "failed", reason) for task, config, reason in checked.failures]
                 self.coverage.extend(filter(None, [checked.line]))
         self._doubt_references(found)
         return found
@@ -282,29 +231,22 @@ class _Campaign:
             if len(variants) > 1 and disagree:
                 self.progress.note(f"{op}: all {len(variants)} variants disagree with the reference: is the reference right?")
 
-    def keep_checked(self, checked: list[Record]) -> SweepResult:
-        """Write the records of checks."""
-        path = self.journal("check")
-        records.merge(path, checked)
-        return SweepResult(checked, [path], "\n".join(self.coverage))
-
-    def measure_first(self, entries: Sequence[sweep.SweepCase], first_table: FirstTable) -> None:
+    def measure_first(self, entries: Sequence[SweepCase], first_table: FirstTable) -> None:
         """Measure and show the headline cases without variants that compile for seconds, unless the run has nothing else."""
-        headlines = headline(self.plan, self.selection)
-        variants = [v for e in headlines for v in wanted_variants(self.ops[e.op], self.selection, self.options)]
-        slow = dict.fromkeys(variant.name for variant in variants if variant.compiles)
+        headlines = self.plan.headline()
+        slow = dict.fromkeys(v.name for entry in headlines for v in self.plan.variants(entry.op) if v.compiles)
         if not slow and len(entries) <= len(headlines):
             return
         without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""
         self.progress.note(f"first table: {len(headlines)} cases{without}; then all of {len(entries)}")
-        fast = replace(self, options=replace(self.options, fast=True))
+        fast = replace(self, plan=replace(self.plan, options=replace(self.plan.options, fast=True)))
         measured = fast.measure(headlines, None, "measure the first table")
         self.write(measured)
         first_table(measured)
 
-    def measure_and_write(self, entries: Sequence[sweep.SweepCase], stage: str = "measure") -> tuple[list[Record], list[Path]]:
+    def measure_and_write(self, entries: Sequence[SweepCase], stage: str = "measure") -> tuple[list[Record], list[Path]]:
         """Measure all variants and write the files; a journal keeps an interrupted run's rows for the next run."""
-        journal = self.journal("journal")
+        journal = self.plan.journal("journal")
         try:
             measured = self.measure(entries, journal, stage)
         except KeyboardInterrupt:
@@ -315,52 +257,57 @@ class _Campaign:
         journal.unlink(missing_ok=True)
         return measured, files
 
-    def measure(self, entries: Sequence[sweep.SweepCase], journal: Path | None, stage: str = "measure") -> list[Record]:
+    def measure(self, entries: Sequence[SweepCase], journal: Path | None, stage: str = "measure") -> list[Record]:
         """Measure every case beside its peers; a case that the journal has is not measured again."""
-        done = resume(journal) if journal else {}
-        work = [runs for e in entries if (runs := _runs(self.ops[e.op], e.case, self.selection, self.options))]
-        known = [finished_rows(done, runs) for runs in work]
-        lacking = [runs for runs, rows in zip(work, known, strict=True) if rows is None]
-        ceilings = [self._ceiling(runs[0][0]) for runs in lacking]
-        self._compile([*_ours(lacking), *([run] for run in ceilings if run is not None)])
-        self.progress.stage(stage, len(work), len(work) - len(lacking))
+        known = _known_rows(list(filter(None, map(self._runs, entries))), journal)
+        lacking = [runs for runs, rows in known if rows is None]
+        ceilings = [self._ceiling(runs[0]) for runs in lacking]
+        to_compile = [*lacking, *([run] for run in ceilings if run is not None)]
+        if sum(config is not None for runs in to_compile for _, config in runs) >= _WORTH_A_POOL:
+            self._compile(to_compile, "measure")
+        self.progress.stage(stage, len(known), len(known) - len(lacking))
         measured, beside = [], iter(ceilings)
-        for runs, rows in zip(work, known, strict=True):
+        for runs, rows in known:
             if rows is None and time.monotonic() >= self.until:
                 break
             if rows is None:
-                rows = compare_in_child(self.bench, self.plan.family, runs, next(beside))
+                rows = compare_in_worker(self.worker, self.plan.family, runs, next(beside))
                 if journal:
                     records.append(journal, rows)
-                self._tell(_label(runs), rows)
+                timed = [row for row in rows if row.time_us is not None]
+                if timed:
+                    best = min(timed, key=lambda row: row.time_us or 0.0)
+                    self.progress.best(f"{best.variant} {best.time_us:.1f} µs, {best.gbps:.0f} GB/s")
+                self.progress.advance(_label(runs))
             measured += rows
         return measured
 
-    def _ceiling(self, task: Task) -> Run | None:
-        """Return the streaming operator that is the upper bound of a task's bandwidth, and its config."""
-        ceiling = ceiling_task(self.ops, task.op, task.case, task.policy)
-        return None if ceiling is None else (ceiling, config_for(ceiling, self.options.configs))
+    def _runs(self, entry: SweepCase) -> Runs:
+        """Pair the variants of a case with their configs; a variant that the selection names twice is paired twice."""
+        named = self.plan.selection.variants
+        found = [(task, config_for(task, self.plan.options.configs)) for task in self.plan.tasks(entry.op, entry.case)]
+        return [run for run in found for _ in range(max(1, named.count(run[0].variant.name)))]
 
-    def _compile(self, work: Sequence[Runs]) -> None:
-        """Compile configs on all cores before they are measured, if there are enough configs (_WORTH_A_POOL)."""
+    def _ceiling(self, run: Run) -> Run | None:
+        """Return the streaming operator that is the upper bound of a run's bandwidth, and its config."""
+        task = run[0]
+        ceiling = ceiling_task(self.plan.ops, task.op, task.case, task.policy)
+        return None if ceiling is None else (ceiling, config_for(ceiling, self.plan.options.configs))
+
+    def _compile(self, work: Sequence[Runs], purpose: str) -> None:
+        """Compile the runs that have a config on all cores, before they are checked or measured."""
         target = TARGETS.get(device.current().arch)
-        if target is not None and sum(map(len, work)) >= _WORTH_A_POOL:
+        if target is not None:
             self.progress.stage("compile", 1)
-            compile_ahead(work, target, self.options.workers)
-            self.progress.advance("the configs to measure")
-
-    def _tell(self, label: str, rows: Sequence[Record]) -> None:
-        timed = [(row.time_us, row) for row in rows if row.time_us is not None]
-        if timed:
-            time_us, best = min(timed, key=lambda pair: pair[0])
-            self.progress.best(f"{best.variant} {time_us:.1f} µs, {best.gbps:.0f} GB/s")
-        self.progress.advance(label)
+            ours = [[run for run in runs if run[1] is not None] for runs in work]
+            compile_ahead(ours, target, self.plan.options.workers)
+            self.progress.advance(f"the configs to {purpose}")
 
     def write(self, measured: Sequence[Record]) -> list[Path]:
         """Add the journal's rows and `measured` to the records of the family, and write the family's tables."""
-        folder = results_folder(self.options)
-        rows, markdown, csv = (folder / f"{self.plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
-        records.merge(rows, [*journalled(self.journal("journal")), *measured])
+        plan = self.plan
+        rows, markdown, csv = (plan.results_folder / f"{plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
+        records.merge(rows, [*journalled(plan.journal("journal")), *measured])
         table = tables.sweep_table(records.load(rows))
         replace_text(markdown, table.markdown())
         replace_text(csv, table.csv())
@@ -368,10 +315,15 @@ class _Campaign:
 
 
 @contextmanager
-def _campaign(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> Iterator[_Campaign]:
-    plan = load_plan(ops, selection)
-    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as bench:
-        yield _Campaign(ops, plan, selection, options, progress, bench)
+def _campaign(plan: Plan, progress: Progress) -> Iterator[_Campaign]:
+    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
+        yield _Campaign(plan, progress, worker)
+
+
+def _known_rows(work: Sequence[Runs], journal: Path | None) -> list[tuple[Runs, list[Record] | None]]:
+    """Pair the runs of each case with their rows of an interrupted run; None for a case to be done."""
+    done = resume(journal) if journal else {}
+    return [(runs, finished_rows(done, runs)) for runs in work]
 
 
 def _label(runs: Runs) -> str:
@@ -385,22 +337,10 @@ def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> 
         return list(pool.compile([compile_job(task, config) for runs in work for task, config in runs]))
 
 
-def _ours(work: Sequence[Runs]) -> list[Runs]:
-    """Keep the variants with a config; variants without a config are not compiled ahead."""
-    return [[(task, config) for task, config in runs if config is not None] for runs in work]
-
-
 def _covering_configs(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
     """Return the configs of the first covering pairs by case, on average `_CONFIGS_PER_CASE` configs per case."""
     found: dict[Case, list[Config]] = {}
-    pairs = covering(configs_by_case(variant, cases), partial(check_cost, op))
-    for config, case in itertools.islice(pairs, _CONFIGS_PER_CASE * len(cases)):
+    chosen = covering(configs_by_case(variant, cases), partial(check_cost, op))
+    for config, case in itertools.islice(chosen, _CONFIGS_PER_CASE * len(cases)):
         found.setdefault(case, []).append(config)
     return found
-
-
-def _runs(op: Op, case: Case, selection: Selection, options: Options) -> Runs:
-    """Pair the variants of a case with their configs; a variant that the selection names twice is paired twice."""
-    tasks = [Task(op, case, variant, options.policy) for variant in wanted_variants(op, selection, options)]
-    found = [(task, config_for(task, options.configs)) for task in tasks]
-    return [run for run in found for _ in range(max(1, selection.variants.count(run[0].variant.name)))]

@@ -5,7 +5,7 @@ A journal is appended to; a file of results is replaced as a whole. `frame` retu
 
 import io
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -117,7 +117,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @property
     def key(self) -> Key:
         """Return (op, dtype, quant, axes, options, policy), axes and options sorted by name: the identity of a case."""
-        return key_of(self.op, self.dtype, self.quant, self.axes, self.options, self.policy)
+        return (
+            self.op, self.dtype, self.quant, tuple(sorted(self.axes.items())), tuple(sorted(self.options.items())), self.policy,
+        )  # fmt: skip
 
     @property
     def config_label(self) -> str:
@@ -135,9 +137,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return " ".join([self.op, pairs({**self.axes, **self.options}), self.dtype, self.quant, self.policy])
 
 
-def key_of(op: str, dtype: str, quant: str, axes: Mapping[str, int], options: Mapping[str, Option], policy: str) -> Key:
-    """Return the key of a row: axes and options sorted by name."""
-    return op, dtype, quant, tuple(sorted(axes.items())), tuple(sorted(options.items())), policy
+def key_of_case(op: str, case: Case, policy: str) -> Key:
+    """Return the key of a case's records: axes and options sorted by name."""
+    return op, case.dtype, case.quant, tuple(sorted(case.axes)), tuple(sorted(case.options)), policy
 
 
 def rounded(value: float) -> float:

@@ -1,6 +1,6 @@
-"""Select a part of a sweep, hold the options of a run, and keep the rows of an interrupted run.
+"""Plan the work of a command: a part of a sweep with options; find the rows that an interrupted run has kept.
 
-The rows of an interrupted run are in files under `results/runs`. The end of a stage deletes its file.
+A journal under `results/runs` keeps the rows of a stage. The end of the stage deletes the journal.
 """
 
 import fnmatch
@@ -13,10 +13,11 @@ from kerneltune import device, records, sweep
 from kerneltune.errors import meant, unknown
 from kerneltune.files import read_bytes
 from kerneltune.listing import check_case
-from kerneltune.records import Key, Record
+from kerneltune.records import Key, Record, key_of_case
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Run, config_values
+from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Op, Variant
+from kerneltune.sweep import MAX_CASES, Section, Sweep, SweepCase
 
 _HEADLINES = 10
 
@@ -61,9 +62,9 @@ class Selection:
     dtypes: tuple[str, ...] = ()
     quants: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
-    max_cases: int = field(default=sweep.MAX_CASES, kw_only=True)
+    max_cases: int = field(default=MAX_CASES, kw_only=True)
 
-    def takes(self, entry: sweep.SweepCase) -> bool:
+    def takes(self, entry: SweepCase) -> bool:
         """Return whether an entry of the sweep belongs to the selection."""
         return self.covers(entry.op, entry.case.name, entry.case.dtype, entry.case.quant)
 
@@ -138,6 +139,90 @@ class Options:
         return Search(self.budget_s, self.trials, self.sampler, until_gain=self.until_gain or None)
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The work of a command: the selected part of a family's sweep, and the options of the run.
+
+    Attributes:
+        ops: operators by name.
+        sweep: all cases of the family.
+        selection, options: the part of the sweep, and how it runs.
+    """
+
+    ops: Mapping[str, Op]
+    sweep: Sweep
+    selection: Selection
+    options: Options = Options()
+
+    @property
+    def family(self) -> str:
+        """The name of the family in records and files."""
+        return self.sweep.family
+
+    @property
+    def results_folder(self) -> Path:
+        """The folder of this device's records."""
+        return results_folder(self.options)
+
+    def cases(self, section: Section = "bench") -> list[SweepCase]:
+        """Return the selected cases of a section."""
+        return list(filter(self.selection.takes, self.sweep.bench if section == "bench" else self.sweep.check))
+
+    def headline(self, section: Section = "bench") -> list[SweepCase]:
+        """Return at most ten selected headline cases; if the family has none, at most ten selected cases across the file."""
+        chosen = self.cases(section)
+        found = list(filter(self.sweep.headlines, chosen)) or chosen
+        return [found[at * len(found) // _HEADLINES] for at in range(_HEADLINES)] if len(found) > _HEADLINES else found
+
+    def variants(self, op: str) -> list[Variant]:
+        """Return the selected variants of an operator whose packages are installed."""
+        selection, options = self.selection, self.options
+        return [
+            variant
+            for variant in self.ops[op].variants
+            if selection.takes_variant(variant.name)
+            and not (variant.is_peer and not options.peers and not selection.names(variant.name))
+            and not (options.fast and variant.compiles)
+            and not variant.missing()
+        ]
+
+    def tasks(self, op: str, case: Case, policy: str = "") -> list[Task]:
+        """Return a task for each selected variant of a case. Empty policy: the policy of the options."""
+        return [Task(self.ops[op], case, variant, policy or self.options.policy) for variant in self.variants(op)]
+
+    def key(self, entry: SweepCase) -> Key:
+        """Return the key of a case's records."""
+        return key_of_case(entry.op, entry.case, self.options.policy)
+
+    def journal(self, name: str) -> Path:
+        """Return the journal of a stage on this device."""
+        root = sweep.results_root(self.options.results)
+        return root / "runs" / device.current().slug / f"{self.family}.{name}.jsonl"
+
+
+def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | None = None) -> Plan:
+    """Load the sweep of a selection's family, and check that the selection has a case."""
+    for name in selection.ops:
+        if name not in ops:
+            raise unknown("op", name, ops)
+    loaded = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
+    entries = (*loaded.check, *loaded.bench)
+    for name in selection.variants:
+        offered = dict.fromkeys(v.name for e in entries for v in ops[e.op].variants)
+        if not fnmatch.filter(offered, name):
+            raise unknown("variant", name, offered, f" in family {loaded.family}")
+    chosen = list(filter(selection.takes, entries))
+    if not chosen:
+        fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
+        wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
+        cases = {entry.case.name for entry in entries}
+        near = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
+        raise ValueError(f"{loaded.path}: no case with {wanted}{near}")
+    for entry in chosen:
+        check_case(ops[entry.op], entry.case)
+    return Plan(ops, loaded, selection, options or Options())
+
+
 def results_folder(options: Options) -> Path:
     """Return results/<device> for a GPU; results/runs/interpreter, which git ignores, for the interpreter."""
     root = sweep.results_root(options.results)
@@ -145,61 +230,10 @@ def results_folder(options: Options) -> Path:
     return root / here.slug if here.is_gpu else root / "runs" / here.slug
 
 
-def load_plan(ops: Mapping[str, Op], selection: Selection) -> sweep.Sweep:
-    """Load the sweep of a selection's family."""
-    for name in selection.ops:
-        if name not in ops:
-            raise unknown("op", name, ops)
-    plan = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
-    for name in selection.variants:
-        offered = dict.fromkeys(v.name for e in (*plan.check, *plan.bench) for v in ops[e.op].variants)
-        if not fnmatch.filter(offered, name):
-            raise unknown("variant", name, offered, f" in family {plan.family}")
-    if not any(selection.takes(entry) for entry in (*plan.check, *plan.bench)):
-        fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
-        wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
-        cases = {entry.case.name for entry in (*plan.check, *plan.bench)}
-        near = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
-        raise ValueError(f"{plan.path}: no case with {wanted}{near}")
-    for entry in filter(selection.takes, (*plan.check, *plan.bench)):
-        check_case(ops[entry.op], entry.case)
-    return plan
-
-
-def headline(plan: sweep.Sweep, selection: Selection, section: sweep.Section = "bench") -> list[sweep.SweepCase]:
-    """Return at most ten selected headline cases of a family; if it has none, at most ten selected cases across the file."""
-    chosen = [entry for entry in (plan.bench if section == "bench" else plan.check) if selection.takes(entry)]
-    named = [entry for entry in chosen if plan.headlines(entry)]
-    found = named or chosen
-    return [found[at * len(found) // _HEADLINES] for at in range(_HEADLINES)] if len(found) > _HEADLINES else found
-
-
 def require_gpu(command: str) -> None:
     """Raise ValueError where `command` has no GPU to run on."""
     if not device.current().is_gpu:
         raise ValueError(f"{command} needs a GPU: in the interpreter nothing can be timed")
-
-
-def wanted_variants(op: Op, selection: Selection, options: Options) -> list[Variant]:
-    """Return the selected variants whose packages are installed."""
-    return [
-        variant
-        for variant in op.variants
-        if selection.takes_variant(variant.name)
-        and not (variant.is_peer and not options.peers and not selection.names(variant.name))
-        and not (options.fast and variant.compiles)
-        and not variant.missing()
-    ]
-
-
-def journal_path(family: str, results: Path | None, name: str) -> Path:
-    """Return the file of a stage's rows for the present device, in `results` or the default folder."""
-    return sweep.results_root(results) / "runs" / device.current().slug / f"{family}.{name}.jsonl"
-
-
-def key_of_case(op: Op, case: Case, policy: str) -> Key:
-    """Return the key of the case's records."""
-    return records.key_of(op.name, case.dtype, case.quant, dict(case.axes), dict(case.options), policy)
 
 
 def resume(journal: Path) -> dict[tuple[Key, str], list[Record]]:
@@ -224,7 +258,7 @@ def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Sequen
     here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}
     found = []
     for task, config in runs:
-        key = key_of_case(task.op, task.case, task.policy)
+        key = key_of_case(task.op.name, task.case, task.policy)
         wanted = {**here, "source_hash": task.variant.source_hash, "config": config_values(config)}
         kept = (row for row in done.get((key, task.variant.name), ()) if row.status != "failed")
         rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]

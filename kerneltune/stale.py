@@ -17,9 +17,10 @@ from kerneltune import cache, records, sweep
 from kerneltune.cache import CacheEntry
 from kerneltune.campaign import measure_again
 from kerneltune.records import Key, Record
-from kerneltune.run_options import Options, Progress, Selection, key_of_case, wanted_variants
-from kerneltune.search.task import config_values
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.run_options import Options, Plan, Progress, Selection
+from kerneltune.search.task import Task, config_values
+from kerneltune.spec import Case, Op
+from kerneltune.sweep import SweepCase
 from kerneltune.tune.renew import Renewal, StaleConfig, renew
 
 CONFIG_S = 0.6
@@ -45,18 +46,18 @@ class StaleFamily:
         recorded: keys of the cases that have records.
     """
 
-    plan: sweep.Sweep
+    plan: Plan
     cases: int
-    stale: tuple[sweep.SweepCase, ...]
+    stale: tuple[SweepCase, ...]
     seconds_a_case: float
     orphans: int
     recorded: frozenset[Key]
 
-    def rank(self, op: Op, entry: sweep.SweepCase, policy: str) -> int:
+    def rank(self, entry: SweepCase) -> int:
         """Return 0 for a headline case, 1 for a case with records, 2 for a case that nobody measured."""
-        if self.plan.headlines(entry):
+        if self.plan.sweep.headlines(entry):
             return 0
-        return 1 if key_of_case(op, entry.case, policy) in self.recorded else 2
+        return 1 if self.plan.key(entry) in self.recorded else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +69,14 @@ class Stale:
         known: how many configs are cached, by operator.
         configs: operator and entry of stale configs, the most used first.
         families: the families with their stale cases.
+        plans: the plan of each family that was looked at.
     """
 
     gpu: str
     known: Mapping[str, int]
     configs: tuple[StaleConfig, ...]
     families: tuple[StaleFamily, ...]
+    plans: tuple[Plan, ...]
 
     @property
     def cases(self) -> int:
@@ -81,41 +84,39 @@ class Stale:
         return sum(len(family.stale) for family in self.families)
 
 
-def find(ops: Mapping[str, Op], selection: Selection, options: Options, gpu: str) -> Stale:
-    """Find the stale configs and records of a GPU.
+def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> list[Plan]:
+    """Return the plan of the selected family, or of each family where none is selected."""
+    names = [selection.family] if selection.family else sweep.families()
+    return [Plan(ops, sweep.load(sweep.find(name), ops, selection.max_cases), selection, options) for name in names]
+
+
+def find(plans: Sequence[Plan], gpu: str) -> Stale:
+    """Find the stale configs and records of a GPU, named by its folder, in the plans of families.
 
     A GPU without any records has no stale records; on other GPUs a family without records is stale.
-
-    Args:
-        ops: operators by name.
-        selection: the family, empty for all families, and a part of its cases.
-        options: the folders of configs and records, the policy, and whether peers count.
-        gpu: the GPU, as its folder is called.
     """
-    names = [selection.family] if selection.family else sweep.families()
-    plans = [sweep.load(sweep.find(name), ops, selection.max_cases) for name in names]
-    folder = sweep.results_root(options.results) / gpu
-    is_measured = any(folder.glob("*.jsonl"))
-    families = [_family(ops, plan, selection, options, folder) for plan in plans] if is_measured else []
-    uses = _uses(ops, plans, selection)
+    first = plans[0]
+    folder = sweep.results_root(first.options.results) / gpu
+    families = [_family(plan, folder) for plan in plans] if any(folder.glob("*.jsonl")) else []
+    uses = _uses(plans)
     known: Counter[str] = Counter()
     stale = []
-    for name, op in ops.items():
-        path = cache.path_of(name, gpu, options.configs)
+    for name, op in first.ops.items():
+        path = cache.path_of(name, gpu, first.options.configs)
         for entry in cache.load_strict(path) if path.exists() else ():
-            if _selects(selection, name, entry, uses):
+            if _selects(first.selection, name, entry, uses):
                 known[name] += 1
                 stale += [(name, entry)] if _is_stale(op, entry) else []
     stale.sort(key=lambda pair: (pair[1].variant != "optimized", uses.get((pair[0], pair[1].as_case), len(uses))))
-    return Stale(gpu, known, tuple(stale), tuple(families))
+    return Stale(gpu, known, tuple(stale), tuple(families), tuple(plans))
 
 
-def _uses(ops: Mapping[str, Op], plans: Sequence[sweep.Sweep], selection: Selection) -> _Uses:
+def _uses(plans: Sequence[Plan]) -> _Uses:
     """Return the rank of each case that a selected bench case looks up: headline cases first, then in the order of the files."""
-    entries = [(not plan.headlines(entry), entry) for plan in plans for entry in plan.bench if selection.takes(entry)]
+    entries = [(not plan.sweep.headlines(entry), plan.ops[entry.op], entry) for plan in plans for entry in plan.cases()]
     found: dict[tuple[str, Case], int] = {}
-    for _, entry in sorted(entries, key=lambda pair: pair[0]):
-        found.setdefault((entry.op, ops[entry.op].called(entry.case)), len(found))
+    for _, op, entry in sorted(entries, key=lambda ranked: ranked[0]):
+        found.setdefault((entry.op, op.called(entry.case)), len(found))
     return found
 
 
@@ -131,37 +132,36 @@ def _is_stale(op: Op, entry: CacheEntry) -> bool:
     return entry.evidence.get("source_hash") not in hashes
 
 
-def _family(ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options, folder: Path) -> StaleFamily:
+def _family(plan: Plan, folder: Path) -> StaleFamily:
     path = folder / f"{plan.family}.jsonl"
-    recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy == options.policy]
+    recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy == plan.options.policy]
     rows = {(row.key, row.variant): row for row in recorded}
-    entries = sorted(filter(selection.takes, plan.bench), key=lambda entry: not plan.headlines(entry))
-    stale = tuple(entry for entry in entries if not _is_fresh(ops[entry.op], entry.case, rows, selection, options, folder.name))
-    keys = {key_of_case(ops[entry.op], entry.case, options.policy) for entry in plan.bench}
+    entries = sorted(plan.cases(), key=lambda entry: not plan.sweep.headlines(entry))
+    stale = tuple(entry for entry in entries if not _is_fresh(plan, entry, rows, folder.name))
+    keys = set(map(plan.key, plan.sweep.bench))
     orphans = sum(row.key not in keys for row in recorded)
     return StaleFamily(plan, len(entries), stale, _seconds_a_case(recorded), orphans, frozenset(key for key, _ in rows))
 
 
-def _is_fresh(
-    op: Op, case: Case, rows: Mapping[tuple[Key, str], Record], selection: Selection, options: Options, gpu: str
-) -> bool:
+def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[tuple[Key, str], Record], gpu: str) -> bool:
     """Return whether every selected variant of a case has a record of its present code and config; ours did not fail."""
-    key = key_of_case(op, case, options.policy)
-    for variant in wanted_variants(op, selection, options):
+    key = plan.key(entry)
+    for task in plan.tasks(entry.op, entry.case):
+        variant = task.variant
         row = rows.get((key, variant.name))
         if row is None or row.source_hash != variant.source_hash or (row.status == "failed" and not variant.is_peer):
             return False
-        if row.status == "passed" and row.config != _config_now(op, variant, case, options, gpu):
+        if row.status == "passed" and row.config != _config_now(task, plan.options, gpu):
             return False
     return True
 
 
-def _config_now(op: Op, variant: Variant, case: Case, options: Options, gpu: str) -> dict[str, object] | None:
-    """Return the knobs that a case is measured with on a GPU; None for a variant without knobs."""
-    if variant.config is None:
+def _config_now(task: Task, options: Options, gpu: str) -> dict[str, object] | None:
+    """Return the knobs that a task is measured with on a GPU; None for a variant without knobs."""
+    if task.variant.config is None:
         return None
-    chooser = cache.Chooser.of(op, variant, options.policy, options.configs)
-    return config_values(chooser.find(op.called(case), gpu).config)
+    chooser = cache.Chooser.of(task.op, task.variant, task.policy, options.configs)
+    return config_values(chooser.find(task.op.called(task.case), gpu).config)
 
 
 def _seconds_a_case(recorded: Sequence[Record]) -> float:
@@ -187,26 +187,27 @@ class Refreshed:
     left: Stale
 
 
-def refresh(ops: Mapping[str, Op], stale: Stale, selection: Selection, options: Options, progress: Progress) -> Refreshed:
+def refresh(stale: Stale, progress: Progress) -> Refreshed:
     """Hold stale configs to the clock beside their default and store the faster, then measure stale cases again.
 
-    Every config is stored and every case recorded at once, so that a run that is interrupted, or ends after `options.budget_s`
-    seconds, loses a single case at most; the next run goes on there. Headline cases of all families come first, then cases with
-    records, then cases that nobody measured.
+    Every config is stored and every case recorded at once, so that a run that is interrupted, or ends after `budget_s` seconds,
+    loses a single case at most; the next run goes on there. Headline cases of all families come first, then cases with records,
+    then cases that nobody measured.
     """
-    until = math.inf if options.budget_s is None else time.monotonic() + options.budget_s
+    budget_s = stale.plans[0].options.budget_s
+    until = math.inf if budget_s is None else time.monotonic() + budget_s
     renewals = []
     if stale.configs:
-        renewals = renew(ops, stale.configs, options, progress)
-        stale = find(ops, selection, options, stale.gpu)  # a case whose config is another now is stale, too
-    measured = measure_again(ops, list(_batches(ops, stale, options.policy)), selection, options, progress, until)
-    return Refreshed(tuple(renewals), tuple(measured), find(ops, selection, options, stale.gpu))
+        renewals = renew(stale.plans[0], stale.configs, progress)
+        stale = find(stale.plans, stale.gpu)  # a case whose config is another now is stale, too
+    measured = measure_again(list(_batches(stale)), progress, until)
+    return Refreshed(tuple(renewals), tuple(measured), find(stale.plans, stale.gpu))
 
 
-def _batches(ops: Mapping[str, Op], stale: Stale, policy: str) -> Iterator[tuple[sweep.Sweep, list[sweep.SweepCase]]]:
+def _batches(stale: Stale) -> Iterator[tuple[Plan, list[SweepCase]]]:
     """Yield stale cases by rank, then family by family, `_AT_ONCE` at a time."""
     for rank in range(3):
         for family in stale.families:
-            cases = [entry for entry in family.stale if family.rank(ops[entry.op], entry, policy) == rank]
+            cases = [entry for entry in family.stale if family.rank(entry) == rank]
             for first in range(0, len(cases), _AT_ONCE):
                 yield family.plan, cases[first : first + _AT_ONCE]

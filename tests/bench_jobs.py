@@ -1,4 +1,4 @@
-"""A bench without a GPU for test_bench.py and test_kill.py, importable by a measuring child, and what it measures."""
+"""A bench without a GPU for test_bench.py and test_kill.py, importable by a GPU worker, and what it measures."""
 
 import os
 import time
@@ -49,11 +49,11 @@ class FakeBench:
     tried = 0
 
     def prepare(self, task: Task) -> None:
-        """Everything is found by name in the child."""
+        """Everything is found by name in the worker."""
         assert task.key == ("fake", "optimized", CASE, "cold")
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
-        """Return in the detail the how-manieth config of the child this is."""
+        """Return in the detail the how-manieth config of the worker this is."""
         self.tried += 1
         if LOG in os.environ:
             with open(os.environ[LOG], "a") as file:
@@ -112,7 +112,7 @@ def _do(does: str) -> None:
 
 
 class StartsSlowly(FakeBench):
-    """As a child that imports much before it can be asked."""
+    """As a worker that imports much before it can be asked."""
 
     def __init__(self) -> None:
         time.sleep(0.5)

@@ -16,7 +16,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
-from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.tuner import Tuner, tune
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
@@ -142,7 +142,7 @@ def in_step(tuner: FakeTuner) -> Callable[[Config, Evaluation], None]:
     def gated(config: Config) -> Evaluation:
         assert gate.acquire(timeout=10)
         if stopped.is_set():
-            raise ChildCrashedError
+            raise WorkerCrashedError
         return measure(config)
 
     def stop() -> None:

@@ -45,7 +45,7 @@ def hang() -> None:
 
 
 def search() -> None:
-    """Run the process of a GPU, two compilers and a measuring child."""
+    """Run the process of a GPU, two compilers and a GPU worker."""
     with (
         ExitStack() as stack,
         CompilePool(TARGETS["sm_90"], 2) as pool,

@@ -21,7 +21,7 @@ from kerneltune.device import INTERPRETER
 from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
 from kerneltune.records import Record
-from kerneltune.run_options import Options, Quiet, Selection, results_folder
+from kerneltune.run_options import Options, Quiet, Selection, load_plan, results_folder
 from kerneltune.spec import Case, Variant
 from kerneltune.tune.fleet import run_tune
 
@@ -59,7 +59,7 @@ def options(tmp_path: Path) -> Options:
 
 
 def run(selection: Selection, options: Options) -> list[Record]:
-    return run_sweep(OPS, selection, options, Quiet()).records
+    return run_sweep(load_plan(OPS, selection, options), Quiet()).records
 
 
 def written(options: Options) -> list[Path]:
@@ -70,7 +70,7 @@ def written(options: Options) -> list[Path]:
 
 def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Options) -> None:
     progress = Spoken()
-    found = run_sweep(OPS, stream_sweep, options, progress).records
+    found = run_sweep(load_plan(OPS, stream_sweep, options), progress).records
     assert [(r.op, r.variant, r.case, r.status) for r in found] == [
         ("stream", "baseline", "odd", "checked"),
         ("stream", "baseline", "even", "checked"),
@@ -88,7 +88,7 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
 
 
 def test_checks_are_written_where_git_does_not_look_and_nowhere_else(stream_sweep: Selection, options: Options) -> None:
-    swept = run_sweep(OPS, stream_sweep, options, Quiet())
+    swept = run_sweep(load_plan(OPS, stream_sweep, options), Quiet())
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
     path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
     assert swept.files == [path]
@@ -200,7 +200,7 @@ def test_an_interrupted_check_goes_on_where_it_was(
     assert options.results is not None
     left = (options.results / journal).read_text()
     spoken = Spoken()
-    found = run_sweep(OPS, stream_sweep, options, spoken).records
+    found = run_sweep(load_plan(OPS, stream_sweep, options), spoken).records
     assert (spoken.stages[0], spoken.kept[0], spoken.steps[0]) == (("check", 4), 1, "stream even int32 none")
     assert checked[:3] == ["odd", "even", "even"]  # then pairs of further configs
     assert [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
@@ -241,7 +241,7 @@ def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
     stream_sweep: Selection, options: Options, broken: dict[str, Any], reason: str
 ) -> None:
     known = {**OPS, "stream": replace(OPS["stream"], **broken)}
-    found = run_sweep(known, stream_sweep, options, Quiet()).records
+    found = run_sweep(load_plan(known, stream_sweep, options), Quiet()).records
     assert found
     assert {record.status for record in found} == {"failed"}
     assert every(re.search(reason, record.reason) for record in found)
@@ -258,7 +258,7 @@ def test_a_reference_that_all_variants_disagree_with_is_doubted(options: Options
     selection = Selection(str(tmp_path / "norm.yaml"), ops=("rmsnorm_fwd",), cases=("small",), variants=("baseline", "pr593"))
     for disagrees in (["y: 1 of 2 wrong"], []):
         known = {**OPS, "rmsnorm_fwd": replace(OPS["rmsnorm_fwd"], compare=lambda *_, d=disagrees: d)}
-        run_sweep(known, selection, options, Told())
+        run_sweep(load_plan(known, selection, options), Told())
     assert told == ["rmsnorm_fwd: all 2 variants disagree with the reference: is the reference right?"]
 
 
@@ -301,9 +301,9 @@ def test_a_config_that_is_wrong_is_a_failed_record_of_its_own(
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        (lambda s, o: run_tune(OPS, s, o, Quiet()), "tune needs a GPU: in the interpreter nothing can be timed"),
+        (lambda s, o: run_tune(load_plan(OPS, s, o), Quiet()), "tune needs a GPU: in the interpreter nothing can be timed"),
         (
-            lambda s, o: measure_live(OPS, s, o, Quiet(), "compare --run"),
+            lambda s, o: measure_live(load_plan(OPS, s, o), Quiet(), "compare --run"),
             "compare --run needs a GPU: in the interpreter nothing can be timed",
         ),
     ],
@@ -333,7 +333,7 @@ def test_names_that_do_not_exist_are_one_line_and_nothing_runs(
 ) -> None:
     progress = Spoken()
     with pytest.raises(ValueError) as caught:
-        run_sweep(OPS, replace(stream_sweep, **change), options, progress)
+        run_sweep(load_plan(OPS, replace(stream_sweep, **change), options), progress)
     assert str(caught.value).startswith(text)
     assert "\n" not in str(caught.value)
     assert progress.stages == []

@@ -18,10 +18,10 @@ from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.measuring import compare
 from kerneltune.measuring.compare import CEILING
 from kerneltune.records import Record
-from kerneltune.run_options import Options, Quiet, Selection, finished_rows, journalled
+from kerneltune.run_options import Options, Quiet, Selection, finished_rows, journalled, load_plan
 from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case
-from kerneltune.tune.gpu_worker import ChildCrashedError, GpuBench, GpuWorker, compare_in_child
+from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, WorkerCrashedError, compare_in_worker
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -76,13 +76,13 @@ def test_a_check_that_takes_its_process_along_costs_only_its_row(
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(STREAM)
     monkeypatch.setattr(campaign, "GpuWorker", partial(GpuWorker, FakeCheck))
-    rows = run_sweep(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True), Quiet()).records
+    rows = run_sweep(load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True)), Quiet()).records
     assert {(row.case, row.config["block"]) for row in rows if row.config} >= {("odd", 1024), ("even", 1024)}
     assert {row.config["block"] for row in rows if row.config} >= {512, 1024, 4096}
     for row in rows:
         assert row.config is not None
         fate = {
-            512: ("failed", "crashed: the measuring process died: exit code -6"),
+            512: ("failed", "crashed: the GPU worker died: exit code -6"),
             4096: ("failed", "dst: 1 of 2 words wrong"),
         }.get(row.config["block"], ("checked", ""))
         assert (row.status, row.reason) == fate, row.config
@@ -98,7 +98,7 @@ def measured_row(task: Task, reason: str = "x") -> Record:
 @pytest.mark.parametrize(
     ("does", "reason"),
     [
-        ("abort", "crashed: the measuring process died: exit code -6"),
+        ("abort", "crashed: the GPU worker died: exit code -6"),
         ("hang", "crashed: took longer than 2 s"),
         ("fault", "crashed: RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
@@ -106,24 +106,24 @@ def measured_row(task: Task, reason: str = "x") -> Record:
 def test_a_launch_that_takes_the_measuring_process_along_costs_only_its_row(
     does: str, reason: str, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new child measures the other variants, and it stays for the cases that follow."""
+    """A new process measures the other variants, and it stays for the cases that follow."""
     monkeypatch.setenv(bench_jobs.DOES, does)
-    children: list[GpuWorker] = []
+    workers: list[GpuWorker] = []
 
     def started(**_: object) -> GpuWorker:
-        children.append(GpuWorker(FakeCompare))
-        children[0].variant_timeout_s = 2.0 if does == "hang" else 20.0
-        return children[0]
+        workers.append(GpuWorker(FakeCompare))
+        workers[0].variant_timeout_s = 2.0 if does == "hang" else 20.0
+        return workers[0]
 
     monkeypatch.setattr(campaign, "GpuWorker", started)
     (tmp_path / "norm.yaml").write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\n")
     selection = Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",), variants=("baseline", "pr593", "optimized"))
-    found = measure_live(OPS, selection, options, Quiet(), "test")
+    found = measure_live(load_plan(OPS, selection, options), Quiet(), "test")
     outcomes = {(r.case, r.variant): (r.status, r.reason) for r in found}
     assert outcomes["big", "pr593"] == ("failed", reason)
     assert {key: outcome for key, outcome in outcomes.items() if outcome[0] == "failed"} == {("big", "pr593"): ("failed", reason)}
     assert len(outcomes) == 6
-    assert children[0].started == 2
+    assert workers[0].started == 2
 
 
 @pytest.mark.usefixtures("an_h200")
@@ -138,13 +138,13 @@ def test_a_crash_of_what_cases_share_costs_the_case_or_the_ceiling_s_column(
         def compare(self, runs: Any, ceiling: Any, untimed: Any) -> Any:
             self.asked.append(ceiling is not None)
             if ceiling is not None:
-                raise ChildCrashedError("took longer than 300 s", launched)
+                raise WorkerCrashedError("took longer than 300 s", launched)
             return {task.variant.name: np.linspace(9.9, 10.1, 15) for task, _ in runs}, {}
 
     stream = OPS["stream"]
     beside = Task(stream, Case("c", (("read", 64), ("write", 64)), "int32"), stream.variants[0])
     bench = Crashes()
-    found = compare_in_child(bench, "f", RUNS, (beside, beside.default))
+    found = compare_in_worker(bench, "f", RUNS, (beside, beside.default))
     assert [(record.status, record.ceiling_gbps) for record in found] == [(status, None) for status in statuses]
     assert bench.asked == ([True, False] if launched else [True])
 
@@ -156,10 +156,10 @@ def test_one_variant_alone_is_measured_twice(tmp_path: Path, options: Options, m
 
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
-    monkeypatch.setattr(campaign, "compare_in_child", compared)
+    monkeypatch.setattr(campaign, "compare_in_worker", compared)
     selection = Selection(str(path), ("rmsnorm_bwd",))
     for a, b in (("pr593", "pr593"), ("baseline", "optimized")):
-        found = measure_live(OPS, replace(selection, variants=(a, b)), options, Quiet(), "test")
+        found = measure_live(load_plan(OPS, replace(selection, variants=(a, b)), options), Quiet(), "test")
         assert [(record.case, record.variant) for record in found] == [("big", a), ("big", b)]
 
 
@@ -177,10 +177,10 @@ def test_quick_sweep_shows_a_first_table_before_peers_that_compile(
         happened.append((first.op.name, first.case.name, *(task.variant.name for task, _ in runs)))
         return [measured_row(task, f"{len(happened)}") for task, _ in runs]
 
-    monkeypatch.setattr(campaign, "compare_in_child", compared)
+    monkeypatch.setattr(campaign, "compare_in_worker", compared)
     shown: list[int] = []
     quick = replace(options, quick=True)
-    swept = run_sweep(OPS, Selection(str(path)), quick, Quiet(), lambda rows: shown.append(len(rows) + len(happened)))
+    swept = run_sweep(load_plan(OPS, Selection(str(path)), quick), Quiet(), lambda rows: shown.append(len(rows) + len(happened)))
     own = ("baseline", "pr593", "optimized")
     assert [step[:5] for step in happened] == 2 * [("rmsnorm_bwd", name, *own) for name in ("big", "other")]
     fast, whole = ({*step[2:]} for step in (happened[0], happened[2]))
@@ -211,18 +211,18 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
             happened.append("check")
         return []
 
-    monkeypatch.setattr(campaign, "compare_in_child", compared)
+    monkeypatch.setattr(campaign, "compare_in_worker", compared)
     monkeypatch.setattr(campaign, "check_only", checked)
     selection, given = Selection(str(path), ("rmsnorm_bwd",)), replace(options, tune=False)
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(OPS, selection, given, Quiet(), lambda rows: happened.append(f"table of {len(rows)}"))
+        run_sweep(load_plan(OPS, selection, given), Quiet(), lambda rows: happened.append(f"table of {len(rows)}"))
     assert happened[:2] == ["fast", f"table of {len([v for v in OP.variants if not v.compiles and not v.missing()])}"]
     assert happened[2:] == ["check", "whole"]
     assert options.results is not None
     journal = options.results / "runs" / "nvidia_h200" / "norm.journal.jsonl"
     records.append(journal, [row("baseline")])
     happened.clear()
-    run_sweep(OPS, selection, given, Quiet(), lambda _: happened.append("table"))
+    run_sweep(load_plan(OPS, selection, given), Quiet(), lambda _: happened.append("table"))
     assert happened == ["check", "whole"]
 
 
@@ -312,7 +312,7 @@ def test_what_is_measured_is_compiled_side_by_side_before(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, str]] = []
-    monkeypatch.setattr(campaign, "compare_in_child", lambda *_: told.append(("measured", "")) or [])
+    monkeypatch.setattr(campaign, "compare_in_worker", lambda *_: told.append(("measured", "")) or [])
     monkeypatch.setattr(
         campaign, "compile_ahead", lambda work, *_: told.extend((t.op.name, t.variant.name) for runs in work for t, _ in runs)
     )
@@ -320,13 +320,13 @@ def test_what_is_measured_is_compiled_side_by_side_before(
     cases = 'bench:\n  - {name: "n{N}", M: 64, N: [256, 512, 1024], quant: none}\n'
     path.write_text(f"family: norm\nops: [rmsnorm_fwd]\ndefaults: {{dtype: bfloat16, zero_centered: false}}\n{cases}")
 
-    measure_live(OPS, Selection(str(path)), options, Quiet(), "test")
+    measure_live(load_plan(OPS, Selection(str(path)), options), Quiet(), "test")
     own = [v.name for v in OPS["rmsnorm_fwd"].variants if not v.is_peer]
     ahead = [*[("rmsnorm_fwd", name) for name in own] * 3, *[("stream", OPS["stream"].variants[0].name)] * 3]
     assert told == [*ahead, *[("measured", "")] * 3]
 
     told.clear()
-    measure_live(OPS, Selection(str(path), cases=("n256",)), options, Quiet(), "test")
+    measure_live(load_plan(OPS, Selection(str(path), cases=("n256",)), options), Quiet(), "test")
     assert told == [("measured", "")], "few kernels are compiled where they are launched"
 
 
@@ -349,11 +349,11 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
         known = {"source_hash": task.variant.source_hash, "driver": "580", "config": config_values(config)}
         return [row(task.variant.name, **identity, **known)]
 
-    monkeypatch.setattr(campaign, "compare_in_child", comparing)
+    monkeypatch.setattr(campaign, "compare_in_worker", comparing)
     given = replace(options, tune=False)
     selection = Selection(str(path), cases=("big*",))
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(OPS, selection, given, Quiet())
+        run_sweep(load_plan(OPS, selection, given), Quiet())
     assert options.results is not None
     journal = options.results / "runs" / "nvidia_h200" / "tiny.journal.jsonl"
     table = options.results / "nvidia_h200" / "tiny.csv"
@@ -371,7 +371,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
         def advance(self, text: str) -> None:
             steps.append(text)
 
-    swept = run_sweep(OPS, selection, given, Spoken())
+    swept = run_sweep(load_plan(OPS, selection, given), Spoken())
     assert stages[-1] == ("measure", 2, 1)
     assert steps[-1:] == ["stream bigger int32 none"]
     assert sum("big" in s for s in steps) == 1

@@ -16,7 +16,7 @@ from kerneltune import cache, campaign, records, stale
 from kerneltune.cli import app
 from kerneltune.measuring.compare import make_record
 from kerneltune.records import Record
-from kerneltune.run_options import Options, Quiet, Selection
+from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search.task import Run
 from kerneltune.tune.fleet import run_tune
 
@@ -40,7 +40,7 @@ measured: list[str] = []
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     measured.clear()
     monkeypatch.setattr(campaign, "GpuWorker", Bench)
-    monkeypatch.setattr(campaign, "compare_in_child", compared)
+    monkeypatch.setattr(campaign, "compare_in_worker", compared)
     with made_up_gpu.stands_in(monkeypatch):
         yield
 
@@ -63,7 +63,7 @@ def selection(tmp_path: Path) -> Selection:
 def options(tmp_path: Path, selection: Selection) -> Options:
     """Return folders with a config and a record of each case, all of other code; the config of `last` is a slow one."""
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs")
-    entries = run_tune(OPS, selection, options, Quiet()).entries
+    entries = run_tune(load_plan(OPS, selection, options), Quiet()).entries
     assert len(entries) == 3
     old = [replace(entry, evidence=entry.evidence | {"source_hash": "old"}) for entry in entries]
     old = [replace(entry, config=SLOW) if entry.axes[0][1] == 2097152 else entry for entry in old]
@@ -71,12 +71,16 @@ def options(tmp_path: Path, selection: Selection) -> Options:
         cache.store("stream", GPU, entry, options.configs)
     (tmp_path / "results" / GPU).mkdir(parents=True)
     (tmp_path / "results" / GPU / "tiny.jsonl").touch()
-    before = stale.find(OPS, selection, options, GPU)
-    campaign.measure_again(OPS, [(before.families[0].plan, before.families[0].plan.bench)], selection, options, Quiet(), 1e300)
+    before = find(selection, options)
+    campaign.measure_again([(before.families[0].plan, before.families[0].plan.cases())], Quiet(), 1e300)
     rows = [msgspec.structs.replace(row, source_hash="old") for row in recorded(options)]
     records.merge(tmp_path / "results" / GPU / "tiny.jsonl", rows)
     measured.clear()
     return options
+
+
+def find(selection: Selection, options: Options, gpu: str = GPU) -> stale.Stale:
+    return stale.find(stale.plans_of(OPS, selection, options), gpu)
 
 
 def recorded(options: Options) -> list[Record]:
@@ -92,21 +96,22 @@ def stored(options: Options) -> dict[int, cache.CacheEntry]:
 
 
 def test_stale_configs_and_records_are_found_with_headlines_first(selection: Selection, options: Options) -> None:
-    found = stale.find(OPS, selection, options, GPU)
+    found = find(selection, options)
     assert [entry.axes[0][1] for _, entry in found.configs] == [1048576, 524288, 2097152]
     assert found.known == {"stream": 3}
     assert [entry.case.name for entry in found.families[0].stale] == ["first", "other", "last"]
     assert (found.families[0].cases, found.cases, found.families[0].orphans) == (3, 3, 0)
-    one = stale.find(OPS, replace(selection, cases=("other",)), options, GPU)
+    one = find(replace(selection, cases=("other",)), options)
     assert [entry.case.name for entry in one.families[0].stale] == ["other"]
     assert [entry.axes[0][1] for _, entry in one.configs] == [524288]
-    assert stale.find(OPS, selection, options, "nvidia_h100") == stale.Stale("nvidia_h100", {}, (), ())
+    other = find(selection, options, "nvidia_h100")
+    assert (other.gpu, other.known, other.configs, other.families) == ("nvidia_h100", {}, (), ())
 
 
 def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Selection, options: Options) -> None:
     before = stored(options)
-    found = stale.find(OPS, selection, options, GPU)
-    done = stale.refresh(OPS, found, selection, options, Quiet())
+    found = find(selection, options)
+    done = stale.refresh(found, Quiet())
     assert [one.status for one in done.renewals] == ["good", "good", "slower"]
     assert measured == ["first", "other", "last"]
     assert (done.left.configs, done.left.cases) == ((), 0)
@@ -115,13 +120,13 @@ def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Se
     default = OPS["stream"].variants[0].default_config(now[2097152].as_case)
     assert now[2097152].config == {"block": default.block, "warps": default.warps, "ctas": default.ctas} != SLOW
     assert {row.source_hash for row in recorded(options)} == {OPS["stream"].variants[0].source_hash}
-    again = stale.refresh(OPS, done.left, selection, options, Quiet())
+    again = stale.refresh(done.left, Quiet())
     assert (again.renewals, again.measured, measured) == ((), (), ["first", "other", "last"])
 
 
 def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selection, options: Options) -> None:
     before, rows = stored(options), recorded(options)
-    done = stale.refresh(OPS, stale.find(OPS, selection, options, GPU), selection, replace(options, budget_s=0.0), Quiet())
+    done = stale.refresh(find(selection, replace(options, budget_s=0.0)), Quiet())
     assert done.renewals == ()
     assert (len(done.left.configs), done.left.cases, measured) == (3, 3, [])
     assert (stored(options), recorded(options)) == (before, rows)
@@ -133,7 +138,7 @@ def test_cases_with_records_are_measured_before_cases_without(selection: Selecti
     kept = [row for row in recorded(options) if row.case != "other"]
     path.unlink()
     records.append(path, kept)
-    stale.refresh(OPS, stale.find(OPS, selection, options, GPU), selection, options, Quiet())
+    stale.refresh(find(selection, options), Quiet())
     assert measured == ["first", "last", "other"]
 
 
@@ -146,20 +151,20 @@ def test_interrupted_refresh_keeps_the_cases_it_measured(
         return compared(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(campaign, "compare_in_child", second_interrupts)
+        patch.setattr(campaign, "compare_in_worker", second_interrupts)
         with pytest.raises(KeyboardInterrupt):
-            stale.refresh(OPS, stale.find(OPS, selection, options, GPU), selection, options, Quiet())
-    left = stale.find(OPS, selection, options, GPU)
+            stale.refresh(find(selection, options), Quiet())
+    left = find(selection, options)
     assert (left.configs, [entry.case.name for entry in left.families[0].stale]) == ((), ["other", "last"])
-    stale.refresh(OPS, left, selection, options, Quiet())
+    stale.refresh(left, Quiet())
     assert measured == ["first", "other", "last"]
 
 
 def test_case_whose_config_is_another_now_is_stale(selection: Selection, options: Options) -> None:
-    done = stale.refresh(OPS, stale.find(OPS, selection, options, GPU), selection, options, Quiet())
+    done = stale.refresh(find(selection, options), Quiet())
     assert done.left.cases == 0
     cache.store("stream", GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
-    (family,) = stale.find(OPS, selection, options, GPU).families
+    (family,) = find(selection, options).families
     assert [entry.case.name for entry in family.stale] == ["first"]
 
 

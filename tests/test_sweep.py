@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kerneltune import sweep
-from kerneltune.run_options import Selection, headline
+from kerneltune.run_options import Plan, Selection
 from kerneltune.spec import Op, Option, Traffic, Variant
 
 REPO = Path(__file__).parent.parent
@@ -336,14 +336,14 @@ def test_headline_of_a_file_is_what_a_quick_sweep_measures(tmp_path: Path) -> No
         f"  - {{name: {name}-{size}, M: {size}, N: {n}}}\n" for name, n in (("a", 64), ("b", 96)) for size in range(1, 13)
     )
     plain = read(tmp_path, HEAD + bench)
-    across = [entry.case.name for entry in headline(plain, Selection("f", ops=("rmsnorm_bwd",)))]
+    across = [entry.case.name for entry in Plan(OPS, plain, Selection("f", ops=("rmsnorm_bwd",))).headline()]
     assert across == [f"{name}-{size}" for name, size in zip("aaaaabbbbb", (1, 3, 5, 8, 10) * 2, strict=True)]
     named = read(tmp_path, f"{HEAD}{bench}headline: {{op: rmsnorm_fwd, case: b-1*, quant: fp8_t}}\n")
-    found = headline(named, Selection("f"))
+    found = Plan(OPS, named, Selection("f")).headline()
     assert [(entry.op, entry.case.name, entry.case.quant) for entry in found] == [
         ("rmsnorm_fwd", f"b-{size}", "fp8_t") for size in (1, 10, 11, 12)
     ]
-    assert len(headline(named, Selection("f", ops=("rmsnorm_bwd",)))) == 10
+    assert len(Plan(OPS, named, Selection("f", ops=("rmsnorm_bwd",))).headline()) == 10
 
 
 def test_the_rmsnorm_sweep() -> None:

@@ -35,7 +35,7 @@ from kerneltune.adopt.replay import make_launch
 from kerneltune.adopt.sharing import Timing, TunedClass, groups_of, portfolio_of
 from kerneltune.adopt.table import ServingTable, TableKernel, path_of, write_table
 from kerneltune.files import replace_text
-from kerneltune.run_options import Options, Progress, Selection
+from kerneltune.run_options import Options, Plan, Progress, Selection
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Task, store_path
 from kerneltune.search.trials import TrialStore
@@ -43,8 +43,8 @@ from kerneltune.spec import Case, Op
 from kerneltune.stats import Samples
 from kerneltune.table import counted
 from kerneltune.tune.candidates import cached, present
-from kerneltune.tune.gpu_worker import ChildCrashedError, GpuWorker
-from kerneltune.tune.tune_run import TunePlan, tune_here
+from kerneltune.tune.fleet import run_tune
+from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 
 FAMILY = "captured"
 _MOST_CONFIGS = 4
@@ -166,9 +166,10 @@ def tune_capture(
     replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
     try:
         for policy in dict.fromkeys(map(policy_of, chosen)):
-            entries = [_entry(by_name, one) for one in chosen if policy_of(one) == policy]
+            entries = tuple(_entry(by_name, one) for one in chosen if policy_of(one) == policy)
+            cases = sweep.Sweep(FAMILY, root / SWEEP, (), entries, {})
             selection = Selection(FAMILY, variants=(TUNED,))
-            tune_here(TunePlan(by_name, entries, selection, replace(options, policy=policy)), limited)
+            run_tune(Plan(by_name, cases, selection, replace(options, policy=policy)), limited)
     except _OutOfTimeError:
         progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
     cache.clear()
@@ -187,19 +188,19 @@ def probe_blocks(root: Path, launches: Sequence[LaunchClass]) -> bool:
     """
     blocks, is_new = read_blocks(root), False
     by_name = {op.name: op for op in operators(str(root))}
-    with GpuWorker() as bench:
+    with GpuWorker() as worker:
         for launch in launches if any(launch.is_plain for launch in launches) else ():
             op, known = by_name[operator_name(launch)], blocks.setdefault(launch.digest, {})
             task = Task(op, case_of(launch, op.axes), tuned_variant(op), policy_of(launch))
             for name in launch.candidates[0].config["kwargs"] if launch.is_plain else ():
                 if name not in known:
-                    known[name], is_new = _coupling(bench, task, launch, name), True
+                    known[name], is_new = _coupling(worker, task, launch, name), True
     if is_new:
         write_blocks(root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
     return is_new
 
 
-def _coupling(bench: GpuWorker, task: Task, launch: LaunchClass, name: str) -> str:
+def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> str:
     """Return why a block may not change; empty if launches with other values leave the same results."""
     program, kind, passed = launch.candidates[0].config, task.variant.config, False
     assert kind is not None
@@ -209,8 +210,8 @@ def _coupling(bench: GpuWorker, task: Task, launch: LaunchClass, name: str) -> s
         if config is None:
             continue
         try:
-            found = bench.check(task, knobs_of_config(config, kind, launch.candidates))
-        except ChildCrashedError as error:
+            found = worker.check(task, knobs_of_config(config, kind, launch.candidates))
+        except WorkerCrashedError as error:
             return f"{name}={size}: {error}"
         if found.status != "ok" and not any(failure in found.detail for failure in LAUNCH_FAILURES):
             return f"{name}={size}: {found.detail}"
@@ -295,12 +296,12 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
 def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> ServingTable:
     """Return the table of the tuned classes."""
     kernels = []
-    with GpuWorker() as bench:
+    with GpuWorker() as worker:
         by_kernel: dict[str, list[TunedClass]] = {}
         for one in tuned:
             by_kernel.setdefault(operator_name(one.launch), []).append(one)
         for name, classes in by_kernel.items():
-            timing = _timing(bench, by_name[name], {one.case: policy_of(one.launch) for one in classes})
+            timing = _timing(worker, by_name[name], {one.case: policy_of(one.launch) for one in classes})
             groups = tuple(groups_of(classes, timing, _MOST_CONFIGS))
             launch = classes[0].launch
             kernels.append(
@@ -322,13 +323,13 @@ def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> ServingTab
     return ServingTable(here.slug, versions, tuple(kernels))
 
 
-def _timing(bench: GpuWorker, op: Op, policies: Mapping[Case, str]) -> Timing:
-    """Return a function that times configs of an operator side by side; it returns None if the child crashed."""
+def _timing(worker: GpuWorker, op: Op, policies: Mapping[Case, str]) -> Timing:
+    """Return a function that times configs of an operator side by side; it returns None if the worker crashed."""
 
     def samples(case: Case, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
         try:
-            return bench.time_interleaved(Task(op, case, tuned_variant(op), policies[case]), configs)
-        except ChildCrashedError:
+            return worker.time_interleaved(Task(op, case, tuned_variant(op), policies[case]), configs)
+        except WorkerCrashedError:
             return None
 
     return samples

@@ -115,13 +115,14 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | 
     sweep.find(wanted.family)
     known = o.load_ops()
     from kerneltune.campaign import measure_live
+    from kerneltune.run_options import load_plan
 
     for name in (a, b):  # a pattern may match several variants
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or known for v in known[op].variants))
     selection = o.make_selection(known, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
+    plan = load_plan(known, replace(selection, variants=(a, b)), o.make_options(policy, results=results))
     with reporter() as progress:
-        options = o.make_options(policy, results=results)
-        measured = measure_live(known, replace(selection, variants=(a, b)), options, progress, "compare --run")
+        measured = measure_live(plan, progress, "compare --run")
     if a == b:
         return measured[::2], measured[1::2]
     return [record for record in measured if record.variant == a], [record for record in measured if record.variant == b]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kerneltune.records import Record
-    from kerneltune.run_options import Selection
+    from kerneltune.run_options import Options, Plan, Selection
     from kerneltune.spec import Op
     from kerneltune.stale import Stale
 
@@ -61,88 +61,92 @@ def command(
 
     Exit code 1 if one of our own variants fails, or a stale config no longer runs.
     """
+    asked, folder = family, o.capture_of(family)
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials)
-        _refresh(family, wanted, max_cases, policy, peers, budget, check_only, configs, results, workers)
-        return
-    if not family:
-        from kerneltune.cli import without_family
-
-        raise ValueError(without_family("sweep"))
-    asked = family
-    if folder := o.capture_of(family):
-        o.use_capture(folder)
-        configs, results = configs or Path(folder, "configs"), results or Path(folder, "results")
-        family = str(Path(folder, "sweep.yaml"))
-    results = o.results_root(results, family)
-    o.require_writable(results)
-    _start_server()
-    known = o.load_ops()
-    _require_writable(configs, results, check_only, tune and not quick)
-    from kerneltune.campaign import run_sweep
-    from kerneltune.reporting.tables import check_table, sweep_table
-
+        if folder:
+            raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --stale` takes a capture")
+        known = o.load_ops()
+    else:
+        if folder:
+            o.use_capture(folder)
+            configs, results = configs or Path(folder, "configs"), results or Path(folder, "results")
+            family = str(Path(folder, "sweep.yaml"))
+        results = _results_of(family, results)
+        known = o.load_ops()
+        _require_writable(configs, results, check_only, tune and not quick)
     selection = o.make_selection(known, family, wanted, max_cases)
-    if mutate:
-        _show_mutations(known, selection, check_only)
-        return
     options = o.make_options(
         policy, tune=tune, quick=quick, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
+    from kerneltune.run_options import load_plan
+
+    if stale:
+        _refresh(known, selection, options)
+    elif mutate:
+        _show_mutations(load_plan(known, selection, options))
+    else:
+        _run(load_plan(known, selection, options), asked, folder)
+
+
+def _results_of(family: str, results: Path | None) -> Path:
+    """Return the folder of a family's records, which can be written, and begin to start the server of processes."""
+    if not family:
+        from kerneltune.cli import without_family
+
+        raise ValueError(without_family("sweep"))
+    results = o.results_root(results, family)
+    o.require_writable(results)
+    from kerneltune import device
+    from kerneltune.processes import start_server
+
+    if device.may_have_gpu():
+        start_server()  # its imports take as long as the imports of this process
+    return results
+
+
+def _run(plan: "Plan", asked: str, capture: str) -> None:
+    """Run the stages of a sweep that was asked for by a family or by the folder of a capture; show what was found."""
+    from kerneltune.campaign import run_sweep
+    from kerneltune.reporting.tables import check_table, sweep_table
+
     with reporter() as progress:
-        swept = run_sweep(known, selection, options, progress, _show_first)
+        swept = run_sweep(plan, progress, _show_first)
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
-    if folder and not timed:
-        _show_unchecked(family, selection, swept.records)
-    if not timed and not check_only:
-        _show_recorded(family, asked, results)
+    if capture and not timed:
+        _show_unchecked(plan, swept.records)
+    if not timed and not plan.options.check_only:
+        _show_recorded(plan, asked)
     for line in swept.remark.splitlines():
         show_wrapped(line)
     for path in swept.files:
         note(f"wrote {path}")
-    end_if_failed(r for r in swept.records if not known[r.op].variant(r.variant).is_peer)
+    end_if_failed(r for r in swept.records if not plan.ops[r.op].variant(r.variant).is_peer)
 
 
-def _refresh(
-    family: str,
-    wanted: "Selection",
-    max_cases: int | None,
-    policy: str,
-    peers: bool,
-    budget: float | None,
-    check_only: bool,
-    configs: Path | None,
-    results: Path | None,
-    workers: int | None,
-) -> None:
+def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Options") -> None:
     """List the stale configs and records, and on a GPU measure them again."""
-    if family and o.capture_of(family):
-        raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --stale` takes a capture")
-    known = o.load_ops()
     from kerneltune import device, stale
 
     here = device.current()
-    works = here.is_gpu and not check_only
-    gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in o.config_files(configs)})
+    works = here.is_gpu and not options.check_only
+    gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in o.config_files(options.configs)})
     if works:
-        o.require_writable(o.configs_root(configs))
-        _require_writable(configs, o.results_root(results), check_only=False, tune=False)
-    selection = o.make_selection(known, family, wanted, max_cases)
-    options = o.make_options(
-        policy, peers=peers, budget_s=budget, check_only=check_only, configs=configs, results=results, workers=workers
-    )
-    found = [stale.find(known, selection, options, gpu) for gpu in gpus]
+        o.require_writable(o.configs_root(options.configs))
+        _require_writable(options.configs, o.results_root(options.results), check_only=False, tune=False)
+    plans = stale.plans_of(known, selection, options)
+    found = [stale.find(plans, gpu) for gpu in gpus]
     if (table := _stale_table(found)).rows:
         show(table.text(width()))
-    for family_ in (family_ for one in found for family_ in one.families if family_.orphans):
-        note(f"{family_.plan.family}: {counted(family_.orphans, 'record')} of no case of {family_.plan.path}")
+    for family in (family for one in found for family in one.families if family.orphans):
+        note(f"{family.plan.family}: {counted(family.orphans, 'record')} of no case of {family.plan.sweep.path}")
     if not works:
         return
     (one,) = found
     with reporter() as progress:
-        done = stale.refresh(known, one, selection, options, progress)
+        done = stale.refresh(one, progress)
     counts = Counter(one.status for one in done.renewals)
     show_wrapped(
         f"configs: {counts['good']} as good as their default, {counts['slower']} slower, which the default "
@@ -174,13 +178,13 @@ def _stale_table(found: "Sequence[Stale]") -> Table:
     return Table((*columns, Column("stale", digits=0), Column("known", digits=0), Column("about min", digits=1)), tuple(rows))
 
 
-def _show_mutations(known: "Mapping[str, Op]", selection: "Selection", check_only: bool) -> None:
+def _show_mutations(plan: "Plan") -> None:
     """List the mutations that each `compare` refused and accepted; exit with 1 where it accepts a gross mistake."""
     from kerneltune.campaign import mutate_outputs
 
-    if not check_only:
+    if not plan.options.check_only:
         raise ValueError("mutate: True: expected only with --check-only")
-    reports = mutate_outputs(known, selection)
+    reports = mutate_outputs(plan)
     for report in reports:
         show_wrapped(report.line)
     wrong = [report for report in reports if report.is_gross]
@@ -190,15 +194,6 @@ def _show_mutations(known: "Mapping[str, Op]", selection: "Selection", check_onl
         )
         raise typer.Exit(1)
     show_wrapped(f"compare checks all {counted(len(reports), 'output')}")
-
-
-def _start_server() -> None:
-    """Start the measuring child if there may be a GPU, because its imports take as long as the imports of this process."""
-    from kerneltune import device
-    from kerneltune.processes import start_server
-
-    if device.may_have_gpu():
-        start_server()
 
 
 def _show_first(records: "Sequence[Record]") -> None:
@@ -211,11 +206,9 @@ _SHOWN = 5
 """Launches that are named."""
 
 
-def _show_unchecked(family: str, selection: "Selection", checked: "Sequence[Record]") -> None:
+def _show_unchecked(plan: "Plan", checked: "Sequence[Record]") -> None:
     """Name the launches of a capture whose values were not checked."""
-    from kerneltune.sweep import load
-
-    launches = [entry.case for entry in load(Path(family), o.load_ops()).bench if selection.takes(entry)]
+    launches = [entry.case for entry in plan.cases()]
     done = {record.case for record in checked}
     left = [case for case in launches if case.name not in done]
     if left:
@@ -227,13 +220,13 @@ def _show_unchecked(family: str, selection: "Selection", checked: "Sequence[Reco
         )
 
 
-def _show_recorded(family: str, asked: str, results: Path) -> None:
+def _show_recorded(plan: "Plan", asked: str) -> None:
     """Show the recorded GPU times of the family, and the steps that `kerneltune sweep ASKED` would add on a GPU."""
     from kerneltune.records import load
     from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, side
-    from kerneltune.sweep import family_name, recorded_root
+    from kerneltune.sweep import recorded_root
 
-    files = sorted(recorded_root(None, family).glob(f"*/{family_name(family)}.jsonl"))
+    files = sorted(recorded_root(None, str(plan.sweep.path)).glob(f"*/{plan.family}.jsonl"))
     recorded = [r for path in files for r in load(path) if r.policy == "cold"]
     for name, others in (
         ("baseline", side([r for r in recorded if r.role != "peer"], "baseline")),
@@ -246,7 +239,7 @@ def _show_recorded(family: str, asked: str, results: Path) -> None:
                 show_wrapped(line)
     show_wrapped(
         f"On a GPU, `kerneltune sweep {asked}` also tunes what lacks a config, times all variants and peers, and writes "
-        f"records and tables to {results}."
+        f"records and tables to {plan.options.results}."
     )
 
 

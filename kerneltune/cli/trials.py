@@ -13,11 +13,10 @@ from kerneltune.rounding import cdiv
 from kerneltune.table import Column, Row, Table, counted, pairs
 
 if TYPE_CHECKING:
-    from kerneltune.run_options import Selection
+    from kerneltune.run_options import Plan, Selection
     from kerneltune.search.insight import Portfolio
     from kerneltune.search.task import Evaluation
     from kerneltune.search.trials import Searches
-    from kerneltune.spec import Op
 
 _DEAD = 4
 """Values of knobs that a short answer names."""
@@ -37,10 +36,11 @@ def command(
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
     known = o.load_ops()
     from kerneltune import device
+    from kerneltune.run_options import load_plan
 
     selection = o.make_selection(known, family, replace(wanted, variants=(variant,)))
     folder = o.results_root(results, family) / "runs" / "trials" / (gpu or device.current().slug)
-    found = searches_of(known, selection, policy, folder)
+    found = searches_of(load_plan(known, selection, o.make_options(policy)), folder)
     if not found:
         show_wrapped(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
         return
@@ -49,16 +49,12 @@ def command(
         show("")
 
 
-def searches_of(known: "Mapping[str, Op]", selection: "Selection", policy: str, folder: Path) -> "dict[str, Searches]":
-    """Return title -> the stored trials of an operator's variant on the selected bench cases.
-
-    folder: of the trial stores.
-    """
-    from kerneltune.run_options import load_plan
+def searches_of(plan: "Plan", folder: Path) -> "dict[str, Searches]":
+    """Return title -> the trials of an operator's variant on the selected bench cases, from the stores of a folder."""
     from kerneltune.search.trials import searches_below
 
-    cases = [(known[entry.op], entry.case) for entry in load_plan(known, selection).bench if selection.takes(entry)]
-    return searches_below(folder, cases, selection.takes_variant, policy)
+    cases = [(plan.ops[entry.op], entry.case) for entry in plan.cases()]
+    return searches_below(folder, cases, plan.selection.takes_variant, plan.options.policy)
 
 
 def _times(searches: "Searches") -> list[dict[Any, float]]:

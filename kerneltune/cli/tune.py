@@ -108,6 +108,7 @@ def command(
     start_server()  # its imports run beside the imports of this process and take as long
     known = o.load_ops()
     o.require_tunable(configs, results, exhaustive)
+    from kerneltune.run_options import load_plan
     from kerneltune.tune.fleet import run_tune
 
     selection = o.make_selection(known, family, wanted, max_cases)
@@ -117,11 +118,12 @@ def command(
         exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
+    plan = load_plan(known, selection, options)
     with reporter() as progress:
-        tuned = run_tune(known, selection, options, progress)
+        tuned = run_tune(plan, progress)
     if tuned.entries:
         folder = results / "runs" / "trials" / tuned.device_slug
-        for title, searches in searches_of(known, selection, policy, folder).items():
+        for title, searches in searches_of(plan, folder).items():
             show_searches(title, searches)
     _show_outcome(tuned, configs)
     if tuned.failed:

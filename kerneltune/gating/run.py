@@ -13,7 +13,7 @@ from kerneltune.gating.rows import defaults_of
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict, confirm
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Key, Record
-from kerneltune.run_options import Options, Progress, Quiet, Selection, require_gpu
+from kerneltune.run_options import Options, Progress, Quiet, Selection, load_plan, require_gpu
 from kerneltune.spec import Op
 from kerneltune.table import counted
 
@@ -82,7 +82,7 @@ def run_processes(
 
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[Key] | None) -> list[Record]:
     """Measure the rows; runs in the subprocess."""
-    return measure_live(load_ops(), selection, options, Quiet(), _COMMAND, keys)
+    return measure_live(load_plan(load_ops(), selection, options), Quiet(), _COMMAND, keys)
 
 
 def _obstacle(baseline: Sequence[Record]) -> str:

@@ -7,19 +7,18 @@ them, under the same locks. If a process dies over a task, another process perfo
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kerneltune import device
+from kerneltune import cache, device
 from kerneltune.processes import start
-from kerneltune.run_options import Options, Progress, Selection, load_plan, require_gpu, wanted_variants
+from kerneltune.run_options import Options, Plan, Progress, require_gpu
 from kerneltune.search.task import Task, TaskKey
-from kerneltune.spec import Op
 from kerneltune.tune.candidates import widened
 from kerneltune.tune.session import TuningSession, Usage
-from kerneltune.tune.tune_run import TunePlan, TuningResult, TuningSummary, perform, tell, tune_here
+from kerneltune.tune.tune_run import Performed, TuningResult, TuningSummary, missing, perform, tell, tune_here
 
 ATTEMPTS = 3
 """Number of processes that may die over a task, and of times that the process of a GPU is started."""
@@ -92,7 +91,7 @@ class Fleet:
         self._deaths: Counter[int] = Counter()
         self._attempts: Counter[TaskKey] = Counter()
         self._reason = ""
-        self.finished: list[tuple[Task, TuningResult]] = []
+        self.finished: list[Performed] = []
 
     def run(self, tasks: Sequence[Task]) -> Usage:
         """Perform tasks, each on one GPU."""
@@ -170,25 +169,29 @@ class Fleet:
             one.stop()
 
 
-def run_tune(ops: Mapping[str, Op], selection: Selection, options: Options, progress: Progress) -> TuningSummary:
+def run_tune(plan: Plan, progress: Progress) -> TuningSummary:
     """Search the selected bench cases, or measure their whole spaces."""
-    loaded = load_plan(ops, selection)
-    plan = TunePlan(ops, [entry for entry in loaded.bench if selection.takes(entry)], selection, options)
-    for name in dict.fromkeys(entry.op for entry in plan.entries if options.knobs):
-        for variant in wanted_variants(ops[name], selection, options):
+    for op in dict.fromkeys(entry.op for entry in plan.cases() if plan.options.knobs):
+        for variant in plan.variants(op):
             if variant.config is not None:
-                widened(variant, options.knobs)
-    gpus = visible_gpus(options.gpus) if options.gpus else []
+                widened(variant, plan.options.knobs)  # raises for an unknown knob
+    gpus = visible_gpus(plan.options.gpus) if plan.options.gpus else []
     require_gpu("tune")
-    if not gpus:
-        return tune_here(plan, progress)
     slug = device.current().slug
-    tasks, kept = plan.missing(slug, progress)
+    tasks, kept = missing(plan, progress)
     if not tasks:
         return TuningSummary(slug, [], kept=kept)
-    with Fleet(gpus, plan.selection.family, options, progress) as fleet:
-        usage = fleet.run(tasks)
-    return plan.summary(fleet.finished, usage, slug, kept, progress)
+    if gpus:
+        with Fleet(gpus, plan.selection.family, plan.options, progress) as fleet:
+            usage = fleet.run(tasks)
+        finished = fleet.finished
+    else:
+        finished, usage = tune_here(plan, tasks, progress)
+    if usage.evaluations:
+        progress.note(usage.text)
+    cache.clear()
+    stored = [done.entry for _, done in finished if done.entry is not None]
+    return TuningSummary(slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
 
 
 def share_of_cores(index: int, count: int) -> frozenset[int] | None:

@@ -1,6 +1,6 @@
-"""Check, time and compare configs on a GPU, in a child process that may crash.
+"""Check, time and compare configs on a GPU, in a process that may crash: the GPU worker.
 
-Of a command's processes only this child launches kernels on a GPU. It decides nothing and stores nothing. May import torch.
+Of a command's processes only the GPU worker launches kernels on a GPU. It decides nothing and stores nothing. May import torch.
 """
 
 import multiprocessing
@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from threading import Lock
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -161,8 +161,8 @@ def open_driver() -> None:
     know_triton()
 
 
-class ChildCrashedError(Exception):
-    """The child process crashed, was killed or stopped. The message says how.
+class WorkerCrashedError(Exception):
+    """The GPU worker crashed, was killed or stopped. The message says how.
 
     Attributes:
         variant: variant that `compare` had launched alone; empty where several variants may be the cause.
@@ -173,19 +173,20 @@ class ChildCrashedError(Exception):
         self.variant = variant
 
 
-class ChildStoppedError(ChildCrashedError):
-    """The child process was ended by this process or by a signal from outside."""
+class WorkerStoppedError(WorkerCrashedError):
+    """The GPU worker was ended by this process or by a signal from outside."""
 
 
 class GpuWorker:
-    """A `GpuBench` in a child process. Use as a context manager.
+    """A process that holds a `GpuBench`. Use as a context manager.
 
-    A config that hangs, faults or crashes the child has a trial of status `crashed`. The next request starts a child with a clean
-    context, which makes inputs and reference again. One thread sends requests. Another thread may call `stop`, or leave the
-    context. A request raises ChildCrashedError if the child crashes over it, or if the worker is stopped.
+    A config that hangs, faults or crashes the process has a trial of status `crashed`. The next request starts a process with a
+    clean context, which makes inputs and reference again. One thread sends requests. Another thread may call `stop`, or leave the
+    context. A request raises WorkerCrashedError if the process crashes over it, or if the worker is stopped.
 
     Attributes:
-        started: number of children so far.
+        process: the present process; None before the first request and after a crash.
+        started: number of processes so far.
     """
 
     def __init__(
@@ -194,10 +195,10 @@ class GpuWorker:
         cores: frozenset[int] | None = None,
         trial_timeout_s: float = TRIAL_TIMEOUT_S,
     ) -> None:
-        """Start no child yet. The importable function `make` makes the bench; `cores` are the child's, None for all."""
+        """Start no process yet. The importable function `make` makes the bench; `cores` are the process's, None for all."""
         self._make, self._cores = make, cores
         self.trial_timeout_s, self.variant_timeout_s = trial_timeout_s, VARIANT_TIMEOUT_S
-        self.child: multiprocessing.process.BaseProcess | None = None
+        self.process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
         self._holds_tensors = False
         self._lock = Lock()
@@ -213,70 +214,63 @@ class GpuWorker:
         self.stop()
 
     def stop(self) -> None:
-        """End the child, even while another thread waits for its answer; no request starts another child."""
+        """End the process, even while another thread waits for its answer; no request starts another process."""
         self._closed = True
-        self._end_child(asked_here=False)
+        self._end(asked_here=False)
 
     def end(self) -> None:
-        """End the child and free its memory; the next request starts another child."""
-        self._end_child()
+        """End the process and free its memory; the next request starts another process."""
+        self._end()
 
     def busy_since(self, moment: float) -> float:
-        """Return the seconds since a moment (time.monotonic) that the children spent on requests; starting does not count."""
+        """Return the seconds since a moment (time.monotonic) that were spent on requests; starting does not count."""
         return sum(ended - max(began, moment) for began, ended in self._busy if ended > moment)
 
     def begin(self) -> None:
-        """Start a child, which opens the GPU while this process does other work."""
-        if self.child is None:
-            self._start()
+        """Start a process, which opens the GPU while this process does other work."""
+        if self.process is None:
+            with self._lock:
+                self._refuse_if_closed()
+                self.process, self._pipe = start(_serve, self._make, self._cores, is_daemon=True)
+            self.started += 1
 
     def prepare(self, task: Task) -> None:
-        """Let the child make inputs and reference of a task."""
+        """Make inputs and reference of a task."""
         self._ask("prepare", FINAL_TIMEOUT_S, task)
 
     def check(self, task: Task, config: Config) -> Evaluation:
-        """Ask the bench in the child."""
-        checked: Evaluation = self._ask("check", self.trial_timeout_s, task, config)
-        return checked
+        """Ask the bench."""
+        return cast(Evaluation, self._ask("check", self.trial_timeout_s, task, config))
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Ask the bench in the child; the trial is `crashed` if the child crashes and no signal from outside ended it."""
+        """Ask the bench; the trial is `crashed` if the process crashes and no signal from outside ended it."""
         self.prepare(task)
         try:
-            trial: Evaluation = self._ask("trial", self.trial_timeout_s, task, config, best_us, samples)
-            return trial
-        except ChildStoppedError:
+            return cast(Evaluation, self._ask("trial", self.trial_timeout_s, task, config, best_us, samples))
+        except WorkerStoppedError:
             raise
-        except ChildCrashedError as error:
+        except WorkerCrashedError as error:
             return Evaluation("crashed", detail=str(error))
 
     def time_interleaved(self, task: Task, configs: Sequence[Config]) -> Sequence[Samples | None]:
-        """Ask the bench in the child."""
+        """Ask the bench."""
         self.prepare(task)
-        samples: Sequence[Samples | None] = self._ask("time_interleaved", FINAL_TIMEOUT_S, task, configs)
-        return samples
+        return cast(Sequence[Samples | None], self._ask("time_interleaved", FINAL_TIMEOUT_S, task, configs))
 
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
-        """Ask the bench in the child."""
-        compared: Compared = self._ask("compare", self.variant_timeout_s, runs, ceiling, untimed)
-        return compared
+        """Ask the bench."""
+        return cast(Compared, self._ask("compare", self.variant_timeout_s, runs, ceiling, untimed))
 
     def close(self) -> None:
-        """Let the child free its tensors."""
+        """Free the tensors of the process."""
         if self._holds_tensors:
-            with suppress(ChildCrashedError):
+            with suppress(WorkerCrashedError):
                 self._ask("close", self.trial_timeout_s)
             self._holds_tensors = False
 
-    def _start(self) -> None:
-        with self._lock:
-            self._refuse_if_closed()
-            self.child, self._pipe = start(_serve, self._make, self._cores, is_daemon=True)
-        self.started += 1
-
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise ChildStoppedError("the measuring process was stopped")
+            raise WorkerStoppedError("the GPU worker was stopped")
 
     def _ask(self, name: str, timeout_s: float, *arguments: Any) -> Any:
         self.begin()
@@ -290,49 +284,49 @@ class GpuWorker:
             pipe.send((name, arguments))
             while True:
                 if not pipe.poll(timeout_s):
-                    self._end_child()
-                    raise ChildCrashedError(f"took longer than {timeout_s:g} s", variant)
+                    self._end()
+                    raise WorkerCrashedError(f"took longer than {timeout_s:g} s", variant)
                 said = pipe.recv()
                 if not isinstance(said, str):
                     break
                 variant = said
         except (EOFError, OSError) as error:
-            code = self._end_child()
+            code = self._end()
             self._refuse_if_closed()
-            error_type = ChildStoppedError if code in _ENDED_FROM_OUTSIDE else ChildCrashedError
-            raise error_type(f"the measuring process died: exit code {code}", variant) from error
+            error_type = WorkerStoppedError if code in _ENDED_FROM_OUTSIDE else WorkerCrashedError
+            raise error_type(f"the GPU worker died: exit code {code}", variant) from error
         finally:
             self.is_asking = False
         answer, problem, busy = said
         self._busy.append(busy)
         if problem:
-            self._end_child()
-            raise ChildCrashedError(problem, variant)
+            self._end()
+            raise WorkerCrashedError(problem, variant)
         return answer
 
-    def _end_child(self, asked_here: bool = True) -> int | None:
-        """End the child, by force if necessary, and return its exit code; None where another thread ends it.
+    def _end(self, asked_here: bool = True) -> int | None:
+        """End the process, by force if necessary, and return its exit code; None where another thread ends it.
 
         If `asked_here` is false, another thread may wait for an answer, so the pipe stays open until that thread finds its end.
         """
         with self._lock:
-            child, pipe, in_use = self.child, self._pipe, self.is_asking and not asked_here
-            self.child, self._pipe, self._holds_tensors = None, None, False
-        if child is None or pipe is None:
+            process, pipe, in_use = self.process, self._pipe, self.is_asking and not asked_here
+            self.process, self._pipe, self._holds_tensors = None, None, False
+        if process is None or pipe is None:
             return None
         if not in_use:
             pipe.close()
-            child.join(_EXIT_GRACE_S if child.exitcode is not None else 0.2)
-        if child.exitcode is None:
-            child.kill()
-            child.join(_EXIT_GRACE_S)
-        return child.exitcode
+            process.join(_EXIT_GRACE_S if process.exitcode is not None else 0.2)
+        if process.exitcode is None:
+            process.kill()
+            process.join(_EXIT_GRACE_S)
+        return process.exitcode
 
 
 def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int] | None) -> None:
-    """Answer requests in the child until its context is lost or the parent closes the pipe.
+    """Answer requests in the worker's process until its context is lost or the parent closes the pipe.
 
-    The child keeps to its cores after it has opened the GPU's and Triton's drivers, because opening may use any core.
+    The process keeps to its cores after it has opened the GPU's and Triton's drivers, because opening may use any core.
     """
     bench: Any = make()
     bench.on_variant = pipe.send
@@ -355,16 +349,16 @@ def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int]
 
 
 def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
-    """Return a core for the measuring process and the other cores for the compilers; (None, None) if there is a single core."""
+    """Return a core for the GPU worker and the other cores for the compilers; (None, None) if there is a single core."""
     cores = sorted(os.sched_getaffinity(0))
     return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
 
 
-def check_in_child(bench: GpuWorker | GpuBench, task: Task, config: Config) -> Untimed:
-    """Return status and reason of a checked config, even if the child crashed."""
+def check_in_worker(worker: GpuWorker | GpuBench, task: Task, config: Config) -> Untimed:
+    """Return status and reason of a checked config, even if the worker crashed."""
     try:
-        checked = bench.check(task, config)
-    except ChildCrashedError as error:
+        checked = worker.check(task, config)
+    except WorkerCrashedError as error:
         return "failed", f"crashed: {error}"
     if checked.status == "ok":
         return "checked", ""
@@ -373,17 +367,17 @@ def check_in_child(bench: GpuWorker | GpuBench, task: Task, config: Config) -> U
     return "failed", checked.detail if checked.status == "wrong" else f"{checked.status}: {checked.detail}"
 
 
-def compare_in_child(bench: GpuWorker | GpuBench, family: str, runs: Sequence[Run], ceiling: Run | None) -> list[Record]:
+def compare_in_worker(worker: GpuWorker | GpuBench, family: str, runs: Sequence[Run], ceiling: Run | None) -> list[Record]:
     """Compare variants of a case and return a record for each.
 
-    A variant that crashes or hangs the child fails, and a new child measures the other variants. All variants fail if several may
-    be the cause of a crash. If the ceiling crashes, the records have no ceiling.
+    A variant that crashes or hangs the worker fails, and a new process measures the other variants. All variants fail if several
+    may be the cause of a crash. If the ceiling crashes, the records have no ceiling.
     """
     untimed: dict[str, Untimed] = {}
     while any(task.variant.name not in untimed for task, _ in runs):
         try:
-            return compared_records(family, runs, ceiling, bench.compare(runs, ceiling, untimed))
-        except ChildCrashedError as error:
+            return compared_records(family, runs, ceiling, worker.compare(runs, ceiling, untimed))
+        except WorkerCrashedError as error:
             if error.variant == CEILING:
                 ceiling = None
             else:

@@ -11,7 +11,7 @@ from kerneltune.search.trial_table import add, block_of, table_path
 from kerneltune.spec import Config
 from kerneltune.sweep import results_root
 from kerneltune.tune.candidates import stamp
-from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.session import TuningSession
 from kerneltune.tune.tuner import measure_space
 
@@ -59,7 +59,7 @@ def _timed(
     try:
         with session.deciding():
             trials = measure_space(tuner, configs)
-    except ChildCrashedError as error:
+    except WorkerCrashedError as error:
         progress.note(f"not timed: {task.label}: {error}")
         return {}
     session.close(tuner)

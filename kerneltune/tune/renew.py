@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
-from kerneltune.run_options import Options, Progress
+from kerneltune.run_options import Plan, Progress
 from kerneltune.search.task import Run, Task, TaskKey, knobs_of
 from kerneltune.spec import Config, Op
 from kerneltune.tune.candidates import stamp
-from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.session import TuningSession
 
 StaleConfig = tuple[str, CacheEntry]
@@ -34,12 +34,12 @@ class Renewal:
     reason: str = ""
 
 
-def renew(ops: Mapping[str, Op], configs: Sequence[StaleConfig], options: Options, progress: Progress) -> list[Renewal]:
+def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> list[Renewal]:
     """Time configs of this GPU against their default in interleaved rounds, and store the faster with new evidence.
 
     After `options.budget_s` seconds no further config is timed, and the result ends there.
     """
-    began, found = time.monotonic(), list[Renewal]()
+    began, found, ops, options = time.monotonic(), list[Renewal](), plan.ops, plan.options
     progress.stage("time stale configs", len(configs))
     with TuningSession(options) as session:
         over: set[TaskKey] = set()
@@ -101,7 +101,7 @@ def _renewed(session: TuningSession, op: Op, entry: CacheEntry, over: set[TaskKe
                 raise ValueError(f"{trials[0].status}: {trials[0].detail}")
             timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
             best, evidence = tuner.run_final(timed, configs[-1])
-    except ChildCrashedError as error:
+    except WorkerCrashedError as error:
         raise ValueError(f"crashed: {error}") from error
     session.close(tuner)
     evidence |= stamp(task.variant)

@@ -1,4 +1,4 @@
-"""Own the process on the GPU, the compile pool, the trial stores and the compile queue, which all searches of a run share."""
+"""Own the GPU worker, the compile pool, the trial stores and the compile queue, which all searches of a run share."""
 
 import importlib
 import os
@@ -61,15 +61,15 @@ class TuningSession:
 
     Attributes:
         options: options of the run.
-        worker: process that checks and times configs.
+        worker: the GPU worker, which checks and times configs.
         queue: compilations.
     """
 
     def __init__(self, options: Options) -> None:
         """Begin to start the server of processes."""
         start_server()
-        measuring, self._cores = split_cores()
-        self.options, self.worker = options, GpuWorker(cores=measuring)
+        of_worker, self._cores = split_cores()
+        self.options, self.worker = options, GpuWorker(cores=of_worker)
         self.queue: CompileQueue
         self._began: float | None = None
         self._evaluations = 0
@@ -101,7 +101,7 @@ class TuningSession:
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Keep this thread off the core of the measuring process, so that decisions do not disturb measurements."""
+        """Keep this thread off the core of the GPU worker, so that decisions do not disturb measurements."""
         before = os.sched_getaffinity(0)
         os.sched_setaffinity(0, self._cores or before)
         try:
@@ -126,7 +126,7 @@ class TuningSession:
         return Usage(now - since, self.worker.busy_since(since), evaluations)
 
     def __enter__(self) -> "TuningSession":
-        """Start the process on the GPU, then the compilers."""
+        """Start the GPU worker, then the compilers."""
         with ExitStack() as entered:
             entered.enter_context(self.worker)
             self.worker.begin()  # both processes ask for the driver at the same time, which takes long

@@ -6,17 +6,17 @@ A task, a variant on a case, is the unit of work on every GPU: its config is sea
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kerneltune import cache, device, sweep
+from kerneltune import cache, device
 from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task, obstacle
-from kerneltune.run_options import Options, Progress, Selection, wanted_variants
+from kerneltune.run_options import Options, Plan, Progress
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task, TaskKey, knob_pairs
-from kerneltune.spec import Config, Op
+from kerneltune.spec import Config
 from kerneltune.sweep import results_root
 from kerneltune.table import pairs
 from kerneltune.tune.candidates import cached, changed, checked_space, is_supported, present, widened
-from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.session import TuningSession, Usage
 from kerneltune.tune.tuner import NothingPassedError, Tuner, first_runs, measure_space, tune
 
@@ -63,100 +63,70 @@ class TuningSummary:
     kept: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TunePlan:
-    """A selected part of a sweep that is to be tuned.
+Performed = tuple[Task, TuningResult]
 
-    Attributes:
-        ops: operators by name.
-        entries: selected bench cases.
-        selection: selection of operators, cases and variants.
-        options: options of the run.
+
+def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
+    """Return the tasks of a plan to search on this GPU model, and how many tasks keep their config.
+
+    A task is searched if the cache lacks its config, or with `stale` if the config is stale. All spaces and config files are
+    checked before anything is measured or written.
     """
-
-    ops: Mapping[str, Op]
-    entries: Sequence[sweep.SweepCase]
-    selection: Selection
-    options: Options
-
-    def missing(self, device_slug: str, progress: Progress) -> tuple[list[Task], int]:
-        """Return the tasks to search for a GPU model, and how many tasks keep their config.
-
-        A task is searched if the cache lacks its config, or with `stale` if the config is stale. All spaces and config files are
-        checked before anything is measured or written.
-        """
-        options, tasks = self.options, self._tasks()
-        _ = options.search  # raises for limits out of range
-        files = {cache.path_of(task.op.name, device_slug, options.configs) for task in tasks}
-        for path in sorted(files if not options.exhaustive else ()):
-            if path.exists():
-                cache.load_strict(path)
-        chosen = tasks
-        if not options.force and not options.exhaustive:
-            states = [_state(task, options, device_slug) for task in tasks]
-            stale = states.count("stale")
-            if stale and not options.stale:
-                progress.note(
-                    f"{stale} of {len(tasks) - states.count('lacking')} cached configs are stale: kept (`tune --stale` searches "
-                    "again, `sweep --stale` holds them to the clock)"
-                )
-            searched = ("lacking", "stale") if options.stale else ("lacking",)
-            chosen = [task for task, state in zip(tasks, states, strict=True) if state in searched]
-        for task in chosen:
-            checked_space(_widened(task, options))
-        return chosen, len(tasks) - len(chosen)
-
-    def _tasks(self) -> list[Task]:
-        """Return for every case its ceiling task, then its variants on the case as calls look it up; bf16 before other types.
-
-        If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
-        """
-        options = self.options
-        found: dict[TaskKey, Task] = {}
-        for entry in sorted(self.entries, key=lambda e: e.case.dtype != "bfloat16"):
-            op = self.ops[entry.op]
-            case = entry.case if options.exhaustive else op.called(entry.case)
-            tasks = [Task(op, case, variant, options.policy) for variant in wanted_variants(op, self.selection, options)]
-            ceiling = None if options.exhaustive else ceiling_task(self.ops, op, case, options.policy)
-            wanted = [task for task in tasks if task.variant.config is not None and is_supported(task)]
-            found |= {task.key: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
-        return list(found.values())
-
-    def summary(
-        self, finished: Sequence[tuple[Task, TuningResult]], usage: Usage, device_slug: str, kept: int, progress: Progress
-    ) -> TuningSummary:
-        """Return the summary of finished tasks, and note the usage of the GPUs."""
-        if usage.evaluations:
-            progress.note(usage.text)
-        cache.clear()
-        stored = [done.entry for _, done in finished if done.entry is not None]
-        return TuningSummary(device_slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
+    options, tasks, here = plan.options, _tasks(plan), device.current().slug
+    _ = options.search  # raises for limits out of range
+    files = {cache.path_of(task.op.name, here, options.configs) for task in tasks}
+    for path in sorted(files if not options.exhaustive else ()):
+        if path.exists():
+            cache.load_strict(path)
+    chosen = tasks
+    if not options.force and not options.exhaustive:
+        states = [_state(task, options) for task in tasks]
+        stale = states.count("stale")
+        if stale and not options.stale:
+            progress.note(
+                f"{stale} of {len(tasks) - states.count('lacking')} cached configs are stale: kept (`tune --stale` searches "
+                "again, `sweep --stale` holds them to the clock)"
+            )
+        searched = ("lacking", "stale") if options.stale else ("lacking",)
+        chosen = [task for task, state in zip(tasks, states, strict=True) if state in searched]
+    for task in chosen:
+        checked_space(_widened(task, options))
+    return chosen, len(tasks) - len(chosen)
 
 
-def tune_here(plan: TunePlan, progress: Progress) -> TuningSummary:
-    """Tune on the GPU of this process."""
-    here = device.current()
-    tasks, kept = plan.missing(here.slug, progress)
-    if not tasks:
-        return TuningSummary(here.slug, [], kept=kept)
-    release_memory()  # the worker's process needs the memory
-    finished: list[tuple[Task, TuningResult]] = []
+def _tasks(plan: Plan) -> list[Task]:
+    """Return for every case its ceiling task, then its variants on the case as calls look it up; bf16 before other types.
+
+    If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
+    """
+    whole, found = plan.options.exhaustive, dict[TaskKey, Task]()
+    for entry in sorted(plan.cases(), key=lambda e: e.case.dtype != "bfloat16"):
+        op = plan.ops[entry.op]
+        case = entry.case if whole else op.called(entry.case)
+        wanted = [task for task in plan.tasks(entry.op, case) if task.variant.config is not None and is_supported(task)]
+        ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.options.policy)
+        found |= {task.key: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
+    return list(found.values())
+
+
+def _state(task: Task, options: Options) -> str:
+    """Return the state of a task's config in the cache: `lacking`, `stale` or `fresh`."""
+    found = cached(task, options.configs)
+    if found is None:
+        return "lacking"
+    return "stale" if changed(task.variant, found[0], here=True) else "fresh"
+
+
+def tune_here(plan: Plan, tasks: Sequence[Task], progress: Progress) -> tuple[list[Performed], Usage]:
+    """Perform tasks on the GPU of this process."""
+    release_memory()  # the GPU worker needs the memory
+    finished: list[Performed] = []
     progress.stage("measure spaces" if plan.options.exhaustive else "tune", len(tasks))
     with TuningSession(plan.options) as session:
         for number, task in enumerate(tasks, start=1):
-            done = perform(session, task, tasks[number:], plan.selection.family)
-            finished.append((task, done))
-            tell(progress, task, done)
-        usage = session.usage
-    return plan.summary(finished, usage, here.slug, kept, progress)
-
-
-def _state(task: Task, options: Options, device_slug: str) -> str:
-    """Return the state of a task's config in the cache: `lacking`, `stale` or `fresh`."""
-    found = cached(task, options.configs, device_slug)
-    if found is None:
-        return "lacking"
-    return "stale" if changed(task.variant, found[0], device_slug == device.current().slug) else "fresh"
+            finished.append((task, perform(session, task, tasks[number:], plan.selection.family)))
+            tell(progress, *finished[-1])
+        return finished, session.usage
 
 
 def perform(session: TuningSession, task: Task, following: Sequence[Task], family: str) -> TuningResult:
@@ -176,7 +146,7 @@ def perform(session: TuningSession, task: Task, following: Sequence[Task], famil
                 done = _tuned(session, tuner, following)
     except NothingPassedError as error:
         done = TuningResult(problem=str(error))
-    except ChildCrashedError as error:
+    except WorkerCrashedError as error:
         done = TuningResult(problem=f"not tuned: {task.label}: {error}")
     return replace(done, usage=session.close(tuner))
 

@@ -25,7 +25,7 @@ from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tune.candidates import candidates, checked_space, feasibility_of, looked_up, stamp, starting_points
 from kerneltune.tune.compile_queue import CompileQueue
-from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, ChildCrashedError, GpuWorker
+from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker, WorkerCrashedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -174,7 +174,7 @@ class Tuner:
         return self._preparing is None or self._preparing.done()
 
     def _prepare(self) -> None:
-        with suppress(ChildCrashedError):  # the first trial starts another child, or says so
+        with suppress(WorkerCrashedError):  # the first trial starts another process, or says so
             self.worker.prepare(self.task)
 
     def run_final(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
@@ -261,7 +261,7 @@ def tune(
 
     Raises:
         NothingPassedError: there is no config to store.
-        ChildCrashedError: the worker's process crashed over every finalist, or stopped.
+        WorkerCrashedError: the worker's process crashed over every finalist, or stopped.
     """
     with tuner:
         pool = _pool(tuner)
@@ -357,20 +357,20 @@ def _run_final(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tu
     If a final of two crashes, its challenger drops out. If the incumbent crashes alone, the next challenger takes its place.
 
     Raises:
-        ChildCrashedError: all configs dropped out, or the worker stopped.
+        WorkerCrashedError: all configs dropped out, or the worker stopped.
     """
     try:
         return tuner.run_final(finalists, default)
-    except ChildCrashedError:
+    except WorkerCrashedError:
         if len(finalists) == 1:
             raise
     incumbent, *challengers = finalists
     try:
         alone = tuner.run_final([incumbent], default)
-    except ChildCrashedError:
+    except WorkerCrashedError:
         return _run_final(tuner, challengers, default)
     finals = []
     for challenger in challengers:
-        with suppress(ChildCrashedError):
+        with suppress(WorkerCrashedError):
             finals.append(tuner.run_final([incumbent, challenger], default))
     return max((*finals, alone), key=lambda final: final[1]["speedup"])

@@ -11,6 +11,7 @@ from kerneltune import device, records
 from kerneltune.campaign import SweepResult
 from kerneltune.cli import console
 from kerneltune.records import Record
+from kerneltune.run_options import Plan
 from kerneltune.tune.tune_run import TuningSummary
 
 
@@ -48,8 +49,8 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Catch what sweep and tune hand to the engine, which answers with one measured and one failed row."""
     seen: dict[str, Any] = {"answer": both()}
 
-    def fake(_ops: object, selection: object, options: object, reporter: Any, _first: object = None) -> list[Record]:
-        seen.update(selection=selection, options=options)
+    def fake(plan: Plan, reporter: Any, _first: object = None) -> list[Record]:
+        seen.update(selection=plan.selection, options=plan.options)
         reporter.stage("check", 1)
         reporter.advance("one")
         reporter.note("a remark")

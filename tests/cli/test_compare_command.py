@@ -11,7 +11,7 @@ from command_line import NO_TIMES, both, record, refused, run
 
 from kerneltune import ops, sweep
 from kerneltune.records import Record
-from kerneltune.run_options import Selection
+from kerneltune.run_options import Plan, Selection
 
 HEAD = "kind dtype    quant    M    N   A µs  B µs speedup   A GB/s B GB/s B % ceiling 95 % interval noise %"
 ROW = "fwd  bfloat16 fp8   8192 4096 100.00 50.00   2.00x +   1000   2000        50.0 2.00x–2.00x       1.0"
@@ -180,8 +180,8 @@ def test_compare_refuses_what_is_unknown(write: Callable[..., Path], tmp_path: P
 def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def live(_ops: object, selection: Any, options: Any, _progress: object, command: str) -> list[Record]:
-        seen.update(selection=selection, command=command, policy=options.policy)
+    def live(plan: Plan, _progress: object, command: str) -> list[Record]:
+        seen.update(selection=plan.selection, command=command, policy=plan.options.policy)
         return both()
 
     monkeypatch.setattr("kerneltune.campaign.measure_live", live)

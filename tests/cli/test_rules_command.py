@@ -160,13 +160,13 @@ def test_tune_takes_a_family_or_a_model() -> None:
 def test_tune_of_a_model_tunes_what_calls_run(
     given: list[str], tuned: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kerneltune.run_options import Selection
+    from kerneltune.run_options import Plan, Selection
     from kerneltune.tune import fleet
 
     selected: list[Selection] = []
 
-    def stop(_ops: object, selection: Selection, *_others: object) -> None:
-        selected.append(selection)
+    def stop(plan: Plan, _progress: object) -> None:
+        selected.append(plan.selection)
         raise ValueError("stopped")
 
     monkeypatch.setattr(fleet, "run_tune", stop)

@@ -64,7 +64,7 @@ class Lab:
 @pytest.fixture
 def lab(monkeypatch: pytest.MonkeyPatch) -> Lab:
     lab = Lab()
-    monkeypatch.setattr(campaign, "compare_in_child", lab.compare)
+    monkeypatch.setattr(campaign, "compare_in_worker", lab.compare)
     monkeypatch.setattr(gate_run, "in_fresh_processes", lab.in_fresh_processes)
     monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580"))
     return lab
@@ -154,7 +154,7 @@ def test_a_case_that_fails_its_check_fails_the_gate(
     def wrong(*arguments: Any) -> list[Record]:
         return [changed(row, status="failed", reason="y differs", **untimed) for row in lab.compare(*arguments)]
 
-    monkeypatch.setattr(campaign, "compare_in_child", wrong)
+    monkeypatch.setattr(campaign, "compare_in_worker", wrong)
     verdict, _measured = run(selection, baseline)
     assert (verdict.exit_code, verdict.reason) == (1, "2 failed")
 

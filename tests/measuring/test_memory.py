@@ -18,13 +18,13 @@ from kerneltune.campaign import measure_live
 from kerneltune.measuring import check, compare
 from kerneltune.measuring.check import affordable, out_of_memory_reason
 from kerneltune.records import Record
-from kerneltune.run_options import Options, Quiet, Selection
+from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tune import gpu_worker
-from kerneltune.tune.gpu_worker import check_in_child
+from kerneltune.tune.gpu_worker import check_in_worker
 from kerneltune.tune.tuner import Tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
@@ -133,7 +133,7 @@ def measured(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     cases = "bench:\n  - {name: large, M: 2}\n  - {name: small, M: 1}\n"
     path.write_text(f"family: tiny\nops: [made]\ndefaults: {{dtype: bfloat16}}\n{cases}")
     ops = {"made": gpu.op("made", ("first", "second", "third")), "stream": gpu.op("stream", ("copy",))}
-    rows = measure_live(ops, Selection(str(path)), Options(configs=tmp_path, results=tmp_path), Quiet(), "test")
+    rows = measure_live(load_plan(ops, Selection(str(path)), Options(configs=tmp_path, results=tmp_path)), Quiet(), "test")
     return {name: [row for row in rows if row.case == name] for name in ("large", "small")}
 
 
@@ -306,5 +306,5 @@ def test_a_check_that_runs_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPa
     op, checks = checked_op(inputs), gpu_worker.GpuBench()
     large = Case("large", (("M", 9),), "bfloat16")
     asked = [(CASE, 0), (CASE, 1), (large, 0), (large, 5), (CASE, 5)]
-    outcomes = [check_in_child(checks, Task(op, case, op.variants[0]), Knobs(n)) for case, n in asked]
+    outcomes = [check_in_worker(checks, Task(op, case, op.variants[0]), Knobs(n)) for case, n in asked]
     assert outcomes == [("checked", ""), ("skipped", REASON), ("skipped", REASON), ("skipped", REASON), ("checked", "")]

@@ -10,7 +10,7 @@ from made_up import CASE, HALF, SMALL, CompiledAtOnce, NoBench, Setting, Small, 
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Variant
-from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.tuner import _FINALISTS, Tuner
 
 
@@ -114,7 +114,7 @@ def test_what_loses_the_measuring_process_in_the_final_drops_out(
 
     def winner(configs: Sequence[Config]) -> Config:
         if lost & set(configs):
-            raise ChildCrashedError("took longer than 300 s")
+            raise WorkerCrashedError("took longer than 300 s")
         return min(configs, key=small_time)
 
     tuner.winner = winner
@@ -127,11 +127,11 @@ def test_what_loses_the_measuring_process_in_the_final_drops_out(
 
 def test_where_every_finalist_loses_the_measuring_process_nothing_is_stored(setting: Setting) -> None:
     def winner(_configs: Sequence[Config]) -> Config:
-        raise ChildCrashedError("took longer than 300 s")
+        raise WorkerCrashedError("took longer than 300 s")
 
     tuner = setting.tuner(SMALL, small_time)
     tuner.winner = winner
-    with pytest.raises(ChildCrashedError, match=r"^took longer than 300 s$"):
+    with pytest.raises(WorkerCrashedError, match=r"^took longer than 300 s$"):
         setting.tune(tuner)
     assert setting.cached() is None
     assert set(map(tuple, tuner.finals)) >= {(config,) for config in tuner.finals[0]}

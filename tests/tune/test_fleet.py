@@ -17,7 +17,7 @@ from started import TESTS, environment, running, wait_for
 from versus_jobs import H200, OP, VARIANT, Knobs
 
 from kerneltune import cache, device, ops
-from kerneltune.run_options import Options, Quiet, Selection
+from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search import trial_table
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, history
@@ -209,7 +209,7 @@ def test_a_gpu_of_this_host_is_tuned_on(tmp_path: Path) -> None:
     )
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", gpus="1")
     progress = Spoken()
-    (entry,) = run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress).entries
+    (entry,) = run_tune(load_plan(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options), progress).entries
     assert entry.evidence["time_us"] <= 1.05 * entry.evidence["default_us"]
     assert progress.notes[-1].startswith("GPU idle for ")
-    assert run_tune(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options, progress).entries == []
+    assert run_tune(load_plan(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options), progress).entries == []

@@ -1,4 +1,4 @@
-"""The measuring child: what a config that crashes, hangs or exhausts memory costs, and what the next one finds.
+"""The GPU worker: what a config that crashes, hangs or exhausts memory costs, and what the next one finds.
 
 The same with deliberately broken kernels on a GPU is at the end.
 """
@@ -23,24 +23,24 @@ from started import environment
 
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.tune import gpu_worker as tuning_bench
-from kerneltune.tune.gpu_worker import ChildCrashedError, GpuBench, GpuWorker, check_in_child, split_cores
+from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, WorkerCrashedError, check_in_worker, split_cores
 
 TASK = Task(OPS[0], CASE, VARIANT)
 
 
 @pytest.fixture
-def bench() -> Iterator[GpuWorker]:
-    with GpuWorker(FakeBench, trial_timeout_s=20.0) as bench:
-        yield bench
+def worker() -> Iterator[GpuWorker]:
+    with GpuWorker(FakeBench, trial_timeout_s=20.0) as worker:
+        yield worker
 
 
-def test_a_child_answers_as_the_bench_does_and_stays(bench: GpuWorker) -> None:
-    first, second = bench.trial(TASK, Knobs("run", 1), None), bench.trial(TASK, Knobs("run", 2), 11.0)
+def test_a_worker_answers_as_the_bench_does_and_stays(worker: GpuWorker) -> None:
+    first, second = worker.trial(TASK, Knobs("run", 1), None), worker.trial(TASK, Knobs("run", 2), 11.0)
     assert (first, second.time_us) == (Evaluation("ok", 11.0, first.detail), 12.0)
     assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
     assert second.detail.startswith("2 ")
-    assert bench.started == 1
-    assert [list(s[:1]) for s in bench.time_interleaved(TASK, [Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
+    assert worker.started == 1
+    assert [list(s[:1]) for s in worker.time_interleaved(TASK, [Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
 
 
 def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,124 +58,124 @@ def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeyp
 
 
 def test_a_bench_counts_the_seconds_of_its_work_and_not_of_its_start() -> None:
-    with GpuWorker(StartsSlowly) as bench:
+    with GpuWorker(StartsSlowly) as worker:
         began = time.monotonic()
-        assert bench.trial(TASK, Knobs("slow", 1), None).status == "ok"
-        assert 0.2 <= bench.busy_since(began) <= time.monotonic() - began - 0.5
-        assert bench.busy_since(time.monotonic()) == 0
+        assert worker.trial(TASK, Knobs("slow", 1), None).status == "ok"
+        assert 0.2 <= worker.busy_since(began) <= time.monotonic() - began - 0.5
+        assert worker.busy_since(time.monotonic()) == 0
 
 
-def test_a_child_that_was_begun_early_is_the_one_that_is_asked(bench: GpuWorker) -> None:
-    bench.begin()
-    begun = bench.child
-    bench.begin()
-    assert bench.trial(TASK, Knobs("run", 1), None).status == "ok"
+def test_a_worker_that_was_begun_early_is_the_one_that_is_asked(worker: GpuWorker) -> None:
+    worker.begin()
+    begun = worker.process
+    worker.begin()
+    assert worker.trial(TASK, Knobs("run", 1), None).status == "ok"
     assert begun is not None
-    assert begun is bench.child
-    assert bench.started == 1
+    assert begun is worker.process
+    assert worker.started == 1
 
 
 @pytest.mark.parametrize(
     ("does", "detail"),
     [
-        ("abort", "the measuring process died: exit code -6"),
-        ("exit", "the measuring process died: exit code 7"),
+        ("abort", "the GPU worker died: exit code -6"),
+        ("exit", "the GPU worker died: exit code 7"),
         ("memory", "MemoryError: no memory for 17 tensors"),
         ("fault", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
 )
-def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, bench: GpuWorker) -> None:
-    before = bench.trial(TASK, Knobs("run", 1), None)
-    assert bench.trial(TASK, Knobs(does, 0), None) == Evaluation("crashed", None, detail)
-    after = bench.trial(TASK, Knobs("run", 2), None)
+def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, worker: GpuWorker) -> None:
+    before = worker.trial(TASK, Knobs("run", 1), None)
+    assert worker.trial(TASK, Knobs(does, 0), None) == Evaluation("crashed", None, detail)
+    after = worker.trial(TASK, Knobs("run", 2), None)
     assert after.status == "ok"
     assert after.detail.startswith("1 ")
     assert after.detail.split()[1] != before.detail.split()[1]
-    assert bench.started == 2
+    assert worker.started == 2
 
 
 def test_a_config_that_hangs_is_killed() -> None:
-    with GpuWorker(FakeBench, trial_timeout_s=15.0) as bench:
-        assert bench.trial(TASK, Knobs("run", 1), None).status == "ok"
-        bench.trial_timeout_s = 1.0
-        hung = bench.child
+    with GpuWorker(FakeBench, trial_timeout_s=15.0) as worker:
+        assert worker.trial(TASK, Knobs("run", 1), None).status == "ok"
+        worker.trial_timeout_s = 1.0
+        hung = worker.process
         began = time.monotonic()
-        assert bench.trial(TASK, Knobs("hang", 0), None) == Evaluation("crashed", None, "took longer than 1 s")
+        assert worker.trial(TASK, Knobs("hang", 0), None) == Evaluation("crashed", None, "took longer than 1 s")
         assert time.monotonic() - began < 5.0
         assert hung is not None
         assert hung.exitcode == -9
-        bench.trial_timeout_s = 15.0
-        assert bench.trial(TASK, Knobs("run", 2), None).status == "ok"
+        worker.trial_timeout_s = 15.0
+        assert worker.trial(TASK, Knobs("run", 2), None).status == "ok"
 
 
 def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
-    with GpuWorker(NeverOpens) as bench, pytest.raises(ChildCrashedError, match=r"^MemoryError: inputs do not fit$"):
-        bench.trial(TASK, Knobs("run", 1), None)
+    with GpuWorker(NeverOpens) as worker, pytest.raises(WorkerCrashedError, match=r"^MemoryError: inputs do not fit$"):
+        worker.trial(TASK, Knobs("run", 1), None)
 
 
-def test_no_child_outlives_its_bench(bench: GpuWorker) -> None:
-    bench.trial(TASK, Knobs("run", 1), None)
-    child = bench.child
-    bench.close()
-    assert child is not None
-    assert child.is_alive()
-    with bench:
+def test_no_process_outlives_its_bench(worker: GpuWorker) -> None:
+    worker.trial(TASK, Knobs("run", 1), None)
+    process = worker.process
+    worker.close()
+    assert process is not None
+    assert process.is_alive()
+    with worker:
         pass
-    assert not child.is_alive()
-    assert child not in multiprocessing.active_children()
+    assert not process.is_alive()
+    assert process not in multiprocessing.active_children()
 
 
-def is_hanging(bench: GpuWorker, log: Path) -> bool:
-    """Wait until the child is at a config that hangs."""
+def is_hanging(worker: GpuWorker, log: Path) -> bool:
+    """Wait until the process is at a config that hangs."""
     patience = time.monotonic() + 20
     while not log.exists() and time.monotonic() < patience:
         time.sleep(0.01)
-    return log.exists() and bench.is_asking
+    return log.exists() and worker.is_asking
 
 
-@pytest.mark.parametrize("end", [GpuWorker.stop, lambda bench: bench.__exit__()])
+@pytest.mark.parametrize("end", [GpuWorker.stop, lambda worker: worker.__exit__()])
 def test_a_bench_that_another_thread_stops_blames_no_config(
-    end: Callable[[GpuWorker], None], bench: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end: Callable[[GpuWorker], None], worker: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(bench.trial, TASK, Knobs("hang", 0), None)
-        queued = thread.submit(bench.trial, TASK, Knobs("run", 1), None)
-        assert is_hanging(bench, tmp_path / "log")
-        child, began = bench.child, time.monotonic()
-        end(bench)
+        running = thread.submit(worker.trial, TASK, Knobs("hang", 0), None)
+        queued = thread.submit(worker.trial, TASK, Knobs("run", 1), None)
+        assert is_hanging(worker, tmp_path / "log")
+        process, began = worker.process, time.monotonic()
+        end(worker)
         for trial in (running, queued):
-            with pytest.raises(ChildCrashedError, match=r"^the measuring process was stopped$"):
+            with pytest.raises(WorkerCrashedError, match=r"^the GPU worker was stopped$"):
                 trial.result(timeout=10)
     assert time.monotonic() - began < 5.0
-    assert child is not None
-    assert not child.is_alive()
-    assert bench.started == 1
-    end(bench)
-    bench.close()
+    assert process is not None
+    assert not process.is_alive()
+    assert worker.started == 1
+    end(worker)
+    worker.close()
 
 
 @pytest.mark.parametrize(("served", "exit_code"), [(True, -15), (False, 255)])
-def test_a_child_that_is_sent_sigterm_blames_no_config(
-    served: bool, exit_code: int, bench: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_is_sent_sigterm_blames_no_config(
+    served: bool, exit_code: int, worker: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(bench.trial, TASK, Knobs("hang", 0), None)
-        assert is_hanging(bench, tmp_path / "log")
-        assert bench.child is not None
-        assert bench.child.pid is not None
+        running = thread.submit(worker.trial, TASK, Knobs("hang", 0), None)
+        assert is_hanging(worker, tmp_path / "log")
+        assert worker.process is not None
+        assert worker.process.pid is not None
         if not served:  # as where all processes are sent it
             server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
             os.kill(server, signal.SIGKILL)
             os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
-        os.kill(bench.child.pid, signal.SIGTERM)
-        with pytest.raises(ChildCrashedError, match=f"^the measuring process died: exit code {exit_code}$"):
+        os.kill(worker.process.pid, signal.SIGTERM)
+        with pytest.raises(WorkerCrashedError, match=f"^the GPU worker died: exit code {exit_code}$"):
             running.result(timeout=10)
-    assert bench.trial(TASK, Knobs("run", 1), None).status == "ok"
+    assert worker.trial(TASK, Knobs("run", 1), None).status == "ok"
 
 
-def test_the_measuring_child_has_a_core_that_no_compiler_uses() -> None:
+def test_the_gpu_worker_has_a_core_that_no_compiler_uses() -> None:
     measuring, compiling = split_cores()
     available = os.sched_getaffinity(0)
     if len(available) == 1:
@@ -194,35 +194,35 @@ def test_the_measuring_child_has_a_core_that_no_compiler_uses() -> None:
 @pytest.mark.gpu
 @pytest.mark.alone  # one asks for all the memory there is
 @pytest.mark.parametrize(
-    ("does", "status", "detail", "children"),
+    ("does", "status", "detail", "processes"),
     [
         ("fault", "crashed", "illegal memory access", 2),
         ("hang", "crashed", "took longer than 10 s", 2),
         ("memory", "memory", "out of memory", 1),
     ],
 )
-def test_a_broken_kernel_costs_at_most_its_child(does: str, status: str, detail: str, children: int) -> None:
+def test_a_broken_kernel_costs_at_most_its_process(does: str, status: str, detail: str, processes: int) -> None:
     import broken_kernels as broken
 
     op = broken.OPS[0]
-    with GpuWorker(GpuBench, trial_timeout_s=60.0) as bench:
+    with GpuWorker(GpuBench, trial_timeout_s=60.0) as worker:
         task = Task(op, broken.CASE, op.variants[0])
-        assert bench.trial(task, broken.Knobs("fine"), None).status == "ok"
-        bench.trial_timeout_s = 10.0
-        trial = bench.trial(task, broken.Knobs(does), None)
+        assert worker.trial(task, broken.Knobs("fine"), None).status == "ok"
+        worker.trial_timeout_s = 10.0
+        trial = worker.trial(task, broken.Knobs(does), None)
         assert trial.status == status
         assert detail in trial.detail
-        bench.trial_timeout_s = 60.0
-        again: Any = bench.trial(task, broken.Knobs("fine"), None)
+        worker.trial_timeout_s = 60.0
+        again: Any = worker.trial(task, broken.Knobs("fine"), None)
         assert again.status == "ok"
-        assert bench.started == children
+        assert worker.started == processes
 
 
 LIVE = """
 from pathlib import Path
 import broken_kernels as broken
 from kerneltune.campaign import measure_live
-from kerneltune.run_options import Options, Quiet, Selection
+from kerneltune.run_options import Options, Quiet, Selection, load_plan
 
 folder = Path(%r)
 (folder / "broken.yaml").write_text(
@@ -231,7 +231,7 @@ folder = Path(%r)
 )
 selection = Selection(str(folder / "broken.yaml"), variants=("optimized", "faulty"))
 options = Options(configs=folder, results=folder)
-for row in measure_live({"broken": broken.OPS[0]}, selection, options, Quiet(), "test"):
+for row in measure_live(load_plan({"broken": broken.OPS[0]}, selection, options), Quiet(), "test"):
     print(row.case, row.variant, row.status, "illegal memory access" in row.reason)
 """
 
@@ -245,13 +245,14 @@ def test_a_variant_that_faults_while_cases_are_compared_costs_only_its_rows(tmp_
 
 
 @pytest.mark.gpu
-def test_checks_in_a_child_find_what_is_wrong() -> None:
+def test_checks_in_a_worker_find_what_is_wrong() -> None:
     import broken_kernels as broken
 
     op = broken.OPS[0]
-    with GpuWorker() as bench:
+    with GpuWorker() as worker:
         outcomes = [
-            check_in_child(bench, Task(op, broken.CASE, op.variants[0]), broken.Knobs(does)) for does in ("fine", "fault", "fine")
+            check_in_worker(worker, Task(op, broken.CASE, op.variants[0]), broken.Knobs(does))
+            for does in ("fine", "fault", "fine")
         ]
     assert outcomes[0] == outcomes[2] == ("checked", "")
     assert outcomes[1][0] == "failed"

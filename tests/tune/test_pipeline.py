@@ -215,12 +215,12 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
         assert len(Slow.given) == 52
 
 
-def test_the_measuring_child_begins_before_the_driver_is_asked(slow: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_worker_begins_before_the_driver_is_asked(slow: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
     class Begun(Bench):
         def begin(self) -> None:
-            happened.append("child")
+            happened.append("worker")
 
         def __exit__(self, *_: object) -> None:
             happened.append("ended")
@@ -233,7 +233,7 @@ def test_the_measuring_child_begins_before_the_driver_is_asked(slow: Options, mo
     monkeypatch.setattr(device, "current", current)
     with pytest.raises(ValueError, match=r"^cannot compile ahead of time for sm_70; known targets: sm_90, "), TuningSession(slow):
         pass
-    assert happened == ["child", "driver", "ended"]
+    assert happened == ["worker", "driver", "ended"]
 
 
 SEARCHED = """

@@ -21,14 +21,14 @@ from optuna.storages.journal import JournalFileBackend
 from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.ops.stream import StreamConfig
-from kerneltune.run_options import Options, Quiet, Selection
+from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search import trial_table
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
 from kerneltune.tune.candidates import widened
 from kerneltune.tune.fleet import run_tune
-from kerneltune.tune.gpu_worker import ChildCrashedError
+from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.renew import renew
 
 SWEEP = """
@@ -75,7 +75,7 @@ def _appended(path: Path) -> list[str]:
 
 
 def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
@@ -85,14 +85,14 @@ def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, o
     assert (first.resources, first.shared_bytes) == (128, 1024)
     assert first.date
     assert first.commit
-    assert run_tune(OPS, selection, options, Quiet()).entries == []  # nothing is lacking
+    assert run_tune(load_plan(OPS, selection, options), Quiet()).entries == []  # nothing is lacking
 
 
 def test_a_config_that_is_lost_does_not_end_the_search(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bench, "crashed", staticmethod(lambda config: config.block == 2048))
-    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
     assert entry.config["block"] in (1024, 4096)
     assert entry.evidence["trials"] > 4
 
@@ -113,10 +113,10 @@ def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
             moment.setattr(Bench, "crashed", staticmethod(lambda config: config.block == 2048))
         else:
             moment.setattr(Pool, "submit", submit)
-        (entry,) = run_tune(OPS, selection, options, Quiet()).entries
+        (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
         assert entry.config["block"] != 2048
     forced = replace(options, force=True)
-    (entry,) = run_tune(OPS, selection, forced, Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, forced), Quiet()).entries
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
@@ -124,7 +124,7 @@ def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
     rows = Counter(kept)
     assert {json.loads(config)["block"] for config, count in rows.items() if count == 2} == {2048}
     assert max(rows.values()) == 2
-    run_tune(OPS, selection, forced, Quiet())
+    run_tune(load_plan(OPS, selection, forced), Quiet())
     assert _appended(path) == kept  # nothing is left to be tried again
 
 
@@ -140,8 +140,8 @@ def test_all_of_the_space_is_searched_where_that_is_asked_for(
     (tmp_path / "made.yaml").write_text(sweep)
     first, second = (Selection(str(tmp_path / "made.yaml"), dtypes=(dtype,)) for dtype in ("bfloat16", "float16"))
     whole = replace(options, until_gain=0.0)
-    run_tune(made, first, whole, Quiet())
-    (entry,) = run_tune(made, second, replace(whole, **asked), Quiet()).entries
+    run_tune(load_plan(made, first, whole), Quiet())
+    (entry,) = run_tune(load_plan(made, second, replace(whole, **asked)), Quiet()).entries
     assert entry.evidence["trials"] == tried
 
 
@@ -152,7 +152,7 @@ def test_a_search_stops_by_default_where_the_rest_is_expected_to_gain_less_than_
     variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
     selection, made = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
-    (entry,) = run_tune(made, selection, options, Quiet()).entries
+    (entry,) = run_tune(load_plan(made, selection, options), Quiet()).entries
     assert 16 <= entry.evidence["trials"] < 40
     assert entry.config == {"block": 3, "warps": 8}
 
@@ -163,10 +163,10 @@ def test_a_case_whose_child_is_lost_is_left_out_and_said(
     notes: list[str] = []
 
     def lost(*_: object) -> None:
-        raise ChildCrashedError("MemoryError: inputs do not fit")
+        raise WorkerCrashedError("MemoryError: inputs do not fit")
 
     monkeypatch.setattr(Bench, "trial", lost)
-    tuned = run_tune(OPS, selection, options, Spoken(notes))
+    tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 1)
     assert notes[:1] == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
 
@@ -176,7 +176,7 @@ def test_a_case_that_the_gpu_has_no_room_for_is_said_and_is_no_failure(
 ) -> None:
     notes: list[str] = []
     monkeypatch.setattr("kerneltune.tune.tune_run.obstacle", lambda *_: "needs 200 GB")
-    tuned = run_tune(OPS, selection, options, Spoken(notes))
+    tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 0)
     assert notes == ["not tuned: stream 1048576+1048576: needs 200 GB"]
 
@@ -190,26 +190,26 @@ def test_a_broken_config_file_is_found_before_anything_is_measured(
     monkeypatch.setattr(Bench, "trial", lambda *_: pytest.fail("measured"))
     for changes in ({}, {"force": True}, {"stale": True}):
         with pytest.raises(ValueError, match=f"^{path}: schema: 7: expected 1$"):
-            run_tune(OPS, selection, replace(options, **changes), Quiet())
+            run_tune(load_plan(OPS, selection, replace(options, **changes)), Quiet())
     assert path.read_text() == '{"schema": 7}'
 
 
 def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
     old = replace(entry, config={"block": 512, "warps": 4, "ctas": 0}, evidence=entry.evidence | {"source_hash": "old"})
     path = cache.store("stream", H200.slug, old, options.configs)
     notes: list[str] = []
-    kept = run_tune(OPS, selection, options, Spoken(notes))
+    kept = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert (kept.searched, kept.kept) == (0, 1)
     assert cache.load_strict(path) == [old]
     assert notes == [
         "1 of 1 cached configs are stale: kept (`tune --stale` searches again, `sweep --stale` holds them to the clock)"
     ]
-    (again,) = run_tune(OPS, selection, replace(options, stale=True), Spoken(notes)).entries
+    (again,) = run_tune(load_plan(OPS, selection, replace(options, stale=True)), Spoken(notes)).entries
     assert again.config == entry.config
     assert again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
     assert len(notes) == 1
-    assert run_tune(OPS, selection, replace(options, stale=True), Quiet()).searched == 0  # what is fresh is left alone
+    assert run_tune(load_plan(OPS, selection, replace(options, stale=True)), Quiet()).searched == 0  # what is fresh is left alone
 
 
 def test_a_run_says_how_long_the_gpu_waited(selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,12 +222,12 @@ def test_a_run_says_how_long_the_gpu_waited(selection: Selection, options: Optio
 
     monkeypatch.setattr(Bench, "trial", trial)
     notes: list[str] = []
-    (entry,) = run_tune(OPS, selection, options, Spoken(notes)).entries
+    (entry,) = run_tune(load_plan(OPS, selection, options), Spoken(notes)).entries
     (note,) = notes
     assert entry.evidence["trials"] > 4
     assert note.startswith("GPU idle for 9")
     assert note.endswith(f"after the first compiled config, {entry.evidence['trials']} evaluations")
-    run_tune(OPS, selection, options, Spoken(notes))
+    run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert len(notes) == 1  # nothing was lacking
 
 
@@ -250,7 +250,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
 
     monkeypatch.setattr(Pool, "submit", submit)
     monkeypatch.setattr(Bench, "prepare", prepare)
-    _first, second = run_tune(OPS, Selection(str(tmp_path / "two.yaml")), options, Quiet()).entries
+    _first, second = run_tune(load_plan(OPS, Selection(str(tmp_path / "two.yaml")), options), Quiet()).entries
     assert happened[0] == ("prepare", 1 << 20)
     assert happened.index(("compile", 2 << 20)) < happened.index(("prepare", 2 << 20))
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
@@ -259,7 +259,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
 def test_a_whole_space_is_measured_and_written(selection: Selection, options: Options) -> None:
     knobs = (("warps", ("16",)), ("ctas", ("1", "2")))
     wide = replace(options, exhaustive=True, knobs=knobs)
-    assert run_tune(OPS, selection, wide, Quiet()).entries == []
+    assert run_tune(load_plan(OPS, selection, wide), Quiet()).entries == []
     assert options.results is not None
     assert not (options.results.parent / "configs").exists()
     path = trial_table.table_path(options.results, "nvidia_h200", "stream")
@@ -277,7 +277,7 @@ def test_a_whole_space_is_measured_and_written(selection: Selection, options: Op
     before = path.read_bytes()
     trials = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
     size = trials.stat().st_size
-    run_tune(OPS, selection, wide, Quiet())  # nothing is measured twice
+    run_tune(load_plan(OPS, selection, wide), Quiet())  # nothing is measured twice
     assert trials.stat().st_size == size
     assert path.read_bytes() == before
 
@@ -291,20 +291,23 @@ def test_a_whole_space_is_measured_and_written(selection: Selection, options: Op
 )
 def test_knobs_that_do_not_exist_are_refused(knobs: Any, message: str, selection: Selection, options: Options) -> None:
     with pytest.raises(ValueError) as caught:
-        run_tune(OPS, selection, replace(options, knobs=knobs), Quiet())
+        run_tune(load_plan(OPS, selection, replace(options, knobs=knobs)), Quiet())
     assert str(caught.value) == message
 
 
 def test_stale_entries_of_this_gpu_are_timed_again(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (entry,) = run_tune(OPS, selection, options, Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
     prepared: list[Case] = []
     monkeypatch.setattr(Bench, "prepare", lambda _self, task: prepared.append(task.case))
 
     def renewed_as(budget_s: float | None = None, **changes: Any) -> list[tuple[str, str]]:
         stale = [("stream", replace(entry, **changes))]
-        return [(one.status, one.reason) for one in renew(OPS, stale, replace(options, budget_s=budget_s), Quiet())]
+        return [
+            (one.status, one.reason)
+            for one in renew(load_plan(OPS, selection, replace(options, budget_s=budget_s)), stale, Quiet())
+        ]
 
     def stored() -> cache.CacheEntry:
         (there,) = cache.load_strict(cache.path_of("stream", "nvidia_h200", options.configs))
@@ -376,19 +379,19 @@ def test_a_space_that_makes_no_sense_is_one_line_and_nothing_is_written(
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError) as caught:
-        run_tune(broken(**changes), selection, options, Quiet())
+        run_tune(load_plan(broken(**changes), selection, options), Quiet())
     assert re.sub(r"^test_tune_run\.py:\d+: ", "PLACE", str(caught.value)) == message
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_store_of_another_version_is_left_alone(selection: Selection, options: Options) -> None:
-    run_tune(OPS, selection, options, Quiet())
+    run_tune(load_plan(OPS, selection, options), Quiet())
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
     old = path.with_suffix(".jsonl")
     old.write_text('{"schema": 2}\n')
     path.unlink()
     with pytest.raises(ValueError, match=r"stream.jsonl: trials of a version before 0.1.0: expected stream.log"):
-        run_tune(OPS, selection, replace(options, force=True), Quiet())
+        run_tune(load_plan(OPS, selection, replace(options, force=True)), Quiet())
     assert old.read_text() == '{"schema": 2}\n'
     assert not path.exists()
