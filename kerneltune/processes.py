@@ -32,7 +32,7 @@ from kerneltune.interrupts import is_importing
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
-PREFIX = "ktune-"
+_PREFIX = "ktune-"
 """Beginning of the names of temporary folders."""
 _LONGEST = 107 - len("/ktune-12345678/listener-12345678")
 """Bytes of the path that may hold a folder for sockets: of a socket's path the system takes 107."""
@@ -240,10 +240,10 @@ class _Unless:
 
 
 @contextmanager
-def held_folder(prefix: str = PREFIX) -> Iterator[Path]:
+def held_folder() -> Iterator[Path]:
     """Yield a new temporary folder, and remove it afterwards. Removes abandoned folders first."""
     remove_abandoned()
-    folder, held = _new_folder(prefix)
+    folder, held = _new_folder()
     with held:
         try:
             yield folder
@@ -260,7 +260,7 @@ def process_folder() -> Path:
     if len(os.fsencode(parent)) > _LONGEST:
         parent = _SHORT
     remove_abandoned(parent)
-    folder, held = _new_folder(PREFIX, parent)
+    folder, held = _new_folder(parent)
 
     def end(owner: int = os.getpid()) -> None:
         if os.getpid() == owner:  # not in a fork
@@ -276,7 +276,7 @@ def remove_abandoned(parent: Path | None = None) -> None:
 
     parent: that holds them; TMPDIR if not given.
     """
-    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{PREFIX}*"):
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
                 continue
@@ -287,21 +287,10 @@ def remove_abandoned(parent: Path | None = None) -> None:
                 folder.rmdir()
 
 
-def is_abandoned(folder: Path) -> bool:
-    """Return whether the process that held a folder has ended, or the folder is gone."""
-    try:
-        _locked(folder).close()
-    except FileNotFoundError:
-        return not folder.exists()
-    except OSError:  # locked, or another user's
-        return False
-    return True
-
-
-def _new_folder(prefix: str, parent: Path | None = None) -> tuple[Path, BinaryIO]:
+def _new_folder(parent: Path | None = None) -> tuple[Path, BinaryIO]:
     """Return a new folder, and the file that holds it until it is closed."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         with suppress(FileNotFoundError):  # another process took the folder for abandoned before it was held
             held = (folder / _HELD).open("wb")
             fcntl.flock(held, fcntl.LOCK_EX)

@@ -14,7 +14,7 @@ from typing import Any
 from kerneltune import cache, device
 from kerneltune.files import read_text
 from kerneltune.identity import code_digest
-from kerneltune.inspection.revision import checked_out, inspected
+from kerneltune.inspection.revision import inspected, unpacked
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.inspection.survey import case_text
 from kerneltune.processes import run_bound
@@ -66,7 +66,7 @@ def changes_since(
         arguments_of: (operator, variant) -> arguments of `kerneltune inspect` in the revision.
         progress: observer, told of each compiled variant.
     """
-    with checked_out(revision) as tree:
+    with unpacked(revision) as tree:
         there, entries = _digests_of(tree), _entries(tree, gpu, {task.op.name for task, _ in runs})
         keys = {_key(task): (task, config) for task, config in runs}
         changed = {key: run for key, run in keys.items() if not _is_unchanged(run, there, entries.get(key))}
@@ -75,7 +75,7 @@ def changes_since(
         progress.stage(f"compile {revision}", len(variants))
         for op, variant in variants:
             if any(key[:2] == (op, variant) for key in entries):
-                rows = inspected(revision, tree, tree.parent / "rows.json", arguments_of(op, variant)).rows
+                rows = inspected(revision, tree, arguments_of(op, variant)).rows
                 earlier += [row for row in rows if row.key[:4] in changed or row.key[:4] not in keys]
             progress.advance(f"{op} {variant}")
     found = Survey(device.versions()["triton"], tuple(earlier))
@@ -99,7 +99,7 @@ def _is_unchanged(run: Run, there: _Digests, known: Mapping[str, Any] | None) ->
 
 
 def _digests_of(tree: Path) -> _Digests:
-    """Return the digests of a work tree's variants; empty if its package is too old to give digests."""
+    """Return the digests of the variants in the files of a revision; empty if its package is too old to give digests."""
     path = tree.parent / "digests.json"
     env = os.environ | {"TMPDIR": str(tree.parent)}
     done = run_bound(_DIGESTS, [str(path)], cwd=tree, env=env)
@@ -110,7 +110,7 @@ def _digests_of(tree: Path) -> _Digests:
 
 
 def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_Key, Mapping[str, Any]]:
-    """Return the cached configs of a work tree as knob values."""
+    """Return the cached configs in the files of a revision as knob values."""
     root = tree / "configs"
     found = ((op, entry) for op in ops if (root / gpu / f"{op}.json").is_file() for entry in cache.load(op, gpu, root))
     return {(op, entry.variant, case_text(entry.as_case), entry.policy): entry.config for op, entry in found}

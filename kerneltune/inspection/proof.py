@@ -1,25 +1,22 @@
-"""Read and write the proof of a GPU model: which journeys of `make gpu` have passed there, and with which code of the package.
+"""Read the proof of a GPU model: which journeys of `make gpu` have passed there, and with which code of the package.
 
 A journey's code is the modules of the package that its processes imported, each by a digest of its syntax tree.
 """
 
 import ast
 import hashlib
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
 import msgspec
 
 from kerneltune import device
-from kerneltune.files import Versioned, bad, data_root, decode_versioned, read_bytes, replace_text
-from kerneltune.table import counted
+from kerneltune.files import Versioned, bad, data_root, decode_versioned, read_bytes
 
 PROOF = "proof.json"
-_SCHEMA = 1
+SCHEMA = 1
 _DIGITS = 8
-_NUMBERS = re.compile(r"\[[\d,\s]+\]")
 _NAMED = 4
 """Changed modules that a line names."""
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -64,7 +61,7 @@ def load_proof(path: Path) -> Proof:
         ValueError: the file cannot be read, or holds no proof of its folder's GPU; one line.
     """
     try:
-        proof = decode_versioned(read_bytes(path), Proof, _SCHEMA)
+        proof = decode_versioned(read_bytes(path), Proof, SCHEMA)
         if device.slug(proof.gpu) != path.parent.name:
             raise bad("gpu", proof.gpu, f"the GPU of the folder {path.parent.name}")
         for name, run in proof.journeys.items():
@@ -86,32 +83,6 @@ def proof_files() -> list[Path]:
 def code_of(proof: Proof, name: str) -> dict[str, str]:
     """Return module -> digest of the code that a journey ran with."""
     return dict(proof.code[number].split() for number in proof.journeys[name].code)
-
-
-def save_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mapping[str, str]]]) -> None:
-    """Write a proof whole: the given runs with their modules and digests, in the order of the names."""
-    lines = sorted({f"{module} {digest}" for _, code in runs.values() for module, digest in code.items()})
-    numbers = {line: number for number, line in enumerate(lines)}
-    journeys = {
-        name: msgspec.structs.replace(run, code=[numbers[f"{module} {digest}"] for module, digest in sorted(code.items())])
-        for name, (run, code) in sorted(runs.items())
-    }
-    encoded = msgspec.json.encode(Proof(schema=_SCHEMA, gpu=gpu, journeys=journeys, code=lines))
-    text = msgspec.json.format(encoded, indent=1).decode()
-    replace_text(path, _NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
-
-
-def merge_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mapping[str, str]]], known: Sequence[str]) -> None:
-    """Put runs into the proof of a file; runs of journeys that are not known any more go, a damaged proof is replaced."""
-    kept: dict[str, tuple[JourneyRun, Mapping[str, str]]] = {}
-    if path.is_file():
-        try:
-            proof = load_proof(path)
-            kept = {name: (run, code_of(proof, name)) for name, run in proof.journeys.items() if name in known}
-        except ValueError:
-            pass
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_proof(path, gpu, kept | dict(runs))
 
 
 @cache
@@ -141,11 +112,6 @@ def _is_text(statement: object) -> bool:
     )
 
 
-def digests(modules: Iterable[str]) -> dict[str, str]:
-    """Return module -> digest, without modules that have no file in the package."""
-    return {module: digest for module in modules if (digest := digest_of(module))}
-
-
 def changed_modules(proof: Proof, name: str) -> list[str]:
     """Return the modules whose code has changed, or which are gone, since a journey ran."""
     return [module for module, digest in code_of(proof, name).items() if digest_of(module) != digest]
@@ -166,13 +132,3 @@ def unproven(proof: Proof, known: Iterable[str] = ()) -> Iterator[tuple[str, str
             short = [module.removeprefix("kerneltune.") for module in changed]
             more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
             yield name, f"passed at {run.commit}, {run.date[:10]}; changed since: {', '.join(short[:_NAMED])}{more}"
-
-
-def state_line(proof: Proof, known: Sequence[str]) -> str:
-    """Return a sentence that counts the journeys that have passed on a GPU with the present code."""
-    open_ones = dict(unproven(proof, known))
-    names = dict.fromkeys((*known, *proof.journeys))
-    commits = sorted({(run.date[:10], run.commit) for run in proof.journeys.values()})
-    when = f" (last run {commits[-1][0]} at {commits[-1][1]})" if commits else ""
-    passed = len(names) - len(open_ones)
-    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` passed on {proof.gpu} with the present code{when}"

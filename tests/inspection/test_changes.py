@@ -32,7 +32,7 @@ def rows(runs: Sequence[Run]) -> Survey:
 
 
 class Revision:
-    """Stands in for a work tree with the configs of this checkout, and the digests that a test says."""
+    """Stands in for the files of a revision with the configs of this checkout, and the digests that a test says."""
 
     def __init__(self, folder: Path) -> None:
         self.tree = folder / "tree"
@@ -45,7 +45,7 @@ class Revision:
         self.can_tell = True
 
     @contextmanager
-    def checked_out(self, _revision: str) -> Iterator[Path]:
+    def unpacked(self, _revision: str) -> Iterator[Path]:
         yield self.tree
 
     def run_bound(self, _code: str, arguments: Sequence[str], **_: Any) -> "subprocess.CompletedProcess[str]":
@@ -53,7 +53,7 @@ class Revision:
             Path(arguments[0]).write_text(json.dumps(self.digests))
         return subprocess.CompletedProcess([], 0 if self.can_tell else 1, None, "ImportError: code_digest")
 
-    def inspected(self, _revision: str, _tree: Path, _rows: Path, arguments: list[str]) -> Survey:
+    def inspected(self, _revision: str, _tree: Path, arguments: list[str]) -> Survey:
         self.compiled.append(arguments)
         return rows([run for run in RUNS if [run[0].op.name, run[0].variant.name] == arguments])
 
@@ -61,7 +61,7 @@ class Revision:
 @pytest.fixture
 def revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Revision:
     made = Revision(tmp_path)
-    for name in ("checked_out", "run_bound", "inspected"):
+    for name in ("unpacked", "run_bound", "inspected"):
         monkeypatch.setattr(changes, name, getattr(made, name))
     return made
 

@@ -5,26 +5,31 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from journey import FAILED, JOURNEYS, PASSED, ROOT
 from runner import Ending
 
 sys.path.insert(0, str(ROOT))
+from kerneltune.files import replace_text
 from kerneltune.inspection.proof import (
     PROOF,
+    SCHEMA,
     JourneyRun,
-    digests,
+    Proof,
+    code_of,
+    digest_of,
     load_proof,
-    merge_proof,
     proof_files,
-    state_line,
     unproven,
 )
+from kerneltune.table import counted
 
 DOCUMENTS = ("docs/limitations.md", "README.md")
 BLOCK = re.compile(r"(<!-- proof[^>]*-->\n).*?(<!-- end of proof -->)", re.DOTALL)
+NUMBERS = re.compile(r"\[[\d,\s]+\]")
 VERSIONS = ("driver", "torch", "triton", "python")
 
 
@@ -44,6 +49,47 @@ def keep(out: Path, gpu: Mapping[str, str], endings: Sequence[Ending]) -> None:
     path = ROOT / "results" / gpu["slug"] / PROOF
     merge_proof(path, gpu["name"], runs, list(JOURNEYS))
     shutil.copy(path, out)
+
+
+def digests(modules: Iterable[str]) -> dict[str, str]:
+    """Return module -> digest, without modules that have no file in the package."""
+    return {module: digest for module in modules if (digest := digest_of(module))}
+
+
+def save_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mapping[str, str]]]) -> None:
+    """Write a proof whole: the given runs with their modules and digests, in the order of the names."""
+    lines = sorted({f"{module} {digest}" for _, code in runs.values() for module, digest in code.items()})
+    numbers = {line: number for number, line in enumerate(lines)}
+    journeys = {
+        name: msgspec.structs.replace(run, code=[numbers[f"{module} {digest}"] for module, digest in sorted(code.items())])
+        for name, (run, code) in sorted(runs.items())
+    }
+    encoded = msgspec.json.encode(Proof(schema=SCHEMA, gpu=gpu, journeys=journeys, code=lines))
+    text = msgspec.json.format(encoded, indent=1).decode()
+    replace_text(path, NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
+
+
+def merge_proof(path: Path, gpu: str, runs: Mapping[str, tuple[JourneyRun, Mapping[str, str]]], known: Sequence[str]) -> None:
+    """Put runs into the proof of a file; runs of journeys that are not known any more go, a damaged proof is replaced."""
+    kept: dict[str, tuple[JourneyRun, Mapping[str, str]]] = {}
+    if path.is_file():
+        try:
+            proof = load_proof(path)
+            kept = {name: (run, code_of(proof, name)) for name, run in proof.journeys.items() if name in known}
+        except ValueError:
+            pass
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_proof(path, gpu, kept | dict(runs))
+
+
+def state_line(proof: Proof, known: Sequence[str]) -> str:
+    """Return a sentence that counts the journeys that have passed on a GPU with the present code."""
+    open_ones = dict(unproven(proof, known))
+    names = dict.fromkeys((*known, *proof.journeys))
+    commits = sorted({(run.date[:10], run.commit) for run in proof.journeys.values()})
+    when = f" (last run {commits[-1][0]} at {commits[-1][1]})" if commits else ""
+    passed = len(names) - len(open_ones)
+    return f"{passed} of {counted(len(names), 'journey')} of `make gpu` passed on {proof.gpu} with the present code{when}"
 
 
 def show(known: Sequence[str], is_written: bool) -> int:

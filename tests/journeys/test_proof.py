@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from proof import digests, merge_proof, state_line
 
 from kerneltune.inspection import proof
-from kerneltune.inspection.proof import JourneyRun, load_proof, merge_proof, state_line, unproven
+from kerneltune.inspection.proof import JourneyRun, load_proof, unproven
 
 VERSIONS = {"driver": "580", "torch": "2.11", "triton": "3.6.0", "python": "3.12.3"}
 
@@ -29,7 +30,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(path: Path, known: list[str], **runs: JourneyRun) -> None:
-    code = proof.digests(["kerneltune.a", "kerneltune.b", "kerneltune.gone"])
+    code = digests(["kerneltune.a", "kerneltune.b", "kerneltune.gone"])
     merge_proof(path, "NVIDIA H200", {name: (one, code) for name, one in runs.items()}, known)
 
 
