@@ -7,7 +7,7 @@ from dataclasses import dataclass, make_dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kerneltune.search.loop import Search, Started, explore
+from kerneltune.search.loop import Candidates, Search, Started, explore
 from kerneltune.search.task import Evaluation
 from kerneltune.search.trial_table import TrialBlock
 from kerneltune.spec import Config
@@ -54,7 +54,8 @@ def search_once(space: TrialBlock, sampler: str, evaluations: int, seed: int) ->
     make = make_dataclass("Knobs", [name for name, _ in space.default], frozen=True, slots=True)
     trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
     search = Search(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)
-    found = explore(list(trials), [make(**dict(space.default))], search, StandIn(lambda config: KnownTrial(trials[config])))
+    candidates = Candidates(list(trials), [make(**dict(space.default))])
+    found = explore(candidates, search, StandIn(lambda config: KnownTrial(trials[config])))
     times = [np.inf if trial.time_us is None else trial.time_us for trial in found.values()]
     return np.asarray(np.minimum.accumulate(times) / min(space.feasible.values()) - 1.0)
 

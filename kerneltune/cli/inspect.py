@@ -1,8 +1,8 @@
 """`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and what `gate --static` does."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -30,6 +30,44 @@ _LEGEND = (
     "atomics and bulk (TMA) copies are not counted."
 )
 _HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
+_SHOWN = 40
+"""Configs that `--all` lists; it counts the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """How configs are compiled: for which targets, by how many processes, and whether known kernels are compiled again."""
+
+    targets: list[str]
+    workers: int | None
+    recompile: bool
+
+    def survey(self, runs: "Sequence[Run]") -> "Survey":
+        """Compile configs, with a bar while that runs."""
+        from kerneltune.inspection.survey import survey
+        from kerneltune.measuring import inspected
+
+        known = {} if self.recompile else {target: inspected.load(inspected.shipped(), target) for target in self.targets}
+        if any(found.refused for found in known.values()):
+            note("results/static is left out, for other code read the compiler: `kerneltune inspect --renew` writes it anew")
+        with reporter() as progress:
+            return survey(runs, self.targets, self.workers, progress, known)
+
+    def survey_revision(self, name: str, wanted: "Selection", sizes: Sequence[str] = (), **given: Any) -> "Survey":
+        """Compile a git revision's own configs."""
+        from kerneltune.inspection.revision import survey_revision
+
+        note(f"compiling revision {name}")
+        return survey_revision(name, self.arguments(wanted, sizes, **given))
+
+    def arguments(self, wanted: "Selection", sizes: Sequence[str] = (), **given: Any) -> list[str]:
+        """Return the arguments with which `inspect` of another revision does the same."""
+        arguments = [*wanted.ops, *sizes, *(["--recompile"] if self.recompile else [])]
+        selecting = {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
+        for name, value in {**selecting, "target": self.targets, **given, "workers": self.workers}.items():
+            for item in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+                arguments += [f"--{name}", str(item)]
+        return arguments
 
 
 @o.selects("op")
@@ -69,51 +107,56 @@ def command(
     With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config or
     --against does not compile.
     """
-    _require_one_side(against, against_rev)
+    _check_given(wanted, op, against, against_rev)
     captured = tuple(o.captured_ops())
     wanted = replace(wanted, ops=(op,) if op else captured)
-    _require_names(wanted.cases, op or "OP")
     whole = gpu == _GPU and _is_whole(configs, wanted, target, config, against, against_rev)
     if renew and not whole:
         raise ValueError("renew: True: expected with all of the package's configs, for it takes the place of what is shipped")
-    targets = _targets(target)
+    compiling = _Compiling(_targets(target), workers, recompile)
     any_case = every or config is not None or bool(wanted.cases or captured)
-    runs = _runs(wanted, sizes, gpu, configs, any_case=any_case)
+    runs = _runs(wanted, sizes, gpu, configs, any_case)
     if every:
         o.refuse("not with --all", config=config, against=against, against_rev=against_rev, save=save, renew=renew)
-        _show_space(_survey(_whole_space(runs, op), targets, workers, recompile))
+        _show_space(compiling.survey(_whole_space(runs, op)))
         return
     if config is not None:
         runs = _with_config(runs, "config", config)
-    arguments = _again(wanted, sizes, recompile, target=targets, config=config, gpu=gpu, workers=workers)
-    earlier = None if against_rev is None else _of_revision(against_rev, arguments)
-    found = _survey(runs, targets, workers, recompile)
+    earlier = None
+    if against_rev is not None:
+        earlier = compiling.survey_revision(against_rev, wanted, sizes or (), config=config, gpu=gpu)
+    found = compiling.survey(runs)
     if against is not None:
-        earlier = _survey(_with_config(runs, "against", against), targets, workers, recompile)
-    if renew:
-        _ship(found)
-    elif whole:
-        _say_unknown(found)
+        earlier = compiling.survey(_with_config(runs, "against", against))
+    if whole:
+        _compare_with_shipped(found, renew)
+    _deliver(found, earlier, save, is_flipped=against is not None, is_shown=save is None and not renew)
+    surveys = (found, earlier) if earlier is not None else (found,)
+    if (config is not None or against is not None) and any(row.error for survey in surveys for row in survey.rows):
+        raise typer.Exit(1)
+
+
+def _check_given(wanted: "Selection", op: str | None, against: str | None, against_rev: str | None) -> None:
+    """Raise ValueError where a config and a revision are given to compare with, or a case is sizes, not a name."""
+    if against is not None and against_rev is not None:
+        raise ValueError("--against and --against-rev: expected one of them")
+    for case in wanted.cases:
+        if "=" in case:
+            place = " ".join([op or "OP", *case.split(",")])
+            raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {place}")
+
+
+def _deliver(found: "Survey", earlier: "Survey | None", save: Path | None, *, is_flipped: bool, is_shown: bool) -> None:
+    """Save a survey; show its differences from an earlier survey, which is B where `is_flipped`, or its rows."""
     if save is not None:
         from kerneltune.inspection.static import save as save_survey
 
         save_survey(save, found)
         note(f"wrote {save}")
     if earlier is not None:
-        _show_differences(*((found, earlier) if against is not None else (earlier, found)))
-    elif save is None and not renew:
+        _show_differences(*((found, earlier) if is_flipped else (earlier, found)))
+    elif is_shown:
         _show(found)
-    _end(found, *filter(None, [earlier]), is_given=config is not None or against is not None)
-
-
-def _require_one_side(against: str | None, against_rev: str | None) -> None:
-    """Raise ValueError where a config and a revision are given to compare with."""
-    if against is not None and against_rev is not None:
-        raise ValueError("--against and --against-rev: expected one of them")
-
-
-_SHOWN = 40
-"""Configs that `--all` lists; it counts the others."""
 
 
 def _whole_space(runs: "list[Run]", op: str | None) -> "list[Run]":
@@ -141,75 +184,37 @@ def _show_space(found: "Survey") -> None:
         raise typer.Exit(1)
 
 
-def _end(*found: "Survey", is_given: bool) -> None:
-    """End the command with exit code 1 where a config that was given does not compile."""
-    if is_given and any(row.error for survey in found for row in survey.rows):
-        raise typer.Exit(1)
-
-
-def _require_names(cases: Sequence[str], op: str) -> None:
-    """Raise ValueError for a case that is sizes, not a name."""
-    for case in cases:
-        if "=" in case:
-            raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {' '.join([op, *case.split(',')])}")
-
-
 def judge(
-    baseline: str,
-    wanted: "Selection",
-    target: list[str] | None,
-    workers: int | None,
-    recompile: bool,
-    configs: Path | None,
+    baseline: str, wanted: "Selection", target: list[str] | None, workers: int | None, recompile: bool, configs: Path | None
 ) -> NoReturn:
     """Gate the cached configs against a file of `--save` or a git revision; end the command with the gate's exit code."""
     from kerneltune.inspection.static import load, static_gate
 
-    targets = _targets(target)
+    compiling = _Compiling(_targets(target), workers, recompile)
     runs = _runs(wanted, None, _GPU, configs, any_case=False)
     unchanged = 0
     if baseline.endswith(".json") or Path(baseline).is_file():
-        earlier, found = load(Path(baseline)), _survey(runs, targets, workers, recompile)
+        earlier, found = load(Path(baseline)), compiling.survey(runs)
     elif recompile:
-        earlier = _of_revision(baseline, _again(wanted, None, recompile, target=targets, gpu=_GPU, workers=workers))
-        found = _survey(runs, targets, workers, recompile)
+        earlier, found = compiling.survey_revision(baseline, wanted, gpu=_GPU), compiling.survey(runs)
     else:
-        earlier, found, unchanged = _changed(baseline, wanted, runs, targets, workers)
+        from kerneltune.inspection.changes import changes_since
+
+        def arguments_of(op: str, variant: str) -> list[str]:
+            return compiling.arguments(replace(wanted, ops=(op,), variants=(variant,)), gpu=_GPU)
+
+        with reporter() as progress:
+            changes = changes_since(baseline, runs, _GPU, arguments_of, progress)
+        note(f"{changes.unchanged} of {len(runs)} configs run the same code as in {baseline}: not compiled")
+        earlier, found = changes.earlier, compiling.survey(changes.runs)
+        unchanged = changes.unchanged * len(compiling.targets)
     if _is_whole(configs, wanted, target):
-        _say_unknown(found)
+        _compare_with_shipped(found, False)
     verdict = static_gate(earlier, found, unchanged)
     for line in verdict.findings:
         show(line)
     (error_line if verdict.exit_code == 2 else show)(verdict.summary)
     raise typer.Exit(verdict.exit_code)
-
-
-def _survey(runs: "Sequence[Run]", targets: list[str], workers: int | None, recompile: bool) -> "Survey":
-    """Compile configs, with a bar while that runs."""
-    from kerneltune.inspection.survey import survey
-    from kerneltune.measuring import inspected
-
-    before = {} if recompile else {target: inspected.load(inspected.shipped(), target) for target in targets}
-    if any(found.refused for found in before.values()):
-        note("results/static is left out, for other code read the compiler: `kerneltune inspect --renew` writes it anew")
-    with reporter() as progress:
-        return survey(runs, targets, workers, progress.stage, progress.advance, before)
-
-
-def _changed(
-    revision: str, wanted: "Selection", runs: "list[Run]", targets: list[str], workers: int | None
-) -> "tuple[Survey, Survey, int]":
-    """Return the rows that differ, of the revision and here, and the number of rows that need not be compiled."""
-    from kerneltune.inspection.changes import changes_since
-
-    def arguments_of(op: str, variant: str) -> list[str]:
-        of_variant = replace(wanted, ops=(op,), variants=(variant,))
-        return _again(of_variant, None, False, target=targets, gpu=_GPU, workers=workers)
-
-    with reporter() as progress:
-        changes = changes_since(revision, runs, _GPU, arguments_of, progress)
-    note(f"{changes.unchanged} of {len(runs)} configs run the same code as in {revision}: not compiled")
-    return changes.earlier, _survey(changes.runs, targets, workers, False), changes.unchanged * len(targets)
 
 
 def _is_whole(configs: Path | None, wanted: "Selection", *narrowing: object) -> bool:
@@ -218,17 +223,15 @@ def _is_whole(configs: Path | None, wanted: "Selection", *narrowing: object) -> 
     return wanted == everything and not any(narrowing) and o.configs_root(configs) == data_root("configs")
 
 
-def _ship(found: "Survey") -> None:
-    """Make results/static hold exactly the kernels of the survey."""
+def _compare_with_shipped(found: "Survey", is_renewed: bool) -> None:
+    """Make results/static hold exactly the kernels of a survey of all configs, or say how many kernels it lacks."""
     from kerneltune.measuring import inspected
 
-    for target, facts in found.facts.items():
-        inspected.save(inspected.shipped(), target, facts)
-    note(f"wrote {inspected.shipped()}")
-
-
-def _say_unknown(found: "Survey") -> None:
-    if found.unknown:
+    if is_renewed:
+        for target, facts in found.facts.items():
+            inspected.save(inspected.shipped(), target, facts)
+        note(f"wrote {inspected.shipped()}")
+    elif found.unknown:
         kernels = sum(map(len, found.facts.values()))
         note(f"{found.unknown} of {kernels} kernels are not in results/static: `kerneltune inspect --renew` puts them there")
 
@@ -266,34 +269,33 @@ def _runs(wanted: "Selection", sizes: list[str] | None, gpu: str, configs: Path 
         ]
 
     if sizes:
-        if wanted.cases:
-            raise ValueError(f"case: {wanted.cases[0]!r}: expected sizes or --case, one of them")
         first = chosen[0]  # sizes follow an operator
-        case = o.case_of_sizes(first, sizes, (wanted.dtypes or first.dtypes)[0], (wanted.quants or first.quants)[0], whole=True)
+        case = _sized_case(first, sizes, wanted)
         found = selected(default_runs(first, [case], asked))
         if not found:
             raise ValueError(f"nothing to compile: {first.name} has no such variant with knobs for {case.label}")
         return found
     place = str(readable(Path(gpu), configs))
-    found = selected(cached_runs(chosen, configs, gpu))
-    cases: list[Case] = []
+    cached = cached_runs(chosen, configs, gpu)
+    found = selected(cached)
+    in_sweeps: list[Case] = []
     if wanted.ops and not found and any_case:
-        of_op = _swept_cases(known, chosen)
-        cases = [case for cases_of in of_op.values() for case in cases_of]
-        found = selected(run for name, of in of_op.items() for run in default_runs(known[name], of, asked))
+        for op in chosen:
+            cases = list(dict.fromkeys(entry.case for entry in swept(known) if entry.op == op.name))
+            in_sweeps += cases
+            found += selected(default_runs(op, cases, asked))
         if found and wanted.cases:
             note(f"{place} has no config for {' '.join(wanted.cases)}: default configs")
     if not found:
-        raise _nothing(cached_runs(chosen, configs, gpu), selection, place, [case.name for case in cases])
+        raise _nothing(cached, selection, place, [case.name for case in in_sweeps])
     return found
 
 
-def _swept_cases(known: "Mapping[str, Op]", chosen: "Sequence[Op]") -> dict[str, list[Case]]:
-    """Return the cases of operators in the sweeps, by operator."""
-    found: dict[str, dict[Case, None]] = {op.name: {} for op in chosen}
-    for entry in swept(known):
-        found.get(entry.op, {})[entry.case] = None
-    return {name: list(cases) for name, cases in found.items()}
+def _sized_case(op: Op, sizes: list[str], wanted: "Selection") -> Case:
+    """Return the case of given sizes, of the first element type and mode that are selected."""
+    if wanted.cases:
+        raise ValueError(f"case: {wanted.cases[0]!r}: expected sizes or --case, one of them")
+    return o.case_of_sizes(op, sizes, (wanted.dtypes or op.dtypes)[0], (wanted.quants or op.quants)[0], whole=True)
 
 
 def _nothing(cached: "Iterable[Run]", selection: "Selection", place: str, cases: list[str]) -> ValueError:
@@ -328,24 +330,6 @@ def _with_config(runs: "list[Run]", field: str, text: str) -> "list[Run]":
         raise ValueError(f"{field}: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
     config = o.config_of(runs[0][0].variant, field, text)
     return [(task, config) for task, _ in runs]
-
-
-def _again(wanted: "Selection", sizes: list[str] | None, recompile: bool, **given: Any) -> list[str]:
-    """Return the arguments with which another revision does the same."""
-    arguments = [*wanted.ops, *(sizes or ()), *(["--recompile"] if recompile else [])]
-    selecting = {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
-    for name, value in {**selecting, **given}.items():
-        for item in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-            arguments += [f"--{name}", str(item)]
-    return arguments
-
-
-def _of_revision(name: str, arguments: list[str]) -> "Survey":
-    """Compile a git revision's own configs."""
-    from kerneltune.inspection.revision import survey_revision
-
-    note(f"compiling revision {name}")
-    return survey_revision(name, arguments)
 
 
 def _show(found: "Survey") -> None:

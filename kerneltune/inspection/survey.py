@@ -14,8 +14,11 @@ from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import Fact, Kernel, resident
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job
 from kerneltune.measuring.inspected import KnownFacts
+from kerneltune.run_options import Progress, Quiet
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Op, Variant
+
+_SILENT = Quiet()
 
 
 def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
@@ -50,8 +53,7 @@ def survey(
     runs: Sequence[Run],
     targets: Sequence[str],
     workers: int | None = None,
-    stage: Callable[[str, int], None] = lambda _name, _total: None,
-    advance: Callable[[str], None] = lambda _text: None,
+    progress: Progress = _SILENT,
     known: Mapping[str, KnownFacts] = MappingProxyType({}),
 ) -> Survey:
     """Compile every config for every target; a config that cannot be compiled is a row with its error.
@@ -63,7 +65,7 @@ def survey(
     facts: dict[str, dict[str, Fact]] = {}
     for target in targets:
         distinct = {_job_key(run): run for run in runs}
-        stage(f"compile for {target}", len(distinct))
+        progress.stage(f"compile for {target}", len(distinct))
         compiled = {}
         most = min(len(distinct), workers or len(os.sched_getaffinity(0)))
         facts[target] = {}
@@ -72,7 +74,7 @@ def survey(
             for (key, (task, _)), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer
                 facts[target] |= answer.facts
-                advance(f"{task.op.name} {task.variant.name} {task.case.name}")
+                progress.advance(f"{task.op.name} {task.variant.name} {task.case.name}")
         rows += [_row(run, target, compiled[_job_key(run)]) for run in runs]
     unknown = sum(digest not in known[target].facts for target in known for digest in facts[target])
     return Survey(device.versions()["triton"], tuple(rows), facts, unknown)

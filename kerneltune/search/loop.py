@@ -18,7 +18,6 @@ from kerneltune.search.task import Evaluation, knobs_of
 from kerneltune.spec import Config
 
 if TYPE_CHECKING:
-    from kerneltune.search.study import ListSampler
     from kerneltune.search.surrogate import Surrogate
 
 SAMPLERS = ("ours", "random")
@@ -80,6 +79,32 @@ class Search:
         return unlimited and configs <= ENUMERATE_UP_TO
 
 
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The configs that a search may try.
+
+    Attributes:
+        pool: all configs, each once.
+        first: configs of the pool to begin with, such as the default and the best config of the nearest case.
+        feasibility: probability that each config of the pool compiles without a refusal; None where nothing is known.
+    """
+
+    pool: Sequence[Config]
+    first: Sequence[Config] = ()
+    feasibility: Mapping[Config, float] | None = None
+
+    def in_order(self, search: Search) -> list[Config]:
+        """Return all configs in the order in which a search tries them before the first times are known.
+
+        Configs that are probably refused come last.
+        """
+        first, believed = list(dict.fromkeys(self.first)), self.feasibility
+        rest = [config for config in self.pool if config not in set(first)]
+        if not search.enumerates(len(self.pool)):
+            rest = _drawn(rest, () if search.sampler == "random" else first, search.seed)
+        return first + sorted(rest, key=lambda config: believed is not None and believed[config] < 0.5)
+
+
 class Started(Protocol):
     """A config whose evaluation has begun with its compilation."""
 
@@ -111,29 +136,26 @@ class Evaluator(Protocol):
 
 
 def explore(
-    pool: Sequence[Config],
-    first: Sequence[Config],
+    candidates: Candidates,
     search: Search,
     evaluator: Evaluator,
     on_trial: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None,
     known: Mapping[Config, Evaluation] = MappingProxyType({}),
-    feasibility: Mapping[Config, float] | None = None,
 ) -> dict[Config, Evaluation]:
-    """Try configs of a pool until a budget is used, the expected gain is small, or no config is left.
+    """Try candidates until a budget is used, the expected gain is small, or no config is left.
 
     Args:
-        pool: all configs, each once.
-        first: configs of the pool to begin with, such as the default and the best config of the nearest case.
+        candidates: the configs.
         search: limits of the search.
         evaluator: evaluates the configs.
         on_trial: function that is called with every new evaluation.
         known: evaluations of an earlier search, which count as tried.
-        feasibility: probability that each config of the pool compiles without a refusal; None where nothing is known.
 
     Returns:
         The evaluations in their order, known evaluations first.
     """
-    asking, gain = Asking(pool, first, search, feasibility), _Gain(pool, search, known)
+    pool = candidates.pool
+    asking, gain = Asking(candidates, search), _Gain(pool, search, known)
     for config, evaluation in known.items():
         asking.tell(config, evaluation.time_us)
     limit = len(pool) if search.trials is None else min(search.trials, len(pool))
@@ -149,7 +171,7 @@ def explore(
                 flying.add(asked, evaluator.begin(asked))
             if not flying.length:
                 break
-            asking.prepare()
+            asking.sampler.prepare()
             evaluator.use_idle_time()
             for config, evaluation in flying.move():
                 found[config] = evaluation
@@ -170,21 +192,6 @@ def times_of(found: Mapping[Config, Evaluation]) -> dict[Config, float]:
     return {config: evaluation.time_us for config, evaluation in found.items() if evaluation.time_us is not None}
 
 
-def opening(
-    pool: Sequence[Config], first: Sequence[Config], search: Search, feasibility: Mapping[Config, float] | None = None
-) -> list[Config]:
-    """Return all configs in the order in which a search tries them before the first times are known.
-
-    Configs that are probably refused come last.
-    """
-    order = list(dict.fromkeys([*first, *pool]))
-    begin = len(set(first))
-    rest = order[begin:]
-    if not search.enumerates(len(pool)):
-        rest = _drawn(rest, () if search.sampler == "random" else order[:begin], search.seed)
-    return order[:begin] + sorted(rest, key=lambda config: feasibility is not None and feasibility[config] < 0.5)
-
-
 def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:
     """Return configs in random order; a config that differs little from a guess probably comes early."""
     rng, known = random.Random(seed), [_values(guess) for guess in guesses]
@@ -202,30 +209,30 @@ def _values(config: Config) -> tuple[Any, ...]:
 
 
 class Asking:
-    """An Optuna study over the configs of a pool that asks for every config once.
+    """An Optuna study over candidates that asks for every config once.
 
     Attributes:
+        sampler: sampler of the study.
         ahead: number of configs that may be in flight.
         study: study in memory; the trial store's journal has the finished trials.
     """
 
-    def __init__(
-        self,
-        pool: Sequence[Config],
-        first: Sequence[Config],
-        search: Search,
-        feasibility: Mapping[Config, float] | None = None,
-    ) -> None:
-        """Set up the study of a search; arguments as in `explore`."""
+    def __init__(self, candidates: Candidates, search: Search) -> None:
+        """Set up the study of a search."""
         import optuna
 
-        from kerneltune.search.study import quiet
+        from kerneltune.search.study import FiniteGPSampler, ListSampler, quiet
 
         quiet()
-        order = opening(pool, first, search, feasibility)
-        self._sampler = _sampler(order, len(set(first)), search, feasibility)
-        self.ahead = _AHEAD_BLIND if search.sampler == "random" or search.enumerates(len(pool)) else AHEAD
-        self.study = optuna.create_study(sampler=self._sampler)
+        order, believed = candidates.in_order(search), candidates.feasibility
+        knobs = [knobs_of(config) for config in order]
+        is_blind = search.sampler == "random" or search.enumerates(len(order))
+        self.ahead = _AHEAD_BLIND if is_blind else AHEAD
+        self.sampler = ListSampler(knobs)
+        if not is_blind:
+            likely = None if believed is None else [believed[config] for config in order]
+            self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, search.seed, likely)
+        self.study = optuna.create_study(sampler=self.sampler)
         self._configs = {_values(config): config for config in order}
         self._left = set(order)
         self._asked: dict[Config, optuna.Trial] = {}
@@ -234,8 +241,8 @@ class Asking:
         """Return the next config to try; None when all were tried."""
         if not self._left:
             return None
-        trial = self.study.ask(dict(self._sampler.space))
-        config = self._configs[tuple(trial.params[name] for name in self._sampler.space)]
+        trial = self.study.ask(dict(self.sampler.space))
+        config = self._configs[tuple(trial.params[name] for name in self.sampler.space)]
         self._left.discard(config)
         self._asked[config] = trial
         return config
@@ -249,26 +256,9 @@ class Asking:
         self._left.discard(config)
         trial = self._asked.pop(config, None)
         if trial is None:
-            self.study.add_trial(finished_trial(knobs_of(config), self._sampler.space, time_us))
+            self.study.add_trial(finished_trial(knobs_of(config), self.sampler.space, time_us))
         else:
             self.study.tell(trial, time_us, state=TrialState.FAIL if time_us is None else TrialState.COMPLETE)
-
-    def prepare(self) -> None:
-        """Import the model of the sampler while the first configs compile. A second call does nothing."""
-        prepare = getattr(self._sampler, "prepare", None)
-        if prepare is not None:
-            prepare()
-
-
-def _sampler(order: Sequence[Config], guesses: int, search: Search, feasibility: Mapping[Config, float] | None) -> "ListSampler":
-    """Return the sampler of a search over configs in their first order."""
-    from kerneltune.search.study import FiniteGPSampler, ListSampler
-
-    configs = [knobs_of(config) for config in order]
-    if search.sampler == "random" or search.enumerates(len(order)):
-        return ListSampler(configs)
-    likely = None if feasibility is None else [feasibility[config] for config in order]
-    return FiniteGPSampler(configs, guesses + _FIRST, search.seed, likely)
 
 
 class _InFlight:

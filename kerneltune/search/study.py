@@ -84,6 +84,9 @@ class ListSampler(BaseSampler):
         """
         raise ValueError(f"{param_name}: {param_distribution}: expected a knob of the list: {', '.join(self.space)}")
 
+    def prepare(self) -> None:
+        """Import and set up what the first decision needs, now instead of then."""
+
     def choose(self, asked: Untried) -> int:
         """Return the next config's place in the list."""
         return asked.left[0]

@@ -44,7 +44,7 @@ def neighbour_dtype(task: Task) -> Task | None:
     return replace(task, case=replace(task.case, dtype=other)) if other in task.op.dtypes else None
 
 
-def candidates(task: Task, store: "TrialStore | None" = None) -> list[Config]:
+def pool_of(task: Task, store: "TrialStore | None" = None) -> list[Config]:
     """Return the default, then the configs of the space, or the neighbour's best configs if the other 16-bit type was searched.
 
     Without a store all configs of the space are candidates.

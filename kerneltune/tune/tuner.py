@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from kerneltune import cache, device
 from kerneltune.measuring.assembly import LIMITS, resident
 from kerneltune.measuring.compiler import CompileResult, PendingCompile
-from kerneltune.search.loop import Search, explore, opening, times_of
+from kerneltune.search.loop import Candidates, Search, explore, times_of
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of
 from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
-from kerneltune.tune.candidates import candidates, checked_space, feasibility_of, looked_up, stamp, starting_points
+from kerneltune.tune.candidates import checked_space, feasibility_of, looked_up, pool_of, stamp, starting_points
 from kerneltune.tune.compile_queue import CompileQueue
 from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker, WorkerCrashedError
 
@@ -264,9 +264,7 @@ def tune(
         WorkerCrashedError: the worker's process crashed over every finalist, or stopped.
     """
     with tuner:
-        pool = _pool(tuner)
-        first, feasibility = starting_points(tuner.task, pool, root), feasibility_of(tuner.task, tuner.store, pool)
-        explored = _explored(tuner, pool, first, search, on_trial, feasibility)
+        explored = _explored(tuner, _candidates(tuner, _pool(tuner), root), search, on_trial)
         times = times_of(explored)
         before = looked_up(tuner.task, root)
         if (
@@ -285,34 +283,35 @@ def measure_space(tuner: Tuner, some: Sequence[Config] | None = None) -> dict[Co
     pool = checked_space(tuner.task) if some is None else list(some)
     tuner.samples_per_trial = 3 * SCREEN_SAMPLES
     with tuner:
-        return _explored(tuner, pool, (), Search(sampler="random"))
+        return _explored(tuner, Candidates(pool), Search(sampler="random"))
 
 
 def _explored(
     tuner: Tuner,
-    pool: Sequence[Config],
-    first: Sequence[Config],
+    candidates: Candidates,
     search: Search,
     on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
-    feasibility: Mapping[Config, float] | None = None,
 ) -> dict[Config, Evaluation]:
-    known = _known(tuner, pool)
-    if len(known) < len(pool):
+    known = _known(tuner, candidates.pool)
+    if len(known) < len(candidates.pool):
         tuner.prepare()
-    return explore(pool, first, search, tuner, on_trial, known, feasibility)
+    return explore(candidates, search, tuner, on_trial, known)
 
 
 def first_runs(tuner: Tuner, search: Search, root: Path | None) -> Iterator[Run]:
     """Yield the configs that the search of a case would try first; nothing where the case was searched before."""
     pool = _pool(tuner)
     if not _known(tuner, pool):
-        feasibility = feasibility_of(tuner.task, tuner.store, pool)
-        order = opening(pool, starting_points(tuner.task, pool, root), search, feasibility)
+        order = _candidates(tuner, pool, root).in_order(search)
         yield from ((tuner.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
 
 
 def _pool(tuner: Tuner) -> list[Config]:
-    return candidates(tuner.task, None if tuner.searches_all else tuner.store)
+    return pool_of(tuner.task, None if tuner.searches_all else tuner.store)
+
+
+def _candidates(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> Candidates:
+    return Candidates(pool, starting_points(tuner.task, pool, root), feasibility_of(tuner.task, tuner.store, pool))
 
 
 def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Evaluation]:

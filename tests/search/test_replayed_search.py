@@ -11,7 +11,7 @@ from replayed import KnownTrial, StandIn, gap_at, replay
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from kerneltune.files import data_root
-from kerneltune.search.loop import Asking, Search, explore, times_of
+from kerneltune.search.loop import Asking, Candidates, Search, explore, times_of
 from kerneltune.search.surrogate import Surrogate
 from kerneltune.search.trial_table import TrialBlock, whole_spaces
 
@@ -76,7 +76,7 @@ def test_configs_like_a_guess_are_drawn_sooner_and_by_the_seed() -> None:
 
     def drawn(sampler: str, seed: int, first: Sequence[object]) -> list[int]:
         """Return in how many knobs each of the first configs differs from the guess."""
-        asking = Asking(pool, first, Search(trials=20, sampler=sampler, seed=seed))
+        asking = Asking(Candidates(pool, first), Search(trials=20, sampler=sampler, seed=seed))
         asked = [asking.ask() for _ in range(9)]
         return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked if config]
 
@@ -108,7 +108,7 @@ def test_a_search_ends_when_little_is_left_to_gain() -> None:
 
     make = make_dataclass("Knobs", [name for name, _ in configs[0]], frozen=True)
     trials = {make(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
-    found = explore(list(trials), (), Search(until_gain=0.01), StandIn(lambda config: KnownTrial(trials[config])))
+    found = explore(Candidates(list(trials)), Search(until_gain=0.01), StandIn(lambda config: KnownTrial(trials[config])))
     assert 16 <= len(found) < len(trials) / 2
     assert min(times_of(found).values()) <= 1.05 * min(SPACE.feasible.values())
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from replayed import KnownTrial, StandIn
 
-from kerneltune.search.loop import Search, explore
+from kerneltune.search.loop import Candidates, Search, explore
 from kerneltune.search.task import Evaluation, Task, Trial
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Variant
@@ -47,7 +47,7 @@ def refused(told: bool, budget_s: float, seed: int) -> list[bool]:
     assert found is not None
     believed = dict(zip(trials, map(float, found), strict=True)) if told else None
     search = Search(sampler="random", seed=seed) if budget_s else Search(trials=100, seed=seed)
-    explored = explore(list(trials), (), search, StandIn(lambda one: KnownTrial(trials[one])), feasibility=believed)
+    explored = explore(Candidates(list(trials), (), believed), search, StandIn(lambda one: KnownTrial(trials[one])))
     return [trial.status in REFUSED for trial in explored.values()]
 
 

@@ -22,7 +22,7 @@ from kerneltune import device
 from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.run_options import Options
 from kerneltune.search import loop
-from kerneltune.search.loop import Search, explore
+from kerneltune.search.loop import Candidates, Search, explore
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tune.session import TuningSession
@@ -74,7 +74,7 @@ def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
             raise EnoughError
 
     with pytest.raises(EnoughError):
-        explore(POOL, POOL[:1], Search(budget_s=60.0), StandIn(start, compilers, meanwhile))
+        explore(Candidates(POOL, POOL[:1]), Search(budget_s=60.0), StandIn(start, compilers, meanwhile))
     assert every(one.was_cancelled or one.evaluation.cancelled() for one in begun)
     return len(begun)
 
@@ -101,7 +101,7 @@ def test_what_is_refused_does_not_wait_for_the_bench() -> None:
 
     told: list[tuple[Config, str]] = []
     begin = StandIn(lambda config: measured if config == POOL[0] else Refused(config))
-    explore(POOL[:10], (), Search(), begin, tell)
+    explore(Candidates(POOL[:10]), Search(), begin, tell)
     assert told[-1] == (POOL[0], "ok")
     assert {status for _, status in told[:-1]} == {"spills"}
 
@@ -240,14 +240,14 @@ SEARCHED = """
 import sys
 from kerneltune.cli.options import load_ops
 from kerneltune.tune import fleet
-from kerneltune.search.loop import Asking, Search
+from kerneltune.search.loop import Asking, Candidates, Search
 from made_up import CASE, LARGE
 
 load_ops()
-asking = Asking(list(LARGE.configs(CASE)), (), Search(budget_s=1.0))
+asking = Asking(Candidates(list(LARGE.configs(CASE))), Search(budget_s=1.0))
 asking.ask()
 print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
-asking.prepare()
+asking.sampler.prepare()
 print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
 """
 

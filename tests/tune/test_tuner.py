@@ -42,7 +42,7 @@ from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
-from kerneltune.tune.candidates import candidates, neighbour_dtype, starting_points
+from kerneltune.tune.candidates import neighbour_dtype, pool_of, starting_points
 from kerneltune.tune.tuner import NothingPassedError, Tuner, tune
 
 # enumeration
@@ -63,7 +63,7 @@ def test_a_small_space_is_visited_whole_once_and_default_first(setting: Setting)
 
 def test_a_default_outside_the_space_is_tried_too(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, default=lambda _: Small(768, 3))
-    pool = candidates(Task(op_of(variant), CASE, variant), setting.store())
+    pool = pool_of(Task(op_of(variant), CASE, variant), setting.store())
     assert pool[0] == Small(768, 3)
     assert len(pool) == 26 == len(set(pool))
 
@@ -202,7 +202,7 @@ def test_the_default_sampler_finds_a_good_config_and_beats_chance(setting: Setti
 @pytest.mark.parametrize("sampler", loop.SAMPLERS)
 def test_optuna_hears_the_time_of_every_config(sampler: str) -> None:
     pool = list(SMALL.configs(CASE))
-    asking = loop.Asking(pool, pool[:1], Search(sampler=sampler, budget_s=60.0))
+    asking = loop.Asking(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0))
     times = {}
     while (config := asking.ask()) is not None:
         times[config] = small_time(config)
@@ -280,11 +280,11 @@ def test_the_neighbour_is_the_other_16_bit_type() -> None:
 def test_the_ranking_of_the_neighbour_narrows_the_candidates(setting: Setting) -> None:
     setting.tune(setting.tuner(SMALL, small_time))
     ranked = sorted(SMALL.configs(CASE), key=small_time)
-    pool = candidates(Task(op_of(SMALL), HALF, SMALL), setting.store())
+    pool = pool_of(Task(op_of(SMALL), HALF, SMALL), setting.store())
     assert pool[0] == Small(256, 4)
     assert set(pool) == {*ranked[:16], Small(256, 4)}
     for case, policy in ((SINGLE, "cold"), (HALF, "hot"), (Case("b", (("M", 9),), "float16"), "cold"), (CASE, "cold")):
-        assert len(candidates(Task(op_of(SMALL), case, SMALL, policy), setting.store())) == 25
+        assert len(pool_of(Task(op_of(SMALL), case, SMALL, policy), setting.store())) == 25
 
     half = setting.tuner(SMALL, small_time, HALF)
     setting.tune(half)
@@ -296,7 +296,7 @@ def test_a_neighbour_that_was_hardly_searched_does_not_narrow(setting: Setting) 
     store = setting.store()
     for config in list(SMALL.configs(CASE))[:16]:
         store.put(Task(op_of(SMALL), CASE, SMALL), config, Evaluation("ok", small_time(config)))
-    assert len(candidates(Task(op_of(SMALL), HALF, SMALL), store)) == 25
+    assert len(pool_of(Task(op_of(SMALL), HALF, SMALL), store)) == 25
 
 
 def test_a_second_run_of_a_narrowed_search_evaluates_nothing_anew(setting: Setting) -> None:
@@ -315,7 +315,7 @@ def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting
         config={"block": 512, "warps": 8},
     )  # fmt: skip
     cache.store("fake", device.current().slug, entry, setting.root)
-    pool = candidates(Task(op, narrow, SMALL), setting.store())
+    pool = pool_of(Task(op, narrow, SMALL), setting.store())
     assert starting_points(Task(op, narrow, SMALL), pool, setting.root) == [Small(256, 4), Small(512, 8)]
     fixed = replace(op, free_options=())
     assert starting_points(Task(fixed, narrow, SMALL), pool, setting.root) == [Small(256, 4)]
