@@ -1,6 +1,6 @@
 """Declare a table once, as columns and rows of plain values, and write it as text, Markdown, CSV or values for a page.
 
-Text fits a width: rich lays the columns out, cells wrap in columns that may, and columns of the highest rank are hidden first.
+Text fits a width: cells wrap in columns that may, and columns of the highest rank are hidden first.
 """
 
 import csv
@@ -9,14 +9,12 @@ import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 Value = str | float | int | bool | None
 
 _LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
-_LINE = "\0"
-"""A cell that marks a row of the grid for replacement by a line of text."""
 _NUMBER = re.compile(r"[-+]?[0-9.,]*( ?%|x)?")
 """A cell that is a number, or that stands for a missing number."""
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -124,7 +122,7 @@ class Table:
         shown = self._of("markdown")
         lines = [_pipe(self.columns[i].name for i in shown), _pipe("---" if self.columns[i].is_text else "---:" for i in shown)]
         for row in self.rows:
-            cells = [self.columns[i].cell(row.values[i]) for i in shown]
+            cells = self._cells(row, shown)
             if row.note:  # in the last column if its cell is an empty text, else in place of the first missing number
                 empty = [at for at, i in enumerate(shown) if not self.columns[i].is_text and not cells[at]]
                 is_last = not empty or (self.columns[shown[-1]].is_text and not cells[-1])
@@ -158,7 +156,7 @@ class Table:
             "head": list(self.head),
             "foot": list(self.foot),
             "columns": [{"name": self.columns[i].name, "text": self.columns[i].is_text} for i in shown],
-            "rows": [{"cells": [self.columns[i].cell(row.values[i]) for i in shown], "note": row.note} for row in self.rows],
+            "rows": [{"cells": self._cells(row, shown), "note": row.note} for row in self.rows],
         }
 
     def _of(self, form: str) -> list[int]:
@@ -191,42 +189,50 @@ class Table:
 
     def _grid(self, shown: Sequence[int], stated: Sequence[int], width: int) -> list[str]:
         """Return the heading and the lines of every row; a line states changed values of the columns in `stated`."""
-        from rich.console import Console
-        from rich.table import Table as Grid
-        from rich.text import Text
-
-        least = [1 if self.columns[i].wraps else self._least_width(i) for i in shown]
+        columns = [self.columns[i] for i in shown]
+        names, cells = [column.name for column in columns], [self._cells(row, shown) for row in self.rows]
         words = sum(map(self._least_width, shown)) + 2 * (len(shown) - 1)
-        gap = 2 if words <= width and any(self.columns[i].wraps for i in shown) else 1
-        grid = Grid(box=None, pad_edge=False, show_edge=False, padding=(0, gap, 0, 0))
-        for i in shown:
-            column = self.columns[i]
-            justify = "left" if column.is_text else "right"
-            grid.add_column(Text(column.name), justify=justify, no_wrap=not column.wraps, overflow="fold")  # type: ignore[arg-type]
-        texts: list[tuple[str, bool]] = []  # of lines that stand in no column: a text, and whether it is the note of a row
-        before: Row | None = None
-        for row in self.rows:
+        gap = 2 if words <= width and any(column.wraps for column in columns) else 1
+        widths = [max(map(len, texts)) for texts in zip(names, *cells, strict=True)]
+        while sum(widths) + gap * (len(shown) - 1) > width:  # the widest column that may wrap, of several the last
+            widest = max(((widths[at], at) for at, column in enumerate(columns) if column.wraps), default=(1, 0))
+            if widest[0] == 1:
+                break
+            widths[widest[1]] -= 1
+
+        def laid_out(texts: Sequence[str]) -> list[str]:
+            parts = [_folded(text, room) for text, room in zip(texts, widths, strict=True)]
+            marks = ["<" if column.is_text else ">" for column in columns]
+            return [
+                (" " * gap).join(f"{text:{mark}{room}}" for text, mark, room in zip(row, marks, widths, strict=True)).rstrip()
+                for row in zip_longest(*parts, fillvalue="")
+            ]
+
+        lines, before = laid_out(names), None
+        for row, texts in zip(self.rows, cells, strict=True):
             if stated and (before is None or any(row.values[i] != before.values[i] for i in stated)):
-                grid.add_row(_LINE)
-                texts.append((f"-- {self._stated(row, stated)}", False))
+                lines += wrapped(f"-- {self._stated(row, stated)}", width)
                 before = None
             is_same = before is not None and row.values[: self.repeated] == before.values[: self.repeated]
-            grid.add_row(*(Text("" if is_same and i < self.repeated else self.columns[i].cell(row.values[i])) for i in shown))
-            before = row
+            lines += laid_out(["" if is_same and i < self.repeated else text for i, text in zip(shown, texts, strict=True)])
             if row.note:
-                grid.add_row(_LINE)
-                texts.append((printable(" ".join(row.note.split())), True))
-        page = Console(width=max(width, sum(least) + gap * (len(shown) - 1)), file=io.StringIO(), color_system=None)
-        with page.capture() as captured:
-            page.print(grid)
-        following, lines = iter(texts), list[str]()
-        for line in captured.get().splitlines():
-            text, is_note = next(following) if _LINE in line else ("", False)
-            if _LINE not in line:
-                lines.append(line.rstrip())
-            else:
-                lines += _noted(lines.pop(), text, width) if is_note else wrapped(text, width)
+                lines += _noted(lines.pop(), printable(" ".join(row.note.split())), width)
+            before = row
         return lines
+
+    def _cells(self, row: Row, shown: Iterable[int]) -> list[str]:
+        return [self.columns[i].cell(row.values[i]) for i in shown]
+
+
+def _folded(text: str, room: int) -> list[str]:
+    """Return the words of a cell on lines of at most `room` characters; a longer word takes several lines."""
+    lines: list[str] = []
+    for word in text.split():
+        if lines and len(lines[-1]) + 1 + len(word) <= room:
+            lines[-1] += f" {word}"
+        else:
+            lines += [word[at : at + room] for at in range(0, len(word), room)]
+    return lines
 
 
 def _noted(line: str, note: str, width: int) -> list[str]:
