@@ -25,9 +25,12 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from types import FrameType, TracebackType
-from typing import Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 from kerneltune.interrupts import is_importing
+
+if TYPE_CHECKING:
+    from pebble import ProcessPool
 
 T = TypeVar("T")
 
@@ -94,6 +97,14 @@ def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s
         if error is not None:
             raise error
         yield result
+
+
+def start_pool(count: int, begin: Callable[..., None], *arguments: Any) -> "ProcessPool":
+    """Start a pool of processes that call `begin(*arguments)` first, in the environment that this process has now."""
+    from pebble import ProcessPool
+
+    given = (dict(os.environ), begin, *arguments)
+    return ProcessPool(count, initializer=in_environment, initargs=given, context=fast_context())
 
 
 def git(folder: Path, *arguments: str) -> bytes:

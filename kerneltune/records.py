@@ -3,7 +3,6 @@
 A journal is appended to; a file of results is replaced as a whole. `frame` returns records as a pandas table.
 """
 
-import io
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
@@ -67,9 +66,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         unit: serial of the GPU, as a digest; empty in rows that were written without.
         role: `own` variant, `peer` of another package, or `part` of the work only; empty in rows that were written without.
         flops: floating-point operations of one call; None where the operator states none.
-
-    Raises:
-        ValueError: one line naming the field, its value and what is expected.
     """
 
     op: _Name
@@ -147,50 +143,20 @@ def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def to_json(record: Record) -> str:
-    """Return one line of JSON, fields in their order.
-
-    Raises:
-        ValueError: a config value that JSON cannot hold.
-    """
-    return msgspec.json.encode(_finite(record), enc_hook=list).decode()
-
-
-def from_json(text: str | bytes) -> Record:
-    """Return the record on one line of JSON.
-
-    Raises:
-        ValueError: no JSON, an unknown or missing field, or a wrong value, as `field: value: expected …`.
-    """
-    return decode(text, Record)
-
-
 def load(path: Path) -> list[Record]:
-    """Return all records of a file, oldest first.
-
-    Raises:
-        ValueError: one line `file:line: field: …`, also for a truncated last line, or `cannot read file: …`.
-    """
+    """Return all records of a file, oldest first."""
     with opened(path) as file:
-        return _parsed(file, str(path))
+        return parse(file, str(path))
 
 
-def parse(data: bytes, name: str) -> list[Record]:
-    """Return all records of a file's content, oldest first; `name` is what errors call it.
-
-    Raises:
-        ValueError: one line `name:line: field: …`, also for a truncated last line.
-    """
-    return _parsed(io.BytesIO(data), name)
-
-
-def _parsed(lines: Iterable[bytes], name: str) -> list[Record]:
+def parse(lines: Iterable[bytes], name: str) -> list[Record]:
+    """Return all records on lines of JSON, oldest first; `name` is what errors call the lines."""
     records: list[Record] = []
     texts = _Texts()
     for line in lines:
-        if not line.endswith(b"\n"):
-            raise ValueError(f"{name}:{len(records) + 1}: JSON: truncated, the last line has no end")
         try:
+            if not line.endswith(b"\n"):
+                raise ValueError("JSON: truncated, the last line has no end")
             records.append(texts.shared(decode(line[:-1], Record)))
         except ValueError as error:
             raise ValueError(f"{name}:{len(records) + 1}: {error}") from error
@@ -198,11 +164,7 @@ def _parsed(lines: Iterable[bytes], name: str) -> list[Record]:
 
 
 def append(path: Path, records: Sequence[Record]) -> None:
-    """Append the records in a single write, all or none; replace a truncated last line, and make the folders.
-
-    Raises:
-        ValueError: `cannot write file: …` (read-only, disk full).
-    """
+    """Append the records in a single write, all or none; replace a truncated last line, and make the folders."""
     append_lines(path, _lines(records))
 
 
@@ -210,9 +172,6 @@ def merge(path: Path, new: Sequence[Record]) -> None:
     """Replace the rows of a file that `new` measured later, and keep the other rows.
 
     The file changes as a whole or not at all. Processes that merge at the same time wait for each other.
-
-    Raises:
-        ValueError: the file is broken or cannot be written.
     """
     with locked(path):
         rows = newest([*(load(path) if path.exists() else []), *new])
@@ -267,9 +226,6 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
         axes.NAME: Int64, a column per axis; options.NAME, config.NAME: object, a column per option and knob; <NA> where the row
             has none of that name.
         samples_us: object, a sequence of times per process, or None.
-
-    Raises:
-        ValueError: one line naming the file, the line and the field.
     """
     import pandas as pd
 

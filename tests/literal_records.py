@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
+from kerneltune.files import decode
 from kerneltune.records import Record
 
 
@@ -41,3 +43,13 @@ def changed(record: Record, **changes: Any) -> Record:
     if changes.get("time_us") is not None:
         changes = {"ci_low_us": changes["time_us"], "ci_high_us": changes["time_us"]} | changes
     return replace(record, **changes)
+
+
+def to_json(record: Record) -> str:
+    """Return the line of a record, as `records.append` writes it."""
+    return msgspec.json.encode(record, enc_hook=list).decode()
+
+
+def from_json(text: str) -> Record:
+    """Return the record on a line, as `records.load` reads it."""
+    return decode(text, Record)

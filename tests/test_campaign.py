@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from asserting import every
-from literal_records import changed
+from literal_records import changed, to_json
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import ops, records
@@ -108,7 +108,7 @@ def test_a_second_run_replaces_its_rows_and_keeps_the_others(stream_sweep: Selec
     path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
     run(stream_sweep, options)
     old = [changed(record, date="2020-01-01T00:00:00+00:00") for record in records.load(path)]
-    path.write_text("".join(records.to_json(record) + "\n" for record in old))
+    path.write_text("".join(to_json(record) + "\n" for record in old))
     again = run(replace(stream_sweep, cases=("od*",)), options)
     assert [record.case for record in again] == ["odd"]
     after = records.load(path)

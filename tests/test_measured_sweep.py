@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from bench_jobs import FakeCheck, FakeCompare
+from literal_records import from_json, to_json
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
@@ -231,7 +232,7 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
 
 def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
     """Rows as the journal gives them back."""
-    loaded = [records.from_json(json.dumps(json.loads(records.to_json(r)))) for r in rows]
+    loaded = [from_json(json.dumps(json.loads(to_json(r)))) for r in rows]
     done = {(r.key, r.variant): [r] for r in loaded}
     return finished_rows(done, [(replace(task, policy=policy), config) for task, config in RUNS])
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from asserting import every
+from literal_records import from_json, to_json
 
 from kerneltune import records
 from kerneltune.files import locked
@@ -128,7 +129,7 @@ def test_record_inconsistent_value_is_named(changes: dict[str, Any], message: st
 )
 def test_from_json_wrong_value_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
-        records.from_json(line(**changes))
+        from_json(line(**changes))
     assert str(error.value) == message
 
 
@@ -150,7 +151,7 @@ def test_append_and_load(tmp_path: Path) -> None:
     assert records.load(path) == [first, second, first]
     lines = path.read_text().splitlines()
     assert list(json.loads(lines[0])) == list(Record.__struct_fields__)
-    assert every(records.from_json(records.to_json(r)) == r for r in (first, second))
+    assert every(from_json(to_json(r)) == r for r in (first, second))
 
 
 def test_newest_keeps_the_last_of_each_variant_key_and_device() -> None:
@@ -167,9 +168,9 @@ def test_a_row_of_an_earlier_time_takes_no_newer_one_s_place(tmp_path: Path) -> 
 
 
 def test_record_key_does_not_depend_on_the_order_of_keys() -> None:
-    values = json.loads(records.to_json(record(options={"zeros": 1, "alpha": "x"})))
-    turned = records.from_json(json.dumps({**values, "axes": {"N": 4096, "M": 8192}, "options": {"alpha": "x", "zeros": 1}}))
-    assert turned.key == records.from_json(json.dumps(values, sort_keys=True)).key == record(options=values["options"]).key
+    values = json.loads(to_json(record(options={"zeros": 1, "alpha": "x"})))
+    turned = from_json(json.dumps({**values, "axes": {"N": 4096, "M": 8192}, "options": {"alpha": "x", "zeros": 1}}))
+    assert turned.key == from_json(json.dumps(values, sort_keys=True)).key == record(options=values["options"]).key
 
 
 def test_frame_of_files_has_the_documented_columns_and_dtypes(tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_records_import_without_pandas() -> None:
 
 
 def line(**changes: Any) -> str:
-    values = json.loads(records.to_json(record()))
+    values = json.loads(to_json(record()))
     values.update(changes)
     return json.dumps(values)
 
@@ -280,23 +281,23 @@ def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:
 
 
 def test_rows_written_before_samples_were_kept_are_read(tmp_path: Path) -> None:
-    values = json.loads(records.to_json(record()))
+    values = json.loads(to_json(record()))
     del values["samples_us"]
-    assert records.from_json(json.dumps(values)) == record()
+    assert from_json(json.dumps(values)) == record()
     kept = record(samples_us=[[43.5, 43.6], [43.4]], n=3)
-    assert records.from_json(records.to_json(kept)) == kept
+    assert from_json(to_json(kept)) == kept
     with pytest.raises(ValueError, match=r"^samples_us: .*: expected none where the status is 'checked'$"):
         untimed("checked", samples_us=[[1.0]])
 
 
 def test_rows_written_before_units_were_are_read() -> None:
-    values = json.loads(records.to_json(record()))
+    values = json.loads(to_json(record()))
     del values["unit"]
-    assert records.from_json(json.dumps(values)) == record()
+    assert from_json(json.dumps(values)) == record()
     kept = record(unit="0123456789ab")
-    assert records.from_json(records.to_json(kept)) == kept
+    assert from_json(to_json(kept)) == kept
     with pytest.raises(ValueError, match=r"^unit: 7: expected str$"):
-        records.from_json(json.dumps(values | {"unit": 7}))
+        from_json(json.dumps(values | {"unit": 7}))
 
 
 def test_merge_replaces_the_file_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
         data = git(folder, "cat-file", "blob", f"{revision}:{inside}")
     except ValueError as error:
         raise ValueError(f"baseline: {name!r}: no such file, and {error}") from error
-    return parse(data, f"{revision}:{inside}")
+    return parse(data.splitlines(keepends=True), f"{revision}:{inside}")
 
 
 def is_file_name(name: str) -> bool:

@@ -18,7 +18,7 @@ from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Fact, Kernel
-from kerneltune.processes import fast_context, in_environment
+from kerneltune.processes import start_pool
 from kerneltune.search.task import Task
 from kerneltune.spec import Config
 
@@ -151,12 +151,12 @@ class CompilePool:
         """
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
-        self._started = (dict(os.environ), _start_worker, target, cores, known)
+        self._cores, self._known = cores, known
         self.pool = self.start(self.workers)
 
     def start(self, workers: int) -> ProcessPool:
         """Return a new pool of workers."""
-        return ProcessPool(workers, initializer=in_environment, initargs=self._started, context=fast_context())
+        return start_pool(workers, _start_worker, self.target, self._cores, self._known)
 
     def schedule(self, job: CompileJob, timeout_s: float) -> Any:
         """Return the future of a job; a pool that was broken by the death of a worker is replaced."""

@@ -18,7 +18,7 @@ from pebble import ProcessPool
 from kerneltune.measuring.check import address_errors
 from kerneltune.measuring.compare import memory_obstacle
 from kerneltune.measuring.pairs import PairChecker
-from kerneltune.processes import fast_context, in_environment
+from kerneltune.processes import start_pool
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Config, Op
 
@@ -91,8 +91,7 @@ class FurtherChecks:
         if processes < 1 or sum(check.cost for check in self.checks) < _WORTH_A_PROCESS:
             yield
             return
-        arguments = (dict(os.environ), torch.set_num_threads, 1)
-        pool = ProcessPool(processes, initializer=in_environment, initargs=arguments, context=fast_context())
+        pool = start_pool(processes, torch.set_num_threads, 1)
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

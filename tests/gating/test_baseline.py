@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from gate_rows import record
+from literal_records import to_json
 
 from kerneltune.gating.baseline import load_baseline
-from kerneltune.records import append, to_json
+from kerneltune.records import append
 
 
 @pytest.fixture
