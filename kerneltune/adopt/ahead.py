@@ -1,4 +1,4 @@
-"""Do before the first launch what Triton does at the first launch of a process, so that the program does not wait for it.
+"""Prepare in a thread what Triton does at the first launch of a process, so that the program does not wait for it.
 
 Compiled kernels of the chosen configs lie beside a table and are copied into Triton's disk cache. Names of its entries are
 hashes of source, options, GPU and Triton, so that an entry that does not fit is never found. Code for this process, as Triton
@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from kerneltune.files import decode, read_bytes
+from kerneltune.adopt.folder import read_json
 
 FOLDER = "compiled"
 _GROUP = "__grp__"
@@ -36,26 +36,16 @@ def entry_name(digest: str) -> str:
     return base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
 
 
-def keep(root: Path, hashes: Iterable[str], cache: Path) -> int:
-    """Copy entries of Triton's disk cache into a tuned folder; returns how many are there now.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    kept = 0
-    for name in hashes:
-        if (cache / name).is_dir():
-            _copy(cache / name, root / FOLDER / name)
-            kept += 1
-    return kept
+def keep(root: Path, names: Iterable[str], cache: Path) -> int:
+    """Copy entries of Triton's disk cache into a tuned folder; returns how many are there now."""
+    present = [name for name in names if (cache / name).is_dir()]
+    for name in present:
+        _copy(cache / name, root / FOLDER / name)
+    return len(present)
 
 
 def give(root: Path, cache: Path) -> int:
-    """Copy the entries of a tuned folder that Triton's disk cache lacks into it; returns how many were copied.
-
-    Raises:
-        OSError: the disk cache cannot be written.
-    """
+    """Copy the entries of a tuned folder that Triton's disk cache lacks into it; returns how many were copied."""
     folder, given = root / FOLDER, 0
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if entry.is_dir() and not any((cache / entry.name).glob(f"{_GROUP}*")):
@@ -65,7 +55,11 @@ def give(root: Path, cache: Path) -> int:
 
 
 def _copy(entry: Path, target: Path) -> None:
-    """Copy an entry, whole or not at all; its paths become paths of the target."""
+    """Copy an entry, whole or not at all; its paths become paths of the target.
+
+    Raises:
+        OSError: the target cannot be written, or the entry is none of Triton's.
+    """
     if target.is_dir() and any(target.glob(f"{_GROUP}*")):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +84,6 @@ def _copy(entry: Path, target: Path) -> None:
 
 
 LAUNCHERS = "launchers.json"
-_LARGEST = 16 << 20
 _LONGEST_S = 20.0
 _NVIDIA = "triton.backends.nvidia.driver"
 _NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile") for what, value in (("size", 0), ("align", 1))}
@@ -119,15 +112,10 @@ class Preparation:
         if self._is_cache_new:
             with suppress(Exception):  # the work that fails here fails again at the launch, with Triton's message
                 build_launchers(self._root)
-        with suppress(Exception):  # as above
-            digest_triton()
-
-
-def digest_triton() -> None:
-    """Have Triton digest its own compiler; it remembers the result."""
-    digest = getattr(sys.modules.get("triton.runtime.cache"), "triton_key", None)
-    if digest is not None:
-        digest()
+        digest = getattr(sys.modules.get("triton.runtime.cache"), "triton_key", None)
+        if digest is not None:  # Triton remembers the digest of its compiler
+            with suppress(Exception):  # as above
+                digest()
 
 
 def launcher_of(kernel: Any) -> dict[str, Any]:
@@ -145,29 +133,22 @@ def build_launchers(root: Path) -> None:
     """Build the host code of a tuned folder's kernels, and Triton's own, with a C compiler on each core.
 
     Triton keeps the host code in its disk cache. Triton 3.7 and later need no launcher for each kernel.
-
-    Raises:
-        ValueError: the folder's list of launchers is damaged.
     """
     nvidia: Any = sys.modules.get(_NVIDIA)
     if not hasattr(nvidia, "make_launcher") or not launchers_path(root).is_file():
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(max_workers=cores) as pool:
-        running = [pool.submit(nvidia.CudaUtils), *(pool.submit(_build, nvidia, launcher) for launcher in _read(root))]
+        launchers = read_json(launchers_path(root), _Launchers).launchers
+        running = [pool.submit(nvidia.CudaUtils), *(pool.submit(_build, nvidia, launcher) for launcher in launchers)]
     for one in running:
         one.result()
 
 
 def _build(nvidia: Any, launcher: Mapping[str, Any]) -> None:
     types = {number: _type(text) for number, text in enumerate(launcher["signature"])}
-    metadata = SimpleNamespace(
-        num_ctas=1,
-        launch_cooperative_grid=False,
-        launch_pdl=False,
-        tensordesc_meta=launcher["descriptors"],
-        **_NO_SCRATCH,
-    )
+    options = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, **_NO_SCRATCH}
+    metadata = SimpleNamespace(tensordesc_meta=launcher["descriptors"], **options)
     nvidia.CudaLauncher(SimpleNamespace(constants={}, signature=types), metadata)
 
 
@@ -182,12 +163,3 @@ def _type(stored: Any) -> Any:
 
 class _Launchers(msgspec.Struct):
     launchers: list[dict[str, Any]]
-
-
-def _read(root: Path) -> list[dict[str, Any]]:
-    path = launchers_path(root)
-    data = read_bytes(path, _LARGEST)
-    try:
-        return decode(data, _Launchers).launchers
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error

@@ -22,11 +22,7 @@ class NotRecordableError(ValueError):
 
 
 def encode(value: Any) -> Any:
-    """Return a value as JSON.
-
-    Raises:
-        NotRecordableError: it is an object of another kind.
-    """
+    """Return a value as JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if isinstance(value, PLAIN):
@@ -44,11 +40,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that `encode` made JSON of.
-
-    Raises:
-        ValueError: the JSON is of no value, or the package of its type is not loaded.
-    """
+    """Return the value that `encode` made JSON of."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, dict) and len(value) == 1:
@@ -65,11 +57,7 @@ def decode(value: Any) -> Any:
 
 
 def torch_dtype(name: str) -> Any:
-    """Return torch's element type of a name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return torch's element type of a name."""
     torch: Any = importlib.import_module("torch")
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
@@ -177,47 +165,22 @@ class Argument:
         return {self.name: self.value} if type(self.value) is int else {}
 
 
-@dataclass(slots=True)
-class Storages:
-    """The memory below the tensors of one launch, numbered in order of appearance; `live` keeps a tensor of each by address.
+def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Argument], list[Any]]:
+    """Return the metadata of a launch's arguments, and for each storage a live tensor in it.
 
-    Distant views of the same buffer have different storages: see `_apart`.
-    """
-
-    live: dict[Any, Any] = field(default_factory=dict)
-
-    def number(self, tensor: Any) -> int:
-        """Return the number of a tensor's storage."""
-        address = int(tensor.untyped_storage().data_ptr())
-        self.live.setdefault(address, tensor)
-        return list(self.live).index(address)
-
-
-def _unwrapped(tensor: Any) -> Any:
-    """Return the torch tensor itself; triton.reinterpret wraps it to give it another element type."""
-    base = getattr(tensor, "base", None)
-    return base if type(tensor).__name__ == "TensorWrapper" and base is not None else tensor
-
-
-def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Argument], Storages]:
-    """Return the metadata of a launch's arguments, and the storages of its tensors.
+    Distant views of one buffer have different storages: see `_apart`.
 
     Args:
         names: of the kernel's parameters.
         args, kwargs: the kernel's arguments, by position and by name.
-
-    Raises:
-        NotRecordableError: names the argument that is neither a tensor nor a plain value.
     """
-    storages = Storages()
+    live: dict[int, Any] = {}
     given = [(name, value, True) for name, value in zip(names, args, strict=False)]
     given += [(name, value, False) for name, value in kwargs.items()]
     arguments = [
-        _argument(part, below, storages, is_positional)
-        for name, value, is_positional in given
-        for part, below in parts(name, value)
+        _argument(part, below, live, is_positional) for name, value, is_positional in given for part, below in parts(name, value)
     ]
-    return _apart(arguments, storages)
+    return _apart(arguments, list(live.values()))
 
 
 def parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -253,48 +216,47 @@ _MOST_SPREAD = 2
 """Bytes from the first to the last of several views, over the bytes that the views cover, up to which they share a storage."""
 
 
-def _apart(arguments: Sequence[Argument], storages: Storages) -> tuple[list[Argument], Storages]:
+def _apart(arguments: Sequence[Argument], buffers: Sequence[Any]) -> tuple[list[Argument], list[Any]]:
     """Give distant views of the same buffer different storages, and number all storages anew.
 
     Because a replay makes all memory between the views of a storage, two small views of a buffer of 3 GiB took 9.8 GB.
     """
     numbers: dict[Tensor, int] = {}
-    found = Storages()
-    for number, (address, live) in enumerate(storages.live.items()):
-        tensors = {a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == number}
+    found: dict[tuple[int, int], Any] = {}
+    for number, live in enumerate(buffers):
         begin = end = covered = 0
-        for tensor in sorted(tensors, key=lambda one: (one.offset, one.end)):
+        for tensor in sorted(set(views(arguments, number)), key=lambda view: (view.offset, view.end)):
             own = max(tensor.end - max(tensor.offset, end), 0)
             is_near = tensor.offset < end or max(tensor.end, end) - begin <= _MOST_SPREAD * (covered + own)
             if not covered or not is_near:
                 begin, end, covered, own = tensor.offset, tensor.offset, 0, tensor.end - tensor.offset
-                found.live[address, tensor.offset] = live
+                found[number, tensor.offset] = live
             end, covered = max(end, tensor.end), covered + own
-            numbers[tensor] = len(found.live) - 1
+            numbers[tensor] = len(found) - 1
     renumbered = [a if a.tensor is None else replace(a, tensor=replace(a.tensor, storage=numbers[a.tensor])) for a in arguments]
-    return renumbered, found
+    return renumbered, list(found.values())
 
 
-def _argument(name: str, value: Any, storages: Storages, is_positional: bool) -> Argument:
+def _argument(name: str, value: Any, live: dict[int, Any], is_positional: bool) -> Argument:
     if is_descriptor(value):
         block = (tuple(value.shape), tuple(value.strides), tuple(value.block_shape))
-        return Argument(name, "descriptor", None, _tensor(value.base, storages), block, is_positional)
+        return Argument(name, "descriptor", None, _tensor(value.base, live), block, is_positional)
     if is_tensor(value):
-        return Argument(name, "tensor", None, _tensor(value, storages), (), is_positional)
+        return Argument(name, "tensor", None, _tensor(value, live), (), is_positional)
     try:
         return Argument(name, "value", encode(value), None, (), is_positional)
     except NotRecordableError as error:
         raise NotRecordableError(f"argument {name}: {error}") from None
 
 
-def _tensor(tensor: Any, storages: Storages) -> Tensor:
-    inner = _unwrapped(tensor)
+def _tensor(tensor: Any, live: dict[int, Any]) -> Tensor:
+    inner = tensor.base if type(tensor).__name__ == "TensorWrapper" else tensor  # triton.reinterpret wraps tensors
+    live.setdefault(address := int(inner.untyped_storage().data_ptr()), inner)
     size = int(inner.element_size())
     offset = int(inner.storage_offset()) * size  # tensors without elements give no pointer
     shape, stride = tuple(int(n) for n in inner.shape), tuple(int(n) for n in inner.stride())
-    name = str(tensor.dtype).removeprefix("torch.")
     whole = not (inner.is_floating_point() or inner.is_complex())
-    return Tensor(name, shape, stride, storages.number(inner), offset, size, whole)
+    return Tensor(dtype_name(tensor.dtype), shape, stride, list(live).index(address), offset, size, whole)
 
 
 def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:
@@ -327,6 +289,11 @@ def counting_argument(launches: Sequence[Sequence[Argument]], keys: Collection[s
     left = {name: len({signature(arguments, {name}) for arguments in launches}) for name in sorted(names)}
     name = min(left, key=lambda one: left[one], default="")
     return (name, left[name]) if name and 2 * left[name] < len(launches) else ("", len(launches))
+
+
+def views(arguments: Sequence[Argument], storage: int) -> list[Tensor]:
+    """Return the tensors among arguments that lie in a storage."""
+    return [a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == storage]
 
 
 def span(tensors: Sequence[Tensor]) -> tuple[int, int]:
@@ -368,22 +335,22 @@ class Values:
         return cls(kinds=tuple({"kept": "missing"} for _ in range(count)))
 
 
-def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int, sample_bytes_left: int) -> Values:
+def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: int, sample_bytes_left: int) -> Values:
     """Copy values of a launch's memory, before the launch changes them. Waits for the GPU.
 
     Indices are kept before samples of data: without its indices a launch cannot be made again.
 
     Args:
         arguments: of the launch.
-        storages: of the launch's tensors.
+        storages: a live tensor of each.
         bytes_left: bytes that may still be kept.
         sample_bytes_left: bytes of them that may be samples of data.
     """
     values = Values()
     kinds: dict[int, dict[str, Any]] = {}
     data: list[tuple[int, Any, int, int, Tensor]] = []
-    for number, live in enumerate(storages.live.values()):
-        tensors = [a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == number]
+    for number, live in enumerate(storages):
+        tensors = views(arguments, number)
         begin, end = span(tensors)
         if not _are_indices(live, begin, end, tensors):
             data.append((number, live, begin, end, tensors[0]))
@@ -394,17 +361,15 @@ def collect(arguments: Sequence[Argument], storages: Storages, bytes_left: int, 
             values.tensors[f"storage.{number}"] = _raw(live, begin, end - begin)
         elif not is_affordable:
             values.left_out += end - begin
-    sampled = 0
     for number, live, begin, end, tensor in data:
         wanted = min(end - begin, SAMPLE_BYTES)
-        is_affordable = wanted <= min(bytes_left - values.bytes, sample_bytes_left - sampled)
+        is_affordable = wanted <= min(bytes_left - values.bytes, sample_bytes_left - values.sampled)
         raw = _raw(live, begin, wanted if is_affordable else min(wanted, _STATISTICS_BYTES))
         kinds[number] = {"kept": "sample" if is_affordable else "statistics", "bytes": end - begin}
         kinds[number]["statistics"] = statistics(raw[:_STATISTICS_BYTES], tensor.dtype)
         if is_affordable and wanted:
             values.tensors[f"storage.{number}"] = raw
-            sampled += wanted
-    values.sampled = sampled
+            values.sampled += wanted
     values.kinds = tuple(kinds[number] for number in range(len(kinds)))
     return values
 
@@ -420,12 +385,8 @@ def _are_indices(live: Any, begin: int, end: int, tensors: Sequence[Tensor]) -> 
     if all(tensor.element_bytes == 1 for tensor in whole):
         return False
     kind, size = whole[0].dtype, whole[0].element_bytes
-    torch: Any = sys.modules["torch"]
     try:
-        with torch.no_grad():
-            numbers = torch.empty(0, dtype=getattr(torch, kind), device=live.device)
-            numbers.set_(live.untyped_storage(), begin // size, ((end - begin) // size,), (1,))
-            least, largest = (int(value) for value in numbers.aminmax())
+        least, largest = (int(value) for value in _elements(live, kind, begin // size, (end - begin) // size).aminmax())
     except RuntimeError:  # an element type without an order here
         return True
     return least >= _LEAST_INDEX and largest < _LARGEST_INDEX
@@ -439,9 +400,10 @@ def holds_addresses(arguments: Sequence[Argument], values: Values) -> str:
     """Return the first argument with 64-bit whole numbers that are all addresses or 0, empty for none."""
     torch: Any = sys.modules["torch"]
     for argument in arguments:
-        tensor = argument.tensor
-        raw = values.tensors.get(f"storage.{tensor.storage}") if tensor is not None and tensor.is_whole else None
-        if raw is not None and tensor is not None and tensor.element_bytes == 8 and raw.numel() % 8 == 0:
+        if (tensor := argument.tensor) is None or not tensor.is_whole or tensor.element_bytes != 8:
+            continue
+        raw = values.tensors.get(f"storage.{tensor.storage}")
+        if raw is not None and raw.numel() % 8 == 0:
             whole = raw.view(torch.int64)
             whole = whole[whole != 0]
             if whole.numel() and bool(((whole >= _LEAST_ADDRESS) & (whole < _LARGEST_ADDRESS)).all()):
@@ -451,23 +413,25 @@ def holds_addresses(arguments: Sequence[Argument], values: Values) -> str:
 
 def _raw(tensor: Any, begin: int, count: int) -> Any:
     """Return bytes of a tensor's storage, on the CPU."""
+    return _elements(tensor, "uint8", begin, count).cpu().clone()
+
+
+def _elements(tensor: Any, dtype: str, begin: int, count: int) -> Any:
+    """Return elements of a tensor's storage, (count,) dtype."""
     torch: Any = sys.modules["torch"]
     with torch.no_grad():
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        whole.set_(tensor.untyped_storage(), begin, (count,), (1,))
-        return whole.cpu().clone()
+        elements = torch.empty(0, dtype=getattr(torch, dtype), device=tensor.device)
+        return elements.set_(tensor.untyped_storage(), begin, (count,), (1,))
 
 
 def statistics(raw: Any, dtype: str) -> dict[str, float]:
-    """Return mean, standard deviation, least and largest of the finite values that bytes hold, and the share of zeros."""
+    """Return mean, standard deviation, least and largest of the finite values that bytes hold."""
     torch: Any = sys.modules["torch"]
     kind = getattr(torch, dtype)
-    size = torch.empty(0, dtype=kind).element_size()
-    floats = raw[: raw.numel() // size * size].view(kind).to(torch.float64)
+    floats = raw[: raw.numel() // kind.itemsize * kind.itemsize].view(kind).to(torch.float64)
     floats = floats[torch.isfinite(floats)]
     if floats.numel() == 0:
-        return {"mean": 0.0, "std": 1.0, "least": -1.0, "largest": 1.0, "zeros": 0.0}
-    zeros = float((floats == 0).double().mean())
+        return {"mean": 0.0, "std": 1.0, "least": -1.0, "largest": 1.0}
     std = float(floats.std()) if floats.numel() > 1 else 0.0
     found = {"mean": float(floats.mean()), "std": std, "least": float(floats.min()), "largest": float(floats.max())}
-    return {name: value if math.isfinite(value) else 0.0 for name, value in found.items()} | {"zeros": zeros}
+    return {name: value if math.isfinite(value) else 0.0 for name, value in found.items()}

@@ -64,22 +64,14 @@ def config_key(config: Any) -> tuple[Any, ...]:
 
 
 def encode_config(config: Any) -> dict[str, Any]:
-    """Return a config as JSON; its pre_hook as true or false.
-
-    Raises:
-        NotRecordableError: a value that JSON cannot hold.
-    """
+    """Return a config as JSON; its pre_hook as true or false."""
     options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
     kwargs = {name: encode(value) for name, value in config.kwargs.items()}
     return {"kwargs": kwargs, **options, "pre_hook": getattr(config, "pre_hook", None) is not None}
 
 
 def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) -> Any:
-    """Return the config of its JSON; `make` is the class triton.Config.
-
-    Raises:
-        ValueError: a value that is no config's.
-    """
+    """Return the config of its JSON; `make` is the class triton.Config."""
     require_values([stored])
     options = {name: stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS if stored.get(name) is not None}
     for name, value in options.items():
@@ -230,9 +222,9 @@ def _changes_grid_alone(call: Call, name: str, size: int) -> bool:
     """Return whether another value of a constexpr gives another grid, and the same values of heuristics."""
     config, changed = type(call.autotuner.configs[0]), False
     try:
-        own = call.launched_with(config({name: size}))[0]
+        own = call.grid(config({name: size}))
         for other in (size // 2, size * 2):
-            changed |= call.launched_with(config({name: other}))[0] != own
+            changed |= call.grid(config({name: other})) != own
             named = {**call.named, name: other}
             if any(heuristic(named) != call.named.get(of) for of, heuristic in _heuristics(call)):
                 return False

@@ -66,7 +66,6 @@ def autotune(
 
     Raises:
         TypeError: the installed Triton does not know an argument, or a tolerance has no reference.
-        ValueError: a config, the key or the space names something that the kernel does not have, when a kernel is decorated.
     """
     import triton
 

@@ -18,9 +18,6 @@ def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
 
     An argument is written if a launch changes it, whatever it held before: the captured values, or values of our own. Arguments
     that a launch overwrites whatever they held are poisoned from then on.
-
-    Raises:
-        ReplayError: the launch writes nothing, so that there is nothing to compare, or the author's reference does not fit.
     """
     reference = getattr(live_kernel(launch.launch), "kerneltune_reference", None)
     if reference is not None:
@@ -107,11 +104,7 @@ def _vary(launch: Launch) -> None:
 
 
 def _use_reference(launch: Launch, state: LaunchEffects, reference: Callable[..., Any]) -> None:
-    """Compare results with the author's reference, which gets copies of the arguments.
-
-    Raises:
-        ReplayError: the reference fails, or gives something else than a tensor for each argument that the kernel writes.
-    """
+    """Compare results with the author's reference, which gets copies of the arguments."""
     captured = launch.launch
     where = f"{captured.kernel.text}: reference"
     try:

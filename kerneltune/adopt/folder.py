@@ -1,22 +1,25 @@
-"""A capture folder: a folder for each class of launches, with metadata as JSON and values in safetensors.
+"""A capture folder: a folder for each class of launches, with metadata as JSON and values in safetensors, and counts of launches.
 
-A class is written as a whole or not at all, so that a killed program loses at most the class that it was writing. Nothing in a
-capture is executed on load.
+A class is written as a whole or not at all, so that a killed program loses at most the class that it was writing. Each process
+counts launches by name in a file that it maps, so that the counts outlive whatever ends the process. Nothing in a capture is
+executed on load.
 """
 
+import mmap
 import os
 import shutil
+import struct
 import tempfile
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from kerneltune.adopt.arguments import Argument
+from kerneltune.adopt.arguments import Argument, views
 from kerneltune.adopt.configs import changed_blocks, require_values
-from kerneltune.adopt.counters import SUFFIX, read_counts
 from kerneltune.adopt.kernels import KernelName
 from kerneltune.files import bad, checked, decode, read_bytes, replace_text
 
@@ -34,14 +37,12 @@ class Candidate:
         config: as JSON.
         is_author: whether it is in the author's pruned list; the other candidates differ in a knob from a config of the list.
         grid: of a launch under this config; None where the grid failed.
-        heuristics: values that heuristics give under this config.
-        problem: why the grid or a heuristic failed; empty where neither did.
+        problem: why the grid failed; empty where it did not.
     """
 
     config: dict[str, Any]
     is_author: bool
     grid: tuple[int, ...] | None
-    heuristics: dict[str, Any] = field(default_factory=dict)
     problem: str = ""
 
     def __post_init__(self) -> None:
@@ -69,8 +70,6 @@ class LaunchClass:
         candidates: configs that the class may run with, the author's first config first.
         storages: for every storage the kind of values that are kept: `values`, `sample`, `statistics` or `missing`, and its
             statistics.
-        reset, restored: arguments that the author's tuning zeroes or puts back.
-        in_graph: whether it was seen inside a graph capture only, so that no values were read.
         home: the module that holds the autotuner and its name there; None where a capture does not say or there is none.
         home_file: source file of that module.
         argv: arguments of the program, its file first.
@@ -95,9 +94,6 @@ class LaunchClass:
     arguments: tuple[Argument, ...]
     candidates: tuple[Candidate, ...]
     storages: tuple[dict[str, Any], ...] = ()
-    reset: tuple[str, ...] = ()
-    restored: tuple[str, ...] = ()
-    in_graph: bool = False
     home: KernelName | None = None
     home_file: str = ""
     argv: tuple[str, ...] = ()
@@ -120,12 +116,9 @@ class LaunchClass:
     @property
     def argument_bytes(self) -> int:
         """Return the bytes of all tensor arguments, memory that several of them share counted once."""
-        held: dict[int, int] = {}
-        ends: dict[int, int] = {}
-        for tensor in (argument.tensor for argument in self.arguments if argument.tensor is not None):
-            held[tensor.storage] = held.get(tensor.storage, 0) + tensor.held_bytes
-            ends[tensor.storage] = max(ends.get(tensor.storage, 0), tensor.end)
-        return sum(min(held[storage], ends[storage]) for storage in held)
+        storages = {argument.tensor.storage for argument in self.arguments if argument.tensor is not None}
+        below = [views(self.arguments, storage) for storage in storages]
+        return sum(min(sum(view.held_bytes for view in tensors), max(view.end for view in tensors)) for tensors in below)
 
     @property
     def label(self) -> str:
@@ -138,7 +131,7 @@ class LaunchClass:
 
 
 class Count(msgspec.Struct, array_like=True):
-    """Launches of a class, in one process or in all.
+    """Launches of a class, in a process or in all processes.
 
     Attributes:
         launches: how many.
@@ -155,13 +148,13 @@ class Count(msgspec.Struct, array_like=True):
 
 
 class ProcessNotes(msgspec.Struct):
-    """Launches of one process, and notes about them.
+    """Launches of a process, and notes about them.
 
     Attributes:
         launches: launches by class.
         refused: kernel -> why its launches could not be captured.
         misnamed: the refused kernels whose decorators name an argument that the kernel does not have.
-        made: kernel -> the subclass of Autotuner with a `run` of its own that has it; empty for Triton's own.
+        made: kernel -> the subclass of Autotuner with a `run` of its own that wraps it; empty for Triton's own class.
         plain: kernels that were launched without an autotuner.
         command: of the process.
     """
@@ -193,7 +186,7 @@ def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | Non
             from safetensors.torch import save_file
 
             save_file(dict(values), part / VALUES)
-        stored = {"format": FORMAT, **{one.name: getattr(launch, one.name) for one in fields(launch)}}
+        stored = {"format": FORMAT, **{each.name: getattr(launch, each.name) for each in fields(launch)}}
         (part / META).write_bytes(msgspec.json.format(msgspec.json.encode(stored, enc_hook=_builtin), indent=1))
         os.replace(part, parent / launch.digest)
     except OSError:
@@ -208,32 +201,40 @@ def _builtin(value: Any) -> Any:
     return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
 
 
-def read_class(folder: Path) -> LaunchClass:
-    """Return the class of a folder, without its values.
+T = TypeVar("T")
 
-    Raises:
-        ValueError: one line naming the file, which is missing, cut off or holds something else.
+
+def read_json(path: Path, kind: type[T], *, data: bytes | None = None, is_versioned: bool = False) -> T:
+    """Return the content of a JSON file as a msgspec schema has it; the error of other content names the file.
+
+    Args:
+        path: of the file.
+        kind: the schema.
+        data: bytes of the file; None to read them.
+        is_versioned: whether the file says which version of the format it has.
     """
-    path = folder / META
-    data = read_bytes(path, _LARGEST_META)
+    data = read_bytes(path, _LARGEST_META) if data is None else data
     try:
+        if not is_versioned:
+            return decode(data, kind)
         stored = decode(data, dict[str, Any])
         if stored.get("format") != FORMAT:
             raise bad("format", stored.get("format"), repr(FORMAT))
-        launch = checked(stored, LaunchClass)
-        if launch.digest != folder.name:
-            raise bad("digest", launch.digest, f"{folder.name!r}, the folder's name")
+        return checked(stored, kind)
     except ValueError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:150]}") from None
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:200]}") from None
+
+
+def read_class(folder: Path) -> LaunchClass:
+    """Return the class of a folder, without its values."""
+    launch = read_json(folder / META, LaunchClass, is_versioned=True)
+    if launch.digest != folder.name:
+        raise ValueError(f"{folder / META}: digest: {launch.digest!r}: expected {folder.name!r}, the folder's name")
     return launch
 
 
 def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
-    """Yield the classes of a capture; a damaged class is skipped, and a line about it added to `problems`.
-
-    Raises:
-        ValueError: the folder holds no capture.
-    """
+    """Yield the classes of a capture; a damaged class is skipped, and a line about it added to `problems`."""
     parent = root / CLASSES
     if not parent.is_dir():
         raise ValueError(f"{root}: no capture: expected a folder that `kerneltune capture` wrote")
@@ -256,23 +257,12 @@ def read_blocks(root: Path) -> dict[str, dict[str, str]]:
     """Return why blocks of kernels without an autotuner may not change, by class and name; empty where a block may.
 
     A block that nobody has tried yet is missing.
-
-    Raises:
-        ValueError: the file is damaged.
     """
-    path = root / BLOCKS
-    try:
-        return decode(read_bytes(path, _LARGEST_META), _Blocks).classes if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:150]}") from None
+    return read_json(root / BLOCKS, _Blocks).classes if (root / BLOCKS).is_file() else {}
 
 
 def write_blocks(root: Path, blocks: Mapping[str, Mapping[str, str]]) -> None:
-    """Write what `read_blocks` returns.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Write what `read_blocks` returns."""
     replace_text(root / BLOCKS, msgspec.json.format(msgspec.json.encode({"classes": blocks}), indent=1).decode() + "\n")
 
 
@@ -352,9 +342,103 @@ def read_notes(files: Iterable[Path], problems: list[str]) -> list[ProcessNotes]
     found = []
     for path in files:
         try:
-            found.append(decode(read_bytes(path, _LARGEST_META), ProcessNotes))
+            found.append(read_json(path, ProcessNotes))
         except ValueError as error:
-            problems.append(f"skipped {path}: {error}")
+            problems.append(f"skipped {error}")
+    return found
+
+
+_RECORD = struct.Struct("q248s")
+"""A count and its name in UTF-8. Of a longer name the end is kept."""
+_STEP = _RECORD.size // 8
+_GROWTH = 256
+"""Records by which the file grows."""
+SUFFIX = ".counts"
+
+
+class Counters:
+    """Counts of this process. A forked process counts from zero into a file of its own."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """folder: of the file that is created at the first count; None to count in memory alone."""
+        self._folder = folder
+        self._slots: dict[str, int] = {}
+        self._counts: Any = None
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+
+    def _forget(self) -> None:
+        self._counts = None
+
+    def slot(self, name: str) -> int:
+        """Return the place of a name's count, for `add`."""
+        slot = self._slots.get(name)
+        if slot is None:
+            slot = self._slots[name] = len(self._slots) * _STEP
+            if self._counts is not None:
+                if slot >= len(self._counts):
+                    self._open(self.by_name())
+                else:
+                    self._write_name(name, slot)
+        return slot
+
+    def add(self, slot: int) -> None:
+        """Add 1 to a count. The hot path of serving."""
+        try:
+            self._counts[slot] += 1
+        except TypeError:  # nothing was counted in this process yet
+            self._open({})
+            self._counts[slot] += 1
+
+    def by_name(self) -> dict[str, int]:
+        """Return the counts of this process by name."""
+        counts = self._counts
+        return {} if counts is None else {name: counts[slot] for name, slot in self._slots.items() if slot < len(counts)}
+
+    def _open(self, counted: dict[str, int]) -> None:
+        """Map a file with room for all names and the counts so far; memory stands for a file that cannot be made."""
+        size = (len(self._slots) // _GROWTH + 1) * _GROWTH * _RECORD.size
+        try:
+            memory = self._mapped(size)
+        except OSError:  # a full disk, a folder that the program deleted: the counts of this process are lost when it ends
+            memory = bytearray(size)
+        self._counts = memoryview(memory).cast("q")
+        for name, slot in self._slots.items():
+            self._write_name(name, slot)
+            self._counts[slot] = counted.get(name, 0)
+
+    def _mapped(self, size: int) -> Any:
+        """Return a new file's bytes as memory that is written to disk, with its space reserved.
+
+        Raises:
+            OSError: the file cannot be made, or its file system is full.
+        """
+        if self._folder is None:
+            return bytearray(size)
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"{os.getpid()}-{id(self):x}{SUFFIX}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            os.posix_fallocate(file, 0, size)  # because a write to a mapped hole of a full disk ends the program
+            return mmap.mmap(file, size)
+        finally:
+            os.close(file)
+
+    def _write_name(self, name: str, slot: int) -> None:
+        self._counts.cast("B")[8 * slot + 8 : 8 * (slot + _STEP)] = name.encode()[-248:].ljust(248, b"\0")
+
+
+def read_counts(files: Iterable[Path]) -> dict[str, int]:
+    """Return the sums of the counts of processes, by name. A file that cannot be read counts nothing."""
+    found: dict[str, int] = {}
+    for path in files:
+        try:
+            data = path.read_bytes()
+        except OSError:
+            continue
+        for count, name in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]):
+            if text := name.rstrip(b"\0").decode(errors="replace"):
+                found[text] = found.get(text, 0) + count
     return found
 
 

@@ -28,11 +28,7 @@ class ReplayError(ValueError):
 
 
 def live_kernel(captured: LaunchClass) -> Any:
-    """Import a captured kernel's module and return its autotuner.
-
-    Raises:
-        ReplayError: there is none, or its source or a global that it reads has changed.
-    """
+    """Import a captured kernel's module and return its autotuner."""
     home, name = captured.home or captured.kernel, captured.kernel.text
     file = captured.home_file or captured.file
     held = vars(_module(home, file, captured.argv, captured.path))
@@ -64,11 +60,7 @@ def _described(kernel: Any, captured: LaunchClass) -> Any:
 
 @cache
 def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[str, ...]) -> Any:
-    """Import the module that holds a kernel, from the folders that the program imported from.
-
-    Raises:
-        ReplayError: the file is gone, or an import of it fails.
-    """
+    """Import the module that holds a kernel, from the folders that the program imported from."""
     path, here = Path(file), str(Path.cwd())
     for folder in (*folders, here, str(path.parent) if path.is_relative_to(here) else ""):
         if folder and folder not in sys.path:
@@ -81,11 +73,7 @@ def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[s
 
 
 def _imported(load: Callable[[], Any], what: str, argv: Sequence[str]) -> Any:
-    """Return the module that is loaded, with the program's arguments in sys.argv.
-
-    Raises:
-        ReplayError: it cannot be loaded.
-    """
+    """Return the module that is loaded, with the program's arguments in sys.argv."""
     before = sys.argv
     sys.argv = list(argv) or before
     try:

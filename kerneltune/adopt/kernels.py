@@ -1,4 +1,4 @@
-"""Kernels and their launches: names, source, the grid and heuristics of a launch, keys that tell launches apart.
+"""Kernels and their launches: names, source, the grid of a launch, keys that tell launches apart.
 
 Reads only public attributes of Triton 3.6 to 3.9.
 """
@@ -17,24 +17,22 @@ from functools import cache
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
-from kerneltune.adopt.arguments import (
-    ALIGNMENT,
-    PLAIN,
-    NotRecordableError,
-    dtype_name,
-    encode,
-    holds_tensor,
-    is_descriptor,
-    is_tensor,
-    parts,
-)
+from kerneltune.adopt import arguments
+from kerneltune.adopt.arguments import NotRecordableError, encode, is_descriptor, is_tensor, parts
 from kerneltune.identity import code_digest
 
 NO_ARGUMENT = ("grid", "warmup")
 """Names that a launch is given beside the arguments of its kernel."""
-_MOST_LAYERS = 16
 FACTORY = "<locals>"
 """Part of the qualified name of a kernel that a function made."""
+PLAIN_MARK = "kerneltune_plain"
+"""Attribute of an autotuner that describes a kernel without an autotuner."""
+_TWIN_OF = "_kerneltune_twin_of"
+"""Attribute of a copy of an autotuner: the autotuner that a module holds."""
+_MOST_LAYERS, _MOST_HELPER_LAYERS = 16, 4
+"""Decorators around a kernel, and around a function that a kernel calls."""
+_MOST_KEYS = 4096
+"""Keys that a plan remembers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,44 +82,45 @@ def _add_bytecode(function: Any, digest: Any, seen: set[Any]) -> None:
     code = function.__code__
     constants = [constant for constant in code.co_consts if constant != function.__doc__]
     digest.update(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode())
-    package = function.__module__.partition(".")[0]
     for name in code.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, bool | int | float | str):
             digest.update(repr((name, value)).encode())
-            continue
-        for _ in range(4):
-            value = getattr(value, "fn", value)
-        if inspect.isfunction(value) and value not in seen and value.__module__.partition(".")[0] == package:
-            _add_bytecode(value, digest, seen)
+        elif (helper := _helper(function, name)) is not None and helper not in seen:
+            _add_bytecode(helper, digest, seen)
+
+
+def _helper(function: Any, name: str) -> Any:
+    """Return the function of a kernel's package that one of its globals is or wraps; None for another value."""
+    value = function.__globals__.get(name)
+    for _ in range(_MOST_HELPER_LAYERS):
+        value = getattr(value, "fn", value)
+    packages = [each.__module__.partition(".")[0] for each in (function, value) if inspect.isfunction(each)]
+    return value if len(packages) == 2 and packages[0] == packages[1] else None
 
 
 @cache
 def functions_of(function: Any) -> tuple[Any, ...]:
     """Return a kernel's function and the helpers of its package that it calls, helpers of helpers as well."""
-    found, package = [function], function.__module__.partition(".")[0]
-    for one in found:
-        for value in map(one.__globals__.get, _globals_named(one)):
-            for _ in range(4):
-                value = getattr(value, "fn", value)
-            if inspect.isfunction(value) and value not in found and value.__module__.partition(".")[0] == package:
-                found.append(value)
+    found = [function]
+    for each in found:
+        found += [helper for name in _globals_named(each) if (helper := _helper(each, name)) is not None and helper not in found]
     return tuple(found)
 
 
 def _globals_named(function: Any) -> list[str]:
     """Return the names of the globals that a function reads."""
-    found = (str(one.argval) for one in dis.get_instructions(function) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    found = (str(step.argval) for step in dis.get_instructions(function) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
     return list(dict.fromkeys(found))
 
 
 def read_globals(function: Any) -> dict[str, Any]:
     """Return the plain values of the globals that a kernel and its helpers read, as JSON, by `function.name`."""
     found = {}
-    for one in functions_of(function):
-        for name in _globals_named(one):
+    for each in functions_of(function):
+        for name in _globals_named(each):
             with suppress(NotRecordableError, KeyError):
-                found[f"{one.__name__}.{name}"] = encode(one.__globals__[name])
+                found[f"{each.__name__}.{name}"] = encode(each.__globals__[name])
     return found
 
 
@@ -143,10 +142,6 @@ def jit_of(value: Any) -> Any:
             return None if inner is None or not hasattr(type(value), "run") else value
         value = inner
     return None
-
-
-PLAIN_MARK = "kerneltune_plain"
-"""Attribute of an autotuner that describes a kernel without an autotuner."""
 
 
 def is_plain(autotuner: Any) -> bool:
@@ -191,21 +186,11 @@ def attribute(held: Mapping[str, Any], name: str) -> Any:
 def compiled_and_launched() -> set[Any]:
     """Return the functions of the kernels that this process has launched on a GPU."""
     kind = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
-    found = (one for one in gc.get_objects() if kind is not None and issubclass(type(one), kind))
-    return {one.fn for one in found if getattr(one, "device_caches", None)}
+    found = (each for each in gc.get_objects() if kind is not None and issubclass(type(each), kind))
+    return {each.fn for each in found if getattr(each, "device_caches", None)}
 
 
-def layers(autotuner: Any) -> Iterator[Any]:
-    """Yield the objects that an autotuner wraps, from the outside in: heuristics, then the kernel."""
-    inner = autotuner.fn
-    while not inspect.isfunction(inner):
-        yield inner
-        inner = inner.fn
-
-
-signature_of = cache(inspect.signature)
-_TWIN_OF = "_kerneltune_twin_of"
-"""Attribute of a copy of an autotuner: the autotuner that a module holds."""
+_signature_of = cache(inspect.signature)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +216,16 @@ class Call:
         """Return the kernel's arguments by name."""
         return {**dict(zip(self.autotuner.arg_names, self.args, strict=False)), **self.given}
 
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """Return the values that `run` is given, by position and by name; the grid among them."""
+        return (*self.args, *self.kwargs.values())
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of `values`."""
+        return (*self.autotuner.arg_names[: len(self.args)], *self.kwargs)
+
     def twin(self, configs: Sequence[Any] | None = None) -> Any:
         """Return a copy of the autotuner that a thread may use alone; it shares the cache of choices.
 
@@ -243,28 +238,25 @@ class Call:
             alone.configs = list(configs)
         return alone
 
-    def launched_with(self, config: Any) -> tuple[tuple[int, ...] | None, dict[str, Any]]:
-        """Return the grid of the launch under a config, and the values that heuristics give; launches nothing.
+    def grid(self, config: Any) -> tuple[int, ...] | None:
+        """Return the grid of the launch under a config, None where none was given; launches nothing.
 
-        The grid is None where none was given. Whatever a grid or a heuristic raises is raised here.
+        Whatever the author's grid or a heuristic raises is raised here.
         """
-        given = self.given | config.all_kwargs()
-        by_heuristics: dict[str, Any] = {}
-        for layer in layers(self.autotuner):
-            values = getattr(layer, "values", None)
+        given, inner = self.given | config.all_kwargs(), self.autotuner.fn
+        while not inspect.isfunction(inner):  # heuristics, from the outside in, then the kernel
+            values = getattr(inner, "values", None)
             for name, heuristic in values.items() if isinstance(values, dict) else ():
-                known = {**dict(zip(layer.arg_names, self.args, strict=False)), **given}
-                given[name] = by_heuristics[name] = heuristic(known)
+                given[name] = heuristic({**dict(zip(inner.arg_names, self.args, strict=False)), **given})
+            inner = inner.fn
         grid = self.kwargs.get("grid")
         if callable(grid):
             grid = grid(self._bound(given))
-        if grid is None:
-            return None, by_heuristics
-        return tuple(int(size) for size in (grid if isinstance(grid, tuple | list) else (grid,))), by_heuristics
+        return None if grid is None else tuple(int(size) for size in (grid if isinstance(grid, tuple | list) else (grid,)))
 
     def _bound(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the kernel's arguments by name, defaults as well, as Triton gives them to a grid."""
-        signature = signature_of(self.autotuner.base_fn)
+        signature = _signature_of(self.autotuner.base_fn)
         by_name = list(signature.parameters)[len(self.args) :]
         bound = signature.bind_partial(*self.args, **{name: given[name] for name in by_name if name in given})
         bound.apply_defaults()
@@ -298,67 +290,24 @@ class Call:
                     key.append(f"{getattr(value, 'dtype', type(value).__name__)}{list(getattr(value, 'shape', ()))}")
         return key
 
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """Return the values that `run` is given, by position and by name; the grid among them."""
-        return (*self.args, *self.kwargs.values())
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of `values`."""
-        return (*self.autotuner.arg_names[: len(self.args)], *self.kwargs)
-
     def dtypes(self) -> list[str]:
         """Return the names of the tensors' element types, as a `LaunchClass` has them."""
-        items = (item for name, value in self.named.items() for _, item in parts(name, value))
-        below = (value.base if is_descriptor(value) else value for value in items)
-        return [dtype_name(tensor.dtype) for tensor in below if is_tensor(tensor)]
+        return [arguments.dtype_name(value.dtype) for _, value in self._parts() if is_tensor(value)]
 
-    def sizes(self, names: Collection[str] | None = None) -> dict[str, int]:
-        """Return the sizes of the launch by name, as a `LaunchClass` has them; names: only these sizes."""
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the launch by name, as a `LaunchClass` has them."""
         sizes: dict[str, int] = {}
-        wanted = None if names is None else {name.partition(".")[0] for name in names}
-        for name, value in (part for item in self.named.items() for part in parts(*item)):
-            if wanted is None or name in wanted:
-                tensor = value.base if is_descriptor(value) else value
-                if is_tensor(tensor):
-                    sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(tensor.shape)}
-                elif type(value) is int:
-                    sizes[name] = value
+        for name, value in self._parts():
+            if is_tensor(value):
+                sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(value.shape)}
+            elif type(value) is int:
+                sizes[name] = value
         return sizes
 
-
-_KEYED = frozenset((int, bool, str, type(None)))
-"""Types of values that tell launches apart by themselves."""
-
-
-def launch_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what tells launches of one kernel apart in this process: scalars, element types and shapes.
-
-    A float stands for its type, because scales and step sizes change with every launch.
-    """
-    try:
-        key = [v if (k := type(v)) in _KEYED else float if k is float else (v.dtype, v.shape) for v in args]
-    except AttributeError:
-        key = [_keyed(value) for value in args]
-    if len(kwargs) > len(NO_ARGUMENT):
-        for name, value in kwargs.items():
-            if name not in NO_ARGUMENT:
-                key.append(name)
-                key.append(_keyed(value))
-    return tuple(key)
-
-
-def _keyed(value: Any) -> Any:
-    kind = type(value)
-    if kind in _KEYED:
-        return value
-    if kind is float:
-        return float
-    try:
-        return value.dtype, value.shape
-    except AttributeError:
-        return _other_key(value)
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        """Yield the kernel's arguments by name, items of tuples with tensors each, tensors in place of their descriptors."""
+        for name, value in (part for item in self.named.items() for part in parts(*item)):
+            yield name, value.base if is_descriptor(value) else value
 
 
 V = TypeVar("V")
@@ -376,9 +325,16 @@ class KeyPlan(Generic[V]):
     """
 
     parts: tuple[str, ...]
-    key: Callable[[Sequence[Any]], tuple[Any, ...]]
+    key: Callable[..., tuple[Any, ...]]
     places: dict[str, int]
     found: dict[tuple[Any, ...], V] = field(default_factory=dict)
+
+    def remember(self, key: tuple[Any, ...], value: V) -> V:
+        """Keep the value of a key, and return it."""
+        if len(self.found) >= _MOST_KEYS:
+            self.found.clear()
+        self.found[key] = value
+        return value
 
     def size(self, values: Sequence[Any], name: str) -> int | None:
         """Return a size of a launch by its name, `N` or `x.0`; None if the launch has no size of this name."""
@@ -394,7 +350,7 @@ class KeyPlan(Generic[V]):
 
 
 def plan_key(
-    names: Sequence[str], values: Sequence[Any], deciding: Collection[str], is_whole: bool = False, is_typed: bool = False
+    names: Sequence[str], values: Sequence[Any], deciding: Collection[str], is_typed: bool = False, has_layout: bool = False
 ) -> KeyPlan[Any]:
     """Return how keys are made of launches with arguments of these names and types.
 
@@ -404,49 +360,44 @@ def plan_key(
     Args:
         names, values: names and values of the arguments of one launch, and of its grid.
         deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
-        is_whole: whether all values and shapes are part of it, but for floats: scales and step sizes change with every launch.
         is_typed: whether the types of the other arguments are part of it.
+        has_layout: whether the strides of tensors are part of it, and whether their first bytes are aligned.
     """
     parts: list[str] = []
     for place, (name, value) in enumerate(zip(names, values, strict=True)):
+        is_deciding = name in deciding
         if name in NO_ARGUMENT:
-            parts += [f"code_of(v[{place}])"] if name in deciding else []
-            continue
-        is_deciding = name in deciding or (is_whole and type(value) is not float)
-        if is_descriptor(value):
-            parts.append(f"other(v[{place}])" if is_deciding else f"v[{place}].base.dtype")
+            parts += [f"getattr(v{place}, '__code__', None)"] if is_deciding else []
+        elif is_descriptor(value):
+            parts.append(f"other(v{place})" if is_deciding else f"v{place}.base.dtype")
         elif is_tensor(value):
-            parts += [f"v[{place}].dtype", *([f"v[{place}].shape"] if is_deciding else ())]
-        elif is_deciding and type(value) in PLAIN:
-            parts.append(f"v[{place}]")
-        elif is_deciding or holds_tensor(value):
-            parts.append(f"other(v[{place}])")
+            parts += [f"v{place}.dtype", *([f"v{place}.shape"] if is_deciding else ())]
+            parts += [f"v{place}.stride()", f"v{place}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
+        elif is_deciding and type(value) in arguments.PLAIN:
+            parts.append(f"v{place}")
+        elif is_deciding or arguments.holds_tensor(value):
+            parts.append(f"other(v{place})")
         elif is_typed:
-            parts.append(f"type(v[{place}])")
-    key = eval(f"lambda v: ({''.join(f'{part}, ' for part in parts)})", {"other": _other_key, "code_of": _code_of})
+            parts.append(f"type(v{place})")
+    taken = ", ".join(f"v{place}" for place in range(len(names)))
+    key = eval(f"lambda {taken}: ({''.join(f'{part}, ' for part in parts)})", {"other": _other_key})
     return KeyPlan(tuple(parts), key, {name: place for place, name in enumerate(names)})
 
 
-def _code_of(grid: Any) -> Any:
-    """Return the code of a grid that is a function; None for a grid of numbers."""
-    return getattr(grid, "__code__", None)
-
-
-def layout_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return `launch_key` with the strides and alignment of every tensor, which a capture tells apart as well."""
-    layouts = [
-        (value.stride(), value.data_ptr() % ALIGNMENT == 0)
-        for value in (*args, *kwargs.values())
-        if hasattr(value, "data_ptr") and hasattr(value, "stride")
-    ]
-    return launch_key(args, kwargs), tuple(layouts)
+def all_but_floats(names: Sequence[str], values: Sequence[Any]) -> set[str]:
+    """Return the arguments that may tell launches apart: not floats, because scales and step sizes change with every launch."""
+    named = zip(names, values, strict=True)
+    return {name for name, value in named if name not in NO_ARGUMENT and type(value) is not float}
 
 
 def _other_key(value: Any) -> Any:
+    """Return the item of a key for a value of no plain type."""
     if is_descriptor(value):
         return "descriptor", value.base.dtype, tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
+    if is_tensor(value):
+        return value.dtype, value.shape
     if isinstance(value, tuple | list):
-        return launch_key(value, {})
+        return tuple(float if type(item) is float else _other_key(item) for item in value)
     try:
         return str(encode(value))
     except NotRecordableError:

@@ -1,4 +1,4 @@
-"""Captured kernels as operators: one for each kernel, a case for each class of launches, so that every tool takes them.
+"""Make an operator of each captured kernel and a case of each class of launches, for all tools.
 
 `operators` makes them of a folder, and another process makes them of the same folder: see `Op.origin`.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from kerneltune.adopt.configs import stored_key
 from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass
-from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
@@ -38,33 +38,30 @@ class Numbered:
     candidate: int
 
 
+@cache
 def operators(folder: str, widen: bool = False) -> tuple[Op, ...]:
+    """Return the operators of a capture, as the first call in this process finds it: see `operators_of`."""
+    return operators_of(read_capture(Path(folder)), widen)
+
+
+def operators_of(capture: Capture, widen: bool = False) -> tuple[Op, ...]:
     """Return the operators of a capture, the most expensive kernel first.
 
-    Args:
-        folder: of the capture.
-        widen: whether configs around the authors' lists are offered as well.
+    widen: whether configs around the authors' lists are offered as well.
     """
-    return _operators(os.path.abspath(folder), widen)
-
-
-def tuned_variant(op: Op) -> Variant:
-    """Return the variant of a captured kernel that has knobs."""
-    return op.variant(TUNED)
+    root = Path(os.path.abspath(capture.root))
+    return tuple(_operator(root, launches, widen) for launches in capture.kernels().values())
 
 
 def write_sweep(root: Path) -> Path:
-    """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find its launches.
-
-    Raises:
-        ValueError: the folder holds no capture, or cannot be written.
-    """
-    replace_text(root / SWEEP, sweep_text(read_capture(root).classes, operators(str(root))))
+    """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find its launches."""
+    capture = read_capture(root)
+    replace_text(root / SWEEP, sweep_text(capture.classes, operators_of(capture)))
     return root / SWEEP
 
 
 def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
-    """Return a sweep file with a case for each class that can be replayed, by which `compare` and `sweep` find them."""
+    """Return a sweep file with a case for each class that can be replayed."""
     lines = [
         "# Launches of a capture. GB/s are those of the arguments' bytes: what a kernel reads and writes of them is not known.",
         "family: captured",
@@ -74,7 +71,9 @@ def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
         found: list[str] = []
         for op in ops:
             of_op = [launch for launch in launches if launch.digest in op.options[CLASS] and not launch.problem]
-            found += [_sweep_line(op, launch) for launch in (of_op if section == "bench" else _checked(of_op))]
+            for case in (case_of(launch, op.axes) for launch in (of_op if section == "bench" else _checked(of_op))):
+                fields = {"name": case.name, "op": op.name, **dict(case.axes), "dtype": case.dtype, **dict(case.options)}
+                found.append("  - {" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items()) + "}")
         lines += ["", f"{section}:{'' if found else ' []'}", *found]
     return "\n".join(lines) + "\n"
 
@@ -86,33 +85,12 @@ def _checked(launches: Sequence[LaunchClass]) -> list[LaunchClass]:
     return small or [launch for launch in smallest if launch.argument_bytes < _MOST_CHECKED_BYTES]
 
 
-def _sweep_line(op: Op, launch: LaunchClass) -> str:
-    """Return the case of a class as a line of a sweep file."""
-    case = case_of(launch, op.axes)
-    fields = {"name": case.name, "op": op.name, **dict(case.axes), "dtype": case.dtype, **dict(case.options)}
-    return "  - {" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items()) + "}"
-
-
-@cache
-def _operators(folder: str, widen: bool) -> tuple[Op, ...]:
-    """Return the operators of a capture, the most expensive first."""
-    capture = read_capture(Path(folder))
-    return tuple(_operator(Path(folder), launches, widen) for launches in capture.kernels().values())
-
-
-def forget() -> None:
-    """Read captures anew, because a folder that was read before may have more classes now."""
-    _operators.cache_clear()
-
-
 def operator_name(launch: LaunchClass) -> str:
     """Return the operator's name of a class's kernel: module and name, and its digest."""
     return f"{launch.kernel.text}-{launch.source[:4]}{launch.configs[:4]}"
 
 
 def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
-    name = operator_name(launches[0])
-    axes = _axes(launches)
     by_digest = {launch.digest: launch for launch in launches}
     kind = _config_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", launches)
     about = partial(_of_case, by_digest)
@@ -126,8 +104,8 @@ def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
         default=partial(_default, about, kind),
     )
     return Op(
-        name=name,
-        axes=axes,
+        name=operator_name(launches[0]),
+        axes=_axes(launches),
         dtypes=tuple(dict.fromkeys(case_dtype(launch) for launch in launches)),
         inputs=partial(make_inputs, str(root)),
         reference=reference,
@@ -142,9 +120,8 @@ def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
 
 def case_of(launch: LaunchClass, axes: Sequence[str]) -> Case:
     """Return the case of a class."""
-    sizes = launch.sizes
     name = f"{launch.kernel.name.rpartition('.')[2]}-{launch.digest[:8]}"
-    pairs = tuple((axis, sizes[axis]) for axis in axes)
+    pairs = tuple((axis, launch.sizes[axis]) for axis in axes)
     return Case(name, pairs, case_dtype(launch), "none", ((CLASS, launch.digest), (BYTES, BYTES_OF)))
 
 
@@ -170,11 +147,11 @@ def _of_case(by_digest: Mapping[str, LaunchClass], case: Case) -> LaunchClass:
 
 def offered(launch: LaunchClass, widen: bool) -> list[Candidate]:
     """Return the candidates of a class that have a grid: the author's configs, and with `widen` the configs around them."""
-    return [one for one in launch.candidates if _is_offered(one, widen)]
+    return [each for each in launch.candidates if _is_offered(each, widen)]
 
 
-def _is_offered(one: Candidate, widen: bool) -> bool:
-    return one.grid is not None and (one.is_author or widen)
+def _is_offered(candidate: Candidate, widen: bool) -> bool:
+    return candidate.grid is not None and (candidate.is_author or widen)
 
 
 def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
@@ -226,11 +203,7 @@ def _candidates(launch: LaunchClass, kind: Any) -> dict[Config, Candidate]:
 
 
 def stored_of_config(config: Config, launch: LaunchClass) -> dict[str, Any]:
-    """Return an instance of the kernel's config class as the captured JSON.
-
-    Raises:
-        ValueError: the class has no candidate of these knobs.
-    """
+    """Return an instance of the kernel's config class as the captured JSON."""
     kind: Any = type(config)
     found = _candidates(launch, kind).get(config)
     if found is None:
@@ -261,11 +234,7 @@ def author_choice(launch: LaunchClass) -> dict[str, Any]:
 
 
 def first_config(launch: LaunchClass) -> dict[str, Any]:
-    """Return the author's first config that can be launched, as JSON.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the author's first config that can be launched, as JSON."""
     if not (found := offered(launch, False)):
         reason = next((one.problem for one in launch.candidates if one.problem), "the launch has no grid")
         raise ValueError(f"{launch.label}: no config can be launched: {reason}")
@@ -305,8 +274,7 @@ def _run(inputs: Inputs, stored: Mapping[str, Any]) -> Outputs:
         return {}
     from kerneltune.adopt.effects import results
 
-    found: Outputs = results(launch, launch.state)
-    return found
+    return dict(results(launch, launch.state))
 
 
 def reference(inputs: Inputs) -> Outputs:
@@ -323,5 +291,4 @@ def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> 
     from kerneltune.adopt.effects import differences
 
     launch = inputs[_LAUNCH]
-    found: list[str] = differences(launch, launch.state, outputs)
-    return found
+    return list(differences(launch, launch.state, outputs))

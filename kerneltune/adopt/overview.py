@@ -1,7 +1,4 @@
-"""Summarize a capture, and find suspicious kernels: keys, lists, and results that depend on the config.
-
-Runs nothing.
-"""
+"""Read a capture, and find suspicious kernels: keys, lists, and results that depend on the config; runs nothing."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -88,11 +85,7 @@ class Capture:
 
 
 def read_capture(root: Path) -> Capture:
-    """Return the capture of a folder.
-
-    Raises:
-        ValueError: it holds no capture.
-    """
+    """Return the capture of a folder."""
     problems: list[str] = []
     blocks = read_blocks(root)
     classes = [judged(launch, blocks.get(launch.digest, {})) for launch in read_classes(root, problems)]
@@ -104,32 +97,29 @@ _NO_SIZES = ("stride", "seed", "num_warps", "num_stages", "num_ctas", "maxnreg")
 """Parts of the names of whole-number arguments that are no sizes."""
 
 
+def _is_size(name: str) -> bool:
+    return not any(part in name.lower() for part in _NO_SIZES)
+
+
 def left_out(launches: Sequence[LaunchClass]) -> list[str]:
     """Return the sizes that differ between classes with equal author's keys; none if the list has a single config."""
     found: dict[str, None] = {}
     for launch in launches:
         for other in launches:
             if launch.key == other.key and launch.dtypes == other.dtypes and launch.list_size > 1:
-                names = launch.sizes.keys() | other.sizes.keys()
-                found |= dict.fromkeys(n for n in sorted(names) if launch.sizes.get(n) != other.sizes.get(n))
-    return [name for name in found if not any(part in name.lower() for part in _NO_SIZES)]
+                names = sorted(launch.sizes.keys() | other.sizes.keys())
+                found |= dict.fromkeys(n for n in names if launch.sizes.get(n) != other.sizes.get(n) and _is_size(n))
+    return list(found)
 
 
 def omitted(launch: LaunchClass) -> list[str]:
     """Return the arguments that give a dimension of a tensor and that the author's key does not have; none for one config."""
     shapes = [argument.tensor.shape for argument in launch.arguments if argument.tensor is not None]
-    dimensions = {size for shape in shapes for size in (*shape, math.prod(shape))}
-    tunables = {name for candidate in launch.candidates for name in candidate.config["kwargs"]}
-    named = {*launch.keys, *tunables}
-    values = {a.name: a.value for a in launch.arguments if type(a.value) is int and a.value > 1 and a.name not in named}
+    dimensions = {size for shape in shapes for size in (*shape, math.prod(shape)) if size > 1}
+    named = {*launch.keys, *(name for candidate in launch.candidates for name in candidate.config["kwargs"])}
+    values = {a.name: a.value for a in launch.arguments if type(a.value) is int and a.name not in named}
     sizes = [name for name, value in values.items() if value in dimensions and launch.list_size > 1]
-    return [name for name in sizes if not any(part in name.lower() for part in _NO_SIZES) and not name.startswith("BLOCK")]
-
-
-def unknown_keys(launch: LaunchClass) -> list[str]:
-    """Return the names of the author's key that are no argument of the kernel."""
-    present = {argument.name for argument in launch.arguments}
-    return [name for name in launch.keys if name not in present]
+    return [name for name in sizes if _is_size(name) and not name.startswith("BLOCK")]
 
 
 _SHOWN, _LABELS, _MANY = 6, 3, 8
@@ -137,9 +127,7 @@ _SHOWN, _LABELS, _MANY = 6, 3, 8
 
 def findings(capture: Capture) -> list[str]:
     """Return one line for each finding, kernel by kernel."""
-    wins = _chosen_configs(capture.root)
-    wrong = _wrong_trials(capture.root)
-    failed = _failed_checks(capture.root)
+    wins, wrong, failed = _chosen_configs(capture.root), _wrong_trials(capture.root), _failed_checks(capture.root)
     found: list[str] = []
     for launches in capture.kernels().values():
         texts = [*_of_kernel(launches, wins, wrong), *(text for launch in launches for text in failed.get(launch.digest, ()))]
@@ -149,12 +137,11 @@ def findings(capture: Capture) -> list[str]:
 
 def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
     """Yield a line for each kernel whose launches with equal keys had different lists of configs."""
-    lists: dict[str, dict[str, set[str]]] = {}
-    for one in launches:
-        of_key = lists.setdefault(one.kernel.text, {})
-        of_key.setdefault(repr((one.source, one.key, one.dtypes)), set()).add(one.configs)
-    for name, of_key in lists.items():
-        most = max(map(len, of_key.values()))
+    lists: dict[tuple[str, str], set[str]] = {}
+    for launch in launches:
+        lists.setdefault((launch.kernel.text, repr((launch.source, launch.key, launch.dtypes))), set()).add(launch.configs)
+    for name in dict.fromkeys(name for name, _ in lists):
+        most = max(len(found) for (kernel, _), found in lists.items() if kernel == name)
         if most > 1:
             said = "triton.autotune runs later launches with a choice from the first list"
             yield f"{name}: {most} lists of configs for one key: {said}"
@@ -162,27 +149,23 @@ def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
 
 def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong: dict[str, list[str]]) -> Iterator[str]:
     first = launches[0]
-    if unknown := unknown_keys(first):
+    present = {argument.name for argument in first.arguments}
+    if unknown := [name for name in first.keys if name not in present]:
         yield f"key names no argument: {', '.join(unknown)}"
     counting, left = counting_argument([launch.arguments for launch in launches], first.keys)
     if counting and len(launches) > _MANY:
         hint = f"if it is a seed or a counter, capture with --ignore-arg {counting}"
         yield f"{len(launches)} classes, {left} without {counting}: {hint}"
-    varying = left_out(launches)
-    if varying:
+    if varying := left_out(launches):
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"
     if sizes := [name for name in omitted(first) if name not in varying]:
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
     chosen = {key for launch in launches for key in wins.get(launch.digest, ())}
-    if chosen:
-        never = [one for one in first.candidates if one.is_author and stored_key(one.config) not in chosen]
-        if never:
-            labels = "; ".join(config_label(one.config) for one in never[:_LABELS])
-            classes = counted(len(launches), "class", "classes")
-            more = "…" if len(never) > _LABELS else ""
-            yield f"{len(never)} of {first.list_size} configs never win in {classes}: {labels}{more}"
-    results = [text for launch in launches for text in wrong.get(launch.digest, ())]
-    if results:
+    never = [one.config for one in first.candidates if one.is_author and stored_key(one.config) not in chosen]
+    if chosen and never:
+        labels = "; ".join(map(config_label, never[:_LABELS])) + ("…" if len(never) > _LABELS else "")
+        yield f"{len(never)} of {first.list_size} configs never win in {counted(len(launches), 'class', 'classes')}: {labels}"
+    if results := [text for launch in launches for text in wrong.get(launch.digest, ())]:
         yield f"results change with the config: {len(results)} configs disagree with the author's first: {results[0]}"
 
 
@@ -192,25 +175,23 @@ def _chosen_configs(root: Path) -> dict[str, set[str]]:
     for path in sorted((root / "served").glob("*.json")):
         with suppress(ValueError):
             table = read_table(root, path.stem)
-            groups = [group for kernel in table.kernels for group in kernel.groups] if table is not None else []
-            for row in (row for group in groups for row in group.rows):
-                found.setdefault(str(row.evidence.get("class")), set()).update(map(stored_key, row.configs[:1]))
+            for group in (group for kernel in (table.kernels if table is not None else ()) for group in kernel.groups):
+                for row in group.rows:
+                    found.setdefault(str(row.evidence.get("class")), set()).update(map(stored_key, row.configs[:1]))
     return found
 
 
 def _failed_checks(root: Path) -> dict[str, list[str]]:
     """Return a line for each check that failed the last time `sweep` made it, by class."""
-    failed: dict[tuple[str, str], tuple[str, str]] = {}
+    failed: dict[tuple[str, str], str] = {}
     for path in sorted((root / "results" / "runs").glob("*/captured.check.jsonl")):
         with suppress(ValueError):
             for record in load(path):
-                text = (
-                    f"the check of {record.variant} failed: {record.case}: {record.reason}" if record.status == "failed" else ""
-                )
-                digest = str(record.options.get("launch"))
-                failed[digest, f"{record.variant} {record.config}"] = digest, text
+                text = f"the check of {record.variant} failed: {record.case}: {record.reason}"
+                key = str(record.options.get("launch")), f"{record.variant} {record.config}"
+                failed[key] = text if record.status == "failed" else ""
     found: dict[str, list[str]] = {}
-    for digest, text in failed.values():
+    for (digest, _), text in failed.items():
         if text:
             found.setdefault(digest, []).append(text)
     return found

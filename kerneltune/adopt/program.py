@@ -15,6 +15,12 @@ from typing import Any
 
 from kerneltune import device
 
+
+def said(error: BaseException) -> str:
+    """Return the type and the text of an error on one line, cut."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+
+
 LAUNCH_FAILURES = frozenset(("OutOfResources", "PTXASError", "CompilationError"))
 
 
@@ -58,6 +64,11 @@ def _first_gpu() -> str:
         return ""
 
 
+def main_name(module: str) -> str:
+    """Return the name of a module; `__main__` for the program's file, which multiprocessing's workers call otherwise."""
+    return "__main__" if module == "__mp_main__" else module
+
+
 def version_of(module: str) -> str:
     """Return the version that a module's package gives itself; empty if it gives no version."""
     package = sys.modules.get(module.partition(".")[0])
@@ -99,9 +110,6 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run a program with more variables in its environment; returns its exit code, 128 + N where signal N ended it.
 
     Ctrl-C reaches the program, which decides what becomes of it; SIGTERM is passed on.
-
-    Raises:
-        ValueError: the program cannot be started.
     """
     require_program(command)
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
@@ -120,11 +128,7 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def require_program(command: Sequence[str]) -> None:
-    """Fail before anything is written where a program cannot be found.
-
-    Raises:
-        ValueError: no program, or a program that is neither a file nor on PATH.
-    """
+    """Fail before anything is written where a program cannot be found."""
     if not command:
         raise ValueError("program: none: expected a program behind --, like: -- python train.py")
     if shutil.which(command[0]) is None:

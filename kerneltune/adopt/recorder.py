@@ -14,49 +14,15 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from kerneltune.adopt import program
-from kerneltune.adopt.arguments import (
-    Argument,
-    NotRecordableError,
-    Storages,
-    Values,
-    collect,
-    counting_argument,
-    describe,
-    holds_addresses,
-    signature,
-)
-from kerneltune.adopt.configs import (
-    OPTIONS,
-    config_key,
-    configs_digest,
-    encode_config,
-    misnamed,
-    of_space,
-    plain_configs,
-    plain_tuner,
-    widened,
-)
-from kerneltune.adopt.counters import Counters
-from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, LaunchClass, ProcessNotes, write_class, write_notes
-from kerneltune.adopt.kernels import (
-    FACTORY,
-    Call,
-    KernelName,
-    bytecode_digest,
-    compiled_and_launched,
-    home_of,
-    is_plain,
-    kernel_name,
-    layout_key,
-    read_globals,
-    source_digest,
-)
+from kerneltune.adopt import arguments, configs, kernels, program
+from kerneltune.adopt.arguments import Argument, NotRecordableError, Values
+from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
+from kerneltune.adopt.kernels import Call, KernelName, KeyPlan, is_plain, kernel_name
+from kerneltune.adopt.program import main_name, said
 
 log = logging.getLogger("kerneltune.adopt")
 
@@ -65,6 +31,7 @@ MOST_CLASSES = 64
 _TIMED_LAUNCHES = 6
 _FLUSH_S = 1.0
 _MAKERS = ("triton", "torch")
+"""Packages whose own kernels without an autotuner are not captured: they make them while the program runs."""
 
 
 @dataclass(slots=True)
@@ -110,16 +77,15 @@ class Recorder:
             ignored: names of arguments whose values make no classes of their own, such as seeds.
             plain: whether kernels without an autotuner are recorded as well.
         """
-        self.plain = plain
-        self._plain_tuners: dict[tuple[Any, ...], Any] = {}
         self.root, self.pattern, self.autotune, self.most_classes = root, pattern, autotune, most_classes
-        self.ignored = frozenset(ignored)
+        self.ignored, self.plain = frozenset(ignored), plain
+        self._plain_tuners: dict[tuple[Any, ...], Any] = {}
         self._arguments: dict[str, list[Sequence[Argument]]] = {}
         self._bytes_left, self._sample_bytes_left = max_bytes, max_bytes // 2
         self._lock = RLock()
         self._notes = ProcessNotes({}, command=sys.argv[:1])
         self._classes: dict[str, int] = {}
-        self._said: set[tuple[str, str]] = set()
+        self._said: set[str] = set()
         self._launched: set[Any] = set()
         self._tuned: set[Any] = set()
         self._codes: dict[tuple[str, str], str] = {}
@@ -177,88 +143,82 @@ class Recorder:
         """Return the class of a launch of a kernel without an autotuner; the first launch of a class records it."""
         if kernel.fn.__module__.partition(".")[0] in _MAKERS:
             return KnownLaunches()
-        options = {name: kwargs.get(name) for name in OPTIONS}
+        options = {name: kwargs.get(name) for name in configs.OPTIONS}
         key = (id(kernel), *options.values())
+        given = {name: value for name, value in kwargs.items() if name not in configs.OPTIONS}
         tuner = self._plain_tuners.get(key)
-        given = {name: value for name, value in kwargs.items() if name not in OPTIONS}
         if tuner is None:
             named = {**dict(zip(kernel.arg_names, args, strict=False)), **given}
             keys = [n for n in kernel.arg_names if n in named and type(named[n]) is not float and n not in self.ignored]
-            tuner = self._plain_tuners[key] = plain_tuner(kernel, options, keys)
+            tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, keys)
         return self.known(tuner, args, given)
 
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, but for kernels that torch or Triton made."""
-        found = (self._launched | compiled_and_launched()) - self._tuned
-        names = {f"{_main(one.__module__)}.{one.__qualname__}" for one in found}
+        found = (self._launched | kernels.compiled_and_launched()) - self._tuned
+        names = {f"{main_name(function.__module__)}.{function.__qualname__}" for function in found}
         return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
 
     def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
         """Return the class of a launch; the first launch of a class records it."""
-        classes: dict[Any, KnownLaunches] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
+        plans: dict[Any, KeyPlan[KnownLaunches]] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
+        values = (*args, *kwargs.values())
         try:
-            layout = layout_key(*self._without_ignored(autotuner, args, kwargs))
-            key = layout, tuple(map(id, autotuner.configs))
-            found = classes.get(key)
+            kind = (*kwargs, *map(type, values))
+            plan = plans.get(kind)
+            if plan is None:
+                names = (*autotuner.arg_names[: len(args)], *kwargs)
+                deciding = kernels.all_but_floats(names, values) - self._ignored_of(autotuner)
+                plan = plans[kind] = kernels.plan_key(names, values, deciding, has_layout=True)
+            layout = plan.key(*values)
+            found = plan.found.get(key := (layout, tuple(map(id, autotuner.configs))))
             if found is None:
                 with self._lock:
                     equal = layout, tuple(autotuner.configs)  # also of configs that the program makes anew for each launch
-                    found = classes.get(equal)
-                    if found is None:
-                        found = classes[equal] = classes[key] = self._first(Call(autotuner, args, kwargs))
+                    found = plan.found.get(equal) or self._first(Call(autotuner, args, kwargs))
+                    plan.found[equal] = plan.found[key] = found
         except Exception as error:  # the program must not notice
-            return self._refuse(kernel_name(autotuner), f"{type(error).__name__}: {error}")
+            return self._refuse(kernel_name(autotuner), said(error))
         return found
 
     def _ignored_of(self, autotuner: Any) -> frozenset[str]:
         """Return the arguments that make no classes; an argument of the author's key always does."""
         return self.ignored.difference(autotuner.keys)
 
-    def _without_ignored(
-        self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Return the arguments of a launch with the types of the ignored ones in place of their values."""
-        if not self.ignored or not (ignored := self._ignored_of(autotuner)):
-            return args, kwargs
-        named = zip(autotuner.arg_names, args, strict=False)
-        return (
-            [type(value).__name__ if name in ignored else value for name, value in named],
-            {name: type(value).__name__ if name in ignored else value for name, value in kwargs.items()},
-        )
-
     def _first(self, call: Call) -> KnownLaunches:
-        name = call.name
-        if not is_plain(call.autotuner):
-            self._tuned.add(call.autotuner.base_fn)
+        """Record the class of a launch that this process has not seen before."""
+        name, tuner = call.name, call.autotuner
+        if not is_plain(tuner):
+            self._tuned.add(tuner.base_fn)
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
             return KnownLaunches()
         self._classes[name.text] = self._classes.get(name.text, 0) + 1
         if self._classes[name.text] > self.most_classes:
             return self._refuse(name, self._too_many(call))
-        if problem := misnamed(call.autotuner):
+        if problem := configs.misnamed(tuner):
             return self.refuse_misnamed(name, problem)
         try:
-            configs = self._pruned(call)
-            launch, storages = describe_launch(call, configs, self._ignored_of(call.autotuner))
+            allowed = self._pruned(call)
+            launch, storages = describe_launch(call, allowed, self._ignored_of(tuner))
             self._arguments.setdefault(name.text, []).append(launch.arguments)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
         if self._codes.setdefault((name.text, launch.source), launch.bytecode) != launch.bytecode:
             return self._refuse(name, "not captured: the file has several kernels of this name: give each a name of its own")
         values = self._values(launch, storages)
-        if held := holds_addresses(launch.arguments, values):
+        if held := arguments.holds_addresses(launch.arguments, values):
             return self._refuse(name, f"not captured: {held} holds addresses, which mean nothing in another process")
         if launch.problem:
             self._refuse(name, f"cannot be tuned: {launch.problem}")
-        launch = replace(launch, storages=values.kinds, in_graph=program.is_capturing())
+        launch = replace(launch, storages=values.kinds)
         if not self.autotune or launch.is_plain:
             write_class(self.root, launch, values.tensors)
-            return KnownLaunches(launch.digest, configs)
+            return KnownLaunches(launch.digest, allowed)
         return KnownLaunches(launch.digest, unwritten=(launch, values))
 
     def _too_many(self, call: Call) -> str:
         """Return a line about a kernel with too many classes, and the argument that makes most classes."""
-        counting, left = counting_argument(self._arguments.get(call.name.text, ()), call.autotuner.keys)
+        counting, left = arguments.counting_argument(self._arguments.get(call.name.text, ()), call.autotuner.keys)
         hint = f"; without {counting} {left} are left: --ignore-arg {counting} if it is a seed or a counter" if counting else ""
         return f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept{hint}"
 
@@ -272,20 +232,19 @@ class Recorder:
         except Exception as error:  # the author's own code
             if not program.is_interpreted():
                 raise
-            said = f"pruning fails without a GPU ({type(error).__name__}: {' '.join(str(error).split())[:150]})"
-            if (call.name.text, said) not in self._said:
-                self._said.add((call.name.text, said))
-                log.warning("kerneltune: %s: %s: no config is pruned", call.name.text, said)
+            text = f"{call.name.text}: pruning fails without a GPU ({said(error)}): no config is pruned"
+            if text not in self._said:
+                self._said.add(text)
+                log.warning("kerneltune: %s", text)
             return list(call.autotuner.configs)
 
-    def _values(self, launch: LaunchClass, storages: Storages) -> Values:
+    def _values(self, launch: LaunchClass, storages: Sequence[Any]) -> Values:
         if program.is_capturing():
-            return Values.missing(len(storages.live))
-        values = collect(launch.arguments, storages, self._bytes_left, self._sample_bytes_left)
+            return Values.missing(len(storages))
+        values = arguments.collect(launch.arguments, storages, self._bytes_left, self._sample_bytes_left)
         self._bytes_left -= values.bytes
         self._sample_bytes_left -= values.sampled
-        if values.left_out:
-            left = values.left_out
+        if left := values.left_out:
             log.warning("kerneltune: %s: %d bytes of index values are over --max-bytes: not kept", launch.label, left)
         return values
 
@@ -315,9 +274,8 @@ class Recorder:
             self._write_choice(autotuner, known)
             return result
         while True:
-            config = known.configs[0]
             try:
-                return self._launch_config(autotuner, known, config, args, kwargs)
+                return self._launch_config(autotuner, known, known.configs[0], args, kwargs)
             except Exception as error:  # Triton's launch errors share no type
                 if not program.is_launch_failure(error) or len(known.configs) == 1:
                     raise
@@ -325,10 +283,9 @@ class Recorder:
 
     def _launch_config(self, autotuner: Any, known: KnownLaunches, config: Any, args: Any, kwargs: Any) -> Any:
         options = config.all_kwargs()
-        is_first = known.timed == 0
         if config.pre_hook is not None:
             config.pre_hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **options})
-        if is_first and not program.is_interpreted():
+        if known.timed == 0 and not program.is_interpreted():
             autotuner.fn.run(*args, **{**kwargs, "warmup": True}, **options)  # so that the first launch is not timed compiling
         autotuner.best_config = config
         return self._timed(known, lambda: autotuner.fn.run(*args, **kwargs, **options), is_first=False)
@@ -339,9 +296,9 @@ class Recorder:
             return
         (launch, values), known.unwritten = known.unwritten, None
         try:
-            write_class(self.root, replace(launch, choice=encode_config(autotuner.best_config)), values.tensors)
+            write_class(self.root, replace(launch, choice=configs.encode_config(autotuner.best_config)), values.tensors)
         except (OSError, ValueError, AttributeError) as error:
-            self._refuse(launch.kernel, f"{type(error).__name__}: {error}")
+            self._refuse(launch.kernel, said(error))
 
     def _timed(self, known: KnownLaunches, work: Callable[[], Any], is_first: bool) -> Any:
         """Launch, between two events while few launches of the class are timed."""
@@ -384,6 +341,7 @@ class Recorder:
                 log.warning("kerneltune: launches not counted: %s", " ".join(str(error).split())[:200])
 
     def _harvest(self, wait: bool) -> None:
+        """Note the times of the launches that have ended."""
         left = []
         for digest, start, end in self._pending:
             if wait:
@@ -396,57 +354,68 @@ class Recorder:
         self._pending = left
 
 
-def describe_launch(call: Call, configs: Sequence[Any], ignored: Collection[str] = ()) -> tuple[LaunchClass, Storages]:
-    """Return the class of a launch and the memory below its tensors.
+def describe_launch(call: Call, allowed: Sequence[Any], ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
+    """Return the class of a launch, and for each storage of its tensors a live tensor.
 
     Args:
         call: the launch.
-        configs: the configs that the author's pruning leaves.
+        allowed: the configs that the author's pruning leaves.
         ignored: names of arguments whose values make no classes of their own.
-
-    Raises:
-        NotRecordableError: an argument or a config that cannot be recorded.
     """
-    autotuner, name = call.autotuner, call.name
-    module, home = _main(name.module), home_of(autotuner)
+    tuner, name, function = call.autotuner, call.name, call.autotuner.base_fn
+    module, home = main_name(name.module), kernels.home_of(tuner)
     home_file = _file_of(home.module) if home is not None else ""
-    arguments, storages = describe(autotuner.arg_names, call.args, call.given)
-    space = getattr(autotuner, "kerneltune_space", None)
-    offered = [*configs, *(of_space(autotuner.configs, space) if space else ())]
-    offered = plain_configs(call) if is_plain(autotuner) else offered
-    keys = set(map(config_key, offered))
-    around = [] if is_plain(autotuner) else [config for config in widened(autotuner.configs) if config_key(config) not in keys]
-    candidates = [_candidate(call, config, True) for config in offered]
-    candidates += [_candidate(call, config, False) for config in around]
-    source, listed = source_digest(autotuner.base_fn), configs_digest(autotuner.configs)
-    read = read_globals(autotuner.base_fn)
+    described, storages = arguments.describe(tuner.arg_names, call.args, call.given)
+    candidates = _candidates(call, allowed)
+    source, listed = kernels.source_digest(function), configs.configs_digest(tuner.configs)
+    read = kernels.read_globals(function)
+    parts = [module, name.name, source, listed, arguments.signature(described, ignored), *([json.dumps(read)] if read else ())]
     launch = LaunchClass(
-        digest=class_digest(
-            module, name.name, source, listed, signature(arguments, ignored), *([json.dumps(read)] if read else ())
-        ),
+        digest=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
         kernel=KernelName(module, name.name),
-        file=autotuner.base_fn.__code__.co_filename,
+        file=function.__code__.co_filename,
         source=source,
-        bytecode=bytecode_digest(autotuner.base_fn),
+        bytecode=kernels.bytecode_digest(function),
         configs=listed,
-        list_size=len(autotuner.configs),
+        list_size=len(tuner.configs),
         device=program.device_slug(),
         versions=program.versions(name.module),
-        keys=tuple(autotuner.keys),
+        keys=tuple(tuner.keys),
         key=call.author_key(),
-        arguments=tuple(arguments),
+        arguments=tuple(described),
         candidates=tuple(candidates),
-        reset=tuple(autotuner.reset_to_zero),
-        restored=tuple(autotuner.restore_value),
-        home=KernelName(_main(home.module), home.name) if home is not None else None,
+        home=KernelName(main_name(home.module), home.name) if home is not None else None,
         home_file=home_file,
         argv=tuple(sys.argv),
         path=program.import_folders(),
         globals=read,
         problem=_problem(name, home, home_file) or _unlaunchable(candidates),
-        is_plain=is_plain(autotuner),
+        is_plain=is_plain(tuner),
     )
     return launch, storages
+
+
+def _candidates(call: Call, allowed: Sequence[Any]) -> list[Candidate]:
+    """Return the configs that a class may run with: the author's and those of `space=`, then the configs around the list."""
+    listed = call.autotuner.configs
+    if is_plain(call.autotuner):
+        offered, around = configs.plain_configs(call), []
+    else:
+        space = getattr(call.autotuner, "kerneltune_space", None)
+        offered = [*allowed, *(configs.of_space(listed, space) if space else ())]
+        known = set(map(configs.config_key, offered))
+        around = [config for config in configs.widened(listed) if configs.config_key(config) not in known]
+    return [_candidate(call, config, is_author) for group, is_author in ((offered, True), (around, False)) for config in group]
+
+
+def _candidate(call: Call, config: Any, is_author: bool) -> Candidate:
+    encoded = configs.encode_config(config)
+    try:
+        return Candidate(encoded, is_author, call.grid(config))
+    except NotRecordableError:
+        raise
+    except Exception as error:  # the author's own code: this candidate is out
+        return Candidate(encoded, is_author, None, problem=said(error))
 
 
 def _file_of(module: str) -> str:
@@ -455,45 +424,20 @@ def _file_of(module: str) -> str:
     return os.path.abspath(file) if file else ""
 
 
-def _main(module: str) -> str:
-    """Return the name of a module, as multiprocessing's workers call the program's file otherwise."""
-    return "__main__" if module == "__mp_main__" else module
-
-
 def _problem(name: KernelName, home: KernelName | None, file: str) -> str:
     """Return why a replay could not find a kernel; empty if it can."""
-    if FACTORY in name.name:
+    if kernels.FACTORY in name.name:
         return "a function made the kernel, so that it cannot be imported by name"
     if home is None:
         return "no module holds its autotuner by a name, so that it cannot be imported"
-    if _main(home.module) == "__main__" and not os.path.isfile(file):
+    if main_name(home.module) == "__main__" and not os.path.isfile(file):
         return "the program is no file, so that the kernel cannot be loaded again"
     return ""
 
 
 def _unlaunchable(candidates: Sequence[Candidate]) -> str:
     """Return why no config of the author's can be launched; empty if a config can."""
-    by_author = [one for one in candidates if one.is_author]
-    if any(one.grid is not None for one in by_author):
+    by_author = [candidate for candidate in candidates if candidate.is_author]
+    if any(candidate.grid is not None for candidate in by_author):
         return ""
     return f"no config can be launched: {by_author[0].problem or 'the launch has no grid'}"
-
-
-def class_digest(*parts: str) -> str:
-    """Return what names the class of a kernel, its source, its configs and its arguments."""
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _candidate(call: Call, config: Any, is_author: bool) -> Candidate:
-    encoded = encode_config(config)
-    try:
-        grid, heuristics = call.launched_with(config)
-        return Candidate(encoded, is_author, grid, {name: _plain(value) for name, value in heuristics.items()})
-    except NotRecordableError:
-        raise
-    except Exception as error:  # the author's own code: this candidate is out
-        return Candidate(encoded, is_author, None, problem=f"{type(error).__name__}: {error}"[:200])
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, bool | int | str | None) or (isinstance(value, float) and isfinite(value)) else str(value)

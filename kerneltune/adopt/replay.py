@@ -54,7 +54,6 @@ class Launch:
 
         Raises:
             LaunchCrashedError: the launch ended that process.
-            ReplayError: the config has no grid, or cannot be made here.
         """
         call = self._prepared.get(id(stored))
         if call is None:
@@ -65,11 +64,7 @@ class Launch:
         call()
 
     def compile(self, stored: Mapping[str, Any]) -> Any:
-        """Compile a config without launching it; returns Triton's compiled kernel.
-
-        Raises:
-            ReplayError: the config has no grid, or cannot be made here.
-        """
+        """Compile a config without launching it; returns Triton's compiled kernel."""
         return self._prepare(stored)(True)
 
     def _prepare(self, stored: Mapping[str, Any]) -> Callable[[bool], Any]:
@@ -134,9 +129,6 @@ def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> 
     """Make a class's arguments; indices as captured, data from its sample or statistics.
 
     On device `meta` without values.
-
-    Raises:
-        ReplayError: the index values were not kept, or the values' file is damaged.
     """
     storages = []
     guard_bytes = _GUARD_BYTES if captured.is_plain and device not in ("cpu", "meta") else 0  # the interpreter checks accesses

@@ -1,7 +1,8 @@
-"""Serve: `Autotuner.run` launches the config of the table, and never times anything.
+"""Serve: launch the configs of the table, and never time anything.
 
-A launch costs the host a key and a look-up. The choice depends on the key alone: the values of the author's key, the
-element types, and the sizes that decide between rows of the table. All other arguments may change from launch to launch.
+A launch costs the host a key and a look-up. For an autotuned kernel the key holds the author's key, the element types, and the
+sizes that decide between rows of the table. For a kernel without an autotuner it holds every argument but floats and the
+arguments that the capture ignored: a launch that the table lacks stays unchanged.
 """
 
 import logging
@@ -13,9 +14,28 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import program
-from kerneltune.adopt.configs import config_index, config_label, configs_digest, encode_config, live_config
-from kerneltune.adopt.counters import Counters
-from kerneltune.adopt.kernels import Call, KernelName, KeyPlan, bytecode_digest, kernel_name, plan_key, source_digest
+from kerneltune.adopt.configs import (
+    OPTIONS,
+    config_index,
+    config_label,
+    configs_digest,
+    decode_config,
+    encode_config,
+    live_config,
+    plain_tuner,
+)
+from kerneltune.adopt.folder import Counters
+from kerneltune.adopt.kernels import (
+    Call,
+    KernelName,
+    KeyPlan,
+    all_but_floats,
+    bytecode_digest,
+    kernel_name,
+    plan_key,
+    source_digest,
+)
+from kerneltune.adopt.program import said
 from kerneltune.adopt.table import Group, RowFinder, ServingRow, ServingTable, TableKernel, read_table
 
 if TYPE_CHECKING:
@@ -24,8 +44,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kerneltune.adopt")
 
-MOST_REMEMBERED, _MOST_LISTS = 4096, 64
-
+_MOST_KINDS, _MOST_LISTS = 4096, 64
+_MOST_PLANS = 8
+"""Plans of keys that are kept of launches with the same argument names: with and without each optional tensor."""
 
 SERVED, MISSED = "served", "missed"
 """Kinds of counted launches: with a config of the table, or with a config of the miss policy."""
@@ -41,18 +62,18 @@ class Served:
     """Config of the launches of a key.
 
     Attributes:
-        config: the live config object.
-        options: its values as keyword arguments.
-        hook: its pre_hook.
-        fallbacks: configs that a launch falls back to.
+        options: keyword arguments of the launch; of a kernel without an autotuner the arguments that differ from the program's.
         counter: place of the count of these launches.
+        config: the live config object; None for a kernel without an autotuner.
+        hook: the config's pre_hook.
+        fallbacks: configs for when the config fails to launch.
     """
 
-    config: Any
     options: dict[str, Any]
-    hook: Callable[[dict[str, Any]], Any] | None
-    fallbacks: list[Any]
     counter: int
+    config: Any = None
+    hook: Callable[[dict[str, Any]], Any] | None = None
+    fallbacks: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -100,6 +121,19 @@ class ServingState:
 
 
 @dataclass(slots=True)
+class PlainState:
+    """The table's kernels of a function without an autotuner, one for each choice of options.
+
+    Attributes:
+        plans: keys of launches by the number of positional arguments and the keywords; several where the types differ.
+    """
+
+    name: str
+    kernels: list[TableKernel]
+    plans: dict[tuple[Any, ...], list[KeyPlan[Served]]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Counts:
     """Numbers of keys that were found in the table, of keys that were not, and of runs of the author's tuning."""
 
@@ -135,46 +169,44 @@ class Server:
             counters: counts of launches by kernel.
         """
         self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
-        self.counts, self._preparing = Counts(), preparing
-        self.counters = counters or Counters(None)
-        self._make_config = make_config
-        self._lock = RLock()
+        self.counts, self.counters = Counts(), counters or Counters(None)
+        self._make_config, self._preparing, self._lock = make_config, preparing, RLock()
         self._table: ServingTable | None = None
-        self._by_name: dict[tuple[str, str], list[TableKernel]] = {}
         self._read_for = ""
         self._said: set[str] = set()
+        self._plain: dict[Any, PlainState | None] = {}
 
     def say(self, text: str) -> None:
-        """Warn once of each thing."""
+        """Log a warning, unless the same text was logged before."""
         if text not in self._said:
             self._said.add(text)
             log.warning("kerneltune: %s", text)
 
+    @property
+    def _is_strict(self) -> bool:
+        """Return whether the program asked for this table alone, so that a damaged table ends it."""
+        return bool(self.manifest) or self.miss == "error"
+
     def table(self, is_early: bool = False) -> ServingTable | None:
         """Return the table of this GPU; None if no table may be served.
 
-        is_early: before the program launches anything, when CUDA may not be started.
+        Raises ValueError if the manifest names another table; under the policy `error` also if the table is damaged.
 
-        Raises:
-            ValueError: the manifest names another table; under the policy `error` also that it is damaged.
+        is_early: before the program launches anything, when CUDA may not be started.
         """
         with self._lock:
             device = program.early_device_slug() if is_early else program.device_slug()
             if device and device != self._read_for:
-                self._table = self._read(device)
-                self._read_for = device
+                self._table, self._read_for = self._read(device), device
                 if self._table is not None and self._preparing is not None:
                     self._preparing.begin()
-                self._by_name = {}
-                for kernel in self._table.kernels if self._table else ():
-                    self._by_name.setdefault((kernel.module, kernel.name), []).append(kernel)
             return self._table
 
     def _read(self, device: str) -> ServingTable | None:
         try:
             table = read_table(self.root, device)
         except ValueError as error:
-            if self.manifest or self.miss == "error":
+            if self._is_strict:
                 raise
             self.say(f"nothing is served: {error}")
             return None
@@ -187,6 +219,11 @@ class Server:
         if table is not None:
             log.info("kerneltune: serving %d kernels of %s, SHA-256 %s", len(table.kernels), device, digest)
         return table
+
+    def kernels_of(self, name: KernelName, is_plain: bool = False, is_early: bool = False) -> list[TableKernel]:
+        """Return the table's kernels of a name; none where no table may be served."""
+        table, wanted = self.table(is_early), (program.main_name(name.module), name.name, is_plain)
+        return [one for one in table.kernels if (one.module, one.name, one.is_plain) == wanted] if table is not None else []
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
@@ -201,9 +238,9 @@ class Server:
                 state = self._relisted(autotuner, state)
             values = (*args, *kwargs.values())
             plan = state.plans.get(kind := (*kwargs, *map(type, values)))
-            served = None if plan is None else plan.found.get(plan.key(values))
+            served = None if plan is None else plan.found.get(plan.key(*values))
             if served is None:
-                result = self._resolve(original, Call(autotuner, args, kwargs), state, kind, values)
+                result = self._resolve(original, Call(autotuner, args, kwargs), state, kind)
                 if not isinstance(result, Served):
                     return result[0]
                 served = result
@@ -221,51 +258,71 @@ class Server:
 
         return run
 
-    def kernels_of(self, name: KernelName, is_early: bool = False) -> list[TableKernel]:
-        """Return the table's kernels of a name; none where no table may be served."""
-        with self._lock:
-            return [] if self.table(is_early) is None else self._by_name.get(_table_name(name.module, name.name), [])
+    def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the method that takes the place of `run` of kernels, for the kernels without an autotuner."""
+        count, states = self.counters.add, self._plain
+
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                state = states[kernel.fn]
+            except KeyError:
+                state = states[kernel.fn] = self._plain_state(kernel.fn)
+            if state is None:
+                return original(kernel, *args, **kwargs)
+            for plan in state.plans.get((len(args), *kwargs), ()):
+                try:
+                    served = plan.found[plan.key(*args, *kwargs.values())]
+                    break
+                except (KeyError, AttributeError, TypeError):  # the plan is of launches with other types
+                    pass
+            else:
+                served = self._resolve_plain(state, Call(kernel, args, kwargs))
+            count(served.counter)
+            if not served.options:
+                return original(kernel, *args, **kwargs)
+            try:
+                return original(kernel, *args, **(kwargs | served.options))
+            except Exception as error:  # Triton's launch errors share no type
+                if not program.is_launch_failure(error):
+                    raise
+                self.say(f"{state.name}: {served.options} fail here ({type(error).__name__}): the program's options")
+                served.options = {}
+                return original(kernel, *args, **kwargs)
+
+        return run
 
     def attach(self, autotuner: Any, is_early: bool = False) -> ServingState:
         """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
         with self._lock:
             state: ServingState | None = autotuner.__dict__.get("kerneltune_state")
             if state is None:
-                kernel = self._kernel_or_none(autotuner, is_early)
-                state = ServingState(kernel, autotuner.configs, autotuner.configs, self._counters_of(autotuner))
+                kernel, name = None, kernel_name(autotuner).text
+                try:
+                    kernel = self._kernel_of(autotuner, is_early)
+                except Exception as error:  # a damaged table must not end the user's program
+                    if self._is_strict:
+                        raise
+                    self.say(f"{name}: not served: {said(error)}")
+                served, missed = (self.counters.slot(counted_name(name, kind)) for kind in (SERVED, MISSED))
+                state = ServingState(kernel, autotuner.configs, autotuner.configs, (served, missed))
                 if kernel is not None and kernel.portfolio and self.portfolio:
                     state.shown = self._live(state, kernel.portfolio[: self.portfolio]) or autotuner.configs
                     autotuner.configs = state.shown
                 autotuner.kerneltune_state = state
             return state
 
-    def _kernel_or_none(self, autotuner: Any, is_early: bool) -> TableKernel | None:
-        """Return the table's kernel of an autotuner; None, after one line, where looking for it fails.
-
-        Raises:
-            Exception: the look-up failed, and the program asked for this table alone: by a manifest or the policy `error`.
-        """
-        try:
-            return self._kernel_of(autotuner, is_early)
-        except Exception as error:  # a damaged table must not end the user's program
-            if self.manifest or self.miss == "error":
-                raise
-            self.say(f"{kernel_name(autotuner).text}: not served: {type(error).__name__}: {' '.join(str(error).split())[:150]}")
-            return None
-
-    def _counters_of(self, autotuner: Any) -> tuple[int, int]:
-        name = kernel_name(autotuner).text
-        return self.counters.slot(counted_name(name, SERVED)), self.counters.slot(counted_name(name, MISSED))
+    def made(self, autotuner: Any) -> None:
+        """Give an autotuner its portfolio before anything traces it."""
+        with suppress(Exception):  # raised again where the program launches the kernel
+            if self.kernels_of(kernel_name(autotuner), is_early=True):
+                self.attach(autotuner, is_early=True)
 
     def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
         """Return the state of an autotuner with the list of configs that the program has assigned to it."""
         with self._lock:
             configs = autotuner.configs
-            key = tuple(map(id, configs))
-            state = first.lists.get(key)
-            if state is None:
-                equal = tuple(configs)  # also of configs that the program makes anew for each launch
-                state = first.lists.get(equal)
+            key, equal = tuple(map(id, configs)), tuple(configs)  # programs may make equal configs anew for each launch
+            state = first.lists.get(key) or first.lists.get(equal)
             if state is None:
                 if len(first.lists) >= 2 * _MOST_LISTS:
                     first.lists.clear()
@@ -273,19 +330,11 @@ class Server:
                 first.lists[equal] = first.lists[key] = state
             return state
 
-    def made(self, autotuner: Any) -> None:
-        """Give an autotuner its portfolio before anything traces it."""
-        name = kernel_name(autotuner)
-        with suppress(Exception):  # raised again where the program launches the kernel
-            if self.kernels_of(name, is_early=True):
-                self.attach(autotuner, is_early=True)
-
     def _kernel_of(self, autotuner: Any, is_early: bool) -> TableKernel | None:
-        name = kernel_name(autotuner)
-        found = [kernel for kernel in self.kernels_of(name, is_early) if not kernel.is_plain]
-        same = [kernel for kernel in found if kernel.bytecode == bytecode_digest(autotuner.base_fn)]
-        if found and not same:  # another Python, or other code
-            same = [kernel for kernel in found if kernel.source == source_digest(autotuner.base_fn)]
+        name, function = kernel_name(autotuner), autotuner.base_fn
+        found = self.kernels_of(name, is_early=is_early)
+        same = [one for one in found if one.bytecode == bytecode_digest(function)]
+        same = same or [one for one in found if one.source == source_digest(function)]  # another Python, or other code
         if not same:
             if found:
                 self.say(f"{name.text}: its source has changed since it was tuned: policy {self.miss}")
@@ -307,44 +356,49 @@ class Server:
         return [config for config in found if config is not None and (is_tuned or _has_values_of(config, state.configs))]
 
     def _resolve(
-        self, original: Callable[..., Any], call: Call, state: ServingState, kind: tuple[Any, ...], values: tuple[Any, ...]
+        self, original: Callable[..., Any], call: Call, state: ServingState, kind: tuple[Any, ...]
     ) -> "Served | tuple[Any]":
         """Return the config for launches of this key, or the result of the launch where the author's autotuner made it.
 
-        kind, values: names and types of the launch's arguments, and the arguments with the grid.
+        kind: names and types of the launch's arguments.
         """
         if self._preparing is not None:
             self._preparing.wait()
         plan = state.plans.get(kind) or self._plan(call, state, kind)
-        key = plan.key(values)
-        row = _row(call, state, kind, values) if state.groups else None
+        key = plan.key(*call.values)
+        row = _row(call, state, kind) if state.groups else None
         if row is not None and (served := self._allowed(call, state, row)) is not None:
             self.counts.hits += 1
-            return _remember(plan, key, served)
+            return plan.remember(key, served)
         if len(state.configs) == 1:  # nothing to choose
-            return _remember(plan, key, _served(state.configs, state.counters[0]))
+            return plan.remember(key, _served(state.configs, state.counters[0]))
         if _launches_nothing(call, state.configs[0]):  # a later launch of this key may launch something
             return _served(state.configs[:1], state.counters[1])
         self.counts.misses += 1
-        self._record_miss(call, state)
+        if self.missing is not None:
+            try:  # with the author's list rather than the portfolio
+                self.missing.record(call.twin(state.configs), call.args, call.kwargs)
+            except Exception as error:  # a log that cannot be written is no reason to stop
+                self.say(f"misses are not recorded: {error}")
         policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
         if policy == "error":
             raise LookupError(f"{call.name.text}: no config for {call.sizes()} {call.dtypes()} on {program.device_slug()}")
         if policy == "author":
             return self._by_author(original, call, state, plan, key)
-        return _remember(plan, key, _served(self._guess(policy, call, state), state.counters[1]))
+        return plan.remember(key, _served(self._guess(policy, call, state), state.counters[1]))
 
     def _plan(self, call: Call, state: ServingState, kind: tuple[Any, ...]) -> KeyPlan[Served]:
         """Decide how keys are made of launches whose arguments have these names and types.
 
         The author's pruning and the policy `nearest` may depend on every argument.
         """
-        tuner = call.autotuner
-        is_whole = bool(tuner.early_config_prune or tuner.perf_model or self.miss == "nearest")
-        if len(state.plans) >= MOST_REMEMBERED:
+        tuner, names, values = call.autotuner, call.names, call.values
+        is_whole = tuner.early_config_prune or tuner.perf_model or self.miss == "nearest"
+        deciding = {*tuner.keys, *state.deciding, *(all_but_floats(names, values) if is_whole else ())}
+        if len(state.plans) >= _MOST_KINDS:
             state.plans.clear()
-        state.finders[kind] = plan_key(call.names, call.values, set(tuner.keys), False)
-        plan = state.plans[kind] = plan_key(call.names, call.values, {*tuner.keys, *state.deciding}, is_whole)
+        state.finders[kind] = plan_key(names, values, set(tuner.keys))
+        plan = state.plans[kind] = plan_key(names, values, deciding)
         return plan
 
     def _allowed(self, call: Call, state: ServingState, row: ServingRow) -> Served | None:
@@ -363,16 +417,12 @@ class Server:
 
     def _guess(self, policy: str, call: Call, state: ServingState) -> list[Any]:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
-        by_author = call.pruned(state.configs)
         nearest = state.kernel.nearest(call.sizes(), call.dtypes()) if policy == "nearest" and state.kernel is not None else None
         near = None if nearest is None else self._allowed(call, state, nearest)
-        used = (
-            f"the config of the nearest captured launch, {config_label(encode_config(near.config))}"
-            if near
-            else "the author's first"
-        )
+        label = "" if near is None else config_label(encode_config(near.config))
+        used = f"the config of the nearest captured launch, {label}" if near else "the author's first"
         self.say(f"{call.name.text}: a launch that was not tuned: served with {used}")
-        return [*([near.config, *near.fallbacks] if near else ()), *by_author]
+        return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(state.configs)]
 
     def _by_author(
         self, original: Callable[..., Any], call: Call, state: ServingState, plan: KeyPlan[Served], key: tuple[Any, ...]
@@ -389,66 +439,98 @@ class Server:
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
                 setattr(call.autotuner, name, alone.__dict__[name])
-        _remember(plan, key, _served([alone.best_config], state.counters[1]))
+        plan.remember(key, _served([alone.best_config], state.counters[1]))
         return (result,)
-
-    def _record_miss(self, call: Call, state: ServingState) -> None:
-        """Record a launch that was not tuned, with the author's list rather than the portfolio."""
-        if self.missing is not None:
-            try:
-                self.missing.record(call.twin(state.configs), call.args, call.kwargs)
-            except Exception as error:  # a log that cannot be written is no reason to stop
-                self.say(f"misses are not recorded: {error}")
 
     def _fall_back(self, autotuner: Any, served: Served, error: Exception) -> None:
         """Serve the next config from now on, because the present config fails to launch."""
         failed, config = served.config, served.fallbacks.pop(0)
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
         bad, good = (config_label(encode_config(one)) for one in (failed, config))
-        self.say(f"{kernel_name(autotuner).text}: config {bad} fails here ({said}): falling back to {good}")
+        self.say(f"{kernel_name(autotuner).text}: config {bad} fails here ({said(error)}): falling back to {good}")
         served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
 
+    def _plain_state(self, function: Any) -> PlainState | None:
+        """Return the state of a function; None where the table has no kernel of it."""
+        name = KernelName(function.__module__, function.__qualname__)
+        found = [one for one in self.kernels_of(name, is_plain=True) if one.bytecode == bytecode_digest(function)]
+        return PlainState(name.text, found) if found else None
 
-def _row(call: Call, state: ServingState, kind: tuple[Any, ...], values: tuple[Any, ...]) -> ServingRow | None:
+    def _resolve_plain(self, state: PlainState, call: Call) -> Served:
+        """Serve the options of the table to launches of this key from now on; no options where the table has no row.
+
+        call: of the kernel itself instead of an autotuner.
+        """
+        names, values = call.names, call.values
+        plan = plan_key(names, values, {*OPTIONS, "grid", *(key for one in state.kernels for key in one.keys)}, is_typed=True)
+        plans = state.plans.setdefault((len(call.args), *call.kwargs), [])
+        known = next((one for one in plans if one.parts == plan.parts), None)
+        if known is None:
+            plans[:] = [plan, *plans[: _MOST_PLANS - 1]]
+        try:
+            options = self._plain_options(state, call)
+        except Exception as error:  # a value of a kind that no capture has must not end the user's program
+            self.say(f"{state.name}: a launch is not served: {said(error)}")
+            options = {}
+        counter = self.counters.slot(counted_name(state.name, SERVED if options else MISSED))
+        return (known or plan).remember(plan.key(*values), Served(options, counter))
+
+    def _plain_options(self, state: PlainState, call: Call) -> dict[str, Any]:
+        """Return the options and blocks that the table has for a launch; empty for none."""
+        own = {name: call.kwargs.get(name) for name in OPTIONS}
+        given = {name: value for name, value in call.kwargs.items() if name not in OPTIONS}
+        for stored in state.kernels:
+            tuner = plain_tuner(call.autotuner, own, stored.keys)
+            if configs_digest(tuner.configs) == stored.configs:
+                launch = Call(tuner, call.args, given)
+                row = stored.row(launch.author_key(), launch.sizes(), launch.dtypes())
+                if row is not None and self._fits(launch, row):
+                    chosen = decode_config(row.configs[0], self._make_config).all_kwargs()
+                    return {name: value for name, value in chosen.items() if name in own or launch.named[name] != value}
+        return {}
+
+    def _fits(self, call: Call, row: ServingRow) -> bool:
+        """Return whether the config of a row fits a launch: other blocks need the grid that was checked with them.
+
+        Another place of the program may launch this kernel with a grid that does not read the blocks.
+        """
+        config = row.configs[0]
+        changed = {name for name, size in config["kwargs"].items() if call.named.get(name) != size}
+        if not changed:
+            return True
+        if not callable(call.kwargs.get("grid")) or not changed <= call.kwargs.keys():
+            return False
+        try:
+            grid = call.grid(decode_config(config, self._make_config))
+        except Exception:  # the program's own code
+            return False
+        return grid is not None and list(grid) == row.evidence.get("grid")
+
+
+def _row(call: Call, state: ServingState, kind: tuple[Any, ...]) -> ServingRow | None:
     """Return the table's row of a launch; None where the table has none for its author's key and element types."""
-    plan = state.finders[kind]
-    key = plan.key(values)
-    try:
-        finder = plan.found[key]
-    except KeyError:
+    plan, values = state.finders[kind], call.values
+    key = plan.key(*values)
+    if key not in plan.found:
         group = state.groups.get(repr((call.author_key(), call.dtypes())))
-        if len(plan.found) >= MOST_REMEMBERED:
-            plan.found.clear()
-        finder = plan.found[key] = None if group is None else RowFinder(group)
+        plan.remember(key, None if group is None else RowFinder(group))
+    finder = plan.found[key]
     return None if finder is None else finder.nearest([plan.size(values, name) for name in finder.names])
 
 
 def _served(configs: Sequence[Any], counter: int) -> Served:
     config, *fallbacks = configs
-    return Served(config, config.all_kwargs(), config.pre_hook, fallbacks, counter)
-
-
-def _remember(plan: KeyPlan[Served], key: tuple[Any, ...], served: Served) -> Served:
-    """Serve a config to all launches of a key from now on."""
-    if len(plan.found) >= MOST_REMEMBERED:
-        plan.found.clear()
-    plan.found[key] = served
-    return served
+    return Served(config.all_kwargs(), counter, config, config.pre_hook, fallbacks)
 
 
 def _launches_nothing(call: Call, config: Any) -> bool:
     """Return whether a launch has an empty grid: of no tokens, say. Any config will do."""
     try:
-        grid, _ = call.launched_with(config)
+        grid = call.grid(config)
     except Exception:  # the author's own code: it is raised again by the launch
         return False
     return grid is not None and 0 in grid
 
 
 def _has_values_of(config: Any, configs: Sequence[Any]) -> bool:
-    """Return whether each argument that a config gives has that value in one of a list."""
+    """Return whether each argument that a config gives has that value in a config of a list."""
     return all(any(other.kwargs.get(name) == value for other in configs) for name, value in config.kwargs.items())
-
-
-def _table_name(module: str, name: str) -> tuple[str, str]:
-    return ("__main__" if module == "__mp_main__" else module), name

@@ -1,7 +1,4 @@
-"""Decide which classes of launches share a config: all classes of an author's key, unless a paired comparison shows a gain.
-
-Times configs by a function that it is given.
-"""
+"""Decide which classes of launches share a config: all classes of an author's key, unless a paired comparison shows a gain."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -45,15 +42,17 @@ Timing = Callable[[Case, Sequence[Any]], Sequence[Samples | None] | None]
 
 
 def groups_of(classes: Sequence[TunedClass], timing: Timing, most: int) -> Iterator[Group]:
-    """Yield the groups of one kernel's classes, one for each value of the author's key.
+    """Yield a group of one kernel's classes for each value of the author's key.
 
-    most: configs of a row.
+    Args:
+        classes: of the kernel.
+        timing: times configs of a case side by side; None where that crashed.
+        most: configs of a row.
     """
     groups: dict[str, list[TunedClass]] = {}
     for one in classes:
         groups.setdefault(repr((one.launch.key, one.launch.dtypes)), []).append(one)
-    for members in groups.values():
-        yield _group(members, timing, most)
+    return (_group(members, timing, most) for members in groups.values())
 
 
 def _group(members: Sequence[TunedClass], timing: Timing, most: int) -> Group:
@@ -72,10 +71,7 @@ def _group(members: Sequence[TunedClass], timing: Timing, most: int) -> Group:
 
 def shared_config(members: Sequence[TunedClass]) -> Config | None:
     """Return the config that is the best compromise between classes, by the time each costs; None where none runs in all."""
-    common = set(members[0].times)
-    for one in members[1:]:
-        common &= set(one.times)
-    candidates = [config for config in members[0].times if config in common]
+    candidates = [config for config in members[0].times if all(config in one.times for one in members)]
     total = sum(one.cost_us for one in members) or 1.0
 
     def loss(config: Config) -> float:
@@ -125,7 +121,7 @@ def _row(one: TunedClass, chosen: Config, most: int, gain: float | None = None) 
 
 
 def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
-    """Return the fewest configs, as JSON, with which every class is within 3 % of its best, the best single config first."""
+    """Return the fewest configs, as JSON, with which every class is within 3 % of its best; first the best config for all."""
     tables = [
         (one.cost_us or 1.0, {stored_key(stored_of_config(c, one.launch)): t for c, t in one.times.items()}) for one in classes
     ]

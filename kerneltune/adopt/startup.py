@@ -78,16 +78,12 @@ def restore_method(owner: type[Any], name: str) -> None:
 
 
 CAPTURE, CAPTURE_OPTIONS = "KERNELTUNE_CAPTURE", "KERNELTUNE_CAPTURE_OPTIONS"
-ADOPT, MISS, MANIFEST, MISSES = (
-    "KERNELTUNE_ADOPT",
-    "KERNELTUNE_ADOPT_MISS",
-    "KERNELTUNE_ADOPT_MANIFEST",
-    "KERNELTUNE_ADOPT_MISSES",
-)
-PORTFOLIO, COUNTS = "KERNELTUNE_ADOPT_PORTFOLIO", "KERNELTUNE_ADOPT_COUNTS"
+ADOPT, ADOPT_OPTIONS = "KERNELTUNE_ADOPT", "KERNELTUNE_ADOPT_OPTIONS"
+"""Environment variables: a folder, and as JSON the options of `capture` or of `install`."""
 POLICIES = ("author", "nearest", "default", "error")
 """Choices of the config that launches which were not tuned run with."""
-
+_KERNELS = {INTERPRETER: "InterpretedFunction", COMPILER: "JITFunction"}
+"""Modules of Triton, and their classes of kernels."""
 _MISS_BYTES, _MOST_MISSES = 64 << 20, 16
 """Bytes of values and classes of each kernel that a served process records at most: a class takes its host milliseconds."""
 
@@ -101,18 +97,20 @@ def start_from_environment() -> None:
     _installed["started"] = True
     try:
         if os.environ.get(CAPTURE):
-            capture(Path(os.environ[CAPTURE]), **json.loads(os.environ.get(CAPTURE_OPTIONS) or "{}"))
+            capture(Path(os.environ[CAPTURE]), **_options(CAPTURE_OPTIONS))
         elif os.environ.get(ADOPT):
-            install(
-                os.environ[ADOPT],
-                miss=os.environ.get(MISS) or "author",
-                manifest=os.environ.get(MANIFEST, ""),
-                misses=os.environ.get(MISSES) or "",
-                portfolio=int(os.environ.get(PORTFOLIO) or 1),
-                counts=os.environ.get(COUNTS),
-            )
+            install(os.environ[ADOPT], **_options(ADOPT_OPTIONS))
     except Exception as error:  # wrong options, or a package that this environment lacks
         _say_not_started(error)
+
+
+def _options(variable: str) -> dict[str, Any]:
+    """Return the options that an environment variable holds as JSON; none if it is not set."""
+    text = os.environ.get(variable) or "{}"
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        raise ValueError(f"{variable}: {text!r}: expected options as a JSON object") from None
 
 
 def _say_not_started(error: Exception) -> None:
@@ -124,14 +122,13 @@ def _say_not_started(error: Exception) -> None:
 
 
 def capture(root: Path, **options: Any) -> None:
-    """Record the launches of this process from now on. options: as Recorder takes them."""
+    """Record the launches of this process from now on. options: of the Recorder."""
 
     def begin(autotuning: ModuleType) -> None:
         from kerneltune.adopt.recorder import Recorder
 
-        recorder = Recorder(root, **options)
+        _installed["recorder"] = recorder = Recorder(root, **options)
         _patch(autotuning, recorder.make_run, recorder.made)
-        _installed["recorder"] = recorder
         _patch_kernels(recorder.make_plain_run, only_interpreted=not recorder.plain)
 
     when_imported(TARGET, begin)
@@ -152,8 +149,7 @@ def install(
 
     Args:
         folder: that `kerneltune tune` has written.
-        miss: policy for launches that were not tuned: `author` (the author's autotuner), `nearest` (the nearest tuned
-            launch),
+        miss: policy for launches that were not tuned: `author` (the author's autotuner), `nearest` (the nearest tuned launch),
             `default` (the author's first config) or `error`.
         manifest: SHA-256 of the table, or its beginning; another table is refused.
         misses: folder that untuned launches are recorded into, as a capture; `misses` in `folder` if empty, None for none.
@@ -170,7 +166,7 @@ def install(
         raise ValueError(f"miss: {miss!r}: expected one of {', '.join(POLICIES)}")
 
     def begin(autotuning: ModuleType) -> None:
-        from kerneltune.adopt.counters import Counters
+        from kerneltune.adopt.folder import Counters
         from kerneltune.adopt.recorder import Recorder
         from kerneltune.adopt.serving import Server
 
@@ -180,12 +176,10 @@ def install(
         counters = Counters(Path(counts) if counts else None)
         prepared = _prepared(root, autotuning)
         server = Server(root, autotuning.Config, miss, manifest, missing, portfolio, prepared, counters)
-        _patch(autotuning, server.make_run, server.made)
         _installed["server"] = server
-        if _has_plain_kernels(root):
-            from kerneltune.adopt.plain_serving import PlainServer
-
-            _patch_kernels(PlainServer(server).make_run)
+        _patch(autotuning, server.make_run, server.made)
+        if any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json")):
+            _patch_kernels(server.make_plain_run)  # a launch of any kernel costs a look-up
         for made in _autotuners(autotuning):
             server.made(made)  # decorated before: torch.compile is to see their portfolios, too
 
@@ -204,9 +198,9 @@ def _prepared(root: Path, autotuning: ModuleType) -> Any:
     knobs: Any = getattr(autotuning, "knobs", None)
     if knobs is None or knobs.runtime.interpret or not knobs.cache.dir:
         return None
-    cache, given = Path(knobs.cache.dir), 0
+    given = 0
     try:
-        given = give(root, cache)
+        given = give(root, Path(knobs.cache.dir))
     except OSError as error:
         logging.getLogger("kerneltune.adopt").warning("kerneltune: compiled kernels are not used: %s", error)
     return Preparation(root, is_cache_new=given > 0)
@@ -239,10 +233,6 @@ def uninstall() -> None:
     _installed.clear()
 
 
-_KERNELS = {INTERPRETER: "InterpretedFunction", COMPILER: "JITFunction"}
-"""Modules of Triton, and their classes of kernels."""
-
-
 def _patch_kernels(make_run: Callable[..., Any], only_interpreted: bool = False) -> None:
     """Replace `run` of kernels as soon as Triton's modules are imported."""
     for name, kind in _KERNELS.items():
@@ -254,12 +244,9 @@ def _replace_run(kind: str, make_run: Callable[..., Any], module: ModuleType) ->
     replace_method(getattr(module, kind), "run", make_run)
 
 
-def _has_plain_kernels(root: Path) -> bool:
-    """Return whether a table of a tuned folder has kernels without an autotuner, so that all launches must be looked at."""
-    return any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
-
-
 def _patch(autotuning: ModuleType, make_run: Callable[..., Any], made: Callable[[Any], None]) -> None:
+    """Replace `Autotuner.run`, and call `made` with each autotuner that the program makes."""
+
     def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(autotuner: Any, *args: Any, **kwargs: Any) -> None:
             original(autotuner, *args, **kwargs)

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from kerneltune.adopt.configs import require_values
-from kerneltune.files import bad, checked, decode, read_bytes, replace_text
+from kerneltune.adopt.folder import FORMAT, read_json
+from kerneltune.files import read_bytes, replace_text
 
-FORMAT = 1
 MANIFEST = "manifest.json"
-_LARGEST, _LARGEST_MANIFEST = 256 << 20, 1 << 20
+_LARGEST = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,6 @@ def write_table(root: Path, table: ServingTable) -> str:
     """Write the table of a GPU model as JSON, then the manifest that names it; returns its SHA-256.
 
     Equal tables have equal files.
-
-    Raises:
-        ValueError: a file cannot be written.
     """
     path = path_of(root, table.device)
     text = json.dumps({"format": FORMAT, **asdict(table), "digest": ""}, indent=1, sort_keys=True) + "\n"
@@ -174,25 +171,15 @@ def write_table(root: Path, table: ServingTable) -> str:
 
 
 def read_table(root: Path, device: str) -> ServingTable | None:
-    """Return the table of a GPU model; None if the folder has no table for it.
-
-    Raises:
-        ValueError: one line naming the file: damaged, or another table than the manifest names.
-    """
+    """Return the table of a GPU model; None if the folder has no table for it."""
     path = path_of(root, device)
     if not path.is_file():
         return None
     data = read_bytes(path, _LARGEST)
     digest, named = hashlib.sha256(data).hexdigest(), _listed(path.parent / MANIFEST).get(path.name)
-    try:
-        if named != digest:
-            raise ValueError(f"SHA-256 {digest[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")
-        stored = decode(data, dict[str, Any])
-        if stored.get("format") != FORMAT:
-            raise bad("format", stored.get("format"), repr(FORMAT))
-        return replace(checked(stored, ServingTable), digest=digest)
-    except ValueError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:200]}") from None
+    if named != digest:
+        raise ValueError(f"{path}: SHA-256 {digest[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")
+    return replace(read_json(path, ServingTable, data=data, is_versioned=True), digest=digest)
 
 
 class _Manifest(msgspec.Struct):
@@ -200,13 +187,5 @@ class _Manifest(msgspec.Struct):
 
 
 def _listed(manifest: Path) -> dict[str, str]:
-    """Return the SHA-256 of every table that a manifest lists by name.
-
-    Raises:
-        ValueError: one line naming the file.
-    """
-    data = read_bytes(manifest, _LARGEST_MANIFEST)
-    try:
-        return decode(data, _Manifest).tables
-    except ValueError as error:
-        raise ValueError(f"{manifest}: {' '.join(str(error).split())[:200]}") from None
+    """Return the SHA-256 of every table that a manifest lists by name."""
+    return read_json(manifest, _Manifest).tables

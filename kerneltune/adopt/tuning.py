@@ -21,13 +21,11 @@ from kerneltune.adopt.operators import (
     SWEEP,
     TUNED,
     case_of,
-    forget,
     knobs_of_config,
     offered,
     operator_name,
-    operators,
+    operators_of,
     sweep_text,
-    tuned_variant,
 )
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.program import LAUNCH_FAILURES
@@ -93,11 +91,7 @@ _COMPILE_S, _TRIAL_S, _CLASS_S = 1.5, 0.06, 1.2
 
 
 def forecast(root: Path, share: float, widen: bool, workers: int | None) -> TuningForecast:
-    """Estimate what `tune_capture` will do; needs no GPU.
-
-    Raises:
-        ValueError: the folder holds no capture.
-    """
+    """Estimate what `tune_capture` will do; needs no GPU."""
     capture = read_capture(root)
     skipped = list(capture.problems)
     chosen = _chosen(capture, share, skipped, device_slug=None)
@@ -141,28 +135,22 @@ def tune_capture(
         widen: also configs around the author's lists.
         force: search classes again that have a config.
         workers: processes that compile.
-
-    Raises:
-        ValueError: no GPU, no capture, or a folder that cannot be written.
     """
     began = time.monotonic()
     if not device.current().is_gpu:
         raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
     if added := add_misses(root):
         progress.note(f"{counted(added, 'class', 'classes')} of {root / MISSES} {'is' if added == 1 else 'are'} tuned as well")
-    forget()  # a process that has read this capture before may lack classes
     capture = read_capture(root)
     skipped = list(capture.problems)
     chosen = _chosen(capture, share, skipped, device.current().slug)
-    if probe_blocks(root, chosen):
-        forget()
+    if probe_blocks(capture, chosen):
         capture = read_capture(root)
-        wanted = {launch.digest for launch in chosen}
-        chosen = [launch for launch in capture.classes if launch.digest in wanted]
-        chosen.sort(key=lambda launch: -capture.cost_us(launch))
+        by_digest = {launch.digest: launch for launch in capture.classes}
+        chosen = [by_digest[launch.digest] for launch in chosen]
     options = Options(configs=root / "configs", results=root / "results", workers=workers, force=force)
     limited = _limited(progress, began + budget_s if budget_s else float("inf"))
-    by_name = {op.name: op for op in operators(str(root), widen)}
+    by_name = {op.name: op for op in operators_of(capture, widen)}
     replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
     try:
         for policy in dict.fromkeys(map(policy_of, chosen)):
@@ -180,23 +168,22 @@ def tune_capture(
     return Outcome(path_of(root, table.device), digest, tuned, skipped, time.monotonic() - began)
 
 
-def probe_blocks(root: Path, launches: Sequence[LaunchClass]) -> bool:
+def probe_blocks(capture: Capture, launches: Sequence[LaunchClass]) -> bool:
     """Launch classes of kernels without an autotuner with twice and half of each block that their grids read.
 
     A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by it.
     Writes the verdicts beside the classes; returns whether a verdict is new.
     """
-    blocks, is_new = read_blocks(root), False
-    by_name = {op.name: op for op in operators(str(root))}
+    blocks, is_new = read_blocks(capture.root), False
+    by_name = {op.name: op for op in operators_of(capture)}
     with GpuWorker() as worker:
-        for launch in launches if any(launch.is_plain for launch in launches) else ():
+        for launch in (launch for launch in launches if launch.is_plain):
             op, known = by_name[operator_name(launch)], blocks.setdefault(launch.digest, {})
-            task = Task(op, case_of(launch, op.axes), tuned_variant(op), policy_of(launch))
-            for name in launch.candidates[0].config["kwargs"] if launch.is_plain else ():
-                if name not in known:
-                    known[name], is_new = _coupling(worker, task, launch, name), True
+            task = Task(op, case_of(launch, op.axes), op.variant(TUNED), policy_of(launch))
+            for name in [name for name in launch.candidates[0].config["kwargs"] if name not in known]:
+                known[name], is_new = _coupling(worker, task, launch, name), True
     if is_new:
-        write_blocks(root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
+        write_blocks(capture.root, {digest: verdicts for digest, verdicts in blocks.items() if verdicts})
     return is_new
 
 
@@ -273,7 +260,7 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
     stores: dict[str, TrialStore] = {}
     for launch in capture.classes:
         op = by_name[operator_name(launch)]
-        case, variant = case_of(launch, op.axes), tuned_variant(op)
+        case, variant = case_of(launch, op.axes), op.variant(TUNED)
         if op.name not in stores:
             path = store_path(options.results / "runs" / "trials" / device.current().slug, op.name)
             stores[op.name] = TrialStore(path, "", **present(variant))
@@ -328,7 +315,7 @@ def _timing(worker: GpuWorker, op: Op, policies: Mapping[Case, str]) -> Timing:
 
     def samples(case: Case, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
         try:
-            return worker.time_interleaved(Task(op, case, tuned_variant(op), policies[case]), configs)
+            return worker.time_interleaved(Task(op, case, op.variant(TUNED), policies[case]), configs)
         except WorkerCrashedError:
             return None
 

@@ -1,5 +1,6 @@
 """`kerneltune serve`: run a program with the tuned configs of a capture."""
 
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,17 +37,15 @@ def command(
     program's exit code is that of this command. The program's output is untouched; the counts of launches by kernel go to
     standard error at the end.
     """
-    from kerneltune.adopt.counters import SUFFIX, read_counts
+    from kerneltune.adopt.folder import SUFFIX, read_counts
     from kerneltune.adopt.program import run_program
 
     if not (configs / "served").is_dir():
         raise ValueError(f"{configs}: no tuned configs: run `kerneltune tune {configs}` first")
-    environment = {startup.ADOPT: str(configs.resolve()), startup.MISS: miss, startup.PORTFOLIO: str(portfolio)}
-    if manifest:
-        environment[startup.MANIFEST] = manifest
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         files = Path(folder, "counts")  # below a folder that goes: a process that outlives the program makes it no more
-        code = run_program(program, environment | {startup.COUNTS: str(files)})
+        chosen = {"miss": miss, "manifest": manifest, "portfolio": portfolio, "counts": str(files)}
+        code = run_program(program, {startup.ADOPT: str(configs.resolve()), startup.ADOPT_OPTIONS: json.dumps(chosen)})
         counts = read_counts(files.glob(f"*{SUFFIX}"))
     _show_counts(counts, configs)
     raise typer.Exit(code)

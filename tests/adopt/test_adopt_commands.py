@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, LAUNCHES, META, remove_stale
-from kerneltune.adopt.operators import case_of, operators, sweep_text, tuned_variant, write_sweep
+from kerneltune.adopt.operators import TUNED, case_of, operators, sweep_text, write_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.cli import app, console
 from kerneltune.records import Record, append
@@ -110,7 +110,7 @@ def test_lint_reports_lists_that_the_program_assigns_for_one_key(tmp_path: Path,
 def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> None:
     launch = captured(tmp_path, pattern="row_sum").classes[0]
     (op,) = operators(str(tmp_path))
-    case, variant = case_of(launch, op.axes), tuned_variant(op)
+    case, variant = case_of(launch, op.axes), op.variant(TUNED)
     store = TrialStore(store_path(tmp_path / "results" / "runs" / "trials" / "gpu", op.name), "")
     store.put(Task(op, case, variant), variant.default_config(case), Evaluation("wrong", detail="y_ptr: differs by 1e-2"))
     found = run("adopt", "lint", tmp_path).stdout
@@ -191,10 +191,12 @@ def test_serve_of_a_folder_that_is_not_tuned_says_so(tmp_path: Path) -> None:
 
 def test_serve_gives_the_program_its_options_and_takes_its_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "served").mkdir()
-    shown = "echo $KERNELTUNE_ADOPT $KERNELTUNE_ADOPT_MISS $KERNELTUNE_ADOPT_PORTFOLIO $KERNELTUNE_ADOPT_MANIFEST; exit 3"
+    shown = 'echo "$KERNELTUNE_ADOPT $KERNELTUNE_ADOPT_OPTIONS"; exit 3'
     options = ("--miss", "nearest", "--portfolio", "2", "--manifest", "ab12")
     result = run("serve", "--configs", tmp_path, *options, "--", "sh", "-c", shown)
-    assert (result.exit_code, capfd.readouterr().out) == (3, f"{tmp_path} nearest 2 ab12\n")
+    folder, _, given = capfd.readouterr().out.partition(" ")
+    assert (result.exit_code, folder) == (3, str(tmp_path))
+    assert json.loads(given).items() >= {"miss": "nearest", "portfolio": 2, "manifest": "ab12"}.items()
 
 
 def test_serve_tells_at_the_end_what_was_served(tmp_path: Path) -> None:

@@ -411,7 +411,7 @@ def test_serving_by_environment_variable_reaches_a_process(tmp_path: Path) -> No
         "from kerneltune.adopt.startup import start_from_environment; start_from_environment();"
         "import two_kernels as t; t.step(4, 96); print(t.row_sum.best_config)"
     )
-    done = run_python(code, KERNELTUNE_ADOPT=str(tmp_path), KERNELTUNE_ADOPT_MISS="default", TRITON_INTERPRET="1")
+    done = run_python(code, KERNELTUNE_ADOPT=str(tmp_path), KERNELTUNE_ADOPT_OPTIONS='{"miss": "default"}', TRITON_INTERPRET="1")
     assert done.stdout.startswith("BLOCK: 256, num_warps: 4"), done.stderr
 
 
@@ -421,7 +421,7 @@ def test_serving_by_environment_variable_records_misses(tmp_path: Path) -> None:
         "import kerneltune.adopt; kerneltune.adopt.start();"
         "import torch, two_kernels as t; t.row_sum[(4,)](torch.ones(4, 64), torch.empty(4), 4, 64)"
     )
-    done = run_python(code, KERNELTUNE_ADOPT=str(tmp_path), KERNELTUNE_ADOPT_MISS="default", TRITON_INTERPRET="1")
+    done = run_python(code, KERNELTUNE_ADOPT=str(tmp_path), KERNELTUNE_ADOPT_OPTIONS='{"miss": "default"}', TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stderr
     assert [one.sizes["N"] for one in read_capture(tmp_path / "misses").classes] == [64]
 
@@ -447,10 +447,10 @@ def test_a_start_with_wrong_options_costs_one_line(tmp_path: Path) -> None:
     done = run_python(
         "import kerneltune.adopt; kerneltune.adopt.start(); print(1)",
         KERNELTUNE_ADOPT=str(tmp_path),
-        KERNELTUNE_ADOPT_PORTFOLIO="many",
+        KERNELTUNE_ADOPT_OPTIONS="many",
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "1\n", 1)
-    assert "not started: invalid literal for int() with base 10: 'many'" in done.stderr
+    assert "not started: KERNELTUNE_ADOPT_OPTIONS: 'many': expected options as a JSON object" in done.stderr
 
 
 def test_serving_imports_next_to_nothing(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, META
-from kerneltune.adopt.operators import case_of, operators, tuned_variant
+from kerneltune.adopt.operators import TUNED, case_of, operators
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
@@ -233,7 +233,7 @@ def test_task_and_config_of_a_capture_reach_another_process_without_its_environm
     capture_sums(tmp_path / "cap", (4, 96))
     (launch,) = read_capture(tmp_path / "cap").classes
     (op,) = operators(str(tmp_path / "cap"), widen=True)
-    task = Task(op, case_of(launch, op.axes), tuned_variant(op))
+    task = Task(op, case_of(launch, op.axes), op.variant(TUNED))
     (tmp_path / "task").write_bytes(pickle.dumps((task, task.default)))
     done = run_python(LOADED, str(tmp_path / "task"), TRITON_INTERPRET="1")
     shown = [op.name, *task.case.label.split(), *str(task.default).split(), "True", "[566.0,", "287.0]"]

@@ -16,7 +16,7 @@ from asserting import every
 import kerneltune
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import processes, read_notes
-from kerneltune.adopt.operators import case_of, operators, tuned_variant
+from kerneltune.adopt.operators import TUNED, case_of, operators
 from kerneltune.adopt.overview import read_capture
 from kerneltune.device import may_have_gpu
 from kerneltune.measuring.check import Checker
@@ -120,7 +120,7 @@ def checked(folder: Path, kernel: Any) -> tuple[list[Any], list[list[str]]]:
     startup.uninstall()
     (op,) = operators(str(folder))
     case = case_of(read_capture(folder).classes[0], op.axes)
-    variant = tuned_variant(op)
+    variant = op.variant(TUNED)
     checker = Checker(op, case, "cpu")
     configs = list(variant.configs(case))
     return configs, [checker.errors(variant, config) for config in configs]
@@ -161,7 +161,7 @@ def test_reference_sees_rows_that_show_mistakes_of_a_normalization(tmp_path: Pat
     startup.uninstall()
     (op,) = operators(str(tmp_path))
     checker = Checker(op, case_of(read_capture(tmp_path).classes[0], op.axes), "cpu")
-    found = checker.errors(tuned_variant(op), next(tuned_variant(op).configs(checker.case)))
+    found = checker.errors(op.variant(TUNED), next(op.variant(TUNED).configs(checker.case)))
     assert bool(found) == bool(mistake)
     assert [line for line in found if not line.startswith("y_ptr: ")] == []
 
@@ -209,6 +209,6 @@ def test_tuning_tries_the_space_as_well(tmp_path: Path) -> None:
 def test_autotuned_kernel_is_served_where_the_environment_names_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "served").mkdir()
     monkeypatch.setenv(startup.ADOPT, str(tmp_path))
-    monkeypatch.setenv(startup.MISS, "default")
+    monkeypatch.setenv(startup.ADOPT_OPTIONS, '{"miss": "default"}')
     kerneltune.autotune(CONFIGS, ["N"])(copied)
     assert startup.server().miss == "default"

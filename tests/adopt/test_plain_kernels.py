@@ -15,7 +15,7 @@ import triton.runtime.interpreter
 from adopted import kernel_of, write_table
 from test_capture_tuning import GPU, SizedBench
 
-from kerneltune.adopt import plain_serving, program, startup, tuning
+from kerneltune.adopt import program, serving, startup, tuning
 from kerneltune.adopt.configs import plain_tuner
 from kerneltune.adopt.folder import CLASSES, LaunchClass, read_blocks
 from kerneltune.adopt.kernel_import import live_kernel
@@ -342,7 +342,7 @@ def test_launches_with_and_without_an_optional_tensor_are_resolved_once_each(
     chosen = next(one.config for one in launches[0].candidates if one.config["num_warps"] == 8 and one.grid is not None)
     write_table(tmp_path, kernel_of(launches, [chosen], is_plain=True, portfolio=()))
     resolved: list[Any] = []
-    monkeypatch.setattr(plain_serving, "plain_tuner", lambda *args: resolved.append(args) or plain_tuner(*args))
+    monkeypatch.setattr(serving, "plain_tuner", lambda *args: resolved.append(args) or plain_tuner(*args))
     startup.install(tmp_path, misses=None)
     given.clear()
     for tensor in (None, bias, None, bias):
