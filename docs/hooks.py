@@ -19,7 +19,7 @@ TITLES = {
     "int4_fp8": "int4 weights on fp8 tensor cores",
     "moe_training": "Training steps of experts", "moe_routing": "Routing of tokens", "swiglu_bwd": "Gradient of SwiGLU",
     "fp8_swiglu": "SwiGLU and its FP8 cast",
-    "model_training": "Training steps of models",
+    "model_training": "Training steps of models", "decode": "Decoding steps with int4 weights",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from kerneltune.table import Table
 
 _SUFFIX = "_table"
 
-MODULES = ("kerneltune.workloads.moe_training", "kerneltune.workloads.model_training")
+MODULES = ("kerneltune.workloads.moe_training", "kerneltune.workloads.model_training", "kerneltune.workloads.decode")
 
 
 def load() -> dict[str, Op]:

@@ -1,0 +1,205 @@
+"""Norms and products of decoder layers for the tokens of a decoding step, with weights of 16, 8 and 4 bits.
+
+    total += previous      h = norm(total)      qkv = h · wᵀ      total += attended · wᵀ
+    h = norm(total)        gate, up = h · wᵀ    previous = (silu(gate) * up) · wᵀ
+
+Attention is left out: its time depends on the length of the context alone. `attended` is an input in the place of its result.
+Every variant has the same weights: codes of four bits, or the values of these codes cast to e4m3 or rounded to bf16.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kerneltune.compat import scaled_mm
+from kerneltune.ops.int4_gemm import fastest, fastest_gemm, packing, to_fp8
+from kerneltune.ops.int4_gemm import reference as int4
+from kerneltune.ops.rmsnorm import rmsnorm_add_fwd, rmsnorm_fwd
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+
+_LEAST_DB, _LEAST_CAST_DB = 35.0, 15.0
+"""Least signal to noise against fp32 of products of 16 bits, and of products whose tokens are cast to e4m3."""
+_MOST_NORM = 16.0
+"""Largest magnitude of a norm's output that a scale known in advance allows; of 128 tokens none is above 6."""
+_GROUP = 128
+
+Product = Callable[[Inputs, Any], Tensor]
+"""Multiply an operand by the weight of a linear layer, given as the inputs of `int4_gemm`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The widths of a decoder layer: of tokens, of query, key and value together, of attention's result, of gate."""
+
+    hidden: int
+    qkv: int
+    attended: int
+    gate: int
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Return (outputs, inputs) of every linear layer."""
+        return {
+            "qkv": (self.qkv, self.hidden), "o": (self.hidden, self.attended), "gate-up": (2 * self.gate, self.hidden),
+            "down": (self.hidden, self.gate),
+        }  # fmt: skip
+
+
+SHAPES = {
+    "llama-3-8b": LayerShape(4096, 6144, 4096, 14336),
+    "llama-3-70b": LayerShape(8192, 10240, 8192, 28672),
+    "qwen3-32b": LayerShape(5120, 10240, 8192, 25600),
+    "tiny": LayerShape(128, 192, 128, 256),
+}
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Draw x (N, hidden) bf16, and for each layer the inputs of four int4 products; x of `o` is `attended`."""
+    shape, dtype = SHAPES[str(case.option("model"))], torch.bfloat16
+    layers = []
+    for layer in range(case["L"]):
+        drawn = {}
+        for at, (name, (rows, depth)) in enumerate(shape.linears.items()):
+            options = (("group", _GROUP), ("zeros", False), ("bias", False))
+            product = Case("", (("N", case["N"]), ("M", rows), ("K", depth)), "bfloat16", "int4", options)
+            drawn[name] = int4.inputs(product, device=device, seed=1000 * seed + 10 * layer + at)
+        layers.append(drawn)
+    x = torch.empty((case["N"], shape.hidden), dtype=dtype, device=device)
+    if device != "meta":
+        x.normal_(generator=torch.Generator(device=device).manual_seed(1000 * seed + 999))
+    scale = torch.full((1,), 448 / _MOST_NORM, device=device)
+    norm, amax = torch.ones(shape.hidden, dtype=dtype, device=device), torch.zeros(1, device=device)
+    return {"x": x, "layers": layers, "norm": norm, "scale": scale, "amax": amax}
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Return qkv of the last layer, and the sum of the residual and the last product, in fp32."""
+    total = inputs["x"].float()
+    qkv = total
+    for layer in inputs["layers"]:
+        qkv, attended = _exact(layer["qkv"], _norm32(total)), layer["o"]["x"].float()
+        total = total + _exact(layer["o"], attended)
+        gate, up = _exact(layer["gate-up"], _norm32(total)).chunk(2, 1)
+        total = total + _exact(layer["down"], F.silu(gate) * up)
+    return {"qkv": qkv, "y": total}
+
+
+def _norm32(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(1, keepdim=True) + 1e-6)
+
+
+def _exact(linear: Inputs, x: Tensor) -> Tensor:
+    return x @ packing.dequantise(linear["weight"], torch.bfloat16).float().t()
+
+
+def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Compare the signal to noise of each token's results. Variants that cast tokens state it as the output `is_cast`."""
+    errors, least = [], _LEAST_CAST_DB if outputs["is_cast"] else _LEAST_DB
+    for name, want in expected.items():
+        noise = torch.linalg.vector_norm(outputs[name].float() - want, dim=1)
+        ratios = 20 * torch.log10(torch.linalg.vector_norm(want, dim=1) / noise.clamp(min=1e-30))
+        worst = float(ratios.nan_to_num(nan=-torch.inf).min())
+        if not worst >= least:
+            errors.append(f"{name}: a token with {worst:.1f} dB of signal to noise, expected {least:g} or more")
+    return errors
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of codes and scales read, and of the results of the products written and read."""
+    shape = SHAPES[str(case.option("model"))]
+    weights = sum(rows * depth // 2 + 2 * rows * depth // _GROUP for rows, depth in shape.linears.values())
+    results = sum(2 * case["N"] * rows for rows, _ in shape.linears.values())
+    return Traffic(case["L"] * (weights + results), case["L"] * results)
+
+
+def flops(case: Case) -> int:
+    """Return two operations for every weight and token."""
+    weights = sum(rows * depth for rows, depth in SHAPES[str(case.option("model"))].linears.values())
+    return 2 * case["N"] * case["L"] * weights
+
+
+def run(product: Product, is_cast: bool, quant: str, inputs: Inputs, _config: None) -> Outputs:
+    """Run the layers with a product.
+
+    Args:
+        is_cast: whether the product casts tokens to e4m3.
+        quant: of the norms; under `fp8` the product is given their e4m3 result with its scale.
+    """
+    total, norm, qkv = inputs["x"], inputs["norm"], inputs["x"]
+    of_cast = {"scale": inputs["scale"], "amax": inputs["amax"]} if quant == "fp8" else {}
+    options: dict[str, Any] = {"quant": quant, **of_cast}
+    made: Any = rmsnorm_fwd(total, norm, **options)
+    for layer in inputs["layers"]:
+        qkv = product(layer["qkv"], made if quant == "fp8" else made.y)
+        made = rmsnorm_add_fwd(product(layer["o"], layer["o"]["x"]), total, norm, **options)
+        gate, up = product(layer["gate-up"], made if quant == "fp8" else made.y).chunk(2, 1)
+        made = rmsnorm_add_fwd(product(layer["down"], F.silu(gate) * up), made.total, norm, **options)
+        total = made.total
+    return {"qkv": qkv, "y": total, "is_cast": is_cast}
+
+
+def _variant_of_int4(name: str) -> Product:
+    """Return the product of a variant of `int4_fastest_gemm` without knobs."""
+
+    def product(linear: Inputs, x: Tensor) -> Tensor:
+        y: Tensor = fastest.OP.variant(name).run({**linear, "x": x}, None)["y"]
+        return y
+
+    return product
+
+
+def _chosen(linear: Inputs, x: Tensor) -> Tensor:
+    """Multiply as `Int4Linear` with e4m3 activations and a kept fp8 weight does."""
+    copy = linear["forms"].other("fp8", lambda forms: to_fp8(forms.dequantised))
+    return fastest_gemm(x, linear["weight"], None, copy)
+
+
+def _of_norm(linear: Inputs, x: Any) -> Tensor:
+    """Multiply e4m3 tokens of a norm by an fp8 weight, each with a scale for the tensor; cast other tokens first."""
+    if isinstance(x, Tensor):
+        return _variant_of_int4("scaled_mm_static")(linear, x)
+    w, w_scale = linear["forms"].other("of norm", _tensorwise)
+    y: Tensor = scaled_mm(x.y, w.t(), x.scale_inv, w_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return y
+
+
+def _tensorwise(forms: int4.Forms) -> tuple[Tensor, Tensor]:
+    """Return a weight in e4m3 and its scale."""
+    w = forms.dequantised
+    scale = (w.abs().max().float() / 448).reshape(1)
+    return (w.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def _variant(name: str, product: Product, is_cast: bool, quant: str = "none", is_peer: bool = False) -> Variant:
+    return Variant(name, partial(run, product, is_cast, quant), requires=("torch",) if is_peer else ())
+
+
+OPS = (
+    Op(
+        name="decode_step",
+        axes=("N", "L"),
+        dtypes=("bfloat16",),
+        quants=("int4",),
+        options={"model": tuple(SHAPES)},
+        inputs=inputs,
+        reference=reference,
+        compare=compare,
+        traffic=traffic,
+        flops=flops,
+        module=__name__,
+        variants=(
+            _variant("baseline", _variant_of_int4("dequantised"), False, is_peer=True),
+            _variant("optimized", _chosen, True),
+            _variant("int4_gemm", _variant_of_int4("baseline"), False),
+            _variant("int4_fp8_gemm", _variant_of_int4("int4_fp8"), True),
+            _variant("fp8_rowwise", _variant_of_int4("scaled_mm_rowwise"), True, is_peer=True),
+            _variant("fp8_static", _variant_of_int4("scaled_mm_static"), True, is_peer=True),
+            _variant("fp8_norm", _of_norm, True, quant="fp8", is_peer=True),
+        ),
+    ),
+)

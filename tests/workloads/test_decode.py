@@ -1,0 +1,39 @@
+"""A decoding step's layers as a workload: every variant agrees with fp32, and wrong results are found."""
+
+import pytest
+import torch
+
+from kerneltune import sweep, workloads
+from kerneltune.measuring.check import Checker
+from kerneltune.spec import Case
+
+WHERE = "cuda" if torch.cuda.is_available() else "cpu"
+OPS = workloads.load()
+OP = OPS["decode_step"]
+CASES = [entry.case for entry in sweep.load(sweep.find("decode"), OPS).check]
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
+def test_every_variant_agrees_with_fp32(case: Case) -> None:
+    checker = Checker(OP, case, WHERE)
+    assert {variant.name: checker.errors(variant, None) for variant in OP.variants} == {v.name: [] for v in OP.variants}
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_a_wrong_token_and_noise_are_errors(is_cast: bool) -> None:
+    inputs = OP.inputs(CASES[1], device=WHERE)
+    expected = {**OP.reference(inputs)}
+    assert OP.compare(CASES[1], inputs, {**expected, "is_cast": is_cast}, expected) == []
+    swapped = {name: torch.cat((t[1:2], t[1:])) for name, t in expected.items()}
+    noisy = {name: t + t.std() * (0.3 if is_cast else 0.03) * torch.randn_like(t) for name, t in expected.items()}
+    for wrong in (swapped, noisy):
+        errors = OP.compare(CASES[1], inputs, {**wrong, "is_cast": is_cast}, expected)
+        assert [error.split(":")[0] for error in errors] == ["qkv", "y"]
+
+
+def test_traffic_is_below_that_of_weights_in_eight_bits() -> None:
+    case = next(e.case for e in sweep.load(sweep.find("decode"), OPS).bench if e.case.name == "llama-3-8b-n1")
+    weights = 4 * 4096 * (6144 + 4096 + 28672 + 14336)  # four layers
+    assert 0.5 * weights < OP.traffic(case).total < 0.55 * weights
+    assert OP.flops is not None
+    assert OP.flops(case) == 2 * weights
