@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kerneltune.compat import scaled_mm
-from kerneltune.ops.int4_gemm import fastest, fastest_gemm, packing, to_fp8
+from kerneltune.ops.int4_gemm import fastest, packing
 from kerneltune.ops.int4_gemm import reference as int4
 from kerneltune.ops.rmsnorm import rmsnorm_add_fwd, rmsnorm_fwd
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
@@ -59,15 +59,15 @@ SHAPES = {
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """Draw x (N, hidden) bf16, and for each layer the inputs of four int4 products; x of `o` is `attended`."""
+    """Draw x (N, hidden) bf16, and for each layer the inputs of four products; x of `o` is `attended`."""
     shape, dtype = SHAPES[str(case.option("model"))], torch.bfloat16
     layers = []
     for layer in range(case["L"]):
         drawn = {}
         for at, (name, (rows, depth)) in enumerate(shape.linears.items()):
-            options = (("group", _GROUP), ("zeros", False), ("bias", False))
+            options = (("group", _GROUP), ("zeros", False), ("bias", False), ("fp8_copy", True))
             product = Case("", (("N", case["N"]), ("M", rows), ("K", depth)), "bfloat16", "int4", options)
-            drawn[name] = int4.inputs(product, device=device, seed=1000 * seed + 10 * layer + at)
+            drawn[name] = fastest.OP.inputs(product, device=device, seed=1000 * seed + 10 * layer + at)
         layers.append(drawn)
     x = torch.empty((case["N"], shape.hidden), dtype=dtype, device=device)
     if device != "meta":
@@ -144,19 +144,13 @@ def run(product: Product, is_cast: bool, quant: str, inputs: Inputs, _config: No
 
 
 def _variant_of_int4(name: str) -> Product:
-    """Return the product of a variant of `int4_fastest_gemm` without knobs."""
+    """Return the product of a variant of `int4_fastest_gemm`, with the best known config."""
 
     def product(linear: Inputs, x: Tensor) -> Tensor:
         y: Tensor = fastest.OP.variant(name).run({**linear, "x": x}, None)["y"]
         return y
 
     return product
-
-
-def _chosen(linear: Inputs, x: Tensor) -> Tensor:
-    """Multiply as `Int4Linear` with e4m3 activations and a kept fp8 weight does."""
-    copy = linear["forms"].other("fp8", lambda forms: to_fp8(forms.dequantised))
-    return fastest_gemm(x, linear["weight"], None, copy)
 
 
 def _of_norm(linear: Inputs, x: Any) -> Tensor:
@@ -194,7 +188,7 @@ OPS = (
         module=__name__,
         variants=(
             _variant("baseline", _variant_of_int4("dequantised"), False, is_peer=True),
-            _variant("optimized", _chosen, True),
+            _variant("optimized", _variant_of_int4("optimized"), True),
             _variant("int4_gemm", _variant_of_int4("baseline"), False),
             _variant("int4_fp8_gemm", _variant_of_int4("int4_fp8"), True),
             _variant("fp8_rowwise", _variant_of_int4("scaled_mm_rowwise"), True, is_peer=True),

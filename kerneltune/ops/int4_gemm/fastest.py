@@ -127,9 +127,12 @@ def valid(case: Case, config: ProductConfig) -> str | None:
     """Say why a product cannot run."""
     if config.product not in PRODUCTS:
         return f"product {config.product}, which is none of {', '.join(PRODUCTS)}"
-    if config.product != "fp8":
-        return None
-    return peers.not_scaled_mm(case) if case.option("fp8_copy") else "a product in fp8 without the weight in fp8"
+    return _not_in_fp8(case) if config.product == "fp8" else None
+
+
+def _not_in_fp8(case: Case) -> str | None:
+    """Say why torch's product in fp8 cannot run."""
+    return peers.not_scaled_mm(case) if case.option("fp8_copy") else "no weight in fp8"
 
 
 def default(case: Case) -> ProductConfig:
@@ -146,6 +149,11 @@ def default(case: Case) -> ProductConfig:
     return fp8 if is_large and valid(case, fp8) is None else ProductConfig("int4_fp8_gemm")
 
 
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Draw the inputs of `int4_gemm`; fp8_copy as in the case."""
+    return {**reference.inputs(case, device=device, seed=seed), "fp8_copy": case.option("fp8_copy")}
+
+
 def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
     """Compare every element within the rounding of the result and of the operands.
 
@@ -158,18 +166,20 @@ def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> 
     return close("y", outputs["y"], expected["y"].float(), rtol, atol)
 
 
-def _copy(inputs: Inputs) -> Fp8Weight:
-    """Return the weight in e4m3, made at its first use."""
+def _copy(inputs: Inputs) -> Fp8Weight | None:
+    """Return the weight in e4m3, made at its first use; None if the case or the sizes leave it out."""
+    weight = inputs["weight"]
+    if not inputs["fp8_copy"] or weight.rows % 16 or weight.depth % 16:
+        return None
     copy: Fp8Weight = inputs["forms"].other("fp8", lambda forms: to_fp8(forms.dequantised))
     return copy
 
 
 def run(inputs: Inputs, config: ProductConfig | None) -> Outputs:
     """Run `fastest_gemm` on a case's inputs, casts of x included."""
-    assert config is not None  # a variant with knobs runs with a config
-    copy = _copy(inputs) if config.product == "fp8" else None
+    copy = _copy(inputs) if config is None or config.product == "fp8" else None
     y = fastest_gemm(inputs["x"], inputs["weight"], inputs.get("bias"), copy, config=config)
-    return {"y": y} if config.product == "int4_gemm" else {"y": y, "rounding": _ROUNDING}
+    return {"y": y} if config is not None and config.product == "int4_gemm" else {"y": y, "rounding": _ROUNDING}
 
 
 def run_on_16_bits(inputs: Inputs, _config: None) -> Outputs:
@@ -184,7 +194,7 @@ def run_on_fp8(inputs: Inputs, _config: None) -> Outputs:
 
 def scaled_mm_rowwise(inputs: Inputs, _config: None) -> Outputs:
     """Run torch's product with a scale for every token and every row of w, the cast of x included."""
-    return {"y": _fp8_product(inputs["x"], _copy(inputs), inputs.get("bias")), "rounding": _ROUNDING}
+    return run(inputs, ProductConfig("fp8"))
 
 
 def scaled_mm_static(inputs: Inputs, _config: None) -> Outputs:
@@ -215,7 +225,7 @@ OP = Op(
     free_options=("group", "zeros", "bias", "fp8_copy"),
     unseen_options=(),
     flops=reference.flops,
-    inputs=reference.inputs,
+    inputs=inputs,
     reference=reference.reference,
     compare=compare,
     traffic=reference.traffic,
@@ -224,7 +234,7 @@ OP = Op(
         Variant("optimized", run, ProductConfig, space, valid, default, configs.unsupported),
         Variant("int4_fp8", run_on_fp8, unsupported=configs.unsupported),
         Variant("dequantised", peers.dequantised, unsupported=reference.not_empty, requires=("torch",)),
-        Variant("scaled_mm_rowwise", scaled_mm_rowwise, unsupported=peers.not_scaled_mm, requires=("torch",)),
+        Variant("scaled_mm_rowwise", scaled_mm_rowwise, unsupported=_not_in_fp8, requires=("torch",)),
         Variant("scaled_mm_static", scaled_mm_static, unsupported=peers.not_scaled_mm, requires=("torch",)),
     ),
     module=__name__,
