@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -28,10 +29,12 @@ def program_text(program: Any) -> str:
 
 
 @functools.cache
-def _packages() -> tuple[str, ...]:
-    """Return the folders of the packages that interpret: a kernel's own folder may be named like them."""
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in ("triton", "numpy", "torch"))
-    return tuple(f"{Path(file).parent}{os.sep}" for file in files if file)
+def _is_kernel_file(name: str) -> bool:
+    """Return whether a file may hold a kernel: it is no generated code, and no part of the interpreter, of numpy or of Python."""
+    files = [getattr(sys.modules.get(module), "__file__", None) for module in ("triton", "numpy", "torch")]
+    packages = [f"{Path(file).parent}{os.sep}" for file in files if file]
+    is_of_python = name.startswith(sysconfig.get_path("stdlib")) and "-packages" not in name
+    return not (is_of_python or name in _OWN_FILES or name.startswith(("<", *packages)))
 
 
 def statement(frame: Any = None) -> tuple[str, int]:
@@ -39,7 +42,7 @@ def statement(frame: Any = None) -> tuple[str, int]:
     frame = frame or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name not in _OWN_FILES and not name.startswith(_packages()):
+        if _is_kernel_file(name):
             return name, frame.f_lineno
         frame = frame.f_back
     return "", 0
