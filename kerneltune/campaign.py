@@ -10,15 +10,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from kerneltune import device, records
 from kerneltune.files import replace_text
-from kerneltune.measuring.check import LAUNCH_FAILURE
-from kerneltune.measuring.compare import ceiling_task, check_only, make_record
+from kerneltune.measuring.check import LAUNCH_FAILURE, Outcome
+from kerneltune.measuring.compare import ceiling_task, check_only, checked_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
-from kerneltune.measuring.further import FurtherCheck, FurtherChecks, check_cost
-from kerneltune.measuring.mutations import MutationReport, mutate
+from kerneltune.measuring.jobs import Job, address_job, case_job, case_label, check_cost, mutation_job, pairs_job, run_jobs
 from kerneltune.measuring.pairs import configs_by_case, covering
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
@@ -28,7 +28,7 @@ from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import SweepCase
 from kerneltune.table import pairs
 from kerneltune.tune.candidates import config_for
-from kerneltune.tune.gpu_worker import GpuWorker, check_in_worker, compare_in_worker
+from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 
 _CONFIGS_PER_CASE = 3
 """Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""
@@ -80,7 +80,7 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         resumes = any(plan.journal(name).exists() for name in ("journal", "check.journal"))
         if first_table is not None and not only_checks and not resumes:
             campaign.measure_first(bench, first_table)
-        checked = campaign.check(work, [] if is_gpu or is_quick else _further_checks(plan)) if is_checked else []
+        checked = campaign.check(work, [] if is_gpu or is_quick else _further_jobs(plan)) if is_checked else []
         if only_checks:
             path = plan.journal("check")
             records.merge(path, checked)
@@ -99,19 +99,19 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         return SweepResult([*failed, *measured], files)
 
 
-def mutate_outputs(plan: Plan) -> list[MutationReport]:
+def mutate_outputs(plan: Plan) -> list[Outcome]:
     """Perturb the outputs of each operator's first own variant on its check cases, and let its `compare` judge them."""
     by_op = _by_op(plan.cases("check"))
     if not by_op:
         raise ValueError(f"{plan.sweep.path}: no check case selected")
-    found = []
+    jobs = []
     for name, cases in by_op.items():
         op = plan.ops[name]
         own = next((variant for variant in op.variants if not variant.is_peer and not variant.part), None)
         if own is None:
             raise ValueError(f"{name}: only variants of other packages: expected one of this package to perturb")
-        found += mutate(op, own, cases)
-    return found
+        jobs.append(mutation_job(Task(op, cases[0], own), cases))
+    return [outcome for _number, found in sorted(run_jobs(jobs), key=itemgetter(0)) for outcome in found]
 
 
 def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[Key] | None = None) -> list[Record]:
@@ -169,20 +169,18 @@ def _to_check(plan: Plan, entries: Sequence[SweepCase], only_checks: bool) -> li
     return work
 
 
-def _further_checks(plan: Plan) -> list[FurtherCheck]:
+def _further_jobs(plan: Plan) -> list[Job]:
     """Return each own variant's check of pairs, and its check of addresses in the largest bench case."""
-    found = []
+    jobs = []
     for op, cases in _by_op(plan.cases("check")).items():
-        for task in plan.tasks(op, cases[0], _CHECK_POLICY):
-            if not task.variant.is_peer and task.variant.config is not None:
-                found.append(FurtherCheck(task, tuple(cases), False))
+        own = [task for task in plan.tasks(op, cases[0], _CHECK_POLICY) if not task.variant.is_peer]
+        jobs += [pairs_job(task, cases) for task in own if task.variant.config is not None]
     for op, cases in _by_op(plan.cases()).items():
         traffic = plan.ops[op].traffic
         largest = max(cases, key=lambda case: traffic(case).total)
-        for task in plan.tasks(op, largest, _CHECK_POLICY):
-            if not task.variant.is_peer and not task.variant.unsupported(largest):
-                found.append(FurtherCheck(task, (largest,), True))
-    return found
+        own = [task for task in plan.tasks(op, largest, _CHECK_POLICY) if not task.variant.is_peer]
+        jobs += [address_job(task) for task in own if not task.variant.unsupported(largest)]
+    return jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,26 +198,35 @@ class _Campaign:
     coverage: list[str] = field(default_factory=list)
     until: float = math.inf
 
-    def check(self, work: Sequence[Runs], further: Sequence[FurtherCheck] = ()) -> list[Record]:
-        """Check every case, then run the `further` checks; a journal keeps the cases' records until the last case is done."""
+    def check(self, work: Sequence[Runs], further: Sequence[Job] = ()) -> list[Record]:
+        """Check every case, and run the `further` jobs; a journal keeps the cases' records until all checks are done."""
         is_gpu, family, journal = device.current().is_gpu, self.plan.family, self.plan.journal("check.journal")
         known = _known_rows(work, journal)
-        lacking = [runs for runs, rows in known if rows is None]
+        rows = [found for _runs, found in known]
+        lacking = [number for number, found in enumerate(rows) if found is None]
         if lacking and is_gpu:
-            self._compile(lacking, "check")
+            self._compile([work[number] for number in lacking], "check")
         self.progress.stage("check", len(work) + len(further), len(work) - len(lacking))
-        found, beside = [], FurtherChecks(further)
-        with beside.begun():
-            for runs, rows in known:
-                if rows is None:
-                    rows = check_only(family, runs, partial(check_in_worker, self.worker) if is_gpu else None)
-                    records.append(journal, rows)
-                    self.progress.advance(_label(runs))
-                found += rows
-            journal.unlink(missing_ok=True)
-            for checked in beside.finish(self.progress.advance):
-                found += [make_record(family, task, config, "failed", reason) for task, config, reason in checked.failures]
-                self.coverage.extend(filter(None, [checked.line]))
+        jobs = [*further, *(case_job(work[number]) for number in lacking)]
+        on_gpu = (check_only(work[number], self.worker.check) for number in lacking)
+        of_further: dict[int, list[Outcome]] = {}
+        for number, outcomes in enumerate(on_gpu) if is_gpu else run_jobs(jobs):
+            if number < len(further):
+                of_further[number] = outcomes
+            else:
+                case = lacking[number - len(further)]
+                made = [checked_record(family, run, one) for run, one in zip(work[case], outcomes, strict=True)]
+                records.append(journal, made)
+                rows[case] = made
+            self.progress.advance(jobs[number].label)
+        journal.unlink(missing_ok=True)
+        found = [row for of_case in rows for row in of_case or ()]
+        for job, outcome in ((jobs[number], one) for number in sorted(of_further) for one in of_further[number]):
+            if outcome.status == "failed":
+                run = replace(job.task, case=outcome.case or job.task.case), outcome.config
+                found.append(checked_record(family, run, outcome))
+            else:
+                self.coverage.append(outcome.reason)
         self._doubt_references(found)
         return found
 
@@ -278,7 +285,7 @@ class _Campaign:
                 if timed:
                     best = min(timed, key=lambda row: row.time_us or 0.0)
                     self.progress.best(f"{best.variant} {best.time_us:.1f} µs, {best.gbps:.0f} GB/s")
-                self.progress.advance(_label(runs))
+                self.progress.advance(case_label(runs))
             measured += rows
         return measured
 
@@ -324,11 +331,6 @@ def _known_rows(work: Sequence[Runs], journal: Path | None) -> list[tuple[Runs, 
     """Pair the runs of each case with their rows of an interrupted run; None for a case to be done."""
     done = resume(journal) if journal else {}
     return [(runs, finished_rows(done, runs)) for runs in work]
-
-
-def _label(runs: Runs) -> str:
-    task = runs[0][0]
-    return f"{task.op.name} {task.case.name} {task.case.dtype} {task.case.quant}"
 
 
 def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> list[CompileResult]:

@@ -139,7 +139,7 @@ def _check(
 ) -> None:
     """Fail where outputs disagree on poisoned memory, in two runs, or where inputs are overwritten; NaN agrees with NaN."""
     from kerneltune.kernel_lib.agreement import close
-    from kerneltune.measuring.check import CaseError, Checker
+    from kerneltune.measuring.check import Checker, Outcome
     from kerneltune.spec import Case, Op, Traffic, Variant
 
     def compare(_case: "Case", _inputs: "Inputs", got: "Outputs", want: "Outputs") -> list[str]:
@@ -153,12 +153,10 @@ def _check(
         inputs=lambda _case, **_: {f"argument {number}": value for number, value in enumerate(args)},
         reference=lambda given: _named(reference(*given.values())), compare=compare, traffic=lambda _case: Traffic(0, 0),
     )  # fmt: skip
-    try:
-        errors = Checker(op, Case("kernel_check", (), "any"), "cpu").errors(variant, None, runs=2)
-    except CaseError as error:
-        errors = [str(error)]
-    if errors:
-        pytest.fail("\n".join(f"kernel_check: {op.name}: {line}" for line in errors), pytrace=False)
+    checker = Checker.make(op, Case("kernel_check", (), "any"))
+    outcome = checker if isinstance(checker, Outcome) else checker.check(variant, None, runs=2)
+    if outcome.status != "checked":
+        pytest.fail(f"kernel_check: {op.name}: {outcome.reason}", pytrace=False)
 
 
 def _named(outputs: Any) -> dict[str, Any]:

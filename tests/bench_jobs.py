@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from kerneltune.measuring.compare import Compared, Untimed
+from kerneltune.measuring.check import Outcome
+from kerneltune.measuring.compare import Compared
 from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
@@ -73,11 +74,11 @@ class FakeBench:
 class FakeCheck(FakeBench):
     """Checks that nothing is wrong; a block of 512 words takes the process along."""
 
-    def check(self, task: Task, config: Config) -> Evaluation:
-        """No time."""
+    def check(self, task: Task, config: Config) -> Outcome:
+        """Return the outcome of the block."""
         if config.block == 512:
             os.abort()
-        return Evaluation("wrong", detail="dst: 1 of 2 words wrong") if config.block == 4096 else Evaluation("ok")
+        return Outcome("failed", "dst: 1 of 2 words wrong") if config.block == 4096 else Outcome("checked")
 
 
 class FakeCompare(FakeBench):
@@ -85,7 +86,7 @@ class FakeCompare(FakeBench):
 
     on_variant: Callable[[str], None]
 
-    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
+    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
         """Launch one variant after the other."""
         left = [task for task, _ in runs if task.variant.name not in untimed]
         for task in left:

@@ -17,6 +17,7 @@ from small_sweeps import RMSNORM, STREAM
 from kerneltune import campaign, device, ops, records
 from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.measuring import compare
+from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import CEILING
 from kerneltune.records import Record
 from kerneltune.run_options import Options, Quiet, Selection, finished_rows, journalled, load_plan
@@ -207,10 +208,10 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
             raise interrupts.pop()
         return [measured_row(task) for task, _ in runs]
 
-    def checked(*_: object) -> list[Record]:
+    def checked(runs: Any, _check: object) -> list[Outcome]:
         if happened[-1:] != ["check"]:
             happened.append("check")
-        return []
+        return [Outcome("checked") for _ in runs]
 
     monkeypatch.setattr(campaign, "compare_in_worker", compared)
     monkeypatch.setattr(campaign, "check_only", checked)

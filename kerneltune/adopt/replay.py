@@ -4,13 +4,6 @@ A fork shares the memory of the arguments with this process, and nothing else th
 costs its launch alone.
 """
 
-import faulthandler
-import mmap
-import os
-import pickle
-import signal
-import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -24,7 +17,7 @@ from kerneltune.adopt.configs import config_index, live_config, stored_key
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernel_import import ReplayError, live_kernel
 from kerneltune.adopt.program import is_interpreted
-from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
+from kerneltune.forked import run_forked, shared_bytes
 
 _BASE_ALIGNMENT = 256
 _GUARD_BYTES = 1 << 16
@@ -53,7 +46,7 @@ class Launch:
         """Launch with a config, given as JSON, its pre_hook before it; in the interpreter in a process of its own.
 
         Raises:
-            LaunchCrashedError: the launch ended that process.
+            ForkCrashedError: the launch ended that process.
         """
         call = self._prepared.get(id(stored))
         if call is None:
@@ -209,66 +202,3 @@ def _live(argument: Argument, captured: LaunchClass, storages: Sequence[torch.Te
 
         return TensorDescriptor(live, *map(list, argument.block))
     return live
-
-
-class LaunchCrashedError(RuntimeError):
-    """A launch ended the process that it ran in."""
-
-
-def shared_bytes(count: int) -> Any:
-    """Return zeros that forks of this process write to as well, (count,) uint8."""
-    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8) if count else torch.zeros(0, dtype=torch.uint8)
-
-
-def run_forked(work: Callable[[], Any]) -> None:
-    """Call a function in a fork of this process. Its exceptions are raised here, with their causes.
-
-    Raises:
-        LaunchCrashedError: a signal ended the fork.
-    """
-    sys.stdout.flush()
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():  # of threads, which the fork does not have and does not need
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        _work_and_exit(work, writer)
-    os.close(writer)
-    try:
-        with os.fdopen(reader, "rb") as stream:
-            said = stream.read()
-    except BaseException:
-        os.kill(child, signal.SIGKILL)
-        raise
-    finally:
-        _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        raise LaunchCrashedError(f"crashed: {signal.Signals(os.WTERMSIG(status)).name}")
-    if said:
-        error, cause = pickle.loads(said)  # written by the fork, which is this program
-        raise error from cause
-
-
-def _work_and_exit(work: Callable[[], Any], writer: int) -> None:
-    """Call a function, send its exception, and end the process without running atexit."""
-    torch.set_num_threads(1)  # the other threads are not in the fork
-    faulthandler.disable()  # the parent says what happened
-    try:
-        work()
-    except BaseException as error:  # whatever it is, this process ends
-        chain = wrapped_by_interpreter(error)
-        setattr(chain[-1], PLACE, place_in_kernel(chain))
-        cause = chain[-1] if len(chain) > 1 else error.__cause__
-        with os.fdopen(writer, "wb") as stream:
-            stream.write(pickle.dumps((_sendable(error), _sendable(cause))))
-    finally:
-        sys.stdout.flush()
-        os._exit(0)
-
-
-def _sendable(error: BaseException | None) -> BaseException | None:
-    """Return an error, or a RuntimeError with its text if it cannot be sent."""
-    try:
-        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    except Exception:  # the error of a stranger's code may hold anything
-        return RuntimeError(f"{type(error).__name__}: {error}")

@@ -196,13 +196,10 @@ def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> 
         config = next((one.config for one in launch.candidates if stored_key(one.config) == wanted), None)
         if config is None:
             continue
-        try:
-            found = worker.check(task, knobs_of_config(config, kind, launch.candidates))
-        except WorkerCrashedError as error:
-            return f"{name}={size}: {error}"
-        if found.status != "ok" and not any(failure in found.detail for failure in LAUNCH_FAILURES):
-            return f"{name}={size}: {found.detail}"
-        passed |= found.status == "ok"
+        found = worker.check(task, knobs_of_config(config, kind, launch.candidates))
+        if found.status != "checked" and not any(failure in found.reason for failure in LAUNCH_FAILURES):
+            return f"{name}={size}: {found.reason}"
+        passed |= found.status == "checked"
     return "" if passed else f"{name}: no other value can be launched"
 
 

@@ -184,16 +184,14 @@ def _show_mutations(plan: "Plan") -> None:
 
     if not plan.options.check_only:
         raise ValueError("mutate: True: expected only with --check-only")
-    reports = mutate_outputs(plan)
-    for report in reports:
-        show_wrapped(report.line)
-    wrong = [report for report in reports if report.is_gross]
-    if wrong:
-        show_wrapped(
-            f"{len(wrong)} of {counted(len(reports), 'output')} not checked: compare accepts a mistake beyond any tolerance"
-        )
+    outcomes = mutate_outputs(plan)
+    for outcome in outcomes:
+        show_wrapped(outcome.reason)
+    outputs, num_failed = counted(len(outcomes), "output"), sum(outcome.status == "failed" for outcome in outcomes)
+    if num_failed:
+        show_wrapped(f"{num_failed} of {outputs} not checked: compare accepts a mistake beyond any tolerance")
         raise typer.Exit(1)
-    show_wrapped(f"compare checks all {counted(len(reports), 'output')}")
+    show_wrapped(f"compare checks all {outputs}")
 
 
 def _show_first(records: "Sequence[Record]") -> None:

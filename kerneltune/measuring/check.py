@@ -1,12 +1,14 @@
 """Check a variant against its reference, on poisoned outputs.
 
-A check that runs out of memory does not end the process. The module measures nothing and records nothing.
+Every check of the package gives an `Outcome`. A check that runs out of memory does not end the process. The module measures
+nothing and records nothing.
 """
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +18,7 @@ from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.bounds import guarded
 from kerneltune.kernel_lib.faults import fault_of
 from kerneltune.kernel_lib.interpreted import mended
+from kerneltune.records import Status
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 
 T = TypeVar("T")
@@ -45,6 +48,22 @@ def poisoned_memory() -> Iterator[None]:
         yield
     finally:
         torch.set_deterministic_debug_mode(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Hold the outcome of a check.
+
+    Attributes:
+        status: `checked`, `failed`, or `skipped` where the case is not supported or does not fit in memory.
+        reason: one line that says why the check failed or was skipped, or how much was checked; may be empty if `checked`.
+        config, case: the config and the case that failed, if the check has several.
+    """
+
+    status: Status
+    reason: str = ""
+    config: Config = None
+    case: Case | None = None
 
 
 class CaseError(ValueError):
@@ -96,6 +115,21 @@ class Checker:
             f"inputs: {name} was overwritten, and is no output" for name, v in large if not _same(v, self.inputs_before[name])
         ]
 
+    @classmethod
+    def make(cls, op: Op, case: Case, device: str = "cpu") -> "Checker | Outcome":
+        """Return the checker of a case, or the outcome of all its checks if the case has no inputs, no reference or no memory."""
+        try:
+            return affordable(partial(cls, op, case, device))
+        except CaseError as error:
+            return Outcome("failed", str(error))
+
+    def check(self, variant: Variant, config: Config, runs: int = 1) -> Outcome:
+        """Return the outcome of a variant under a config; see `errors`."""
+        errors = affordable(partial(self.errors, variant, config, runs))
+        if isinstance(errors, Outcome):
+            return errors
+        return Outcome("failed", "; ".join(errors)) if errors else Outcome("checked")
+
     def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
         """Return the errors of a variant under a config: disagreements, or the reason why the launch failed.
 
@@ -115,7 +149,7 @@ class Checker:
                 self.inputs[name].copy_(before)
         with poisoned_memory(), mended(), guarded():
             outputs = variant.run(self.inputs, config)
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return outputs
 
@@ -175,15 +209,8 @@ def broken_context() -> str:
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class OutOfMemory:
-    """Stand for a result that ran out of memory; `reason` is one line, with the requested and free bytes if torch names them."""
-
-    reason: str
-
-
-def affordable(work: Callable[[], T]) -> T | OutOfMemory:
-    """Return the result of `work`, or OutOfMemory if `work` ran out of memory."""
+def affordable(work: Callable[[], T]) -> T | Outcome:
+    """Return the result of `work`, or a `skipped` outcome if `work` ran out of memory, with the bytes if torch names them."""
     try:
         return work()
     except Exception as error:  # torch, Triton and the driver raise other types where memory is short
@@ -191,7 +218,7 @@ def affordable(work: Callable[[], T]) -> T | OutOfMemory:
         if not reason:
             raise
     release_memory()  # only here: until now the traceback kept the allocations of `work` alive
-    return OutOfMemory(reason)
+    return Outcome("skipped", reason)
 
 
 def out_of_memory_reason(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from kerneltune import device
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import CaseError, Checker, OutOfMemory, affordable, broken_context, host_free_bytes
+from kerneltune.measuring.check import Checker, Outcome, affordable, broken_context, host_free_bytes
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
 from kerneltune.processes import git
 from kerneltune.records import Record, Status, rounded
@@ -25,10 +25,8 @@ from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, deciles, median_interval, ratio_interval
 
-Untimed = tuple[str, str]
-"""Status and reason of a record without a time."""
-Compared = tuple[dict[str, Samples], dict[str, Untimed]]
-"""Times (rounds,) of each timed variant by name, and status and reason of each untimed variant by name."""
+Compared = tuple[dict[str, Samples], dict[str, Outcome]]
+"""Times (rounds,) of each timed variant by name, and the outcome of each untimed variant by name."""
 
 SELF = "A/A"
 CEILING = "ceiling"
@@ -63,35 +61,30 @@ def obstacle(task: Task) -> str | None:
     return memory_obstacle(task.op, task.case)
 
 
-def check_only(family: str, runs: Sequence[Run], check: Callable[[Task, Config], Untimed] | None = None) -> list[Record]:
-    """Make records of one case without times: `checked`, `failed` or `skipped`.
+def check_only(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | None = None) -> list[Outcome]:
+    """Check the runs of one case; return an outcome for each.
 
     Args:
         check: checks a variant on the GPU in a subprocess; without it variants are checked on the CPU, in this process.
     """
-    checker: Checker | None = None
-    records = []
+    checker: Checker | Outcome | None = None
+    outcomes = []
     for task, config in runs:
         reason = task.variant.unsupported(task.case) or memory_obstacle(task.op, task.case)
         if reason is not None:
-            outcome = "skipped", reason
+            outcomes.append(Outcome("skipped", reason))
         elif check is not None:
-            outcome = check(task, config)
+            outcomes.append(check(task, config))
         else:
-            try:
-                checker = checker or Checker(task.op, task.case, "cpu")
-                errors = checker.errors(task.variant, config)
-            except CaseError as error:
-                errors = [str(error)]
-            outcome = "failed" if errors else "checked", "; ".join(errors)
-        records.append(make_record(family, task, config, *outcome))
-    return records
+            checker = checker or Checker.make(task.op, task.case)
+            outcomes.append(checker if isinstance(checker, Outcome) else checker.check(task.variant, config))
+    return outcomes
 
 
 def time_runs(
     runs: Sequence[Run],
     ceiling: Run | None,
-    untimed: Mapping[str, Untimed] = MappingProxyType({}),
+    untimed: Mapping[str, Outcome] = MappingProxyType({}),
     on_variant: Callable[[str], None] = lambda _name: None,
 ) -> Compared:
     """Check every variant of a case, and time the correct variants in the same interleaved run.
@@ -116,8 +109,8 @@ def time_runs(
         contenders = _contenders({name: run for name, run in left.items() if name not in found}, found, on_variant)
         if contenders:
             timed = _sample(contenders, ceiling, on_variant)
-            if isinstance(timed, OutOfMemory):
-                shared = "skipped", timed.reason
+            if isinstance(timed, Outcome):
+                shared = timed
             else:
                 samples = timed
         torch.cuda.empty_cache()
@@ -126,29 +119,24 @@ def time_runs(
     return samples, found
 
 
-def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Untimed], on_variant: Callable[[str], None]) -> Untimed | None:
+def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome], on_variant: Callable[[str], None]) -> Outcome | None:
     """Check variants of a task's case; add variants that cannot be timed to `untimed`. Return the obstacle of all variants."""
-    reason = obstacle(task)
-    if reason is not None:
-        return "skipped", reason
-    try:
-        checker = affordable(lambda: Checker(task.op, task.case, "cuda"))
-    except CaseError as error:
-        return "failed", str(error)
-    if isinstance(checker, OutOfMemory):
-        return "skipped", checker.reason
+    if (reason := obstacle(task)) is not None:
+        return Outcome("skipped", reason)
+    checker = Checker.make(task.op, task.case, "cuda")
+    if isinstance(checker, Outcome):
+        return checker
     for name, (variant_task, config) in runs.items():
         unsupported = variant_task.variant.unsupported(task.case)
         if unsupported is not None:
-            untimed[name] = "skipped", unsupported
+            untimed[name] = Outcome("skipped", unsupported)
             continue
         on_variant(name)
-        errors = affordable(partial(checker.errors, variant_task.variant, config))
-        if isinstance(errors, OutOfMemory):
-            untimed[name] = "skipped", errors.reason
-        elif errors:
-            untimed[name] = "failed", "; ".join(errors)
-            _require_context(untimed[name][1])
+        outcome = checker.check(variant_task.variant, config)
+        if outcome.status != "checked":
+            untimed[name] = outcome
+        if outcome.status == "failed":
+            _require_context(outcome.reason)
     return None
 
 
@@ -158,15 +146,15 @@ def _require_context(reason: str) -> None:
         raise RuntimeError(reason)
 
 
-def _contenders(runs: Mapping[str, Run], untimed: dict[str, Untimed], on_variant: Callable[[str], None]) -> dict[str, Contender]:
+def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome], on_variant: Callable[[str], None]) -> dict[str, Contender]:
     """Capture variants of one case, the first variant twice; add variants that cannot be timed to `untimed`."""
     contenders: dict[str, Contender] = {}
     if not runs:
         return contenders
     task = next(iter(runs.values()))[0]
     inputs = input_sets(task)
-    if isinstance(inputs, OutOfMemory):
-        untimed |= dict.fromkeys(runs, ("skipped", inputs.reason))
+    if isinstance(inputs, Outcome):
+        untimed |= dict.fromkeys(runs, inputs)
         return contenders
     for name, (variant_task, config) in runs.items():
         on_variant(name)
@@ -181,33 +169,32 @@ def _contenders(runs: Mapping[str, Run], untimed: dict[str, Untimed], on_variant
 
 def _capture(
     names: Iterable[str], variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy
-) -> dict[str, Contender] | Untimed:
+) -> dict[str, Contender] | Outcome:
     """Capture a variant once per name, or say why it cannot be timed."""
     try:
-        made = affordable(lambda: {name: contender(variant, config, inputs, policy) for name in names})
+        return affordable(lambda: {name: contender(variant, config, inputs, policy) for name in names})
     except Exception as error:  # what another package raises under capture is a result, not our failure
         reason = f"cannot be timed: {first_line(error)}"
         _require_context(reason)
-        return "failed", reason
-    return ("skipped", made.reason) if isinstance(made, OutOfMemory) else made
+        return Outcome("failed", reason)
 
 
 def _sample(
     contenders: dict[str, Contender], ceiling: Run | None, on_variant: Callable[[str], None]
-) -> dict[str, Samples] | OutOfMemory:
+) -> dict[str, Samples] | Outcome:
     """Time the contenders, and beside them the ceiling where its inputs fit the memory."""
     if ceiling is not None:
         on_variant(CEILING)
         beside = affordable(partial(_ceiling_contender, *ceiling))
-        if not isinstance(beside, OutOfMemory):
+        if not isinstance(beside, Outcome):
             contenders[CEILING] = beside
     on_variant("")
     return affordable(partial(time_contenders, contenders))
 
 
-def _ceiling_contender(task: Task, config: Config) -> Contender | OutOfMemory:
+def _ceiling_contender(task: Task, config: Config) -> Contender | Outcome:
     inputs = input_sets(task)
-    return inputs if isinstance(inputs, OutOfMemory) else contender(task.variant, config, inputs, POLICIES[task.policy])
+    return inputs if isinstance(inputs, Outcome) else contender(task.variant, config, inputs, POLICIES[task.policy])
 
 
 def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
@@ -215,12 +202,12 @@ def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
     return interleave(contenders, throttled=throttled, seed=os.getpid())
 
 
-def input_sets(task: Task) -> list[Inputs] | OutOfMemory:
+def input_sets(task: Task) -> list[Inputs] | Outcome:
     """Make as many input sets as make every call find the L2 as the policy says, if there is the memory for them."""
     try:
         count = _sets(task)
     except ValueError as error:
-        return OutOfMemory(str(error))
+        return Outcome("skipped", str(error))
     return affordable(lambda: [task.op.inputs(task.case, device="cuda", seed=i) for i in range(count)])
 
 
@@ -250,7 +237,7 @@ def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, comp
     for task, config in runs:
         name = task.variant.name
         if name in untimed:
-            records.append(make_record(family, task, config, *untimed[name]))
+            records.append(checked_record(family, (task, config), untimed[name]))
         else:
             taken = samples[SELF if name in seen else name]
             times = timing(taken, task.op.traffic(task.case).total, ceiling_gbps, floor)
@@ -290,6 +277,11 @@ def timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, flo
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else rounded(value)
+
+
+def checked_record(family: str, run: Run, outcome: Outcome) -> Record:
+    """Make a record without times."""
+    return make_record(family, *run, outcome.status, outcome.reason)
 
 
 def make_record(family: str, task: Task, config: Config, status: str, reason: str, **times: Any) -> Record:

@@ -3,43 +3,17 @@
 `compare` must refuse each mutation on at least a single check case. The module knows no operator.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from kerneltune.measuring.check import CaseError, Checker
+from kerneltune.measuring.check import CaseError, Checker, Outcome
 from kerneltune.spec import Case, Op, Outputs, Variant
 
 _MOST_CASES = 8
 _TAIL = 8
 """The last `1 / _TAIL` of the elements of each row is zeroed."""
 _SCALED = 1.01
-
-
-@dataclass(frozen=True, slots=True)
-class MutationReport:
-    """Hold the mutations of an output that `compare` refused on some case, and the mutations that it accepted on all cases.
-
-    Attributes:
-        is_gross: whether an accepted mutation is no matter of tolerance: one element, one row, a zeroed tail.
-    """
-
-    op: str
-    output: str
-    refused: tuple[str, ...]
-    accepted: tuple[str, ...]
-
-    @property
-    def is_gross(self) -> bool:
-        """Return whether the comparison is wrong: tolerances may be wide, but a single wrong element must be found."""
-        return bool(set(self.accepted) & _GROSS) or not self.refused
-
-    @property
-    def line(self) -> str:
-        """Name the refused and the accepted mutations in a line."""
-        accepted = f"; accepts {', '.join(self.accepted)}" if self.accepted else ""
-        return f"{self.op} {self.output}: compare refuses {', '.join(self.refused) or 'nothing'}{accepted}"
 
 
 def _one_element(values: torch.Tensor) -> torch.Tensor:
@@ -87,8 +61,12 @@ _GROSS = {"one element", "one row", "zeroed tail"}
 _FLOATING = {"truncation", "scale x 1.01"}
 
 
-def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[MutationReport]:
-    """Perturb each output of a variant on the smaller check cases; report the mutations that `compare` refused and accepted.
+def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
+    """Perturb each output of a variant on the smaller check cases, and let `compare` judge the perturbed outputs.
+
+    Return an outcome for each output, whose reason names the mutations that `compare` refused on some case, and the mutations
+    that it accepted on all cases. The outcome is `failed` if `compare` accepted a wrong element, a wrong row or a zeroed tail,
+    which no tolerance may hide.
 
     Raises:
         CaseError: a case has no inputs or no reference, the variant is wrong as it is, or it has no outputs.
@@ -107,12 +85,14 @@ def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[MutationRepo
             of_output[mutation] = of_output.get(mutation, False) or refused
     if not seen:
         raise CaseError(f"{op.name} {variant.name}: no check case gives outputs that can be perturbed")
-    return [
-        MutationReport(
-            op.name, name, *(tuple(m for m, refused in found.items() if refused is wanted) for wanted in (True, False))
-        )
-        for name, found in seen.items()
-    ]
+    return [_outcome(f"{op.name} {name}", found) for name, found in seen.items()]
+
+
+def _outcome(label: str, is_refused: Mapping[str, bool]) -> Outcome:
+    refused, accepted = ([name for name, value in is_refused.items() if value is wanted] for wanted in (True, False))
+    is_wrong = bool(_GROSS.intersection(accepted)) or not refused
+    line = f"{label}: compare refuses {', '.join(refused) or 'nothing'}"
+    return Outcome("failed" if is_wrong else "checked", f"{line}; accepts {', '.join(accepted)}" if accepted else line)
 
 
 def _mutated(outputs: Outputs) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -10,9 +10,9 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from kerneltune.measuring.check import CaseError, Checker
+from kerneltune.measuring.check import Checker, Outcome
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.table import counted
 
@@ -32,83 +32,55 @@ _MOST_FAILURES = 3
 """After this many failed pairs, a variant is not checked on further pairs."""
 
 
-@dataclass(frozen=True, slots=True)
-class PairReport:
-    """Report the checked pairs of a variant.
+def check_pairs(
+    op: Op,
+    variant: Variant,
+    cases: Sequence[Case],
+    cost: Callable[[Case], float],
+    begin: Callable[[Outcome], None] = lambda _outcome: None,
+) -> list[Outcome]:
+    """Check the covering pairs of a variant, then further pairs, each within its time limit.
 
-    Attributes:
-        label: operator and variant.
-        num_configs, num_cases: distinct configs and cases of the checked pairs, pairs with the default config included.
-        num_pairs, num_possible: checked pairs, and all pairs of a valid config and a supported case.
-        unmet: classes of cases that some knob values did not meet within the time limit.
-        failures: config, case and reason of each pair that failed.
-    """
-
-    label: str
-    num_configs: int
-    num_cases: int
-    num_pairs: int
-    num_possible: int
-    unmet: tuple[str, ...]
-    failures: tuple[tuple[Config, Case, str], ...]
-
-    @property
-    def line(self) -> str:
-        """Say how much was checked: `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`."""
-        pairs = "all pairs" if self.num_pairs == self.num_possible else f"{self.num_pairs:,} of {self.num_possible:,} pairs"
-        line = f"{self.label}: {counted(self.num_configs, 'config')} on {counted(self.num_cases, 'case')}, {pairs}"
-        if self.failures:
-            return f"{line}, stopped after {counted(len(self.failures), 'failure')}"
-        return f"{line}; time limit before every knob value met: {', '.join(self.unmet)}" if self.unmet else line
-
-
-class PairChecker:
-    """Check the pairs of an operator's variants; inputs and reference of a case are made once.
+    Return the failed pairs, and last an outcome whose reason says how much was checked:
+    `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`.
 
     Args:
         cases: the check cases of the operator.
         cost: the cost of a check of a case, in any unit.
+        begin: gets the outcome of each pair if the pair ends the process.
     """
+    configs = configs_by_case(variant, cases)
+    done: set[Pair] = {(found[0], case) for case, found in configs.items()}
+    failures: list[Outcome] = []
+    checkers: dict[Case, Checker | Outcome] = {}
+    begun_s = time.thread_time()
+    for limit_s, pairs in ((COVERING_S, covering(configs, cost)), (FURTHER_S, others(configs, done))):
+        for config, case in pairs:
+            if time.thread_time() - begun_s > limit_s or len(failures) >= _MOST_FAILURES:
+                break
+            begin(Outcome("failed", "", config, case))
+            is_first = case not in checkers
+            checker = checkers.setdefault(case, Checker.make(op, case)) if is_first else checkers[case]
+            if isinstance(checker, Outcome):
+                continue  # the record of the default config says why
+            outcome = checker.check(variant, config, runs=2 if is_first else 1)
+            if outcome.status == "failed":
+                failures.append(replace(outcome, config=config, case=case))
+            done.add((config, case))
+    line = _coverage(configs, done, len(failures))
+    return [*failures, Outcome("checked", f"{op.name} {variant.name}: {line}")]
 
-    def __init__(self, op: Op, cases: Sequence[Case], cost: Callable[[Case], float]) -> None:
-        self._op, self._cases, self._cost = op, cases, cost
-        self._checkers: dict[Case, Checker | None] = {}
 
-    def check(self, variant: Variant) -> PairReport:
-        """Check the covering pairs of a variant, then further pairs, each within its time limit."""
-        configs = configs_by_case(variant, self._cases)
-        done: set[Pair] = {(found[0], case) for case, found in configs.items()}
-        failures: list[tuple[Config, Case, str]] = []
-        seen_cases, begin = set[Case](), time.thread_time()
-        for limit_s, pairs in ((COVERING_S, covering(configs, self._cost)), (FURTHER_S, others(configs, done))):
-            for config, case in pairs:
-                if time.thread_time() - begin > limit_s or len(failures) >= _MOST_FAILURES:
-                    break
-                checker = self._checker(case)
-                if checker is None:
-                    continue
-                if errors := checker.errors(variant, config, runs=1 if case in seen_cases else 2):
-                    failures.append((config, case, "; ".join(errors)))
-                seen_cases.add(case)
-                done.add((config, case))
-        return PairReport(
-            label=f"{self._op.name} {variant.name}",
-            num_configs=len({config for config, _case in done}),
-            num_cases=len({case for _config, case in done}),
-            num_pairs=len(done),
-            num_possible=sum(map(len, configs.values())),
-            unmet=tuple(unmet(configs, done)),
-            failures=tuple(failures),
-        )
-
-    def _checker(self, case: Case) -> Checker | None:
-        """Return the checker of a case; None where the case has no inputs or no reference, which its own record says."""
-        if case not in self._checkers:
-            try:
-                self._checkers[case] = Checker(self._op, case, "cpu")
-            except CaseError:
-                self._checkers[case] = None
-        return self._checkers[case]
+def _coverage(configs: Mapping[Case, Sequence[Config]], done: set[Pair], num_failures: int) -> str:
+    """Return how many configs, cases and pairs were checked, and which classes of cases some knob values did not meet."""
+    num_possible = sum(map(len, configs.values()))
+    num_configs, num_cases = (len({pair[place] for pair in done}) for place in (0, 1))
+    pairs = "all pairs" if len(done) == num_possible else f"{len(done):,} of {num_possible:,} pairs"
+    line = f"{counted(num_configs, 'config')} on {counted(num_cases, 'case')}, {pairs}"
+    if num_failures:
+        return f"{line}, stopped after {counted(num_failures, 'failure')}"
+    left = ", ".join(unmet(configs, done))
+    return f"{line}; time limit before every knob value met: {left}" if left else line
 
 
 def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import CaseError, Checker, OutOfMemory, affordable, broken_context, out_of_memory_reason
-from kerneltune.measuring.compare import CEILING, Compared, Untimed, compared_records, input_sets, time_runs
+from kerneltune.measuring.check import CaseError, Checker, Outcome, affordable, broken_context, out_of_memory_reason
+from kerneltune.measuring.compare import CEILING, Compared, compared_records, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.processes import start
@@ -85,28 +85,25 @@ class GpuBench:
         self._open(task)
         if not self._inputs:
             made = input_sets(task)
-            if isinstance(made, OutOfMemory):
+            if isinstance(made, Outcome):
                 raise MemoryError(made.reason)
             self._inputs = made
 
-    def check(self, task: Task, config: Config) -> Evaluation:
-        """Return an evaluation without a time: `ok`, `wrong`, `memory`, or `failed` where inputs or reference cannot be made."""
+    def check(self, task: Task, config: Config) -> Outcome:
+        """Return the outcome of a config."""
         try:
-            errors = affordable(lambda: self._open(task).errors(task.variant, config))
+            return affordable(lambda: self._open(task).check(task.variant, config))
         except CaseError as error:
-            return Evaluation("failed", detail=str(error))
-        if isinstance(errors, OutOfMemory):
-            return Evaluation("memory", detail=errors.reason)
-        return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
+            return Outcome("failed", str(error))
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Check a config and return the median of its samples; a config far behind `best_us` gets a single sample."""
         self.prepare(task)
         checked = self.check(task, config)
-        if checked.status != "ok":
-            return checked
+        if checked.status != "checked":
+            return Evaluation("memory" if checked.status == "skipped" else "wrong", detail=checked.reason)
         timed = affordable(lambda: self._timed(task, config, best_us, samples))
-        return Evaluation("memory", detail=timed.reason) if isinstance(timed, OutOfMemory) else timed
+        return Evaluation("memory", detail=timed.reason) if isinstance(timed, Outcome) else timed
 
     def _timed(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
         try:
@@ -131,12 +128,12 @@ class GpuBench:
         }  # every other config is compared with the first config, so its failure fails the request
         for i, config in enumerate(configs[1:], start=1):
             beside = affordable(partial(self._contender, task, config))
-            if not isinstance(beside, OutOfMemory):
+            if not isinstance(beside, Outcome):
                 contenders[str(i)] = beside
         samples = interleave(contenders, min_rounds=15, max_rounds=40)
         return [samples.get(str(i)) for i in range(len(configs))]
 
-    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
+    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
         """Check and time variants of a case, see `measuring.compare.time_runs`."""
         self.close()
         self._launchable.result()
@@ -238,9 +235,12 @@ class GpuWorker:
         """Make inputs and reference of a task."""
         self._ask("prepare", FINAL_TIMEOUT_S, task)
 
-    def check(self, task: Task, config: Config) -> Evaluation:
-        """Ask the bench."""
-        return cast(Evaluation, self._ask("check", self.trial_timeout_s, task, config))
+    def check(self, task: Task, config: Config) -> Outcome:
+        """Ask the bench; the check is `failed` if the process crashes."""
+        try:
+            return cast(Outcome, self._ask("check", self.trial_timeout_s, task, config))
+        except WorkerCrashedError as error:
+            return Outcome("failed", f"crashed: {error}")
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Ask the bench; the trial is `crashed` if the process crashes and no signal from outside ended it."""
@@ -257,7 +257,7 @@ class GpuWorker:
         self.prepare(task)
         return cast(Sequence[Samples | None], self._ask("time_interleaved", FINAL_TIMEOUT_S, task, configs))
 
-    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Untimed]) -> Compared:
+    def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
         """Ask the bench."""
         return cast(Compared, self._ask("compare", self.variant_timeout_s, runs, ceiling, untimed))
 
@@ -354,26 +354,13 @@ def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:
     return (frozenset(cores[-1:]), frozenset(cores[:-1])) if len(cores) > 1 else (None, None)
 
 
-def check_in_worker(worker: GpuWorker | GpuBench, task: Task, config: Config) -> Untimed:
-    """Return status and reason of a checked config, even if the worker crashed."""
-    try:
-        checked = worker.check(task, config)
-    except WorkerCrashedError as error:
-        return "failed", f"crashed: {error}"
-    if checked.status == "ok":
-        return "checked", ""
-    if checked.status == "memory":
-        return "skipped", checked.detail
-    return "failed", checked.detail if checked.status == "wrong" else f"{checked.status}: {checked.detail}"
-
-
 def compare_in_worker(worker: GpuWorker | GpuBench, family: str, runs: Sequence[Run], ceiling: Run | None) -> list[Record]:
     """Compare variants of a case and return a record for each.
 
     A variant that crashes or hangs the worker fails, and a new process measures the other variants. All variants fail if several
     may be the cause of a crash. If the ceiling crashes, the records have no ceiling.
     """
-    untimed: dict[str, Untimed] = {}
+    untimed: dict[str, Outcome] = {}
     while any(task.variant.name not in untimed for task, _ in runs):
         try:
             return compared_records(family, runs, ceiling, worker.compare(runs, ceiling, untimed))
@@ -382,5 +369,5 @@ def compare_in_worker(worker: GpuWorker | GpuBench, family: str, runs: Sequence[
                 ceiling = None
             else:
                 blamed = [error.variant] if error.variant else [task.variant.name for task, _ in runs]
-                untimed = dict.fromkeys(blamed, ("failed", f"crashed: {error}")) | untimed
+                untimed = dict.fromkeys(blamed, Outcome("failed", f"crashed: {error}")) | untimed
     return compared_records(family, runs, None, ({}, untimed))

@@ -23,9 +23,9 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_launch
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
-from kerneltune.measuring.check import Checker
+from kerneltune.measuring.check import Checker, Outcome
 from kerneltune.run_options import Quiet
-from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.task import Task
 
 SOURCE = """
 import triton
@@ -194,9 +194,9 @@ def test_served_options_that_fail_give_way_to_the_programs(
 class PlainBench(SizedBench):
     """Times two warps and one stage as the fastest."""
 
-    def check(self, task: Task, config: Any) -> Evaluation:
+    def check(self, task: Task, config: Any) -> Outcome:
         """Refuse other blocks."""
-        return Evaluation("wrong", detail="y_ptr: differs")
+        return Outcome("failed", "y_ptr: differs")
 
     def time_us(self, task: Task, config: Any) -> float:
         """Longer by a microsecond for each further warp, by half of one for each further stage."""
@@ -231,10 +231,9 @@ class CheckedBench(PlainBench):
         """Longer by a microsecond for each doubling away from 64."""
         return 10.0 + abs(math.log2(config.BLOCK / 64)) + 0.1 * config.num_warps
 
-    def check(self, task: Task, config: Any) -> Evaluation:
+    def check(self, task: Task, config: Any) -> Outcome:
         """Launch the config on the CPU."""
-        errors = Checker(task.op, task.case, "cpu").errors(task.variant, config)
-        return Evaluation("wrong", detail="; ".join(errors)) if errors else Evaluation("ok")
+        return Checker(task.op, task.case, "cpu").check(task.variant, config)
 
 
 @pytest.fixture

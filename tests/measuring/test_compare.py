@@ -32,10 +32,10 @@ def compared(runs: Sequence[Run] = RUNS) -> list[Record]:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return times by variant, without noise but for the self-comparison; `pr593` is wrong."""
 
-    class Checker:
+    class Checks(Checker):
         def __init__(self, *_: object) -> None: ...
 
-        def errors(self, variant: Variant, _config: object) -> list[str]:
+        def errors(self, variant: Variant, _config: object, _runs: int = 1) -> list[str]:
             return ["y differs"] if variant.name == "pr593" else []
 
     us = {"baseline": 20.0, compare.SELF: 20.2, "optimized": 10.0}
@@ -43,7 +43,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580", "0123456789ab")
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(compare, "Checker", Checker)
+    monkeypatch.setattr(compare, "Checker", Checks)
     monkeypatch.setattr(compare, "obstacle", lambda *_: None)
     monkeypatch.setattr(compare, "input_sets", lambda *_: [{}])
     monkeypatch.setattr(compare, "contender", lambda *_: None)
@@ -108,7 +108,7 @@ def test_a_fault_while_all_are_timed_is_nobodys(gpu: None, monkeypatch: pytest.M
 
 
 def test_what_does_not_fit_is_a_skipped_row(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def errors(_self: Any, variant: Variant, _config: object) -> list[str]:
+    def errors(_self: Any, variant: Variant, _config: object, _runs: int = 1) -> list[str]:
         if variant.name == "pr593":
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
         return []

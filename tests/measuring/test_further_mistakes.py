@@ -297,8 +297,8 @@ def findings(name: str, mistake: str) -> list[str]:
         traffic=lambda case: Traffic(4 * case["M"] * case["N"], 4 * case["M"] * case["N"]), variants=(variant,), module=__name__,
     )  # fmt: skip
     found = [line for case in CASES for line in Checker(op, case, "cpu").errors(variant, variant.default_config(case))]
-    report = pairs.PairChecker(op, CASES, lambda case: 1.0 + case["M"] * case["N"]).check(variant)
-    found += [text for _config, _case, text in report.failures]
+    outcomes = pairs.check_pairs(op, variant, CASES, lambda case: 1.0 + case["M"] * case["N"])
+    found += [outcome.reason for outcome in outcomes if outcome.status == "failed"]
     return found + address_errors(op, LARGE, variant, variant.default_config(LARGE))
 
 

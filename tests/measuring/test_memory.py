@@ -16,7 +16,7 @@ from made_up import CompiledAtOnce, NoBench
 from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
 from kerneltune.measuring import check, compare
-from kerneltune.measuring.check import affordable, out_of_memory_reason
+from kerneltune.measuring.check import Outcome, affordable, out_of_memory_reason
 from kerneltune.records import Record
 from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search.task import Evaluation, Task
@@ -24,7 +24,6 @@ from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 from kerneltune.tune import gpu_worker
-from kerneltune.tune.gpu_worker import check_in_worker
 from kerneltune.tune.tuner import Tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
@@ -188,8 +187,9 @@ def test_a_variant_that_was_lost_stays_failed_where_the_case_does_not_fit(monkey
     pretend(gpu, monkeypatch)
     op, case = gpu.op("made", ("first", "second")), Case("large", (("M", 2),), "bfloat16")
     runs = [(Task(op, case, variant), Knobs(0)) for variant in op.variants]
-    samples, untimed = compare.time_runs(runs, None, {"second": ("failed", "it faults")})
-    assert (samples, untimed) == ({}, {"first": ("skipped", REASON), "second": ("failed", "it faults")})
+    fault = Outcome("failed", "it faults")
+    samples, untimed = compare.time_runs(runs, None, {"second": fault})
+    assert (samples, untimed) == ({}, {"first": Outcome("skipped", REASON), "second": fault})
 
 
 def test_other_errors_are_not_about_memory() -> None:
@@ -306,5 +306,6 @@ def test_a_check_that_runs_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPa
     op, checks = checked_op(inputs), gpu_worker.GpuBench()
     large = Case("large", (("M", 9),), "bfloat16")
     asked = [(CASE, 0), (CASE, 1), (large, 0), (large, 5), (CASE, 5)]
-    outcomes = [check_in_worker(checks, Task(op, case, op.variants[0]), Knobs(n)) for case, n in asked]
-    assert outcomes == [("checked", ""), ("skipped", REASON), ("skipped", REASON), ("skipped", REASON), ("checked", "")]
+    outcomes = [checks.check(Task(op, case, op.variants[0]), Knobs(n)) for case, n in asked]
+    short = Outcome("skipped", REASON)
+    assert outcomes == [Outcome("checked"), short, short, short, Outcome("checked")]

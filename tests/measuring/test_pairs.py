@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.measuring import pairs
+from kerneltune.measuring.check import Outcome
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="pairs are checked in Triton's interpreter")
@@ -86,20 +87,18 @@ def op_with(mistake: str) -> Op:
 @pytest.mark.parametrize("mistake", ["pid times 1", "mask of the wrong program id", "no row mask", "maximum of the whole tile"])
 def test_check_of_pairs_finds_a_mistake_that_the_first_case_and_the_default_hide(mistake: str) -> None:
     op = op_with(mistake)
-    report = pairs.PairChecker(op, CASES, elements).check(op.variants[0])
-    assert report.failures
-    config, _case, reason = report.failures[0]
-    assert config.rows > 1, config
-    assert reason
-    assert report.line.endswith("stopped after 3 failures")
+    *failed, coverage = pairs.check_pairs(op, op.variants[0], CASES, elements)
+    assert [outcome.status for outcome in failed] == ["failed"] * 3
+    assert all(outcome.config.rows > 1 and outcome.case in CASES and outcome.reason for outcome in failed), failed
+    assert coverage.reason.endswith("stopped after 3 failures")
 
 
 @interpreted
 def test_check_of_pairs_passes_a_right_kernel_and_counts_all_pairs() -> None:
     op = op_with("")
-    report = pairs.PairChecker(op, CASES, elements).check(op.variants[0])
-    assert report.failures == ()
-    assert report.line == "scaled optimized: 12 configs on 4 cases, all pairs"
+    assert pairs.check_pairs(op, op.variants[0], CASES, elements) == [
+        Outcome("checked", "scaled optimized: 12 configs on 4 cases, all pairs")
+    ]
 
 
 @interpreted
@@ -107,8 +106,8 @@ def test_time_limit_is_named_with_the_classes_it_left_out(monkeypatch: pytest.Mo
     monkeypatch.setattr(pairs, "COVERING_S", 0.0)
     monkeypatch.setattr(pairs, "FURTHER_S", 0.0)
     op = op_with("")
-    line = pairs.PairChecker(op, CASES, elements).check(op.variants[0]).line
-    assert line == (
+    (coverage,) = pairs.check_pairs(op, op.variants[0], CASES, elements)
+    assert coverage.reason == (
         "scaled optimized: 1 config on 4 cases, 4 of 48 pairs; time limit before every knob value met: "
         "ragged M (5 of 7 left), ragged N (5 of 7 left), wide (5 of 7 left), tiny (5 of 7 left), first (5 of 7 left)"
     )

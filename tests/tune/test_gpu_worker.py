@@ -21,9 +21,10 @@ import pytest
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs, NeverOpens, StartsSlowly
 from started import environment
 
+from kerneltune.measuring.check import Outcome
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.tune import gpu_worker as tuning_bench
-from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, WorkerCrashedError, check_in_worker, split_cores
+from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, WorkerCrashedError, split_cores
 
 TASK = Task(OPS[0], CASE, VARIANT)
 
@@ -250,10 +251,7 @@ def test_checks_in_a_worker_find_what_is_wrong() -> None:
 
     op = broken.OPS[0]
     with GpuWorker() as worker:
-        outcomes = [
-            check_in_worker(worker, Task(op, broken.CASE, op.variants[0]), broken.Knobs(does))
-            for does in ("fine", "fault", "fine")
-        ]
-    assert outcomes[0] == outcomes[2] == ("checked", "")
-    assert outcomes[1][0] == "failed"
-    assert "illegal memory access" in outcomes[1][1]
+        outcomes = [worker.check(Task(op, broken.CASE, op.variants[0]), broken.Knobs(does)) for does in ("fine", "fault", "fine")]
+    assert outcomes[0] == outcomes[2] == Outcome("checked")
+    assert outcomes[1].status == "failed"
+    assert "illegal memory access" in outcomes[1].reason

@@ -12,7 +12,8 @@ import triton.language as tl
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import LaunchCrashedError, make_launch, run_forked, shared_bytes
+from kerneltune.adopt.replay import make_launch
+from kerneltune.forked import ForkCrashedError, run_forked, shared_bytes
 
 
 @triton.autotune(configs=[triton.Config({"BLOCK": block}) for block in (32, 64)], key=["N"])
@@ -52,7 +53,7 @@ def test_error_that_cannot_be_sent_is_raised_as_text() -> None:
 
 
 def test_fork_that_crashes_is_an_error() -> None:
-    with pytest.raises(LaunchCrashedError, match=r"^crashed: SIGKILL$"):
+    with pytest.raises(ForkCrashedError, match=r"^crashed: SIGKILL$"):
         run_forked(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -64,7 +65,7 @@ def test_launch_that_crashes_costs_itself_alone(tmp_path: Path) -> None:
     (launch,) = read_capture(tmp_path).classes
     made = make_launch(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
     made.named["N"] = 8
-    with pytest.raises(LaunchCrashedError, match=r"^crashed: SIGSEGV$"):
+    with pytest.raises(ForkCrashedError, match=r"^crashed: SIGSEGV$"):
         made.run(launch.candidates[0].config)
     made.named["table_ptr"].fill_(x.data_ptr())
     made.named["y_ptr"] = y = shared_bytes(32).view(torch.float32)

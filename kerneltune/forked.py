@@ -1,0 +1,132 @@
+"""Call functions in forks of this process, so that a kernel that crashes costs a call alone.
+
+A fork shares `shared_bytes` with this process, and nothing else that it writes.
+"""
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from typing import Any, Generic, TypeVar
+
+from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
+
+T = TypeVar("T")
+Tell = Callable[[object], None]
+"""Function that sends an object from a fork to its parent."""
+_PR_SET_PDEATHSIG = 1
+
+
+class ForkCrashedError(RuntimeError):
+    """Report that a fork ended before its function returned."""
+
+
+def shared_bytes(count: int) -> Any:
+    """Return zeros that forks of this process write to as well, (count,) uint8."""
+    import torch
+
+    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8) if count else torch.zeros(0, dtype=torch.uint8)
+
+
+class Fork(Generic[T]):
+    """Call a function in a fork of this process, which ends with this process.
+
+    Attributes:
+        pipe: can be read when the fork tells something, returns or ends.
+        told: the last object that the function passed to its argument `tell`; None before the first.
+    """
+
+    def __init__(self, work: Callable[[Tell], T]) -> None:
+        sys.stdout.flush()
+        self.pipe, theirs = Pipe(duplex=False)
+        self.told: Any = None
+        self._answer: tuple[Any, BaseException | None, BaseException | None] | None = None
+        with warnings.catch_warnings():  # of threads, which the fork does not have and does not need
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._child = os.fork()
+        if self._child == 0:
+            _work_and_exit(work, theirs)
+        theirs.close()
+
+    def is_done(self) -> bool:
+        """Wait for the next message of the fork; return whether `result` waits no longer."""
+        try:
+            note, self._answer = self.pipe.recv()
+        except EOFError:
+            return True
+        self.told = note if self._answer is None else self.told
+        return self._answer is not None
+
+    def result(self) -> T:
+        """Return what the function returned, or raise its exception with the cause.
+
+        Raises:
+            ForkCrashedError: the fork ended before.
+        """
+        try:
+            while not self.is_done():
+                pass
+        except BaseException:
+            os.kill(self._child, signal.SIGKILL)
+            raise
+        finally:
+            self.pipe.close()
+            code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+        if self._answer is None:
+            raise ForkCrashedError(f"crashed: {signal.Signals(-code).name if code < 0 else f'exit code {code}'}")
+        value, error, cause = self._answer
+        if error is not None:
+            raise error from cause
+        return value  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        """Kill the fork."""
+        os.kill(self._child, signal.SIGKILL)
+        os.waitpid(self._child, 0)
+        self.pipe.close()
+
+
+def run_forked(work: Callable[[], object]) -> None:
+    """Call a function in a fork of this process, see `Fork.result`, and drop what it returns."""
+
+    def call(_tell: Tell) -> None:
+        work()
+
+    Fork(call).result()
+
+
+def _work_and_exit(work: Callable[[Tell], Any], pipe: Connection) -> None:
+    """Call a function, send what it returns or raises, and end the process without running atexit."""
+    import torch
+
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        torch.set_num_threads(1)  # the other threads are not in the fork
+        faulthandler.disable()  # the parent says what happened
+        try:
+            value = work(lambda note: pipe.send((note, None)))
+            pipe.send((None, (value, None, None)))
+        except BaseException as error:  # whatever it is, this process ends
+            chain = wrapped_by_interpreter(error)
+            setattr(chain[-1], PLACE, place_in_kernel(chain))
+            cause = chain[-1] if len(chain) > 1 else error.__cause__
+            pipe.send((None, (None, _sendable(error), _sendable(cause))))
+        sys.stdout.flush()
+    finally:
+        os._exit(0)
+
+
+def _sendable(error: BaseException | None) -> BaseException | None:
+    """Return an error, or a RuntimeError with its text if it cannot be sent."""
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:  # the error of a stranger's code may hold anything
+        return RuntimeError(f"{type(error).__name__}: {error}")

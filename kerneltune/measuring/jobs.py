@@ -1,0 +1,115 @@
+"""Run checks in forks of this process, on all cores: a kernel that ends its process fails its own check alone."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import wait
+
+from kerneltune.forked import Fork, ForkCrashedError
+from kerneltune.measuring.check import Outcome, address_errors
+from kerneltune.measuring.compare import check_only, memory_obstacle
+from kerneltune.measuring.mutations import mutate
+from kerneltune.measuring.pairs import check_pairs
+from kerneltune.search.task import Run, Task
+from kerneltune.spec import Case, Op
+
+Begin = Callable[[Outcome], None]
+"""Function that gets the outcome of the next check if the check ends the process; its reason is put before the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Describe checks that run in one process.
+
+    Attributes:
+        label: name of the checks on one line.
+        task: the variant, and the case of the outcomes that name no case.
+        work: function that runs the checks.
+        parts: the job of each check alone; they run if a check ends the process and it is not known which.
+    """
+
+    label: str
+    task: Task
+    work: Callable[[Begin], list[Outcome]]
+    parts: "tuple[Job, ...]" = ()
+
+
+def case_job(runs: Sequence[Run]) -> Job:
+    """Return the job that checks the runs of a case, with an outcome for each."""
+    parts = tuple(case_job([run]) for run in runs) if len(runs) > 1 else ()
+    return Job(case_label(runs), runs[0][0], lambda _begin: check_only(runs), parts)
+
+
+def case_label(runs: Sequence[Run]) -> str:
+    """Name the case of some runs on one line."""
+    op, case = runs[0][0].op, runs[0][0].case
+    return f"{op.name} {case.name} {case.dtype} {case.quant}"
+
+
+def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
+    """Return the job that checks pairs of config and case; see `check_pairs`."""
+    op, variant = task.op, task.variant
+
+    def work(begin: Begin) -> list[Outcome]:
+        fitting = [case for case in cases if memory_obstacle(op, case) is None]
+        return check_pairs(op, variant, fitting, partial(check_cost, op), begin)
+
+    return Job(f"{op.name} {variant.name}, configs on cases", task, work)
+
+
+def address_job(task: Task) -> Job:
+    """Return the job that checks the addresses of a task's default config; its outcome names config and case."""
+
+    def work(begin: Begin) -> list[Outcome]:
+        failed = Outcome("failed", "", task.default, task.case)
+        begin(failed)
+        return [replace(failed, reason=line) for line in address_errors(task.op, task.case, task.variant, task.default)]
+
+    return Job(f"{task.op.name} {task.variant.name} {task.case.name}, addresses", task, work)
+
+
+def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
+    """Return the job that perturbs outputs; see `mutate`."""
+
+    def work(begin: Begin) -> list[Outcome]:
+        begin(Outcome("failed", f"{task.op.name} {task.variant.name}: "))
+        return mutate(task.op, task.variant, cases)
+
+    return Job(f"{task.op.name}, mutations", task, work)
+
+
+def check_cost(op: Op, case: Case) -> float:
+    """Estimate the time of a check in the interpreter, in MB of traffic: a constant for the launch, plus the traffic."""
+    return 0.2 + op.traffic(case).total / 1e6
+
+
+def run_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, list[Outcome]]]:
+    """Run jobs, one on each core at a time, and yield the number and the outcomes of each job when it is done."""
+    waiting, running = deque(enumerate(jobs)), dict[Fork[list[Outcome]], int]()
+    num_processes = len(os.sched_getaffinity(0))
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_processes:
+                number, job = waiting.popleft()
+                running[Fork(job.work)] = number
+            told = wait([fork.pipe for fork in running])
+            for fork in [fork for fork in running if fork.pipe in told]:
+                if fork.is_done():
+                    number = running.pop(fork)
+                    yield number, _outcomes(fork, jobs[number])
+    finally:
+        for fork in running:
+            fork.end()
+
+
+def _outcomes(fork: Fork[list[Outcome]], job: Job) -> list[Outcome]:
+    """Return the outcomes of a job, which says which check ended the fork if a check did."""
+    try:
+        return fork.result()
+    except ForkCrashedError as error:
+        if not job.parts:
+            crashed = fork.told or Outcome("failed")
+            return [replace(crashed, reason=f"{crashed.reason}{error}")]
+    return [outcome for part in job.parts for outcome in _outcomes(Fork(part.work), part)]
