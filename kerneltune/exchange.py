@@ -56,7 +56,7 @@ _DISPATCH = '''
 def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=lambda config: True):
     """Return the knobs of the nearest entry that is valid for a case; None where there is none.
 
-    Entries are ranked as kerneltune's cache ranks them; a rule that the cache follows besides is not in this module.
+    Entries are ranked as kerneltune's cache ranks them.
 
     axes: sizes by name, such as {"M": 8192, "N": 4096}. options: a value for each. policy: how times were taken; entries of it
     and of "cold" serve, of two as near its own. valid: whether the kernel takes these knobs for the case, which the cache asks of
@@ -68,7 +68,7 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
         for entry in ENTRIES
         if (entry["variant"], entry["quant"], entry["policy"]) == (variant, quant, wanted)
     ]
-    found = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS)
+    found = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS, MAX_DISTANCE)
     return next((dict(config) for _, config in found if valid(config)), None)
 '''
 
@@ -76,8 +76,8 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
 def to_python(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
     """Return a module with a table and a function `best`, which ranks entries as the cache does, and needs nothing installed."""
     rule = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
-    free = [f"FREE_AXES = {op.free_axes!r}", f"FREE_OPTIONS = {op.free_options!r}", f"BANDS = {dict(op.bands)!r}"]
-    table = ["ENTRIES = [", *_rows(in_order(entries)), "]", *free]
+    free = {"FREE_AXES": op.free_axes, "FREE_OPTIONS": op.free_options, "BANDS": dict(op.bands), "MAX_DISTANCE": op.max_distance}
+    table = ["ENTRIES = [", *_rows(in_order(entries)), "]", *(f"{name} = {value!r}" for name, value in free.items())]
     return {f"{_module(op.name)}.py": "\n".join([*_head(op, device), rule, "", *table]) + "\n" + _DISPATCH}
 
 

@@ -139,6 +139,8 @@ def _mistaken_names(op: Op) -> Iterator[str]:
         for name in given:
             if name not in known:
                 yield f"{field}: {name!r}: expected one of {', '.join(known) or 'none'}"
+    if type(op.max_distance) not in (int, float) or not op.max_distance >= 0:
+        yield f"max_distance: {op.max_distance!r}: expected a log2 distance, 0 or more"
     for axis, ends in op.bands.items():
         if list(ends) != sorted(set(ends)):
             yield f"bands: {axis}: {ends}: expected rising sizes"

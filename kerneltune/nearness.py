@@ -27,19 +27,25 @@ def ranked(
     free_axes: Collection[str],
     free_options: Collection[str],
     bands: Bands,
+    max_distance: float = math.inf,
 ) -> list[tuple[Nearness, Any]]:
     """Sort the entries that can serve a case: its own type first, then its own sizes, then the nearest; ties as given.
 
-    An entry may differ in free options at the case's sizes, or in free axes within a band. It may not differ in both: the default
-    is better than two guesses at once.
+    An entry may differ in free options at the case's sizes, or in free axes within a band and a log2 distance. It may not differ
+    in both: the default is better than two guesses at once.
     """
-    free = frozenset(free_axes), frozenset(free_options), bands
+    free = frozenset(free_axes), frozenset(free_options), bands, max_distance
     found = [(_nearness(wanted, place, *free), what) for place, what in stored]
     return sorted(((near, what) for near, what in found if near is not None), key=lambda pair: pair[0])
 
 
 def _nearness(
-    wanted: Place, place: Place, free_axes: frozenset[str], free_options: frozenset[str], bands: Bands
+    wanted: Place,
+    place: Place,
+    free_axes: frozenset[str],
+    free_options: frozenset[str],
+    bands: Bands,
+    max_distance: float,
 ) -> Nearness | None:
     (axes, dtype, options), (sizes, other, values) = wanted, place
     is_moved, is_changed, is_other = sizes != axes, values != options, other != dtype
@@ -48,6 +54,7 @@ def _nearness(
     distance: float | None = 0.0
     if is_moved:
         distance = _along_axes(axes, sizes, free_axes, bands)
+        distance = None if distance is None or distance > max_distance else distance
     elif is_changed:
         distance = _along_options(options, values, free_options)
     return None if distance is None else (is_other, is_moved, distance + (_OTHER_DTYPE if is_other else 0.0))

@@ -244,6 +244,7 @@ class Op:
         quants: quantisation modes.
         options: option -> allowed values, the first is the default.
         free_axes: axes along which a cached config may serve another size.
+        max_distance: largest log2 distance along the free axes, summed, at which it may; the default serves cases farther away.
         free_options: options along which a cached config may serve another value at the same sizes, if the cache has no config
             for the case's own value.
         unseen_options: options whose value a call without `config=` does not know, such as the distribution of tokens over
@@ -272,6 +273,7 @@ class Op:
     quants: tuple[str, ...] = ("none",)
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=lambda: NO_OPTIONS)
     free_axes: tuple[str, ...] = ()
+    max_distance: float = 4.0
     free_options: tuple[str, ...] = ()
     unseen_options: tuple[str, ...] | None = None
     as_called: Callable[[Case], Case] | None = None
@@ -326,11 +328,6 @@ class Range:
         if type(value) is not int:
             return False
         return value > 0 and self.low <= value <= self.high and not (self.powers and value & (value - 1))
-
-    def joined(self, other: "Range") -> "Range":
-        """Return the smallest range that holds the values of both ranges."""
-        bounds = min(self.low, other.low), max(self.high, other.high)
-        return Range(self.offered | other.offered, *bounds, self.powers and other.powers)
 
 
 def ranges_of(space: Mapping[str, tuple[Any, ...]]) -> dict[str, Range]:

@@ -1,6 +1,7 @@
 """The config cache: look-up order, one warning for a broken file, and writes that lose nothing."""
 
 import json
+import math
 import multiprocessing
 import random
 import warnings
@@ -229,7 +230,7 @@ def chooser(root: Path, most_warps: int = 8) -> cache.Chooser:
     def valid(_case: Case, knobs: Knobs) -> str | None:
         return None if knobs.warps <= most_warps and 4096 % knobs.block == 0 else "no such tile"
 
-    return cache.Chooser(OP, Knobs, valid, lambda _case: DEFAULT, ("M", "N"), root=root)
+    return cache.Chooser(OP, Knobs, valid, lambda _case: DEFAULT, ("M", "N"), math.inf, root=root)
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")

@@ -73,10 +73,7 @@ def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Pat
     best = runpy.run_path(str(tmp_path / f"{name}.py"))["best"]
     op, rng = OPS[name], random.Random(0)
     variant = op.variant("optimized")
-    entries_only = tmp_path / "configs" / "nvidia_h200" / f"{name}.json"  # the module has no rule
-    entries_only.parent.mkdir(parents=True)
-    entries_only.write_bytes((SHIPPED / f"{name}.json").read_bytes())
-    free = {"free_options": op.free_options, "bands": op.bands, "root": tmp_path / "configs"}
+    free: dict[str, Any] = {"max_distance": op.max_distance, "free_options": op.free_options, "bands": op.bands}
 
     def valid(case: Case, config: Any) -> str | None:
         return None if config is None else variant.valid(case, config)

@@ -121,7 +121,7 @@ def test_strict_mode_raises_every_time(value: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("KERNELTUNE_STRICT", value)
     for _ in range(2):
         with pytest.raises(LookupError, match=r"^no config for rmsnorm_fwd .*\(KERNELTUNE_STRICT=1\); nearest: that of M=8192"):
-            best(tmp_path, 16, 4096)
+            best(tmp_path, 1024, 4096)
     assert best(tmp_path, 8192, 4096) is not None
 
 

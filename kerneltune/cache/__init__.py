@@ -1,6 +1,6 @@
 """Keep the fastest known configs in files (`entries`), and look up the config of a call (`chooser`)."""
 
-from kerneltune.cache.chooser import Choice, Chooser, clear, ruling_of
+from kerneltune.cache.chooser import Choice, Chooser, clear
 from kerneltune.cache.entries import (
     CacheEntry,
     Options,
@@ -17,6 +17,6 @@ from kerneltune.cache.entries import (
 
 __all__ = [
     "CacheEntry", "Choice", "Chooser", "Options", "clear",
-    "entry_from", "in_order", "load", "load_strict", "path_of", "readable", "roots", "ruling_of", "store",
+    "entry_from", "in_order", "load", "load_strict", "path_of", "readable", "roots", "store",
     "store_all",
 ]  # fmt: skip

@@ -1,6 +1,8 @@
-"""Look up the config of a case: its own entry, a near entry, a proposal of the GPU's rule, or the default."""
+"""Look up the config of a case: its own entry, a near entry, or the default."""
 
 import math
+import os
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kerneltune import device, misses, rule_file
+from kerneltune import device, misses
 from kerneltune.cache import entries
-from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, readable
+from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, roots
+from kerneltune.files import data_root
 from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
 from kerneltune.spec import Case, Op, Range, Space, Variant, config_from, out_of_range, ranges_of, valid_config
 
@@ -22,7 +25,7 @@ class Choice(NamedTuple):
     """Hold the answer of a look-up.
 
     Attributes:
-        source: `own`, `near` for a recorded config of other sizes, options or type, `rule`, or `default`.
+        source: `own`, `near` for the config of other sizes, options, type or GPU, or `default`.
         told: the answer in words; empty for `own`.
     """
 
@@ -38,7 +41,7 @@ class Chooser:
     Attributes:
         op, variant: names.
         policy: policy of the entries; entries of `cold` serve as well.
-        free_axes, free_options, bands: as in spec.Op.
+        free_axes, max_distance, free_options, bands: as in spec.Op.
         config, valid, default, space: as in spec.Variant.
         root: the folder of the cache; None for `roots()`.
     """
@@ -48,6 +51,7 @@ class Chooser:
     valid: Callable[[Case, Any], str | None]
     default: Callable[[Case], Any]
     free_axes: tuple[str, ...]
+    max_distance: float = Op.max_distance
     variant: str = "optimized"
     policy: str = "cold"
     root: Path | None = None
@@ -58,7 +62,8 @@ class Chooser:
     @staticmethod
     def of(op: Op, variant: Variant, policy: str = "cold", root: Path | None = None) -> "Chooser":
         """Return the chooser of an operator's variant that has knobs; the same one for the same arguments."""
-        return _chooser(op.name, variant, policy, root, op.free_axes, op.free_options, tuple(op.bands.items()))
+        free = op.free_axes, op.max_distance, op.free_options, tuple(op.bands.items())
+        return _chooser(op.name, variant, policy, root, *free)
 
     def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: Options = (), gpu: str | None = None) -> Any:
         """Return the config of `find`, remembered until `clear`.
@@ -74,22 +79,27 @@ class Chooser:
         return _chosen(self, gpu or device.current_slug(), axes, dtype, quant, options)
 
     def find(self, case: Case, gpu: str | None = None) -> Choice:
-        """Return the first valid config of: the case's own entry, entries near it, the rule's proposals, the default.
+        """Return the first valid config of: the case's own entry, entries near it, the default.
 
         Near entries have the case's sizes and another value of a free option, or the other 16-bit type, or other sizes of the
-        free axes. The rule says how far other sizes may be; without a rule any distance is near.
+        free axes within `max_distance`. For a GPU that has no config of the operator, entries of the nearest known architecture
+        are near.
 
         Raises:
             ValueError: not even the default is valid for the case.
         """
         gpu = gpu or device.current_slug()
-        table = _table(self, gpu, case.quant)
         if (own := self.own(case, gpu)) is not None:
             return Choice(own[1], "own", "")
-        ruling = ruling_of(self, gpu)
-        for entry, config, distance in self.near(case, gpu, math.inf if ruling is None else ruling.rule.near):
-            return Choice(config, "near", _told(case, entry, distance, self.policy))
-        return self._ruled(case, table, ruling, gpu) or self._default(case)
+        folder = _folder(self.op, gpu, self.root)
+        for entry, config, distance in self.near(case, folder, self.max_distance):
+            if folder != gpu:
+                _say_borrowed(gpu, folder)
+            return Choice(config, "near", _told(case, entry, distance, self.policy, folder if folder != gpu else ""))
+        config = self.default(case)
+        if (reason := self.valid(case, config)) is not None:
+            raise ValueError(f"{self.op}: {case.label}: expected sizes that some config can run: {reason}")
+        return Choice(config, "default", "the default")
 
     def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
         """Return the entry of exactly a case and its config; None if there is no valid config."""
@@ -97,40 +107,17 @@ class Chooser:
         config = None if entry is None else self.from_knobs(case, entry.config)
         return None if entry is None or config is None else (entry, config)
 
-    def near(self, case: Case, gpu: str, limit: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
+    def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
         """Yield the entries that can serve a case, with its own, the nearest first: entry, valid config, log2 distance.
 
-        Other sizes are at most `limit` away. Of two entries as near, an entry of the policy comes before an entry of `cold`.
+        Of two entries as near, an entry of the policy comes before an entry of `cold`.
         """
-        table = _table(self, gpu, case.quant)
-        kin = table.same_bands.get(_fixed(self, case.axes), ()) if limit else table.same_sizes.get(case.axes, ())
+        kin = _table(self, gpu, case.quant).same_bands.get(_fixed(self, case.axes), ())
         place = dict(case.axes), case.dtype, dict(case.options)
-        for (_, moved, apart), entry in ranked(place, kin, self.free_axes, self.free_options, self.bands) if kin else ():
-            if not (moved and apart > limit) and (config := self.from_knobs(case, entry.config)) is not None:
-                yield entry, config, apart
-
-    def _ruled(self, case: Case, table: "_Table", ruling: rule_file.ServingRule | None, gpu: str) -> Choice | None:
-        """Return the first valid config that a rule proposes; None if there is none."""
-        if ruling is None:
-            return None
-        for knobs in ruling.proposals(case):
-            if not knobs:
-                return self._default(case, ruling.told(gpu))
-            fits = out_of_range(knobs, table.ranges or self.ranges(case)) is None
-            if fits and (config := self.from_knobs(case, knobs)) is not None:
-                return Choice(config, "rule", f"{ruling.told(gpu)}: {json_text(knobs)}")
-        return None
-
-    def _default(self, case: Case, told: str = "") -> Choice:
-        """Return the default.
-
-        Raises:
-            ValueError: the default is not valid for the case.
-        """
-        config = self.default(case)
-        if (reason := self.valid(case, config)) is not None:
-            raise ValueError(f"{self.op}: {case.label}: expected sizes that some config can run: {reason}")
-        return Choice(config, "default", f"{told}: the default" if told else "the default")
+        free = self.free_axes, self.free_options, self.bands, max_distance
+        for (_, _, distance), entry in ranked(place, kin, *free) if kin else ():
+            if (config := self.from_knobs(case, entry.config)) is not None:
+                yield entry, config, distance
 
     def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
         """Return the config with these knobs; None for knobs of another variant, or not valid for the case."""
@@ -160,13 +147,15 @@ def _chooser(
     policy: str,
     root: Path | None,
     free_axes: tuple[str, ...],
+    max_distance: float,
     free_options: tuple[str, ...],
     bands: tuple[tuple[str, tuple[int, ...]], ...],
 ) -> Chooser:
     if variant.config is None:
         raise ValueError(f"{op} {variant.name}: config: None: expected a dataclass, as there is something to choose")
     of_variant = variant.config, variant.valid, variant.default or variant.default_config
-    return Chooser(op, *of_variant, free_axes, variant.name, policy, root, free_options, dict(bands), variant.space)
+    free = free_axes, max_distance
+    return Chooser(op, *of_variant, *free, variant.name, policy, root, free_options, dict(bands), variant.space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +164,11 @@ class _Table:
 
     Attributes:
         own: entries of the chooser's policy, by sizes, type and options.
-        same_sizes: all entries, by sizes.
         same_bands: all entries, by sizes and by the bands of free axes.
-        ranges: the range of each knob over all recorded cases.
     """
 
     own: Mapping[Any, CacheEntry]
-    same_sizes: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
     same_bands: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
-    ranges: Mapping[str, Range]
 
 
 def _fixed(chooser: Chooser, axes: Axes) -> Axes:
@@ -193,21 +178,37 @@ def _fixed(chooser: Chooser, axes: Axes) -> Axes:
     return tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
 
 
-@lru_cache(maxsize=1024)
-def ruling_of(chooser: Chooser, gpu: str) -> rule_file.ServingRule | None:
-    """Return the rule for a GPU's cases without an entry: the cache's rule, else the packaged rule; None if none."""
-    file = rule_file.path_of(chooser.op, gpu, Path())
-    root = readable(file, chooser.root).parents[len(file.parts) - 1]
-    return rule_file.serving_rule(root, gpu, chooser.op, chooser.variant, chooser.policy)
+@lru_cache(maxsize=4096)
+def _folder(op: str, gpu: str, root: Path | None) -> str:
+    """Return the folder whose entries serve a GPU: its own, or the folder of the nearest known architecture of its maker.
+
+    The interpreter takes no other folder, because nothing is tuned for it.
+    """
+    if gpu == device.INTERPRETER or path_of(op, gpu, root).exists():
+        return gpu
+    places = [root or roots(), *([data_root("configs")] if root is None and not os.environ.get("KERNELTUNE_CONFIGS") else [])]
+    others = sorted({path.parent.name for place in places for path in place.glob(f"*/{op}.json")})
+    maker, number = _architecture(gpu)
+    alike = [(abs(_architecture(other)[1] - number), other) for other in others if _architecture(other)[0] == maker]
+    return min(alike)[1] if alike and maker else gpu
+
+
+def _architecture(gpu: str) -> tuple[str, int]:
+    """Return the letters and the number of an architecture, such as (sm, 90); ("", 0) for an unknown GPU."""
+    arch = device.arch_of(gpu)
+    return re.sub(r"[^a-z]", "", arch), int(re.sub(r"\D", "", arch) or 0)
+
+
+@lru_cache(maxsize=64)
+def _say_borrowed(gpu: str, other: str) -> None:
+    warnings.warn(f"no configs for {gpu}: those of {other}, the nearest known architecture, serve", stacklevel=6)
 
 
 @lru_cache(maxsize=1024)
 def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
     path = path_of(chooser.op, gpu, chooser.root)
     own: dict[Any, CacheEntry] = {}
-    same_sizes: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
     same_bands: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
-    ranges: dict[str, Range] = {}
     bad = []
     for place, entry in alike(path, chooser.variant, chooser.policy, quant):
         if (reason := chooser.defect(entry)) is not None:
@@ -215,15 +216,11 @@ def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
             continue
         if entry.policy == chooser.policy:
             own.setdefault((entry.axes, entry.dtype, entry.options), entry)
-        same_sizes.setdefault(entry.axes, []).append((place, entry))
-        for name, one in chooser.ranges(entry.as_case).items():
-            ranges[name] = ranges[name].joined(one) if name in ranges else one
-    for axes, found in same_sizes.items():
-        same_bands.setdefault(_fixed(chooser, axes), []).extend(found)
+        same_bands.setdefault(_fixed(chooser, entry.axes), []).append((place, entry))
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         warnings.warn(f"{bad[0]}{more}; not used", stacklevel=2)
-    return _Table(own, same_sizes, same_bands, ranges)
+    return _Table(own, same_bands)
 
 
 @lru_cache(maxsize=65536)
@@ -235,20 +232,20 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
     return found.config
 
 
-def _told(case: Case, entry: CacheEntry, distance: float, policy: str) -> str:
-    """Return how an entry's case differs from a case, and the entry's config."""
+def _told(case: Case, entry: CacheEntry, distance: float, policy: str, gpu: str) -> str:
+    """Return how an entry's case differs from a case, and the entry's config; gpu: the folder of another GPU, or empty."""
     sizes = " ".join(f"{axis}={size}" for axis, size in entry.axes)
     changed = "".join(f" {name}={value}" for name, value in entry.options if value != case.option(name))
     changed += f" {entry.policy}" if entry.policy != policy else ""
+    changed += f" on {gpu}" if gpu else ""
     return f"that of {sizes} {entry.dtype}{changed}, log2 distance {distance:.1f}: {json_text(entry.config)}"
 
 
 def clear() -> None:
     """Forget every answer and every file read; call it after KERNELTUNE_CONFIGS or a file was changed from outside."""
-    for remembered in (_chosen, _table, ruling_of):
+    for remembered in (_chosen, _table, _folder, _say_borrowed):
         remembered.cache_clear()
     entries.forget()
-    rule_file.forget()
     misses.forget()
 
 

@@ -3,17 +3,17 @@
 import dataclasses
 import fnmatch
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli import rules
 from kerneltune.cli.console import deliver, show, show_wrapped, width
+from kerneltune.cli.files import bench_cases
 from kerneltune.errors import unknown
-from kerneltune.spec import Op
+from kerneltune.spec import Case, Op, Variant
 from kerneltune.table import Column, Row, Table, counted, pairs
 
 if TYPE_CHECKING:
@@ -22,10 +22,6 @@ if TYPE_CHECKING:
 _GPU = Column("gpu", shared=True)
 
 app = typer.Typer(no_args_is_help=True, help="Show, check and exchange the cached configs.")
-
-app.command("observe")(rules.observe)
-app.command("fit")(rules.fit)
-app.command("explain")(rules.explain)
 
 
 @app.command("list")
@@ -87,6 +83,81 @@ def show_(
 
 def _named(entry: "CacheEntry") -> str:
     return f"{entry.variant} {entry.case} {entry.dtype} {entry.quant}"
+
+
+@app.command()
+def explain(
+    op: o.OpName,
+    case: Annotated[
+        list[str], typer.Argument(metavar="CASE...", help="A bench case by name, or sizes and options such as M=8192 N=3584.")
+    ],
+    gpu: o.Gpu = None,
+    variant: o.Whose = "optimized",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="Element type, where CASE is sizes.")
+    ] = None,
+    quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="Quantization mode.")] = None,
+    configs: o.Configs = None,
+) -> None:
+    """Show the config that a call without `config=` takes for a case, and its source."""
+    from kerneltune import cache
+    from kerneltune.search.task import knobs_of
+
+    known = o.load_ops()
+    chosen = known[o.choice("op", op, known)]
+    of = chosen.variant(variant)
+    if of.config is None:
+        raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
+    slug = _gpu(gpu, configs)
+    asked = chosen.called(_case(known, chosen, ",".join(case), dtype, quant))
+    if (reason := of.unsupported(asked)) is not None:
+        raise ValueError(f"case: {asked.label}: unsupported: {reason}")
+    found = cache.Chooser.of(chosen, of, "cold", configs).find(asked, slug)
+    sources = {
+        "own": "the cache's entry for exactly this case" + _staleness(of, asked, cache.load(op, slug, configs)),
+        "near": f"the cache's nearest entry, {found.told.partition(': ')[0]}",
+        "default": f"the default: {slug} has no entry for this case or near it{_reach(chosen)}",
+    }
+    for word, text in (("case", asked.label), ("config", pairs(knobs_of(found.config))), ("from", sources[found.source])):
+        show_wrapped(f"{word:<10}{text}", " " * 10)
+
+
+def _reach(op: Op) -> str:
+    """Return how far the near entries of an operator may be."""
+    return f", at most {op.max_distance:g} away in log2 of {' and '.join(op.free_axes)}" if op.free_axes else ""
+
+
+def _staleness(variant: Variant, case: Case, entries: Sequence["CacheEntry"]) -> str:
+    """Return the changes since the case's own entry was stored; empty without changes or without an entry."""
+    from kerneltune.tune.candidates import changed
+
+    own = next((one for one in entries if one.as_case == case and (one.variant, one.policy) == (variant.name, "cold")), None)
+    reason = "" if own is None else changed(variant, own, here=False)
+    return f"; stale: {reason}" if reason else ""
+
+
+def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: str | None) -> Case:
+    """Return the bench case of a name, or the case of sizes and options."""
+    if "=" in text:
+        return o.case_of_sizes(op, text.split(","), dtype or op.dtypes[0], quant or op.quants[0], whole=True)
+    cases = [case for case in bench_cases(known).get(op.name, []) if dtype in (None, case.dtype) and quant in (None, case.quant)]
+    named = {case.name: case for case in reversed(cases)}
+    return named[o.choice("case", text, named)]
+
+
+def _gpu(gpu: str | None, configs: Path | None) -> str:
+    """Return the folder of a GPU: the given GPU, this machine's, or the only folder."""
+    from kerneltune import device
+
+    here = device.current()
+    known = sorted({path.parent.name for path in o.config_files(configs)})
+    if gpu is not None:
+        return o.choice("gpu", gpu, [*known, here.slug])
+    if here.is_gpu:
+        return here.slug
+    if len(known) != 1:
+        raise ValueError(f"gpu: not given: expected one of {', '.join(known) or '(none found)'}")
+    return known[0]
 
 
 @app.command("from-misses")
@@ -188,16 +259,10 @@ def check(configs: o.Configs = None) -> None:
 
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """
-    from kerneltune.rule_file import load_strict
-
     files = _chosen(None, None, configs)
     entries = [(path, entry) for path in files for entry in _fitting(path)]
-    rules = o.config_files(configs, "rules/*.json")
-    for path in rules:
-        load_strict(path)
     folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
-    rules_too = f" and {counted(len(rules), 'file')} of rules" if rules else ""
-    show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')}{rules_too} of {folders}")
+    show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
     beside = [(path, entry, over) for path, entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
     slower = [
         f"{path.stem} {_named(entry)}: {over[0]:.3f} to {over[1]:.3f} of its default's speed"

@@ -2,7 +2,7 @@
 
 import fnmatch
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,19 +31,19 @@ def selected(records: "Sequence[Record]", wanted: "Selection") -> "list[Record]"
     return [record for record in records if wanted.takes_record(record)]
 
 
-def swept(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "list[SweepCase]":
-    """Return the cases of all sweep files of the checkout or package, of the capture in use, and of further files."""
+def swept(known: "Mapping[str, Op]") -> "list[SweepCase]":
+    """Return the cases of all sweep files of the checkout or package, and of the capture in use."""
     from kerneltune import sweep
 
-    files = [*sorted(data_root("sweeps").glob("*.yaml")), *map(sweep.find, extra)]
+    files = sorted(data_root("sweeps").glob("*.yaml"))
     plans = [sweep.load(path, known) for path in [*files, *([Path(o.captured(), "sweep.yaml")] if o.captured() else [])]]
     return [entry for plan in plans for entry in (*plan.bench, *plan.check)]
 
 
-def bench_cases(known: "Mapping[str, Op]", extra: Iterable[str] = ()) -> "dict[str, list[Case]]":
-    """Return the bench cases of all sweep files, and of the files in `extra`, by operator."""
+def bench_cases(known: "Mapping[str, Op]") -> "dict[str, list[Case]]":
+    """Return the bench cases of all sweep files, by operator."""
     by_op: dict[str, list[Case]] = {}
-    for entry in swept(known, extra):
+    for entry in swept(known):
         if entry.section == "bench":
             by_op.setdefault(entry.op, []).append(entry.case)
     return by_op

@@ -224,15 +224,12 @@ def configs_root(configs: Path | None) -> Path:
     return configs or roots()
 
 
-def config_files(configs: Path | None, below: str = "*.json") -> list[Path]:
-    """Return the files of the config cache, GPU by GPU: the packaged file where nothing is given and there is no other.
-
-    below: a pattern of files in a GPU's folder; `rules/*.json` for rules.
-    """
+def config_files(configs: Path | None) -> list[Path]:
+    """Return the files of the config cache, GPU by GPU: the packaged file where nothing is given and there is no other."""
     from kerneltune.cache import readable, roots
 
     folders = [configs] if configs else [roots(), *([] if os.environ.get("KERNELTUNE_CONFIGS") else [data_root("configs")])]
-    names = {path.relative_to(folder) for folder in folders for path in folder.glob(f"*/{below}")}
+    names = {path.relative_to(folder) for folder in folders for path in folder.glob("*/*.json")}
     return [readable(name, configs) for name in sorted(names)]
 
 

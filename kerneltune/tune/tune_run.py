@@ -20,7 +20,7 @@ from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.session import TuningSession, Usage
 from kerneltune.tune.tuner import NothingPassedError, Tuner, first_runs, measure_space, tune
 
-_FROM = {"own": "its own config", "near": "of a near case", "rule": "by the rule", "default": "the default"}
+_FROM = {"own": "its own config", "near": "of a near case", "default": "the default"}
 _CASES_AHEAD = 6
 """Cases whose first configs are compiled ahead. Half of these cases are ceiling cases, which compile at once."""
 

@@ -86,7 +86,6 @@ class Tuner:
         self.task, self.store, self.worker, self.queue, self.searches_all = task, store, worker, queue, searches_all
         self.resources: dict[Config, int] = {}
         self.samples_per_trial = SCREEN_SAMPLES
-        self.measures_spills = False
         self.began: float | None = None
         self.evaluations = 0
         self._counting = Lock()
@@ -144,7 +143,7 @@ class Tuner:
             return Evaluation("crashed" if compiled.crashed else "compile", detail=compiled.error)
         if not self.prune or config == self.task.default:  # every other config is compared with the default
             return None
-        if compiled.spill_bytes and not self.measures_spills:
+        if compiled.spill_bytes:
             return Evaluation("spills", detail=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
         if wanted > fitting:
@@ -275,15 +274,11 @@ def tune(
         return _decide(tuner, before, times, explored, root)
 
 
-def measure_space(tuner: Tuner, some: Sequence[Config] | None = None) -> dict[Config, Evaluation]:
-    """Evaluate configs in random order with three times the samples of a search; store nothing in the cache.
-
-    `some` are the configs; None stands for all valid configs of the space.
-    """
-    pool = checked_space(tuner.task) if some is None else list(some)
+def measure_space(tuner: Tuner) -> dict[Config, Evaluation]:
+    """Evaluate all valid configs in random order with three times the samples of a search; store nothing in the cache."""
     tuner.samples_per_trial = 3 * SCREEN_SAMPLES
     with tuner:
-        return _explored(tuner, Candidates(pool), Search(sampler="random"))
+        return _explored(tuner, Candidates(checked_space(tuner.task)), Search(sampler="random"))
 
 
 def _explored(

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kerneltune import cache as configs
-from kerneltune import exchange, misses, ops, records, rule_file, sweep
+from kerneltune import exchange, misses, ops, records, sweep
 from kerneltune.adopt import folder as capture
 from kerneltune.adopt import table
 from kerneltune.cli import settings as settings_file
@@ -193,7 +193,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
     "sweep": ("f.yaml", _sweep, 100),
     "records": ("f.jsonl", records.load, 200),
     "cache": ("nvidia_h200/rmsnorm_bwd.json", _cache, 200),
-    "rules": ("nvidia_h200/rules/multi_cast_transpose.json", rule_file.load_strict, 120),
     "table of trials": ("fp8_transpose_2d.csv.gz", trial_table.read, 200),
     "table": ("f.json", _import, 160),
     "source": ("f.py", _import, 120),

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from command_line import operators, refused, run
 
-from kerneltune.rule_file import SCHEMA
-
 
 @pytest.fixture
 def stored(configs_dir: Path) -> Path:
@@ -123,10 +121,3 @@ def test_check_refuses_a_knob_that_no_kernel_takes(stored: Path, value: Any) -> 
     assert said.startswith(f"error: {stored}: entries[0]: ")
     assert "warps" in said
     assert len(said) < 1000
-
-
-def test_check_reads_the_rules_too(stored: Path) -> None:
-    rules = stored.parent / "rules" / stored.name
-    rules.parent.mkdir()
-    rules.write_text(f'{{"schema": {SCHEMA}}}')
-    assert f"{rules}: op: missing" in refused("cache", "check")

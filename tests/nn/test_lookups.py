@@ -1,14 +1,16 @@
-"""The look-ups of configs by a converted DeepSeek-V3 16B on an H200: how many have an entry, a rule, or the default alone."""
+"""The look-ups of configs by a converted DeepSeek-V3 16B on an H200: which have an entry of their own."""
 
 import inspect
+import itertools
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kerneltune import ops
+from kerneltune import ops, sweep
 from kerneltune.cache import Chooser
 from kerneltune.nn import convert_to_fp8_training
 from kerneltune.ops import fp8, fp8_grouped_gemm, moe_routing, swiglu
@@ -22,19 +24,8 @@ FUNCTIONS = {
     if name != "moe_sort" and name.startswith(("fp8_", "moe_", "swiglu_"))
 }
 """Operators by name; `moe_sort` has no config."""
-UNSEEN = {
-    ("fp8_tensorwise_2d", "M=32768 K=512"),
-    ("fp8_tensorwise_2d", "M=32768 K=576"),
-    ("fp8_tensorwise_3d", "E=1 K=2048 N=576"),
-}
-"""Latents of attention, narrower than half of the narrowest matrix that a rule was fitted to: nobody timed their casts."""
-ONE_GROUP = {("fp8_group_both", f"M=32768 K={size} G=1") for size in (512, 576, 2048, 2816, 3072, 4096, 10944)}
-"""Row-wise casts of dense layers, as a single group; the rule was fitted to 8 groups and more."""
-UNSEEN_ROWWISE = ONE_GROUP | {
-    ("fp8_rowwise_3d_both", "E=1 K=2048 N=576"),
-    ("fp8_rowwise_3d_both", "E=1 K=512 N=4096"),
-    ("swiglu_bwd", "M=196608 N=1408"),
-}
+UNTUNED = Path(__file__).parents[2] / "benchmarks" / "look_ups_16b.yaml"
+"""The cases that have no config of their own, as a sweep that searches them."""
 
 
 class LookedUpError(Exception):
@@ -56,36 +47,26 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.fixture
-def sources(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], str]:
+def sources(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Any], str]:
     """Return operator and sizes -> the source of the config on an H200, filled by each look-up."""
-    found: dict[tuple[str, str], str] = {}
+    found: dict[tuple[str, Any], str] = {}
 
     def look_up(self: Chooser, axes: Any, dtype: str, quant: str = "none", options: Any = (), gpu: str | None = None) -> None:
-        choice = self.find(Case("", axes, dtype, quant, options), "nvidia_h200")
-        is_ruled = choice.source == "default" and "rule" in choice.told
-        found[self.op, " ".join(f"{axis}={size}" for axis, size in axes)] = "rule" if is_ruled else choice.source
+        found[self.op, axes] = self.find(Case("", axes, dtype, quant, options), "nvidia_h200").source
         raise LookedUpError
 
     monkeypatch.setattr(Chooser, "__call__", look_up)
     return found
 
 
-@pytest.mark.parametrize(
-    ("recipe", "dense", "unseen"),
-    [
-        ("tensorwise", False, set()),
-        ("tensorwise", True, UNSEEN),
-        ("rowwise", False, {("swiglu_bwd", "M=196608 N=1408")}),
-        ("rowwise", True, UNSEEN_ROWWISE),
-    ],
-)
-def test_look_ups_of_a_16b_step_have_a_config_or_a_rule_but_for_the_named(
-    recipe: str, dense: bool, unseen: set[tuple[str, str]], sources: dict[tuple[str, str], str]
+@pytest.mark.parametrize(("recipe", "dense"), list(itertools.product(("tensorwise", "rowwise"), (False, True))))
+def test_look_ups_of_a_16b_step_have_a_config_of_their_own_but_for_the_listed(
+    recipe: str, dense: bool, sources: dict[tuple[str, Any], str]
 ) -> None:
     pytest.importorskip("transformers")
     from kerneltune.workloads import models
 
-    ops.load()
+    known = ops.load()
     model: Any = models.build("deepseek-v3-16b", "meta")
     convert_to_fp8_training(model, recipe, dense=dense)
     hidden = torch.empty((BATCH, LENGTH, 2048), dtype=torch.bfloat16, device="meta", requires_grad=True)
@@ -95,4 +76,6 @@ def test_look_ups_of_a_16b_step_have_a_config_or_a_rule_but_for_the_named(
             y = layer(hidden, position_embeddings=rotary, attention_mask=None)
             y.backward(torch.empty_like(y))
     assert len(sources) >= 12
-    assert {case for case, source in sources.items() if source == "default"} <= unseen
+    listed = {(entry.op, entry.case.axes) for entry in sweep.load(UNTUNED, known).bench}
+    assert {case for case, source in sources.items() if source != "own"} <= listed
+    assert "own" in sources.values()

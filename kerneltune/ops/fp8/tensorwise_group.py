@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.groups import bounds
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import peers, tensorwise_2d
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
-from kerneltune.ops.fp8.contract import CONTRACT, GROUP_OPTIONS, OPTIONS, TUNED, Cast, check_offs
+from kerneltune.ops.fp8.contract import CONTRACT, GROUP_DISTANCE, GROUP_OPTIONS, OPTIONS, TUNED, Cast, check_offs
 from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
 from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, space, traffic, valid
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
@@ -89,6 +89,7 @@ OP = Op(
     name="fp8_tensorwise_group",
     axes=("M", "K", "G"),
     free_axes=("M", "G"),
+    max_distance=GROUP_DISTANCE,
     options=OPTIONS | {"layout": LAYOUTS, "groups": GROUP_OPTIONS["groups"]},
     free_options=tuple(GROUP_OPTIONS),
     reference=reference,

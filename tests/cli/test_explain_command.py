@@ -1,7 +1,6 @@
-"""cache fit, cache explain and cases: what they print, what they write, and what they refuse."""
+"""cache explain and cases: the lines that they print, the file that they write, and their errors."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,58 +10,19 @@ FIELDS = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 16,
           "rms_norm_eps": 1e-6}  # fmt: skip
 
 
-def test_fit_writes_a_rule_beside_the_configs_and_says_what_leaving_out_says(configs_dir: Path) -> None:
-    from kerneltune import cache, rule_file
-    from kerneltune.files import data_root
-
-    for entry in cache.load("fp8_transpose_2d", "nvidia_h200", data_root("configs")):
-        cache.store("fp8_transpose_2d", "nvidia_h200", entry)
-    checked = run("cache", "fit", "fp8_transpose_2d", "--check").stdout.splitlines()
-    path = rule_file.path_of("fp8_transpose_2d", "nvidia_h200", configs_dir)
-    of_observed = ["other", "mean", "worst", "unseen", "worst"]
-    assert checked[0].split() == ["op", "cases", "judged", "mean", "worst", *of_observed]
-    assert not path.exists()
-    assert float(checked[1].split()[3]) > 0.9
-    assert run("cache", "fit", "fp8_transpose_2d").stdout.splitlines() == checked
-    made = rule_file.load_strict(path)
-    assert [(one.variant, one.policy) for one in made] == [("optimized", "cold")]
-    assert path.read_text() == rule_file.dumps("fp8_transpose_2d", "nvidia_h200", made, json.loads(path.read_text())["fitted"])
-
-
-def test_fit_leaves_whole_groups_out_and_writes_nothing(configs_dir: Path) -> None:
-    from kerneltune import cache, rule_file
-    from kerneltune.files import data_root
-
-    for entry in cache.load("fp8_tensorwise_3d", "nvidia_h200", data_root("configs")):
-        cache.store("fp8_tensorwise_3d", "nvidia_h200", entry)
-    band = run("cache", "fit", "fp8_tensorwise_3d", "--leave-out", "band").stdout.splitlines()
-    assert float(band[1].split()[3]) > 0.97
-    assert float(band[1].split()[6]) > 0.97
-    assert not rule_file.path_of("fp8_tensorwise_3d", "nvidia_h200", configs_dir).exists()
-    assert "leave-out: 'bands': expected one of band, rest" in refused("cache", "fit", "--leave-out", "bands")
-
-
 @pytest.mark.parametrize(
     ("case", "source"),
-    [("llama4-16384x5120", "the cache's entry for exactly this case"), ("M=8192,N=3328", "the "), ("M=128,N=64", "the ")],
+    [
+        ("llama4-16384x5120", "the cache's entry for exactly this case"),
+        ("M=12000,N=5120", "the cache's nearest entry, that of M=16384 N=5120 uint8, log2 distance 0.4"),
+        ("M=12000,N=5136", "the default: nvidia_h200 has no entry for this case or near it, at most 4 away in log2 of M"),
+    ],
 )
 def test_explain_says_where_a_config_comes_from(case: str, source: str) -> None:
-    lines = run("cache", "explain", "fp8_transpose_2d", case, "--gpu", "nvidia_h200").stdout.splitlines()
-    fields = {line.split()[0]: line for line in lines}
-    assert "rows=" in fields["config"]
-    assert source in fields["from"]
-    assert "case" in fields
-
-
-def test_explain_says_what_the_rule_was_fitted_to_where_it_says_nothing() -> None:
-    small = run("cache", "explain", "fp8_colwise_3d", "E=1", "K=128", "N=8192", "--gpu", "nvidia_h200").stdout
-    assert "from      the default" in small
-    assert re.search(r"it says nothing of this case: fitted to quant=fp8 bytes=2 E>=1 K>=\d+ N>=\d+", " ".join(small.split()))
-    large = run("cache", "explain", "fp8_colwise_3d", "E=3", "K=6144", "N=6144", "--gpu", "nvidia_h200").stdout
-    assert "from      the rule" in large
-    assert "says nothing" not in large
-    told = re.findall(r"[\d.]+ of (?:its|the) (tuned speed|fastest known)", " ".join(large.split()))
-    assert told == ["tuned speed", "fastest known"]
+    lines = run("cache", "explain", "fp8_transpose_2d", case, "--gpu", "nvidia_h200").stdout
+    assert [line.split()[0] for line in lines.splitlines() if line[0] != " "] == ["case", "config", "from"]
+    assert "config    rows=64 cols=" in lines
+    assert f"from {source}" in " ".join(lines.split())
 
 
 def test_explain_takes_sizes_apart_and_short_names_of_types() -> None:

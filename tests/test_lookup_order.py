@@ -1,0 +1,121 @@
+"""The order of a look-up: own entry, near entry, default; and the entries that serve a GPU without configs."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import pytest
+from made_up import CASE, SMALL, Small, op_of
+
+from kerneltune import cache, device
+from kerneltune.device import Device
+from kerneltune.misses import CacheMissWarning
+from kerneltune.spec import Case
+
+GPU, H100 = "nvidia_h200", "nvidia_h100_80gb_hbm3"
+DEFAULT = cache.Choice(Small(256, 4), "default", "the default")
+OP = replace(op_of(SMALL), free_axes=("M",))
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    cache.clear()
+    yield
+    cache.clear()
+
+
+def store(root: Path, size: int, block: int, gpu: str = GPU) -> None:
+    values = {"variant": "optimized", "case": "a", "axes": {"M": size}, "dtype": "bfloat16", "quant": "none", "options": {},
+              "policy": "cold", "config": {"block": block, "warps": 8}, "evidence": {}}  # fmt: skip
+    cache.store("fake", gpu, cache.entry_from(values), root)
+
+
+def found(root: Path, size: int, gpu: str = GPU, max_distance: float = 4.0) -> cache.Choice:
+    op = replace(OP, max_distance=max_distance)
+    return cache.Chooser.of(op, SMALL, "cold", root).find(Case("", (("M", size),), "bfloat16"), gpu)
+
+
+def test_the_own_entry_then_the_nearest_within_the_distance_then_the_default(tmp_path: Path) -> None:
+    store(tmp_path, 1024, 512)
+    store(tmp_path, 4096, 64)
+    assert found(tmp_path, 4096) == cache.Choice(Small(64, 8), "own", "")
+    near = 'that of M=4096 bfloat16, log2 distance 1.0: {"block": 64, "warps": 8}'
+    assert found(tmp_path, 8192) == cache.Choice(Small(64, 8), "near", near)
+    assert [found(tmp_path, size).source for size in (65536, 65537, 64, 63)] == ["near", "default", "near", "default"]
+    assert found(tmp_path, 63) == DEFAULT
+    assert [found(tmp_path, size, max_distance=0.5).source for size in (4096, 5792, 5793)] == ["own", "near", "default"]
+    assert found(tmp_path, 4097, max_distance=0.0) == DEFAULT
+
+
+def test_a_gpu_without_configs_takes_those_of_the_nearest_architecture_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "ARCHITECTURES", {**device.ARCHITECTURES, "amd_mi300x": "gfx942", "amd_mi250": "gfx90"})
+    store(tmp_path, 1024, 512)
+    store(tmp_path, 1024, 64, "nvidia_b200")
+    store(tmp_path, 1024, 128, "an_unknown_gpu")
+    with pytest.warns(UserWarning, match=f"no configs for {H100}: those of {GPU}, the nearest known architecture") as caught:
+        told = [found(tmp_path, size, H100) for size in (1024, 2048)]
+    assert len(caught) == 1
+    assert [(choice.config, choice.source) for choice in told] == [(Small(512, 8), "near")] * 2
+    assert told[1].told.startswith(f"that of M=1024 bfloat16 on {GPU}, log2 distance 1.0: ")
+    assert found(tmp_path, 1 << 20, H100) == DEFAULT
+    for gpu in ("amd_mi300x", "a_gpu_of_no_known_architecture", device.INTERPRETER):
+        assert found(tmp_path, 1024, gpu) == DEFAULT
+    store(tmp_path, 1 << 20, 1024, H100)  # from its first own config on, other GPUs no longer serve it
+    assert found(tmp_path, 1024, H100) == DEFAULT
+
+
+def test_a_call_on_a_gpu_without_configs_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "current", lambda: Device("NVIDIA H100 80GB HBM3", "sm_90", 132, 50 << 20, "580"))
+    store(tmp_path, CASE["M"], 512)
+    with pytest.warns(UserWarning) as caught:
+        assert cache.Chooser.of(OP, SMALL, "cold", tmp_path)(CASE.axes, CASE.dtype, gpu=H100) == Small(512, 8)
+    assert [one.category for one in caught] == [UserWarning, CacheMissWarning]
+    assert f"on {GPU}" in str(caught[1].message)
+
+
+@pytest.mark.filterwarnings("error")
+def test_rules_of_older_versions_are_ignored(tmp_path: Path) -> None:
+    store(tmp_path, 1024, 512)
+    for gpu in (GPU, H100):
+        rules = tmp_path / gpu / "rules" / "fake.json"
+        rules.parent.mkdir(parents=True)
+        rules.write_text("{")
+    assert found(tmp_path, 1024).source == "own"
+    assert found(tmp_path, 1 << 20) == DEFAULT
+    assert cache.load("fake", GPU, tmp_path)
+
+
+@pytest.mark.parametrize("config", [{"block": float("nan"), "warps": 4}, {"block": 0, "warps": 4}, {"block": -16, "warps": 4},
+                                    {"block": 64, "warps": -1}, {"block": 10**400, "warps": 4}, {"block": 48, "warps": 4},
+                                    {"block": True, "warps": 4}, {"block": None, "warps": 4}])  # fmt: skip
+def test_an_entry_that_no_kernel_takes_is_a_miss_with_one_warning_that_names_it(config: dict[str, Any], tmp_path: Path) -> None:
+    good = {"variant": "optimized", "case": "good", "axes": {"M": 64}, "dtype": "bfloat16", "quant": "none", "options": {},
+            "policy": "cold", "config": {"block": 128, "warps": 8}, "evidence": {}}  # fmt: skip
+    bad = {**good, "case": "bad", "axes": dict(CASE.axes), "config": config}
+    path = cache.path_of("fake", GPU, tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"schema": 1, "op": "fake", "device": GPU, "entries": [bad, good]}))
+    with pytest.warns(UserWarning) as caught:
+        assert found(tmp_path, CASE["M"], max_distance=0.0) == DEFAULT
+        assert found(tmp_path, 64, max_distance=0.0).config == Small(128, 8)  # one bad entry breaks no other look-up
+    ours = [str(one.message) for one in caught if "not used" in str(one.message)]
+    assert len(ours) == 1
+    assert str(path) in ours[0]
+    assert "\n" not in ours[0]
+    assert "entries[0]" in ours[0] or "optimized bad" in ours[0]
+
+
+def test_looking_up_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from kerneltune import cache, spec; "
+        "cache.Chooser('rmsnorm_fwd', dict, lambda *_: None, lambda _: {}, ('M',)).find("
+        "spec.Case('', (('M', 8), ('N', 8)), 'bfloat16'), 'nvidia_h200'); "
+        "assert not {'numpy', 'pandas', 'sklearn', 'optuna', 'torch', 'scipy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    assert run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
