@@ -11,6 +11,7 @@ import time
 BEGAN = time.perf_counter()
 
 import torch  # noqa: E402
+from compare_runs import differences  # noqa: E402
 from meter import Meter, chosen_configs, serving_counts  # noqa: E402
 
 METER = Meter().start()
@@ -38,12 +39,11 @@ def main(name: str, results: str = "", expected: str = "") -> None:
     first = (METER.total_s, METER.launch_s, METER.launches)
     found = {name: p.grad.float().cpu() for name, p in layer.named_parameters() if p.grad is not None}
     found |= {"out": out.detach().float().cpu(), "x": x.grad.float().cpu()} if x.grad is not None else {}
-    if results:
-        torch.save(found, results)
+    apart = differences(found, results, expected)
     row = {
         "what": name, "import_s": IMPORTED - BEGAN, "process_s": ready - BEGAN, "autotuner_s": first[0],
         "of_it_compiling_and_launching_s": first[1], "launches": first[2], "step_gpu_ms": gpu_ms(step),
-        "largest_difference": largest_difference(found, expected), "serving": serving_counts(), "configs": chosen_configs(),
+        "largest_difference": max(apart.values(), default=None), "serving": serving_counts(), "configs": chosen_configs(),
     }  # fmt: skip
     print(json.dumps({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}))
 
@@ -61,14 +61,6 @@ def gpu_ms(step: object, times: int = 20) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / times
-
-
-def largest_difference(found: dict[str, torch.Tensor], expected: str) -> float | None:
-    """Return the largest relative difference (norm) from the results of another run, None without one."""
-    if not expected:
-        return None
-    wanted = torch.load(expected)
-    return max(float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted)
 
 
 if __name__ == "__main__":

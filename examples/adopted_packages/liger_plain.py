@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from compare_runs import differences, run_parts
 
 IS_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE, ROWS = ("cpu", 4) if IS_CPU else ("cuda", 4096)
@@ -116,17 +117,8 @@ PARTS: dict[Callable[[int], None], tuple[int, ...]] = {
 
 def main(results: str, expected: str = "") -> None:
     """Run every part, save the results and print the line."""
-    failed = {}
-    for part, sizes in PARTS.items():
-        for size in sizes:
-            torch.manual_seed(size)
-            try:
-                part(size)
-            except Exception as error:  # another version of the package
-                failed[f"{part.__name__} {size}"] = f"{type(error).__name__}: {str(error)[:150]}"
-    torch.save(FOUND, results)
-    wanted = torch.load(expected) if expected else {}
-    apart = {name: float((FOUND[name] - value).norm() / value.norm().clamp_min(1e-30)) for name, value in wanted.items()}
+    failed = run_parts(PARTS)
+    apart = differences(FOUND, results, expected)
     different = {name: difference for name, difference in apart.items() if difference}
     print(json.dumps({"kept": len(FOUND), "compared": len(apart), "different": different, "failed": failed}))
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 import torch
+from compare_runs import differences, run_parts
 from meter import Meter, chosen_configs, serving_counts
 
 METER = Meter().start()
@@ -93,20 +94,8 @@ PARTS: dict[Callable[[int], None], tuple[int, ...]] = {
 
 def main(name: str, results: str, expected: str = "") -> None:
     """Run every part and print the line."""
-    failed = {}
-    for part, sizes in PARTS.items():
-        for size in sizes:
-            torch.manual_seed(size)
-            try:
-                part(size)
-                torch.cuda.synchronize()
-            except Exception as error:  # a package without this kernel, or a GPU that it does not take
-                failed[f"{part.__name__} {size}"] = f"{type(error).__name__}: {str(error)[:150]}"
-    torch.save(FOUND, results)
-    wanted = torch.load(expected) if expected else {}
-    apart = {
-        key: float((FOUND[key] - wanted[key]).norm() / wanted[key].norm().clamp_min(1e-30)) for key in wanted if key in FOUND
-    }
+    failed = run_parts(PARTS)
+    apart = differences(FOUND, results, expected)
     row = {
         "what": name, "autotuner_s": METER.total_s, "of_it_compiling_and_launching_s": METER.launch_s, "launches": METER.launches,
         "failed": failed, "compared": len(apart), "largest_difference": max(apart.values(), default=None),

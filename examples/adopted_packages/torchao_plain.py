@@ -8,6 +8,7 @@ import json
 import sys
 
 import torch
+from compare_runs import differences
 
 SIZES = ((4096, 2048), (16384, 4096), (32768, 7168))
 """Rows and columns of the gradient."""
@@ -26,10 +27,9 @@ def main(results: str, expected: str = "") -> None:
         indices[indices >= rows - _PADDED_ROWS] = _PADDING
         y = permute._triton_permute_bwd(gradient, indices, rows, columns)
         found[f"permute {rows}x{columns}"] = y[:256].float().cpu()
-    torch.save(found, results)
-    wanted = torch.load(expected) if expected else {}
-    different = [name for name, value in wanted.items() if not torch.equal(found[name], value)]
-    print(json.dumps({"kept": len(found), "compared": len(wanted), "different": different}))
+    apart = differences(found, results, expected)
+    different = {name: difference for name, difference in apart.items() if difference}
+    print(json.dumps({"kept": len(found), "compared": len(apart), "different": different}))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,11 @@ def config_label(stored: Mapping[str, Any]) -> str:
     return " ".join(parts) or "defaults"
 
 
+def label_of(config: Any) -> str:
+    """Return a config in few words: `BK=64 num_warps=4`."""
+    return config_label(encode_config(config))
+
+
 def stored_key(stored: Mapping[str, Any]) -> str:
     """Return what identifies an encoded config, whatever the order of its fields; its pre_hook has no part in it."""
     options = [stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS]

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 from kerneltune.adopt.configs import OPTIONS, configs_digest, plain_tuner
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.kernels import KernelName, attribute, autotuner_of, bytecode_digest, jit_of, read_globals, source_digest
-from kerneltune.adopt.program import is_interpreted, python_version
+from kerneltune.adopt.program import is_interpreted, python_version, said
 
 
 class ReplayError(ValueError):
@@ -33,12 +33,14 @@ def live_kernel(captured: LaunchClass) -> Any:
     file = captured.home_file or captured.file
     held = vars(_module(home, file, captured.argv, captured.path))
     unwrap = jit_of if captured.is_plain else autotuner_of
-    found = [one for one in map(unwrap, [attribute(held, home.name), *held.values()]) if one is not None]
-    tuners = [_described(one, captured) if captured.is_plain else one for one in found]
+    tuners = [found for found in map(unwrap, [attribute(held, home.name), *held.values()]) if found is not None]
+    if captured.is_plain:
+        options = {name: captured.candidates[0].config.get(name) for name in OPTIONS}
+        tuners = [plain_tuner(kernel, options, captured.keys) for kernel in tuners]
     tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == captured.kernel.name]
-    same = [one for one in tuners if bytecode_digest(one.base_fn) == captured.bytecode]
+    same = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == captured.bytecode]
     is_other_bytecode = not same
-    same = same or [one for one in tuners if source_digest(one.base_fn) == captured.source]
+    same = same or [tuner for tuner in tuners if source_digest(tuner.base_fn) == captured.source]
     if tuners and not same:
         raise ReplayError(f"{name}: its source has changed since it was captured: capture again")
     if not same:
@@ -51,11 +53,6 @@ def live_kernel(captured: LaunchClass) -> Any:
     if is_other_bytecode and captured.versions.get("python") == python_version():  # another Python has other bytecode
         raise ReplayError(f"{name}: the file has several kernels of this name: give each a name of its own")
     return next((tuner for tuner in same if configs_digest(tuner.configs) == captured.configs), same[0])
-
-
-def _described(kernel: Any, captured: LaunchClass) -> Any:
-    """Return the autotuner that describes a kernel without an autotuner as the program launched it."""
-    return plain_tuner(kernel, {name: captured.candidates[0].config.get(name) for name in OPTIONS}, captured.keys)
 
 
 @cache
@@ -82,8 +79,7 @@ def _imported(load: Callable[[], Any], what: str, argv: Sequence[str]) -> Any:
     except ModuleNotFoundError as error:
         raise ReplayError(f"{what}: {error}: set PYTHONPATH to the folders that the program imports from") from error
     except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-        raise ReplayError(f"{what}: importing fails here: {said}") from error
+        raise ReplayError(f"{what}: importing fails here: {said(error)}") from error
     finally:
         sys.argv = before
 
@@ -160,7 +156,8 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
         found = {place for place, names in enumerate(bound) if place not in chosen and names & wanted}
         found |= {place for place, names in enumerate(changes) if place not in chosen and names & data}
         if not found:
-            return [one for place, one in enumerate(statements) if place in chosen or _is_future(one)]
+            future = {n for n, each in enumerate(statements) if isinstance(each, ast.ImportFrom) and each.module == "__future__"}
+            return [statements[place] for place in sorted(chosen | future)]
         chosen |= found
         for place in found:
             wanted |= _named(statements[place])
@@ -183,10 +180,6 @@ def _decorated(statements: Sequence[ast.stmt], bound: Sequence[set[str]], name: 
 
 def _is_name(node: ast.AST) -> TypeGuard[ast.Attribute | ast.Name]:
     return isinstance(node, ast.Attribute | ast.Name)
-
-
-def _is_future(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__"
 
 
 def _bound(statement: ast.stmt) -> set[str]:

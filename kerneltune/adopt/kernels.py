@@ -350,7 +350,13 @@ class KeyPlan(Generic[V]):
 
 
 def plan_key(
-    names: Sequence[str], values: Sequence[Any], deciding: Collection[str], is_typed: bool = False, has_layout: bool = False
+    names: Sequence[str],
+    values: Sequence[Any],
+    deciding: Collection[str],
+    *,
+    keywords: int = 0,
+    is_typed: bool = False,
+    has_layout: bool = False,
 ) -> KeyPlan[Any]:
     """Return how keys are made of launches with arguments of these names and types.
 
@@ -360,27 +366,31 @@ def plan_key(
     Args:
         names, values: names and values of the arguments of one launch, and of its grid.
         deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
+        keywords: how many arguments, the last, the key's function takes by name; other names raise TypeError.
         is_typed: whether the types of the other arguments are part of it.
         has_layout: whether the strides of tensors are part of it, and whether their first bytes are aligned.
     """
     parts: list[str] = []
-    for place, (name, value) in enumerate(zip(names, values, strict=True)):
+    by_place = len(names) - keywords
+    taken = [*(f"_{place}" for place in range(by_place)), "/", *(("*", *names[by_place:]) if keywords else ())]
+    given = [name for name in taken if name not in ("/", "*")]
+    for name, value, v in zip(names, values, given, strict=True):
         is_deciding = name in deciding
         if name in NO_ARGUMENT:
-            parts += [f"getattr(v{place}, '__code__', None)"] if is_deciding else []
+            parts += [f"_code({v}, '__code__', None)"] if is_deciding else []
         elif is_descriptor(value):
-            parts.append(f"other(v{place})" if is_deciding else f"v{place}.base.dtype")
+            parts.append(f"_other({v})" if is_deciding else f"{v}.base.dtype")
         elif is_tensor(value):
-            parts += [f"v{place}.dtype", *([f"v{place}.shape"] if is_deciding else ())]
-            parts += [f"v{place}.stride()", f"v{place}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
+            parts += [f"{v}.dtype", *([f"{v}.shape"] if is_deciding else ())]
+            parts += [f"{v}.stride()", f"{v}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
         elif is_deciding and type(value) in arguments.PLAIN:
-            parts.append(f"v{place}")
+            parts.append(v)
         elif is_deciding or arguments.holds_tensor(value):
-            parts.append(f"other(v{place})")
+            parts.append(f"_other({v})")
         elif is_typed:
-            parts.append(f"type(v{place})")
-    taken = ", ".join(f"v{place}" for place in range(len(names)))
-    key = eval(f"lambda {taken}: ({''.join(f'{part}, ' for part in parts)})", {"other": _other_key})
+            parts.append(f"_type({v})")
+    functions = {"_code": getattr, "_type": type, "_other": _other_key}
+    key = eval(f"lambda {', '.join(taken if by_place else taken[1:])}: ({''.join(f'{part}, ' for part in parts)})", functions)
     return KeyPlan(tuple(parts), key, {name: place for place, name in enumerate(names)})
 
 

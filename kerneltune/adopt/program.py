@@ -22,6 +22,8 @@ def said(error: BaseException) -> str:
 
 
 LAUNCH_FAILURES = frozenset(("OutOfResources", "PTXASError", "CompilationError"))
+_HOOK = str(Path(__file__).resolve().parent / "site")
+"""Folder of the start-up hook."""
 
 
 def is_interpreted() -> bool:
@@ -84,8 +86,7 @@ def versions(module: str) -> dict[str, str]:
 
 def import_folders() -> tuple[str, ...]:
     """Return the folders that the program imports from, without the folder of our start-up hook."""
-    own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
-    return tuple(dict.fromkeys(folder for folder in map(os.path.abspath, sys.path) if folder != own))
+    return tuple(dict.fromkeys(folder for folder in map(os.path.abspath, sys.path) if folder != _HOOK))
 
 
 def python_version() -> str:
@@ -112,9 +113,13 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
     Ctrl-C reaches the program, which decides what becomes of it; SIGTERM is passed on.
     """
     require_program(command)
+    present = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    path = os.pathsep.join(
+        [_HOOK, *present, str(Path(__file__).resolve().parents[2])]
+    )  # the start-up hook first, our package last
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     try:
-        process = subprocess.Popen(command, env=os.environ | environment | {"PYTHONPATH": python_path()})
+        process = subprocess.Popen(command, env=os.environ | environment | {"PYTHONPATH": path})
     except OSError as error:
         raise ValueError(f"program: {command[0]!r}: {error.strerror}") from error
     try:
@@ -134,10 +139,3 @@ def require_program(command: Sequence[str]) -> None:
     if shutil.which(command[0]) is None:
         hint = f": did you mean -- python {command[0]}?" if command[0].endswith(".py") else ""
         raise ValueError(f"program: {command[0]!r}: not found, or not executable: expected a file or a command on PATH{hint}")
-
-
-def python_path() -> str:
-    """Return a PYTHONPATH whose first folder holds the start-up hook, and whose last folder holds this package."""
-    package = Path(__file__).resolve().parents[1]
-    present = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    return os.pathsep.join([str(package / "adopt" / "site"), *present, str(package.parent)])

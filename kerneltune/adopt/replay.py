@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from kerneltune.adopt.arguments import Argument, Tensor, decode, joined, span, torch_dtype
+from kerneltune.adopt.arguments import Argument, Tensor, decode, joined, span, torch_dtype, views
 from kerneltune.adopt.configs import config_index, live_config, stored_key
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernel_import import ReplayError, live_kernel
-from kerneltune.adopt.program import is_interpreted
+from kerneltune.adopt.program import is_interpreted, said
 from kerneltune.forked import run_forked, shared_bytes
 
 _BASE_ALIGNMENT = 256
@@ -127,7 +127,7 @@ def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> 
     guard_bytes = _GUARD_BYTES if captured.is_plain and device not in ("cpu", "meta") else 0  # the interpreter checks accesses
     kept = _read_values(folder / VALUES) if device != "meta" else {}
     for number, about in enumerate(captured.storages):
-        tensors = [a.tensor for a in captured.arguments if a.tensor is not None and a.tensor.storage == number]
+        tensors = views(captured.arguments, number)
         begin, end = span(tensors)
         if device == "meta":
             storages.append(torch.empty(_aligned(begin) + end - begin, dtype=torch.uint8, device=device))
@@ -157,7 +157,7 @@ def _read_values(path: Path) -> dict[str, torch.Tensor]:
     try:
         return dict(load_file(path))
     except Exception as error:  # SafetensorError, OSError
-        raise ReplayError(f"{path}: {type(error).__name__}: {' '.join(str(error).split())[:120]}") from error
+        raise ReplayError(f"{path}: {said(error)}") from error
 
 
 def _storage(
@@ -191,7 +191,7 @@ def _live(argument: Argument, captured: LaunchClass, storages: Sequence[torch.Te
     if argument.tensor is None:
         return decode(argument.value)
     tensor = argument.tensor
-    begin, _ = span([a.tensor for a in captured.arguments if a.tensor is not None and a.tensor.storage == tensor.storage])
+    begin, _ = span(views(captured.arguments, tensor.storage))
     storage = storages[tensor.storage]
     offset = _aligned(begin) + tensor.offset - begin
     kind = torch_dtype(tensor.dtype)

@@ -13,28 +13,10 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from kerneltune.adopt import program
-from kerneltune.adopt.configs import (
-    OPTIONS,
-    config_index,
-    config_label,
-    configs_digest,
-    decode_config,
-    encode_config,
-    live_config,
-    plain_tuner,
-)
+from kerneltune.adopt import kernels, program
+from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, decode_config, label_of, live_config, plain_tuner
 from kerneltune.adopt.folder import Counters
-from kerneltune.adopt.kernels import (
-    Call,
-    KernelName,
-    KeyPlan,
-    all_but_floats,
-    bytecode_digest,
-    kernel_name,
-    plan_key,
-    source_digest,
-)
+from kerneltune.adopt.kernels import Call, KernelName, KeyPlan, kernel_name, plan_key
 from kerneltune.adopt.program import said
 from kerneltune.adopt.table import Group, RowFinder, ServingRow, ServingTable, TableKernel, read_table
 
@@ -49,12 +31,7 @@ _MOST_PLANS = 8
 """Plans of keys that are kept of launches with the same argument names: with and without each optional tensor."""
 
 SERVED, MISSED = "served", "missed"
-"""Kinds of counted launches: with a config of the table, or with a config of the miss policy."""
-
-
-def counted_name(kernel: str, kind: str) -> str:
-    """Return the name under which a kernel's launches are counted."""
-    return f"{kind} {kernel}"
+"""Kinds of launches, with a config of the table or of the miss policy. The name of their count is `KIND KERNEL`."""
 
 
 @dataclass(slots=True)
@@ -114,18 +91,13 @@ class ServingState:
         for group in self.kernel.groups if self.kernel is not None else ():
             self.groups.setdefault(repr((group.key, list(group.dtypes))), group)
 
-    @property
-    def deciding(self) -> set[str]:
-        """Return the arguments whose values or shapes decide between rows of the table."""
-        return {name.partition(".")[0] for group in self.groups.values() for name in group.split}
-
 
 @dataclass(slots=True)
 class PlainState:
     """The table's kernels of a function without an autotuner, one for each choice of options.
 
     Attributes:
-        plans: keys of launches by the number of positional arguments and the keywords; several where the types differ.
+        plans: keys of launches by the numbers of positional arguments and of keywords; several where names or types differ.
     """
 
     name: str
@@ -269,11 +241,11 @@ class Server:
                 state = states[kernel.fn] = self._plain_state(kernel.fn)
             if state is None:
                 return original(kernel, *args, **kwargs)
-            for plan in state.plans.get((len(args), *kwargs), ()):
+            for plan in state.plans.get((len(args), len(kwargs)), ()):
                 try:
-                    served = plan.found[plan.key(*args, *kwargs.values())]
+                    served = plan.found[plan.key(*args, **kwargs)]
                     break
-                except (KeyError, AttributeError, TypeError):  # the plan is of launches with other types
+                except (KeyError, AttributeError, TypeError):  # the plan is of launches with other names or types
                     pass
             else:
                 served = self._resolve_plain(state, Call(kernel, args, kwargs))
@@ -303,7 +275,7 @@ class Server:
                     if self._is_strict:
                         raise
                     self.say(f"{name}: not served: {said(error)}")
-                served, missed = (self.counters.slot(counted_name(name, kind)) for kind in (SERVED, MISSED))
+                served, missed = (self.counters.slot(f"{kind} {name}") for kind in (SERVED, MISSED))
                 state = ServingState(kernel, autotuner.configs, autotuner.configs, (served, missed))
                 if kernel is not None and kernel.portfolio and self.portfolio:
                     state.shown = self._live(state, kernel.portfolio[: self.portfolio]) or autotuner.configs
@@ -333,8 +305,8 @@ class Server:
     def _kernel_of(self, autotuner: Any, is_early: bool) -> TableKernel | None:
         name, function = kernel_name(autotuner), autotuner.base_fn
         found = self.kernels_of(name, is_early=is_early)
-        same = [one for one in found if one.bytecode == bytecode_digest(function)]
-        same = same or [one for one in found if one.source == source_digest(function)]  # another Python, or other code
+        same = [one for one in found if one.bytecode == kernels.bytecode_digest(function)]
+        same = same or [one for one in found if one.source == kernels.source_digest(function)]  # another Python, or other code
         if not same:
             if found:
                 self.say(f"{name.text}: its source has changed since it was tuned: policy {self.miss}")
@@ -351,9 +323,12 @@ class Server:
 
         Of a list that was not tuned, as programs assign for each size, a value that no config of it has may be wrong here.
         """
-        found = [live_config(state.index, config, self._make_config) for config in stored]
-        is_tuned = state.kernel is not None and state.kernel.configs == configs_digest(state.configs)
-        return [config for config in found if config is not None and (is_tuned or _has_values_of(config, state.configs))]
+        made = [live_config(state.index, config, self._make_config) for config in stored]
+        live = [config for config in made if config is not None]
+        if state.kernel is not None and state.kernel.configs == configs_digest(state.configs):
+            return live
+        known = [item for config in state.configs for item in config.kwargs.items()]
+        return [config for config in live if all(item in known for item in config.kwargs.items())]
 
     def _resolve(
         self, original: Callable[..., Any], call: Call, state: ServingState, kind: tuple[Any, ...]
@@ -372,8 +347,9 @@ class Server:
             return plan.remember(key, served)
         if len(state.configs) == 1:  # nothing to choose
             return plan.remember(key, _served(state.configs, state.counters[0]))
-        if _launches_nothing(call, state.configs[0]):  # a later launch of this key may launch something
-            return _served(state.configs[:1], state.counters[1])
+        with suppress(Exception):  # the author's grid: what it raises, the launch raises again
+            if 0 in (call.grid(state.configs[0]) or ()):  # of no tokens, say: any config will do for this launch alone
+                return _served(state.configs[:1], state.counters[1])
         self.counts.misses += 1
         if self.missing is not None:
             try:  # with the author's list rather than the portfolio
@@ -394,7 +370,8 @@ class Server:
         """
         tuner, names, values = call.autotuner, call.names, call.values
         is_whole = tuner.early_config_prune or tuner.perf_model or self.miss == "nearest"
-        deciding = {*tuner.keys, *state.deciding, *(all_but_floats(names, values) if is_whole else ())}
+        sizes = {name.partition(".")[0] for group in state.groups.values() for name in group.split}  # that decide between rows
+        deciding = {*tuner.keys, *sizes, *(kernels.all_but_floats(names, values) if is_whole else ())}
         if len(state.plans) >= _MOST_KINDS:
             state.plans.clear()
         state.finders[kind] = plan_key(names, values, set(tuner.keys))
@@ -419,7 +396,7 @@ class Server:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
         nearest = state.kernel.nearest(call.sizes(), call.dtypes()) if policy == "nearest" and state.kernel is not None else None
         near = None if nearest is None else self._allowed(call, state, nearest)
-        label = "" if near is None else config_label(encode_config(near.config))
+        label = "" if near is None else label_of(near.config)
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first"
         self.say(f"{call.name.text}: a launch that was not tuned: served with {used}")
         return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(state.configs)]
@@ -445,14 +422,14 @@ class Server:
     def _fall_back(self, autotuner: Any, served: Served, error: Exception) -> None:
         """Serve the next config from now on, because the present config fails to launch."""
         failed, config = served.config, served.fallbacks.pop(0)
-        bad, good = (config_label(encode_config(one)) for one in (failed, config))
+        bad, good = (label_of(one) for one in (failed, config))
         self.say(f"{kernel_name(autotuner).text}: config {bad} fails here ({said(error)}): falling back to {good}")
         served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
 
     def _plain_state(self, function: Any) -> PlainState | None:
         """Return the state of a function; None where the table has no kernel of it."""
         name = KernelName(function.__module__, function.__qualname__)
-        found = [one for one in self.kernels_of(name, is_plain=True) if one.bytecode == bytecode_digest(function)]
+        found = [one for one in self.kernels_of(name, is_plain=True) if one.bytecode == kernels.bytecode_digest(function)]
         return PlainState(name.text, found) if found else None
 
     def _resolve_plain(self, state: PlainState, call: Call) -> Served:
@@ -460,10 +437,10 @@ class Server:
 
         call: of the kernel itself instead of an autotuner.
         """
-        names, values = call.names, call.values
-        plan = plan_key(names, values, {*OPTIONS, "grid", *(key for one in state.kernels for key in one.keys)}, is_typed=True)
-        plans = state.plans.setdefault((len(call.args), *call.kwargs), [])
-        known = next((one for one in plans if one.parts == plan.parts), None)
+        deciding = {*OPTIONS, "grid", *(key for one in state.kernels for key in one.keys)}
+        plan = plan_key(call.names, call.values, deciding, keywords=len(call.kwargs), is_typed=True)
+        plans = state.plans.setdefault((len(call.args), len(call.kwargs)), [])
+        known = next((other for other in plans if other.parts == plan.parts and other.places == plan.places), None)
         if known is None:
             plans[:] = [plan, *plans[: _MOST_PLANS - 1]]
         try:
@@ -471,8 +448,8 @@ class Server:
         except Exception as error:  # a value of a kind that no capture has must not end the user's program
             self.say(f"{state.name}: a launch is not served: {said(error)}")
             options = {}
-        counter = self.counters.slot(counted_name(state.name, SERVED if options else MISSED))
-        return (known or plan).remember(plan.key(*values), Served(options, counter))
+        counter = self.counters.slot(f"{SERVED if options else MISSED} {state.name}")
+        return (known or plan).remember(plan.key(*call.args, **call.kwargs), Served(options, counter))
 
     def _plain_options(self, state: PlainState, call: Call) -> dict[str, Any]:
         """Return the options and blocks that the table has for a launch; empty for none."""
@@ -520,17 +497,3 @@ def _row(call: Call, state: ServingState, kind: tuple[Any, ...]) -> ServingRow |
 def _served(configs: Sequence[Any], counter: int) -> Served:
     config, *fallbacks = configs
     return Served(config.all_kwargs(), counter, config, config.pre_hook, fallbacks)
-
-
-def _launches_nothing(call: Call, config: Any) -> bool:
-    """Return whether a launch has an empty grid: of no tokens, say. Any config will do."""
-    try:
-        grid = call.grid(config)
-    except Exception:  # the author's own code: it is raised again by the launch
-        return False
-    return grid is not None and 0 in grid
-
-
-def _has_values_of(config: Any, configs: Sequence[Any]) -> bool:
-    """Return whether each argument that a config gives has that value in a config of a list."""
-    return all(any(other.kwargs.get(name) == value for other in configs) for name, value in config.kwargs.items())

@@ -10,7 +10,8 @@ from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.operators import stored_of_config
 from kerneltune.adopt.replay import grid_of
 from kerneltune.adopt.table import Group, ServingRow
-from kerneltune.spec import Case, Config
+from kerneltune.search.task import Task
+from kerneltune.spec import Config
 from kerneltune.stats import Samples, ratio_interval
 
 LEAST_GAIN = 1.03
@@ -30,7 +31,7 @@ class TunedClass:
     """
 
     launch: LaunchClass
-    case: Case
+    task: Task
     best: Config
     author: Config
     times: dict[Config, float]
@@ -38,7 +39,7 @@ class TunedClass:
     cost_us: float
 
 
-Timing = Callable[[Case, Sequence[Any]], Sequence[Samples | None] | None]
+Timing = Callable[[Task, Sequence[Any]], Sequence[Samples | None] | None]
 
 
 def groups_of(classes: Sequence[TunedClass], timing: Timing, most: int) -> Iterator[Group]:
@@ -46,7 +47,7 @@ def groups_of(classes: Sequence[TunedClass], timing: Timing, most: int) -> Itera
 
     Args:
         classes: of the kernel.
-        timing: times configs of a case side by side; None where that crashed.
+        timing: function that times configs of a class side by side; its result is None where a config crashed.
         most: configs of a row.
     """
     groups: dict[str, list[TunedClass]] = {}
@@ -88,7 +89,7 @@ def own_gain(one: TunedClass, shared: Config, timing: Timing) -> float | None:
     if one.best == shared:
         return None
     screened = one.times[shared] / one.times.get(one.best, one.times[shared])
-    samples = timing(one.case, [shared, one.best, one.author])
+    samples = timing(one.task, [shared, one.best, one.author])
     if samples is None or samples[0] is None or samples[1] is None:
         return screened if screened >= LEAST_GAIN else None
     over = ratio_interval(samples[0], samples[1])

@@ -119,9 +119,14 @@ class TableKernel:
         return None if group is None else group.nearest(sizes)
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
-        """Return the row of the nearest captured launch with these element types; None if no launch has them."""
+        """Return the row of the nearest captured launch, by log2 distance, with these element types; None if none has them."""
+
+        def distance(row: ServingRow) -> float:
+            names = row.sizes.keys() | sizes.keys()
+            return sum(abs(log2_of(row.sizes.get(name)) - log2_of(sizes.get(name))) for name in names)
+
         rows = [row for group in self.groups if group.dtypes == list(dtypes) for row in group.rows]
-        return min(rows, key=lambda row: distance(row.sizes, sizes), default=None)
+        return min(rows, key=distance, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +145,6 @@ _FAR = -16.0
 def log2_of(size: int | None) -> float:
     """Return the log2 of a size, by which sizes are compared; a size that is missing or below 1 is far from every other size."""
     return math.log2(size) if size is not None and size > 0 else _FAR
-
-
-def distance(stored: Mapping[str, int], wanted: Mapping[str, int]) -> float:
-    """Return the sum of the log2 distances between sizes of two launches."""
-    return sum(abs(log2_of(stored.get(name)) - log2_of(wanted.get(name))) for name in stored.keys() | wanted.keys())
 
 
 def path_of(root: Path, device: str) -> Path:

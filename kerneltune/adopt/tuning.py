@@ -1,13 +1,11 @@
-"""Tune a capture: the engine searches each class of launches, then classes share a config where none gains by its own.
-
-Writes the table that serving reads.
-"""
+"""Tune a capture: search each class of launches, let classes share a config where none gains by its own, write the table."""
 
 import json
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -30,14 +28,14 @@ from kerneltune.adopt.operators import (
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.program import LAUNCH_FAILURES
 from kerneltune.adopt.replay import make_launch
-from kerneltune.adopt.sharing import Timing, TunedClass, groups_of, portfolio_of
+from kerneltune.adopt.sharing import TunedClass, groups_of, portfolio_of
 from kerneltune.adopt.table import ServingTable, TableKernel, path_of, write_table
 from kerneltune.files import replace_text
 from kerneltune.run_options import Options, Plan, Progress, Selection
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Task, store_path
 from kerneltune.search.trials import TrialStore
-from kerneltune.spec import Case, Op
+from kerneltune.spec import Op
 from kerneltune.stats import Samples
 from kerneltune.table import counted
 from kerneltune.tune.candidates import cached, present
@@ -53,14 +51,7 @@ _COLD_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of tuning a capture.
-
-    Attributes:
-        table: that serving reads; its SHA-256.
-        tuned: classes with a config.
-        skipped: a line for each class that has none.
-        seconds: of wall time.
-    """
+    """The table that tuning has written and its SHA-256, the tuned classes, a line for each other class, seconds of wall time."""
 
     table: Path
     digest: str
@@ -71,14 +62,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class TuningForecast:
-    """The work that tuning a capture takes at most.
-
-    Attributes:
-        classes: that would be tuned.
-        configs: of all classes together.
-        seconds: of wall time, estimated.
-        skipped: a line for each class that would not be tuned.
-    """
+    """Numbers of classes and configs that tuning would try, estimated seconds of wall time, a line for each other class."""
 
     classes: int
     configs: int
@@ -154,7 +138,8 @@ def tune_capture(
     replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
     try:
         for policy in dict.fromkeys(map(policy_of, chosen)):
-            entries = tuple(_entry(by_name, one) for one in chosen if policy_of(one) == policy)
+            tasks = [task for task in (_task(by_name, launch) for launch in chosen) if task.policy == policy]
+            entries = tuple(sweep.SweepCase(task.op.name, task.case, "bench") for task in tasks)
             cases = sweep.Sweep(FAMILY, root / SWEEP, (), entries, {})
             selection = Selection(FAMILY, variants=(TUNED,))
             run_tune(Plan(by_name, cases, selection, replace(options, policy=policy)), limited)
@@ -162,7 +147,7 @@ def tune_capture(
         progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
     cache.clear()
     tuned = _collect(capture, by_name, options, skipped)
-    table = _table(tuned, by_name)
+    table = _table(tuned)
     digest = write_table(root, table)
     _keep_compiled(root, table, tuned, progress)
     return Outcome(path_of(root, table.device), digest, tuned, skipped, time.monotonic() - began)
@@ -178,8 +163,7 @@ def probe_blocks(capture: Capture, launches: Sequence[LaunchClass]) -> bool:
     by_name = {op.name: op for op in operators_of(capture)}
     with GpuWorker() as worker:
         for launch in (launch for launch in launches if launch.is_plain):
-            op, known = by_name[operator_name(launch)], blocks.setdefault(launch.digest, {})
-            task = Task(op, case_of(launch, op.axes), op.variant(TUNED), policy_of(launch))
+            task, known = _task(by_name, launch), blocks.setdefault(launch.digest, {})
             for name in [name for name in launch.candidates[0].config["kwargs"] if name not in known]:
                 known[name], is_new = _coupling(worker, task, launch, name), True
     if is_new:
@@ -208,23 +192,22 @@ def policy_of(launch: LaunchClass) -> str:
     return "cold" if launch.argument_bytes >= _COLD_BYTES else "hot"
 
 
-def _entry(by_name: Mapping[str, Op], launch: LaunchClass) -> sweep.SweepCase:
+def _task(by_name: Mapping[str, Op], launch: LaunchClass) -> Task:
+    """Return the task of tuning a class."""
     op = by_name[operator_name(launch)]
-    return sweep.SweepCase(op.name, case_of(launch, op.axes), "bench")
+    return Task(op, case_of(launch, op.axes), op.variant(TUNED), policy_of(launch))
 
 
 def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str | None) -> list[LaunchClass]:
     """Return the classes that are tuned, the most expensive first; a line in `skipped` for each that cannot be."""
     found: list[LaunchClass] = []
-    covered = 0.0
-    shares = capture.shares()
-    for launch in sorted(capture.classes, key=lambda one: -shares[one.digest]):
+    covered, shares = 0.0, capture.shares()
+    for launch in sorted(capture.classes, key=lambda launch: -shares[launch.digest]):
         if covered >= share and found:
             skipped.append(f"{launch.label}: below --share {share:g}: keeps the author's choice")
             continue
         covered += shares[launch.digest]
-        reason = obstacle(launch, device_slug)
-        if reason:
+        if reason := obstacle(launch, device_slug):
             skipped.append(f"{launch.label}: {reason}")
         else:
             found.append(launch)
@@ -237,9 +220,10 @@ def obstacle(launch: LaunchClass, device_slug: str | None = None) -> str:
         return f"captured on {launch.device}, this is {device_slug}: capture again here"
     if launch.problem:
         return launch.problem
-    if not any(one.is_author and one.grid is not None for one in launch.candidates):
+    grids = [candidate.grid for candidate in offered(launch, widen=False)]
+    if not grids:
         return launch.candidates[0].problem if launch.candidates else "no config"
-    if any(one.is_author and one.grid is not None and 0 in one.grid for one in launch.candidates):
+    if any(grid is not None and 0 in grid for grid in grids):
         return "its grid is empty: nothing is launched"
     if any(about.get("kept") == "missing" for about in launch.storages):
         return "values were not kept (seen in a graph capture, or over --max-bytes)"
@@ -256,37 +240,34 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
     assert options.results is not None
     stores: dict[str, TrialStore] = {}
     for launch in capture.classes:
-        op = by_name[operator_name(launch)]
-        case, variant = case_of(launch, op.axes), op.variant(TUNED)
-        if op.name not in stores:
-            path = store_path(options.results / "runs" / "trials" / device.current().slug, op.name)
-            stores[op.name] = TrialStore(path, "", **present(variant))
-        task = Task(op, case, variant, policy_of(launch))
-        tried = stores[op.name].of_task(task)
+        task = _task(by_name, launch)
+        name, variant = task.op.name, task.variant
+        if name not in stores:
+            path = store_path(options.results / "runs" / "trials" / device.current().slug, name)
+            stores[name] = TrialStore(path, "", **present(variant))
+        tried = stores[name].of_task(task)
         stored = cached(task, options.configs)
         if stored is None:
+            reason = "no config passed its check" if tried else "not reached: run the command again"
             if not any(line.startswith(f"{launch.label}:") for line in skipped):
-                skipped.append(
-                    f"{launch.label}: {'no config passed its check' if tried else 'not reached: run the command again'}"
-                )
+                skipped.append(f"{launch.label}: {reason}")
             continue
         entry, best = stored
         times = {variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
-        author = variant.default_config(case)
-        found.append(TunedClass(launch, case, best, author, times, dict(entry.evidence), capture.cost_us(launch)))
+        author = variant.default_config(task.case)
+        found.append(TunedClass(launch, task, best, author, times, dict(entry.evidence), capture.cost_us(launch)))
     return found
 
 
-def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> ServingTable:
+def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     """Return the table of the tuned classes."""
     kernels = []
+    by_kernel: dict[str, list[TunedClass]] = {}
+    for each in tuned:
+        by_kernel.setdefault(operator_name(each.launch), []).append(each)
     with GpuWorker() as worker:
-        by_kernel: dict[str, list[TunedClass]] = {}
-        for one in tuned:
-            by_kernel.setdefault(operator_name(one.launch), []).append(one)
-        for name, classes in by_kernel.items():
-            timing = _timing(worker, by_name[name], {one.case: policy_of(one.launch) for one in classes})
-            groups = tuple(groups_of(classes, timing, _MOST_CONFIGS))
+        for classes in by_kernel.values():
+            groups = tuple(groups_of(classes, partial(_timed, worker), _MOST_CONFIGS))
             launch = classes[0].launch
             kernels.append(
                 TableKernel(
@@ -303,30 +284,24 @@ def _table(tuned: Sequence[TunedClass], by_name: Mapping[str, Op]) -> ServingTab
                 )
             )
     here = device.current()
-    versions = {**device.versions(), "driver": here.driver}
-    return ServingTable(here.slug, versions, tuple(kernels))
+    return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))
 
 
-def _timing(worker: GpuWorker, op: Op, policies: Mapping[Case, str]) -> Timing:
-    """Return a function that times configs of an operator side by side; it returns None if the worker crashed."""
-
-    def samples(case: Case, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
-        try:
-            return worker.time_interleaved(Task(op, case, op.variant(TUNED), policies[case]), configs)
-        except WorkerCrashedError:
-            return None
-
-    return samples
+def _timed(worker: GpuWorker, task: Task, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
+    """Return times of configs side by side; None if the worker crashed."""
+    try:
+        return worker.time_interleaved(task, configs)
+    except WorkerCrashedError:
+        return None
 
 
 def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass], progress: Progress) -> None:
     """Keep the compiled kernels that serving will launch beside the table; what cannot be kept is compiled there."""
     by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
     names, launchers = [], []
-    for one in tuned:
-        launch = one.launch
-        table_kernel = by_name[launch.kernel.module, launch.kernel.name, launch.configs]
-        row = table_kernel.row(launch.key, launch.sizes, launch.dtypes)
+    for launch in (each.launch for each in tuned):
+        served = by_name[launch.kernel.module, launch.kernel.name, launch.configs]
+        row = served.row(launch.key, launch.sizes, launch.dtypes)
         if row is not None:
             kernel = make_launch(launch, root, "meta", 0).compile(row.configs[0])
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter

@@ -54,10 +54,10 @@ def command(
 def _show_counts(counts: Mapping[str, int], configs: Path) -> None:
     """Print how many launches were served and how many were not tuned, by kernel."""
     from kerneltune.adopt.folder import CLASSES, MISSES
-    from kerneltune.adopt.serving import MISSED, SERVED, counted_name
+    from kerneltune.adopt.serving import MISSED, SERVED
 
     found = [
-        (kernel, counts.get(counted_name(kernel, SERVED), 0), counts.get(counted_name(kernel, MISSED), 0))
+        (kernel, counts.get(f"{SERVED} {kernel}", 0), counts.get(f"{MISSED} {kernel}", 0))
         for kernel in {name.partition(" ")[2] for name in counts}
     ]
     rows = sorted((row for row in found if row[1] or row[2]), key=lambda row: (-row[2], -row[1], row[0]))
