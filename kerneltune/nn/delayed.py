@@ -88,7 +88,7 @@ class DelayedScaling(nn.Module):
         else:
             cast = fp8.fp8_tensorwise_2d(x, layout="both", pow2=False, inverse=True, offs=offs)
             self._remember(mine, cast.scale)
-        return cast.q, cast.scale, cast.q_t, cast.scale
+        return Operand(cast.q, cast.scale, cast.q_t, cast.scale)
 
     def cast_weights(self, weight: Tensor, into: Fp8Weights | None = None, skip: Tensor | None = None) -> Fp8Weights:
         """Return weight (E, N, K), contiguous or column-major, in fp8 in both layouts.

@@ -7,7 +7,7 @@ Launches of a grouped product, forward and backward: tensorwise 9, rowwise 6; wi
 Shapes and types of arguments are not checked.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +22,22 @@ from kerneltune.nn.alignment import ALIGNED, row_major
 from kerneltune.nn.recipes import Recipe
 from kerneltune.ops import fp8
 
-Operand = Sequence[Tensor | None]
-"""q and its scale for the product with Y or dX, q_t and its scale for the other product; None where nothing reads them."""
-NOT_CAST: Operand = (None,) * 4
+
+class Operand(NamedTuple):
+    """Hold rows, or a weight (E, K, N), in fp8 for two products; None where nothing reads a tensor.
+
+    Attributes:
+        q, scale: for the product with Y or dX.
+        q_t, scale_t: for the other product; scale_t may be scale.
+    """
+
+    q: Tensor | None = None
+    scale: Tensor | None = None
+    q_t: Tensor | None = None
+    scale_t: Tensor | None = None
+
+
+NOT_CAST = Operand()
 
 
 class Fp8Weights(NamedTuple):
@@ -47,6 +60,11 @@ class Fp8Weights(NamedTuple):
         return Fp8Weights(self.q_t, self.scale_t, self.q, self.scale)
 
 
+AnyOperand = Operand | Fp8Weights
+Pair = Sequence[Tensor | None]
+"""q and scale, the beginning of an operand, or q_t and scale_t, its end."""
+
+
 class Casts(NamedTuple):
     """The functions by which a product casts its operands.
 
@@ -57,13 +75,13 @@ class Casts(NamedTuple):
 
     rows: Callable[[Tensor, Tensor | None, bool, bool], Operand]
     gradient: Callable[[Tensor, Tensor | None, bool, bool], Operand]
-    weights: Callable[[Tensor, bool], Operand]
+    weights: Callable[[Tensor, bool], AnyOperand]
 
 
 def fresh_casts(scaling: str, pow2: bool) -> Casts:
     """Return the casts with scales of the values at hand, by the fields of a Recipe."""
     rows = partial(cast_rows, scaling, pow2)
-    return Casts(rows, rows, partial(cast_product_weights, scaling, pow2))
+    return Casts(rows, rows, partial(cast_weights, scaling, pow2))
 
 
 def cast_rows(scaling: str, pow2: bool, x: Tensor, offs: Tensor | None, along: bool, down: bool) -> Operand:
@@ -75,16 +93,17 @@ def cast_rows(scaling: str, pow2: bool, x: Tensor, offs: Tensor | None, along: b
     if scaling == "tensorwise":
         layout = "both" if along and down else "row" if along else "col"
         *made, scale = ops.fp8_tensorwise_2d(x, layout=layout, offs=offs, **options)
-        return made[0] if along else None, scale, made[-1] if down else None, scale
-    ends, q, scale, q_t, scale_t = one_group(x) if offs is None else offs, *NOT_CAST
-    if along and down:
-        q, scale, q_t, scale_t = ops.fp8_group_both(x, ends, aligned=offs is not None, **options)
-    elif along:
+        return Operand(made[0] if along else None, scale, made[-1] if down else None, scale)
+    if along and not down:
         q, scale = ops.fp8_rowwise_2d(x, **options)
-    else:
-        q_t, scale_t = ops.fp8_group_colwise(x, ends, aligned=offs is not None, **options)
-    shape = ends.shape[0], x.shape[1]
-    return q, None if scale is None else scale.view(-1), q_t, None if scale_t is None else scale_t.view(shape)
+        return Operand(q, scale.view(-1))
+    ends = one_group(x) if offs is None else offs
+    shape, options["aligned"] = (ends.shape[0], x.shape[1]), offs is not None
+    if not along:
+        q_t, scale_t = ops.fp8_group_colwise(x, ends, **options)
+        return Operand(q_t=q_t, scale_t=scale_t.view(shape))
+    q, scale, q_t, scale_t = ops.fp8_group_both(x, ends, **options)
+    return Operand(q, scale.view(-1), q_t, scale_t.view(shape))
 
 
 def one_group(rows: Tensor) -> Tensor:
@@ -92,8 +111,11 @@ def one_group(rows: Tensor) -> Tensor:
     return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
 
 
-def cast_product_weights(scaling: str, pow2: bool, b: Tensor, both: bool, amax: Tensor | None = None) -> Operand:
-    """Cast b (E, K, N) of either order for the forward product, and with `both` for dX; amax: of `cast_weights`, with `both`."""
+def cast_weights(scaling: str, pow2: bool, b: Tensor, both: bool, amax: Tensor | None = None) -> Operand:
+    """Cast a weight b (E, K, N) of either order for the forward product, and with `both` for dX.
+
+    amax: of `fp8_tensorwise_3d`; ignored under `rowwise`, and without `both` or pow2.
+    """
     if not torch.compiler.is_compiling():
         _check_device(b)
     is_contiguous = b.is_contiguous()
@@ -102,14 +124,14 @@ def cast_product_weights(scaling: str, pow2: bool, b: Tensor, both: bool, amax: 
     if both:
         if scaling == "rowwise":
             q, scale, q_t, scale_t = ops.fp8_rowwise_3d_both(w, **options)
-            found = q, scale.view(E, N), q_t, scale_t
+            scale = scale.view(E, N)
         elif amax is not None and pow2:
             q, scale, q_t = expected_weights(w, amax)
-            found = q, scale, q_t, scale
+            scale_t = scale
         else:
             q, q_t, scale = ops.fp8_tensorwise_3d(w, layout="both", **options)
-            found = q, scale, q_t, scale
-        return (*found[2:], *found[:2]) if is_contiguous else found
+            scale_t = scale
+        return Operand(q_t, scale_t, q, scale) if is_contiguous else Operand(q, scale, q_t, scale_t)
     if scaling == "tensorwise":
         q, scale = ops.fp8_tensorwise_3d(w, layout="col" if is_contiguous else "row", **options)
     elif is_contiguous:
@@ -117,27 +139,24 @@ def cast_product_weights(scaling: str, pow2: bool, b: Tensor, both: bool, amax: 
     else:
         q, scale = ops.fp8_colwise_3d(w, **options)
         scale = scale.view(E, N)
-    return q, scale, None, None
+    return Operand(q, scale)
 
 
-def cast_weights(b_t: Tensor, recipe: Recipe, into: Fp8Weights | None = None, amax: Tensor | None = None) -> Fp8Weights:
-    """Return b_t (E, K, N), column-major or contiguous, in both layouts; scale_t is scale where an expert has one scale.
+def fp8_weights(b: Tensor, recipe: Recipe, amax: Tensor | None = None) -> Fp8Weights:
+    """Return a weight b (E, K, N) of either order in fp8, in both layouts; amax: of `cast_weights`."""
+    return Fp8Weights(*cast_weights(recipe.scaling, recipe.pow2, b, True, amax))  # type: ignore[arg-type]
 
-    into: the result of an earlier call for a weight of this size and recipe, which is overwritten.
-    amax: of `fp8_tensorwise_3d`; `rowwise` ignores it.
-    """
-    _check_device(b_t)
-    if b_t.is_contiguous():
-        return cast_weights(b_t.mT, recipe, into and into.transposed(), amax).transposed()
-    E, _, N = b_t.shape
+
+def write_weights(into: Fp8Weights, b: Tensor, recipe: Recipe, amax: Tensor) -> None:
+    """Overwrite the tensors of an earlier cast of a weight of this size and recipe by b (E, K, N) of either order."""
+    if b.is_contiguous():
+        b, into = b.mT, into.transposed()
     if recipe.scaling == "tensorwise":
-        segments = None if into is None else fp8.SegmentOutput(into.q, into.q_t, into.scale)
-        out = fp8.fp8_tensorwise_3d(b_t, layout="both", pow2=recipe.pow2, inverse=True, amax=amax, out=segments)
-        assert out.q is not None and out.q_t is not None
-        return into or Fp8Weights(out.q, out.scale, out.q_t, out.scale)
-    both = None if into is None else fp8.BothLayouts(into.q, into.scale.view(E, 1, N), into.q_t, into.scale_t)
-    q, scale, q_t, scale_t = fp8.fp8_rowwise_3d_both(b_t, pow2=recipe.pow2, inverse=True, out=both)
-    return into or Fp8Weights(q, scale.view(E, N), q_t, scale_t)
+        out = fp8.SegmentOutput(into.q, into.q_t, into.scale)
+        fp8.fp8_tensorwise_3d(b, layout="both", pow2=recipe.pow2, inverse=True, amax=amax, out=out)
+    else:
+        both = fp8.BothLayouts(into.q, into.scale.unsqueeze(1), into.q_t, into.scale_t)
+        fp8.fp8_rowwise_3d_both(b, pow2=recipe.pow2, inverse=True, out=both)
 
 
 def _check_device(w: Tensor) -> None:
@@ -148,8 +167,9 @@ def _check_device(w: Tensor) -> None:
 @custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))
 def expected_weights(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast w (E, K, N) tensor-wise per expert and write its largest magnitudes to amax: q, scale and q_t."""
-    q, scale, q_t, _ = cast_weights(w, Recipe("tensorwise"), amax=amax)
-    return q, scale, q_t
+    made = fp8.fp8_tensorwise_3d(w, layout="both", inverse=True, amax=amax)
+    assert made.q is not None and made.q_t is not None
+    return made.q, made.scale, made.q_t
 
 
 @expected_weights.register_fake
@@ -158,9 +178,9 @@ def _(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, scale, q_t
 
 
-def multiply(x: Operand, w: Operand, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply rows (M, K), in groups that end at offs, with w (E, K, N), or all rows with w (1, K, N): q times scale of both."""
-    (q, scale), (q_w, scale_w) = x[:2], w[:2]
+def multiply(x: Pair, w: Pair, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiply rows (M, K), in groups that end at offs, with w (E, K, N), or all rows with w (1, K, N); q and scale of both."""
+    q, scale, q_w, scale_w = *x[:2], *w[:2]
     assert q is not None and scale is not None and q_w is not None and scale_w is not None
     if offs is None:
         return _multiply_all(q, q_w[0], scale, scale_w, dtype)
@@ -168,9 +188,9 @@ def multiply(x: Operand, w: Operand, offs: Tensor | None, dtype: torch.dtype) ->
     return y
 
 
-def weight_gradient(dy: Operand, x: Operand, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return dW (E, N, K), or (N, K) of all rows, of q_t and scale of dY and of X."""
-    (dy_t, scale_dy), (x_t, scale_x) = dy, x
+def weight_gradient(dy: Pair, x: Pair, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return dW (E, N, K), or (N, K) of all rows, of q_t and scale_t of dY and of X."""
+    dy_t, scale_dy, x_t, scale_x = *dy[-2:], *x[-2:]
     assert dy_t is not None and scale_dy is not None and x_t is not None and scale_x is not None
     if offs is None:
         return _multiply_all(dy_t.t(), x_t, scale_dy, scale_x, dtype)
@@ -205,7 +225,7 @@ def input_gradient(
     An operator of its own, as `late_weight_gradient` is, because the compiler would move casts that do not depend on dY to the
     forward pass and keep them.
     """
-    return multiply((q, scale), cast_product_weights(scaling, pow2, b.mT, False), offs, dtype)
+    return multiply((q, scale), cast_weights(scaling, pow2, b.mT, False), offs, dtype)
 
 
 @input_gradient.register_fake
@@ -219,7 +239,7 @@ def late_weight_gradient(
 ) -> Tensor:
     """Return dW (N, K) of all rows, of the cast of dY and of x (…, K), which is cast here in x_dtype as in the forward pass."""
     cast = cast_rows(scaling, pow2, rows_of(x, x_dtype), None, False, True)
-    return weight_gradient((dy_t, scale), cast[2:], None, dtype)
+    return weight_gradient((dy_t, scale), cast, None, dtype)
 
 
 @late_weight_gradient.register_fake
@@ -232,52 +252,83 @@ def rows_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     return row_major(x.reshape(-1, x.shape[-1]).to(dtype))
 
 
-class _Product(torch.autograd.Function):
-    """Compute Y = X W, or Y = swiglu(X W) V, and the gradients.
+class _Settings(NamedTuple):
+    """Hold the plain values of a product.
 
-    Its arguments are tensors and plain values, on which torch.compile can guard. The backward pass releases each tensor at its
-    last use, so that nothing else waits beside dW, the largest tensor.
+    Attributes:
+        scaling, pow2, keep: of the Recipe.
+        delayed: a DelayedScaling in place of scaling and pow2, or None.
+        dtype: of the result.
+        for_x, for_w, for_v: which gradients will be asked for.
+    """
+
+    scaling: str
+    pow2: bool
+    keep: bool
+    delayed: Any
+    dtype: torch.dtype
+    for_x: bool
+    for_w: bool
+    for_v: bool
+
+
+def _casts_of(settings: _Settings) -> Casts:
+    return fresh_casts(settings.scaling, settings.pow2) if settings.delayed is None else settings.delayed.casts
+
+
+def _flat(tensors: Iterable[Tensor | None], settings: _Settings, operands: Iterable[AnyOperand | None]) -> list[Any]:
+    """Return the arguments of `_Product`: torch.compile guards on tensors and plain values alone, and takes no tensor twice.
+
+    Args:
+        tensors: x, w, v, and pairs, places and offs of a Routing.
+        settings: of the product.
+        operands: x, w and v as far as they were cast before.
+    """
+    found = [*tensors, *settings]
+    for operand in operands:
+        q, scale, q_t, scale_t = operand or NOT_CAST
+        found += (q, scale, q_t, None if scale_t is scale else scale_t)
+    return found
+
+
+def _unflat(flat: Sequence[Any]) -> tuple[Sequence[Any], _Settings, list[Operand]]:
+    """Return the tensors, settings and operands of `_flat`."""
+    operands = []
+    for i in (14, 18, 22):
+        q, scale, q_t, scale_t = flat[i : i + 4]
+        operands.append(NOT_CAST if q is None else Operand(q, scale, q_t, scale if scale_t is None else scale_t))
+    return flat[:6], _Settings(*flat[6:14]), operands
+
+
+class _Product(torch.autograd.Function):
+    """Compute Y = X W, or Y = swiglu(X W) V, and the gradients, by the arguments of `_flat`.
+
+    The backward pass releases each tensor at its last use, so that nothing else waits beside dW, the largest tensor.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, v: Tensor | None, offs: Tensor | None, pairs: Tensor | None, places: Tensor | None,
-        scaling: str, pow2: bool, keep: bool, delayed: Any, dtype: torch.dtype, for_x: bool, for_w: bool, for_v: bool,
-        *operands: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Return Y, and keep the operands of the gradients.
-
-        Args:
-            x: rows (M, K); tokens (T, K) with pairs and places; (…, K) without offs.
-            w, v: (E, K, N) and (E, N / 2, N2), of either order.
-            offs, pairs, places: of a Routing; offs alone for rows that are sorted; None for a single group.
-            scaling, pow2, keep: of the Recipe.
-            delayed: a DelayedScaling in place of scaling and pow2, or None.
-            dtype: of the result.
-            for_x, for_w, for_v: which gradients will be asked for.
-            operands: q, scale, q_t and scale_t of x, of w and of v; scale_t is None where it is scale, all are None where the
-                product casts.
-        """
-        casts, for_h = fresh_casts(scaling, pow2) if delayed is None else delayed.casts, for_x or for_w
-        rows: Operand
-        rows, of_w, of_v = ((*operands[i : i + 3], operands[i + 3 if operands[i + 3] is not None else i + 1]) for i in (0, 4, 8))
-        if rows[0] is None and places is not None:
-            rows = _cast_tokens(casts, x, offs, pairs, places)
-        elif rows[0] is None:
+    def forward(ctx: Any, *flat: Any) -> Tensor:
+        """Return Y, and keep the operands of the gradients."""
+        (x, w, v, pairs, places, offs), settings, (rows, of_w, of_v) = _unflat(flat)
+        _, _, keep, _, dtype, for_x, for_w, for_v = settings
+        casts, for_h = _casts_of(settings), for_x or for_w
+        if rows.q is None and places is not None:
+            rows = _cast_tokens(casts, x, pairs, places, offs)
+        elif rows.q is None:
             rows = casts.rows(rows_of(x, dtype if offs is None else x.dtype), offs, True, for_w and (keep or offs is not None))
-        cast = of_w if of_w[0] is not None else casts.weights(w, for_x and keep)
+        cast = casts.weights(w, for_x and keep) if of_w.q is None else of_w
         y = multiply(rows, cast, offs, dtype)
         kept = [*_kept(cast, w, for_x), *_kept(rows, x, for_w)]
         h = y if v is not None and for_h else None
         if v is not None:
             del rows, cast  # so that only the operands of the second product are alive, beside the kept tensors
             q, *q_t, scale = torch.ops.kerneltune.fp8_swiglu_2d(y, offs, layout="both" if for_v else "row")
-            cast = of_v if of_v[0] is not None else casts.weights(v, for_h and keep)
+            cast = casts.weights(v, for_h and keep) if of_v.q is None else of_v
             y = multiply((q, scale), cast, offs, dtype)
             kept += [*_kept(cast, v, for_h), *((*q_t, scale) if for_v else (None, None))]
         ctx.save_for_backward(offs, places, h, *kept)
-        ctx.scaling, ctx.pow2, ctx.delayed, ctx.dtype, ctx.wanted = scaling, pow2, delayed, dtype, (for_x, for_w, for_v)
-        ctx.shape, ctx.dtypes, ctx.count = x.shape, (x.dtype, w.dtype, None if v is None else v.dtype), len(operands)
+        ctx.settings, ctx.shape, ctx.count = settings, x.shape, len(flat)
+        ctx.dtypes = x.dtype, w.dtype, None if v is None else v.dtype
         # in the result's shape, because FSDP2 warns of views; and no view, because autograd lets no caller change that in place
         return unsafe_view(y, [*x.shape[:-1], y.shape[1]]) if offs is None else y
 
@@ -287,61 +338,62 @@ class _Product(torch.autograd.Function):
         offs, places, h, *kept = ctx.saved_tensors
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
-        (for_x, for_w, for_v), (x_dtype, w_dtype, v_dtype), dv = ctx.wanted, ctx.dtypes, None
-        casts = fresh_casts(ctx.scaling, ctx.pow2) if ctx.delayed is None else ctx.delayed.casts
+        settings, (x_dtype, w_dtype, v_dtype), dv = ctx.settings, ctx.dtypes, None
+        *_, for_x, for_w, for_v = settings
+        casts = _casts_of(settings)
         last = (for_x, for_w) if v_dtype is None else (for_x or for_w, for_v)
-        dy = list(casts.gradient(row_major(grads[0].reshape(-1, grads[0].shape[-1])), offs, *last))
+        dy: list[Any] = list(casts.gradient(row_major(grads[0].reshape(-1, grads[0].shape[-1])), offs, *last))
         if v_dtype is not None:
             v, gated, kept = kept[4:6], kept[6:], kept[:4]
             dh: list[Any] = []
             if for_x or for_w:
-                of_gated = _input_gradient(ctx, dy, v, offs, ctx.dtype)
+                of_gated = _input_gradient(settings, dy, v, offs, settings.dtype)
                 q, *q_t, scale = torch.ops.kerneltune.fp8_swiglu_bwd_2d(of_gated, h, offs, layout="both" if for_w else "row")
                 dh = [q, scale, *(q_t or [None]), scale]
                 del of_gated, h, q, q_t
-            dv = _weight_gradient(ctx, dy, gated, offs, v_dtype) if for_v else None
+            dv = _weight_gradient(settings, dy, gated, offs, v_dtype) if for_v else None
             dy = dh
         w, x = kept[:2], kept[2:]
         del kept
-        dx = _input_gradient(ctx, dy, w, offs, x_dtype) if for_x else None
+        dx = _input_gradient(settings, dy, w, offs, x_dtype) if for_x else None
         if dx is not None:
             dx = dx.view(ctx.shape) if places is None else torch.ops.kerneltune.moe_combine(dx, places, offs, None)
-        dw = _weight_gradient(ctx, dy, x, offs, w_dtype) if for_w else None
-        return (dx, dw, dv, *[None] * (11 + ctx.count))
+        dw = _weight_gradient(settings, dy, x, offs, w_dtype) if for_w else None
+        return (dx, dw, dv, *[None] * (ctx.count - 3))
 
 
-def _cast_tokens(casts: Casts, x: Tensor, offs: Tensor | None, pairs: Tensor | None, places: Tensor) -> Operand:
+def _cast_tokens(casts: Casts, x: Tensor, pairs: Tensor, places: Tensor, offs: Tensor) -> Operand:
     """Cast tokens (T, K) with one scale and copy them to their experts, in both layouts."""
     q, scale, *_ = casts.rows(x, None, True, False)
     q, q_t = torch.ops.kerneltune.moe_permute_fp8(q, pairs, offs, places.shape[1])
-    return q, scale, q_t, scale
+    return Operand(q, scale, q_t, scale)
 
 
-def _kept(cast: Operand, source: Tensor, is_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+def _kept(cast: AnyOperand, source: Tensor, is_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensors that the backward pass reads: the cast for it and its scale, or the source, to be cast there."""
     if not is_wanted:
         return None, None
-    return (source, None) if cast[2] is None else (cast[2], cast[3])
+    return (source, None) if cast.q_t is None else (cast.q_t, cast.scale_t)
 
 
-def _input_gradient(ctx: Any, dy: list[Any], w: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _input_gradient(settings: _Settings, dy: list[Any], w: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return dX (M, K) of cast rows and of a weight as `_kept` returns it; both lists lose their first tensor."""
     (q, scale), (w_t, scale_w) = dy[:2], w
     if not torch.compiler.is_compiling():  # torch 2.11 lets traced code change no list of saved tensors
         dy[0] = w[0] = None
     if scale_w is not None:
         return multiply((q, scale), (w_t, scale_w), offs, dtype)
-    made: Tensor = input_gradient(q, scale, w_t, offs, ctx.scaling, ctx.pow2, dtype)
+    made: Tensor = input_gradient(q, scale, w_t, offs, settings.scaling, settings.pow2, dtype)
     return made
 
 
-def _weight_gradient(ctx: Any, dy: list[Any], x: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _weight_gradient(settings: _Settings, dy: list[Any], x: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return dW (E, K, N), column-major, of cast rows and of rows as `_kept` returns them."""
     made: Tensor
     if x[1] is None:
-        made = late_weight_gradient(*dy[2:], x[0], ctx.scaling, ctx.pow2, ctx.dtype, dtype)
+        made = late_weight_gradient(*dy[2:], x[0], settings.scaling, settings.pow2, settings.dtype, dtype)
     else:
-        made = weight_gradient(dy[2:], x, offs, dtype)
+        made = weight_gradient(dy, x, offs, dtype)
     return made.t()[None] if offs is None else made.transpose(1, 2)
 
 
@@ -353,26 +405,23 @@ def fp8_product(
     *,
     v: Tensor | None = None,
     routing: Sequence[Tensor | None] = (None, None, None),
-    casts: Sequence[Operand | None] = (None, None, None),
+    casts: Sequence[AnyOperand | None] = (None, None, None),
 ) -> Tensor:
-    """Multiply with autograd; see `_Product`.
+    """Multiply with autograd: Y = X W, or Y = swiglu(X W) V.
 
     Args:
-        x, w, v, dtype: of `_Product`.
+        x: rows (M, K); tokens (T, K) with pairs and places; (…, K) without offs.
+        w, v: (E, K, N) and (E, N / 2, N2), of either order.
         recipe: a Recipe or a DelayedScaling.
-        routing: pairs, places and offs; None for offs alone, or for a single group.
+        dtype: of the result.
+        routing: pairs, places and offs of a Routing; offs alone for rows that are sorted; none of them for a single group.
         casts: of x, w and v, as far as they were made before.
     """
-    is_fresh = isinstance(recipe, Recipe)
+    is_fresh, with_grad = isinstance(recipe, Recipe), torch.is_grad_enabled()
     how = (recipe.scaling, recipe.pow2, recipe.keep_weights, None) if is_fresh else ("delayed", False, True, recipe)
-    pairs, places, offs = routing
-    wanted = [t is not None and wants_gradient(t) for t in (x, w, v)]
-    operands = [
-        t
-        for q, scale, q_t, scale_t in (cast or NOT_CAST for cast in casts)
-        for t in (q, scale, q_t, None if scale_t is scale else scale_t)
-    ]  # torch.compile takes no tensor twice
-    y: Tensor = _Product.apply(x, w, v, offs, pairs, places, *how, dtype, *wanted, *operands)  # type: ignore[no-untyped-call]
+    wanted = with_grad and x.requires_grad, with_grad and w.requires_grad, with_grad and v is not None and v.requires_grad
+    settings = _Settings(*how, dtype, *wanted)
+    y: Tensor = _Product.apply(*_flat((x, w, v, *routing), settings, casts))  # type: ignore[no-untyped-call]
     return y
 
 

@@ -13,7 +13,7 @@ from kerneltune.compat import assert_group_ends, untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, debugging
 from kerneltune.nn.alignment import ALIGNED, is_row_major
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Fp8Weights, Operand, cast_product_weights, fp8_product, wants_gradient
+from kerneltune.nn.fp8_products import AnyOperand, Fp8Weights, cast_weights, fp8_product, wants_gradient
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.nn.routing import Routing
 from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
@@ -120,7 +120,7 @@ def fp8_routed_mm(x: Tensor, up: ExpertWeights, routing: Routing, recipe: Recipe
 
 def checked_weights(
     A: Tensor, B_t: Tensor, recipe: Recipe | DelayedScaling, weights: Fp8Weights | None, amax: Tensor | None
-) -> Operand | None:
+) -> AnyOperand | None:
     """Return the checked weights, or B_t cast by `amax` where `fp8_grouped_mm` uses that; None leaves the cast to the product.
 
     Raises:
@@ -132,7 +132,7 @@ def checked_weights(
         check_like("amax", amax, (B_t.shape[0],), torch.float32, B_t.device)
         is_used = isinstance(recipe, Recipe) and recipe.scaling == "tensorwise" and recipe.pow2 and recipe.keep_weights
         if is_used and wants_gradient(A):
-            return cast_product_weights("tensorwise", True, B_t.detach(), True, amax)
+            return cast_weights("tensorwise", True, B_t.detach(), True, amax)
     return weights
 
 

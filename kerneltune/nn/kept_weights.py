@@ -1,9 +1,20 @@
-"""Keep weights in fp8 from microbatch to microbatch, at the same addresses, so that captured graphs find them there."""
+"""Keep weights in fp8 from microbatch to microbatch, at the same addresses, so that captured graphs find them there.
+
+`set_first_microbatch` says for a model, and `is_first_microbatch` for a call of a GroupedLinear, what a forward pass does:
+
+| None | casts the weight, keeps nothing |
+| True | casts the weight into the buffers |
+| False | reads the buffers |
+
+A model's setting is obeyed as it is, also by compiled graphs. A call with the argument is not traced, and with False it casts
+again where torch knows that the weight has changed since the last call.
+"""
 
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,61 +24,81 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kerneltune.compat import apply_to_tensors, preserved_versions, version
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Fp8Weights, cast_product_weights, cast_weights
+from kerneltune.nn.fp8_products import Fp8Weights, fp8_weights, write_weights
 from kerneltune.nn.recipes import Recipe
 
 
-class _Streams:
-    """Order the uses of tensors on several CUDA streams: a reader waits for the last write, a writer for all readers.
+class _LastCall:
+    """Hold what calls with the argument must know of earlier calls. A copy knows nothing.
 
-    On other devices, and while a graph is captured, nothing waits: a capture may not wait for an event from outside.
+    Attributes:
+        lock: held by the call under way.
+        weight: the weight of the last call.
+        state: what torch knows of that weight, and the recipe.
+        steps: how many steps optimizers had made.
+        may_be_old: whether a flag on the device may have kept the cast of an older weight.
+        written: the event behind the last write of the buffers.
+        streams: CUDA streams that have used the buffers since.
     """
 
     def __init__(self) -> None:
-        self._written: torch.cuda.Event | None = None
-        self._users: dict[int, torch.cuda.Stream] = {}
+        self.lock = threading.Lock()
+        self.weight: weakref.ref[Tensor] | None = None
+        self.state: tuple[object, ...] = ()
+        self.steps = 0
+        self.may_be_old = False
+        self.written: torch.cuda.Event | None = None
+        self.streams: list[torch.cuda.Stream] = []
 
-    def before_write(self, device: torch.device) -> None:
-        """Make the current stream wait for all work launched so far on streams that use the tensors."""
-        if (current := _current_stream(device)) is not None:
-            for key, stream in self._users.items():
-                if key != current.cuda_stream:
-                    current.wait_stream(stream)
+    def __reduce__(self) -> Any:
+        return _LastCall, ()
 
-    def after_write(self, device: torch.device) -> None:
-        """Remember that the current stream wrote the tensors."""
-        if (current := _current_stream(device)) is not None:
-            self._written, self._users = current.record_event(), {current.cuda_stream: current}
+    def note(self, weight: Tensor, recipe: Recipe | DelayedScaling) -> tuple[bool, bool]:
+        """Note a call; return whether torch knows of a change since the last call, and whether an optimizer has made a step."""
+        state = (weight.data_ptr(), version(weight), weight.shape, weight.dtype, weight.device, recipe)
+        steps = _optimizer_steps()["made"] if weight.requires_grad else 0
+        has_changed = self.weight is None or self.weight() is not weight or self.state != state
+        has_stepped = self.steps != steps
+        self.weight, self.state, self.steps = weakref.ref(weight), state, steps
+        return has_changed, has_stepped
 
-    def before_read(self, tensors: Iterable[Tensor], device: torch.device) -> None:
-        """Make the current stream wait for the last write, once per write and stream."""
-        current = _current_stream(device)
-        if current is None or self._written is None or current.cuda_stream in self._users:
+    @contextmanager
+    def ordered(self, device: torch.device, read: Fp8Weights | None) -> Iterator[None]:
+        """Let the current CUDA stream wait for the last write before it reads buffers, and for all readers before it writes.
+
+        During a capture nothing waits, because a capture may not wait for work from outside.
+
+        Args:
+            device: of the weight.
+            read: the buffers to read; None to write them.
+        """
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            yield
             return
-        current.wait_event(self._written)
-        self._users[current.cuda_stream] = current
-        for tensor in tensors:
-            tensor.record_stream(current)
-
-
-def _current_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the current stream of a GPU; None on another device and while a graph is captured."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return None
-    return torch.cuda.current_stream(device)
+        current = torch.cuda.current_stream(device)
+        if read is None:
+            for stream in self.streams:
+                if stream != current:
+                    current.wait_stream(stream)
+        elif self.written is not None and current not in self.streams:
+            current.wait_event(self.written)
+            self.streams.append(current)
+            for tensor in read:
+                tensor.record_stream(current)
+        yield
+        if read is None:
+            self.written, self.streams = current.record_event(), [current]
 
 
 class KeptWeights(nn.Module):
     """Hold a weight in fp8, and the largest magnitudes of its last cast.
 
-    A module reads the weight by `options`, which torch.compile traces, or by `current`, which also notices that the weight has
-    changed. Any thread may call `current`, on any stream: a call waits for the cast under way, and a stream waits for the cast
-    on another stream. A copy, by deepcopy or pickle, holds no weights.
+    Any thread may call `current`, on any stream. A copy, by deepcopy or pickle, holds no weights.
 
     Attributes:
         amax: (E,) fp32, the largest magnitudes of the weight at the last cast, as `fp8_grouped_mm` takes them. A buffer stays at
             its address, so that compiled graphs may write to it.
-        is_first_microbatch: None casts in every forward pass; True casts into the buffers; False reads the buffers.
+        is_first_microbatch: the setting of `set_first_microbatch`.
     """
 
     amax: Tensor
@@ -78,28 +109,11 @@ class KeptWeights(nn.Module):
         self.register_buffer("amax", torch.zeros(num_experts, dtype=torch.float32, device=device), persistent=False)
         for name in Fp8Weights._fields:
             self.register_buffer(name, None, persistent=False)
-        self._lock = threading.Lock()
-        self._forget()
-
-    def _forget(self) -> None:
-        self._streams = _Streams()
-        self._parameter: weakref.ref[Tensor] | None = None
-        self._seen: tuple[object, ...] = ()
-        self._steps = 0
-        self._may_be_old = False
-        """True after a call with `skip` on the device: the kept cast may be of an older weight than `_seen`."""
+        self._last = _LastCall()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the weights in fp8."""
-        fields = Fp8Weights._fields
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_parameter", "_streams", "_seen")}
-        return state | {"_buffers": {name: None if name in fields else t for name, t in self._buffers.items()}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy that has seen no weight."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._lock = threading.Lock()
-        self._forget()
+        return vars(self) | {"_buffers": dict.fromkeys(Fp8Weights._fields) | {"amax": self.amax}}
 
     @property
     def held(self) -> Fp8Weights | None:
@@ -113,44 +127,29 @@ class KeptWeights(nn.Module):
 
     def clear(self) -> None:
         """Release the memory."""
-        with self._lock:
+        with self._last.lock:
             for name in Fp8Weights._fields:
                 setattr(self, name, None)
-            self._forget()
+        self._last = _LastCall()
 
-    def options(self, weight: Tensor, recipe: Recipe | DelayedScaling) -> dict[str, Any]:
-        """Return the arguments `weights` and `amax` of `fp8_grouped_mm` for weight (E, K, N); traced by torch.compile.
+    def options(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> dict[str, Any]:
+        """Return the arguments `weights` and `amax` of `fp8_grouped_mm` for a weight (E, K, N); traced by torch.compile.
 
         The weights are None where every forward pass casts, amax is None where nothing is to be expected of the weight.
         """
-        if self.amax.device != weight.device:  # a parameter on another device took the place of the weight
-            self.amax = torch.zeros_like(self.amax, device=weight.device)
-        kept = self.weights(weight, recipe)
-        return {"weights": kept, "amax": self.amax if kept is None and weight.shape[0] == self.amax.shape[0] else None}
+        kept = self.weights(b_t, recipe)
+        return {"weights": kept, "amax": self._amax_on(b_t.device) if kept is None and len(b_t) == len(self.amax) else None}
 
-    def weights(self, weight: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights | None:
-        """Return weight (E, K, N) in fp8 out of the buffers, or None where every forward pass casts; traced by torch.compile."""
+    def weights(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights | None:
+        """Return a weight (E, K, N) in fp8 by the model's setting, or None where every pass casts; traced by torch.compile."""
         if self.is_first_microbatch is None:
             return None
-        if not self._fits(weight, recipe):
-            with torch.inference_mode(False):  # because training also reads the buffers that an evaluation fills
-                self._hold(_cast(weight.detach(), recipe, self.amax))
-        elif self.is_first_microbatch:
-            with torch.no_grad():
-                made = _cast(weight.detach(), recipe, self.amax)
-                for name, t in zip(Fp8Weights._fields, made, strict=True):
-                    getattr(self, name).copy_(t)
-        return self.held
-
-    def _fits(self, weight: Tensor, recipe: Recipe | DelayedScaling) -> bool:
-        q: Any = self.q
-        scale: Any = self.scale
-        rowwise = isinstance(recipe, Recipe) and recipe.scaling == "rowwise"
-        return q is not None and q.shape == weight.shape and q.device == weight.device and (scale.ndim == 2) == rowwise
-
-    def _hold(self, weights: Fp8Weights) -> None:
-        for name, t in zip(Fp8Weights._fields, weights, strict=True):
-            setattr(self, name, t)
+        held = self._fitting(b_t, recipe)
+        if held is None:
+            return self._allocate(b_t, recipe)
+        if self.is_first_microbatch:
+            self._write(held, b_t, recipe)
+        return held
 
     def current(self, weight: Tensor, recipe: Recipe | DelayedScaling, *, update: bool, skip: Tensor | None = None) -> Fp8Weights:
         """Return weight (E, N, K), contiguous or column-major, in fp8. The first call allocates, later calls write in place.
@@ -165,51 +164,65 @@ class KeptWeights(nn.Module):
             skip: one value on the device; not 0 keeps the fp8 as it is. The device reads the value when the work runs, also in
                 every replay of a graph. Only delayed scaling saves the cast then. The first call casts anyway.
         """
-        with self._lock:
-            if self.amax.device != weight.device:
-                self.amax = torch.zeros_like(self.amax, device=weight.device)
-            cast = self._current(weight, recipe, update, skip)
-            self._streams.before_read(cast, weight.device)
-            return cast
+        last, b_t = self._last, weight.transpose(1, 2)
+        with last.lock:
+            has_changed, has_stepped = last.note(weight, recipe)
+            is_old = has_changed or (last.may_be_old and skip is None)
+            held = self._fitting(b_t, recipe)
+            if held is not None and not (update or skip is not None or is_old or has_stepped):
+                with last.ordered(weight.device, held):
+                    return held
+            with last.ordered(weight.device, None):
+                if held is None:
+                    last.may_be_old = False
+                    return self._allocate(b_t, recipe)
+                # with a new version, a backward pass that needs the older bytes raises
+                with torch.inference_mode(False), nullcontext() if is_old else preserved_versions(tuple(held)):
+                    self._write(held, b_t, recipe, skip)
+                last.may_be_old = skip is not None and (last.may_be_old or has_changed or has_stepped)
+                return held
 
-    def _current(self, weight: Tensor, recipe: Recipe | DelayedScaling, update: bool, skip: Tensor | None) -> Fp8Weights:
-        """Return the fp8 of the weight as it is now; the caller holds the lock."""
-        seen = (weight.data_ptr(), version(weight), tuple(weight.shape), weight.dtype, weight.device, recipe)
-        is_same = self._parameter is not None and self._parameter() is weight and self._seen == seen
-        steps = _optimizer_steps()["made"] if weight.requires_grad else 0
-        has_stepped = steps != self._steps
-        is_known = is_same and (skip is not None or not self._may_be_old)
-        with torch.inference_mode(False):  # because training also reads the buffers that an evaluation fills
-            held = self.held
-            if held is None or self._seen[2:] != seen[2:]:
-                held = _cast(weight.detach().transpose(1, 2), recipe, self.amax)
-                self._hold(held)
-                self._may_be_old, self._streams = False, _Streams()
-                self._streams.after_write(weight.device)
-            elif update or skip is not None or not is_known or has_stepped:
-                self._refresh(weight, recipe, held, skip)
-                self._may_be_old = skip is not None and (self._may_be_old or not is_same or has_stepped)
-                if not is_known:  # so that a backward pass that needs the older bytes raises
-                    torch.autograd.graph.increment_version(list(held))
-        self._parameter, self._seen, self._steps = weakref.ref(weight), seen, steps
+    def _amax_on(self, device: torch.device) -> Tensor:
+        if self.amax.device != device:  # a parameter on another device took the place of the weight
+            self.amax = torch.zeros_like(self.amax, device=device)
+        return self.amax
+
+    def _fitting(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights | None:
+        """Return the buffers if b_t (E, K, N) fits them, else None."""
+        held, is_rowwise = self.held, isinstance(recipe, Recipe) and recipe.scaling == "rowwise"
+        if held is None or held.q.shape != b_t.shape or held.q.device != b_t.device or (held.scale.ndim == 2) != is_rowwise:
+            return None
         return held
 
-    def _refresh(self, weight: Tensor, recipe: Recipe | DelayedScaling, held: Fp8Weights, skip: Tensor | None) -> None:
-        """Write the fp8 in place, without a new version."""
-        self._streams.before_write(weight.device)
-        with torch.no_grad(), preserved_versions(tuple(held)):
-            if isinstance(recipe, DelayedScaling) and recipe.known:
-                recipe.cast_weights(weight.detach(), held, None if skip is None else skip.reshape(1).float())
-            elif skip is None and isinstance(recipe, Recipe):
-                cast_weights(weight.detach().transpose(1, 2), recipe, held, self.amax)
-            else:
-                fresh = _cast(weight.detach().transpose(1, 2), recipe, self.amax)
-                for t, new in {id(t): (t, new) for t, new in zip(held, fresh, strict=True)}.values():
-                    if skip is None:
-                        t.copy_(new)
-                    else:
-                        torch.where(skip != 0, _bits(t), _bits(new), out=_bits(t))
-        self._streams.after_write(weight.device)
+    def _allocate(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights:
+        """Make the buffers of b_t (E, K, N) in fp8."""
+        with torch.inference_mode(False):  # because training also reads the buffers that an evaluation fills
+            made = self._cast(b_t, recipe)
+            for name, t in zip(Fp8Weights._fields, made, strict=True):
+                setattr(self, name, t)
+        return made
+
+    def _write(self, held: Fp8Weights, b_t: Tensor, recipe: Recipe | DelayedScaling, skip: Tensor | None = None) -> None:
+        """Write b_t (E, K, N) into the buffers, which get a new version; not where the flag on the device is set."""
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced and isinstance(recipe, DelayedScaling) and recipe.known:
+            recipe.cast_weights(b_t.detach().mT, held, None if skip is None else skip.reshape(1).float())
+        elif not is_traced and isinstance(recipe, Recipe) and skip is None:
+            write_weights(held, b_t.detach(), recipe, self._amax_on(b_t.device))
+        else:
+            with torch.no_grad():
+                for t, new in zip(held, self._cast(b_t, recipe), strict=True):
+                    bits = torch.uint8 if t.dtype.itemsize == 1 else t.dtype  # because torch.where does not support fp8
+                    t.copy_(new if skip is None else torch.where(skip != 0, t.view(bits), new.view(bits)).view(t.dtype))
+            return
+        torch.autograd.graph.increment_version(list(held))
+
+    def _cast(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights:
+        """Return b_t (E, K, N) in fp8 in new tensors, by operators that torch.compile traces."""
+        b_t = b_t.detach()
+        if isinstance(recipe, DelayedScaling):
+            return recipe.cast_weights(b_t.mT)
+        return fp8_weights(b_t, recipe, self._amax_on(b_t.device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.clear()
@@ -256,16 +269,3 @@ def _optimizer_steps() -> Counter[str]:
     steps: Counter[str] = Counter()
     register_optimizer_step_post_hook(lambda *_: steps.update(["made"]))
     return steps
-
-
-def _cast(b_t: Tensor, recipe: Recipe | DelayedScaling, amax: Tensor) -> Fp8Weights:
-    """Return b_t (E, K, N) in fp8 in new tensors, by operators that torch.compile traces."""
-    if isinstance(recipe, DelayedScaling):
-        return recipe.cast_weights(b_t.mT)
-    return Fp8Weights(*cast_product_weights(recipe.scaling, recipe.pow2, b_t, True, amax))  # type: ignore[arg-type]
-
-
-def _bits(t: Tensor) -> Tensor:
-    """View the values as integers, because torch.where does not support fp8."""
-    dense = t.transpose(1, 2) if t.ndim == 3 else t
-    return dense.view(torch.uint8 if t.dtype.itemsize == 1 else torch.int32)

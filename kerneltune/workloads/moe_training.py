@@ -18,7 +18,7 @@ from kerneltune.kernel_lib.compiled import compiled_for
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Fp8Weights, cast_weights, fresh_casts
+from kerneltune.nn.fp8_products import Fp8Weights, fp8_weights, fresh_casts
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import SCALINGS, Recipe
@@ -154,7 +154,7 @@ def _weights(recipe: str, inputs: Inputs) -> Fp8Weights:
     how = _how(recipe, inputs)
     if isinstance(how, DelayedScaling):
         return how.cast_weights(inputs["w"])
-    return cast_weights(inputs["w"].transpose(1, 2), how, amax=_amax(inputs))
+    return fp8_weights(inputs["w"].transpose(1, 2), how, _amax(inputs))
 
 
 def run_refresh(recipe: str, inputs: Inputs, _config: None) -> Outputs:

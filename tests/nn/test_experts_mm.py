@@ -9,7 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn import Recipe, fp8_grouped_mm, sort_tokens
-from kerneltune.nn.fp8_products import cast_weights
+from kerneltune.nn.fp8_products import fp8_weights
 from kerneltune.nn.grouped_mm import ExpertWeights, fp8_routed_mm
 from kerneltune.nn.routing import Routing
 from kerneltune.nn.swiglu import swiglu
@@ -74,7 +74,7 @@ def test_gradients_that_are_not_asked_for_change_no_other(frozen: tuple[int, ...
 def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
     tensors, routing = operands()
     want = step(as_one(routing), tensors)
-    cast = [cast_weights(t.detach().transpose(1, 2), TENSORWISE) for t in tensors[1:]]
+    cast = [fp8_weights(t.detach().transpose(1, 2), TENSORWISE) for t in tensors[1:]]
     amax = [torch.zeros(E, device=DEVICE) for _ in range(2)]
     for options in ([{"weights": w} for w in cast], [{"amax": a} for a in amax], [{"amax": a} for a in amax]):
 

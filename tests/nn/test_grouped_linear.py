@@ -42,7 +42,7 @@ def addresses(module: GroupedLinear) -> list[int]:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return a list that gets a name with each cast of kept weights, in place or into new tensors."""
     casts: list[str] = []
-    for name in ("cast_weights", "cast_product_weights"):
+    for name in ("fp8_weights", "write_weights"):
         cast = getattr(kept_weights, name)
         monkeypatch.setattr(
             kept_weights, name, lambda *args, name=name, cast=cast, **options: casts.append(name) or cast(*args, **options)
@@ -127,6 +127,19 @@ def test_microbatch_of_the_whole_model_serves_the_layer_and_the_argument_goes_fi
     set_first_microbatch(module, None)
     assert module.kept.held is None
     assert torch.equal(module(x, offs), fresh(module, x, offs))
+
+
+def test_setting_of_the_model_casts_into_the_buffers_and_a_backward_that_needs_the_older_bytes_is_refused() -> None:
+    module, (x, offs) = layer(), batch()
+    x.requires_grad_()
+    set_first_microbatch(module, True)
+    late = module(x, offs)
+    kept = addresses(module)
+    change(module)
+    assert torch.equal(module(x, offs), fresh(module, x, offs))
+    assert addresses(module) == kept
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.sum().backward()
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -318,7 +331,7 @@ def test_what_a_flag_on_the_device_may_have_kept_is_cast_again_without_it(monkey
     assert not torch.equal(late, want)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         late.sum().backward()
-    monkeypatch.setattr(module.kept, "_refresh", lambda *_: pytest.fail("cast again"))
+    monkeypatch.setattr(module.kept, "_write", lambda *_: pytest.fail("cast again"))
     assert torch.equal(module(x, offs, is_first_microbatch=False), want)
 
 

@@ -12,7 +12,7 @@ from training_step import DEVICE, RECIPES, expected, leaves, offsets, products, 
 
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, fp8_grouped_mm, fp8_products
-from kerneltune.nn.fp8_products import cast_rows, cast_weights
+from kerneltune.nn.fp8_products import cast_rows, fp8_weights
 
 ENDS = {"even": [32, 64, 96], "uneven": [16, 80, 96], "empty": [0, 96, 96]}
 RAGGED = {"ragged": [5, 38, 91], "one row": [95, 95, 96], "short": [1, 2, 3]}
@@ -146,7 +146,7 @@ def test_weights_of_either_order(recipe: str | Recipe) -> None:
 def test_weights_cast_before_give_the_same(recipe: str) -> None:
     a, w = leaves(32, 32, 16, 2)
     offs, dy = offsets([16, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
-    cast = cast_weights(w.detach().transpose(1, 2), Recipe(recipe))
+    cast = fp8_weights(w.detach().transpose(1, 2), Recipe(recipe))
     for got, want in zip(
         products(a, w, offs, dy, recipe=recipe, weights=cast), products(a, w, offs, dy, recipe=recipe), strict=True
     ):
@@ -258,7 +258,7 @@ def test_the_largest_weights_of_the_step_before(column_major: bool) -> None:
 
 
 @pytest.mark.parametrize("scaling", RECIPES)
-def test_operators_that_cast_weights_or_rows_late_keep_torch_s_rules(scaling: str) -> None:
+def test_operators_that_fp8_weights_or_rows_late_keep_torch_s_rules(scaling: str) -> None:
     a, w = (t.detach() for t in leaves(32, 48, 16, 2))
     dy, tests = torch.randn(32, 16, device=DEVICE).bfloat16(), ["test_faketensor"]  # other tests sum fp8 values
     q, scale, q_t, scale_t = cast_rows(scaling, True, dy, None, True, True)
@@ -348,7 +348,7 @@ def test_compiled_autograd(recipe: str) -> None:
 def test_what_is_refused_is_refused_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     a, w = leaves(40, 32, 16, 2)
     b_t, offs = w.mT, offsets([16, 32])
-    cast = cast_weights(b_t.detach(), Recipe("tensorwise"))
+    cast = fp8_weights(b_t.detach(), Recipe("tensorwise"))
     many = torch.empty(1025, 16, 16, device=DEVICE).bfloat16()
     monkeypatch.setattr(fp8_products, "cast_rows", lambda *_, **__: pytest.fail("launched"))
     for arguments, options, message in (
@@ -389,4 +389,4 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="scaling must be one of tensorwise, rowwise, got 'mx'"):
         Recipe("mx")
     with pytest.raises(ValueError, match=r"weights\.scale must be \(2, 16\) .* got \(2,\)"):
-        fp8_grouped_mm(a, b_t, offs, recipe="rowwise", weights=cast_weights(b_t.detach(), Recipe("tensorwise")))
+        fp8_grouped_mm(a, b_t, offs, recipe="rowwise", weights=fp8_weights(b_t.detach(), Recipe("tensorwise")))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kerneltune.nn import Recipe, fp8_grouped_mm, permute_tokens, sort_tokens
-from kerneltune.nn.fp8_products import cast_weights
+from kerneltune.nn.fp8_products import fp8_weights
 from kerneltune.nn.grouped_mm import ExpertWeights, fp8_routed_mm
 from kerneltune.nn.routing import Routing
 
@@ -46,7 +46,7 @@ def test_tokens_cast_before_they_are_copied_give_the_bits_of_copies(recipe: Reci
 def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
     x, weight, routing = operands()
     want = step(of_copies(routing, TENSORWISE), x, weight)
-    cast = cast_weights(weight.detach().transpose(1, 2), TENSORWISE)
+    cast = fp8_weights(weight.detach().transpose(1, 2), TENSORWISE)
     amax = torch.zeros(E, device=DEVICE)
     for options in ({"weights": cast}, {"amax": amax}, {"amax": amax}):
         got = step(
