@@ -56,11 +56,11 @@ def _folded(names: Iterable[str]) -> str:
 
 
 def _folded_reasons(skipped: dict[str, str]) -> list[str]:
-    """Return a line `names: reason` for each reason and name pattern of the skipped modules."""
-    kinds: dict[tuple[str, str], list[str]] = {}
+    """Return a line `names: reason` for each reason of the skipped modules."""
+    reasons: dict[str, list[str]] = {}
     for name, reason in skipped.items():
-        kinds.setdefault((_NUMBER.sub(".*", name), reason), []).append(name)
-    return [f"{_folded(names)}: {reason}" for (_, reason), names in kinds.items()]
+        reasons.setdefault(reason, []).append(name)
+    return [f"{_folded(names)}: {reason}" for reason, names in reasons.items()]
 
 
 class Conversion(list[str]):
@@ -76,7 +76,7 @@ class Conversion(list[str]):
         self.skipped, self.notes = skipped, notes
 
     def __str__(self) -> str:
-        """Return a line with the converted modules, the notes, and a line for each kind of skipped modules."""
+        """Return a line with the converted modules, the notes, and a line for each reason of skipped modules."""
         skipped = (f"skipped {line}" for line in _folded_reasons(self.skipped))
         return "\n".join([f"converted {len(self)} modules to fp8: {_folded(self)}", *self.notes, *skipped])
 

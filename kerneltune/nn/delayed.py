@@ -4,7 +4,6 @@ Source: TransformerEngine's delayed scaling, from its contract.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from kerneltune.compat import apply_to_tensors
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
-from kerneltune.nn.fp8_products import Casts, Fp8Weights, Operand
+from kerneltune.nn.fp8_products import Fp8Weights, Operand
 from kerneltune.ops import fp8
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 
@@ -75,14 +74,9 @@ class DelayedScaling(nn.Module):
         self.history[0].zero_()
         self.known = self.known or usable.is_meta or bool(usable.all())
 
-    @property
-    def casts(self) -> Casts:
-        """Return the casts of a product by these scales."""
-        rows, grads = (partial(self._cast, place) for place in (ROWS, GRADS))
-        return Casts(rows, grads, lambda b_t, _: self.cast_weights(b_t.mT))
-
-    def _cast(self, place: int, x: Tensor, offs: Tensor, *_: bool) -> Operand:
-        mine = slice(place, place + 1)
+    def cast_rows(self, x: Tensor, offs: Tensor, is_gradient: bool) -> Operand:
+        """Cast x (M, K), rows or their gradient in groups that end at offs, in both layouts."""
+        mine = slice(GRADS, GRADS + 1) if is_gradient else slice(ROWS, ROWS + 1)
         if self.known:
             cast = fp8.fp8_delayed_2d(x, offs, self.scales[mine], self.history[0, mine])
         else:
@@ -132,13 +126,13 @@ class DelayedScaling(nn.Module):
         if any(name.startswith(prefix) for name in state_dict):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def get_extra_state(self) -> bool:
-        """Return whether the scales are known."""
-        return self.known
+    def get_extra_state(self) -> Tensor:
+        """Return whether the scales are known, as a tensor, because `save_pretrained` of transformers saves nothing else."""
+        return torch.tensor(self.known, device="cpu")
 
-    def set_extra_state(self, state: bool) -> None:
+    def set_extra_state(self, state: Tensor | bool) -> None:
         """Load whether the scales are known."""
-        self.known = state
+        self.known = bool(state)
 
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""

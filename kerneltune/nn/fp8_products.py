@@ -7,8 +7,7 @@ Launches of a grouped product, forward and backward: tensorwise 9, rowwise 6; wi
 Shapes and types of arguments are not checked.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,25 +62,6 @@ class Fp8Weights(NamedTuple):
 AnyOperand = Operand | Fp8Weights
 Pair = Sequence[Tensor | None]
 """q and scale, the beginning of an operand, or q_t and scale_t, its end."""
-
-
-class Casts(NamedTuple):
-    """The functions by which a product casts its operands.
-
-    Attributes:
-        rows, gradient: (rows (M, …), ends of groups or None, whether dX or Y reads them, whether dW reads them) -> Operand.
-        weights: (weight (E, K, N), whether the backward pass reads the cast) -> Operand.
-    """
-
-    rows: Callable[[Tensor, Tensor | None, bool, bool], Operand]
-    gradient: Callable[[Tensor, Tensor | None, bool, bool], Operand]
-    weights: Callable[[Tensor, bool], AnyOperand]
-
-
-def fresh_casts(scaling: str, pow2: bool) -> Casts:
-    """Return the casts with scales of the values at hand, by the fields of a Recipe."""
-    rows = partial(cast_rows, scaling, pow2)
-    return Casts(rows, rows, partial(cast_weights, scaling, pow2))
 
 
 def cast_rows(scaling: str, pow2: bool, x: Tensor, offs: Tensor | None, along: bool, down: bool) -> Operand:
@@ -272,8 +252,16 @@ class _Settings(NamedTuple):
     for_v: bool
 
 
-def _casts_of(settings: _Settings) -> Casts:
-    return fresh_casts(settings.scaling, settings.pow2) if settings.delayed is None else settings.delayed.casts
+def _cast_rows(settings: _Settings, x: Tensor, offs: Tensor | None, along: bool, down: bool, is_gradient: bool) -> Operand:
+    if settings.delayed is None:
+        return cast_rows(settings.scaling, settings.pow2, x, offs, along, down)
+    return settings.delayed.cast_rows(x, offs, is_gradient)  # type: ignore[no-any-return]
+
+
+def _cast_weights(settings: _Settings, b: Tensor, both: bool) -> AnyOperand:
+    if settings.delayed is None:
+        return cast_weights(settings.scaling, settings.pow2, b, both)
+    return settings.delayed.cast_weights(b.mT)  # type: ignore[no-any-return]
 
 
 def _flat(tensors: Iterable[Tensor | None], settings: _Settings, operands: Iterable[AnyOperand | None]) -> list[Any]:
@@ -311,19 +299,20 @@ class _Product(torch.autograd.Function):
         """Return Y, and keep the operands of the gradients."""
         (x, w, v, pairs, places, offs), settings, (rows, of_w, of_v) = _unflat(flat)
         _, _, keep, _, dtype, for_x, for_w, for_v = settings
-        casts, for_h = _casts_of(settings), for_x or for_w
+        for_h = for_x or for_w
         if rows.q is None and places is not None:
-            rows = _cast_tokens(casts, x, pairs, places, offs)
+            rows = _cast_tokens(settings, x, pairs, places, offs)
         elif rows.q is None:
-            rows = casts.rows(rows_of(x, dtype if offs is None else x.dtype), offs, True, for_w and (keep or offs is not None))
-        cast = casts.weights(w, for_x and keep) if of_w.q is None else of_w
+            for_dw = for_w and (keep or offs is not None)
+            rows = _cast_rows(settings, rows_of(x, dtype if offs is None else x.dtype), offs, True, for_dw, False)
+        cast = _cast_weights(settings, w, for_x and keep) if of_w.q is None else of_w
         y = multiply(rows, cast, offs, dtype)
         kept = [*_kept(cast, w, for_x), *_kept(rows, x, for_w)]
         h = y if v is not None and for_h else None
         if v is not None:
             del rows, cast  # so that only the operands of the second product are alive, beside the kept tensors
             q, *q_t, scale = torch.ops.kerneltune.fp8_swiglu_2d(y, offs, layout="both" if for_v else "row")
-            cast = casts.weights(v, for_h and keep) if of_v.q is None else of_v
+            cast = _cast_weights(settings, v, for_h and keep) if of_v.q is None else of_v
             y = multiply((q, scale), cast, offs, dtype)
             kept += [*_kept(cast, v, for_h), *((*q_t, scale) if for_v else (None, None))]
         ctx.save_for_backward(offs, places, h, *kept)
@@ -340,9 +329,8 @@ class _Product(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()  # unless the graph is kept; torch itself clears them, but only after this function
         settings, (x_dtype, w_dtype, v_dtype), dv = ctx.settings, ctx.dtypes, None
         *_, for_x, for_w, for_v = settings
-        casts = _casts_of(settings)
         last = (for_x, for_w) if v_dtype is None else (for_x or for_w, for_v)
-        dy: list[Any] = list(casts.gradient(row_major(grads[0].reshape(-1, grads[0].shape[-1])), offs, *last))
+        dy: list[Any] = list(_cast_rows(settings, row_major(grads[0].reshape(-1, grads[0].shape[-1])), offs, *last, True))
         if v_dtype is not None:
             v, gated, kept = kept[4:6], kept[6:], kept[:4]
             dh: list[Any] = []
@@ -362,9 +350,9 @@ class _Product(torch.autograd.Function):
         return (dx, dw, dv, *[None] * (ctx.count - 3))
 
 
-def _cast_tokens(casts: Casts, x: Tensor, pairs: Tensor, places: Tensor, offs: Tensor) -> Operand:
+def _cast_tokens(settings: _Settings, x: Tensor, pairs: Tensor, places: Tensor, offs: Tensor) -> Operand:
     """Cast tokens (T, K) with one scale and copy them to their experts, in both layouts."""
-    q, scale, *_ = casts.rows(x, None, True, False)
+    q, scale, *_ = _cast_rows(settings, x, None, True, False, False)
     q, q_t = torch.ops.kerneltune.moe_permute_fp8(q, pairs, offs, places.shape[1])
     return Operand(q, scale, q_t, scale)
 
@@ -418,9 +406,16 @@ def fp8_product(
         casts: of x, w and v, as far as they were made before.
     """
     is_fresh, with_grad = isinstance(recipe, Recipe), torch.is_grad_enabled()
-    how = (recipe.scaling, recipe.pow2, recipe.keep_weights, None) if is_fresh else ("delayed", False, True, recipe)
-    wanted = with_grad and x.requires_grad, with_grad and w.requires_grad, with_grad and v is not None and v.requires_grad
-    settings = _Settings(*how, dtype, *wanted)
+    settings = _Settings(
+        recipe.scaling if is_fresh else "",
+        is_fresh and recipe.pow2,
+        not is_fresh or recipe.keep_weights,
+        None if is_fresh else recipe,
+        dtype,
+        with_grad and x.requires_grad,
+        with_grad and w.requires_grad,
+        with_grad and v is not None and v.requires_grad,
+    )
     y: Tensor = _Product.apply(*_flat((x, w, v, *routing), settings, casts))  # type: ignore[no-untyped-call]
     return y
 

@@ -121,7 +121,7 @@ class GroupedLinear(nn.Module):
     def _check_skip(self, skip: Tensor, is_first_microbatch: bool | None) -> None:
         if is_first_microbatch is None:
             raise ValueError("skip_update takes is_first_microbatch True or False, got None")
-        if not isinstance(skip, Tensor):
-            raise ValueError(f"skip_update must be one number on {self.weight.device}, got {skip!r}")
-        if skip.numel() != 1 or skip.device != self.weight.device:
-            raise ValueError(f"skip_update must be one number on {self.weight.device}, got {tuple(skip.shape)} on {skip.device}")
+        is_tensor = isinstance(skip, Tensor)
+        if not is_tensor or skip.numel() != 1 or skip.device != self.weight.device:
+            got = f"{tuple(skip.shape)} on {skip.device}" if is_tensor else repr(skip)
+            raise ValueError(f"skip_update must be one number on {self.weight.device}, got {got}")

@@ -238,9 +238,8 @@ class KeptWeights(nn.Module):
 def set_first_microbatch(model: nn.Module, is_first: bool | None) -> int:
     """Say which microbatch of a gradient accumulation the next forward passes of a converted model are.
 
-    Weights are then cast once per optimizer step: into buffers in the first microbatch, and read from there in later
-    microbatches. The buffers take 2 bytes per weight, and stay at their addresses, so that graphs can be captured. The argument
-    `is_first_microbatch` of a GroupedLinear goes first.
+    Weights are then cast once per optimizer step. The buffers take 2 bytes per weight, and stay at their addresses, so that
+    graphs can be captured.
 
     Args:
         model: with converted expert modules, or GroupedLinear or Fp8Linear layers.

@@ -18,7 +18,7 @@ from kerneltune.kernel_lib.compiled import compiled_for
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Fp8Weights, fp8_weights, fresh_casts
+from kerneltune.nn.fp8_products import Fp8Weights, cast_rows, fp8_weights
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import SCALINGS, Recipe
@@ -171,8 +171,10 @@ def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
 def _casts(recipe: str, inputs: Inputs) -> dict[str, list[Tensor]]:
     """Run all casts of a step: of a, w and dy for Y and dA, and of a and dy for dW, each as fp8 and scale."""
     a, dy, offs, how = inputs["a"], inputs["dy"], inputs["offs"], _how(recipe, inputs)
-    casts = how.casts if isinstance(how, DelayedScaling) else fresh_casts(recipe, pow2=True)
-    rows, gradient = casts.rows(a, offs, True, True), casts.gradient(dy, offs, True, True)
+    if isinstance(how, DelayedScaling):
+        rows, gradient = how.cast_rows(a, offs, False), how.cast_rows(dy, offs, True)
+    else:
+        rows, gradient = (cast_rows(recipe, True, t, offs, True, True) for t in (a, dy))
     made = {"a": rows[:2], "w": _weights(recipe, inputs), "dy": gradient[:2], "a_t": rows[2:], "dy_t": gradient[2:]}
     return {name: [t for t in operand if t is not None] for name, operand in made.items()}
 

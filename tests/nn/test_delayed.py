@@ -110,9 +110,9 @@ def test_what_cannot_scale_keeps_what_there_was() -> None:
     scaling = DelayedScaling(1, history=1, device=DEVICE)
 
     def update(rows: float, grads: float, weights: float) -> list[float]:
-        for cast, value in ((scaling.casts.rows, rows), (scaling.casts.gradient, grads)):
+        for is_gradient, value in ((False, rows), (True, grads)):
             offs = torch.tensor([16], dtype=torch.int32, device=DEVICE)
-            cast(torch.full((16, 16), value, dtype=torch.float32, device=DEVICE), offs, True, True)
+            scaling.cast_rows(torch.full((16, 16), value, dtype=torch.float32, device=DEVICE), offs, is_gradient)
         scaling.cast_weights(torch.full((1, 16, 16), weights, dtype=torch.float32, device=DEVICE))
         scaling.update()
         assert not scaling.history.any()
@@ -166,7 +166,9 @@ def test_state_is_saved_and_copied() -> None:
     step(module, x, offs, dy)
     update_scales(module)
     step(module, x, offs, dy)
-    other.load_state_dict(module.state_dict())
+    state = module.state_dict()
+    assert {name: type(value) for name, value in state.items()} == dict.fromkeys(state, torch.Tensor)
+    other.load_state_dict(state)
     for same in (other, copy.deepcopy(module)):
         for got, want in zip(step(same, x, offs, dy), step(module, x, offs, dy), strict=True):
             assert torch.equal(got, want)

@@ -6,7 +6,7 @@ import torch
 from kerneltune import sweep, workloads
 from kerneltune.measuring.check import Checker
 from kerneltune.spec import Case
-from kerneltune.workloads.moe_table import RECIPES
+from kerneltune.workloads.training_table import RECIPES
 
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 OPS = workloads.load()

@@ -4,12 +4,12 @@ import csv
 import io
 from pathlib import Path
 
-from command_line import record, run
+from command_line import NO_TIMES, record, run
 from literal_records import changed
 
 from kerneltune import records
 from kerneltune.table import Table
-from kerneltune.workloads.moe_table import tables
+from kerneltune.workloads.training_table import tables
 
 STEP = {"op": "moe_step", "case": "some-4096", "axes": {"M": 4096, "K": 64, "N": 64, "E": 2}, "family": "moe_training"}
 TIMES = {"baseline": 1000.0, "torchao_rowwise": 1200.0, "tensorwise": 500.0, "tensorwise_gemms": 300.0, "tensorwise_casts": 150.0,
@@ -110,3 +110,19 @@ def test_compare_shows_the_table_of_the_workload(tmp_path: Path) -> None:
     assert run("compare", file, "--format", "markdown", "--output", output).exit_code == 0
     assert output.read_text() == tables(RECORDS)[0].markdown()
     assert run("compare", "baseline", "tensorwise", "--from", file).stdout.startswith("A: baseline; B: tensorwise")
+
+
+def test_steps_of_models_have_tokens_per_second_and_ratios_within_a_run() -> None:
+    steps = {"op": "model_step", "case": "some", "axes": {"T": 4096}, "family": "model_training", "options": {"compiled": True}}
+    times = {"baseline": 2000.0, "torchao": 1600.0, "tensorwise": 1000.0, "tensorwise_dense": 800.0}
+    found = [record(us, variant=variant, **steps) for variant, us in times.items()]
+    failed = record(1.0, variant="rowwise", **steps | NO_TIMES | {"status": "failed", "reason": "wrong"})
+    (table,) = tables([*found, failed])
+    assert values(table, "variant", "layers", "step_ms", "tokens_per_s", "times_bf16", "times_torchao") == [
+        ("bf16", "compiled", 2.0, 2_048_000.0, 1.0, 0.8),
+        ("torchao", "compiled", 1.6, 2_560_000.0, 1.25, 1.0),
+        ("tensorwise", "compiled", 1.0, 4_096_000.0, 2.0, 1.6),
+        ("tensorwise_dense", "compiled", 0.8, 5_120_000.0, 2.5, None),
+        ("rowwise", "compiled", None, None, None, None),
+    ]
+    assert table.rows[-1].note == "wrong"
