@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import optuna
+from optuna.distributions import BaseDistribution
 
 from kerneltune.search import FiniteGPSampler, ListSampler
-from kerneltune.search.study import Untried
+from kerneltune.search.study import Seen
 from kerneltune.search.trial_table import TrialBlock, whole_spaces
 from kerneltune.sweep import recorded_root
 
@@ -36,11 +37,18 @@ class UntriedSampler(ListSampler):
         self._inner, self._attempts = inner, attempts
         self._varied = {name: choices for name, choices in self.space.items() if not choices.single()}
 
-    def choose(self, asked: Untried) -> int:
+    def sample_relative(
+        self, study: optuna.Study, trial: optuna.trial.FrozenTrial, search_space: Mapping[str, BaseDistribution]
+    ) -> dict[str, Any]:
+        """Return the knobs of the next config."""
+        self._asking = study, trial
+        return super().sample_relative(study, trial, search_space)
+
+    def choose(self, left: Sequence[int], seen: Seen, pending: Sequence[int]) -> int:
         """Return the place of a config that was not tried."""
-        untried, first = set(asked.left), asked.left[0]
+        untried, first = set(left), left[0]
         for _ in range(self._attempts if first >= STARTUP else 0):
-            drawn = self.configs[first] | self._inner.sample_relative(asked.study, asked.trial, dict(self._varied))
+            drawn = self.configs[first] | self._inner.sample_relative(*self._asking, dict(self._varied))
             place = self._index.get(tuple(drawn[name] for name in self.space))
             if place in untried:
                 return place

@@ -18,9 +18,10 @@ from kerneltune.cache import CacheEntry
 from kerneltune.campaign import measure_again
 from kerneltune.records import Key, Record
 from kerneltune.run_options import Options, Plan, Progress, Selection
-from kerneltune.search.task import Task, config_values
+from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op
 from kerneltune.sweep import SweepCase
+from kerneltune.tune.candidates import config_for
 from kerneltune.tune.renew import Renewal, StaleConfig, renew
 
 CONFIG_S = 0.6
@@ -151,17 +152,9 @@ def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[tuple[Key, str], Recor
         row = rows.get((key, variant.name))
         if row is None or row.source_hash != variant.source_hash or (row.status == "failed" and not variant.is_peer):
             return False
-        if row.status == "passed" and row.config != _config_now(task, plan.options, gpu):
+        if row.status == "passed" and row.config != config_values(config_for(task, plan.options.configs, gpu)):
             return False
     return True
-
-
-def _config_now(task: Task, options: Options, gpu: str) -> dict[str, object] | None:
-    """Return the knobs that a task is measured with on a GPU; None for a variant without knobs."""
-    if task.variant.config is None:
-        return None
-    chooser = cache.Chooser.of(task.op, task.variant, task.policy, options.configs)
-    return config_values(chooser.find(task.op.called(task.case), gpu).config)
 
 
 def _seconds_a_case(recorded: Sequence[Record]) -> float:

@@ -187,6 +187,20 @@ class _Item:
     value: yaml.Node
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """An entry of a section: its node, its operators, and its fields beside the defaults.
+
+    Attributes:
+        is_named: whether the entry names its operators, which must have all of its fields.
+    """
+
+    node: yaml.Node
+    ops: list[Op]
+    fields: Mapping[str, _Item]
+    is_named: bool
+
+
 class _Reader:
     """Read a file; remember its path, its operators and the names used so far."""
 
@@ -245,60 +259,54 @@ class _Reader:
         items = self.mapping(node, section)
         if "name" not in items:
             self.fail(node, "name", "missing", "a name")
-        template = self.name(items["name"].value, "name", placeholders=True)
-        named = "op" in items
-        ops = self.operators(items["op"].value, "op") if named else self.ops
+        name_node, is_named = items["name"].value, "op" in items
+        template = self.name(name_node, "name", placeholders=True)
+        ops = self.operators(items["op"].value, "op") if is_named else self.ops
         own = {key: item for key, item in items.items() if key not in ("name", "op")}
-        self.check_fields(own, ops, named)
-        fields = self.defaults | own
-        count = 0
+        self.check_fields(own, ops, is_named)
+        entry, count = _Entry(node, ops, self.defaults | own, is_named), 0
         for op in ops:
-            for name, axes in self.shapes(section, node, items["name"].value, template, op, fields):
-                dtypes = self.choices("dtype", op, ops, fields, named, op.dtypes[:1])
-                quants = self.choices("quant", op, ops, fields, named, op.quants)
-                options = [self.choices(o, op, ops, fields, named, values[:1]) for o, values in op.options.items()]
-                for dtype, quant, *values in itertools.product(dtypes, quants, *options):
-                    case = Case(name, axes, str(dtype), str(quant), tuple(zip(op.options, values, strict=True)))
-                    self.remember(section, op.name, case, items["name"].value)
-                    count += 1
-                    self.take(1, node)
+            sizes = [self.sizes_of(entry, op, axis, _SMALLEST[section]) for axis in op.axes]
+            for axis, of_axis in zip(op.axes, sizes, strict=True):
+                if len(of_axis) > 1 and f"{{{axis}}}" not in template:
+                    self.fail(name_node, "name", repr(template), f"a name with {{{axis}}} in it, as {axis} has several sizes")
+            fields = {"dtype": op.dtypes[:1], "quant": op.quants, **{name: values[:1] for name, values in op.options.items()}}
+            values = [self.choices(entry, op, field, default) for field, default in fields.items()]
+            count += self.take(math.prod(map(len, (*sizes, *values))), node)
+            for point in itertools.product(*sizes):
+                axes = tuple(zip(op.axes, point, strict=True))
+                name = self.sized_name(template, axes, name_node)
+                for dtype, quant, *options in itertools.product(*values):
+                    case = Case(name, axes, str(dtype), str(quant), tuple(zip(op.options, options, strict=True)))
+                    self.remember(section, op.name, case, name_node)
                     yield SweepCase(op.name, case, section)
         if not count:
             self.fail(node, "name", repr(template), "values that at least one operator takes together")
 
-    def shapes(
-        self, section: Section, node: yaml.Node, name_node: yaml.Node, template: str, op: Op, fields: Mapping[str, _Item]
-    ) -> Iterator[tuple[str, tuple[tuple[str, int], ...]]]:
-        """Yield the name and the axes of every combination of sizes."""
-        sizes = []
-        for axis in op.axes:
-            if axis not in fields:
-                self.fail(node, axis, "missing", f"the size of this axis of {op.name}")
-            sizes.append(self.axis(axis, fields[axis].value, _SMALLEST[section]))
-            if len(sizes[-1]) > 1 and f"{{{axis}}}" not in template:
-                self.fail(name_node, "name", repr(template), f"a name with {{{axis}}} in it, as {axis} has several sizes")
-        self.require_room(math.prod(map(len, sizes)), node)
-        for point in itertools.product(*sizes):
-            axes = tuple(zip(op.axes, point, strict=True))
-            name = template
-            for axis, size in axes:
-                name = name.replace(f"{{{axis}}}", str(size))
-            if len(name) > _LONGEST_NAME:
-                self.fail(name_node, "name", f"{len(name)} characters", f"at most {_LONGEST_NAME}, with the sizes in it")
-            if not _NAME.fullmatch(name):
-                self.fail(name_node, "name", repr(template), f"no placeholders but {', '.join(f'{{{a}}}' for a in op.axes)}")
-            yield name, axes
+    def sized_name(self, template: str, axes: tuple[tuple[str, int], ...], node: yaml.Node) -> str:
+        """Return a name with the sizes in place of the axes in braces."""
+        name = template
+        for axis, size in axes:
+            name = name.replace(f"{{{axis}}}", str(size))
+        if len(name) > _LONGEST_NAME:
+            self.fail(node, "name", f"{len(name)} characters", f"at most {_LONGEST_NAME}, with the sizes in it")
+        if not _NAME.fullmatch(name):
+            self.fail(node, "name", repr(template), f"no placeholders but {', '.join(f'{{{axis}}}' for axis, _ in axes)}")
+        return name
 
-    def take(self, rows: int, node: yaml.Node) -> None:
-        """Count rows of the file against the limit."""
-        self.require_room(rows, node)
-        self.room -= rows
-
-    def require_room(self, rows: int, node: yaml.Node) -> None:
-        """Refuse rows beyond the limit before they are built."""
+    def take(self, rows: int, node: yaml.Node) -> int:
+        """Count rows against the limit of the file, before they are built; return their number."""
         if rows > self.room:
             total = self.max_cases - self.room + rows
             self.fail(node, "cases", f"{total} or more", f"at most {self.max_cases}; see --max-cases")
+        self.room -= rows
+        return rows
+
+    def sizes_of(self, entry: "_Entry", op: Op, axis: str, smallest: int) -> list[int]:
+        """Return the sizes of an axis in an entry."""
+        if axis not in entry.fields:
+            self.fail(entry.node, axis, "missing", f"the size of this axis of {op.name}")
+        return self.axis(axis, entry.fields[axis].value, smallest)
 
     def axis(self, axis: str, node: yaml.Node, smallest: int) -> list[int]:
         sizes = []
@@ -310,20 +318,19 @@ class _Reader:
             sizes.append(value)
         return sizes
 
-    def choices(
-        self, field: str, op: Op, ops: list[Op], fields: Mapping[str, _Item], named: bool, default: tuple[Option, ...]
-    ) -> list[Option]:
-        """Return the values of a field that `op` offers. A value that only other operators offer is dropped, unless `named`."""
-        if field not in fields:
+    def choices(self, entry: "_Entry", op: Op, field: str, default: tuple[Option, ...]) -> list[Option]:
+        """Return the values of a field that `op` offers; those of other operators only are dropped unless `op` is named."""
+        if field not in entry.fields:
             return list(default)
         taken = []
-        for node, given in self.values(fields[field].value, field):
+        for node, given in self.values(entry.fields[field].value, field):
             value = dtype_name(given) if field == "dtype" and isinstance(given, str) else given
             match = _match(value, _offered(op, field))
             if match is not None:
                 taken.append(match)
-            elif named or all(_match(value, _offered(other, field)) is None for other in ops):
-                offered = dict.fromkeys(str(v).lower() for o in ([op] if named else ops) for v in _offered(o, field))
+            elif entry.is_named or all(_match(value, _offered(other, field)) is None for other in entry.ops):
+                offering = [op] if entry.is_named else entry.ops
+                offered = dict.fromkeys(str(v).lower() for one in offering for v in _offered(one, field))
                 self.fail(node, field, repr(value), f"one of {', '.join(offered)}{meant(value, offered)}")
         return taken
 
@@ -344,7 +351,7 @@ class _Reader:
             if any(key in op.axes for op in self.ops):
                 self.axis(key, item.value, 0)
             else:
-                self.choices(key, self.ops[0], self.ops, self.defaults, False, ())
+                self.choices(_Entry(item.key, self.ops, self.defaults, False), self.ops[0], key, ())
 
     def operators(self, node: yaml.Node, field: str) -> list[Op]:
         known = self.known if field == "ops" else {op.name: op for op in self.ops}

@@ -1,7 +1,7 @@
-"""Search a finite space: ask an Optuna study for configs and tell it their times until a limit is reached.
+"""Search a finite space: ask a sampler for configs and tell it their times until a limit is reached.
 
 The search knows no operator, GPU or file. An `Evaluator` evaluates the configs, so a replay of measured spaces runs the same
-code. Optuna is imported when a search begins.
+code. Optuna, whose samplers `study.py` extends, is imported when a search begins.
 """
 
 import operator
@@ -41,7 +41,7 @@ of the 63 configs within 3 % of the best.
 _GAIN_AFTER = 16
 _GAIN_EVERY = 4
 _READY = 2
-"""Compiled configs that keep the GPU busy while the search decides. As many evaluations are told to the study at a time."""
+"""Compiled configs that keep the GPU busy while the search decides. As many evaluations are told to the sampler at a time."""
 _POLL_S = 0.001
 
 
@@ -209,56 +209,45 @@ def _values(config: Config) -> tuple[Any, ...]:
 
 
 class Asking:
-    """An Optuna study over candidates that asks for every config once.
+    """The candidates of a search with their states: untried, asked for, or told with a time.
 
     Attributes:
-        sampler: sampler of the study.
+        sampler: sampler that chooses among the untried configs.
         ahead: number of configs that may be in flight.
-        study: study in memory; the trial store's journal has the finished trials.
     """
 
     def __init__(self, candidates: Candidates, search: Search) -> None:
-        """Set up the study of a search."""
-        import optuna
+        """Set up the sampler of a search."""
+        from kerneltune.search.study import FiniteGPSampler, ListSampler
 
-        from kerneltune.search.study import FiniteGPSampler, ListSampler, quiet
-
-        quiet()
-        order, believed = candidates.in_order(search), candidates.feasibility
-        knobs = [knobs_of(config) for config in order]
-        is_blind = search.sampler == "random" or search.enumerates(len(order))
+        self._order, believed = candidates.in_order(search), candidates.feasibility
+        knobs = [knobs_of(config) for config in self._order]
+        is_blind = search.sampler == "random" or search.enumerates(len(knobs))
         self.ahead = _AHEAD_BLIND if is_blind else AHEAD
         self.sampler = ListSampler(knobs)
         if not is_blind:
-            likely = None if believed is None else [believed[config] for config in order]
+            likely = None if believed is None else [believed[config] for config in self._order]
             self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, search.seed, likely)
-        self.study = optuna.create_study(sampler=self.sampler)
-        self._configs = {_values(config): config for config in order}
-        self._left = set(order)
-        self._asked: dict[Config, optuna.Trial] = {}
+        self._place = {config: place for place, config in enumerate(self._order)}
+        self._left = dict.fromkeys(self._place.values())
+        self._pending: dict[int, None] = {}
+        self._seen: dict[int, float | None] = {}
 
     def ask(self) -> Config | None:
         """Return the next config to try; None when all were tried."""
         if not self._left:
             return None
-        trial = self.study.ask(dict(self.sampler.space))
-        config = self._configs[tuple(trial.params[name] for name in self.sampler.space)]
-        self._left.discard(config)
-        self._asked[config] = trial
-        return config
+        place = self.sampler.choose(list(self._left), self._seen, list(self._pending))
+        del self._left[place]
+        self._pending[place] = None
+        return self._order[place]
 
     def tell(self, config: Config, time_us: float | None) -> None:
-        """Tell the study a config's time, or None for a failure, whether the study asked for the config or not."""
-        from optuna.trial import TrialState
-
-        from kerneltune.search.study import finished_trial
-
-        self._left.discard(config)
-        trial = self._asked.pop(config, None)
-        if trial is None:
-            self.study.add_trial(finished_trial(knobs_of(config), self.sampler.space, time_us))
-        else:
-            self.study.tell(trial, time_us, state=TrialState.FAIL if time_us is None else TrialState.COMPLETE)
+        """Take the time of a config, or None for a failure, whether `ask` returned the config or not."""
+        place = self._place[config]
+        self._left.pop(place, None)
+        self._pending.pop(place, None)
+        self._seen[place] = time_us
 
 
 class _InFlight:

@@ -1,8 +1,6 @@
 """Samplers of Optuna studies over a finite list of configs. Knows no operator and measures nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -17,23 +15,8 @@ Knobs = Mapping[str, Any]
 _SCORED = 2048
 
 
-@dataclass(frozen=True, slots=True)
-class Untried:
-    """The state of a study that asks for the next config of a list.
-
-    Attributes:
-        study: study that asks.
-        trial: trial of the next config.
-        left: places in the list that were never tried, in order; at least one place.
-        seen: place -> time of each tried config; None for a failure.
-        pending: places of configs that are being tried.
-    """
-
-    study: optuna.Study
-    trial: FrozenTrial
-    left: Sequence[int]
-    seen: Mapping[int, float | None]
-    pending: Sequence[int]
+Seen = Mapping[int, float | None]
+"""Place in the list -> time of each tried config; None for a failure."""
 
 
 class ListSampler(BaseSampler):
@@ -47,10 +30,7 @@ class ListSampler(BaseSampler):
         """Take the configs in the order in which to try them.
 
         Args:
-            configs: knob values by name, the same names in every config, no config twice.
-
-        Raises:
-            ValueError: no config, or configs with different knobs.
+            configs: one or more mappings from names of knobs to values, the same names in every config, no config twice.
         """
         names = tuple(configs[0]) if configs else ()
         if not names or any(tuple(config) != names for config in configs):
@@ -72,24 +52,26 @@ class ListSampler(BaseSampler):
         """Return the knobs of the next config."""
         seen, pending = self._told(study)
         left = [i for i in range(len(self.configs)) if i not in seen and i not in pending]
-        return dict(self.configs[self.choose(Untried(study, trial, left, seen, pending)) if left else -1])
+        return dict(self.configs[self.choose(left, seen, pending) if left else -1])
 
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Refuse a knob that the list lacks.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse a knob that the list lacks."""
         raise ValueError(f"{param_name}: {param_distribution}: expected a knob of the list: {', '.join(self.space)}")
 
     def prepare(self) -> None:
-        """Import and set up what the first decision needs, now instead of then."""
+        """Import and set up the model of the first decision, ahead of the decision."""
 
-    def choose(self, asked: Untried) -> int:
-        """Return the next config's place in the list."""
-        return asked.left[0]
+    def choose(self, left: Sequence[int], seen: Seen, pending: Sequence[int]) -> int:
+        """Return the place of the next config.
+
+        Args:
+            left: places in the list that were never tried, in order; one or more.
+            seen: places that were tried, with their times.
+            pending: places of configs that are being tried.
+        """
+        return left[0]
 
     def _told(self, study: optuna.Study) -> tuple[dict[int, float | None], list[int]]:
         """Return times of finished trials and places of running trials; for a study that maximizes, times are reciprocals."""
@@ -154,7 +136,7 @@ class FiniteGPSampler(ListSampler):
         self._fitted: dict[int, float | None] = {}
 
     def prepare(self) -> None:
-        """Import and set up the model now, instead of at its first use."""
+        """Import and set up the model."""
         self._model()
 
     def _model(self) -> "Surrogate":
@@ -164,9 +146,8 @@ class FiniteGPSampler(ListSampler):
             self._surrogate = Surrogate(self.configs, self._seed, self._feasibility)
         return self._surrogate
 
-    def choose(self, asked: Untried) -> int:
-        """Return the untried config with the largest expected improvement; at the start the next in order."""
-        left, seen = asked.left, asked.seen
+    def choose(self, left: Sequence[int], seen: Seen, pending: Sequence[int]) -> int:
+        """Return the place of the untried config with the largest expected improvement; at the start the next in order."""
         if left[0] < self._startup or all(time is None for time in seen.values()):
             return left[0]
         model = self._model()
@@ -174,7 +155,7 @@ class FiniteGPSampler(ListSampler):
             model.fit(list(seen), list(seen.values()))
             self._fitted = dict(seen)
         scored = left[:_SCORED]
-        return scored[int(model.improvement(scored, list(asked.pending)).argmax())]
+        return scored[int(model.improvement(scored, list(pending)).argmax())]
 
 
 def choices_of(configs: Sequence[Knobs]) -> dict[str, CategoricalDistribution]:
@@ -190,26 +171,3 @@ def choice_order(value: Any) -> tuple[bool, Any]:
 def quiet() -> None:
     """Limit Optuna's log to warnings."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-
-
-def finished_trial(
-    knobs: Knobs,
-    space: Mapping[str, CategoricalDistribution],
-    time_us: float | None,
-    about: Mapping[str, Any] | None = None,
-    date: datetime | None = None,
-) -> FrozenTrial:
-    """Return a finished trial for `study.add_trial`; a config without a time failed."""
-    return FrozenTrial(
-        number=0,
-        trial_id=0,
-        state=TrialState.FAIL if time_us is None else TrialState.COMPLETE,
-        value=time_us,
-        datetime_start=date or datetime.now(),
-        datetime_complete=date or datetime.now(),
-        params=dict(knobs),
-        distributions=dict(space),
-        user_attrs=dict(about or {}),
-        system_attrs={},
-        intermediate_values={},
-    )

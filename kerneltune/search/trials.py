@@ -25,7 +25,7 @@ from optuna.trial import TrialState
 
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines
-from kerneltune.search.study import choice_order, finished_trial, quiet
+from kerneltune.search.study import choice_order, quiet
 from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of, store_path
 from kerneltune.spec import MOST, Case, Config, Op
 
@@ -103,14 +103,18 @@ class TrialStore:
         """Store an evaluation; it is on disk when this returns."""
         date = evaluation.date or datetime.now(UTC).isoformat(timespec="seconds")
         stored = replace(evaluation, date=date, commit=evaluation.commit or self._commit)
-        result = {name: getattr(stored, name) for name in _RESULT}
-        when = datetime.fromisoformat(date).astimezone().replace(tzinfo=None)
         with self._lock:
             offered = self._offered(task, config)
-            space = {name: CategoricalDistribution(tuple(offered[name])) for name, _ in knob_pairs(config)}
+            trial = optuna.trial.create_trial(
+                state=TrialState.FAIL if stored.time_us is None else TrialState.COMPLETE,
+                value=stored.time_us,
+                params=knobs_of(config),
+                distributions={name: CategoricalDistribution(tuple(offered[name])) for name, _ in knob_pairs(config)},
+                user_attrs={name: getattr(stored, name) for name in _RESULT},
+            )
+            trial.datetime_start = trial.datetime_complete = datetime.fromisoformat(date).astimezone().replace(tzinfo=None)
             with self._writing():
-                study = self._study(task, offered)
-                study.add_trial(finished_trial(knobs_of(config), space, stored.time_us, result, when))
+                self._study(task, offered).add_trial(trial)
             self._found.setdefault(task.key, {})[knob_pairs(config)] = stored
 
     @contextmanager

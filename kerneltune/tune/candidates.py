@@ -189,19 +189,19 @@ def _why(variant: Variant, case: Case) -> str:
     return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""
 
 
-def config_for(task: Task, root: Path | None) -> Config:
-    """Return the config of a call without `config=`; None for a variant without knobs."""
-    return looked_up(task, root).config if task.variant.config is not None else None
+def config_for(task: Task, root: Path | None, gpu: str | None = None) -> Config:
+    """Return the config of a call without `config=`, on this GPU or a named GPU; None for a variant without knobs."""
+    return looked_up(task, root, gpu).config if task.variant.config is not None else None
 
 
-def looked_up(task: Task, root: Path | None) -> cache.Choice:
+def looked_up(task: Task, root: Path | None, gpu: str | None = None) -> cache.Choice:
     """Return the config of a call without `config=` and its source, for a variant with knobs."""
-    return _chooser(task, root).find(task.op.called(task.case))
+    return _chooser(task, root).find(task.op.called(task.case), gpu)
 
 
-def cached(task: Task, root: Path | None, device_slug: str = "") -> tuple[cache.CacheEntry, Config] | None:
-    """Return the entry of exactly this task and its config; None if there is no valid config. Empty slug: this GPU."""
-    return _chooser(task, root).own(task.case, device_slug or device.current().slug)
+def cached(task: Task, root: Path | None) -> tuple[cache.CacheEntry, Config] | None:
+    """Return the entry of exactly this task on this GPU model and its config; None if there is no valid config."""
+    return _chooser(task, root).own(task.case, device.current().slug)
 
 
 def _chooser(task: Task, root: Path | None) -> cache.Chooser:

@@ -64,7 +64,7 @@ def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_
     found = cached(Task(op, CASE, VARIANT), options.configs)
     assert found is not None
     assert found[1] == config_for(Task(op, CASE, VARIANT), options.configs) == Small(64, 2)
-    there = cached(Task(op, CASE, VARIANT), options.configs, "another_gpu")
+    there = cache.Chooser.of(op, VARIANT, "cold", options.configs).own(CASE, "another_gpu")
     assert there is not None
     assert there[1] == Small(128, 1)
     assert cached(Task(op, CASE, VARIANT, "hot"), options.configs) is None  # so `tune --policy hot` searches it
