@@ -154,32 +154,31 @@ def explore(
     Returns:
         The evaluations in their order, known evaluations first.
     """
-    pool = candidates.pool
-    asking, gain = Asking(candidates, search), _Gain(pool, search, known)
+    state = SearchState(candidates, search)
     for config, evaluation in known.items():
-        asking.tell(config, evaluation.time_us)
-    limit = len(pool) if search.trials is None else min(search.trials, len(pool))
+        state.tell(config, evaluation.time_us)
+    limit = min(search.trials or len(candidates.pool), len(candidates.pool))
     flying, found = _InFlight(evaluator.compilers), dict(known)
     began: float | None = None  # the time to start a process and to make inputs does not belong to the search
     enough = False
     try:
         while True:
-            while not enough and flying.has_room(asking.ahead) and len(found) + flying.length < limit:
-                asked = asking.ask()
+            while not enough and flying.has_room(state.ahead) and len(found) + flying.length < limit:
+                asked = state.ask()
                 if asked is None:
                     break
                 flying.add(asked, evaluator.begin(asked))
             if not flying.length:
                 break
-            asking.sampler.prepare()
+            state.sampler.prepare()
             evaluator.use_idle_time()
             for config, evaluation in flying.move():
                 found[config] = evaluation
-                asking.tell(config, evaluation.time_us)
+                state.tell(config, evaluation.time_us)
                 on_trial(config, evaluation)
                 began = time.monotonic() if began is None and evaluator.is_ready() else began
                 spent = search.budget_s is not None and began is not None and time.monotonic() - began > search.budget_s
-                enough = enough or spent or gain.is_small(config, evaluation)
+                enough = enough or spent or state.is_gain_small()
             if enough:
                 flying.give_up()
     finally:
@@ -208,7 +207,7 @@ def _values(config: Config) -> tuple[Any, ...]:
     return tuple(knobs_of(config).values())
 
 
-class Asking:
+class SearchState:
     """The candidates of a search with their states: untried, asked for, or told with a time.
 
     Attributes:
@@ -228,6 +227,7 @@ class Asking:
         if not is_blind:
             likely = None if believed is None else [believed[config] for config in self._order]
             self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, search.seed, likely)
+        self._least_gain, self._seed = search.until_gain, search.seed
         self._place = {config: place for place, config in enumerate(self._order)}
         self._left = dict.fromkeys(self._place.values())
         self._pending: dict[int, None] = {}
@@ -248,6 +248,20 @@ class Asking:
         self._left.pop(place, None)
         self._pending.pop(place, None)
         self._seen[place] = time_us
+
+    def is_gain_small(self) -> bool:
+        """Return whether the untried configs are expected to gain too little; computed after every fourth told config."""
+        timed = sum(time_us is not None for time_us in self._seen.values())
+        if self._least_gain is None or timed < _GAIN_AFTER or len(self._seen) % _GAIN_EVERY:
+            return False
+        self._surrogate.fit(list(self._seen), list(self._seen.values()))
+        return self._surrogate.gain([*self._left, *self._pending]) < self._least_gain
+
+    @cached_property
+    def _surrogate(self) -> "Surrogate":
+        from kerneltune.search.surrogate import FAR, Surrogate
+
+        return Surrogate(self.sampler.configs, self._seed, worst=FAR)
 
 
 class _InFlight:
@@ -288,30 +302,3 @@ class _InFlight:
             begun.cancel()
         self._compiling.clear()
         self._waiting = [one for one in self._waiting if not one[1].cancel()]
-
-
-class _Gain:
-    """The expected gain of a search with `until_gain`, from joint draws of a Gaussian process over all untried configs."""
-
-    def __init__(self, pool: Sequence[Config], search: Search, known: Mapping[Config, Evaluation]) -> None:
-        self._least, self._seed = search.until_gain, search.seed
-        if self._least is not None:
-            self._index = {config: i for i, config in enumerate(pool)}
-            self._seen = {self._index[config]: one.time_us for config, one in known.items()}
-
-    def is_small(self, config: Config, evaluation: Evaluation) -> bool:
-        """Return whether to stop after this evaluation. The gain is computed after every fourth evaluation."""
-        if self._least is None:
-            return False
-        self._seen[self._index[config]] = evaluation.time_us
-        timed = sum(time_us is not None for time_us in self._seen.values())
-        if timed < _GAIN_AFTER or len(self._seen) % _GAIN_EVERY:
-            return False
-        self._surrogate.fit(list(self._seen), list(self._seen.values()))
-        return self._surrogate.gain([i for i in self._index.values() if i not in self._seen]) < self._least
-
-    @cached_property
-    def _surrogate(self) -> "Surrogate":
-        from kerneltune.search.surrogate import FAR, Surrogate
-
-        return Surrogate([knobs_of(config) for config in self._index], self._seed, worst=FAR)

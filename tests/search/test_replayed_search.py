@@ -11,7 +11,7 @@ from replayed import KnownTrial, StandIn, gap_at, replay
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from kerneltune.files import data_root
-from kerneltune.search.loop import Asking, Candidates, Search, explore, times_of
+from kerneltune.search.loop import Candidates, Search, SearchState, explore, times_of
 from kerneltune.search.surrogate import Surrogate
 from kerneltune.search.trial_table import TrialBlock, whole_spaces
 
@@ -76,8 +76,8 @@ def test_configs_like_a_guess_are_drawn_sooner_and_by_the_seed() -> None:
 
     def drawn(sampler: str, seed: int, first: Sequence[object]) -> list[int]:
         """Return in how many knobs each of the first configs differs from the guess."""
-        asking = Asking(Candidates(pool, first), Search(trials=20, sampler=sampler, seed=seed))
-        asked = [asking.ask() for _ in range(9)]
+        state = SearchState(Candidates(pool, first), Search(trials=20, sampler=sampler, seed=seed))
+        asked = [state.ask() for _ in range(9)]
         return [sum(a != b for a, b in zip(astuple(config), astuple(guess), strict=True)) for config in asked if config]
 
     near, far = (np.mean([drawn(name, seed, [guess])[1:] for seed in range(20)]) for name in ("ours", "random"))

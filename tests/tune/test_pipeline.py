@@ -240,14 +240,14 @@ SEARCHED = """
 import sys
 from kerneltune.cli.options import load_ops
 from kerneltune.tune import fleet
-from kerneltune.search.loop import Asking, Candidates, Search
+from kerneltune.search.loop import SearchState, Candidates, Search
 from made_up import CASE, LARGE
 
 load_ops()
-asking = Asking(Candidates(list(LARGE.configs(CASE))), Search(budget_s=1.0))
-asking.ask()
+state = SearchState(Candidates(list(LARGE.configs(CASE))), Search(budget_s=1.0))
+state.ask()
 print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
-asking.sampler.prepare()
+state.sampler.prepare()
 print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
 """
 

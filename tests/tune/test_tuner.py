@@ -202,18 +202,18 @@ def test_the_default_sampler_finds_a_good_config_and_beats_chance(setting: Setti
 @pytest.mark.parametrize("sampler", loop.SAMPLERS)
 def test_every_config_is_asked_for_once_and_its_time_is_heard(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = list(SMALL.configs(CASE))
-    asking = loop.Asking(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0))
-    heard, choose = {}, asking.sampler.choose
+    state = loop.SearchState(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0))
+    heard, choose = {}, state.sampler.choose
 
     def heard_before(left: Any, seen: Any, pending: Any) -> int:
-        heard.update({Small(**asking.sampler.configs[place]): time for place, time in seen.items()})
+        heard.update({Small(**state.sampler.configs[place]): time for place, time in seen.items()})
         return choose(left, seen, pending)
 
-    monkeypatch.setattr(asking.sampler, "choose", heard_before)
+    monkeypatch.setattr(state.sampler, "choose", heard_before)
     times = {}
-    while (config := asking.ask()) is not None:
+    while (config := state.ask()) is not None:
         times[config] = small_time(config)
-        asking.tell(config, times[config])
+        state.tell(config, times[config])
     last = list(times)[-1]
     assert heard == {config: time for config, time in times.items() if config != last}
     assert len(times) == len(pool)
