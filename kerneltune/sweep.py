@@ -272,7 +272,7 @@ class _Reader:
                     self.fail(name_node, "name", repr(template), f"a name with {{{axis}}} in it, as {axis} has several sizes")
             fields = {"dtype": op.dtypes[:1], "quant": op.quants, **{name: values[:1] for name, values in op.options.items()}}
             values = [self.choices(entry, op, field, default) for field, default in fields.items()]
-            count += self.take(math.prod(map(len, (*sizes, *values))), node)
+            count += self.take(math.prod([*map(len, sizes), *map(len, values)]), node)
             for point in itertools.product(*sizes):
                 axes = tuple(zip(op.axes, point, strict=True))
                 name = self.sized_name(template, axes, name_node)
