@@ -168,11 +168,11 @@ def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
     )
     if not uniform:
         return Numbered
-    return _made_class(name, (*types.items(), *((option, int) for option in _OPTIONS)))
+    return made_class(name, (*types.items(), *((option, int) for option in _OPTIONS)))
 
 
 @cache
-def _made_class(name: str, knobs: tuple[tuple[str, type], ...]) -> type[Any]:
+def made_class(name: str, knobs: tuple[tuple[str, type], ...]) -> type[Any]:
     """Return the frozen dataclass of these knobs; its instances are pickled with the knobs, as no module holds the class."""
 
     def reduced(config: Any) -> tuple[Any, ...]:
@@ -184,7 +184,7 @@ def _made_class(name: str, knobs: tuple[tuple[str, type], ...]) -> type[Any]:
 
 
 def _made_config(name: str, knobs: tuple[tuple[str, type], ...], values: tuple[Any, ...]) -> Config:
-    return _made_class(name, knobs)(*values)
+    return made_class(name, knobs)(*values)
 
 
 def knobs_of_config(stored: Mapping[str, Any], kind: type[Any], candidates: Sequence[Candidate]) -> Config:

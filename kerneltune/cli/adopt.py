@@ -1,21 +1,31 @@
-"""`kerneltune adopt`: list the kernels of a capture or a tuned folder, and find suspicious kernels."""
+"""`kerneltune adopt`: list the kernels of a capture, find suspicious kernels, and tune calls whose host depends on the config."""
 
+import itertools
+import re
+import time
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
-from kerneltune.table import counted
+from kerneltune.cli import options as o
+from kerneltune.cli.cases import sizes_of
+from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
+from kerneltune.table import counted, pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kerneltune.adopt.getter import CallCase
+    from kerneltune.adopt.getter_tuning import TunedCall
     from kerneltune.adopt.overview import Capture
     from kerneltune.adopt.sharing import TunedClass
 
-app = typer.Typer(no_args_is_help=True, help="Show what a capture holds, and what is suspicious about its kernels.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Show what a capture holds and what is suspicious about it; tune calls that ask a function for their config.",
+)
 _SHOWN = 5
 """Kernels that are named."""
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture.")]
@@ -43,6 +53,152 @@ def lint_command(folder: Folder) -> None:
     show("nothing to report")
 
 
+@app.command("getter")
+def getter_command(
+    getter: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="What gives the config; also FILE.py:FUNCTION.")],
+    call: Annotated[
+        str, typer.Option("--call", metavar="MODULE:FUNCTION", help="An expert layer, or what makes a call of sizes.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of trials, configs and tables.")],
+    model: Annotated[Path | None, typer.Option("--model", metavar="FILE", help="Sizes of the experts of a config.json.")] = None,
+    tp: Annotated[int, o.count("--tp", "GPUs that share each expert.")] = 1,
+    ep: Annotated[int, o.count("--ep", "GPUs that share the experts of a layer.")] = 1,
+    tokens: Annotated[
+        str, typer.Option("--tokens", metavar="N1,N2", help="Tokens to tune; by default the keys of a table.")
+    ] = "",
+    size: Annotated[list[str] | None, typer.Option("--size", metavar="NAME=N1,N2", help="Another size; may be repeated.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="Element type.")] = "bfloat16",
+    space: Annotated[Path | None, typer.Option("--space", metavar="FILE", help="YAML of values by knob.")] = None,
+    export: Annotated[str | None, o.pick("--export", ("vllm", "sglang"), "Write the table of an engine.")] = None,
+    named: Annotated[
+        str, typer.Option("--named", metavar="FIELDS", help="In the table's name: dtype=fp8_w8a8,block_shape=[128,128].")
+    ] = "",
+    budget: Annotated[float, o.seconds("Search time of all calls together.")] = 240.0,
+    trials: o.Trials = None,
+    policy: o.PolicyName = "cold",
+    force: Annotated[bool, typer.Option("--force", help="Search again where a config is known.")] = False,
+    workers: o.Workers = None,
+) -> None:
+    """Tune calls whose host depends on the config, such as a sort by BLOCK_SIZE_M, by overriding the function that gives it.
+
+    A call is timed as a whole and checked against its results under the program's own config, which stays unless the paired
+    interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
+    call was tuned or, without a GPU, a check failed.
+    """
+    from kerneltune import device
+    from kerneltune.adopt.getter import GetterFacts, probe, write_facts
+    from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, check_getter, tune_getter
+    from kerneltune.processes import in_fresh_processes
+
+    if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):
+        raise ValueError(f"named: {named!r}: expected fields such as dtype=fp8_w8a8,block_shape=[128,128]")
+    o.require_writable(out)
+    device.select_backend()
+    cases = _call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None)
+    began = time.monotonic()
+    given = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, _read_space(space))
+    (facts,) = in_fresh_processes(1, probe, given)
+    write_facts(out, facts)
+    if not device.current().is_gpu:
+        checked = check_getter(out)
+        rows = [(pairs(one.sizes), pairs(one.own), str(count), str(count - len(lines))) for one, count, lines in checked]
+        show_table(("call", "own config", "checked", "agree"), rows)
+        lines = [f"{pairs(one.sizes)}: {line}" for one, _, lines in checked for line in lines]
+        for line in lines:
+            error_line(line)
+        show("no GPU: nothing was timed")
+        raise typer.Exit(int(bool(lines)))
+    from kerneltune.cli.progress import reporter
+
+    share = budget / sum(one.is_tuned and not one.problem for one in facts.cases)
+    options = o.make_options(policy, budget_s=share, trials=trials, force=force, until_gain=0.01, workers=workers)
+    with reporter() as progress:
+        calls = tune_getter(out, options, progress)
+    _show_calls(calls, time.monotonic() - began)
+    if export is not None:
+        _export(export, out, calls, named)
+    if not any(one.own_us for one in calls):
+        raise typer.Exit(1)
+
+
+def _call_cases(
+    model: Path | None, tp: int, ep: int, tokens: str, sizes: "Sequence[str]", keys: "Sequence[int]", is_table: bool
+) -> "list[CallCase]":
+    """Return a case for each combination of sizes. A table has cases of all its keys; only cases of `tokens` are tuned."""
+    from kerneltune.adopt.getter import CallCase
+    from kerneltune.adopt.getter_calls import expert_sizes
+    from kerneltune.workloads.model_config import read
+
+    given: dict[str, list[int]] = {}
+    if tokens or model is not None or is_table:
+        given["tokens"] = sizes_of("tokens", tokens) if tokens else list(keys)
+    if model is not None:
+        given |= {name: [value] for name, value in expert_sizes(read(model), tp, ep).items()}
+    elif max(tp, ep) > 1:
+        raise ValueError("tp, ep: expected with --model")
+    for text in sizes:
+        name, _, values = text.partition("=")
+        if not name.isidentifier():
+            raise ValueError(f"size: {text!r}: expected NAME=N1,N2")
+        given[name] = sizes_of(f"size {name}", values)
+    if not given:
+        raise ValueError("size: missing: expected --model FILE, --tokens or --size NAME=VALUE")
+    tuned = set(given.get("tokens", ()))
+    if is_table:
+        given["tokens"] = sorted({*keys, *tuned})
+    combined = (dict(zip(given, values, strict=True)) for values in itertools.product(*given.values()))
+    return [CallCase(one, is_tuned=not is_table or one["tokens"] in tuned) for one in combined]
+
+
+def _read_space(path: Path | None) -> dict[str, list[int]]:
+    """Return the values of knobs that the user gave; empty without a file."""
+    import yaml
+
+    from kerneltune.files import read_text
+
+    try:
+        space = yaml.safe_load(read_text(path)) if path else {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:150]}") from None
+    for name, values in space.items() if isinstance(space, dict) else [("knobs", space)]:
+        if not isinstance(values, list) or not values or any(type(value) is not int for value in values):
+            raise ValueError(f"{path}: {name}: {values!r}: expected a list of whole numbers")
+    return space
+
+
+def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
+    """Print the tuned calls, and a line for each call that was not tuned."""
+    from kerneltune.adopt.configs import DEFAULTS
+    from kerneltune.adopt.getter_tuning import failures
+
+    rows = []
+    differing = [name for name in calls[0].one.sizes if len({call.one.sizes[name] for call in calls}) > 1]
+    for call in calls:
+        if call.own_us and call.time_us:
+            own = DEFAULTS | call.one.own
+            changed = {name: value for name, value in call.config.items() if own.get(name) != value}
+            times = (f"{call.own_us:.1f}", f"{call.time_us:.1f}", f"{call.own_us / call.time_us:.3f}x")
+            is_gained = call.gain != (1.0, 1.0)
+            kept = pairs(changed) if is_gained else "own config"
+            sizes = {name: call.one.sizes[name] for name in differing or call.one.sizes}
+            rows.append((pairs(sizes), *times, f"{call.gain[0]:.3f}-{call.gain[1]:.3f}", kept))
+        elif call.skipped:
+            note(f"skipped: {pairs(call.one.sizes)}: {call.skipped}")
+    show_table(("call", "own µs", "ours µs", "speedup", "95 %", "changed"), rows)
+    if text := failures(calls):
+        note(text)
+    gained = sum(call.gain != (1.0, 1.0) for call in calls)
+    show(f"{counted(len(rows), 'call')} tuned in {seconds:.0f} s, {gained} of them faster than with the own config")
+
+
+def _export(engine: str, out: Path, calls: "Sequence[TunedCall]", named: str) -> None:
+    from kerneltune import device
+    from kerneltune.adopt.getter_tuning import engine_tables
+
+    for path, text in engine_tables(engine, device.current().name, calls, named).items():
+        deliver(text, out / path)
+
+
 def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None) -> None:
     """Print how many classes and configs of a capture `tune` will try, and about how long that takes."""
     from kerneltune.adopt.tuning import forecast
@@ -58,13 +214,11 @@ def tune_folder(
     folder: Path, budget: float | None, share: float | None, widen: bool, force: bool, workers: int | None, dry_run: bool
 ) -> None:
     """Tune a capture, and show the configs that serving will launch; with `dry_run` only say how many configs there are."""
-    from kerneltune.cli import options
-
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"share: {share!r}: expected a fraction above 0, up to 1")
     if dry_run:
         return _show_forecast(folder, share or 1.0, widen, workers)
-    options.require_writable(folder)
+    o.require_writable(folder)
     from kerneltune.processes import start_server
 
     start_server()

@@ -45,12 +45,12 @@ def text(model: Path, tokens: str, ep: int, batch: str) -> str:
     from kerneltune.workloads.model_cases import sweep_text
     from kerneltune.workloads.model_config import read
 
-    counts = _counts("tokens", tokens)
-    batches = [] if batch == "none" else _counts("batch", batch)
+    counts = sizes_of("tokens", tokens)
+    batches = [] if batch == "none" else sizes_of("batch", batch)
     return sweep_text(read(model), counts, batches, ep)
 
 
-def _counts(field: str, given: str) -> list[int]:
+def sizes_of(field: str, given: str) -> list[int]:
     """Parse numbers separated by commas, each once."""
     parts = given.split(",")
     if not all(re.fullmatch(r"[1-9][0-9]{0,8}", part) and int(part) <= _MOST_TOKENS for part in parts):

@@ -1,0 +1,397 @@
+"""Make an operator of calls of a program. Its configs override the result of a function of the program: the getter.
+
+The host of the program depends on the config: it sorts, pads or allocates by a block size. So the whole Python call is checked
+and timed. `getter.json` of a folder names getter, call and sizes, from which another process makes the same operator.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from kerneltune import cache, device
+from kerneltune.adopt.arguments import torch_dtype
+from kerneltune.adopt.configs import DEFAULTS
+from kerneltune.adopt.getter_calls import make_call, tensors_of
+from kerneltune.adopt.operators import TUNED, made_class
+from kerneltune.errors import first_line, meant
+from kerneltune.files import decode, read_bytes, replace_text
+from kerneltune.search.task import knobs_of
+from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
+
+FACTS = "getter.json"
+OPTIONS = ("num_warps", "num_stages")
+"""Options of a launch that an override may add to a config without them, where the call hands them on to the kernel."""
+_CALL = "call"
+_LEAST_BLOCK = 16
+"""Least rows, columns and depth of a matrix product in Triton."""
+_STAGES, _GROUPS = (2, 3, 4, 5), (1, 4, 16, 64)
+_ACCUMULATORS, _SHARED_BYTES = 128, 232_448
+"""Most elements of a product's result in a thread: with more, kernels spill. Bytes of shared memory of a program on sm_90."""
+_NEAR = 3
+
+
+class CallCase(msgspec.Struct, frozen=True):
+    """A call of the program at some sizes.
+
+    Attributes:
+        own: knobs of the program's own config.
+        bytes: of the tensors that the call reads.
+        problem: why the call cannot be tuned; empty if it can.
+        is_tuned: whether the call is wanted for more than its own config.
+    """
+
+    sizes: dict[str, int]
+    own: dict[str, int] = {}
+    bytes: int = 1
+    problem: str = ""
+    is_tuned: bool = True
+
+
+class GetterFacts(msgspec.Struct, frozen=True):
+    """A getter and the calls that ask it.
+
+    Attributes:
+        getter, call: MODULE:FUNCTION or FILE.py:FUNCTION.
+        folder: that modules are imported from.
+        space: values of knobs, in place of the values around the own configs.
+        digest: of the code of both functions.
+        options: names of `OPTIONS` that an override adds.
+    """
+
+    getter: str
+    call: str
+    folder: str
+    dtype: str
+    cases: list[CallCase]
+    space: dict[str, list[int]] = {}
+    digest: str = ""
+    options: list[str] = []
+
+
+def write_facts(root: Path, facts: GetterFacts) -> None:
+    """Write what `read_facts` returns."""
+    replace_text(root / FACTS, msgspec.json.format(msgspec.json.encode(facts), indent=1).decode() + "\n")
+    operators.cache_clear()
+
+
+def read_facts(root: Path) -> GetterFacts:
+    """Return the facts of a folder."""
+    return decode(read_bytes(root / FACTS), GetterFacts)
+
+
+@dataclass(slots=True)
+class Getter:
+    """A function that gives configs, replaced wherever the program holds it.
+
+    Attributes:
+        knobs: values that replace the values of its result; None for the program's own config.
+        seen: first result of the program's own function since the list was emptied.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    knobs: Mapping[str, int] | None = None
+    seen: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def ask(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the program's own result, or of a tuple its first element, with the knobs of the override."""
+        result = self.function(*args, **kwargs)
+        own = result[0] if isinstance(result, tuple) and result else result
+        if not isinstance(own, dict) or not whole_numbers(own):
+            shown = " ".join(repr(result).split())[:60]
+            raise ValueError(f"getter: {self.name}: returned {shown}: expected a dict of whole numbers by name")
+        self.seen = self.seen or [own]
+        changed = {**own, **self.knobs} if self.knobs is not None else own
+        return changed if result is own else (changed, *result[1:])
+
+
+def whole_numbers(values: Mapping[Any, Any]) -> dict[str, int]:
+    """Return the knobs of a config: its whole numbers by name."""
+    return {name: value for name, value in values.items() if type(value) is int and isinstance(name, str)}
+
+
+@functools.cache
+def installed(name: str, folder: str) -> Getter:
+    """Import a getter, and replace it in every module or class that holds it."""
+    owner, attribute, function = named_function("getter", name, folder)
+    getter = Getter(name, function)
+
+    @functools.wraps(function)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return getter.ask(*args, **kwargs)
+
+    is_static = isinstance(inspect.getattr_static(owner, attribute), staticmethod | classmethod)
+    setattr(owner, attribute, staticmethod(asked) if is_static else asked)
+    for module in list(sys.modules.values()):
+        held: Any = getattr(module, "__dict__", None)
+        for key in [key for key, value in held.items() if value is function] if isinstance(held, dict) else ():
+            held[key] = asked
+    return getter
+
+
+def named_function(field: str, name: str, folder: str) -> tuple[Any, str, Callable[..., Any]]:
+    """Return the module or class that holds a function, the function's name in it, and the function.
+
+    Raises:
+        ValueError: one line that names the field.
+    """
+    where, _, path = name.rpartition(":")
+    *classes, attribute = path.split(".")
+    if not where or not attribute:
+        raise ValueError(f"{field}: {name!r}: expected MODULE:FUNCTION or FILE.py:FUNCTION")
+    file = Path(folder, where) if where.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ValueError(f"{field}: {where}: no such file")
+    sys.path.extend(one for one in (folder, str(file.parent) if file else folder) if one not in sys.path)
+    try:
+        owner: Any = importlib.import_module(file.stem if file else where)
+    except (Exception, SystemExit) as error:  # the program's own code
+        raise ValueError(f"{field}: {where}: importing fails: {first_line(error)}") from error
+    if file and not file.samefile(owner.__file__):
+        raise ValueError(f"{field}: {where}: another module has its name: {owner.__file__}")
+    for part in classes:
+        owner = getattr(owner, part, None)
+    function = getattr(owner, attribute, None)
+    if not callable(function):
+        raise ValueError(f"{field}: {name!r}: {where} has no function {path}{meant(path, vars(owner) if owner else ())}")
+    return owner, attribute, function
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of the program that asks a getter.
+
+    Attributes:
+        own: the program's own config.
+        lacking: names of knobs that the own config lacks, and that no override adds.
+        is_meta: the tensors have no memory: kernels are compiled, nothing is computed.
+        noise: relative difference between two calls with the own config, by output.
+    """
+
+    getter: Getter
+    function: Callable[[], Any]
+    own: Config
+    lacking: frozenset[str]
+    is_meta: bool
+    noise: dict[str, float] = field(default_factory=dict)
+
+    def run(self, config: Config) -> Outputs:
+        """Return the tensors of the call's result under a config; the own config is no override."""
+        knobs = {name: value for name, value in knobs_of(config).items() if value or name not in self.lacking}
+        self.getter.knobs = None if config == self.own else knobs
+        try:
+            result = self.function()
+        except Exception as error:
+            is_compiler = type(error).__module__.startswith("triton") or "PassManager" in str(error)
+            if not self.is_meta or is_compiler:
+                raise
+            return {}  # the host needs values: the kernels are compiled when they are launched
+        finally:
+            self.getter.knobs = None
+        parts = (
+            result.items() if isinstance(result, dict) else enumerate(result if isinstance(result, tuple | list) else [result])
+        )
+        return {f"output {name}": value for name, value in parts if hasattr(value, "untyped_storage")}
+
+
+@functools.cache
+def operators(folder: str) -> tuple[Op, ...]:
+    """Return the operator of a folder, in a tuple."""
+    facts = read_facts(Path(folder))
+    by_sizes = {tuple(one.sizes.items()): one for one in facts.cases}
+    knobs = dict.fromkeys([*(name for one in facts.cases for name in one.own), *facts.options], int)
+    kind = made_class(f"Config_{facts.digest[:8]}", tuple(knobs.items()))
+    name = f"{Path(facts.getter).name.replace('.py:', '.').replace(':', '.')}-{facts.digest[:8]}"
+    tuned = Variant(
+        name=TUNED,
+        run=run_call,
+        config=kind,
+        space=functools.partial(_space, facts, kind),
+        valid=_valid,
+        default=functools.partial(_own_config, by_sizes, kind),
+        promising=functools.partial(_promising, folder, name, kind),
+    )
+    op = Op(
+        name=name,
+        axes=tuple(facts.cases[0].sizes),
+        dtypes=(facts.dtype,),
+        inputs=functools.partial(make_inputs, folder),
+        reference=reference,
+        compare=compare,
+        traffic=lambda case: Traffic(by_sizes[case.axes].bytes, 0),
+        variants=(tuned,),
+        module=__name__,
+        origin=(folder,),
+    )
+    return (op,)
+
+
+def case_of(facts: GetterFacts, one: CallCase) -> Case:
+    """Return the case of a call, named by the sizes that differ between calls."""
+    differing = [f"{name}={size}" for name, size in one.sizes.items() if len({each.sizes[name] for each in facts.cases}) > 1]
+    return Case(" ".join(differing) or _CALL, tuple(one.sizes.items()), facts.dtype)
+
+
+def _own_config(by_sizes: Mapping[Any, CallCase], kind: type[Any], case: Case) -> Config:
+    """Return the own config of a call; a knob that it lacks has Triton's default, else 0."""
+    own = by_sizes[case.axes].own
+    return kind(**{name: own.get(name, DEFAULTS.get(name, 0)) for name in kind.__dataclass_fields__})
+
+
+def _space(facts: GetterFacts, kind: type[Any], _case: Case) -> Space:
+    """Return values around the own configs of all calls, or the values that the user gave."""
+    found = {}
+    for name in kind.__dataclass_fields__:
+        own = {one.own.get(name, DEFAULTS.get(name, 0)) for one in facts.cases if one.own}
+        tried = facts.space.get(name) or [value for size in own for value in _around(name, size)]
+        found[name] = tuple(sorted({*own, *tried}))
+    return found
+
+
+def _around(name: str, own: int) -> Iterator[int]:
+    """Yield the values of a knob that are tried beside a program's value; none for the splits of a sum, which need buffers."""
+    if name == "num_stages":
+        yield from _STAGES
+    elif name.startswith("GROUP"):
+        yield from _GROUPS
+    elif own > 1 and not own & (own - 1) and not name.startswith("SPLIT"):
+        sizes = (own // 2, own * 2) if name == "num_warps" else (own // 2, own * 2, own * 4)
+        yield from (size for size in sizes if size >= _LEAST_BLOCK or not name.startswith("BLOCK"))
+
+
+def _valid(case: Case, config: Config) -> str | None:
+    """Return the reason why a product's blocks M x N x K fit no GPU, or None."""
+    knobs = {**DEFAULTS, **knobs_of(config)}
+    m, n, k = (next((size for name, size in knobs.items() if name.startswith("BLOCK") and name[-1] == side), 0) for side in "MNK")
+    if m * n > _ACCUMULATORS * 32 * knobs["num_warps"]:
+        return "more elements of the result than registers"
+    shared_bytes = (m + n) * k * torch_dtype(case.dtype).itemsize * (knobs["num_stages"] - 1)
+    return "more shared memory than a program has" if shared_bytes > _SHARED_BYTES else None
+
+
+def _promising(folder: str, name: str, kind: type[Any], case: Case) -> tuple[Config, ...]:
+    """Return the configs of the nearest calls that are tuned already."""
+    entries = cache.load(name, device.current_slug(), Path(folder) / "configs")
+
+    def distance(entry: cache.CacheEntry) -> float:
+        return sum(abs(math.log2(size / case[axis])) for axis, size in entry.axes)
+
+    nearest = sorted((entry for entry in entries if set(entry.config) == set(kind.__dataclass_fields__)), key=distance)
+    return tuple(dict.fromkeys(kind(**entry.config) for entry in nearest[:_NEAR]))
+
+
+def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:
+    """Make a call at the sizes of a case, beside its tensors by name, which no call may change."""
+    facts, (op,) = read_facts(Path(folder)), operators(folder)
+    getter, own = installed(facts.getter, facts.folder), op.variants[0].default_config(case)
+    base = next(each.own for each in facts.cases if tuple(each.sizes.items()) == case.axes)
+    lacking = frozenset(knobs_of(own)) - {*base, *facts.options}
+    made = named_function("call", facts.call, facts.folder)[2]
+    try:
+        function = make_call(made, dict(case.axes), facts.dtype, device, seed)
+    except Exception:
+        if device != "meta":
+            raise
+        function = dict  # it needs values: the kernels are compiled when they are launched
+    return {_CALL: Call(getter, function, own, lacking, device == "meta"), **tensors_of(function)}
+
+
+def run_call(inputs: Inputs, config: Config) -> Outputs:
+    """Call the program under a config."""
+    outputs: Outputs = inputs[_CALL].run(config)
+    return outputs
+
+
+def reference(inputs: Inputs) -> Outputs:
+    """Return the results under the program's own config, and note how much they vary between two calls."""
+    from kerneltune.adopt.effects import difference
+    from kerneltune.kernel_lib.interpreted import mended
+
+    call = inputs[_CALL]
+    with mended():
+        expected = {name: tensor.clone() for name, tensor in call.run(call.own).items()}
+        second = call.run(call.own)
+    if not expected:
+        raise ValueError("the call returned no tensor: let the case function return a function that returns its results")
+    call.noise = {name: difference(tensor, second[name])[0] for name, tensor in expected.items()}
+    return expected
+
+
+def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Return a line for each result that disagrees with the result under the program's own config."""
+    from kerneltune.adopt.effects import disagreement
+
+    tensors = [*(value for name, value in inputs.items() if name != _CALL), *expected.values()]
+    captured = cast(Any, SimpleNamespace(dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors]))
+    lines = []
+    for name, tensor in expected.items():
+        if name not in outputs or outputs[name].shape != tensor.shape or outputs[name].dtype != tensor.dtype:
+            lines.append(f"{name}: another shape or element type than under the program's own config")
+        elif text := disagreement(tensor, outputs[name], inputs[_CALL].noise[name], captured):
+            lines.append(f"{name}: {text}")
+    return lines
+
+
+def probe(facts: GetterFacts) -> GetterFacts:
+    """Call the program at all sizes with its own configs, and return the facts with them. Runs in a process of its own.
+
+    Raises:
+        ValueError: a function is missing or returns something else, or no call can be tuned.
+    """
+    from kerneltune.identity import code_digest
+
+    device.select_backend()
+    getter = installed(facts.getter, facts.folder)
+    call = named_function("call", facts.call, facts.folder)[2]
+    try:
+        digest = code_digest(getter.function)[:4] + code_digest(call)[:4]
+    except (ValueError, TypeError):  # a function without source
+        digest = "unknown"
+    cases = [_probed(getter, call, facts.dtype, one) for one in facts.cases]
+    good = [one for one in cases if one.is_tuned and not one.problem]
+    if not good:
+        raise ValueError(f"call: {facts.call}: {next(one.problem for one in cases if one.is_tuned)}")
+    known = {name for one in cases for name in one.own}
+    if other := [name for name in facts.space if name not in (*known, *OPTIONS)]:
+        raise ValueError(f"space: {other[0]}: expected a knob of the own config: {', '.join(sorted(known))}")
+    options = [name for name in OPTIONS if name not in known]
+    getter.knobs = {name: DEFAULTS[name] for name in options}
+    try:
+        make_call(call, good[0].sizes, facts.dtype, _torch_device(), 0)()
+    except Exception:  # the host hands on only the knobs that it knows
+        options = []
+    return msgspec.structs.replace(facts, cases=cases, options=options, digest=digest)
+
+
+def _torch_device() -> str:
+    return "cuda" if device.current().is_gpu else "cpu"
+
+
+def _probed(getter: Getter, call: Callable[..., Any], dtype: str, one: CallCase) -> CallCase:
+    """Return a case with its own config and bytes, or with the reason why it cannot be tuned."""
+    import torch
+
+    held = torch.cuda.memory_allocated() if device.current().is_gpu else 0
+    try:
+        function = make_call(call, one.sizes, dtype, _torch_device(), 0)
+        sizes = [tensor.nbytes for tensor in tensors_of(function).values()]
+        count = torch.cuda.memory_allocated() - held if device.current().is_gpu else sum(sizes)
+        for problem in ("never asks the getter", "asks the getter at its first call only: the answer is kept elsewhere"):
+            getter.seen = []
+            function()
+            if not getter.seen:
+                return msgspec.structs.replace(one, problem=problem)
+    except Exception as error:  # the program's own code
+        if isinstance(error, ValueError) and str(error).startswith(("getter: ", "call: ")):
+            raise
+        return msgspec.structs.replace(one, problem=f"fails with its own config: {first_line(error)}")
+    return msgspec.structs.replace(one, own=whole_numbers(getter.seen[0]), bytes=max(count, 1))

@@ -1,0 +1,139 @@
+"""Tune the calls that ask a getter, and write the tables of vLLM and SGLang.
+
+The engine searches a call as it searches an operator's case. The program's own config stays unless the interval of the paired
+final says that another config is faster.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kerneltune import device
+from kerneltune.adopt.getter import FACTS, CallCase, case_of, operators, read_facts
+from kerneltune.measuring.check import Checker
+from kerneltune.run_options import Options, Plan, Progress, Selection
+from kerneltune.search.task import Evaluation, Task, knobs_of, store_path
+from kerneltune.spec import Config
+from kerneltune.sweep import Sweep, SweepCase
+from kerneltune.tune.candidates import cached, present
+from kerneltune.tune.fleet import run_tune
+
+ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+"""Keys of the engines' tables. A table holds all of them, because engines look up the nearest key, however far."""
+_PROBLEMS = ("wrong", "failed", "crashed")
+
+
+@dataclass(frozen=True, slots=True)
+class TunedCall:
+    """A call with the config that it should run with.
+
+    Attributes:
+        config: the program's own config where nothing was gained.
+        own_us, time_us: of a call under the own config and under this config, in the same rounds; None without a time.
+        gain: interval of the speedup.
+        failed: reasons of the overrides that are not used.
+        skipped: why a call that was to be tuned was not; empty if it was.
+    """
+
+    one: CallCase
+    config: Mapping[str, int]
+    own_us: float | None = None
+    time_us: float | None = None
+    gain: tuple[float, float] = (1.0, 1.0)
+    failed: tuple[str, ...] = ()
+    skipped: str = ""
+
+
+def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedCall]:
+    """Tune the calls of a folder; return all calls, also the calls that are wanted for their own config only."""
+    facts, (op,) = read_facts(root), operators(str(root))
+    options = replace(options, configs=root / "configs", results=root / "results")
+    chosen = [SweepCase(op.name, case_of(facts, one), "bench") for one in facts.cases if one.is_tuned and not one.problem]
+    calls = Sweep("getter", root / FACTS, (), tuple(chosen), {})
+    run_tune(Plan({op.name: op}, calls, Selection(calls.family), options), progress)
+    from kerneltune.search.trials import TrialStore
+
+    folder = root / "results" / "runs" / "trials" / device.current().slug
+    store = TrialStore(store_path(folder, op.name), **present(op.variants[0]))
+    tasks = [Task(op, case_of(facts, one), op.variants[0], options.policy) for one in facts.cases]
+    return [_outcome(task, one, store.of_task(task), root) for task, one in zip(tasks, facts.cases, strict=True)]
+
+
+def _outcome(task: Task, one: CallCase, tried: Mapping[Config, Evaluation], root: Path) -> TunedCall:
+    failed = tuple(each.detail for each in tried.values() if each.status in _PROBLEMS)
+    own, stored = _knobs(task.default, one), cached(task, root / "configs") if one.is_tuned and not one.problem else None
+    if stored is None:
+        reason = one.problem or ("no config passed its check" if tried else "it was not searched")
+        return TunedCall(one, own if one.own else {}, failed=failed, skipped=reason if one.is_tuned else "")
+    evidence = stored[0].evidence
+    default_us, (low, high) = evidence.get("default_us"), evidence.get("over_default") or (1.0, 1.0)
+    if low <= 1.0:
+        return TunedCall(one, own, default_us, default_us, failed=failed)
+    return TunedCall(one, _knobs(stored[1], one), default_us, evidence["time_us"], (low, high), failed)
+
+
+def _knobs(config: Config, one: CallCase) -> dict[str, int]:
+    return {name: value for name, value in knobs_of(config).items() if value or name in one.own}
+
+
+def check_getter(root: Path) -> list[tuple[CallCase, int, list[str]]]:
+    """Check overrides without a GPU: the own config, and for each knob a config that differs from it in this knob alone.
+
+    Returns:
+        Each call with the number of checked configs and a line for each config that fails.
+    """
+    facts, (op,) = read_facts(root), operators(str(root))
+    found = []
+    for one in (each for each in facts.cases if each.is_tuned and not each.problem):
+        case, variant = case_of(facts, one), op.variants[0]
+        configs = _neighbours(variant.default_config(case), variant.configs(case))
+        checker = Checker(op, case, "cpu")
+        lines = [f"{label}: {text}" for label, config in configs.items() for text in checker.errors(variant, config)[:1]]
+        found.append((one, len(configs), lines))
+    return found
+
+
+def _neighbours(own: Config, configs: Iterable[Config]) -> dict[str, Config]:
+    found = {"": ("own config", own)}
+    for config in configs:
+        differing = [(name, value) for name, value in knobs_of(config).items() if getattr(own, name) != value]
+        if len(differing) == 1:
+            found[differing[0][0]] = f"{differing[0][0]}={differing[0][1]}", config
+    return dict(found.values())
+
+
+def failures(calls: Sequence[TunedCall]) -> str:
+    """Return how many overrides are not used, and the most frequent reason; empty if all are."""
+    told = Counter(reason for call in calls for reason in call.failed)
+    return f"{told.total()} overrides failed; {told.most_common(1)[0][1]} of them: {told.most_common(1)[0][0]}" if told else ""
+
+
+def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named: str = "") -> dict[str, str]:
+    """Return the tables of `vllm` or `sglang`, by the path below the folder that the engine is given.
+
+    Args:
+        gpu_name: as the driver gives it.
+        calls: of all keys; own configs where nothing was gained.
+        named: further fields of the names, such as `dtype=fp8_w8a8,block_shape=[128,128]`.
+    """
+    gpu, fields, folder = gpu_name.replace(" ", "_"), f",{named.replace(' ', '')}" if named else "", ""
+    if engine == "sglang":
+        fields, folder = (
+            re.sub(r"(?<=\d),(?=\d)", ", ", fields),
+            f"configs/triton_{device.versions()['triton'].replace('.', '_')}/",
+        )
+    elif "H200" in gpu.split("_"):
+        gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
+    tables: dict[str, dict[str, dict[str, int]]] = {}
+    for call in sorted(calls, key=lambda each: each.one.sizes.get("tokens", 0)):
+        if lacking := [name for name in ("tokens", "experts", "inner") if name not in call.one.sizes]:
+            raise ValueError(f"export: {engine}: size {lacking[0]}: missing")
+        sizes = call.one.sizes
+        if not call.config:
+            raise ValueError(f"export: {engine}: {sizes['tokens']} tokens: {call.one.problem}")
+        path = f"{folder}E={sizes['experts']},N={sizes['inner']},device_name={gpu}{fields}.json"
+        tables.setdefault(path, {})[str(sizes["tokens"])] = dict(call.config)
+    return {path: json.dumps(rows, indent=4) + "\n" for path, rows in tables.items()}

@@ -1,0 +1,399 @@
+"""Calls whose host depends on the config: the override, the checks, tuning on a GPU that is none, and the engines' tables."""
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import made_up_gpu
+import numpy as np
+import pytest
+import torch
+from made_up_gpu import Bench
+from typer.testing import CliRunner
+
+from kerneltune import device
+from kerneltune.adopt.getter import CallCase, GetterFacts, installed, operators, probe, read_facts, write_facts
+from kerneltune.adopt.getter_calls import expert_sizes, make_call
+from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables
+from kerneltune.cli import app
+from kerneltune.search.task import Evaluation, Task
+from kerneltune.stats import Samples
+from kerneltune.workloads.model_config import read
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "adopted_packages"
+EXAMPLE = str(EXAMPLES / "fused_moe.py")
+SIZES = {"experts": 4, "hidden": 64, "inner": 32, "top_k": 2}
+SMALL = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 1}
+LARGE = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8}
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def fused_moe(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """Import the example anew, without an override."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.delitem(sys.modules, "fused_moe", raising=False)
+    installed.cache_clear()
+    import fused_moe
+
+    yield fused_moe
+    installed.cache_clear()
+    del sys.modules["fused_moe"]
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the command probe in this process, which is faster than a fresh one."""
+
+    def work_here(_count: int, work: Callable[..., Any], *arguments: Any) -> Iterator[Any]:
+        yield work(*arguments)
+
+    monkeypatch.setattr("kerneltune.processes.in_fresh_processes", work_here)
+
+
+def facts_of(tokens: Sequence[int], **fields: Any) -> GetterFacts:
+    cases = [CallCase({"tokens": each, **SIZES}) for each in tokens]
+    return GetterFacts(
+        f"{EXAMPLE}:get_config", f"{EXAMPLE}:fused_experts", str(EXAMPLES), fields.pop("dtype", "float32"), cases, **fields
+    )
+
+
+def program(folder: Path, text: str) -> str:
+    """Write a module of a name of its own; return the file."""
+    path = folder / f"program_{next(_numbers)}.py"
+    path.write_text("import functools\nimport torch\n" + text)
+    return str(path)
+
+
+def probed(file: str, **fields: Any) -> GetterFacts:
+    """Probe the functions `get_config` and `case` of a file."""
+    cases = [CallCase({"rows": 4})]
+    return probe(GetterFacts(f"{file}:get_config", f"{file}:case", str(Path(file).parent), "float32", cases, **fields))
+
+
+@pytest.mark.parametrize("config", [None, LARGE, {**SMALL, "BLOCK_SIZE_M": 32, "BLOCK_SIZE_K": 16, "GROUP_SIZE_M": 4}])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 5, 2), (9, 5, 2), (40, 3, 3)])
+def test_example_gives_what_plain_torch_gives(
+    fused_moe: Any, tokens: int, experts: int, top_k: int, config: dict[str, int] | None
+) -> None:
+    sizes = {"tokens": tokens, "experts": experts, "hidden": 64, "inner": 48, "top_k": top_k}
+    call: Any = make_call(fused_moe.fused_experts, sizes, "float32", "cpu", 0)
+    getter = installed("fused_moe:get_config", str(EXAMPLES))
+    getter.knobs = config
+    torch.testing.assert_close(call(), fused_moe.checked_by(*call.keywords.values()), rtol=1e-5, atol=1e-5)
+
+
+def test_probe_finds_the_own_config_of_each_call_and_the_options_that_reach_the_kernel(fused_moe: Any) -> None:
+    found = probe(facts_of((1, 9)))
+    assert [one.own for one in found.cases] == [SMALL, LARGE]
+    assert found.options == ["num_warps", "num_stages"]
+    assert found.cases[0].bytes == 4 * (64 + 4 * 3 * 32 * 64 + 2 + 2)  # activations, weights, and two pairs
+
+
+OVERRIDDEN = """
+class Choice:
+    @staticmethod
+    def of_class(rows): return {"BLOCK": 4, "name": "own"}
+def get_config(rows): return {"BLOCK": 4}, "more"
+"""
+
+
+def test_override_reaches_modules_that_imported_the_getter_and_leaves_the_rest_of_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    file = Path(program(tmp_path, OVERRIDDEN))
+    user: dict[str, Any] = {}
+    importing = ModuleType(f"{file.stem}_user")
+    exec(f"from {file.stem} import get_config", user)
+    vars(importing).update(user)
+    monkeypatch.setitem(sys.modules, importing.__name__, importing)
+    getter = installed(f"{file}:get_config", str(tmp_path))
+    getter.knobs = {"BLOCK": 8, "num_warps": 2}
+    assert importing.get_config(3) == ({"BLOCK": 8, "num_warps": 2}, "more")
+    of_class = installed(f"{file.stem}:Choice.of_class", str(tmp_path))
+    of_class.knobs = {"BLOCK": 2}
+    assert sys.modules[file.stem].Choice.of_class(3) == {"BLOCK": 2, "name": "own"}
+
+
+GOOD = "def get_config(): return {'BLOCK': 4}\n"
+BAD = {
+    "getter: FILE: returned None: expected a dict of whole numbers by name": "def get_config(): return None\n"
+    "def case(rows): return lambda: torch.ones(get_config() is not None)\n",
+    "call: FILE: never asks the getter": GOOD + "def case(rows): return lambda: torch.ones(rows)\n",
+    "call: FILE: asks the getter at its first call only: the answer is kept elsewhere": GOOD
+    + "@functools.cache\ndef kept(): return get_config()\ndef case(rows): return lambda: torch.ones(kept()['BLOCK'])\n",
+    "call: FILE: fails with its own config: ZeroDivisionError: integer ": GOOD + "def case(rows): return lambda: 1 // 0\n",
+    "call: argument columns: missing: give --size columns=VALUE": GOOD + "def case(rows, columns): return None\n",
+    "call: returned int: expected a function without arguments, such as a partial": GOOD + "def case(rows): return 3\n",
+    "getter: FILE: importing fails: NameError: name 'missing' is not defined": "missing\n",
+    "call: 'FILE': FILE has no function case": GOOD,
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_command_with_a_bad_function_ends_in_one_line_and_exit_code_2(said: str, tmp_path: Path, in_this_process: None) -> None:
+    file = program(tmp_path, BAD[said])
+    out = tmp_path / "out"
+    options = ["--call", f"{file}:case", "--size", "rows=4", "--dtype", "float32", "--out", str(out)]
+    result = CliRunner().invoke(app, ["adopt", "getter", f"{file}:get_config", *options])
+    assert result.exit_code == 2
+    names = {f"{file}:get_config": "FILE", f"{file}:case": "FILE", file: "FILE"}
+    (line,) = result.stderr.splitlines()
+    for name, short in names.items():
+        line = line.replace(name, short)
+    assert line.startswith(f"error: {said}")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nowhere.py:get", "--tokens", "1"), "getter: nowhere.py: no such file"),
+        (("get_config", "--tokens", "1"), "getter: 'get_config': expected MODULE:FUNCTION or FILE.py:FUNCTION"),
+        (
+            (f"{EXAMPLE}:get_confik", "--tokens", "1"),
+            f"getter: '{EXAMPLE}:get_confik': {EXAMPLE} has no function get_confik; did",
+        ),
+        ((f"{EXAMPLE}:get_config",), "size: missing: expected --model FILE, --tokens or --size NAME=VALUE"),
+        ((f"{EXAMPLE}:get_config", "--size", "4"), "size: '4': expected NAME=N1,N2"),
+        ((f"{EXAMPLE}:get_config", "--tokens", "1", "--tp", "2"), "tp, ep: expected with --model"),
+        ((f"{EXAMPLE}:get_config", "--tokens", "1"), "call: size experts: missing: give --model FILE or --size experts=VALUE"),
+        ((f"{EXAMPLE}:get_config", "--tokens", "1", "--named", "fp8"), "named: 'fp8': expected fields such as dtype=fp8_w8a8"),
+    ],
+)
+def test_command_with_bad_arguments_says_which(
+    arguments: Sequence[str], said: str, tmp_path: Path, in_this_process: None, fused_moe: Any
+) -> None:
+    options = ["--call", f"{EXAMPLE}:fused_experts", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["adopt", "getter", *arguments, *options])
+    assert (result.exit_code, result.stderr.startswith(f"error: {said}")) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("BLOCK: [a]", "BLOCK: ['a']: expected a list"),
+        ("BLOCK: []", "BLOCK: []: expected a list of whole numbers"),
+        ("[", "while parsing"),
+        ("7", "knobs: 7: expected a list"),
+    ],
+)
+def test_damaged_space_file_is_named(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text(text)
+    options = ["--call", "b:c", "--tokens", "1", "--out", str(tmp_path), "--space", str(path)]
+    result = CliRunner().invoke(app, ["adopt", "getter", "a:b", *options])
+    assert (result.exit_code, result.stderr.startswith(f"error: {path}: {said}")) == (2, True), result.stderr
+
+
+def test_space_of_an_unknown_knob_is_refused(fused_moe: Any) -> None:
+    with pytest.raises(ValueError, match=r"^space: BLOCK: expected a knob of the own config: BLOCK_SIZE_K, BLOCK_SIZE_M"):
+        probe(facts_of((1,), space={"BLOCK": [16]}))
+
+
+def test_overrides_of_the_example_agree_with_the_own_config(fused_moe: Any, tmp_path: Path) -> None:
+    write_facts(tmp_path, probe(facts_of((1, 9), dtype="bfloat16")))
+    found = check_getter(tmp_path)
+    assert [(one.sizes["tokens"], count, lines) for one, count, lines in found] == [(1, 7, []), (9, 7, [])]
+
+
+PAIRWISE = """
+def get_config(): return {"BLOCK": 16}
+def total(x, sort_by=None):
+    block = get_config()["BLOCK"]
+    padded = torch.empty(-(-len(x) // block) * block)
+    padded[:len(x)] = x
+    if PADS: padded[len(x):] = 0.0
+    if block == 64: raise RuntimeError("blocks of 64 are too large")
+    return padded.view(-1, block).sum(1).sum(0, keepdim=True)
+def case(rows, device, seed):
+    return functools.partial(total, torch.randn(rows, device=device, generator=torch.Generator(device).manual_seed(seed)))
+"""
+
+
+@pytest.mark.parametrize("pads", [True, False])
+def test_override_under_which_the_host_forgets_its_padding_is_found_by_poison(tmp_path: Path, pads: bool) -> None:
+    file = program(tmp_path, f"PADS = {pads}" + PAIRWISE)
+    for block in (32, 64):
+        facts = probed(file, space={"BLOCK": [block]})
+        write_facts(tmp_path, msgspec_with(facts, cases=[CallCase({"rows": 48})]))
+        write_facts(tmp_path, probe(read_facts(tmp_path)))
+        ((_, count, lines),) = check_getter(tmp_path)
+        said = {64: "BLOCK=64: the launch failed: RuntimeError: blocks of 64 are too large"}.get(block, "BLOCK=32: output 0: NaN")
+        assert count == 4  # the own config, the block, and both options of a launch
+        assert [line[: len(said)] for line in lines] == ([] if pads and block == 32 else [said])
+
+
+def msgspec_with(facts: GetterFacts, **fields: Any) -> GetterFacts:
+    from msgspec.structs import replace
+
+    return replace(facts, **fields)
+
+
+class GetterBench(Bench):
+    """Times blocks of 32 rows as fastest from 9 tokens on, and the own config as fastest below; blocks of 128 rows are wrong."""
+
+    def time_us(self, task: Task, config: Any) -> float:
+        right = 32 if task.case["tokens"] >= 9 else task.default.BLOCK_SIZE_M
+        return 10.0 + abs(np.log2(config.BLOCK_SIZE_M / right)) + 0.1 * (config.num_warps != 4) + (config.GROUP_SIZE_M > 8)
+
+    def trial(self, task: Task, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
+        if config.BLOCK_SIZE_M == 128:
+            return Evaluation("wrong", detail="output 0: NaN in other places: 1 of 64 elements")
+        return Evaluation("ok", self.time_us(task, config))
+
+    def time_interleaved(self, task: Task, configs: Sequence[Any]) -> list[Samples]:
+        return [np.full(15, self.time_us(task, config)) for config in configs]
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch, in_this_process: None) -> Iterator[None]:
+    """Make a GPU whose times are a formula; the program runs in the interpreter."""
+    monkeypatch.setattr("kerneltune.adopt.getter._torch_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+    with made_up_gpu.stands_in(monkeypatch):
+        monkeypatch.setattr("kerneltune.tune.session.GpuWorker", GetterBench)
+        monkeypatch.setattr("kerneltune.processes.start_server", lambda: None)
+        yield
+
+
+def vllm_entry(folder: Path, gpu: str, experts: int, inner: int, tokens: int) -> dict[str, int]:
+    """Look a config up as vLLM does: one file for a layer and a GPU, in it the nearest key."""
+    name = f"E={experts},N={inner},device_name={gpu.replace(' ', '_')}.json"
+    rows = {int(key): row for key, row in json.loads((folder / name).read_text()).items()}
+    nearest: dict[str, int] = min(rows.items(), key=lambda item: abs(item[0] - tokens))[1]
+    return nearest
+
+
+def test_command_keeps_own_configs_that_nothing_beats_and_writes_a_table_of_all_keys(
+    tmp_path: Path, h200: None, fused_moe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = tmp_path / "space.yaml"
+    space.write_text("BLOCK_SIZE_M: [32, 128]\nBLOCK_SIZE_N: [32]\nBLOCK_SIZE_K: [32]\nGROUP_SIZE_M: [1]\nnum_stages: [3]\n")
+    sizes = [f"--size={name}={value}" for name, value in SIZES.items()]
+    options = ["--call", f"{EXAMPLE}:fused_experts", *sizes, "--tokens", "1,9,4000", "--space", str(space), "--policy", "hot"]
+    monkeypatch.setattr("kerneltune.cli.console.console.width", 400)
+    # few keys, because the interpreter takes seconds for thousands of tokens
+    monkeypatch.setattr("kerneltune.adopt.getter_tuning.ENGINE_TOKENS", (1, 2, 16))
+    options[options.index("1,9,4000")] = "1,9"
+    result = CliRunner().invoke(
+        app, ["adopt", "getter", f"{EXAMPLE}:get_config", *options, "--out", str(tmp_path / "moe"), "--export", "vllm"]
+    )
+    assert result.exit_code == 0, result.stderr
+    first, second = (line.split() for line in result.stdout.splitlines()[1:3])
+    assert first == ["tokens=1", "10.0", "10.0", "1.000x", "1.000-1.000", "own", "config"]
+    assert second[:5] == ["tokens=9", "11.0", "10.0", "1.100x", "1.100-1.100"]
+    assert "BLOCK_SIZE_M=32" in second
+    assert "faster than with the own config" in result.stdout.splitlines()[-1]
+    assert "overrides failed; " in result.stderr
+    assert "of them: output 0: NaN in other places" in result.stderr
+    table = json.loads((tmp_path / "moe" / "E=4,N=32,device_name=NVIDIA_H200.json").read_text())
+    assert list(table) == ["1", "2", "9", "16"]
+    launch = {"num_warps": 4, "num_stages": 3}
+    assert table["1"] == table["2"] == {**SMALL, **launch}
+    assert table["16"] == {**LARGE, **launch}  # not tuned: the default that the engine would have taken
+    assert table["9"]["BLOCK_SIZE_M"] == 32
+    # the example's own look-up, and ours of vLLM's, find the row
+    monkeypatch.setenv("FUSED_MOE_CONFIGS", str(tmp_path / "moe"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    fused_moe.table.cache_clear()
+    assert fused_moe.get_config(8, 4, 32) == vllm_entry(tmp_path / "moe", "NVIDIA H200", 4, 32, 8) == table["9"]
+    fused_moe.table.cache_clear()
+
+
+def tuned(tokens: int, **sizes: int) -> TunedCall:
+    return TunedCall(
+        CallCase({"tokens": tokens, "experts": 8, "hidden": 64, "inner": 7168, "top_k": 2, **sizes}), {"BLOCK": tokens}
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "gpu", "named", "path"),
+    [
+        ("vllm", "NVIDIA GeForce RTX 4090", "", "E=8,N=7168,device_name=NVIDIA_GeForce_RTX_4090.json"),
+        ("vllm", "NVIDIA H200 NVL", "", "E=8,N=7168,device_name=NVIDIA_H200.json"),
+        (
+            "vllm", "NVIDIA A100-SXM4-80GB", "dtype=fp8_w8a8,block_shape=[128, 128]",
+            "E=8,N=7168,device_name=NVIDIA_A100-SXM4-80GB,dtype=fp8_w8a8,block_shape=[128,128].json",
+        ),
+        (
+            "sglang", "NVIDIA H200", "dtype=fp8_w8a8,block_shape=[128,128],per_channel_quant=True",
+            "configs/triton_VERSION/E=8,N=7168,device_name=NVIDIA_H200,dtype=fp8_w8a8,block_shape=[128, 128],"
+            "per_channel_quant=True.json",
+        ),
+        ("sglang", "AMD Instinct MI300X", "", "configs/triton_VERSION/E=8,N=7168,device_name=AMD_Instinct_MI300X.json"),
+    ],
+)  # fmt: skip
+def test_tables_have_the_paths_that_the_engines_look_up(engine: str, gpu: str, named: str, path: str) -> None:
+    tables = engine_tables(engine, gpu, [tuned(16), tuned(1)], named)
+    assert list(tables) == [path.replace("VERSION", device.versions()["triton"].replace(".", "_"))]
+    assert list(json.loads(next(iter(tables.values())))) == ["1", "16"]
+
+
+def test_table_without_an_own_config_of_a_key_is_refused() -> None:
+    lacking = TunedCall(CallCase({"tokens": 2, "experts": 8, "inner": 64}, problem="never asks the getter"), {})
+    with pytest.raises(ValueError, match=r"^export: vllm: 2 tokens: never asks the getter$"):
+        engine_tables("vllm", "NVIDIA H200", [lacking])
+    with pytest.raises(ValueError, match=r"^export: sglang: size inner: missing$"):
+        engine_tables("sglang", "NVIDIA H200", [TunedCall(CallCase({"tokens": 2, "experts": 8}), {"BLOCK": 1})])
+
+
+MODEL = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "head_dim": 128, "intermediate_size": 6144,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def test_sizes_of_a_model_are_those_of_one_gpu(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MODEL))
+    assert expert_sizes(read(path), 2, 1) == {"experts": 128, "hidden": 2048, "inner": 384, "top_k": 8}
+    assert expert_sizes(read(path), 1, 4) == {"experts": 32, "hidden": 2048, "inner": 768, "top_k": 8, "all_experts": 128}
+    with pytest.raises(ValueError, match=r"config.json: moe_intermediate_size: 768: expected a multiple of tp=5$"):
+        expert_sizes(read(path), 5, 1)
+
+
+def test_routing_is_skewed_and_tells_the_function_which_experts_are_its_own() -> None:
+    def experts(
+        hidden_states: Any,
+        w1: Any,
+        w2: Any,
+        topk_weights: Any,
+        topk_ids: Any,
+        expert_map: Any = None,
+        global_num_experts: int = -1,
+    ) -> Mapping[str, Any]:
+        return {"ids": topk_ids, "map": expert_map, "all": global_num_experts}
+
+    sizes = {"tokens": 4096, "experts": 32, "hidden": 8, "inner": 8, "top_k": 8}
+    counts = torch.bincount(make_call(experts, sizes, "bfloat16", "cpu", 0)()["ids"].flatten(), minlength=32)
+    assert counts.sum() == 8 * 4096
+    assert counts.max() > 1.5 * counts.float().mean() > 0
+    ids = make_call(experts, sizes, "bfloat16", "cpu", 0)()["ids"]
+    assert all(len(set(row)) == 8 for row in ids[:64].tolist())
+    found: Any = make_call(experts, {**sizes, "all_experts": 128}, "bfloat16", "cpu", 0)()
+    assert found["all"] == 128
+    assert found["map"].tolist() == [*range(32), *[-1] * 96]
+    assert int(found["ids"].max()) > 100
+
+
+def test_call_that_needs_values_compiles_nothing_ahead(tmp_path: Path) -> None:
+    file = program(tmp_path, "PADS = True" + PAIRWISE.replace("block == 64", "float(x[0]) == 64"))
+    write_facts(tmp_path, probed(file))
+    (op,) = operators(str(tmp_path))
+    case = next(iter(read_facts(tmp_path).cases))
+    from kerneltune.adopt.getter import case_of
+
+    inputs = op.inputs(case_of(read_facts(tmp_path), case), device="meta")
+    assert op.variants[0].run(inputs, op.variants[0].default_config(case_of(read_facts(tmp_path), case))) == {}
+
+
+def test_all_keys_of_the_engines_are_in_order() -> None:
+    assert list(ENGINE_TOKENS) == sorted(set(ENGINE_TOKENS))
+    assert (len(ENGINE_TOKENS), ENGINE_TOKENS[-1]) == (18, 4096)
