@@ -235,7 +235,7 @@ def test_markdown_has_a_table_for_every_family(tmp_path: Path) -> None:
     lines = (tmp_path / "pr.md").read_text().splitlines()
     heads = [line for line in lines if line.startswith("###")]
     assert heads == [
-        "### fp8_tensorwise: baseline (A) against optimized (B)",
+        "### fp8_tensorwise: best-peer (A) against optimized (B)",
         "### fp8_transpose: best-peer (A) against optimized (B)",
     ]
     columns = [line for line in lines if line.startswith("| kind")]
