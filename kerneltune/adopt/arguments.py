@@ -52,7 +52,11 @@ def decode(value: Any) -> Any:
         if kind == "torch" and isinstance(what, str):
             return torch_dtype(what)
         if kind == "triton" and isinstance(what, str):
-            return _triton_dtype(what)
+            language: Any = importlib.import_module("triton.language")
+            try:
+                return language.dtype(what)
+            except Exception as error:  # an assertion, in the versions seen
+                raise ValueError(f"dtype: {what!r}: expected the name of an element type of triton") from error
     raise ValueError(f"{value!r}: expected a plain value, an element type or a tuple")
 
 
@@ -63,14 +67,6 @@ def torch_dtype(name: str) -> Any:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype: {name!r}: expected the name of an element type of torch")
     return found
-
-
-def _triton_dtype(name: str) -> Any:
-    language: Any = importlib.import_module("triton.language")
-    try:
-        return language.dtype(name)
-    except Exception as error:  # an assertion, in the versions seen
-        raise ValueError(f"dtype: {name!r}: expected the name of an element type of triton") from error
 
 
 ALIGNMENT = 16
@@ -170,9 +166,7 @@ def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any
 
     Distant views of one buffer have different storages: see `_apart`.
 
-    Args:
-        names: of the kernel's parameters.
-        args, kwargs: the kernel's arguments, by position and by name.
+    names: of the kernel's parameters.
     """
     live: dict[int, Any] = {}
     given = [(name, value, True) for name, value in zip(names, args, strict=False)]
@@ -281,9 +275,7 @@ def counting_argument(launches: Sequence[Sequence[Argument]], keys: Collection[s
 
     A seed or a step counter makes a class of each of its values. Without a name if half of the classes or more are left.
 
-    Args:
-        launches: the arguments of each class of one kernel.
-        keys: names in the author's key, which always tell classes apart.
+    launches: the arguments of each class of a kernel; keys: names in the author's key, which always tell classes apart.
     """
     names = {a.name for arguments in launches for a in arguments if type(a.value) is int and a.name not in keys}
     left = {name: len({signature(arguments, {name}) for arguments in launches}) for name in sorted(names)}
@@ -343,8 +335,7 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
     Args:
         arguments: of the launch.
         storages: a live tensor of each.
-        bytes_left: bytes that may still be kept.
-        sample_bytes_left: bytes of them that may be samples of data.
+        bytes_left, sample_bytes_left: bytes that may still be kept, and bytes of them that may be samples of data.
     """
     values = Values()
     kinds: dict[int, dict[str, Any]] = {}

@@ -20,8 +20,19 @@ from typing import Any
 from kerneltune.adopt.arguments import NotRecordableError, decode, encode
 from kerneltune.adopt.kernels import PLAIN_MARK, Call, functions_of, jit_of, values_of_module
 
-CONFIG_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "ir_override")
+OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+"""Options of a launch that tuning may change without a change of the program around the kernel."""
+CONFIG_OPTIONS = (*OPTIONS, "ir_override")
 DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
+MOST = 64
+"""Configs that are tried around a list."""
+_STAGES, _MOST_WARPS = (1, 2, 3, 4), 32
+_MOST_LISTED_WARPS, _MOST_LISTED_STAGES, _LARGEST_LISTED_BLOCK = 16, 7, 1024
+_LEAST_BLOCK, _LARGEST_BLOCK = 8, 1 << 16
+_MOST_GROWTH = 2
+"""Most elements of a thread under other blocks, over the program's: with more, kernels spill and compile for minutes."""
+_MOST_DOUBLINGS = 2
+"""Doublings and halvings by which the blocks of a config differ from the program's, all blocks together."""
 
 
 def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()) -> str:
@@ -133,17 +144,6 @@ def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) 
     return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
 
 
-OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
-"""Options of a launch that tuning may change without a change of the program around the kernel."""
-_STAGES = (1, 2, 3, 4)
-_MOST_WARPS = 32
-_LEAST_BLOCK, _LARGEST_BLOCK = 8, 1 << 16
-_MOST_GROWTH = 2
-"""Most elements of a thread under other blocks, over the program's: with more, kernels spill and compile for minutes."""
-_MOST_DOUBLINGS = 2
-"""Doublings and halvings by which the blocks of a config differ from the program's, all blocks together."""
-
-
 def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) -> Any:
     """Return an autotuner that describes a kernel without an autotuner: a list of options, the program's options first.
 
@@ -156,19 +156,15 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
     """
     module = sys.modules["triton.runtime.autotuner"]
     own = {**DEFAULTS, **{name: options[name] for name in OPTIONS if options.get(name) is not None}}
-    stages = dict.fromkeys((own["num_stages"], *(_STAGES if _has_product(kernel.fn) else ())))
-    tried = [{**own, "num_warps": warps, "num_stages": count} for warps in _warps(own["num_warps"]) for count in stages]
+    stages, warps = dict.fromkeys((own["num_stages"], *(_STAGES if _has_product(kernel.fn) else ()))), own["num_warps"]
+    counts = [warps, *(count for count in (warps // 2, warps * 2, warps // 4, warps * 4) if 1 <= count <= _MOST_WARPS)]
+    tried = [{**own, "num_warps": count, "num_stages": stage} for count in counts for stage in stages]
     tuner = object.__new__(module.Autotuner)
     # the unwrapped method, because the program's autotuners are noted when they are made
     make = inspect.unwrap(module.Autotuner.__init__)
     make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **one) for one in tried], list(keys), None, None)
     setattr(tuner, PLAIN_MARK, True)
     return tuner
-
-
-def _warps(own: int) -> list[int]:
-    """Return the numbers of warps that are tried, the program's first."""
-    return [own, *(count for count in (own // 2, own * 2, own // 4, own * 4) if 1 <= count <= _MOST_WARPS)]
 
 
 def _has_product(function: Any) -> bool:
@@ -186,16 +182,13 @@ def plain_configs(call: Call) -> list[Any]:
     """
     configs, blocks = call.autotuner.configs, grid_blocks(call)
     make, own = type(configs[0]), configs[0]
-    found = [make(dict(blocks), **_options(config)) for config in configs]
-    staged = [config for config in configs if config.num_stages == own.num_stages]
+    options = [(config, {name: getattr(config, name) for name in OPTIONS}) for config in configs]
+    found = [make(dict(blocks), **given) for _, given in options]
     for sizes in _around(blocks):
         growth = math.prod(sizes.values()) * own.num_warps / math.prod(blocks.values())
-        found += [make(sizes, **_options(one)) for one in staged if growth <= _MOST_GROWTH * one.num_warps]
+        staged = [(config, given) for config, given in options if config.num_stages == own.num_stages]
+        found += [make(sizes, **given) for config, given in staged if growth <= _MOST_GROWTH * config.num_warps]
     return found
-
-
-def _options(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in OPTIONS}
 
 
 def _around(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -252,10 +245,6 @@ def changed_blocks(program: Mapping[str, Any], config: Mapping[str, Any]) -> Col
     return {name for name, size in config["kwargs"].items() if program["kwargs"].get(name) != size}
 
 
-MOST = 64
-_MOST_LISTED_WARPS, _MOST_STAGES, _LARGEST_LISTED_BLOCK = 16, 7, 1024
-
-
 def widened(configs: Sequence[Any], most: int = MOST) -> list[Any]:
     """Return up to `most` configs that are not in a list and differ in a single knob from a config of the list.
 
@@ -293,7 +282,7 @@ def _neighbours(config: Any) -> Iterator[Any]:
         if 1 <= warps <= _MOST_LISTED_WARPS:
             yield _changed(config, num_warps=warps)
     for stages in (config.num_stages + 1, config.num_stages - 1):
-        if 1 <= stages <= _MOST_STAGES:
+        if 1 <= stages <= _MOST_LISTED_STAGES:
             yield _changed(config, num_stages=stages)
     for name, value in config.kwargs.items():
         if _is_block(value, _LARGEST_LISTED_BLOCK):

@@ -131,20 +131,10 @@ class LaunchClass:
 
 
 class Count(msgspec.Struct, array_like=True):
-    """Launches of a class, in a process or in all processes.
-
-    Attributes:
-        launches: how many.
-        time_us: of one launch on the GPU, the least seen; None if no launch was timed.
-    """
+    """Launches of a class, in a process or in all processes, and the least time of a launch on the GPU, None for none."""
 
     launches: int = 0
     time_us: float | None = None
-
-    @property
-    def total_us(self) -> float:
-        """Time of all launches; 0 if no launch was timed."""
-        return self.launches * (self.time_us or 0.0)
 
 
 class ProcessNotes(msgspec.Struct):
@@ -172,9 +162,6 @@ def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | Non
     """Write a class, whole or not at all; a class that is there already stays.
 
     values: tensors by name, for safetensors; None for none.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     parent = root / CLASSES
     parent.mkdir(parents=True, exist_ok=True)
@@ -285,11 +272,7 @@ MISSES = "misses"
 
 
 def add_misses(root: Path) -> int:
-    """Move the launches that serving has recorded into the capture, so that they are tuned with it; returns their number.
-
-    Raises:
-        OSError: a folder cannot be moved.
-    """
+    """Move the launches that serving has recorded into the capture, so that they are tuned with it; returns their number."""
     added = 0
     for part in (LAUNCHES, CLASSES):
         entries = sorted((root / MISSES / part).glob("[!.]*"))
@@ -306,25 +289,18 @@ def remove_stale(root: Path, launched: Collection[str]) -> list[LaunchClass]:
     """Remove the classes of launched kernels that were captured when these had other source; returns them.
 
     launched: digests of the classes that were launched just now.
-
-    Raises:
-        OSError: a class cannot be removed.
     """
     classes = list(read_classes(root, []))
-    present = {(one.kernel, one.source) for one in classes if one.digest in launched}
+    present = {(each.kernel, each.source) for each in classes if each.digest in launched}
     kernels = {kernel for kernel, _ in present}
-    stale = [one for one in classes if one.kernel in kernels and (one.kernel, one.source) not in present]
-    for one in stale:
-        shutil.rmtree(root / CLASSES / one.digest)
+    stale = [each for each in classes if each.kernel in kernels and (each.kernel, each.source) not in present]
+    for each in stale:
+        shutil.rmtree(root / CLASSES / each.digest)
     return stale
 
 
 def write_notes(root: Path, process: str, notes: ProcessNotes) -> None:
-    """Write what one process has launched so far, as a whole.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Write the notes of a process, as a whole."""
     folder = root / LAUNCHES
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{process}.part"

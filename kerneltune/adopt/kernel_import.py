@@ -10,7 +10,7 @@ import dis
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 from kerneltune.adopt.configs import OPTIONS, configs_digest, plain_tuner
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.kernels import KernelName, attribute, autotuner_of, bytecode_digest, jit_of, read_globals, source_digest
-from kerneltune.adopt.program import is_interpreted, python_version, said
+from kerneltune.adopt.program import describe_error, is_interpreted, python_version
 
 
 class ReplayError(ValueError):
@@ -57,29 +57,23 @@ def live_kernel(captured: LaunchClass) -> Any:
 
 @cache
 def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[str, ...]) -> Any:
-    """Import the module that holds a kernel, from the folders that the program imported from."""
+    """Import the module that holds a kernel as the program did: from its folders, with its arguments in sys.argv."""
     path, here = Path(file), str(Path.cwd())
     for folder in (*folders, here, str(path.parent) if path.is_relative_to(here) else ""):
         if folder and folder not in sys.path:
             sys.path.append(folder)
-    if name.module == "__main__":
-        if not path.is_file():
-            raise ReplayError(f"{path}: the program's file is gone")
-        return _imported(lambda: load_program(path, name.name), str(path), argv)
-    return _imported(lambda: importlib.import_module(name.module), f"{name.module} ({file})", argv)
-
-
-def _imported(load: Callable[[], Any], what: str, argv: Sequence[str]) -> Any:
-    """Return the module that is loaded, with the program's arguments in sys.argv."""
-    before = sys.argv
+    is_program = name.module == "__main__"
+    if is_program and not path.is_file():
+        raise ReplayError(f"{path}: the program's file is gone")
+    what, before = str(path) if is_program else f"{name.module} ({file})", sys.argv
     sys.argv = list(argv) or before
     try:
         with _first_configs():
-            return load()
+            return load_program(path, name.name) if is_program else importlib.import_module(name.module)
     except ModuleNotFoundError as error:
         raise ReplayError(f"{what}: {error}: set PYTHONPATH to the folders that the program imports from") from error
     except (Exception, SystemExit) as error:
-        raise ReplayError(f"{what}: importing fails here: {said(error)}") from error
+        raise ReplayError(f"{what}: importing fails here: {describe_error(error)}") from error
     finally:
         sys.argv = before
 

@@ -27,14 +27,7 @@ from kerneltune.table import counted
 
 @dataclass(slots=True)
 class Capture:
-    """A capture folder, read.
-
-    Attributes:
-        classes: that could be read.
-        counts: launches by class.
-        said: notes of the processes.
-        problems: a line for each file that was skipped.
-    """
+    """The classes of a capture folder, their launches, the notes of its processes, and a line for each file that was skipped."""
 
     root: Path
     classes: list[LaunchClass]
@@ -49,7 +42,7 @@ class Capture:
     def cost_us(self, launch: LaunchClass) -> float:
         """Return the GPU time of a class's launches; what moving its arguments takes at 1 TB/s where none was timed."""
         count = self.count(launch)
-        return count.total_us or max(count.launches, 1) * launch.argument_bytes / 1e6
+        return count.launches * (count.time_us or 0.0) or max(count.launches, 1) * launch.argument_bytes / 1e6
 
     def shares(self) -> dict[str, float]:
         """Return each class's share of the time of all captured launches."""

@@ -16,7 +16,7 @@ from typing import Any
 from kerneltune import device
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the type and the text of an error on one line, cut."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
 

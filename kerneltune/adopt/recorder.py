@@ -22,7 +22,7 @@ from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import Argument, NotRecordableError, Values
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import Call, KernelName, KeyPlan, is_plain, kernel_name
-from kerneltune.adopt.program import main_name, said
+from kerneltune.adopt.program import describe_error, main_name
 
 log = logging.getLogger("kerneltune.adopt")
 
@@ -41,15 +41,15 @@ class KnownLaunches:
     Attributes:
         digest: of the class; empty if the class is not recorded.
         configs: configs that it is launched with, the first config that works first; empty if the author's autotuner runs it.
+        is_warm: whether the next launch neither compiles nor tunes, so that it may be timed.
         timed: launches that were timed or are being timed.
-        is_compiled: whether a kernel without an autotuner was launched before.
         unwritten: the class and its values until the author's autotuner has made its choice; None if it is written.
     """
 
     digest: str = ""
     configs: list[Any] = field(default_factory=list)
+    is_warm: bool = False
     timed: int = 0
-    is_compiled: bool = False
     unwritten: tuple[LaunchClass, Values] | None = None
 
 
@@ -134,8 +134,7 @@ class Recorder:
             if not known.digest:
                 return original(kernel, *args, **kwargs)
             self._count(known.digest)
-            is_first, known.is_compiled = not known.is_compiled, True
-            return self._timed(known, lambda: original(kernel, *args, **kwargs), is_first)
+            return self._timed(known, lambda: original(kernel, *args, **kwargs))
 
         return run
 
@@ -178,7 +177,7 @@ class Recorder:
                     found = plan.found.get(equal) or self._first(Call(autotuner, args, kwargs))
                     plan.found[equal] = plan.found[key] = found
         except Exception as error:  # the program must not notice
-            return self._refuse(kernel_name(autotuner), said(error))
+            return self._refuse(kernel_name(autotuner), describe_error(error))
         return found
 
     def _ignored_of(self, autotuner: Any) -> frozenset[str]:
@@ -232,7 +231,7 @@ class Recorder:
         except Exception as error:  # the author's own code
             if not program.is_interpreted():
                 raise
-            text = f"{call.name.text}: pruning fails without a GPU ({said(error)}): no config is pruned"
+            text = f"{call.name.text}: pruning fails without a GPU ({describe_error(error)}): no config is pruned"
             if text not in self._said:
                 self._said.add(text)
                 log.warning("kerneltune: %s", text)
@@ -270,8 +269,14 @@ class Recorder:
         if known.digest:
             self._count(known.digest)
         if not known.configs:
-            result = self._timed(known, lambda: original(autotuner, *args, **kwargs), is_first=known.unwritten is not None)
-            self._write_choice(autotuner, known)
+            result = self._timed(known, lambda: original(autotuner, *args, **kwargs))
+            if known.unwritten is not None:
+                (launch, values), known.unwritten = known.unwritten, None
+                try:
+                    choice = configs.encode_config(autotuner.best_config)
+                    write_class(self.root, replace(launch, choice=choice), values.tensors)
+                except (OSError, ValueError, AttributeError) as error:
+                    self._refuse(launch.kernel, describe_error(error))
             return result
         while True:
             try:
@@ -280,30 +285,23 @@ class Recorder:
                 if not program.is_launch_failure(error) or len(known.configs) == 1:
                     raise
                 known.configs.pop(0)
+                known.is_warm = False
 
     def _launch_config(self, autotuner: Any, known: KnownLaunches, config: Any, args: Any, kwargs: Any) -> Any:
         options = config.all_kwargs()
         if config.pre_hook is not None:
             config.pre_hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **options})
-        if known.timed == 0 and not program.is_interpreted():
-            autotuner.fn.run(*args, **{**kwargs, "warmup": True}, **options)  # so that the first launch is not timed compiling
+        if not known.is_warm and not program.is_interpreted():
+            autotuner.fn.run(*args, **{**kwargs, "warmup": True}, **options)
+            known.is_warm = True
         autotuner.best_config = config
-        return self._timed(known, lambda: autotuner.fn.run(*args, **kwargs, **options), is_first=False)
+        return self._timed(known, lambda: autotuner.fn.run(*args, **kwargs, **options))
 
-    def _write_choice(self, autotuner: Any, known: KnownLaunches) -> None:
-        """Write a class whose first launch the author's autotuner has just tuned."""
-        if known.unwritten is None:
-            return
-        (launch, values), known.unwritten = known.unwritten, None
-        try:
-            write_class(self.root, replace(launch, choice=configs.encode_config(autotuner.best_config)), values.tensors)
-        except (OSError, ValueError, AttributeError) as error:
-            self._refuse(launch.kernel, said(error))
-
-    def _timed(self, known: KnownLaunches, work: Callable[[], Any], is_first: bool) -> Any:
+    def _timed(self, known: KnownLaunches, work: Callable[[], Any]) -> Any:
         """Launch, between two events while few launches of the class are timed."""
         torch: Any = sys.modules.get("torch")
-        if is_first or known.timed >= _TIMED_LAUNCHES or torch is None or not torch.cuda.is_available():
+        is_warm, known.is_warm = known.is_warm, True
+        if not is_warm or known.timed >= _TIMED_LAUNCHES or torch is None or not torch.cuda.is_available():
             return work()
         if program.is_capturing():
             return work()
@@ -415,7 +413,7 @@ def _candidate(call: Call, config: Any, is_author: bool) -> Candidate:
     except NotRecordableError:
         raise
     except Exception as error:  # the author's own code: this candidate is out
-        return Candidate(encoded, is_author, None, problem=said(error))
+        return Candidate(encoded, is_author, None, problem=describe_error(error))
 
 
 def _file_of(module: str) -> str:

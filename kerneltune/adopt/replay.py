@@ -16,7 +16,7 @@ from kerneltune.adopt.arguments import Argument, Tensor, decode, joined, span, t
 from kerneltune.adopt.configs import config_index, live_config, stored_key
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernel_import import ReplayError, live_kernel
-from kerneltune.adopt.program import is_interpreted, said
+from kerneltune.adopt.program import describe_error, is_interpreted
 from kerneltune.forked import run_forked, shared_bytes
 
 _BASE_ALIGNMENT = 256
@@ -157,7 +157,7 @@ def _read_values(path: Path) -> dict[str, torch.Tensor]:
     try:
         return dict(load_file(path))
     except Exception as error:  # SafetensorError, OSError
-        raise ReplayError(f"{path}: {said(error)}") from error
+        raise ReplayError(f"{path}: {describe_error(error)}") from error
 
 
 def _storage(

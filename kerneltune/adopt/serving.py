@@ -17,7 +17,7 @@ from kerneltune.adopt import kernels, program
 from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, decode_config, label_of, live_config, plain_tuner
 from kerneltune.adopt.folder import Counters
 from kerneltune.adopt.kernels import Call, KernelName, KeyPlan, kernel_name, plan_key
-from kerneltune.adopt.program import said
+from kerneltune.adopt.program import describe_error
 from kerneltune.adopt.table import Group, RowFinder, ServingRow, ServingTable, TableKernel, read_table
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ log = logging.getLogger("kerneltune.adopt")
 _MOST_KINDS, _MOST_LISTS = 4096, 64
 _MOST_PLANS = 8
 """Plans of keys that are kept of launches with the same argument names: with and without each optional tensor."""
-
 SERVED, MISSED = "served", "missed"
 """Kinds of launches, with a config of the table or of the miss policy. The name of their count is `KIND KERNEL`."""
 
@@ -65,12 +64,10 @@ class ServingState:
         groups: the table's groups by author's key and element types.
         index: configs by their values.
         plans: keys and their served configs, by the names and types of a launch's arguments.
-        finders: by the names and types of a launch's arguments, a key without sizes and its RowFinder, None if the table
-            lacks the key.
+        finders: by the same names and types, a key without sizes and its RowFinder, None if the table lacks the key.
         rows: the configs of the table's rows, by identity of the row.
         lists: states for lists that the program assigned later, by the configs and by their identities.
-        choices: the author's choices from a list that the program assigned, because the autotuner's own cache does not tell
-            lists apart.
+        choices: the author's choices from a list that the program assigned: the autotuner's cache does not tell lists apart.
     """
 
     kernel: TableKernel | None
@@ -141,6 +138,7 @@ class Server:
             counters: counts of launches by kernel.
         """
         self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
+        self._as_missed = f"its launches follow --miss {miss}, as if they were not tuned"
         self.counts, self.counters = Counts(), counters or Counters(None)
         self._make_config, self._preparing, self._lock = make_config, preparing, RLock()
         self._table: ServingTable | None = None
@@ -184,7 +182,8 @@ class Server:
             return None
         if table is None:
             found = sorted(path.stem for path in (self.root / "served").glob("*.json") if path.stem != "manifest")
-            self.say(f"nothing is served: {self.root} has no table for {device}, only for {', '.join(found) or 'no GPU'}")
+            others = f", only for {', '.join(found)}" if found else ""
+            self.say(f"nothing is served: {self.root} has no table for {device}{others}: run `kerneltune tune` here")
         digest = table.digest if table else "none"
         if self.manifest and not digest.startswith(self.manifest):
             raise ValueError(f"manifest: {self.manifest}: the table in {self.root} has SHA-256 {digest}")
@@ -274,7 +273,7 @@ class Server:
                 except Exception as error:  # a damaged table must not end the user's program
                     if self._is_strict:
                         raise
-                    self.say(f"{name}: not served: {said(error)}")
+                    self.say(f"{name}: not served: {describe_error(error)}")
                 served, missed = (self.counters.slot(f"{kind} {name}") for kind in (SERVED, MISSED))
                 state = ServingState(kernel, autotuner.configs, autotuner.configs, (served, missed))
                 if kernel is not None and kernel.portfolio and self.portfolio:
@@ -309,12 +308,13 @@ class Server:
         same = same or [one for one in found if one.source == kernels.source_digest(function)]  # another Python, or other code
         if not same:
             if found:
-                self.say(f"{name.text}: its source has changed since it was tuned: policy {self.miss}")
+                self.say(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
             return None
         package = program.version_of(name.module)
         kernel = next((one for one in same if one.configs == configs_digest(autotuner.configs)), same[0])
         if kernel.package and package and kernel.package != package:
-            self.say(f"{name.text}: tuned with version {kernel.package} of its package, here is {package}: policy {self.miss}")
+            other = f"tuned with version {kernel.package} of its package, here is {package}"
+            self.say(f"{name.text}: {other}: {self._as_missed}")
             return None
         return kernel
 
@@ -423,7 +423,7 @@ class Server:
         """Serve the next config from now on, because the present config fails to launch."""
         failed, config = served.config, served.fallbacks.pop(0)
         bad, good = (label_of(one) for one in (failed, config))
-        self.say(f"{kernel_name(autotuner).text}: config {bad} fails here ({said(error)}): falling back to {good}")
+        self.say(f"{kernel_name(autotuner).text}: config {bad} fails here ({describe_error(error)}): falling back to {good}")
         served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
 
     def _plain_state(self, function: Any) -> PlainState | None:
@@ -446,7 +446,7 @@ class Server:
         try:
             options = self._plain_options(state, call)
         except Exception as error:  # a value of a kind that no capture has must not end the user's program
-            self.say(f"{state.name}: a launch is not served: {said(error)}")
+            self.say(f"{state.name}: a launch is not served: {describe_error(error)}")
             options = {}
         counter = self.counters.slot(f"{SERVED if options else MISSED} {state.name}")
         return (known or plan).remember(plan.key(*call.args, **call.kwargs), Served(options, counter))

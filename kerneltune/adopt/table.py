@@ -21,16 +21,19 @@ from kerneltune.files import read_bytes, replace_text
 
 MANIFEST = "manifest.json"
 _LARGEST = 256 << 20
+_FAR = -16.0
+
+
+def log2_of(size: int | None) -> float:
+    """Return the log2 of a size, by which sizes are compared; a size that is missing or below 1 is far from every other size."""
+    return math.log2(size) if size is not None and size > 0 else _FAR
 
 
 @dataclass(frozen=True, slots=True)
 class ServingRow:
-    """Configs of a class of launches, or of several classes that share a config.
+    """Configs of a class of launches, or of several classes that share a config, with times and intervals as evidence.
 
-    Attributes:
-        sizes: every size of the class by name.
-        configs: as JSON, the chosen config first, then the configs that a launch falls back to.
-        evidence: times and intervals.
+    `sizes` holds every size of the class by name, `configs` as JSON the chosen config, then the configs to fall back to.
     """
 
     sizes: dict[str, int]
@@ -44,12 +47,9 @@ class ServingRow:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rows of one value of the author's key.
+    """The rows of one value of the author's key and of one list of the tensors' element types.
 
-    Attributes:
-        key: values of the key's arguments.
-        dtypes: element types of the tensors.
-        split: sizes that the author's key leaves out and that decide between the rows; empty where one row serves all.
+    `split` names the sizes that the author's key leaves out and that decide between the rows; empty for a single row.
     """
 
     key: list[Any]
@@ -129,6 +129,12 @@ class TableKernel:
         return min(rows, key=distance, default=None)
 
 
+class _Manifest(msgspec.Struct):
+    """The SHA-256 of every table by name."""
+
+    tables: dict[str, str]
+
+
 @dataclass(frozen=True, slots=True)
 class ServingTable:
     """The kernels of one GPU model."""
@@ -137,14 +143,6 @@ class ServingTable:
     versions: dict[str, str]
     kernels: tuple[TableKernel, ...]
     digest: str = ""
-
-
-_FAR = -16.0
-
-
-def log2_of(size: int | None) -> float:
-    """Return the log2 of a size, by which sizes are compared; a size that is missing or below 1 is far from every other size."""
-    return math.log2(size) if size is not None and size > 0 else _FAR
 
 
 def path_of(root: Path, device: str) -> Path:
@@ -162,7 +160,7 @@ def write_table(root: Path, table: ServingTable) -> str:
     digest = hashlib.sha256(text.encode()).hexdigest()
     manifest = path.parent / MANIFEST
     try:
-        tables = _listed(manifest)
+        tables = read_json(manifest, _Manifest).tables
     except ValueError:  # there is none, or it is damaged
         tables = {}
     replace_text(path, text)
@@ -176,16 +174,7 @@ def read_table(root: Path, device: str) -> ServingTable | None:
     if not path.is_file():
         return None
     data = read_bytes(path, _LARGEST)
-    digest, named = hashlib.sha256(data).hexdigest(), _listed(path.parent / MANIFEST).get(path.name)
+    digest, named = hashlib.sha256(data).hexdigest(), read_json(path.parent / MANIFEST, _Manifest).tables.get(path.name)
     if named != digest:
         raise ValueError(f"{path}: SHA-256 {digest[:12]}…, {MANIFEST} beside it names {str(named)[:12]}…")
     return replace(read_json(path, ServingTable, data=data, is_versioned=True), digest=digest)
-
-
-class _Manifest(msgspec.Struct):
-    tables: dict[str, str]
-
-
-def _listed(manifest: Path) -> dict[str, str]:
-    """Return the SHA-256 of every table that a manifest lists by name."""
-    return read_json(manifest, _Manifest).tables
