@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 import optuna
+from kept_trials import ROOT, TrialBlock, whole_spaces
 from optuna.distributions import BaseDistribution
 
 from kerneltune.search import FiniteGPSampler, ListSampler
 from kerneltune.search.study import Seen
-from kerneltune.search.trial_table import TrialBlock, whole_spaces
-from kerneltune.sweep import recorded_root
 
 EVALUATIONS = (10, 25, 50, 100)
 IN_FLIGHT = 8
@@ -102,9 +101,9 @@ def main() -> None:
         parser.error(f"sampler: {', '.join(sorted(unknown))}: expected ours, gp, tpe, qmc or random")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-    spaces = [space for space in whole_spaces(recorded_root(None)) if any(part in space.name for part in options.space or [""])]
+    spaces = [space for space in whole_spaces() if any(part in space.name for part in options.space or [""])]
     if not spaces:
-        parser.error(f"space: no measured space in {recorded_root(None)} has one of these parts in its name: {options.space}")
+        parser.error(f"space: no measured space in {ROOT} has one of these parts in its name: {options.space}")
     for space in spaces:
         print(f"{space.name}: {len(space.rows)} configs")
         for name in names:

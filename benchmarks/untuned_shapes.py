@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kept_trials import ROOT, path_of, read
+
 from kerneltune import cache, ops
 from kerneltune.nearness import ranked
 from kerneltune.search.task import Knobs, knob_pairs, knobs_of
-from kerneltune.search.trial_table import read, table_path
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.sweep import recorded_root
 from kerneltune.table import Column, Row, Table
 
 LEAST = 5
@@ -45,7 +45,7 @@ class Known:
         return min(timed) if timed and len(self.times[case]) >= LEAST else None
 
 
-def known(op: Op, variant: Variant, gpu: str, results: Path, configs: Path | None = None) -> Known:
+def known(op: Op, variant: Variant, gpu: str, trials: Path = ROOT, configs: Path | None = None) -> Known:
     """Read the kept trials of a variant, the newest first, and then the times in the evidence of its cached configs."""
     times: dict[Case, dict[Knobs, float | None]] = {}
 
@@ -55,7 +55,7 @@ def known(op: Op, variant: Variant, gpu: str, results: Path, configs: Path | Non
             return None
         return knob_pairs(config) if times.setdefault(case, {}).setdefault(knob_pairs(config), time_us) else None
 
-    for block in reversed(read(table_path(results, gpu, op.name))):
+    for block in reversed(read(path_of(op.name, gpu, trials))):
         for case, knobs, trial in block.rows if (block.variant, block.policy) == (variant.name, "cold") else ():
             if trial.status not in NOT_RUN and dict(case.axes).keys() == set(op.axes):
                 put(case, dict(knobs), trial.time_us)
@@ -108,7 +108,7 @@ def main() -> None:
     rows = []
     for op in (op for name, op in sorted(ops.load().items()) if not options.op or name in options.op):
         for variant in (one for one in op.variants if one.name == "optimized" and one.config is not None):
-            found = known(op, variant, options.gpu, recorded_root(None))
+            found = known(op, variant, options.gpu)
             if len({case.axes for case in found.times}) > 1:
                 rows.append(row(op, variant, found, op.max_distance if options.distance is None else options.distance))
     columns = Column("op"), *(Column(name, digits=digits) for name, digits in NUMBERS), Column("worst case", wraps=True)

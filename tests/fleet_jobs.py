@@ -47,7 +47,7 @@ class LoggedBench(Bench):
         return super().trial(task, config, best_us, samples)
 
 
-def made_up(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options) -> None:
+def made_up(pipe: Connection, cores: frozenset[int] | None, options: Options) -> None:
     """Serve with a GPU that is made up."""
     unit = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580", unit)
@@ -55,14 +55,14 @@ def made_up(pipe: Connection, cores: frozenset[int] | None, family: str, options
     setattr(session, "CompilePool", Pool)  # noqa: B010
     setattr(session, "GpuWorker", LoggedBench)  # noqa: B010
     setattr(tune_run, "obstacle", lambda *_: None)  # noqa: B010
-    serve(pipe, None, family, options)
+    serve(pipe, None, options)
 
 
-def odd(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options) -> None:
+def odd(pipe: Connection, cores: frozenset[int] | None, options: Options) -> None:
     """Serve with another GPU where it is the second of its host."""
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         os.environ[MODEL] = "NVIDIA A100"
-    made_up(pipe, cores, family, options)
+    made_up(pipe, cores, options)
 
 
 def main(folder: Path) -> None:
@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
     setattr(device, "current", lambda: H200)  # noqa: B010
     options = Options(results=folder / "results", configs=folder / "configs", until_gain=0.0)
     (folder / "began").touch()
-    with Fleet(["0", "1"], "made", options, Quiet(), made_up) as fleet:
+    with Fleet(["0", "1"], options, Quiet(), made_up) as fleet:
         fleet.run(WORKS)
 
 

@@ -6,8 +6,9 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+from kept_trials import TrialBlock
+
 from kerneltune.search.task import Evaluation, Knobs
-from kerneltune.search.trial_table import TrialBlock
 from kerneltune.spec import Case
 
 KNOBS: Mapping[str, tuple[Any, ...]] = {

@@ -32,7 +32,7 @@ def compile_for_ever(_inputs: Mapping[str, Any], _config: object) -> None:
     hang()
 
 
-def work_for_ever(_pipe: Connection, _cores: frozenset[int] | None, _family: str, _options: Options) -> None:
+def work_for_ever(_pipe: Connection, _cores: frozenset[int] | None, _options: Options) -> None:
     """Hang as a process of a GPU may before it is ready."""
     hang()
 
@@ -51,7 +51,7 @@ def search() -> None:
         CompilePool(TARGETS["sm_90"], 2) as pool,
         GpuWorker(FakeBench) as bench,
     ):
-        stack.callback(GpuProcess("0", (None, "made", Options()), work_for_ever).stop)
+        stack.callback(GpuProcess("0", (None, Options()), work_for_ever).stop)
         for _ in range(2):
             pool.submit(CompileJob(no_inputs, compile_for_ever, None))
         ThreadPoolExecutor(1).submit(bench.trial, Task(OPS[0], CASE, VARIANT), Knobs("hang", 0), None)

@@ -5,11 +5,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, make_dataclass
 
 import numpy as np
+from kept_trials import TrialBlock
 from numpy.typing import NDArray
 
 from kerneltune.search.loop import Candidates, Search, Started, explore
 from kerneltune.search.task import Evaluation
-from kerneltune.search.trial_table import TrialBlock
 from kerneltune.spec import Config
 from kerneltune.stats import Interval, median_interval
 

@@ -257,13 +257,12 @@ def require_writable(folder: Path) -> None:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
 
 
-def require_tunable(configs: Path | None, results: Path, exhaustive: bool = False) -> None:
-    """Raise ValueError where a search on this machine could not keep its configs, its trials or a whole space."""
+def require_tunable(configs: Path | None, results: Path) -> None:
+    """Raise ValueError where a search on this machine could not keep its configs or its trials."""
     from kerneltune import device
 
     here = device.current().slug
-    kept = [configs_root(configs) / here, results / "runs" / "trials" / here]
-    for folder in [*kept, *([results / here / "trials"] if exhaustive else [])]:
+    for folder in (configs_root(configs) / here, results / "runs" / "trials" / here):
         require_writable(folder)
 
 

@@ -55,9 +55,7 @@ def command(
             help="Stop when the rest is expected to gain less: 1%, or off.",
         ),
     ] = None,
-    exhaustive: Annotated[
-        bool, typer.Option("--exhaustive", help="Measure every config, write the space for `replay`, decide nothing.")
-    ] = False,
+    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Measure every config, keep the trials, choose none.")] = False,
     knob: Annotated[
         list[str] | None,
         typer.Option("--knob", metavar="NAME=V1,V2", help="Further values of a knob; may be repeated."),
@@ -107,7 +105,7 @@ def command(
 
     start_server()  # its imports run beside the imports of this process and take as long
     known = o.load_ops()
-    o.require_tunable(configs, results, exhaustive)
+    o.require_tunable(configs, results)
     from kerneltune.run_options import load_plan
     from kerneltune.tune.fleet import run_tune
 

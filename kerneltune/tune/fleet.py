@@ -24,11 +24,11 @@ ATTEMPTS = 3
 """Number of processes that may die over a task, and of times that the process of a GPU is started."""
 _GRACE_S = 10.0
 
-Serve = Callable[[Connection, frozenset[int] | None, str, Options], None]
+Serve = Callable[[Connection, frozenset[int] | None, Options], None]
 """`serve`, or an importable function in its place."""
 
 
-def serve(pipe: Connection, cores: frozenset[int] | None, family: str, options: Options) -> None:
+def serve(pipe: Connection, cores: frozenset[int] | None, options: Options) -> None:
     """Perform the tasks that come through a pipe, on the GPU of this process, until the other end of the pipe is closed.
 
     Args:
@@ -44,7 +44,7 @@ def serve(pipe: Connection, cores: frozenset[int] | None, family: str, options: 
                 task, following = pipe.recv()
                 try:
                     session.refresh()
-                    done = perform(session, task, following, family)
+                    done = perform(session, task, following)
                 except Exception as error:  # no task may end the process
                     text = f"{type(error).__name__}: {' '.join(str(error).split())}"
                     done = TuningResult(problem=f"not tuned: {task.op.name} {task.case.name}: {text}")
@@ -84,9 +84,9 @@ class Fleet:
         finished: performed tasks with their results.
     """
 
-    def __init__(self, gpus: Sequence[str], family: str, options: Options, progress: Progress, target: Serve = serve) -> None:
+    def __init__(self, gpus: Sequence[str], options: Options, progress: Progress, target: Serve = serve) -> None:
         """Start no process yet; `gpus` are GPUs in the form of CUDA_VISIBLE_DEVICES."""
-        self._gpus, self._family, self._options, self._progress, self._target = gpus, family, options, progress, target
+        self._gpus, self._options, self._progress, self._target = gpus, options, progress, target
         self._processes: dict[int, GpuProcess] = {}
         self._deaths: Counter[int] = Counter()
         self._attempts: Counter[TaskKey] = Counter()
@@ -118,7 +118,7 @@ class Fleet:
 
     def _start(self, index: int) -> None:
         cores = share_of_cores(index, len(self._gpus))
-        self._processes[index] = GpuProcess(self._gpus[index], (cores, self._family, self._options), self._target)
+        self._processes[index] = GpuProcess(self._gpus[index], (cores, self._options), self._target)
 
     def _hear(self, queue: deque[Task]) -> None:
         """Wait for a process: it names its GPU, sends a result, or has died."""
@@ -182,7 +182,7 @@ def run_tune(plan: Plan, progress: Progress) -> TuningSummary:
     if not tasks:
         return TuningSummary(slug, [], kept=kept)
     if gpus:
-        with Fleet(gpus, plan.selection.family, plan.options, progress) as fleet:
+        with Fleet(gpus, plan.options, progress) as fleet:
             usage = fleet.run(tasks)
         finished = fleet.finished
     else:

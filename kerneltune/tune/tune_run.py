@@ -11,11 +11,10 @@ from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task, obstacle
 from kerneltune.run_options import Options, Plan, Progress
 from kerneltune.search.loop import times_of
-from kerneltune.search.task import Evaluation, Task, TaskKey, knob_pairs
+from kerneltune.search.task import Evaluation, Task, TaskKey
 from kerneltune.spec import Config
-from kerneltune.sweep import results_root
 from kerneltune.table import pairs
-from kerneltune.tune.candidates import cached, changed, checked_space, is_supported, present, widened
+from kerneltune.tune.candidates import cached, changed, checked_space, is_supported, widened
 from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.session import TuningSession, Usage
 from kerneltune.tune.tuner import NothingPassedError, Tuner, first_runs, measure_space, tune
@@ -31,7 +30,7 @@ class TuningResult:
 
     Attributes:
         entry: entry that is now in the config cache; None where a space was measured, or no config passed.
-        best: best config, in a few words, and the file of a measured space.
+        best: best config, or best time of a measured space, in a few words.
         skipped: reason why this GPU cannot run the task, or empty.
         problem: reason for a missing config on a GPU that can run the task; empty where all is well.
         usage: usage of the search; None if no search began.
@@ -124,12 +123,12 @@ def tune_here(plan: Plan, tasks: Sequence[Task], progress: Progress) -> tuple[li
     progress.stage("measure spaces" if plan.options.exhaustive else "tune", len(tasks))
     with TuningSession(plan.options) as session:
         for number, task in enumerate(tasks, start=1):
-            finished.append((task, perform(session, task, tasks[number:], plan.selection.family)))
+            finished.append((task, perform(session, task, tasks[number:])))
             tell(progress, *finished[-1])
         return finished, session.usage
 
 
-def perform(session: TuningSession, task: Task, following: Sequence[Task], family: str) -> TuningResult:
+def perform(session: TuningSession, task: Task, following: Sequence[Task]) -> TuningResult:
     """Search a task, or measure its whole space.
 
     `following` are the tasks that this session will probably perform next, in order.
@@ -141,7 +140,7 @@ def perform(session: TuningSession, task: Task, following: Sequence[Task], famil
     try:
         with session.deciding():
             if session.options.exhaustive:
-                done = TuningResult(best=_keep_space(tuner, measure_space(tuner), family, session.options))
+                done = TuningResult(best=_best_of_space(tuner, measure_space(tuner)))
             else:
                 done = _tuned(session, tuner, following)
     except NothingPassedError as error:
@@ -175,24 +174,15 @@ def tell(progress: Progress, task: Task, done: TuningResult) -> None:
     progress.advance(task.label)
 
 
-def _keep_space(tuner: Tuner, trials: Mapping[Config, Evaluation], family: str, options: Options) -> str:
-    """Add the measured space of a case to the kept trials; return the number of times, the best time and the file.
+def _best_of_space(tuner: Tuner, trials: Mapping[Config, Evaluation]) -> str:
+    """Return the number of times in the measured space of a case, and the best time.
 
     Raises:
         NothingPassedError: no config has a time.
     """
-    from kerneltune.search.trial_table import add, block_of, table_path
-
-    task, case, variant, here = tuner.task, tuner.task.case, tuner.task.variant, device.current()
     times = times_of(trials)
     if not times:
-        raise NothingPassedError(f"{task.op.name} {variant.name}: no config has a time for {case.label}")
-    newest = max(tuner.store.of_task(task).values(), key=lambda evaluation: evaluation.date)
-    flags = [f"--knob {name}={','.join(texts)}" for name, texts in options.knobs]
-    parts = ["kerneltune tune", family, "--exhaustive --op", task.op.name, "--case", case.name, "--dtype", case.dtype]
-    command = " ".join([*parts, "--quant", case.quant, "--variant", variant.name, *flags])
-    ordered = {config: trials[config] for config in variant.configs(case) if config in trials}
-    run = {"device": here.name, **present(variant), "commit": newest.commit, "date": newest.date}
-    path = table_path(results_root(options.results), here.slug, task.op.name)
-    add(path, block_of(task, ordered, **run, default=knob_pairs(task.default), command=command))
-    return f"{len(times)} of {len(trials)} configs have a time, best {min(times.values()):.2f} µs: {path}"
+        raise NothingPassedError(
+            f"{tuner.task.op.name} {tuner.task.variant.name}: no config has a time for {tuner.task.case.label}"
+        )
+    return f"{len(times)} of {len(trials)} configs have a time, best {min(times.values()):.2f} µs"

@@ -1,6 +1,5 @@
 """Mutated real files for every reader of data: no exception but a ValueError of one line, and no file is written or removed."""
 
-import gzip
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from kerneltune.adopt import folder as capture
 from kerneltune.adopt import table
 from kerneltune.cli import settings as settings_file
 from kerneltune.inspection import static
-from kerneltune.search import trial_table, trials
+from kerneltune.search import trials
 from kerneltune.search.task import Task
 from kerneltune.workloads import model_config
 
@@ -106,11 +105,6 @@ def seed(kind: str) -> bytes:
     if kind == "cache":
         file = json.loads((SHIPPED / "rmsnorm_bwd.json").read_bytes())
         return json.dumps({**file, "entries": file["entries"][:6]}).encode()
-    if kind == "rules":
-        return (SHIPPED / "rules" / "multi_cast_transpose.json").read_bytes()
-    if kind == "table of trials":
-        path = REPO / "results" / "nvidia_h200" / "trials" / "fp8_transpose_2d.csv.gz"
-        return b"".join(gzip.decompress(path.read_bytes()).splitlines(keepends=True)[:40])
     if kind == "trials":
         return _journal()
     if kind in TEXTS:
@@ -193,7 +187,6 @@ READERS: dict[str, tuple[str, Callable[[Path], object], int]] = {
     "sweep": ("f.yaml", _sweep, 100),
     "records": ("f.jsonl", records.load, 200),
     "cache": ("nvidia_h200/rmsnorm_bwd.json", _cache, 200),
-    "table of trials": ("fp8_transpose_2d.csv.gz", trial_table.read, 200),
     "table": ("f.json", _import, 160),
     "source": ("f.py", _import, 120),
     "trials": ("f.log", trials.history, 60),
@@ -256,7 +249,7 @@ def read_mutations(kind: str, count: int, folder: Path, monkeypatch: pytest.Monk
     begun = seed(kind)
 
     def save(data: bytes) -> None:
-        path.write_bytes(gzip.compress(data, 1) if name.endswith(".gz") else data)
+        path.write_bytes(data)
 
     save(begun)
     reader(path)  # as it is it is good

@@ -5,17 +5,20 @@ from pathlib import Path
 
 import pytest
 import untuned_shapes
+from kept_trials import TrialBlock, path_of, write
 from made_up import SMALL, Small, op_of
 
 from kerneltune import cache, ops
 from kerneltune.files import data_root
-from kerneltune.search.task import Evaluation, Task
-from kerneltune.search.trial_table import add, block_of, table_path
+from kerneltune.search.task import Evaluation, knob_pairs
 from kerneltune.spec import Case
 
 GPU = "nvidia_h200"
 OP = replace(op_of(SMALL), free_axes=("M",))
 RUN = {
+    "op": OP.name,
+    "variant": "optimized",
+    "policy": "cold",
     "device": "NVIDIA H200",
     "driver": "1",
     "torch": "2",
@@ -32,15 +35,17 @@ def case(size: int) -> Case:
 
 
 def test_a_left_out_shape_is_judged_by_a_near_config_or_else_by_the_default(tmp_path: Path) -> None:
+    rows = []
     tuned = {8: LARGE, 16: DEFAULT, 4096: LARGE}
     for size, config in tuned.items():
         times = {DEFAULT: Evaluation("ok", 10.0), LARGE: Evaluation("ok", 8.0 if size != 16 else 20.0)}
-        add(table_path(tmp_path, GPU, OP.name), block_of(Task(OP, case(size), SMALL), times, **RUN))
+        rows += [(case(size), knob_pairs(timed), trial) for timed, trial in times.items()]
         knobs = {"block": config.block, "warps": config.warps}
         values = {"variant": "optimized", "case": "a", "axes": {"M": size}, "dtype": "bfloat16", "quant": "none", "options": {}}
         cache.store(
             OP.name, GPU, cache.entry_from({**values, "policy": "cold", "config": knobs, "evidence": {"time_us": 7.0}}), tmp_path
         )
+    write(path_of(OP.name, GPU, tmp_path), [TrialBlock(**RUN, rows=tuple(rows))])
     found = untuned_shapes.known(OP, SMALL, GPU, tmp_path, tmp_path)
     assert {of["M"]: found.best_us(of) for of in found.times} == {8: 8.0, 16: 10.0, 4096: 8.0}
     row = untuned_shapes.row(OP, SMALL, found, 4.0)
@@ -49,17 +54,13 @@ def test_a_left_out_shape_is_judged_by_a_near_config_or_else_by_the_default(tmp_
     assert untuned_shapes.row(OP, SMALL, found, 0.5).values[3] == untuned_shapes.row(OP, SMALL, found, 0.5).values[6]
 
 
-NAMES = [
-    path.stem
-    for path in sorted((data_root("configs") / GPU).glob("*.json"))
-    if table_path(data_root("results"), GPU, path.stem).exists()
-]
+NAMES = [path.stem for path in sorted((data_root("configs") / GPU).glob("*.json")) if path_of(path.stem).exists()]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_untuned_shapes_of_an_operator_reach_the_speed_that_the_page_states(name: str) -> None:
     op = ops.load()[name]
-    found = untuned_shapes.known(op, op.variant("optimized"), GPU, data_root("results"), data_root("configs"))
+    found = untuned_shapes.known(op, op.variant("optimized"), GPU, configs=data_root("configs"))
     row = untuned_shapes.row(op, op.variant("optimized"), found, op.max_distance)
     geomean, worst = row.values[6:8]
     assert geomean >= 0.97

@@ -156,7 +156,6 @@ def test_an_unwritable_folder_is_found_before_the_work(option: str, tmp_path: Pa
         ("sweep --check-only", "results/runs/nvidia_h200"),
         ("tune", "results"),
         ("tune", "configs/nvidia_h200"),
-        ("tune --exhaustive", "results/nvidia_h200"),
     ],
 )
 def test_so_is_one_of_this_gpu(command: str, folder: str, tmp_path: Path, campaign: dict[str, Any]) -> None:

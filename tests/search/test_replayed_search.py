@@ -6,17 +6,16 @@ from dataclasses import astuple, make_dataclass, replace
 import landscapes
 import numpy as np
 import pytest
+from kept_trials import TrialBlock, whole_spaces
 from numpy.typing import NDArray
 from replayed import KnownTrial, StandIn, gap_at, replay
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from kerneltune.files import data_root
 from kerneltune.search.loop import Candidates, Search, SearchState, explore, times_of
 from kerneltune.search.surrogate import Surrogate
-from kerneltune.search.trial_table import TrialBlock, whole_spaces
 
 SPACE = landscapes.space(0)
-SHIPPED = whole_spaces(data_root("results"))
+SHIPPED = whole_spaces()
 
 
 def test_four_spaces_are_shipped() -> None:

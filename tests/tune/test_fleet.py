@@ -18,7 +18,6 @@ from versus_jobs import H200, OP, VARIANT, Knobs
 
 from kerneltune import cache, device, ops
 from kerneltune.run_options import Options, Quiet, Selection, load_plan
-from kerneltune.search import trial_table
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, history
 from kerneltune.tune.fleet import Fleet, run_tune, share_of_cores, visible_gpus
@@ -51,7 +50,7 @@ def options(tmp_path: Path) -> Options:
 
 
 def fleet_of(gpus: list[str], options: Options, progress: Quiet | None = None) -> Fleet:
-    return Fleet(gpus, "made", options, progress or Quiet(), fleet_jobs.made_up)
+    return Fleet(gpus, options, progress or Quiet(), fleet_jobs.made_up)
 
 
 def evaluations(log: Path) -> list[tuple[str, str, str]]:
@@ -154,7 +153,7 @@ def test_a_case_that_kills_every_process_is_given_up_and_the_rest_is_done(
 
 
 def test_a_gpu_of_another_model_is_left_out(options: Options, log: Path) -> None:
-    with Fleet(["0", "1"], "made", options, progress := Spoken(), fleet_jobs.odd) as run:
+    with Fleet(["0", "1"], options, progress := Spoken(), fleet_jobs.odd) as run:
         run.run(WORKS)
     assert len({pid for *_, pid in evaluations(log)}) == 1
     assert len(run.finished) == len(WORKS)
@@ -164,19 +163,18 @@ def test_a_gpu_of_another_model_is_left_out(options: Options, log: Path) -> None
 
 def test_processes_without_a_gpu_are_of_no_use(options: Options, log: Path) -> None:
     with (
-        Fleet([""], "made", options, Quiet()) as run,
+        Fleet([""], options, Quiet()) as run,
         pytest.raises(ValueError, match=r"^no GPU is left: GPU  is interpreter, expected NVIDIA H200$"),
     ):
         run.run(WORKS)
 
 
-def test_whole_spaces_are_kept(log: Path, tmp_path: Path) -> None:
+def test_trials_of_whole_spaces_are_kept(log: Path, tmp_path: Path) -> None:
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", exhaustive=True)
     with fleet_of(["0", "1"], options) as run:
         run.run(WORKS[:2])
-    spaces = trial_table.read(trial_table.table_path(tmp_path / "results", "nvidia_h200", "fake"))
-    assert sorted(space.case.name for space in spaces) == sorted(work.case.name for work in WORKS[:2])
-    assert [len(space.trials) for space in spaces] == [20, 20]
+    trials = history(tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log")
+    assert Counter(trial.key.case.name for trial in trials) == {work.case.name: 20 for work in WORKS[:2]}
     assert not (tmp_path / "configs").exists()
 
 
