@@ -1,4 +1,8 @@
-"""Convert existing models to fp8 training in one call, and back."""
+"""Convert existing models to fp8 training in one call, and back.
+
+This module chooses the modules and gives each module that stays a reason. `converted.py` changes the class of the chosen modules
+and holds their forward passes, whose products are of `fp8_products.py`.
+"""
 
 import re
 import warnings
@@ -133,11 +137,7 @@ def convert_to_fp8_training(
     layers = _chosen(_experts_of(model), filter_fn, skipped) if experts else {}
     linears = _chosen(_linears_of(model), filter_fn, skipped) if dense else {}
     if not layers and not linears:
-        named = {name or type(model).__name__: reason for name, reason in skipped.items()}
-        raise ValueError(
-            f"{type(model).__name__} has no {_wanted(experts, dense)} that were to be converted; "
-            f"skipped: {'; '.join(_folded_reasons(named)) or 'nothing'}"
-        )
+        raise ValueError(_nothing_to_convert(model, experts, dense, skipped))
     for name, module in layers.items():
         _check(module, name)
     notes = _notes(model, layers | linears, fresh)
@@ -179,9 +179,11 @@ def _chosen(found: _Reasons, filter_fn: Filter | None, skipped: dict[str, str]) 
     return chosen
 
 
-def _wanted(experts: bool, dense: bool) -> str:
-    parts = ["expert weights, parameters of three axes,"] * experts + ["linear layers for which fp8 pays"] * dense
-    return " or ".join(parts) or "kind of layers"
+def _nothing_to_convert(model: nn.Module, experts: bool, dense: bool, skipped: dict[str, str]) -> str:
+    kinds = ["expert weights (parameters of three axes)"] * experts + ["linear layers for which fp8 pays"] * dense
+    named = {name or type(model).__name__: reason for name, reason in skipped.items()}
+    hints = [f"skipped: {'; '.join(_folded_reasons(named))}"] * bool(named) + ["dense=True converts linear layers"] * (not dense)
+    return "; ".join([f"{type(model).__name__} has no {' and no '.join(kinds) or 'chosen layers'} to convert", *hints])
 
 
 def _check(module: nn.Module, name: str) -> None:

@@ -113,7 +113,7 @@ class ConvertedProducts(nn.Module):
 
     @property
     def has_swiglu(self) -> bool:
-        """Return whether experts with SwiGLU run as one function by this recipe."""
+        """Return whether the recipe lets experts with SwiGLU run as one function."""
         return isinstance(self.recipe, Recipe) and self.recipe.scaling == "tensorwise" and self.recipe.pow2
 
     def _prepared(self, name: str, weight: Tensor) -> tuple[Any, ExpertWeights]:
@@ -156,11 +156,6 @@ class ExpertOperand(Tensor):
     fp8_products: ConvertedProducts
     product_name: str
 
-    @staticmethod
-    def of(parameter: Tensor, products: ConvertedProducts, name: str) -> "ExpertOperand":
-        """Return an alias of a parameter, or of the local part of a DTensor, that gradients flow through."""
-        return _marked(local_part(parameter), products, name)
-
     def to_local(self) -> "ExpertOperand":
         """Return the operand itself, for forward passes that call `to_local` of a DTensor."""
         return self
@@ -194,6 +189,7 @@ class ExpertOperand(Tensor):
 
 
 def _marked(plain: Tensor, products: ConvertedProducts, name: str) -> ExpertOperand:
+    """Return an alias of a tensor that gradients flow through."""
     operand = plain.as_subclass(ExpertOperand)
     operand.fp8_products, operand.product_name = products, name
     return operand
@@ -415,7 +411,7 @@ def _operand(attribute: str, name: str) -> property:
     def get(self: Any) -> Tensor:
         owner, parameter = self.__dict__.get("_fp8_owner", self), own_parameter(self, attribute)
         in_forward = owner.fp8.multiplied is not None or in_backward()
-        return ExpertOperand.of(parameter, owner.fp8, name) if in_forward else parameter
+        return _marked(local_part(parameter), owner.fp8, name) if in_forward else parameter
 
     return property(get)
 

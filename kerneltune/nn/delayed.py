@@ -38,9 +38,6 @@ class DelayedScaling(nn.Module):
         known: whether casts use `scales`.
         scales: (2 + E,) fp32, multiply before the cast; 1 until a magnitude is known.
         history: (history, 2 + E) fp32, of the step under way first.
-
-    Raises:
-        ValueError: no expert, or no step.
     """
 
     scales: Tensor

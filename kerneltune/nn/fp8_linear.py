@@ -27,9 +27,6 @@ class Fp8Linear(nn.Linear):
         in_features, out_features: K, N; multiples of 16.
         recipe: `tensorwise`, `rowwise`, a Recipe, or `delayed`, which takes `update_scales` once per optimizer step and breaks
             torch.compile's graph.
-
-    Raises:
-        ValueError: a size or recipe that does not fit.
     """
 
     fp8_recipe: Recipe | str
@@ -58,11 +55,9 @@ class Fp8Linear(nn.Linear):
         """
         if type(linear) not in (nn.Linear, Fp8Linear):
             raise ValueError(f"from_linear takes an nn.Linear, got {type(linear).__name__}")
-        _check_sizes(linear)
-        chosen = recipe if recipe == "delayed" else recipe_of(recipe, "delayed")
+        Fp8Linear.set_recipe(linear, recipe)  # type: ignore[arg-type]
         linear.__class__ = Fp8Linear
         assert isinstance(linear, Fp8Linear)
-        linear.set_recipe(chosen)
         return linear
 
     def to_linear(self) -> nn.Linear:
@@ -72,22 +67,16 @@ class Fp8Linear(nn.Linear):
         return self
 
     def set_recipe(self, recipe: str | Recipe) -> None:
-        """Multiply by another recipe from now on.
-
-        Raises:
-            ValueError: an unknown recipe, or sizes that are no multiples of 16.
-        """
-        _check_sizes(self)
+        """Multiply by another recipe from now on."""
+        N, K = self.weight.shape
+        if not N or not K or N % ALIGNED or K % ALIGNED:
+            raise ValueError(f"Fp8Linear takes in_features and out_features that are multiples of {ALIGNED}, got {K} and {N}")
         self.fp8_recipe = recipe if recipe == "delayed" else recipe_of(recipe, "delayed")
         self.fp8_scaling = DelayedScaling(1, device=self.weight.device) if recipe == "delayed" else None
         self.fp8_kept = KeptWeights(1, self.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x (…, K) to (…, N) of x's type, or of the autocast type.
-
-        Raises:
-            ValueError: another last axis, or a tensor on another device.
-        """
+        """Multiply x (…, K) to (…, N) of x's type, or of the autocast type."""
         if x.ndim < 1 or x.shape[-1] != self.in_features or x.device != self.weight.device:
             raise ValueError(
                 f"Fp8Linear takes (…, {self.in_features}) on {self.weight.device}, got {tuple(x.shape)} on {x.device}"
@@ -123,12 +112,6 @@ def _delayed_product(layer: Fp8Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
     w = layer.fp8_kept.weights(layer.weight.t()[None], scaling)
     y = fp8_grouped_mm(rows.to(dtype), layer.weight.t()[None], offs, recipe=scaling, weights=w)
     return y.view(*x.shape[:-1], layer.out_features)
-
-
-def _check_sizes(linear: nn.Linear) -> None:
-    N, K = linear.weight.shape
-    if not N or not K or N % ALIGNED or K % ALIGNED:
-        raise ValueError(f"Fp8Linear takes in_features and out_features that are multiples of {ALIGNED}, got {K} and {N}")
 
 
 def why_not_fp8(linear: nn.Linear) -> str | None:

@@ -1,19 +1,14 @@
 """Multiply groups of rows by expert weights whose fp8 can be kept from microbatch to microbatch."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from kerneltune.compat import untraced
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Fp8Weights
 from kerneltune.nn.grouped_mm import check_operands, fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe, recipe_of
-
-_current: Callable[..., Fp8Weights] = untraced(KeptWeights.current)
 
 
 class GroupedLinear(nn.Module):
@@ -26,9 +21,6 @@ class GroupedLinear(nn.Module):
 
     Attributes:
         weight: (E, N, K).
-
-    Raises:
-        ValueError: a size or recipe that does not fit.
     """
 
     weight: nn.Parameter
@@ -95,9 +87,6 @@ class GroupedLinear(nn.Module):
                 counts, a change through `.data` does not. True and False break torch.compile's graph.
             skip_update: with True or False, one value on the device: not 0 keeps the fp8 as it is. For captured steps, which are
                 replayed for first and later microbatches.
-
-        Raises:
-            ValueError: as `fp8_grouped_mm`; a skip_update without is_first_microbatch, or not one value on the weight's device.
         """
         if skip_update is not None:
             self._check_skip(skip_update, is_first_microbatch)
@@ -110,7 +99,7 @@ class GroupedLinear(nn.Module):
             check_operands(x, b_t, offs, recipe)  # before the weight is cast
         if is_first_microbatch is None:
             return fp8_grouped_mm(x, b_t, offs, recipe=recipe, **self.kept.options(b_t, recipe))
-        cast = _current(self.kept, self.weight, recipe, update=is_first_microbatch, skip=skip_update)
+        cast = self.kept.current(self.weight, recipe, update=is_first_microbatch, skip=skip_update)
         return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast)
 
     def extra_repr(self) -> str:

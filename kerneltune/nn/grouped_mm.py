@@ -55,9 +55,6 @@ def fp8_grouped_mm(
         (M, N), contiguous. Of A the backward keeps M K bytes; of the weights E K N bytes with `Recipe.keep_weights`, unless they
         are passed in.
 
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device or recipe, which it names; a DTensor; offs that were checked.
-
     Source: torchao's rowwise grouped product for MoE training and its pull requests 4179 and 4389, from their contract.
     """
     how = recipe if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
@@ -102,9 +99,6 @@ def fp8_routed_mm(x: Tensor, up: ExpertWeights, routing: Routing, recipe: Recipe
 
     Returns:
         (T k, N) in the order of `routing`, of x's type.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or device, which it names.
     """
     check_operands(x, up.b_t, routing.offs, recipe)
     if down is not None:
@@ -121,11 +115,7 @@ def fp8_routed_mm(x: Tensor, up: ExpertWeights, routing: Routing, recipe: Recipe
 def checked_weights(
     A: Tensor, B_t: Tensor, recipe: Recipe | DelayedScaling, weights: Fp8Weights | None, amax: Tensor | None
 ) -> AnyOperand | None:
-    """Return the checked weights, or B_t cast by `amax` where `fp8_grouped_mm` uses that; None leaves the cast to the product.
-
-    Raises:
-        ValueError: weights or amax do not fit.
-    """
+    """Return the checked weights, or B_t cast by `amax` where `fp8_grouped_mm` uses that; None leaves the cast to the product."""
     if weights is not None:
         _check_weights(weights, B_t, recipe)
     elif amax is not None:
@@ -139,11 +129,7 @@ def checked_weights(
 def check_operands(
     A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype | None = None
 ) -> None:
-    """Check the arguments of `fp8_grouped_mm`, except for values on the device.
-
-    Raises:
-        ValueError: a wrong kind of tensor, shape, stride, dtype, device or number of experts, which it names.
-    """
+    """Check the arguments of `fp8_grouped_mm`, except for values on the device."""
     for name, t in (("A", A), ("B_t", B_t), ("offs", offs)):
         if not isinstance(t, Tensor):
             raise ValueError(f"{name} must be a tensor, got {t!r}")
@@ -189,11 +175,7 @@ def _check_delayed(recipe: DelayedScaling, A: Tensor, E: int) -> None:
 
 
 def _check_ends(offs: Tensor, M: int) -> None:
-    """Check the ends of groups, which waits for the device.
-
-    Raises:
-        ValueError: offs decrease, or are not within 0 and M.
-    """
+    """Check the ends of groups, which waits for the device."""
     ends = offs.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > M:
         shown = str(ends) if len(ends) <= 16 else f"{ends[:8]} … {ends[-8:]}"
@@ -201,11 +183,7 @@ def _check_ends(offs: Tensor, M: int) -> None:
 
 
 def _check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScaling) -> None:
-    """Check that the weights can be B_t (E, K, N) in fp8 by a recipe.
-
-    Raises:
-        ValueError: another type, or a field of a wrong shape, dtype, device or order.
-    """
+    """Check that the weights can be B_t (E, K, N) in fp8 by a recipe."""
     if not isinstance(weights, Fp8Weights):
         raise ValueError(f"weights must be Fp8Weights, got {type(weights).__name__}")
     E, K, N = B_t.shape

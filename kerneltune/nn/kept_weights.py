@@ -1,6 +1,6 @@
 """Keep weights in fp8 from microbatch to microbatch, at the same addresses, so that captured graphs find them there.
 
-`set_first_microbatch` says for a model, and `is_first_microbatch` for a call of a GroupedLinear, what a forward pass does:
+The setting of `set_first_microbatch`, or the argument `is_first_microbatch` of a GroupedLinear, decides what a forward pass does:
 
 | None | casts the weight, keeps nothing |
 | True | casts the weight into the buffers |
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from kerneltune.compat import apply_to_tensors, preserved_versions, version
+from kerneltune.compat import apply_to_tensors, preserved_versions, untraced, version
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import Fp8Weights, fp8_weights, write_weights
 from kerneltune.nn.recipes import Recipe
@@ -151,6 +151,7 @@ class KeptWeights(nn.Module):
             self._write(held, b_t, recipe)
         return held
 
+    @untraced
     def current(self, weight: Tensor, recipe: Recipe | DelayedScaling, *, update: bool, skip: Tensor | None = None) -> Fp8Weights:
         """Return weight (E, N, K), contiguous or column-major, in fp8. The first call allocates, later calls write in place.
 
@@ -212,8 +213,11 @@ class KeptWeights(nn.Module):
         else:
             with torch.no_grad():
                 for t, new in zip(held, self._cast(b_t, recipe), strict=True):
-                    bits = torch.uint8 if t.dtype.itemsize == 1 else t.dtype  # because torch.where does not support fp8
-                    t.copy_(new if skip is None else torch.where(skip != 0, t.view(bits), new.view(bits)).view(t.dtype))
+                    if skip is None:
+                        t.copy_(new)
+                    else:
+                        bits = torch.uint8 if t.dtype.itemsize == 1 else t.dtype  # because torch.where does not support fp8
+                        torch.where(skip != 0, t.view(bits), new.view(bits), out=t.view(bits))
             return
         torch.autograd.graph.increment_version(list(held))
 
@@ -248,9 +252,6 @@ def set_first_microbatch(model: nn.Module, is_first: bool | None) -> int:
 
     Returns:
         The number of weights.
-
-    Raises:
-        ValueError: a model without converted modules.
     """
     found = [module for module in model.modules() if isinstance(module, KeptWeights)]
     if not found:

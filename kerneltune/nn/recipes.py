@@ -16,9 +16,6 @@ class Recipe:
         keep_weights: whether the forward pass also casts the weights' transpose and keeps it for the backward pass, E K N bytes.
             Else the backward pass casts the weights again: a launch more, two under tensorwise. An Fp8Linear then also keeps its
             input in place of the input's cast, which other operators often keep anyway.
-
-    Raises:
-        ValueError: an unknown scaling.
     """
 
     scaling: str = "tensorwise"
@@ -31,11 +28,7 @@ class Recipe:
 
 
 def recipe_of(recipe: str | Recipe, *others: str) -> Recipe:
-    """Return the recipe, or the default recipe of a scaling's name. others: further accepted names, for the message.
-
-    Raises:
-        ValueError: neither.
-    """
+    """Return the recipe, or the default recipe of a scaling's name. others: names that the message lists as well."""
     if isinstance(recipe, Recipe):
         return recipe
     if recipe not in SCALINGS:

@@ -41,9 +41,6 @@ def rms_norm(
 
     Returns:
         y (…, N) of x's dtype, contiguous; with a residual y and x + residual, rounded to x's dtype.
-
-    Raises:
-        ValueError: a shape, dtype, device or eps that does not fit.
     """
     _check(x, weight, eps, zero_centered, residual)
     y, total, _ = rmsnorm_fwd(_rows(x), None if residual is None else _rows(residual), weight, eps, zero_centered)
@@ -65,9 +62,6 @@ class RMSNorm(nn.Module):
         elementwise_affine: False for no weight, as in torch.nn.RMSNorm.
         zero_centered: as in `rms_norm`.
         dtype: of the weight; float32 fits inputs of every dtype.
-
-    Raises:
-        ValueError: hidden_size below 1, a negative eps, or zero_centered without a weight.
     """
 
     weight: nn.Parameter | None

@@ -35,9 +35,6 @@ def sort_tokens(ids: Tensor, num_experts: int) -> Routing:
         ids: (T, K) int32 or int64, the experts of each token, as `topk` returns them; an id outside [0, num_experts) is no
             expert, for example an expert of another device.
         num_experts: E, 1 to 1024.
-
-    Raises:
-        ValueError: a wrong shape, type, number or device, which it names.
     """
     if not isinstance(ids, Tensor) or type(num_experts) is not int:
         raise ValueError(f"sort_tokens takes a tensor and a number, got {ids!r} and {num_experts!r}")
@@ -55,9 +52,6 @@ def permute_tokens(x: Tensor, routing: Routing) -> Tensor:
 
     Returns:
         (T K, H), zeros behind the last expert's rows.
-
-    Raises:
-        ValueError: a wrong shape, type, device or stride, which it names.
     """
     y: Tensor = torch.ops.kerneltune.moe_permute(_rows(x), routing.places, routing.offs)
     return y
@@ -72,9 +66,6 @@ def unpermute_tokens(y: Tensor, routing: Routing, weights: Tensor | None = None)
 
     Returns:
         (T, H) of y's type.
-
-    Raises:
-        ValueError: a wrong shape, type, device or stride, which it names.
     """
     T, K = routing.places.shape
     if y.ndim != 2 or y.shape[0] != T * K:

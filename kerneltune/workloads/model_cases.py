@@ -41,9 +41,6 @@ def sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: 
         tokens: that a GPU trains on at a time.
         batches: tokens of a decoding step, for int4.
         ep: GPUs that share the experts of a layer.
-
-    Raises:
-        ValueError: one line naming the file, the field and the value that no operator supports.
     """
     lines = list(_lines(model, tokens, batches, ep))
     if not lines:
@@ -128,11 +125,7 @@ def _norms_of_heads(which: str, tokens: int, heads: int, head_dim: int, kv_heads
 
 
 def _local(model: Model, experts: Experts, ep: int) -> int:
-    """Experts of one GPU.
-
-    Raises:
-        ValueError: they do not divide, or a size that the products do not support.
-    """
+    """Experts of one GPU."""
     if experts.count % ep:
         raise ValueError(f"{model.path}: {experts.count_field}: {experts.count}: expected a multiple of ep={ep}")
     if experts.count // ep > _MOST_EXPERTS:
@@ -145,12 +138,16 @@ def _local(model: Model, experts: Experts, ep: int) -> int:
     return experts.count // ep
 
 
+def _expert_layers(model: Model, experts: Experts) -> list[tuple[str, int, int]]:
+    """Return the name, outputs and inputs of fused gate and up, or up alone, and of down."""
+    up = ("experts.gate-up", 2 * experts.width) if model.gated else ("experts.up", experts.width)
+    return [(*up, model.hidden), ("experts.down", model.hidden, experts.width)]
+
+
 def _expert_products(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[ModelCase]:
     """Forward product, input gradient and weight gradient of fused gate and up and of down; casts of their activations."""
     rows = cdiv(tokens * experts.top_k, ALIGNED) * ALIGNED
-    wide = 2 * experts.width if model.gated else experts.width
-    up = "experts.gate-up" if model.gated else "experts.up"
-    for layer, n, k in ((up, wide, model.hidden), ("experts.down", model.hidden, experts.width)):
+    for layer, n, k in _expert_layers(model, experts):
         for suffix, cols, depth, product in (("", n, k, "rows"), (".dgrad", k, n, "rows"), (".wgrad", n, k, "weights")):
             sizes = (("M", rows), ("N", cols), ("K", depth), ("E", local), ("dtype", model.dtype), ("product", product))
             yield ModelCase(layer + suffix, "fp8_grouped_gemm", sizes)
@@ -176,9 +173,7 @@ def _routing(model: Model, experts: Experts, local: int, tokens: int) -> Iterato
 
 def _expert_weights(model: Model, experts: Experts, local: int) -> Iterator[ModelCase]:
     """Casts of expert weights, which do not depend on tokens."""
-    wide = 2 * experts.width if model.gated else experts.width
-    up = "experts.gate-up" if model.gated else "experts.up"
-    for layer, n, k in ((up, wide, model.hidden), ("experts.down", model.hidden, experts.width)):
+    for layer, n, k in _expert_layers(model, experts):
         sizes = (("E", local), ("K", k), ("N", n), ("dtype", model.dtype))
         yield ModelCase(f"{layer}.weight", "fp8_rowwise_3d_both", sizes)
         yield ModelCase(f"{layer}.weight", "fp8_tensorwise_3d", (*sizes, ("layout", "both")))

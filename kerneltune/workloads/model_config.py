@@ -127,11 +127,7 @@ class Model:
 
 
 def read(path: Path) -> Model:
-    """Return the model that a `config.json` describes.
-
-    Raises:
-        ValueError: one line naming the file, the field and the value.
-    """
+    """Return the model that a `config.json` describes."""
     fields = _Fields(path, _inner(path, _loaded(path)))
     if fields.has("encoder") or fields.get("type_vocab_size") is not None:
         fields.fail("model_type", fields.kind, "a language model that writes text, not an encoder")

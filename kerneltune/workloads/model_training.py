@@ -1,6 +1,6 @@
 """Whole training steps of models of `transformers`: bf16, torchao and ours, with eager or compiled layers.
 
-All variants of a case share one set of weights: each is a copy of the model's modules with the same parameters.
+The variants of a case share their weights: each variant is a copy of the model's modules with the same parameters.
 """
 
 import copy

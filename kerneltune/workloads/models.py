@@ -83,7 +83,7 @@ def build(name: str, device: str, *, seed: int = 0, sizes: dict[str, Any] | None
         name: of SHAPES.
         device: where to build it.
         seed: of the weights.
-        sizes: settings that replace those of the shape.
+        sizes: settings in place of the shape's settings.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

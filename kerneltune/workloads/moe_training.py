@@ -1,4 +1,4 @@
-"""One projection of an expert layer in training, forward and backward: bf16, torchao and ours, whole and in parts.
+"""Measure a projection of an expert layer in training, forward and backward, in bf16, by torchao and by ours, whole and in parts.
 
     Y = A Wᵀ      dA = dY W      dW = dYᵀ A      for every group of tokens with its expert's W
 

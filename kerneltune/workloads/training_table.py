@@ -12,7 +12,7 @@ from kerneltune.table import Column, Row, Table, Value, ratio
 OPS = ("model_step", "moe_step")
 RECIPES = ("tensorwise", "rowwise", "delayed")
 MICROBATCHES = 8
-"""Steps that share one cast of the weights in the column `cached`."""
+"""Number of steps that share a cast of the weights in the column `cached`."""
 _MODEL_COLUMNS = (
     Column("case"),
     Column("layers"),
