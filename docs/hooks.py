@@ -16,7 +16,7 @@ TITLES = {
     "rmsnorm": "RMSNorm", "fp8_rowwise": "FP8 row-wise quantization", "fp8_tensorwise": "FP8 tensor-wise quantization",
     "fp8_weights": "FP8 casts of expert weights", "fp8_groups": "FP8 casts of token groups", "fp8_transpose": "FP8 transpose",
     "fp8_grouped_gemm": "FP8 grouped product", "multi_cast": "Casts of many weights", "weight_only": "int4 and fp8 products",
-    "int4_fp8": "int4 weights on fp8 tensor cores",
+    "int4_fp8": "int4 weights on fp8 tensor cores", "int4_experts": "Experts with int4 weights",
     "moe_training": "Training steps of experts", "moe_routing": "Routing of tokens", "swiglu_bwd": "Gradient of SwiGLU",
     "fp8_swiglu": "SwiGLU and its FP8 cast",
     "model_training": "Training steps of models", "decode": "Decoding steps with int4 weights",

@@ -9,6 +9,7 @@ from kerneltune.ops.int4_gemm.configs import Int4Config
 from kerneltune.ops.int4_gemm.fastest import Fp8Weight, ProductConfig, fastest_gemm, to_fp8
 from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, Int4Fp8Config, cast_tokens, int4_fp8_gemm
 from kerneltune.ops.int4_gemm.gemm import int4_gemm
+from kerneltune.ops.int4_gemm.grouped import Int4GroupedConfig, int4_fp8_grouped_gemm
 from kerneltune.ops.int4_gemm.packing import Codes, Int4Weight, dequantise, pack, quantise, unpack
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Fp8Weight",
     "Int4Config",
     "Int4Fp8Config",
+    "Int4GroupedConfig",
     "Int4Weight",
     "ProductConfig",
     "cast_tokens",
@@ -26,6 +28,7 @@ __all__ = [
     "from_gptq",
     "group_order",
     "int4_fp8_gemm",
+    "int4_fp8_grouped_gemm",
     "int4_gemm",
     "pack",
     "quantise",

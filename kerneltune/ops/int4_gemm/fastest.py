@@ -23,7 +23,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
 PRODUCTS = ("int4_gemm", "int4_fp8_gemm", "fp8")
 """Names of the products; `fp8` is torch's product with a scale for every token and every row of w."""
-_ROUNDING = 2.0**-4
+ROUNDING = 2.0**-4
 """Largest relative error of rounding to e4m3, which has three bits of mantissa."""
 _CAST_BLOCK = 1024
 """Elements that a program casts by a known multiplier."""
@@ -179,7 +179,7 @@ def run(inputs: Inputs, config: ProductConfig | None) -> Outputs:
     """Run `fastest_gemm` on a case's inputs, casts of x included."""
     copy = _copy(inputs) if config is None or config.product == "fp8" else None
     y = fastest_gemm(inputs["x"], inputs["weight"], inputs.get("bias"), copy, config=config)
-    return {"y": y} if config is not None and config.product == "int4_gemm" else {"y": y, "rounding": _ROUNDING}
+    return {"y": y} if config is not None and config.product == "int4_gemm" else {"y": y, "rounding": ROUNDING}
 
 
 def run_on_16_bits(inputs: Inputs, _config: None) -> Outputs:
@@ -205,7 +205,7 @@ def scaled_mm_static(inputs: Inputs, _config: None) -> Outputs:
     early = {"launch_pdl": True} if since_sm_90() else {}
     cast_by[(cdiv(x.numel(), _CAST_BLOCK),)](x, q, multiplier, x.numel(), BLOCK=_CAST_BLOCK, num_warps=4, **early)
     y = scaled_mm(q, w.t(), x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True)
-    return {"y": y + inputs["bias"] if "bias" in inputs else y, "rounding": _ROUNDING}
+    return {"y": y + inputs["bias"] if "bias" in inputs else y, "rounding": ROUNDING}
 
 
 def _static_operands(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:

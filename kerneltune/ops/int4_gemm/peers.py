@@ -42,6 +42,16 @@ def gemlite(inputs: Inputs, _config: None) -> Outputs:
     return {"y": y + inputs["bias"] if "bias" in inputs else y}
 
 
+def scaled_grouped_mm(
+    x: torch.Tensor, w: torch.Tensor, x_scale: torch.Tensor, w_scale: torch.Tensor, offs: torch.Tensor
+) -> torch.Tensor:
+    """Return torch's grouped product of x (N, K) and w (E, M, K) in e4m3, with scales (N,) and (E, M), in bf16."""
+    y: torch.Tensor = torch._scaled_grouped_mm(
+        x, w.transpose(1, 2), x_scale, w_scale, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+    return y
+
+
 def _fp8_operands(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return x and w in e4m3, and the scale of each."""
     scales = [(t.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max).reshape(1) for t in (x, w)]

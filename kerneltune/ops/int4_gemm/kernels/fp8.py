@@ -247,6 +247,27 @@ def int4_fp8_gemm(
 
 
 @triton.jit
+def int4_fp8_groups(
+    x_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, M, K, token_scale_stride,
+    WEIGHT: tl.constexpr, WORK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Write y (N, M), x as in `int4_fp8_gemm`, w of one group below the other. A program walks over the tokens of its group."""
+    if EARLY:
+        gdc_wait()
+    tile, group = tl.program_id(0), tl.program_id(1)
+    tiles = tl.num_programs(0)
+    start = tl.load(end_ptr + group - 1, mask=group > 0, other=0)
+    end = tl.load(end_ptr + group)
+    at = group * tiles + tile
+    row_block = at * WORK.blocks + tl.arange(0, 4 * WORK.blocks) // 4
+    row_blocks = tiles * WORK.blocks * tl.num_programs(1)
+    for first_token in tl.range(start, end, WORK.tokens, num_stages=1):
+        y = _sums(x_desc, w_desc, scale_ptr, zero_ptr, first_token, row_block, at, row_blocks, 0, tl.cdiv(K, 128), WEIGHT, WORK)
+        y = _scaled_tokens(y, token_scale_ptr, first_token, end, token_scale_stride, WORK)
+        finish(y_ptr, y_ptr, y_ptr, 0, tile, first_token, y, end, M, 1, False)
+
+
+@triton.jit
 def cast_rows(x_ptr, q_ptr, scale_ptr, stride, K, REORDER: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     """Write a row of x in e4m3, and its scale: an element of x is its e4m3 element times the scale.
 

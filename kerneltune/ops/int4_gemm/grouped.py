@@ -1,0 +1,251 @@
+"""Multiply groups of tokens by weights of four bits, a weight for each group, as experts do in a decoding step.
+
+    y[i] = w[e] · x[i] for every token i of group e; axes and formula of a group as in `int4_gemm`, casts as in `int4_fp8_gemm`
+
+N tokens of all groups, M rows of each weight, K summed over, E groups. The weights are packed together as a weight of E M rows.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kerneltune import cache
+from kerneltune.compat import assert_group_ends
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, debugging
+from kerneltune.kernel_lib.groups import bounds, group_ends
+from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
+from kerneltune.kernel_lib.tl_lib import INTERPRETED, since_sm_90
+from kerneltune.ops.int4_gemm import configs, fastest, fp8_gemm, gemm, packing, peers, reference
+from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, cast_tokens
+from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, int4_fp8_groups
+from kerneltune.ops.int4_gemm.kernels.warps import Weight
+from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight
+from kerneltune.rounding import cdiv
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+
+_FEW_PROGRAMS = 264
+"""Programs of one block of rows are better than half as many of two below two for each of 132 SMs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int4GroupedConfig:
+    """Config of a grouped product.
+
+    Attributes:
+        tokens: rows of x per step of a program, which walks over all tokens of its group.
+        blocks: of 64 rows of w per program.
+        warps: of a program; four warps multiply 64 rows of w at once.
+        stages: of the load pipeline.
+        early: begin while the cast of x still runs.
+    """
+
+    tokens: int
+    blocks: int
+    warps: int
+    stages: int
+    early: bool
+
+
+@on_its_device
+def int4_fp8_grouped_gemm(
+    x: torch.Tensor | Fp8Tokens, weight: Int4Weight, offs: torch.Tensor, *, config: Int4GroupedConfig | None = None
+) -> torch.Tensor:
+    """Return the product of each group of tokens with its weight of four bits, x cast to e4m3, fp32 inside.
+
+    Args:
+        x: (N, K) fp16 or bf16, the tokens of group after group, or the result of `cast_tokens`.
+        weight: the weights of E groups, one below the other, (E M, K), from `pack`; M a multiple of 64.
+        offs: (E,) int32, the row of x at which each group ends, ascending. Rows behind the last group are not written.
+        config: None takes the best known config.
+
+    Returns:
+        (N, M) of x's type, contiguous. The same inputs and config give the same bits.
+
+    Raises:
+        ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the weight.
+    """
+    count = _check(x, weight, offs)
+    E, depth = offs.shape[0], cdiv(weight.depth, DEPTH)
+    M = weight.rows // E
+    y = torch.empty((count, M), dtype=x.dtype, device=offs.device)
+    if not count:
+        return y
+    c: Int4GroupedConfig = _best_config(count, M, E, weight, x.dtype) if config is None else config
+    if M % (ROWS * c.blocks):
+        raise ValueError(f"config={c}: {c.blocks} blocks of {ROWS} rows, of which {M} rows are no multiple")
+    q, scale, _, _ = x if isinstance(x, Fp8Tokens) else cast_tokens(x)
+    for name, t in (("x.q", q), ("weight.packed", weight.packed)):
+        if t.data_ptr() % 16:
+            raise ValueError(f"{name} must begin at a multiple of 16 bytes, got address {t.data_ptr():#x}")
+    w, groups, early = weight.packed.view(torch.uint8), weight.scales.shape[3], c.early and since_sm_90()
+    int4_fp8_groups[(M // (ROWS * c.blocks), E)](
+        TensorDescriptor(q, [count, DEPTH * depth], [DEPTH * depth, 1], [c.tokens, DEPTH // groups]),
+        TensorDescriptor(w, [w.numel() // DEPTH, DEPTH], [DEPTH, 1], [ROWS // 2 * c.blocks, DEPTH]),
+        scale, weight.scales, weight.scales if weight.zeros is None else weight.zeros, offs, y, M, weight.depth,
+        int(scale.shape[0] > 1),
+        WEIGHT=Weight.of(groups=groups, one_group=weight.group not in GROUPS, zeros=weight.zeros is not None, bias=False),
+        WORK=Fp8Work.of(tokens=c.tokens, blocks=c.blocks, splits=1, stages=c.stages),
+        EARLY=early, num_warps=c.warps, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return y
+
+
+def _check(x: torch.Tensor | Fp8Tokens, weight: Int4Weight, offs: torch.Tensor) -> int:
+    """Check operands, and return how many tokens there are.
+
+    Raises:
+        ValueError: operands that do not fit each other, or a GPU before Hopper.
+    """
+    if isinstance(x, Fp8Tokens):
+        fp8_gemm.check_tokens(x, weight)
+        gemm.check(torch.empty((0, x.depth), dtype=x.dtype, device=x.q.device), weight, None)
+    else:
+        gemm.check(x, weight, None)
+    E = offs.numel() if isinstance(offs, torch.Tensor) else 0
+    check_like("offs", offs, (E,), torch.int32, weight.packed.device)
+    count = x.q.shape[0] if isinstance(x, Fp8Tokens) else x.shape[0]
+    if not E or weight.rows % (ROWS * E):
+        raise ValueError(f"weight must have a multiple of {ROWS} rows for each of {E} groups, got {weight.rows} rows")
+    if not (INTERPRETED or since_sm_90()):
+        raise ValueError(
+            f"int4_fp8_grouped_gemm needs an NVIDIA GPU of compute capability 9.0 or newer, offs is on {offs.device}"
+        )
+    if debugging():
+        assert_group_ends(offs, count)
+    return count
+
+
+def _best_config(N: int, M: int, E: int, weight: Int4Weight, dtype: torch.dtype) -> Any:
+    """Return the cached config for these sizes, or the default."""
+    axes = (("N", N), ("M", M), ("K", weight.depth), ("E", E))
+    options = (("group", gemm.group_option(weight)), ("zeros", weight.zeros is not None), ("groups", "routed"))
+    return _choose(axes, DTYPE_NAMES[dtype], "int4", options)
+
+
+def space(_case: Case) -> Space:
+    """Offer tiles of few tokens."""
+    return {"tokens": (16, 32, 64), "blocks": (1, 2), "warps": (4, 8), "stages": (3, 4, 5), "early": (True, False)}
+
+
+def valid(case: Case, config: Int4GroupedConfig) -> str | None:
+    """Say why a config cannot run, or cannot be worth running."""
+    c = config
+    if case["M"] % (ROWS * c.blocks):
+        return f"{c.blocks} blocks of {ROWS} rows, of which {case['M']} rows are no multiple"
+    if c.warps > 4 * c.blocks:
+        return f"{c.warps} warps to {c.blocks} blocks of rows"
+    sums = ROWS * c.blocks * c.tokens // (32 * c.warps)
+    if sums > 64:
+        return f"{sums} sums to a thread, and as many of a group"
+    if c.tokens > 16 and c.tokens >= 2 * case["N"]:
+        return f"steps of {c.tokens} tokens where there are {case['N']}"
+    return too_much_shared(c.stages * DEPTH * (c.tokens + ROWS // 2 * c.blocks))
+
+
+def default(case: Case) -> Int4GroupedConfig:
+    """Return a config for any shape, by rule: a step holds the tokens of most groups."""
+    N, M, E = case["N"], case["M"], case["E"]
+    mean = N / E
+    tokens = 16 if mean <= 10 or N <= 16 else 32 if mean <= 24 or N <= 32 else 64
+    programs = min(N, E) * M // ROWS
+    blocks = 2 if M % (2 * ROWS) == 0 and programs >= 2 * _FEW_PROGRAMS else 1
+    return Int4GroupedConfig(tokens, blocks, 4, 4, early=True)
+
+
+def unsupported(case: Case) -> str | None:
+    """Say which sizes are not supported."""
+    if case["M"] % ROWS:
+        return f"needs M % {ROWS} == 0"
+    return configs.unsupported(case)
+
+
+def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    """Draw the inputs of `int4_gemm` for all weights together, and offs (E,) int32."""
+    axes = (("N", case["N"]), ("M", case["E"] * case["M"]), ("K", case["K"]))
+    whole = replace(case, axes=axes, options=(*case.options, ("bias", False)))
+    ends = group_ends(replace(case, axes=(("M", case["N"]),)), case["E"], device, seed)
+    return {**reference.inputs(whole, device=device, seed=seed), "offs": ends}
+
+
+def expected(inputs: Inputs) -> Outputs:
+    """Return y in fp64 for x cast to e4m3, and spread, group by group as `int4_fp8_gemm` has them."""
+    weight, offs = inputs["weight"], inputs["offs"]
+    parts = [
+        fp8_gemm.expected({"x": inputs["x"][start:end], "weight": _weight_of(weight, e, offs.shape[0])})
+        for e, (start, end) in enumerate(bounds(offs))
+        if end > start
+    ]
+    if not parts:
+        return {name: inputs["x"].new_empty((0, weight.rows // offs.shape[0])) for name in ("y", "spread")}
+    return {name: torch.cat([part[name] for part in parts]) for name in ("y", "spread")}
+
+
+def _weight_of(weight: Int4Weight, e: int, E: int) -> Int4Weight:
+    """Return the weight of a group."""
+    of_group = slice(e * weight.rows // E // ROWS, (e + 1) * weight.rows // E // ROWS)
+    packed, scales = weight.packed[:, of_group].contiguous(), weight.scales[:, of_group].contiguous()
+    zeros = None if weight.zeros is None else weight.zeros[:, of_group].contiguous()
+    return Int4Weight(packed, scales, zeros, weight.rows // E, weight.depth, weight.group)
+
+
+def traffic(case: Case) -> Traffic:
+    """Return the bytes of x, group ends, and of the weights that can have tokens, read; of y written."""
+    N, M, K = case["N"], case["M"], case["K"]
+    kb, rb = packing.block_shape(M, K)[:2]
+    scales = torch.Size(packing.scale_shape(M, K, reference.group_size(case))).numel() * (2 if case.option("zeros") else 1)
+    return Traffic(2 * N * K + 4 * case["E"] + min(N, case["E"]) * (kb * rb * 4096 + 2 * scales), 2 * N * M)
+
+
+def run(inputs: Inputs, config: Int4GroupedConfig | None) -> Outputs:
+    """Run `int4_fp8_grouped_gemm` on a case's inputs, the cast of x included."""
+    return {"y": int4_fp8_grouped_gemm(inputs["x"], inputs["weight"], inputs["offs"], config=config)}
+
+
+def run_bf16(inputs: Inputs, _config: None) -> Outputs:
+    """Run torch's grouped product with weights of 16 bits."""
+    offs, w = inputs["offs"], inputs["forms"].dequantised
+    y = torch.nn.functional.grouped_mm(inputs["x"], w.view(offs.shape[0], -1, w.shape[1]).transpose(1, 2), offs=offs)
+    return {"y": y, "rounding": fastest.ROUNDING}
+
+
+def run_fp8(inputs: Inputs, _config: None) -> Outputs:
+    """Run torch's grouped product with a scale for every token and every row of w, the cast of x included."""
+    offs, w = inputs["offs"], inputs["forms"].other("fp8", lambda forms: fastest.to_fp8(forms.dequantised))
+    tokens, E = cast_tokens(inputs["x"], reorder=False), offs.shape[0]
+    y = peers.scaled_grouped_mm(
+        tokens.q[:, : tokens.depth], w.q.view(E, -1, tokens.depth), tokens.scale, w.scale.view(E, -1), offs
+    )
+    return {"y": y, "rounding": fastest.ROUNDING}
+
+
+def not_torch(case: Case) -> str | None:
+    """Say why torch's grouped products do not support a case."""
+    if case.dtype != "bfloat16" or not torch.cuda.is_available():
+        return "needs bfloat16 and a GPU"
+    return "needs K % 16 == 0" if case["K"] % 16 else unsupported(case) or reference.not_empty(case)
+
+
+OP = Op(
+    name="int4_fp8_grouped_gemm",
+    axes=("N", "M", "K", "E"),
+    dtypes=("bfloat16", "float16"),
+    quants=("int4",),
+    options={"group": (128, 64, 32, 0), "zeros": (False, True), "groups": ("routed", "balanced", "zipf", "ragged")},
+    free_axes=("N",),
+    free_options=("group", "zeros", "groups"),
+    unseen_options=("groups",),
+    flops=reference.flops,
+    inputs=inputs,
+    reference=expected,
+    compare=fp8_gemm.compare,
+    traffic=traffic,
+    variants=(
+        Variant("baseline", run_bf16, unsupported=not_torch, requires=("torch",)),
+        Variant("optimized", run, Int4GroupedConfig, space, valid, default, unsupported),
+        Variant("scaled_grouped_mm", run_fp8, unsupported=not_torch, requires=("torch",)),
+    ),
+    module=__name__,
+)
+_choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -1,0 +1,108 @@
+"""Grouped products of e4m3 tokens with weights of four bits: exact sums in every shape of program, bad operands, traffic."""
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from int4_codes import DEVICE, exact, some_codes, whole_numbers
+
+from kerneltune.ops.int4_gemm import Int4GroupedConfig, cast_tokens, grouped, int4_fp8_grouped_gemm, pack
+from kerneltune.ops.int4_gemm.packing import Codes
+from kerneltune.spec import Case
+
+
+def tokens_of(count: int, depth: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    x = whole_numbers(count, depth, dtype)
+    x[:, 0] = 3.5  # a scale that is a power of two: the cast to e4m3 is exact
+    return x
+
+
+def ends(*counts: int) -> torch.Tensor:
+    return torch.tensor(counts, device=DEVICE).cumsum(0).to(torch.int32)
+
+
+def exact_groups(x: torch.Tensor, codes: Codes, offs: torch.Tensor) -> torch.Tensor:
+    rows = codes.codes.shape[0] // offs.shape[0]
+    bounds = [0, *offs.tolist()]
+    parts = []
+    for e, (start, end) in enumerate(pairwise(bounds)):
+        of_group = slice(e * rows, (e + 1) * rows)
+        zeros = None if codes.zeros is None else codes.zeros[of_group]
+        parts.append(exact(x[start:end], Codes(codes.codes[of_group], codes.scales[of_group], zeros), None))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize(("counts", "rows", "depth", "group", "zeros", "knobs"), [
+    ((3,), 64, 128, 128, False, (16, 1, 4, 3)),
+    ((0, 5, 0, 0, 20, 1, 0), 64, 160, 32, True, (16, 1, 4, 4)),  # empty groups, two steps of a group, k that ends in a block
+    ((17, 0, 40), 128, 512, 64, False, (32, 2, 4, 3)),
+    ((1, 70, 2), 256, 384, 128, True, (64, 2, 8, 3)),
+    ((16, 16), 192, 416, 416, True, (16, 1, 4, 5)),  # one scale for all of k; groups that end with a step
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_groups_of_whole_numbers_are_exact(
+    counts: tuple[int, ...], rows: int, depth: int, group: int, zeros: bool, knobs: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    offs, codes = ends(*counts), some_codes(rows * len(counts), depth, group, zeros, dtype)
+    x = tokens_of(sum(counts), depth, dtype)
+    tolerance = 2.0**-7 if dtype == torch.bfloat16 and DEVICE == "cpu" else 0.0
+    for early in (False, True) if DEVICE == "cuda" else (True,):
+        got = int4_fp8_grouped_gemm(x, pack(*codes), offs, config=Int4GroupedConfig(*knobs, early=early))
+        torch.testing.assert_close(got, exact_groups(x, codes, offs), rtol=tolerance, atol=0)
+
+
+OFFS, CODES, X = ends(2, 0, 2), some_codes(3 * 64, 256, 128), tokens_of(4, 256)
+
+
+def test_tokens_that_are_cast_already_and_the_default_config_give_the_same_product() -> None:
+    want = exact_groups(X, CODES, OFFS)
+    assert torch.equal(int4_fp8_grouped_gemm(X, pack(*CODES), OFFS), want)
+    assert torch.equal(int4_fp8_grouped_gemm(cast_tokens(X), pack(*CODES), OFFS), want)
+    assert int4_fp8_grouped_gemm(X[:0], pack(*CODES), OFFS * 0).shape == (0, 64)
+
+
+@pytest.mark.parametrize(("x", "offs", "said"), [
+    (X[:, :128], OFFS, "x must be"), (X.bfloat16(), OFFS, "scales must be"), (X, OFFS.long(), "offs must be"),
+    (X, OFFS[None], "offs must be"), (X, [2, 2, 4], "offs must be a tensor"), (X, OFFS[:0], "for each of 0 groups"),
+    (X, OFFS[:2], "multiple of 64 rows for each of 2 groups, got 192 rows"), (X, ends(1, 1, 1, 0, 1, 0)[::2], "contiguous"),
+    (cast_tokens(X)._replace(depth=128), OFFS, "x.q must be"),
+])  # fmt: skip
+def test_operands_that_do_not_fit_are_refused(x: Any, offs: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        int4_fp8_grouped_gemm(x, pack(*CODES), offs)
+
+
+def test_a_config_of_more_rows_than_a_weight_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 blocks of 64 rows, of which 64 rows are no multiple"):
+        int4_fp8_grouped_gemm(X, pack(*CODES), OFFS, config=Int4GroupedConfig(16, 2, 4, 3, early=True))
+
+
+def case_of(tokens: int, rows: int, depth: int, groups: int) -> Case:
+    options = (("group", 64), ("zeros", False), ("groups", "routed"))
+    return Case("", (("N", tokens), ("M", rows), ("K", depth), ("E", groups)), "bfloat16", "int4", options)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 33, 128, 1000])
+@pytest.mark.parametrize(("rows", "depth", "groups"), [(64, 64, 1), (4096, 7168, 32), (1536, 2048, 128), (2880, 2880, 32)])
+def test_default_is_a_config_of_the_space(tokens: int, rows: int, depth: int, groups: int) -> None:
+    case = case_of(tokens, rows, depth, groups)
+    assert grouped.default(case) in list(grouped.OP.variant("optimized").configs(case))
+
+
+def test_configs_that_need_too_many_registers_or_tokens_are_invalid() -> None:
+    case, good = case_of(20, 128, 512, 2), Int4GroupedConfig(32, 2, 4, 3, early=True)
+    assert grouped.valid(case, good) is None
+    for changed, said in (
+        ({"tokens": 64}, "64 tokens where there are 20"), ({"blocks": 1, "warps": 8}, "8 warps to 1 blocks"),
+        ({"tokens": 128}, "128 sums"), ({"stages": 20}, "bytes of shared"),
+    ):  # fmt: skip
+        assert said in (grouped.valid(case, dataclasses.replace(good, **changed)) or ""), changed
+
+
+def test_traffic_counts_no_more_weights_than_tokens() -> None:
+    few, more, all_groups = (grouped.traffic(case_of(n, 4096, 7168, 32)).read for n in (1, 2, 64))
+    assert few < 0.54 * 4096 * 7168
+    assert 2 * few - more == 4 * 32  # the group ends are read once
+    assert 31 * few < all_groups < 33 * few
