@@ -172,7 +172,6 @@ class Call:
 
     Attributes:
         own: the program's own config.
-        lacking: names of knobs that the own config lacks, and that no override adds.
         is_meta: the tensors have no memory: kernels are compiled, nothing is computed.
         noise: relative difference between two calls with the own config, by output.
     """
@@ -180,14 +179,12 @@ class Call:
     getter: Getter
     function: Callable[[], Any]
     own: Config
-    lacking: frozenset[str]
     is_meta: bool
     noise: dict[str, float] = field(default_factory=dict)
 
     def run(self, config: Config) -> Outputs:
         """Return the tensors of the call's result under a config; the own config is no override."""
-        knobs = {name: value for name, value in knobs_of(config).items() if value or name not in self.lacking}
-        self.getter.knobs = None if config == self.own else knobs
+        self.getter.knobs = None if config == self.own else given_knobs(config)
         try:
             result = self.function()
         except Exception as error:
@@ -201,6 +198,11 @@ class Call:
             result.items() if isinstance(result, dict) else enumerate(result if isinstance(result, tuple | list) else [result])
         )
         return {f"output {name}": value for name, value in parts if hasattr(value, "untyped_storage")}
+
+
+def given_knobs(config: Config) -> dict[str, int]:
+    """Return the knobs of a config without zeros, which stand for knobs that the program's own dict lacks."""
+    return {name: value for name, value in knobs_of(config).items() if value}
 
 
 @functools.cache
@@ -293,8 +295,6 @@ def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) ->
     """Make a call at the sizes of a case, beside its tensors by name, which no call may change."""
     facts, (op,) = read_facts(Path(folder)), operators(folder)
     getter, own = installed(facts.getter, facts.folder), op.variants[0].default_config(case)
-    base = next(each.own for each in facts.cases if tuple(each.sizes.items()) == case.axes)
-    lacking = frozenset(knobs_of(own)) - {*base, *facts.options}
     made = named_function("call", facts.call, facts.folder)[2]
     try:
         function = make_call(made, dict(case.axes), facts.dtype, device, seed)
@@ -302,7 +302,7 @@ def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) ->
         if device != "meta":
             raise
         function = dict  # it needs values: the kernels are compiled when they are launched
-    return {_CALL: Call(getter, function, own, lacking, device == "meta"), **tensors_of(function)}
+    return {_CALL: Call(getter, function, own, device == "meta"), **tensors_of(function)}
 
 
 def run_call(inputs: Inputs, config: Config) -> Outputs:

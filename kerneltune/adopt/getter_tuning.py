@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kerneltune import device
-from kerneltune.adopt.getter import FACTS, CallCase, case_of, operators, read_facts
+from kerneltune.adopt.getter import FACTS, CallCase, case_of, given_knobs, operators, read_facts
 from kerneltune.measuring.check import Checker
 from kerneltune.run_options import Options, Plan, Progress, Selection
 from kerneltune.search.task import Evaluation, Task, knobs_of, store_path
@@ -64,7 +64,10 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
 
 def _outcome(task: Task, one: CallCase, tried: Mapping[Config, Evaluation], root: Path) -> TunedCall:
     failed = tuple(each.detail for each in tried.values() if each.status in _PROBLEMS)
-    own, stored = _knobs(task.default, one), cached(task, root / "configs") if one.is_tuned and not one.problem else None
+    own, stored = (
+        one.own | given_knobs(task.default),
+        cached(task, root / "configs") if one.is_tuned and not one.problem else None,
+    )
     if stored is None:
         reason = one.problem or ("no config passed its check" if tried else "it was not searched")
         return TunedCall(one, own if one.own else {}, failed=failed, skipped=reason if one.is_tuned else "")
@@ -72,11 +75,7 @@ def _outcome(task: Task, one: CallCase, tried: Mapping[Config, Evaluation], root
     default_us, (low, high) = evidence.get("default_us"), evidence.get("over_default") or (1.0, 1.0)
     if low <= 1.0:
         return TunedCall(one, own, default_us, default_us, failed=failed)
-    return TunedCall(one, _knobs(stored[1], one), default_us, evidence["time_us"], (low, high), failed)
-
-
-def _knobs(config: Config, one: CallCase) -> dict[str, int]:
-    return {name: value for name, value in knobs_of(config).items() if value or name in one.own}
+    return TunedCall(one, one.own | given_knobs(stored[1]), default_us, evidence["time_us"], (low, high), failed)
 
 
 def check_getter(root: Path) -> list[tuple[CallCase, int, list[str]]]:

@@ -87,7 +87,7 @@ def getter_command(
     """
     from kerneltune import device
     from kerneltune.adopt.getter import GetterFacts, probe, write_facts
-    from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, check_getter, tune_getter
+    from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
     from kerneltune.processes import in_fresh_processes
 
     if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):
@@ -99,6 +99,8 @@ def getter_command(
     given = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, _read_space(space))
     (facts,) = in_fresh_processes(1, probe, given)
     write_facts(out, facts)
+    if export is not None:
+        engine_tables(export, device.current().name, [TunedCall(one, one.own) for one in facts.cases], named)  # raises early
     if not device.current().is_gpu:
         checked = check_getter(out)
         rows = [(pairs(one.sizes), pairs(one.own), str(count), str(count - len(lines))) for one, count, lines in checked]
@@ -116,7 +118,8 @@ def getter_command(
         calls = tune_getter(out, options, progress)
     _show_calls(calls, time.monotonic() - began)
     if export is not None:
-        _export(export, out, calls, named)
+        for path, text in engine_tables(export, device.current().name, calls, named).items():
+            deliver(text, out / path)
     if not any(one.own_us for one in calls):
         raise typer.Exit(1)
 
@@ -189,14 +192,6 @@ def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
         note(text)
     gained = sum(call.gain != (1.0, 1.0) for call in calls)
     show(f"{counted(len(rows), 'call')} tuned in {seconds:.0f} s, {gained} of them faster than with the own config")
-
-
-def _export(engine: str, out: Path, calls: "Sequence[TunedCall]", named: str) -> None:
-    from kerneltune import device
-    from kerneltune.adopt.getter_tuning import engine_tables
-
-    for path, text in engine_tables(engine, device.current().name, calls, named).items():
-        deliver(text, out / path)
 
 
 def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None) -> None:

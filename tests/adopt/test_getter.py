@@ -307,6 +307,21 @@ def test_command_keeps_own_configs_that_nothing_beats_and_writes_a_table_of_all_
     fused_moe.table.cache_clear()
 
 
+def test_export_without_the_sizes_of_a_table_fails_before_anything_is_checked(
+    tmp_path: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(_root: Path) -> None:
+        raise AssertionError("checked")
+
+    monkeypatch.setattr("kerneltune.adopt.getter_tuning.check_getter", never)
+    monkeypatch.setattr("kerneltune.adopt.getter_tuning.ENGINE_TOKENS", (1, 2))
+    text = "def get_config(): return {'BLOCK': 4}\ndef case(tokens): return lambda: torch.ones(get_config()['BLOCK'])\n"
+    file = program(tmp_path, text)
+    options = ["--call", f"{file}:case", "--tokens", "1", "--out", str(tmp_path / "out"), "--export", "sglang"]
+    result = CliRunner().invoke(app, ["adopt", "getter", f"{file}:get_config", *options])
+    assert (result.exit_code, result.stderr) == (2, "error: export: sglang: size experts: missing\n")
+
+
 def tuned(tokens: int, **sizes: int) -> TunedCall:
     return TunedCall(
         CallCase({"tokens": tokens, "experts": 8, "hidden": 64, "inner": 7168, "top_k": 2, **sizes}), {"BLOCK": tokens}
