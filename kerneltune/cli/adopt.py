@@ -97,7 +97,10 @@ def getter_command(
     cases = _call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None)
     began = time.monotonic()
     given = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, _read_space(space))
-    (facts,) = in_fresh_processes(1, probe, given)
+    try:
+        (facts,) = in_fresh_processes(1, probe, given)
+    except ValueError as error:  # a crash or a hang has no name
+        raise ValueError(f"call: {call}: {error}" if str(error).startswith("process ") else str(error)) from error
     write_facts(out, facts)
     if export is not None:
         engine_tables(export, device.current().name, [TunedCall(one, one.own) for one in facts.cases], named)  # raises early

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -320,6 +321,32 @@ def test_export_without_the_sizes_of_a_table_fails_before_anything_is_checked(
     options = ["--call", f"{file}:case", "--tokens", "1", "--out", str(tmp_path / "out"), "--export", "sglang"]
     result = CliRunner().invoke(app, ["adopt", "getter", f"{file}:get_config", *options])
     assert (result.exit_code, result.stderr) == (2, "error: export: sglang: size experts: missing\n")
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
+    words = [sys.executable, "-m", "kerneltune", "adopt", "getter", *arguments]
+    return subprocess.run(words, capture_output=True, text=True, check=False)
+
+
+def test_call_that_ends_its_process_is_named(tmp_path: Path) -> None:
+    file = program(tmp_path, GOOD + "import os\ndef case(rows): os._exit(3)\n")
+    done = command(f"{file}:get_config", "--call", f"{file}:case", "--size", "rows=4", "--out", str(tmp_path / "out"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: call: {file}:case: process 1 of 1 crashed: exit code 3\n"
+
+
+@pytest.mark.gpu
+def test_call_on_a_gpu_gets_a_table_whose_rows_are_never_slower(tmp_path: Path) -> None:
+    sizes = [f"--size={name}={value}" for name, value in {"experts": 16, "hidden": 2048, "inner": 768, "top_k": 4}.items()]
+    options = ["--tokens", "16,1024", "--budget", "6", "--export", "vllm", "--out", str(tmp_path)]
+    done = command(f"{EXAMPLE}:get_config", "--call", f"{EXAMPLE}:fused_experts", *sizes, *options)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[1:3]]
+    assert [row[0] for row in rows] == ["tokens=16", "tokens=1024"]
+    assert all(float(row[3].removesuffix("x")) >= 1.0 for row in rows)
+    (table,) = tmp_path.glob("E=16,N=768,device_name=*.json")
+    assert list(map(int, json.loads(table.read_text()))) == list(ENGINE_TOKENS)
 
 
 def tuned(tokens: int, **sizes: int) -> TunedCall:
