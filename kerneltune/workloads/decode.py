@@ -22,8 +22,10 @@ from kerneltune.ops.int4_gemm import reference as int4
 from kerneltune.ops.rmsnorm import rmsnorm_add_fwd, rmsnorm_fwd
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
-_LEAST_DB, _LEAST_CAST_DB = 35.0, 15.0
-"""Least signal to noise against fp32 of products of 16 bits, and of products whose tokens are cast to e4m3."""
+_16_BITS, _CAST = (0.03, 0.15), (0.3, 1.5)
+"""Noise and largest error against fp32, in parts of a token's root mean square, of products in 16 bits and of e4m3 tokens.
+
+Four layers of width 1024 with 64 tokens had 0.014 and 0.057, and 0.17 and 0.77."""
 _MOST_NORM = 16.0
 """Largest magnitude of a norm's output that a scale known in advance allows; of 128 tokens none is above 6."""
 _GROUP = 128
@@ -68,6 +70,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
             options = (("group", _GROUP), ("zeros", False), ("bias", False), ("fp8_copy", True))
             product = Case("", (("N", case["N"]), ("M", rows), ("K", depth)), "bfloat16", "int4", options)
             drawn[name] = fastest.OP.inputs(product, device=device, seed=1000 * seed + 10 * layer + at)
+            _center(drawn[name]["packed"])
         layers.append(drawn)
     x = torch.empty((case["N"], shape.hidden), dtype=dtype, device=device)
     if device != "meta":
@@ -75,6 +78,19 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     scale = torch.full((1,), 448 / _MOST_NORM, device=device)
     norm, amax = torch.ones(shape.hidden, dtype=dtype, device=device), torch.zeros(1, device=device)
     return {"x": x, "layers": layers, "norm": norm, "scale": scale, "amax": amax}
+
+
+def _center(packed: Tensor) -> None:
+    """Replace the codes 0 by 8, so that weights have no mean.
+
+    Weights with a mean make all elements of a product alike; the sign of their square then decides the next layer, and rounding
+    decides the sign.
+    """
+    if packed.is_meta:
+        return
+    for words in packed:
+        any_of_two = words | (words >> 1)
+        words |= (~(any_of_two | (any_of_two >> 2)) & 0x11111111) << 3
 
 
 def reference(inputs: Inputs) -> Outputs:
@@ -98,14 +114,17 @@ def _exact(linear: Inputs, x: Tensor) -> Tensor:
 
 
 def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare the signal to noise of each token's results. Variants that cast tokens state it as the output `is_cast`."""
-    errors, least = [], _LEAST_CAST_DB if outputs["is_cast"] else _LEAST_DB
+    """Compare the noise of each token, and its largest error, with the token's root mean square.
+
+    Variants that cast tokens state it as the output `is_cast`.
+    """
+    errors, allowed = [], _CAST if outputs["is_cast"] else _16_BITS
     for name, want in expected.items():
-        noise = torch.linalg.vector_norm(outputs[name].float() - want, dim=1)
-        ratios = 20 * torch.log10(torch.linalg.vector_norm(want, dim=1) / noise.clamp(min=1e-30))
-        worst = float(ratios.nan_to_num(nan=-torch.inf).min())
-        if not worst >= least:
-            errors.append(f"{name}: a token with {worst:.1f} dB of signal to noise, expected {least:g} or more")
+        error = (outputs[name].float() - want) / want.square().mean(1, keepdim=True).sqrt()
+        found = float(error.square().mean(1).sqrt().max()), float(error.abs().max())
+        if not (found[0] <= allowed[0] and found[1] <= allowed[1]):
+            said = f"noise {found[0]:.3g}, largest error {found[1]:.3g} of a token's root mean square"
+            errors.append(f"{name}: {said}, expected at most {allowed[0]:g} and {allowed[1]:g}")
     return errors
 
 

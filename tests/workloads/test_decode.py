@@ -25,10 +25,22 @@ def test_a_wrong_token_and_noise_are_errors(is_cast: bool) -> None:
     expected = {**OP.reference(inputs)}
     assert OP.compare(CASES[1], inputs, {**expected, "is_cast": is_cast}, expected) == []
     swapped = {name: torch.cat((t[1:2], t[1:])) for name, t in expected.items()}
-    noisy = {name: t + t.std() * (0.3 if is_cast else 0.03) * torch.randn_like(t) for name, t in expected.items()}
+    noisy = {name: t + t.std() * (0.5 if is_cast else 0.05) * torch.randn_like(t) for name, t in expected.items()}
     for wrong in (swapped, noisy):
         errors = OP.compare(CASES[1], inputs, {**wrong, "is_cast": is_cast}, expected)
         assert [error.split(":")[0] for error in errors] == ["qkv", "y"]
+
+
+@pytest.mark.parametrize(("layer", "output", "factor", "is_cast"), [
+    ("qkv", "qkv", 2, False), ("o", "y", 2, False), ("gate-up", "y", 2, False), ("down", "y", 2, False),
+    ("qkv", "qkv", 2, True), ("o", "y", 4, True), ("down", "y", 8, True),
+])  # fmt: skip
+def test_a_wrong_scale_of_a_row_is_an_error(layer: str, output: str, factor: int, is_cast: bool) -> None:
+    inputs = OP.inputs(CASES[1], device=WHERE)
+    expected = OP.reference(inputs)
+    inputs["layers"][0][layer]["weight"].scales[:, 0, 0, :, 0] *= factor
+    errors = OP.compare(CASES[1], inputs, {**OP.reference(inputs), "is_cast": is_cast}, expected)
+    assert [error.split(":")[0] for error in errors] == [output]
 
 
 def test_traffic_is_below_that_of_weights_in_eight_bits() -> None:
