@@ -281,11 +281,12 @@ def _flat(tensors: Iterable[Tensor | None], settings: _Settings, operands: Itera
 
 def _unflat(flat: Sequence[Any]) -> tuple[Sequence[Any], _Settings, list[Operand]]:
     """Return the tensors, settings and operands of `_flat`."""
+    tensors, settings, rest = flat[:6], _Settings(*flat[6:14]), flat[14:]
     operands = []
-    for i in (14, 18, 22):
-        q, scale, q_t, scale_t = flat[i : i + 4]
+    for i in (0, 4, 8):
+        q, scale, q_t, scale_t = rest[i : i + 4]
         operands.append(NOT_CAST if q is None else Operand(q, scale, q_t, scale if scale_t is None else scale_t))
-    return flat[:6], _Settings(*flat[6:14]), operands
+    return tensors, settings, operands
 
 
 class _Product(torch.autograd.Function):
@@ -418,11 +419,6 @@ def fp8_product(
     )
     y: Tensor = _Product.apply(*_flat((x, w, v, *routing), settings, casts))  # type: ignore[no-untyped-call]
     return y
-
-
-def wants_gradient(t: Tensor) -> bool:
-    """Return whether a product that runs now needs a gradient for t."""
-    return torch.is_grad_enabled() and t.requires_grad
 
 
 def output_dtype(x: Tensor) -> torch.dtype:

@@ -13,7 +13,7 @@ from kerneltune.compat import assert_group_ends, untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, debugging
 from kerneltune.nn.alignment import ALIGNED, is_row_major
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import AnyOperand, Fp8Weights, cast_weights, fp8_product, wants_gradient
+from kerneltune.nn.fp8_products import AnyOperand, Fp8Weights, cast_weights, fp8_product
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.nn.routing import Routing
 from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
@@ -121,7 +121,7 @@ def checked_weights(
     elif amax is not None:
         check_like("amax", amax, (B_t.shape[0],), torch.float32, B_t.device)
         is_used = isinstance(recipe, Recipe) and recipe.scaling == "tensorwise" and recipe.pow2 and recipe.keep_weights
-        if is_used and wants_gradient(A):
+        if is_used and torch.is_grad_enabled() and A.requires_grad:
             return cast_weights("tensorwise", True, B_t.detach(), True, amax)
     return weights
 

@@ -53,15 +53,6 @@ class _LastCall:
     def __reduce__(self) -> Any:
         return _LastCall, ()
 
-    def note(self, weight: Tensor, recipe: Recipe | DelayedScaling) -> tuple[bool, bool]:
-        """Note a call; return whether torch knows of a change since the last call, and whether an optimizer has made a step."""
-        state = (weight.data_ptr(), version(weight), weight.shape, weight.dtype, weight.device, recipe)
-        steps = _optimizer_steps()["made"] if weight.requires_grad else 0
-        has_changed = self.weight is None or self.weight() is not weight or self.state != state
-        has_stepped = self.steps != steps
-        self.weight, self.state, self.steps = weakref.ref(weight), state, steps
-        return has_changed, has_stepped
-
     @contextmanager
     def ordered(self, device: torch.device, read: Fp8Weights | None) -> Iterator[None]:
         """Let the current CUDA stream wait for the last write before it reads buffers, and for all readers before it writes.
@@ -138,7 +129,10 @@ class KeptWeights(nn.Module):
         The weights are None where every forward pass casts, amax is None where nothing is to be expected of the weight.
         """
         kept = self.weights(b_t, recipe)
-        return {"weights": kept, "amax": self._amax_on(b_t.device) if kept is None and len(b_t) == len(self.amax) else None}
+        return {
+            "weights": kept,
+            "amax": self._amax_on(b_t.device) if kept is None and b_t.shape[0] == self.amax.shape[0] else None,
+        }
 
     def weights(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights | None:
         """Return a weight (E, K, N) in fp8 by the model's setting, or None where every pass casts; traced by torch.compile."""
@@ -167,21 +161,23 @@ class KeptWeights(nn.Module):
         """
         last, b_t = self._last, weight.transpose(1, 2)
         with last.lock:
-            has_changed, has_stepped = last.note(weight, recipe)
+            state = (weight.data_ptr(), version(weight), weight.shape, weight.dtype, weight.device, recipe)
+            steps = _optimizer_steps()["made"] if weight.requires_grad else 0
+            has_stepped = last.steps != steps
+            has_changed = last.weight is None or last.weight() is not weight or last.state != state
             is_old = has_changed or (last.may_be_old and skip is None)
             held = self._fitting(b_t, recipe)
-            if held is not None and not (update or skip is not None or is_old or has_stepped):
-                with last.ordered(weight.device, held):
-                    return held
-            with last.ordered(weight.device, None):
+            writes = held is None or update or skip is not None or is_old or has_stepped
+            with last.ordered(weight.device, None if writes else held):
                 if held is None:
-                    last.may_be_old = False
-                    return self._allocate(b_t, recipe)
-                # with a new version, a backward pass that needs the older bytes raises
-                with torch.inference_mode(False), nullcontext() if is_old else preserved_versions(tuple(held)):
-                    self._write(held, b_t, recipe, skip)
-                last.may_be_old = skip is not None and (last.may_be_old or has_changed or has_stepped)
-                return held
+                    held, last.may_be_old = self._allocate(b_t, recipe), False
+                elif writes:
+                    # with a new version, a backward pass that needs the older bytes raises
+                    with torch.inference_mode(False), nullcontext() if is_old else preserved_versions(tuple(held)):
+                        self._write(held, b_t, recipe, skip)
+                    last.may_be_old = skip is not None and (last.may_be_old or has_changed or has_stepped)
+            last.weight, last.state, last.steps = weakref.ref(weight), state, steps
+            return held
 
     def _amax_on(self, device: torch.device) -> Tensor:
         if self.amax.device != device:  # a parameter on another device took the place of the weight
