@@ -227,12 +227,12 @@ def _bind(parent: int, folder: str) -> None:
 
     if folder:
         atexit.register(remove, Path(folder))
-    sys.excepthook = _Unless(os.getpid())
+    sys.excepthook = _ErrorHook(os.getpid())
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
 
 
-class _Unless:
+class _ErrorHook:
     """Says what ended a process of the server, unless the server ends as well.
 
     A process that starts while its command ends finds its files removed; that error is not shown.

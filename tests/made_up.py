@@ -201,7 +201,7 @@ def compiled(_config: object = None) -> "Future[CompileResult]":
 class CompiledAtOnce:
     """A queue whose configs are compiled when they are asked for; tests give it other functions."""
 
-    workers = 1
+    compilers = 1
 
     def __init__(self) -> None:
         self.fill: Callable[[], None] = lambda: None

@@ -11,7 +11,6 @@ from optuna.trial import FrozenTrial, TrialState
 if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
 
-Knobs = Mapping[str, Any]
 _SCORED = 2048
 
 
@@ -26,7 +25,7 @@ class ListSampler(BaseSampler):
     `study.ask(sampler.space)`. When all configs were tried, the last config is suggested again.
     """
 
-    def __init__(self, configs: Sequence[Knobs]) -> None:
+    def __init__(self, configs: Sequence[Mapping[str, Any]]) -> None:
         """Take the configs in the order in which to try them.
 
         Args:
@@ -116,7 +115,7 @@ class FiniteGPSampler(ListSampler):
 
     def __init__(
         self,
-        configs: Sequence[Knobs],
+        configs: Sequence[Mapping[str, Any]],
         n_startup_trials: int = 10,
         seed: int = 0,
         feasibility: Sequence[float] | None = None,
@@ -158,7 +157,7 @@ class FiniteGPSampler(ListSampler):
         return scored[int(model.improvement(scored, list(pending)).argmax())]
 
 
-def choices_of(configs: Sequence[Knobs]) -> dict[str, CategoricalDistribution]:
+def choices_of(configs: Sequence[Mapping[str, Any]]) -> dict[str, CategoricalDistribution]:
     """Return the values of every knob in some configs as a distribution."""
     return {name: CategoricalDistribution(sorted({c[name] for c in configs}, key=choice_order)) for name in configs[0]}
 

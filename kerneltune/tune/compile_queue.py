@@ -17,7 +17,7 @@ class CompileQueue:
         self._later: Iterator[Run] = iter(())
 
     @property
-    def workers(self) -> int:
+    def compilers(self) -> int:
         """The number of configs that compile at the same time."""
         return self._pool.workers
 
@@ -32,7 +32,7 @@ class CompileQueue:
     def fill(self) -> None:
         """Begin to compile configs of later searches while a core is idle."""
         self._begun = [pending for pending in self._begun if not pending.done()]
-        while len(self._begun) < self.workers:
+        while len(self._begun) < self.compilers:
             following = next(self._later, None)
             if following is None:
                 return

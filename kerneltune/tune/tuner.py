@@ -96,7 +96,7 @@ class Tuner:
     @property
     def compilers(self) -> int:
         """The number of configs that compile at the same time."""
-        return self.queue.workers
+        return self.queue.compilers
 
     @cached_property
     def prune(self) -> bool:

@@ -35,7 +35,7 @@ COMMANDS = [
 HEAVY = ("torch", "triton", "optuna", "pandas", "numpy")
 
 
-@pytest.mark.parametrize("command", [[], ["inspect"], ["gate"], ["cache", "fit"], ["capture"]], ids=" ".join)
+@pytest.mark.parametrize("command", [[], ["inspect"], ["gate"], ["cache", "export"], ["capture"]], ids=" ".join)
 def test_help_shows_values_of_options_that_take_one_and_types_of_none(command: list[str]) -> None:
     text = run(*command, "--help").stdout
     assert "--help" in text
@@ -124,7 +124,7 @@ def test_a_wrong_use_is_one_line() -> None:
     assert refused("--nothing") == "error: No such option: --nothing"
     assert refused("--plugin") == "error: Option '--plugin' requires an argument."
     said = refused("sweep")
-    assert said.startswith("error: Missing argument 'family': expected one of fp8_")
+    assert said.startswith("error: Missing argument 'family': expected one of decode, fp8_")
     assert said.endswith(", or a .yaml file, or the folder of a capture")
     assert refused("tune", "nowhere").endswith(", or a .yaml file, or the folder of a capture")
     assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")

@@ -26,7 +26,6 @@ COMMANDS = [
     *(("ops", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm", "moe_step")),
     ("cache", "list"),
     ("cache", "check"),
-    ("cache", "fit", "fp8_rowwise_3d_transpose", "--check", "--gpu", "nvidia_h200"),
     *(("cache", "show", op) for op in ("rmsnorm_fwd", "fp8_grouped_gemm", "int4_gemm")),
     ("cache", "explain", "fp8_grouped_gemm", "glm-4.5-gate-up", "--gpu", "nvidia_h200"),
 ]
