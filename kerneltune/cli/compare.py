@@ -60,7 +60,7 @@ def command(
         raise ValueError(
             f"b: {b!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
         )
-    from kerneltune.reporting.tables import aa_lines
+    from kerneltune.reporting.tables import aa_lines, default_pair
     from kerneltune.table import joined
 
     wanted = replace(wanted, family=family or "")
@@ -74,7 +74,10 @@ def command(
         if own:
             deliver(joined(own, style, width()), output)
             return
-        a, b = _named(a, b, records)
+        if a is None:
+            first, second = default_pair([record for record in records if record.role != "part"])
+            a, b = first, b or second
+        assert b is not None  # without A there is a default of B
         sides = _side(a, records, wanted), _side(b, records, wanted)
     tables = _tables(a, b, *([record for record in side if record.policy == policy] for side in sides))
     if not any(tables.values()):
@@ -89,17 +92,6 @@ def _own_tables(records: "list[Record]", wanted: "Selection", policy: str) -> "l
 
     chosen = [r for r in selected(records, wanted) if r.policy == policy]
     return own_tables(chosen)
-
-
-def _named(a: str | None, b: str | None, records: "list[Record]") -> tuple[str, str]:
-    """Return A and B as given, else the fastest peer of every case, and `optimized` or the last variant of our own."""
-    from kerneltune.reporting.tables import BEST_PEER
-
-    own = list(dict.fromkeys(r.variant for r in records if r.role not in ("peer", "part")))
-    if a is None:
-        has_peers = any(r.role == "peer" and r.time_us is not None for r in records)
-        a = BEST_PEER if has_peers else "baseline"
-    return a, b or ("optimized" if "optimized" in own or not own else own[-1])
 
 
 def _is_file(name: str | None) -> bool:

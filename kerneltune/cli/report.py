@@ -16,7 +16,7 @@ from kerneltune.cli.files import record_files, selected
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
     from kerneltune.records import Record
-    from kerneltune.reporting.payload import Sources
+    from kerneltune.reporting.page import Sources
     from kerneltune.run_options import Selection
 
 _PAGE = Path("report.html")
@@ -57,9 +57,8 @@ def command(
     if output is None and (svg or markdown):
         return
     from kerneltune.reporting.page import page
-    from kerneltune.reporting.payload import payload
 
-    path, text = output or _PAGE, page(payload(sources))
+    path, text = output or _PAGE, page(sources)
     write(path, text)
     if len(text.encode()) > _LARGE:
         note(f"{path} has {len(text.encode()) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
@@ -69,12 +68,10 @@ def _picture(sources: "Sources", a: str | None, b: str | None) -> str:
     """Return the picture of the families that have both A, the fastest peer unless named, and B."""
     from kerneltune.reporting.naming import by_family, source
     from kerneltune.reporting.picture import speedups
-    from kerneltune.reporting.tables import BEST_PEER, ab_rows, side
+    from kerneltune.reporting.tables import BEST_PEER, paired
 
     first, second = a or BEST_PEER, b or "optimized"
-    families = {
-        family: ab_rows(side(members, first), side(members, second)) for family, members in by_family(sources.records).items()
-    }
+    families = {family: paired(members, first, second) for family, members in by_family(sources.records).items()}
     return speedups(
         families, first, second, source([row.b for rows in families.values() for row in rows], ("device", "torch", "triton"))
     )
@@ -84,7 +81,8 @@ def _sources(paths: Sequence[Path], wanted: "Selection", pair: tuple[str | None,
     """Return the selected records and the cached configs of their operators."""
     from kerneltune.records import load
     from kerneltune.reporting.naming import by_family
-    from kerneltune.reporting.payload import Sources, default_pair
+    from kerneltune.reporting.page import Sources
+    from kerneltune.reporting.tables import default_pair
     from kerneltune.workloads import own_tables
 
     everything = selected([record for path in paths for record in load(path)], wanted)
@@ -123,14 +121,12 @@ def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, li
 def _markdown(sources: "Sources", picture: Path | None, folder: Path) -> str:
     """Return the A/B table of every family, the tables of workloads, and a link to the picture."""
     from kerneltune.reporting.naming import by_family
-    from kerneltune.reporting.payload import family_pairs
-    from kerneltune.reporting.tables import ab_rows, ab_table, side
+    from kerneltune.reporting.tables import ab_table, family_pairs, paired
 
     lines = []
     families = by_family(sources.records)
     for family, (a, b) in family_pairs(families, sources.pair).items():
-        rows = ab_rows(side(families[family], a), side(families[family], b))
-        if rows:
+        if rows := paired(families[family], a, b):
             lines += [f"### {family}: {a} (A) against {b} (B)", "", ab_table(rows, a, b).markdown()]
         for table in sources.own.get(family, ()):
             lines += [f"### {family}{': ' if table.title else ''}{table.title}", "", replace(table, title="").markdown()]

@@ -1,23 +1,73 @@
-"""Write an HTML file that needs no other file: the template with data, styles and scripts inlined."""
+"""Write the report page: HTML with the data of families, of cases with their records, and of configs.
+
+Reads no file but its own assets, and lays nothing out.
+"""
 
 import importlib.resources
 import json
-from collections.abc import Mapping
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
+from kerneltune import cache
+from kerneltune.device import INTERPRETER
+from kerneltune.records import Record, grouped, newest
+from kerneltune.reporting.naming import CaseName, by_family, case_names, look, short_commit, told_apart
+from kerneltune.reporting.shares import Bound, bound_of, share
+from kerneltune.reporting.tables import (
+    AB_COLUMNS,
+    INTERPRETER_NOTE,
+    LOSS,
+    WIN,
+    best_peers,
+    default_pair,
+    families_table,
+    family_pairs,
+    side_names,
+)
+from kerneltune.table import Table, pairs
 
+MOST_RECORDS = 6_000
+"""The most records in a page, so that it stays below 3 MB."""
+_FEW = 4
 _SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "figures.js", "charts.js", "table.js", "app.js")
 _STATIC = ("title", "facts", "remark", "summary", "own")
 """Parts of the payload that the template writes, so that they need no script."""
+_COMMON = ("device", "driver", "torch", "triton", "commit")
 
 
-def page(payload: Mapping[str, Any]) -> str:
-    """Return the page that shows `payload`, as `payload.payload` makes it; texts are escaped."""
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Everything that a page is made of.
+
+    Attributes:
+        records: of any number of files; the newest record of each key, variant and device is shown.
+        pair: the variants that are A and B at first, in the families that have them; None for the default.
+        entries: operator -> the configs that the config cache holds for the device of the records.
+        command: the command line that made the page.
+        files: the files of the records.
+        own: family -> the tables that its workload declares.
+    """
+
+    records: Sequence[Record]
+    pair: tuple[str | None, str | None] = (None, None)
+    entries: Mapping[str, Sequence[cache.CacheEntry]] = field(default_factory=dict)
+    command: str = ""
+    files: Sequence[str] = ()
+    own: Mapping[str, Sequence[Table]] = field(default_factory=dict)
+
+
+def page(sources: Sources) -> str:
+    """Return the page as HTML that needs no other file: the template with data, styles and scripts inlined."""
+    import jinja2
+
+    values = payload(sources)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    data = {name: value for name, value in payload.items() if name not in _STATIC}
+    data = {name: value for name, value in values.items() if name not in _STATIC}
     return environment.from_string(_asset("page.html.j2")).render(
-        {name: payload[name] for name in _STATIC},
+        {name: values[name] for name in _STATIC},
         style=_asset("style.css"),
         scripts=[_asset(name) for name in _SCRIPTS],
         data=_embedded(data),
@@ -28,6 +78,166 @@ def _asset(name: str) -> str:
     return importlib.resources.files(__package__).joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def _embedded(payload: Mapping[str, Any]) -> str:
+def _embedded(data: Mapping[str, Any]) -> str:
     """Return JSON that cannot end the script element around it."""
-    return json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def payload(sources: Sources) -> dict[str, Any]:
+    """Return the page's data, ready for JSON."""
+    everything = newest(sources.records)
+    if not everything:
+        raise ValueError("no records to report")
+    default_pair(everything, *sources.pair)
+    records, remark = _shown(everything)
+    families = by_family(records)
+    pairs_of = family_pairs(families, sources.pair)
+    variants = list(dict.fromkeys(record.variant for record in records))
+    return {
+        "title": ", ".join(families) if len(families) < _FEW else "kerneltune results",
+        "facts": _facts(records, sources),
+        "remark": remark,
+        "summary": _summary(by_family(everything), sources.pair),
+        "own": [(family, table.page()) for family in families for table in sources.own.get(family, ())],
+        "families": [_family(family, members, pairs_of[family]) for family, members in families.items()],
+        "variants": variants,
+        "looks": {variant: look(variant) for variant in variants},
+        "columns": [{"key": c.csv_name, "name": c.name, "digits": c.digits, "suffix": c.suffix} for c in AB_COLUMNS],
+        "win": WIN,
+        "loss": LOSS,
+        "cases": [{**case, "family": family} for family, members in families.items() for case in _cases(members)],
+        "evidence": _evidence(sources.entries, {record.op for record in records}),
+    }
+
+
+def _summary(families: Mapping[str, Sequence[Record]], pair: tuple[str | None, str | None]) -> dict[str, Any] | None:
+    """Return the table of the families; None for a single family."""
+    return families_table(families, family_pairs(families, pair)).page() if len(families) > 1 else None
+
+
+def _family(name: str, members: Sequence[Record], pair: tuple[str, str]) -> dict[str, Any]:
+    """Return a family's name, its default A and B, and the variants to choose from."""
+    return {"name": name, "a": pair[0], "b": pair[1], "sides": side_names(members)}
+
+
+def without_paths(text: str) -> str:
+    """Return the text with the names of files in place of their absolute paths, which are this machine's."""
+    return _ABSOLUTE.sub(lambda path: path["name"], text)
+
+
+_ABSOLUTE = re.compile(r"(?<![\w.:/<>-])(?:~|)/(?:[^\s/'\":,;()<>]+/)+(?P<name>[^\s/'\":,;()<>]*)")
+
+
+def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
+    """Return the records that a page has room for, case by case, and a remark about the records left out."""
+    groups = grouped(records, lambda record: (record.key, record.device))
+    shown: list[Record] = []
+    cases = 0
+    for group in groups.values():
+        if shown and len(shown) + len(group) > MOST_RECORDS:
+            break
+        shown += group
+        cases += 1
+    left_out = len(groups) - cases
+    remarks = [INTERPRETER_NOTE] if any(record.device == INTERPRETER for record in shown) else []
+    if left_out:
+        remarks.append(
+            f"{left_out} of {len(groups)} cases are left out to keep this page small: --op, --dtype, --quant select other cases"
+        )
+    return shown, "; ".join(remarks)
+
+
+def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
+    """Return the facts of the header by name."""
+    dates = sorted(record.date for record in records)
+    facts = {name: ", ".join(dict.fromkeys(short_commit(getattr(record, name)) for record in records)) for name in _COMMON}
+    days = list(dict.fromkeys((dates[0][:10], dates[-1][:10])))
+    facts["measured"] = " to ".join(days)
+    facts["records"] = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in records).items())
+    facts["files"] = ", ".join(sources.files)
+    facts["command"] = without_paths(sources.command)
+    return {name: value for name, value in facts.items() if value}
+
+
+def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Make an entry per key and device with its records by variant; the element type with the most records comes first.
+
+    Cases with equal operator, mode and options follow each other.
+    """
+    cases: dict[object, dict[str, Any]] = {}
+    for record, name in zip(records, case_names(records), strict=True):
+        case = cases.get((record.key, record.device))
+        if case is None:
+            case = cases[record.key, record.device] = {
+                **_named(name),
+                "label": record.label,
+                "policy": record.policy,
+                "device": record.device,
+                "bound": None,
+                "best": None,
+                "of": {},
+            }
+        if record.time_us is not None and record.gbps is not None:
+            case["bound"] = case["bound"] or bound_of(record)
+        case["of"][record.variant] = _result(record, case["bound"] or "ceiling")
+    for record in best_peers(records):
+        case = cases[record.key, record.device]
+        case["best"] = {**_result(record, case["bound"]), "is": record.variant}
+    rows = Counter(record.dtype for record in records)
+    orders = {name: list(dict.fromkeys(case[name] for case in cases.values())) for name in ("op", "quant", "options")}
+    return sorted(cases.values(), key=lambda case: (-rows[case["dtype"]], *(orders[name].index(case[name]) for name in orders)))
+
+
+def _named(name: CaseName) -> dict[str, Any]:
+    """Return the names of a case, from which the table and the charts choose."""
+    return {
+        "op": name.op,
+        "kind": name.kind,
+        "name": name.case,
+        "dtype": name.dtype,
+        "quant": name.quant,
+        "axes": name.axes,
+        "shape": name.shape,
+        "options": name.settings,
+        "title": name.title,
+    }
+
+
+def _result(record: Record, bound: Bound) -> dict[str, Any]:
+    if record.status != "passed":
+        return {"status": record.status, "reason": without_paths(" ".join(record.reason.split()))}
+    return {
+        "status": "passed",
+        "us": record.time_us,
+        "low": record.ci_low_us,
+        "high": record.ci_high_us,
+        "gbps": record.gbps,
+        "pct": share(record, bound),
+        "floor": record.aa_floor,
+        "n": record.n,
+        "config": record.config_label,
+    }
+
+
+def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) -> list[dict[str, Any]]:
+    """Return the gain of tuning over the default config, for each case with both times."""
+    timed = [
+        (op, entry)
+        for op, of_op in entries.items()
+        for entry in (of_op if op in ops else ())
+        if entry.evidence.get("time_us") and entry.evidence.get("default_us")
+    ]
+    names = told_apart(
+        CaseName(op, e.case, e.dtype, e.quant, dict(e.axes), {**dict(e.options), "policy": e.policy}) for op, e in timed
+    )
+    return [
+        {
+            **_named(name),
+            "variant": entry.variant,
+            "us": entry.evidence["time_us"],
+            "default_us": entry.evidence["default_us"],
+            "trials": entry.evidence.get("trials"),
+            "config": pairs(entry.config),
+        }
+        for name, (_, entry) in zip(names, timed, strict=True)
+    ]

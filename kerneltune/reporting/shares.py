@@ -3,7 +3,6 @@
 Pure functions; does not measure, read files or print.
 """
 
-from collections.abc import Iterable
 from typing import Literal
 
 from kerneltune.device import PEAK_TFLOPS
@@ -41,8 +40,3 @@ def share(record: Record, bound: Bound | None = None) -> float | None:
     if not (record.flops and peak and record.time_us):
         return None
     return 100 * record.flops / record.time_us / 1e6 / peak
-
-
-def bounds_named(bounds: Iterable[Bound]) -> str:
-    """Return the word for several bounds in a heading: `ceiling`, `peak` or `ceiling or peak`."""
-    return " or ".join(sorted(set(bounds))) or "ceiling"

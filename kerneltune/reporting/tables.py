@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kerneltune.device import INTERPRETER
+from kerneltune.errors import unknown
 from kerneltune.records import Record, grouped, newest, other_run
 from kerneltune.reporting.naming import CaseName, case_names, source
-from kerneltune.reporting.shares import Bound, bound_of, bounds_named, share
+from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.spec import short_dtype
 from kerneltune.table import Column, Row, Table, Value, counted, pairs, ratio
 
@@ -108,6 +109,44 @@ def side(records: Iterable[Record], name: str) -> list[Record]:
     return best_peers(latest) if name == BEST_PEER else [record for record in latest if record.variant == name]
 
 
+def paired(records: Iterable[Record], a: str, b: str) -> list[Comparison]:
+    """Pair two variants of some records, or the fastest peers where a name is `best-peer`."""
+    listed = list(records)
+    return ab_rows(side(listed, a), side(listed, b))
+
+
+def side_names(records: Sequence[Record]) -> list[str]:
+    """Return the names that A or B may have: the fastest peer where a peer is timed, and the variants."""
+    has_peer = any(record.role == "peer" and record.time_us is not None for record in records)
+    return [*([BEST_PEER] if has_peer else []), *dict.fromkeys(record.variant for record in records)]
+
+
+def default_pair(records: Sequence[Record], a: str | None = None, b: str | None = None) -> tuple[str, str]:
+    """Return A and B as given, else the defaults.
+
+    A is the fastest peer where most cases have a peer, else `baseline`. B is `optimized`, else the variant of most cases.
+    """
+    sides = side_names(records)
+    variants = [name for name in sides if name != BEST_PEER]
+    peers = best_peers(newest(records))
+    for letter, name in (("a", a), ("b", b)):
+        if name is not None and name not in sides:
+            raise unknown(letter, name, sides)
+    own = Counter(r.variant for r in records if r.role != "peer" and r.variant not in ("baseline", "optimized"))
+    most = max(own, key=lambda name: own[name], default=variants[-1])
+    cases = {(record.key, record.device) for record in records}
+    first = BEST_PEER if 2 * len(peers) >= len(cases) else "baseline" if "baseline" in variants else variants[0]
+    return a or first, b or ("optimized" if "optimized" in variants else most)
+
+
+def family_pairs(families: Mapping[str, Sequence[Record]], pair: tuple[str | None, str | None]) -> dict[str, tuple[str, str]]:
+    """Return family -> A and B: as asked where the family has the variant, else the default."""
+    return {
+        family: default_pair(members, *(name if name in side_names(members) else None for name in pair))
+        for family, members in families.items()
+    }
+
+
 def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[str, tuple[str, str]]) -> Table:
     """Return a row per family: the speed-up of B over A, the slowest row by name, and the number of rows that are compared.
 
@@ -128,7 +167,7 @@ def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[s
     lines = []
     for family, members in families.items():
         a, b = pairs_of[family]
-        rows = [row for row in ab_rows(side(members, a), side(members, b)) if row.speedup is not None]
+        rows = [row for row in paired(members, a, b) if row.speedup is not None]
         cases = len({(record.key, record.device) for record in members})
         compared = str(cases) if len(rows) == cases else f"{len(rows)} of {cases}"
         name = "fastest peer" if a == BEST_PEER else a
@@ -373,7 +412,7 @@ def _reached(rows: Sequence[Comparison]) -> list[str]:
 def _named_bound(columns: Iterable[Column], bounds: Iterable[Bound]) -> list[Column]:
     """Return the columns, with the bound of the rows in the heading of the shares; `bound` where another column says which."""
     kinds = set(bounds)
-    word = "bound" if len(kinds) > 1 else bounds_named(kinds)
+    word = "bound" if len(kinds) > 1 else next(iter(kinds), "ceiling")
     return [replace(c, name=c.name.replace("ceiling", word)) if c.key.endswith("pct_bound") else c for c in columns]
 
 

@@ -14,11 +14,10 @@ from typer.testing import CliRunner, Result
 from kerneltune.cli import app
 from kerneltune.files import data_root
 from kerneltune.records import Record, append, load, newest
-from kerneltune.reporting import payload as data
+from kerneltune.reporting import page as data
 from kerneltune.reporting.naming import case_names
-from kerneltune.reporting.page import page
-from kerneltune.reporting.payload import Sources, default_pair, payload
-from kerneltune.reporting.tables import ab_rows
+from kerneltune.reporting.page import Sources, page, payload
+from kerneltune.reporting.tables import ab_rows, default_pair
 
 RECORDED = data_root("results") / "nvidia_h200" / "rmsnorm.jsonl"
 MOST_BYTES = 2_000_000
@@ -91,9 +90,9 @@ def test_pair_is_as_asked_else_baseline_and_optimized_else_first_and_last() -> N
 
 def test_rows_of_the_interpreter_are_remarked_on() -> None:
     checked = record(None, status="checked", device="interpreter")
-    text = page(payload(Sources([checked], ("baseline", "baseline"))))
+    text = page(Sources([checked], ("baseline", "baseline")))
     assert '<p class="remark">device: interpreter (no GPU): correctness is checked, no timing</p>' in text
-    assert 'class="remark"' not in page(payload(Sources(experts(), ("baseline", "optimized"))))
+    assert 'class="remark"' not in page(Sources(experts(), ("baseline", "optimized")))
 
 
 def test_no_records_are_an_error() -> None:
@@ -102,7 +101,7 @@ def test_no_records_are_an_error() -> None:
 
 
 def test_page_is_one_small_file_and_text_cannot_become_markup() -> None:
-    text = page(payload(Sources(experts(), ("baseline", "optimized"), command="kerneltune report <x>")))
+    text = page(Sources(experts(), ("baseline", "optimized"), command="kerneltune report <x>"))
     assert len(text.encode()) < MOST_BYTES
     assert "kerneltune report &lt;x&gt;" in text
     assert not re.search(r"""(?:src|href)=["'](?!data:|#)""", re.sub(r"<script>.*?</script>", "", text, flags=re.S))
@@ -139,7 +138,7 @@ def test_looks_are_of_the_name_alone() -> None:
 
 def test_pages_say_nothing_of_this_machine() -> None:
     odd = record(None, status="failed", reason="see /home/me/kernels/a.py:3, and /srv/x/log.txt; 1/2 of a/b", variant="optimized")
-    text = page(payload(Sources([record(), odd], ("baseline", "optimized"), command="kerneltune report /home/me/r.jsonl")))
+    text = page(Sources([record(), odd], ("baseline", "optimized"), command="kerneltune report /home/me/r.jsonl"))
     assert "/home/" not in text
     assert "/srv/" not in text
     assert "see a.py:3, and log.txt; 1/2 of a/b" in text
@@ -263,7 +262,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [changed(r, family="rmsnorm") if r.op == "scale" else r for r in rows]
     sources = Sources(rows, ("baseline", "optimized"), {}, "kerneltune report", ["a.jsonl"])
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(page(payload(sources)), encoding="utf-8")
+    path.write_text(page(sources), encoding="utf-8")
     return path
 
 
@@ -341,7 +340,7 @@ def test_browser_table_is_that_of_compare_and_sorts_and_filters(browser: Any, sh
 def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path: Path, width: int) -> None:
     rows = [record(options={"pow2": True, "layout": layout}) for layout in ("row", "both")]
     rows.append(record(op="scale_rows", axes={"M": 2}))
-    (tmp_path / "x.html").write_text(page(payload(Sources(rows, ("baseline", "baseline")))), encoding="utf-8")
+    (tmp_path / "x.html").write_text(page(Sources(rows, ("baseline", "baseline"))), encoding="utf-8")
     window = browser.new_page(viewport={"width": width, "height": 900})
     window.goto((tmp_path / "x.html").as_uri())
     heads = [head.strip() for head in window.locator("#table thead th:visible").all_inner_texts()]

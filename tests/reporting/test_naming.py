@@ -7,7 +7,7 @@ from literal_records import literal
 from kerneltune.records import Record
 from kerneltune.reporting import tables
 from kerneltune.reporting.naming import case_names
-from kerneltune.reporting.payload import Sources, payload
+from kerneltune.reporting.page import Sources, payload
 
 
 def cast(layout: str, op: str = "cast_2d", **changes: Any) -> Record:
