@@ -30,7 +30,8 @@ def unpacked(revision: str) -> Iterator[Path]:
     except ValueError as error:
         raise ValueError(f"{revision!r}: no such revision: {error}") from error
     with held_folder() as folder, tarfile.open(fileobj=io.BytesIO(git(checkout, "archive", commit))) as archive:
-        archive.extractall(folder / "tree", filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.0 to 3.11.3 have none
+        archive.extractall(folder / "tree")
         yield folder / "tree"
 
 
