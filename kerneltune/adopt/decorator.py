@@ -13,8 +13,6 @@ from kerneltune.adopt.kernels import kernel_name
 from kerneltune.adopt.startup import recorder, start_from_environment
 from kerneltune.device import may_have_gpu, wants_interpreter
 
-REFERENCE, TOLERANCE, SPACE = "kerneltune_reference", "kerneltune_tolerance", "kerneltune_space"
-
 
 def _same_time(_call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
     """Return a time that is equal for all configs, so that the interpreter, which has no times, runs the first config."""
@@ -89,9 +87,9 @@ def autotune(
             raise ValueError(problem)
         if not wants_interpreter() and not may_have_gpu():
             autotuner.run = partial(_run_if_possible, autotuner)
-        setattr(autotuner, REFERENCE, reference)
-        setattr(autotuner, TOLERANCE, None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0))
-        setattr(autotuner, SPACE, None if space is None else {name: tuple(values) for name, values in space.items()})
+        autotuner.kerneltune_reference = reference
+        autotuner.kerneltune_tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+        autotuner.kerneltune_space = None if space is None else {name: tuple(values) for name, values in space.items()}
         return autotuner
 
     return decorator

@@ -7,8 +7,7 @@ import torch
 
 from kerneltune.adopt.arguments import is_descriptor, joined, torch_dtype
 from kerneltune.adopt.folder import LaunchClass
-from kerneltune.adopt.kernel_import import ReplayError, live_kernel
-from kerneltune.adopt.replay import Launch, LaunchEffects, grid_of, live_arguments
+from kerneltune.adopt.replay import Launch, LaunchEffects, ReplayError, grid_of, live_arguments, live_kernel
 from kerneltune.kernel_lib.agreement import close, leaning, within_a_step
 from kerneltune.kernel_lib.check_values import vary_rows
 

@@ -183,7 +183,7 @@ class Server:
         if table is None:
             found = sorted(path.stem for path in (self.root / "served").glob("*.json") if path.stem != "manifest")
             others = f", only for {', '.join(found)}" if found else ""
-            self.say(f"nothing is served: {self.root} has no table for {device}{others}: run `kerneltune tune` here")
+            self.say(f"nothing is served: {self.root} has no table for {device}{others}")
         digest = table.digest if table else "none"
         if self.manifest and not digest.startswith(self.manifest):
             raise ValueError(f"manifest: {self.manifest}: the table in {self.root} has SHA-256 {digest}")
@@ -397,7 +397,7 @@ class Server:
         nearest = state.kernel.nearest(call.sizes(), call.dtypes()) if policy == "nearest" and state.kernel is not None else None
         near = None if nearest is None else self._allowed(call, state, nearest)
         label = "" if near is None else label_of(near.config)
-        used = f"the config of the nearest captured launch, {label}" if near else "the author's first"
+        used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
         self.say(f"{call.name.text}: a launch that was not tuned: served with {used}")
         return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(state.configs)]
 

@@ -38,6 +38,12 @@ class TunedClass:
     evidence: dict[str, Any]
     cost_us: float
 
+    @property
+    def losses(self) -> dict[Config, float]:
+        """Return the log of the slow-down by each config that is correct, against the best of them."""
+        best = min(self.times.values(), default=1.0)
+        return {config: math.log(time / best) for config, time in self.times.items()}
+
 
 Timing = Callable[[Task, Sequence[Any]], Sequence[Samples | None] | None]
 
@@ -72,13 +78,9 @@ def _group(members: Sequence[TunedClass], timing: Timing, most: int) -> Group:
 
 def shared_config(members: Sequence[TunedClass]) -> Config | None:
     """Return the config that is the best compromise between classes, by the time each costs; None where none runs in all."""
-    candidates = [config for config in members[0].times if all(config in one.times for one in members)]
-    total = sum(one.cost_us for one in members) or 1.0
-
-    def loss(config: Config) -> float:
-        return sum(one.cost_us / total * math.log(one.times[config] / min(one.times.values())) for one in members)
-
-    return min(candidates, key=loss, default=None)
+    losses = [(one.cost_us, one.losses) for one in members]
+    candidates = [config for config in members[0].times if all(config in of_class for _, of_class in losses)]
+    return min(candidates, key=lambda config: sum(cost * of_class[config] for cost, of_class in losses), default=None)
 
 
 def own_gain(one: TunedClass, shared: Config, timing: Timing) -> float | None:
@@ -124,25 +126,19 @@ def _row(one: TunedClass, chosen: Config, most: int, gain: float | None = None) 
 def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
     """Return the fewest configs, as JSON, with which every class is within 3 % of its best; first the best config for all."""
     tables = [
-        (one.cost_us or 1.0, {stored_key(stored_of_config(c, one.launch)): t for c, t in one.times.items()}) for one in classes
+        (one.cost_us or 1.0, {stored_key(stored_of_config(c, one.launch)): loss for c, loss in one.losses.items()})
+        for one in classes
     ]
     stored = {stored_key(config): config for one in classes for c in one.times for config in [stored_of_config(c, one.launch)]}
     chosen: list[str] = []
     while len(chosen) < min(_MOST_PORTFOLIO, len(stored)):
         rest = [key for key in stored if key not in chosen]
-        chosen.append(min(rest, key=lambda key: _loss(tables, [*chosen, key])))
-        if _loss(tables, chosen, worst=True) <= math.log(LEAST_GAIN):
+        chosen.append(min(rest, key=lambda key: sum(cost * loss for cost, loss in _losses(tables, [*chosen, key]))))
+        if max(loss for _, loss in _losses(tables, chosen)) <= math.log(LEAST_GAIN):
             break
     return [stored[key] for key in chosen]
 
 
-def _loss(tables: Sequence[tuple[float, dict[str, float]]], chosen: Sequence[str], worst: bool = False) -> float:
-    """Return the log of the slow-down against each class's best: weighted by cost, or of the worst class."""
-    losses = []
-    for cost, times in tables:
-        best = min(times.values(), default=1.0)
-        time = min((times[key] for key in chosen if key in times), default=16 * best)
-        losses.append((cost, math.log(time / best)))
-    if worst:
-        return max(loss for _, loss in losses)
-    return sum(cost * loss for cost, loss in losses) / (sum(cost for cost, _ in losses) or 1.0)
+def _losses(tables: Sequence[tuple[float, dict[str, float]]], chosen: Sequence[str]) -> list[tuple[float, float]]:
+    """Return the cost of each class and its least loss by a chosen config, that of a 16th of the speed where none is correct."""
+    return [(cost, min((of[key] for key in chosen if key in of), default=math.log(16))) for cost, of in tables]

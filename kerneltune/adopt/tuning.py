@@ -14,7 +14,6 @@ from kerneltune import cache, device, sweep
 from kerneltune.adopt import ahead
 from kerneltune.adopt.configs import stored_key
 from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, write_blocks
-from kerneltune.adopt.kernel_import import ReplayError, live_kernel
 from kerneltune.adopt.operators import (
     SWEEP,
     TUNED,
@@ -27,7 +26,7 @@ from kerneltune.adopt.operators import (
 )
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.program import LAUNCH_FAILURES
-from kerneltune.adopt.replay import make_launch
+from kerneltune.adopt.replay import ReplayError, live_kernel, make_launch
 from kerneltune.adopt.sharing import TunedClass, groups_of, portfolio_of
 from kerneltune.adopt.table import ServingTable, TableKernel, path_of, write_table
 from kerneltune.files import replace_text

@@ -14,8 +14,8 @@ import triton
 from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, write_table
 
 from kerneltune.adopt import program, startup
-from kerneltune.adopt.kernel_import import live_kernel
 from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import live_kernel
 from kerneltune.adopt.table import MANIFEST, Group, ServingRow, read_table
 
 

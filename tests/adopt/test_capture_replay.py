@@ -13,11 +13,10 @@ from kerneltune import sweep
 from kerneltune.adopt import startup
 from kerneltune.adopt.effects import differences, disagreement, learn
 from kerneltune.adopt.folder import CLASSES
-from kerneltune.adopt.kernel_import import ReplayError
 from kerneltune.adopt.kernels import Call
 from kerneltune.adopt.operators import operators, write_sweep
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import Launch, make_launch
+from kerneltune.adopt.replay import Launch, ReplayError, make_launch
 
 
 def configs(*blocks: int) -> list[triton.Config]:

@@ -12,9 +12,8 @@ import triton.language as tl
 from kerneltune.adopt import startup
 from kerneltune.adopt.effects import differences, learn
 from kerneltune.adopt.folder import CLASSES
-from kerneltune.adopt.kernel_import import ReplayError
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import make_launch
+from kerneltune.adopt.replay import ReplayError, make_launch
 
 CONFIGS = [triton.Config({"BLOCK": block}) for block in (32, 64)]
 

@@ -14,9 +14,9 @@ from adopted import ROOT
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import LaunchClass
-from kerneltune.adopt.kernel_import import ReplayError, live_kernel
 from kerneltune.adopt.operators import author_choice
 from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import ReplayError, live_kernel
 
 HEAD = """
 import os, sys

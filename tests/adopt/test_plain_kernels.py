@@ -18,9 +18,8 @@ from test_capture_tuning import GPU, SizedBench
 from kerneltune.adopt import program, serving, startup, tuning
 from kerneltune.adopt.configs import plain_tuner
 from kerneltune.adopt.folder import CLASSES, LaunchClass, read_blocks
-from kerneltune.adopt.kernel_import import live_kernel
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import make_launch
+from kerneltune.adopt.replay import live_kernel, make_launch
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.measuring.check import Checker, Outcome

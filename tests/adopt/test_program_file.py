@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kerneltune.adopt import kernel_import
+from kerneltune.adopt import replay
 
 PROGRAM = '''
 """A script as many are: definitions and work in one."""
@@ -42,39 +42,39 @@ raise SystemExit(1)
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Write the script as a module of a package."""
-    folder = tmp_path / "package_of_kernel_import"
+    folder = tmp_path / "package_of_program"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
     (folder / "helper.py").write_text("TWO = 2\n")
     (folder / "script.py").write_text(PROGRAM)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("SEEN_BY_IMPORTS", "0")
-    before = sys.modules.get(kernel_import.PROGRAM_MODULE)
+    before = sys.modules.get(replay.PROGRAM_MODULE)
     yield folder / "script.py"
-    sys.modules.pop(kernel_import.PROGRAM_MODULE, None)
+    sys.modules.pop(replay.PROGRAM_MODULE, None)
     if before is not None:
-        sys.modules[kernel_import.PROGRAM_MODULE] = before
-    for name in [name for name in sys.modules if name.startswith("package_of_kernel_import")]:
+        sys.modules[replay.PROGRAM_MODULE] = before
+    for name in [name for name in sys.modules if name.startswith("package_of_program")]:
         del sys.modules[name]
 
 
 def test_kernel_of_a_script_is_loaded_without_its_work(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module = kernel_import.load_program(program, "kernel")
+    module = replay.load_program(program, "kernel")
     assert module.kernel(7, 0) == (7 * 3 * 2, [1, 2], 0)
-    assert module.__name__ == kernel_import.PROGRAM_MODULE
+    assert module.__name__ == replay.PROGRAM_MODULE
     assert not {"args", "parser", "x", "argparse", "Kernels", "helper"} & set(vars(module))
     assert capsys.readouterr().out == ""
 
 
 def test_kernel_in_a_class_of_a_script_is_loaded_with_the_class(program: Path) -> None:
-    module = kernel_import.load_program(program, "Kernels.plain")
+    module = replay.load_program(program, "Kernels.plain")
     assert module.Kernels.plain(1, 0)[0] == 6
 
 
 def test_settings_before_a_kernel_are_executed(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
-    kernel_import.load_program(program, "kernel")
+    replay.load_program(program, "kernel")
     assert os.environ["SEEN_BY_IMPORTS"] == "1"
 
 
@@ -88,17 +88,17 @@ ms = autotune_report(lambda: tuned[(1,)](3))
 y = tuned[(1,)](3)
 print(scale)
 """
-    found = [ast.unparse(one).partition("\n")[0] for one in kernel_import.needed(ast.parse(text).body, "scale")]
+    found = [ast.unparse(one).partition("\n")[0] for one in replay.needed(ast.parse(text).body, "scale")]
     assert found == [
         "import triton", "def scale(x):", "compiled = triton.jit(scale)", "tuned = triton.autotune(configs=[], key=[])(compiled)"
     ]  # fmt: skip
 
 
 def test_statements_for_a_name_that_is_nowhere_are_none() -> None:
-    assert kernel_import.needed(ast.parse("import os\nos.environ['A'] = '1'\nprint(1)").body, "kernel") == []
+    assert replay.needed(ast.parse("import os\nos.environ['A'] = '1'\nprint(1)").body, "kernel") == []
 
 
 def test_script_that_is_no_python_raises(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def (")
     with pytest.raises(SyntaxError):
-        kernel_import.load_program(tmp_path / "a.py", "kernel")
+        replay.load_program(tmp_path / "a.py", "kernel")
