@@ -3,13 +3,15 @@
 This module changes nothing and prints nothing. NVML is an argument, so that tests can replace it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kerneltune.device import SLOWDOWNS, slowed_down
 
 Line = tuple[str, str, str]
 """(subject, state, consequence for measured times); the consequence of a normal state is empty."""
+Query = Callable[[Any, Any], tuple[str, str]]
+"""Function of NVML and a handle of a GPU that returns a state and its consequence."""
 
 _HARMLESS = 0x1 | 0x2  # idle; held at the application clocks, which `gpu_lines` reports in a separate line
 _REASONS = SLOWDOWNS | {
@@ -30,21 +32,21 @@ _NAMED = 3
 
 def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
     """Describe the state of a GPU, a line per query; a query that NVML does not answer also has its line."""
-    questions: tuple[tuple[str, Callable[[Any, Any], Line]], ...] = (
-        ("SM clock", _clock),
-        ("application clocks", _application_clocks),
-        ("memory clock", lambda n, h: ("memory clock", f"{n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM)} MHz", "")),
-        ("temperature", lambda n, h: ("temperature", f"{n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)} °C", "")),
-        ("power limit", _power),
-        ("throttled", _throttled),
-        ("persistence mode", lambda n, h: _switch("persistence mode", n.nvmlDeviceGetPersistenceMode(h) == 1, if_off=_UNLOADED)),
-        ("ECC", lambda n, h: _switch("ECC", n.nvmlDeviceGetEccMode(h)[0] == 1, if_off=_NO_ECC)),
-        ("MIG", lambda n, h: _switch("MIG", n.nvmlDeviceGetMigMode(h)[0] == 1, if_on=_SLICED)),
-        ("other processes", lambda n, h: _others(n, h, own_pid)),
-    )
-    for name, ask in questions:
+    queries: Mapping[str, Query] = {
+        "SM clock": _clock,
+        "application clocks": _application_clocks,
+        "memory clock": lambda n, h: (f"{n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_MEM)} MHz", ""),
+        "temperature": lambda n, h: (f"{n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)} °C", ""),
+        "power limit": _power,
+        "throttled": _throttled,
+        "persistence mode": lambda n, h: _switch(n.nvmlDeviceGetPersistenceMode(h) == 1, if_off=_UNLOADED),
+        "ECC": lambda n, h: _switch(n.nvmlDeviceGetEccMode(h)[0] == 1, if_off=_NO_ECC),
+        "MIG": lambda n, h: _switch(n.nvmlDeviceGetMigMode(h)[0] == 1, if_on=_SLICED),
+        "other processes": lambda n, h: _others(n, h, own_pid),
+    }
+    for name, query in queries.items():
         try:
-            yield ask(nvml, handle)
+            yield (name, *query(nvml, handle))
         except nvml.NVMLError as error:
             yield name, f"not known: {error}", ""
 
@@ -73,43 +75,43 @@ def counter_line(params: str | None, status: str) -> Line:
     return "GPU counters", "for administrators only", loss
 
 
-def _clock(nvml: Any, handle: Any) -> Line:
+def _clock(nvml: Any, handle: Any) -> tuple[str, str]:
     clock, highest = (get(handle, nvml.NVML_CLOCK_SM) for get in (nvml.nvmlDeviceGetClockInfo, nvml.nvmlDeviceGetMaxClockInfo))
     loss = "NVML cannot say whether it is locked (nvidia-smi -lgc): unless it is, compare only what is measured interleaved"
-    return "SM clock", f"{clock} of at most {highest} MHz", loss
+    return f"{clock} of at most {highest} MHz", loss
 
 
-def _application_clocks(nvml: Any, handle: Any) -> Line:
+def _application_clocks(nvml: Any, handle: Any) -> tuple[str, str]:
     now = nvml.nvmlDeviceGetApplicationsClock(handle, nvml.NVML_CLOCK_SM)
     usual = nvml.nvmlDeviceGetDefaultApplicationsClock(handle, nvml.NVML_CLOCK_SM)
     if now == usual:
-        return "application clocks", f"SM {now} MHz, the default", ""
-    return "application clocks", f"SM {now} MHz, default {usual}", "records of GPUs with other clocks do not compare"
+        return f"SM {now} MHz, the default", ""
+    return f"SM {now} MHz, default {usual}", "records of GPUs with other clocks do not compare"
 
 
-def _power(nvml: Any, handle: Any) -> Line:
+def _power(nvml: Any, handle: Any) -> tuple[str, str]:
     limit = nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000
     usual = nvml.nvmlDeviceGetPowerManagementDefaultLimit(handle) / 1000
-    found = f"{limit:.0f} W of {usual:.0f} W"
-    return "power limit", found, "capped: long kernels run slower than elsewhere" if limit < usual * _POWER_SHARE else ""
+    loss = "capped: long kernels run slower than elsewhere" if limit < usual * _POWER_SHARE else ""
+    return f"{limit:.0f} W of {usual:.0f} W", loss
 
 
-def _throttled(nvml: Any, handle: Any) -> Line:
+def _throttled(nvml: Any, handle: Any) -> tuple[str, str]:
     reasons = nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
     names = throttle_names(reasons)
     kept = "are repeated" if slowed_down(reasons) else "are kept: compare only what is measured interleaved"
-    return "throttled", ", ".join(names) or "no", f"times are too long now: such rounds {kept}" if names else ""
+    return ", ".join(names) or "no", f"times are too long now: such rounds {kept}" if names else ""
 
 
-def _switch(name: str, is_on: bool, if_on: str = "", if_off: str = "") -> Line:
-    return name, "on" if is_on else "off", if_on if is_on else if_off
+def _switch(is_on: bool, if_on: str = "", if_off: str = "") -> tuple[str, str]:
+    return ("on", if_on) if is_on else ("off", if_off)
 
 
-def _others(nvml: Any, handle: Any, own_pid: int) -> Line:
+def _others(nvml: Any, handle: Any, own_pid: int) -> tuple[str, str]:
     pids = [str(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if process.pid != own_pid]
     loss = "they disturb the times: gate and tune on a GPU of your own" if pids else ""
     more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
-    return "other processes", f"pid {', '.join(pids[:_NAMED])}{more}" if pids else "none", loss
+    return f"pid {', '.join(pids[:_NAMED])}{more}" if pids else "none", loss
 
 
 def _capabilities(status: str) -> int:

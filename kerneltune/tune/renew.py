@@ -43,7 +43,7 @@ def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> lis
     progress.stage("time stale configs", len(configs))
     with TuningSession(options) as session:
         over: set[TaskKey] = set()
-        session.look_ahead(_later(ops, configs, over))
+        session.queue.look_ahead(_later(ops, configs, over))
         for name, entry in configs:
             if options.budget_s is not None and time.monotonic() - began >= options.budget_s:
                 break

@@ -3,7 +3,7 @@
 import importlib
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from threading import Thread
@@ -14,7 +14,7 @@ from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.processes import start_server
 from kerneltune.run_options import Options
-from kerneltune.search.task import Run, Task, store_path
+from kerneltune.search.task import Task, store_path
 from kerneltune.sweep import results_root
 from kerneltune.tune.candidates import present
 from kerneltune.tune.compile_queue import CompileQueue
@@ -94,10 +94,6 @@ class TuningSession:
             store.refresh()
             if self.options.force:
                 store.forget_transient()
-
-    def look_ahead(self, later: Iterable[Run]) -> None:
-        """Replace the configs that are compiled in idle time."""
-        self.queue.look_ahead(later)
 
     @contextmanager
     def deciding(self) -> Iterator[None]:

@@ -63,6 +63,7 @@ class TuningSummary:
 
 
 Performed = tuple[Task, TuningResult]
+"""A task that was performed, with its result."""
 
 
 def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
@@ -153,7 +154,7 @@ def perform(session: TuningSession, task: Task, following: Sequence[Task]) -> Tu
 def _tuned(session: TuningSession, tuner: Tuner, following: Sequence[Task]) -> TuningResult:
     search, configs = session.options.search, session.options.configs
     later = [session.tuner(_widened(task, session.options)) for task in following[:_CASES_AHEAD]]
-    session.look_ahead(run for one in later for run in first_runs(one, search, configs))
+    session.queue.look_ahead(run for one in later for run in first_runs(one, search, configs))
     entry = tune(tuner, search, configs)
     gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
     over = f", {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else ""

@@ -195,7 +195,7 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
     op = op_of(SMALL)
     with TuningSession(slow) as session:
         now, *later = (session.tuner(Task(op, case, SMALL)) for case in cases)
-        session.look_ahead(run for one in later for run in first_runs(one, Search(), slow.configs))
+        session.queue.look_ahead(run for one in later for run in first_runs(one, Search(), slow.configs))
         now.begin(Small(64, 1))
         session.queue.fill()
         session.queue.fill()
