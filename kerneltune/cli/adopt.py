@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kerneltune.adopt.getter import CallCase
     from kerneltune.adopt.getter_tuning import TunedCall
     from kerneltune.adopt.overview import Capture
-    from kerneltune.adopt.sharing import TunedClass
+    from kerneltune.adopt.tuning import TunedClass
 
 app = typer.Typer(
     no_args_is_help=True,
