@@ -19,6 +19,7 @@ from kerneltune.nn import (
     fp8_linear,
     fp8_products,
     revert_from_fp8_training,
+    set_first_microbatch,
     update_scales,
 )
 
@@ -207,6 +208,26 @@ def test_output_layers_routers_and_layers_with_another_forward_stay() -> None:
         convert_to_fp8_training(None)
     with pytest.raises(ValueError, match=r"0.weight has no shape before the model's first forward pass"):
         convert_to_fp8_training(nn.Sequential(nn.LazyLinear(704)), dense=True)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_kept_weight_is_cast_by_first_microbatches_alone_at_its_address(recipe: str) -> None:
+    layer, x = (
+        Fp8Linear(64, 32, dtype=torch.bfloat16, device=DEVICE, recipe=recipe),
+        torch.randn(32, 64, device=DEVICE).bfloat16(),
+    )
+    set_first_microbatch(layer, True)
+    old = layer(x)
+    address = layer.fp8_kept.q.data_ptr()
+    with torch.no_grad():
+        layer.weight.mul_(-1.5)
+    set_first_microbatch(layer, False)
+    assert torch.equal(layer(x), old)
+    set_first_microbatch(layer, True)
+    kept = layer(x)
+    assert layer.fp8_kept.q.data_ptr() == address
+    set_first_microbatch(layer, None)
+    assert torch.equal(layer(x), kept)
 
 
 def test_dense_layers_compile_without_a_graph_break() -> None:

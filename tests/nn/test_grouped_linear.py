@@ -11,7 +11,7 @@ from asserting import every
 from torch.utils.checkpoint import checkpoint
 
 from kerneltune import cache, device
-from kerneltune.compat import preserved_versions
+from kerneltune.compat import preserved_versions, sleep_on_gpu
 from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, kept_weights, set_first_microbatch, update_scales
 from kerneltune.ops.fp8_grouped_gemm import gemm
 
@@ -218,6 +218,19 @@ def test_a_backward_after_the_same_weight_is_cast_again_goes_on() -> None:
     assert torch.equal(got, want)
 
 
+def test_a_cast_that_failed_is_made_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    module, (x, offs) = layer(), batch()
+    module(x, offs, is_first_microbatch=True)
+    change(module)
+    with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
+        patched.setattr(kept_weights, "write_weights", fail)
+        module(x, offs, is_first_microbatch=False)
+    assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
+
+
 def test_state_is_the_weight_alone_and_loading_it_is_seen() -> None:
     module, other, (x, offs) = layer(), layer(), batch()
     module(x, offs, is_first_microbatch=True)
@@ -415,6 +428,32 @@ def test_a_captured_step_serves_first_and_later_microbatches(recipe: str) -> Non
     skip.zero_()
     graph.replay()
     assert torch.equal(y, fresh(module, x, offs))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_streams_wait_for_the_cast_and_the_next_cast_for_its_readers() -> None:
+    module, (x, offs) = layer(), batch()
+    module(x, offs, is_first_microbatch=True)
+    change(module)
+    want = fresh(module, x, offs)
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(writer):
+        sleep_on_gpu(100_000_000)
+        module(x, offs, is_first_microbatch=True)
+    with torch.cuda.stream(reader):
+        read = module(x, offs, is_first_microbatch=False)
+        sleep_on_gpu(100_000_000)
+        late = module(x, offs, is_first_microbatch=False)
+    change(module)
+    writer.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(writer):
+        module(x, offs, is_first_microbatch=True)
+    torch.cuda.synchronize()
+    assert torch.equal(read, want)
+    assert torch.equal(late, want)
+    assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
 
 
 def test_config_that_is_stored_runs_in_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
