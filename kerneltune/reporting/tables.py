@@ -128,6 +128,8 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
     """
     sides = side_names(records)
     variants = [name for name in sides if name != BEST_PEER]
+    if not variants:
+        raise ValueError("no records to compare")
     peers = best_peers(newest(records))
     for letter, name in (("a", a), ("b", b)):
         if name is not None and name not in sides:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_line import NO_TIMES, both, record, refused, run
+from literal_records import changed
 
 from kerneltune import ops, sweep
 from kerneltune.records import Record
@@ -253,6 +254,14 @@ def test_compare_without_names_holds_ours_against_the_best_peer(write: Callable[
     assert run("compare", "optimized", "--from", path).stdout == text
     assert run("compare", "best-peer", "baseline", "--from", path).stdout.splitlines()[0].endswith("B: baseline")
     assert run("compare", "--from", write("none.jsonl", *both())).stdout == TABLE
+
+
+def test_compare_without_names_takes_a_peer_only_where_most_cases_have_one(write: Callable[..., Path]) -> None:
+    cases = [changed(row, axes={"M": m, "N": 4096}) for m in (1, 2, 3) for row in both()]
+    peer = record(60.0, variant="quack", role="peer", axes={"M": 1, "N": 4096})
+    assert run("compare", "--from", write("few.jsonl", *cases, peer)).stdout.startswith("A: baseline; B: optimized\n")
+    parts = write("parts.jsonl", record(60.0, role="part"))
+    assert refused("compare", "--from", parts) == "error: no records to compare"
 
 
 def test_compare_from_json_imports_neither_torch_nor_pandas(write: Callable[..., Path]) -> None:
