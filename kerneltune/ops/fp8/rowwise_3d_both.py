@@ -74,8 +74,8 @@ def valid(case: Case, config: BothConfig) -> str | None:
 
 
 def default(case: Case) -> BothConfig:
-    """Return a config for any shape: up to 32 registers of input, 64 where a load takes whole rows and experts have few rows."""
-    return config_for_rows(case, 64 if case["N"] <= 2500 else 32)
+    """Return a config for any shape: up to 32 registers of input, 64 where a load takes whole rows and rows are few."""
+    return config_for_rows(case, 64 if case["N"] <= 2500 or case["E"] * case["N"] < MANY_ROWS else 32)
 
 
 def config_for_rows(case: Case, of_whole_rows: int) -> BothConfig:

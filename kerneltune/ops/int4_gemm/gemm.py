@@ -189,6 +189,7 @@ OP = Op(
     quants=("int4",),
     options=reference.OPTIONS,
     free_axes=("N",),  # splits that suit a weight leave the last programs of another weight alone on the chip
+    max_distance=0.5,  # shapes left out, H200, 2026-11-26: worst 0.87 of the tuned speed, and 0.83 with a distance of 4
     bands=BANDS,
     free_options=FREE_OPTIONS,
     unseen_options=(),
