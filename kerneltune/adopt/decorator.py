@@ -19,11 +19,19 @@ def _same_time(_call: Callable[[], Any], quantiles: Sequence[float]) -> list[flo
     return [0.0 for _ in quantiles]
 
 
+class NoGpuError(RuntimeError, SystemExit):
+    """Report a launch without a GPU. A program that does not catch the error ends with its line, without a traceback."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = f"error: {text}"
+
+
 def _run_if_possible(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
     """Launch a kernel that was decorated where no GPU was found.
 
     Raises:
-        RuntimeError: Triton has no driver, as on a machine without a GPU.
+        NoGpuError: Triton has no driver, as on a machine without a GPU.
     """
     from triton.runtime.driver import driver
 
@@ -31,7 +39,7 @@ def _run_if_possible(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
         driver.active.get_current_target()
     except RuntimeError:
         name = kernel_name(autotuner).text
-        raise RuntimeError(f"{name}: no GPU: set TRITON_INTERPRET=1 to run Triton's interpreter, or use a GPU") from None
+        raise NoGpuError(f"{name}: no GPU: set TRITON_INTERPRET=1 to run Triton's interpreter, or use a GPU") from None
     del autotuner.run
     return autotuner.run(*args, **kwargs)
 

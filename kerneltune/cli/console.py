@@ -89,7 +89,8 @@ def end_if_failed(records: "Iterable[Record]") -> None:
     for (case, reason), labels in failed.items():
         variants = list(dict.fromkeys(labels))
         more = f" and {len(variants) - _SHOWN_CONFIGS} more" if len(variants) > _SHOWN_CONFIGS else ""
-        error_line(f"failed: {', '.join(variants[:_SHOWN_CONFIGS])}{more} {case}: {reason}")
+        line = f"failed: {', '.join(variants[:_SHOWN_CONFIGS])}{more} {case}: {reason}"
+        messages.print(printable("\n".join(wrapped(" ".join(line.split()), width()))), markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)
 

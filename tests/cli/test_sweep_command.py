@@ -49,15 +49,15 @@ def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.Monk
     assert result.stdout.endswith("2 passed\nranks flip\n")
 
 
-def test_sweep_failures_of_one_case_and_reason_name_their_configs_on_one_line(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_sweep_failures_of_one_case_and_reason_name_their_configs_once(campaign: dict[str, Any], tmp_path: Path) -> None:
     fault = "load outside of x_ptr, for rmsnorm_fwd M=8192 N=4096 bfloat16 fp8"
     failed: dict[str, Any] = {"status": "failed", "reason": fault, **NO_TIMES}
     blocks = [record(variant="optimized", config={"block": 2**at}, **failed) for at in range(4)]
     campaign["answer"] = [record(config=None, **failed), record(config=None, **failed), *blocks]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
-    assert [line for line in result.stderr.splitlines() if line.startswith("failed:")] == [
-        "failed: baseline, optimized (block=1), optimized (block=2) and 2 more te-8192x4096 "
-        "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold: load outside of x_ptr"
+    assert result.stderr.splitlines()[-2:] == [
+        "failed: baseline, optimized (block=1), optimized (block=2) and 2 more te-8192x4096 rmsnorm_fwd",
+        "  M=8192 N=4096 bfloat16 fp8 cold: load outside of x_ptr",
     ]
 
 
