@@ -44,6 +44,14 @@ def test_reference_raises(kernel_check):
 def test_other_outputs(kernel_check):
     kernel_check(lambda x: (x, x), lambda x: x, [torch.randn(50)])
 
+KEPT = []
+
+def test_kept(kernel_check):
+    def kept(x):
+        KEPT.append(double(x))
+        return KEPT[0]
+    kernel_check(kept, lambda x: x * 2, [torch.randn(50)])
+
 def test_time(kernel_time):
     assert kernel_time(double, [torch.randn(50)]) <= 1.02 * kernel_time(double, [torch.randn(50)])
 """
@@ -58,11 +66,12 @@ def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> Non
         command, cwd=tmp_path, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, timeout=200
     )
     text = done.stdout
-    assert "4 failed, 1 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
+    assert "5 failed, 1 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
     assert "kernel_check: double: output: 1 of 50 wrong, first at (49,): nan, expected " in text
     assert "kernel_check: <lambda>: inputs: argument 0 was overwritten, and is no output" in text
     assert "reference: AttributeError: " in text or "reference: 'Tensor' object has no attribute 'no_such_name'" in text
     assert "outputs: output 0, output 1: expected output" in text
+    assert "kernel_check: kept: run 2: output: 50 of 50 wrong" in text
     assert "kernel_time needs a GPU: times of the interpreter mean nothing" in text
 
 

@@ -45,8 +45,8 @@ def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
 def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float = _SHARE) -> list[str]:
     """Compare values in 8 or 16 bits that may differ by a step, for results that differ in their last place before the cast.
 
-    At most `share` of the elements may be off, as many elements towards zero as away from zero, so that a cast by truncation
-    fails. NaN agrees with NaN alone.
+    Whole numbers are values as well. At most `share` of the elements may be off, as many elements towards zero as away from
+    zero, so that a cast by truncation fails. NaN agrees with NaN alone.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
         return [f"{name}: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]
@@ -101,13 +101,15 @@ def _leaning(got: torch.Tensor, want: torch.Tensor, off: torch.Tensor) -> tuple[
 
 def _ordered(values: torch.Tensor) -> torch.Tensor:
     """Return whole numbers in the order of the values, in 8 or 16 bits; neighbours differ by 1."""
+    if not values.is_floating_point():
+        return values.to(torch.int32)
     half = 1 << (8 * values.element_size() - 1)
     bits = values.view(_BITS[values.element_size()]).to(torch.int32) & (2 * half - 1)
     return torch.where(bits >= half, half - bits, bits)
 
 
 def rowwise(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, pow2: bool = False) -> list[str]:
-    """Compare fp8 rows and their scales, x ≈ q * scale, with x before the cast (rows, columns): a scale for each row.
+    """Compare rows in fp8 or int8 and their scales, x ≈ q * scale, with x before the cast (rows, columns): a scale for each row.
 
     Args:
         pow2: scales are rounded up to powers of two.
@@ -118,14 +120,14 @@ def rowwise(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, po
 
 
 def tensorwise(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, pow2: bool = False) -> list[str]:
-    """Compare fp8 values and their scale as `rowwise` does: one scale for all elements."""
+    """Compare values in fp8 or int8 and their scale as `rowwise` does: one scale for all elements."""
     if scale.numel() != 1:
         return [f"{name} scale: {scale.numel()} elements, expected 1"]
     return _scaled(name, q, scale.reshape(1, 1), x, x.float().abs().amax().reshape(1, 1), pow2)
 
 
 def _scaled(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, amax: torch.Tensor, pow2: bool) -> list[str]:
-    largest = torch.finfo(q.dtype).max
+    largest = torch.finfo(q.dtype).max if q.is_floating_point() else torch.iinfo(q.dtype).max
     wanted = amax / largest
     if pow2:
         wanted = torch.exp2(torch.ceil(torch.log2(wanted)))
@@ -133,7 +135,8 @@ def _scaled(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, am
     if wrong := close(f"{name} scale", scale, wanted, rtol=_SCALE_ROUNDING, atol=0.0):
         return wrong
     quotient = torch.where(amax == 0, 0.0, x.float() / scale)
-    return within_a_step(name, q, quotient.clamp(-largest, largest).to(q.dtype))
+    quotient = quotient.clamp(-largest, largest)
+    return within_a_step(name, q, (quotient if q.is_floating_point() else quotient.round()).to(q.dtype))
 
 
 def _report(name: str, wrong: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> list[str]:

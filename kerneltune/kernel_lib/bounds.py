@@ -1,10 +1,10 @@
 """Make Triton's interpreter report undefined behaviour: wild accesses, races, undefined values, keywords and endless programs.
 
 Every tensor argument gets its own region of addresses, so that the address of an access identifies its argument, however far the
-access misses. An access outside of the argument's storage raises before memory is touched. Elements that a load's mask leaves out
-hold garbage unless the load has an `other`. Two programs that access an element without an order fail, see `races`. Tensors on
-device `meta` have addresses and no memory: a few programs of a launch of any size run on them to check the addresses alone. The
-module knows no operator.
+access misses. An access outside of the argument's storage raises before memory is touched. Elements that a load's mask leaves
+out hold garbage unless the load has an `other`, and a cast of NaN or of a value out of range to whole numbers gives garbage. Two
+programs that access an element without an order fail, see `races`. Tensors on device `meta` have addresses and no memory: a few
+programs of a launch of any size run on them to check the addresses alone. The module knows no operator.
 """
 
 import dataclasses
@@ -107,6 +107,9 @@ def guarded() -> Iterator[None]:
         (interpreter.TritonSemantic, "_load_legacy"): guard.loaded,
         (interpreter.InterpreterBuilder, "create_masked_load"): guard.loaded_under_mask,
         (interpreter.InterpreterBuilder, "create_assert"): _asserted,
+        (interpreter.InterpreterBuilder, "create_fp_to_si"): _cast_to_whole,
+        (interpreter.InterpreterBuilder, "create_fp_to_ui"): _cast_to_whole,
+        (interpreter.TensorHandle, "set_attr"): _promised,
         (interpreter.interpreter_builder, "options"): dataclasses.replace(interpreter.interpreter_builder.options, debug=True),
     }
     before = {place: getattr(*place) for place in replaced}
@@ -431,6 +434,26 @@ def _asserted(_builder: Any, condition: Any, message: str) -> None:
     """Stand for InterpreterBuilder.create_assert: check Triton's assertions of integer overflow and the kernel's assertions."""
     if not np.all(getattr(condition, "data", condition)):
         raise KernelFaultError(f"{message}{line_of()}")
+
+
+def _cast_to_whole(builder: Any, source: Any, target: Any) -> Any:
+    """Stand for InterpreterBuilder.create_fp_to_si: NaN and values out of range, for which no result is defined, give garbage."""
+    from triton import language as tl
+
+    found, kind = builder.cast_impl(source, target), target.scalar
+    values = source.data if source.data.dtype.kind == "f" else builder.cast_impl(source, tl.float32).data
+    whole = np.trunc(values.astype(np.float64))
+    is_defined = (whole >= kind.get_int_min_value()) & (whole <= kind.get_int_max_value())
+    if kind.int_bitwidth > 1 and not is_defined.all():
+        found.data = np.where(is_defined, found.data, np.array(_WHOLE_GARBAGE, found.data.dtype))
+    return found
+
+
+def _promised(handle: Any, name: str, values: Any) -> None:
+    """Stand for TensorHandle.set_attr: check a promise of `tl.multiple_of` for a scalar, by which a GPU vectorizes accesses."""
+    handle.attr[name] = values
+    if name == "tt.divisibility" and handle.data.size == 1 and int(handle.data.flat[0]) % int(values[0]):
+        raise KernelFaultError(f"multiple_of: {int(handle.data.flat[0])} is no multiple of {values[0]}{line_of()}")
 
 
 def _index(element: int, region: _Region) -> str:

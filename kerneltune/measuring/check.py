@@ -81,7 +81,7 @@ class Checker:
     """
 
     def __init__(self, op: Op, case: Case, device: str, seed: int = 0) -> None:
-        self.op, self.case = op, case
+        self.op, self.case, self._device, self._seed = op, case, device, seed
         asked, field = op.inputs, "inputs"
         try:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
@@ -134,12 +134,22 @@ class Checker:
         """Return the errors of a variant under a config: disagreements, or the reason why the launch failed.
 
         Args:
-            runs: number of runs. The second run finds state that the first launch leaves behind, such as a sum that is not reset.
+            runs: number of runs, each with other values. The second run finds state that the first run leaves behind, such as a
+                sum that is not reset, a result that is kept for a size, and an output whose memory the second run takes.
         """
+        held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for run in range(runs):
-            found = self._errors_of_a_run(variant, config)
+            checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run)
+            outputs, found = checker.run(variant, config)
             if found:
                 return [f"run {run + 1}: {line}" for line in found] if run else found
+            changed = [name for name, (tensor, before) in held.items() if not _same(tensor, before)]
+            if changed:
+                return [f"outputs: {', '.join(changed)} of the first run changed in the second: outputs need memory of their own"]
+            inputs = {t.untyped_storage().data_ptr() for t in checker.inputs.values() if isinstance(t, torch.Tensor)}
+            for name, tensor in outputs.items() if run + 1 < runs else ():
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in inputs:
+                    held[name] = tensor, tensor.clone()
         return []
 
     def outputs(self, variant: Variant, config: Config) -> Outputs:
@@ -153,15 +163,16 @@ class Checker:
             torch.cuda.synchronize()
         return outputs
 
-    def _errors_of_a_run(self, variant: Variant, config: Config) -> list[str]:
+    def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
+        """Return the outputs of a run, empty if it failed, and its errors."""
         try:
             outputs = self.outputs(variant, config)
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
             if out_of_memory_reason(error):
                 raise
             fault = fault_of(error)
-            return [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
-        return self._overwritten(outputs) or self.disagreements(outputs)
+            return {}, [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
+        return outputs, self._overwritten(outputs) or self.disagreements(outputs)
 
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or why it gave none."""

@@ -22,7 +22,7 @@ Value = tuple[str, object]
 
 _ALIGNMENT = 16
 """A size that is no multiple of `_ALIGNMENT` leaves a tail in vectorized accesses and in tiles."""
-_WIDE = 8
+_WIDE = 4
 """A case is wide if its largest axis is at least the largest axis of all cases divided by `_WIDE`."""
 
 
