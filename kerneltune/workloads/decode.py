@@ -8,7 +8,6 @@ Every variant has the same weights: codes of four bits, or the values of these c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,49 +33,32 @@ Product = Callable[[Inputs, Any], Tensor]
 """Multiply an operand by the weight of a linear layer, given as the inputs of `int4_gemm`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """The widths of a decoder layer: of tokens, of query, key and value together, of attention's result, of gate."""
-
-    hidden: int
-    qkv: int
-    attended: int
-    gate: int
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of every linear layer."""
-        return {
-            "qkv": (self.qkv, self.hidden), "o": (self.hidden, self.attended), "gate-up": (2 * self.gate, self.hidden),
-            "down": (self.hidden, self.gate),
-        }  # fmt: skip
-
-
 SHAPES = {
-    "llama-3-8b": LayerShape(4096, 6144, 4096, 14336),
-    "llama-3-70b": LayerShape(8192, 10240, 8192, 28672),
-    "qwen3-32b": LayerShape(5120, 10240, 8192, 25600),
-    "tiny": LayerShape(128, 192, 128, 256),
+    "llama-3-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate-up": (28672, 4096), "down": (4096, 14336)},
+    "llama-3-70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate-up": (57344, 8192), "down": (8192, 28672)},
+    "qwen3-32b": {"qkv": (10240, 5120), "o": (5120, 8192), "gate-up": (51200, 5120), "down": (5120, 25600)},
+    "tiny": {"qkv": (192, 128), "o": (128, 128), "gate-up": (512, 128), "down": (128, 256)},
 }
+"""Model -> linear layer -> (outputs, inputs)."""
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw x (N, hidden) bf16, and for each layer the inputs of four products; x of `o` is `attended`."""
-    shape, dtype = SHAPES[str(case.option("model"))], torch.bfloat16
-    layers = []
+    linears, layers = SHAPES[str(case.option("model"))], []
     for layer in range(case["L"]):
         drawn = {}
-        for at, (name, (rows, depth)) in enumerate(shape.linears.items()):
+        for at, (name, (rows, depth)) in enumerate(linears.items()):
             options = (("group", _GROUP), ("zeros", False), ("bias", False), ("fp8_copy", True))
             product = Case("", (("N", case["N"]), ("M", rows), ("K", depth)), "bfloat16", "int4", options)
             drawn[name] = fastest.OP.inputs(product, device=device, seed=1000 * seed + 10 * layer + at)
             _center(drawn[name]["packed"])
         layers.append(drawn)
-    x = torch.empty((case["N"], shape.hidden), dtype=dtype, device=device)
+    hidden = linears["o"][0]
+    x = torch.empty((case["N"], hidden), dtype=torch.bfloat16, device=device)
     if device != "meta":
         x.normal_(generator=torch.Generator(device=device).manual_seed(1000 * seed + 999))
     scale = torch.full((1,), 448 / _MOST_NORM, device=device)
-    norm, amax = torch.ones(shape.hidden, dtype=dtype, device=device), torch.zeros(1, device=device)
+    norm, amax = torch.ones(hidden, dtype=torch.bfloat16, device=device), torch.zeros(1, device=device)
     return {"x": x, "layers": layers, "norm": norm, "scale": scale, "amax": amax}
 
 
@@ -130,16 +112,15 @@ def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -
 
 def traffic(case: Case) -> Traffic:
     """Return the bytes of codes and scales read, and of the results of the products written and read."""
-    shape = SHAPES[str(case.option("model"))]
-    weights = sum(rows * depth // 2 + 2 * rows * depth // _GROUP for rows, depth in shape.linears.values())
-    results = sum(2 * case["N"] * rows for rows, _ in shape.linears.values())
+    linears = SHAPES[str(case.option("model"))].values()
+    weights = sum(rows * depth // 2 + 2 * rows * depth // _GROUP for rows, depth in linears)
+    results = sum(2 * case["N"] * rows for rows, _ in linears)
     return Traffic(case["L"] * (weights + results), case["L"] * results)
 
 
 def flops(case: Case) -> int:
     """Return two operations for every weight and token."""
-    weights = sum(rows * depth for rows, depth in SHAPES[str(case.option("model"))].linears.values())
-    return 2 * case["N"] * case["L"] * weights
+    return 2 * case["N"] * case["L"] * sum(rows * depth for rows, depth in SHAPES[str(case.option("model"))].values())
 
 
 def run(product: Product, is_cast: bool, quant: str, inputs: Inputs, _config: None) -> Outputs:

@@ -56,7 +56,7 @@ def int4_fp8_grouped_gemm(
 
     Args:
         x: (N, K) fp16 or bf16, the tokens of group after group, or the result of `cast_tokens`.
-        weight: the weights of E groups, one below the other, (E M, K), from `pack`; M a multiple of 64.
+        weight: (E M, K), from `pack`: the weights of E groups, one below the other; M a multiple of 64.
         offs: (E,) int32, the row of x at which each group ends, ascending. Rows behind the last group are not written.
         config: None takes the best known config.
 
