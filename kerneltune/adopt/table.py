@@ -47,7 +47,7 @@ class ServingRow:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The rows of one value of the author's key and of one list of the tensors' element types.
+    """The rows for a value of the author's key and a list of the tensors' element types.
 
     `split` names the sizes that the author's key leaves out and that decide between the rows; empty for a single row.
     """

@@ -434,5 +434,5 @@ def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
 
 
 def _losses(tables: Sequence[tuple[float, dict[str, float]]], chosen: Sequence[str]) -> list[tuple[float, float]]:
-    """Return the cost of each class and its least loss by a chosen config, that of a 16th of the speed where none is correct."""
+    """Return the cost of each class and its least loss by a chosen config; log 16 where no chosen config is correct."""
     return [(cost, min((of[key] for key in chosen if key in of), default=math.log(16))) for cost, of in tables]
