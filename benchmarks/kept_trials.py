@@ -25,7 +25,7 @@ from kerneltune.spec import Case
 ROOT = Path(__file__).parent / "trials"
 SCHEMA = 2
 FIXED = ("dtype", "quant", "status", "time_us", "resources", "spill_bytes", "shared_bytes", "case")
-"""The columns that every block has, before those of axes, options and knobs."""
+"""The first columns of every block; the columns of axes, options and knobs follow."""
 PARSERS: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str, "bool": "True".__eq__}
 Row = tuple[Case, Knobs, Evaluation]
 

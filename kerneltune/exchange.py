@@ -75,10 +75,10 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
 
 def to_python(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
     """Return a module with a table and a function `best`, which ranks entries as the cache does, and needs nothing installed."""
-    rule = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
+    ranking = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
     free = {"FREE_AXES": op.free_axes, "FREE_OPTIONS": op.free_options, "BANDS": dict(op.bands), "MAX_DISTANCE": op.max_distance}
     table = ["ENTRIES = [", *_rows(in_order(entries)), "]", *(f"{name} = {value!r}" for name, value in free.items())]
-    return {f"{_module(op.name)}.py": "\n".join([*_head(op, device), rule, "", *table]) + "\n" + _DISPATCH}
+    return {f"{_module(op.name)}.py": "\n".join([*_head(op, device), ranking, "", *table]) + "\n" + _DISPATCH}
 
 
 def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
