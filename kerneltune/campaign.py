@@ -22,7 +22,7 @@ from kerneltune.measuring.jobs import Job, address_job, case_job, case_label, ch
 from kerneltune.measuring.pairs import configs_by_case, covering
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
-from kerneltune.run_options import Plan, Progress, finished_rows, journalled, require_gpu, resume
+from kerneltune.run_options import Plan, Progress, finished_rows, journalled, require_gpu, results_folder, resume
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import SweepCase
@@ -313,7 +313,7 @@ class _Campaign:
     def write(self, measured: Sequence[Record]) -> list[Path]:
         """Add the journal's rows and `measured` to the records of the family, and write the family's tables."""
         plan = self.plan
-        rows, markdown, csv = (plan.results_folder / f"{plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
+        rows, markdown, csv = (results_folder(plan.options) / f"{plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
         records.merge(rows, [*journalled(plan.journal("journal")), *measured])
         table = tables.sweep_table(records.load(rows))
         replace_text(markdown, table.markdown())

@@ -146,7 +146,8 @@ class Plan:
     Attributes:
         ops: operators by name.
         sweep: all cases of the family.
-        selection, options: the part of the sweep, and how it runs.
+        selection: operators, cases and variants.
+        options: settings of the run.
     """
 
     ops: Mapping[str, Op]
@@ -158,11 +159,6 @@ class Plan:
     def family(self) -> str:
         """The name of the family in records and files."""
         return self.sweep.family
-
-    @property
-    def results_folder(self) -> Path:
-        """The folder of this device's records."""
-        return results_folder(self.options)
 
     def cases(self, section: Section = "bench") -> list[SweepCase]:
         """Return the selected cases of a section."""

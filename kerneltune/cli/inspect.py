@@ -31,7 +31,7 @@ _LEGEND = (
 )
 _HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
 _SHOWN = 40
-"""Configs that `--all` lists; it counts the others."""
+"""Configs that `--all` lists; the rest is counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ def _results_of(family: str, results: Path | None) -> Path:
 
 
 def _run(plan: "Plan", asked: str, capture: str) -> None:
-    """Run the stages of a sweep that was asked for by a family or by the folder of a capture; show what was found."""
+    """Run the stages of a sweep, named by a family or by the folder of a capture, and show records and files."""
     from kerneltune.campaign import run_sweep
     from kerneltune.reporting.tables import check_table, sweep_table
 

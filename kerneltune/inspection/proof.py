@@ -55,11 +55,7 @@ class Proof(Versioned, forbid_unknown_fields=True):
 
 
 def load_proof(path: Path) -> Proof:
-    """Return the proof in a file.
-
-    Raises:
-        ValueError: the file cannot be read, or holds no proof of its folder's GPU; one line.
-    """
+    """Return the proof in a file, which is of the GPU of its folder."""
     try:
         proof = decode_versioned(read_bytes(path), Proof, SCHEMA)
         if device.slug(proof.gpu) != path.parent.name:

@@ -88,7 +88,7 @@ class TuningSession:
         return Tuner(task, store, self.worker, self.queue, self.options.force or bool(self.options.knobs))
 
     def refresh(self) -> None:
-        """Read what other processes have stored by now: trials and configs."""
+        """Read the trials and configs that other processes have stored by now."""
         cache.clear()
         for store in self._stores.values():
             store.refresh()
