@@ -23,7 +23,7 @@ GPU_HERE = "JOURNEY_GPU_HERE"
 """A variable with the answer of `gpu_here`, where the sources cannot be asked."""
 _MARK = "JOURNEY_MARK"
 _GRACE_S = 3.0
-_AT_ONCE = 4
+_AT_ONCE = 6
 _KEPT_BYTES = 1 << 20
 
 
