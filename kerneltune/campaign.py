@@ -239,7 +239,7 @@ class _Campaign:
                 self.progress.note(f"{op}: all {len(variants)} variants disagree with the reference: is the reference right?")
 
     def measure_first(self, entries: Sequence[SweepCase], first_table: FirstTable) -> None:
-        """Measure and show the headline cases without variants that compile for seconds, unless the run has nothing else."""
+        """Measure and show the headline cases without variants that compile for seconds, unless that is the whole run."""
         headlines = self.plan.headline()
         slow = dict.fromkeys(v.name for entry in headlines for v in self.plan.variants(entry.op) if v.compiles)
         if not slow and len(entries) <= len(headlines):

@@ -1,7 +1,7 @@
 """Write cached configs for `@triton.autotune`, as a dispatch module without dependencies or as JSON tables, and read them back.
 
-Everything that is generated goes through repr or JSON, and file names are slugs: no value of a cache becomes code or a path.
-Writes no cache and checks no config.
+Every generated value goes through repr or JSON, and file names are slugs: no value of a cache becomes code or a path.
+The module writes no cache and checks no config.
 """
 
 import ast
@@ -19,7 +19,7 @@ from kerneltune.spec import Op
 _TRITON = {"warps": "num_warps", "stages": "num_stages", "num_warps": "num_warps", "num_stages": "num_stages"}
 _CASE = ("variant", "case", "axes", "dtype", "quant", "options", "policy")
 _LARGEST = 4 << 20
-"""Bytes of a file that is imported: Python's own parser takes some hundred times as much memory."""
+"""Bytes of the largest imported file: Python's own parser needs about a hundred times as much memory."""
 _IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
 _IN_NAME = re.compile(r"[^A-Za-z0-9_.=+-]+")
 
@@ -58,9 +58,9 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
 
     Entries are ranked as kerneltune's cache ranks them.
 
-    axes: sizes by name, such as {"M": 8192, "N": 4096}. options: a value for each. policy: how times were taken; entries of it
-    and of "cold" serve, of two as near its own. valid: whether the kernel takes these knobs for the case, which the cache asks of
-    the operator and this module does not know.
+    axes: sizes by name, such as {"M": 8192, "N": 4096}. options: a value for each option. policy: timing policy; entries of this
+    policy and of "cold" serve, and of two equally near entries the entry of this policy comes first. valid: function that returns
+    whether the kernel accepts these knobs for the case; the cache asks the operator, which this module lacks.
     """
     stored = [
         ((entry["axes"], entry["dtype"], entry["options"]), entry["config"])
@@ -113,7 +113,7 @@ WRITERS: Mapping[str, Callable[[Op, str, Sequence[CacheEntry], Names], dict[str,
 def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
     """Return the entries of a file that `WRITERS` wrote; run nothing of the file.
 
-    device: the folder of the only GPU whose entries are taken; None for any GPU.
+    device: folder of a GPU, so that a file of another GPU is an error; None for any GPU.
 
     Raises:
         ValueError: a file of another format, operator or GPU, or a file that cannot be read.
@@ -163,7 +163,7 @@ def _from_json(path: Path) -> _Found:
 
 
 def _head(op: Op, device: str) -> list[str]:
-    """Return how a Python source begins; the description is a literal, whatever the folder is called."""
+    """Return the first lines of a Python source; the description is a literal, whatever the name of the folder."""
     return [
         repr(f"Configs of {op.name} on {device}, written by kerneltune."),
         "",
@@ -184,7 +184,7 @@ def _module(name: str) -> str:
 
 
 def _unique(name: str, content: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a file name for a table: a slug, numbered where another case has it."""
+    """Return a file name for a table: a slug, with a number if the table of another case has the same slug."""
     stem = ",".join(_IN_NAME.sub("_", part) for part in name.split(",")).lstrip(".-") or "configs"
     case = {**content["case"], "case": ""}
     for n in range(len(files) + 1):

@@ -115,7 +115,7 @@ def decode_versioned(data: bytes | str, kind: type[T], version: int, **expected:
 
 
 def checked(values: object, schema: type[T], field: str = "") -> T:
-    """Return plain values as a msgspec schema has them."""
+    """Return plain values converted to a msgspec schema."""
     try:
         return msgspec.convert(values, schema)
     except msgspec.ValidationError as error:
@@ -128,7 +128,7 @@ def bad(field: str, value: object, expected: str) -> ValueError:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Call `replace_bytes` with the text in UTF-8."""
+    """Replace a file by a text in UTF-8, see `replace_bytes`."""
     replace_bytes(path, text.encode())
 
 
@@ -230,7 +230,7 @@ def _new_file(folder: Path) -> tuple[Path, int]:
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:  # else another process took it for abandoned before it was locked
+        if os.fstat(descriptor).st_nlink:  # else another process found the file before it was locked, and removed it
             return part, descriptor
         os.close(descriptor)
 

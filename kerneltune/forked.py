@@ -1,6 +1,6 @@
-"""Call functions in forks of this process, so that a kernel that crashes costs a call alone.
+"""Call functions in forks of this process, so that a kernel that crashes ends a single call.
 
-A fork shares `shared_bytes` with this process, and nothing else that it writes.
+Of the values that a fork writes, this process sees `shared_bytes` alone.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ class Fork(Generic[T]):
         self.pipe, theirs = Pipe(duplex=False)
         self.told: Any = None
         self._answer: tuple[Any, BaseException | None, BaseException | None] | None = None
-        with warnings.catch_warnings():  # of threads, which the fork does not have and does not need
+        with warnings.catch_warnings():  # Python warns of this process's threads, which the fork neither has nor needs
             warnings.simplefilter("ignore", DeprecationWarning)
             self._child = os.fork()
         if self._child == 0:
@@ -55,7 +55,7 @@ class Fork(Generic[T]):
         theirs.close()
 
     def is_done(self) -> bool:
-        """Wait for the next message of the fork; return whether `result` waits no longer."""
+        """Wait for the next message of the fork; return whether the message was its last."""
         try:
             note, self._answer = self.pipe.recv()
         except EOFError:
@@ -64,10 +64,10 @@ class Fork(Generic[T]):
         return self._answer is not None
 
     def result(self) -> T:
-        """Return what the function returned, or raise its exception with the cause.
+        """Return the function's result, or raise its exception with the cause.
 
         Raises:
-            ForkCrashedError: the fork ended before.
+            ForkCrashedError: the fork ended before its function returned.
         """
         try:
             while not self.is_done():
@@ -93,7 +93,7 @@ class Fork(Generic[T]):
 
 
 def run_forked(work: Callable[[], object]) -> None:
-    """Call a function in a fork of this process, see `Fork.result`, and drop what it returns."""
+    """Call a function in a fork of this process and wait for its end; raise as `Fork.result` does, but return nothing."""
 
     def call(_tell: Tell) -> None:
         work()
@@ -102,15 +102,15 @@ def run_forked(work: Callable[[], object]) -> None:
 
 
 def _work_and_exit(work: Callable[[Tell], Any], pipe: Connection) -> None:
-    """Call a function, send what it returns or raises, and end the process without running atexit."""
+    """Call a function, send its result or its exception, and end the process without running atexit."""
     import torch
 
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         torch.set_num_threads(1)  # the other threads are not in the fork
-        faulthandler.disable()  # the parent says what happened
+        faulthandler.disable()  # the parent reports the crash
         try:
             value = work(lambda note: pipe.send((note, None)))
             pipe.send((None, (value, None, None)))

@@ -106,7 +106,7 @@ def check_contract(op: Op) -> None:
     """Check that an operator does not contradict itself.
 
     Raises:
-        ValueError: it does; the message is one line with operator, variant, field and value.
+        ValueError: the operator contradicts itself; the message is one line with operator, variant, field and value.
     """
     for mistake in (*_mistaken_forms(op), *_mistaken_names(op)):
         raise ValueError(f"{op.name}: {mistake}")

@@ -1,6 +1,6 @@
-"""Warn once of each look-up that the config cache has no entry for, refuse it in strict mode, and make a sweep of the log.
+"""Warn once of each look-up without an entry in the config cache, raise in strict mode, and make a sweep of the log of misses.
 
-Looks nothing up.
+The module looks nothing up.
 """
 
 import json
@@ -52,7 +52,7 @@ class Miss:
 
 
 _said: set[tuple[object, ...]] = set()
-"""Misses with a warning, without their free axes."""
+"""Misses that were warned of, without the sizes of their free axes."""
 
 
 def report(miss: Miss, used: str, free_axes: Sequence[str]) -> None:
@@ -91,7 +91,7 @@ def _is_strict() -> bool:
 
 
 def forget() -> None:
-    """Forget the warnings given, so that each is given again."""
+    """Forget the misses that were warned of, so that each is warned of again."""
     _said.clear()
 
 

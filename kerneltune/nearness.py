@@ -1,6 +1,6 @@
 """Rank stored configs by their distance to a case.
 
-Knows no file and no entry.
+The module reads no file. `cache export --format python` copies its source into the exported module.
 """
 
 import math
@@ -18,7 +18,9 @@ NO_BANDS: Bands = {}
 
 _SIXTEEN_BIT = {"bfloat16", "float16"}
 _OTHER_DTYPE = 0.5
+"""Distance that an entry of the other 16-bit type has in addition."""
 _NO_NUMBER = 1.0
+"""Distance between two values of an option that have no log2 distance."""
 
 
 def ranked(
@@ -29,14 +31,14 @@ def ranked(
     bands: Bands,
     max_distance: float = math.inf,
 ) -> list[tuple[Nearness, Any]]:
-    """Sort the entries that can serve a case: its own type first, then its own sizes, then the nearest; ties as given.
+    """Return the entries that can serve a case: entries of its type first, then of its sizes, then by distance; ties as given.
 
-    An entry may differ in free options at the case's sizes, or in free axes within a band and a log2 distance. It may not differ
-    in both: the default is better than two guesses at once.
+    An entry differs from the case in free options alone, or in free axes alone, within a band and `max_distance`. An entry that
+    differs in both does not serve the case: the default is better than two guesses at once.
     """
     free = frozenset(free_axes), frozenset(free_options), bands, max_distance
-    found = [(_nearness(wanted, place, *free), what) for place, what in stored]
-    return sorted(((near, what) for near, what in found if near is not None), key=lambda pair: pair[0])
+    found = [(_nearness(wanted, place, *free), entry) for place, entry in stored]
+    return sorted(((near, entry) for near, entry in found if near is not None), key=lambda pair: pair[0])
 
 
 def _nearness(
@@ -78,14 +80,14 @@ def _along_options(options: Mapping[str, Any], values: Mapping[str, Any], free: 
     if values.keys() != options.keys():
         return None
     changed = [option for option, value in options.items() if values[option] != value]
-    return sum([_apart(options[option], values[option]) for option in changed]) if free.issuperset(changed) else None
+    return sum([_value_distance(options[option], values[option]) for option in changed]) if free.issuperset(changed) else None
 
 
 def band_of(ends: tuple[int, ...], size: int) -> int:
-    """Return the place of the band that a size falls in."""
+    """Return the index of the band that contains a size."""
     return bisect_left(ends, size)
 
 
-def _apart(a: object, b: object) -> float:
-    """Return the log2 distance between values; a fixed distance if a value is no number or is 0, often a switch."""
+def _value_distance(a: object, b: object) -> float:
+    """Return the log2 distance between positive integers; a fixed distance for other values, such as 0, often a switch."""
     return abs(math.log2(a / b)) if type(a) is int and type(b) is int and min(a, b) > 0 else _NO_NUMBER

@@ -66,7 +66,7 @@ def start(
     Args:
         work: importable function.
         arguments: arguments that can be pickled.
-        environment: `os.environ` of the process; None for that of this process.
+        environment: `os.environ` of the process; None for the environment of this process.
         is_fresh: the process imports everything anew; otherwise it is forked from the server.
         is_daemon: the process has no children of its own, and need not be waited for.
     """
@@ -80,7 +80,7 @@ def start(
 
 
 def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S) -> Iterator[T]:
-    """Return what `work(*args)` returns in `count` processes; both are pickled. Only one process runs at a time."""
+    """Yield the result of `work(*args)` in each of `count` processes, which run one after another; all values are pickled."""
     for number in range(1, count + 1):
         process, pipe = start(_answer, work, args, is_fresh=True)
         try:
@@ -91,7 +91,7 @@ def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s
         except EOFError:
             process.join()
             raise ValueError(f"process {number} of {count} crashed: exit code {process.exitcode}") from None
-        finally:  # also when interrupted: nothing goes on timing behind our back
+        finally:  # also after an interrupt, so that the process does not go on timing
             process.kill()
             process.join()
         if error is not None:
@@ -108,7 +108,7 @@ def start_pool(count: int, begin: Callable[..., None], *arguments: Any) -> "Proc
 
 
 def git(folder: Path, *arguments: str) -> bytes:
-    """Return the output of git in a folder. Git has a session of its own, because Ctrl-C would end it half-way."""
+    """Return the output of git in a folder. Git has a session of its own, so that Ctrl-C does not end git half-way."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, start_new_session=True)
     except OSError as error:
@@ -122,10 +122,10 @@ def git(folder: Path, *arguments: str) -> bytes:
 def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run Python code in a fresh process, with the package of the folder `cwd`, and return its errors and exit code.
 
-    What PYTHONPATH names stays importable behind that folder: this process may have its dependencies from there.
+    The folders of PYTHONPATH are searched after `cwd`, because they may hold the dependencies.
 
-    The process is killed as soon as the calling thread ends, also by SIGKILL (Linux); where waiting is interrupted, it is killed
-    together with whatever it started.
+    The process is killed as soon as the calling thread ends, also by SIGKILL (Linux). If an interrupt ends the wait, the process
+    is killed together with all processes that it started.
     """
     command = [sys.executable, "-c", _BOUND.format(parent=os.getpid()) + code, *arguments]
     env = {**env, "PYTHONPATH": os.pathsep.join([str(cwd), *filter(None, [env.get("PYTHONPATH")])])}
@@ -141,7 +141,7 @@ def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[st
 
 
 def _answer(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Send what `work(*args)` returns or raises; Ctrl-C is the parent's to answer."""
+    """Send the result or the exception of `work(*args)`; ignore Ctrl-C, which the parent handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answer: tuple[Any, Exception | None]
     try:
@@ -164,10 +164,10 @@ def _leave_with_parent() -> None:
 
 
 def fast_context() -> ForkServerContext:
-    """Start processes that need not import torch, which takes seconds: fork them from a server that has done nothing else.
+    """Return a context that forks its processes from a server that has imported torch, because the import takes seconds.
 
-    They have the environment that the server began with: give them yours by `in_environment`. Like the server they do not hear
-    Ctrl-C, which is their parent's to answer.
+    The processes begin with the environment of the server; `in_environment` gives them the environment of their parent. Like the
+    server they ignore Ctrl-C, which their parent handles.
     """
     start_server()
     return multiprocessing.get_context("forkserver")
@@ -176,11 +176,12 @@ def fast_context() -> ForkServerContext:
 def start_server() -> None:
     """Have the server of `fast_context` import torch and Triton while this process does something else; it may run already.
 
-    Where kernels are interpreted it imports no Triton, which decides that when it is imported: not every process that the server
-    starts interprets them. It imports no other module of this package, because the current folder may hold another copy.
+    Where kernels are interpreted, the server does not import Triton: Triton decides at its import whether to interpret, and some
+    processes of the server compile. The server imports no other module of this package, because the current folder may hold
+    another copy.
 
-    Blocked while the server is started, an interrupt is blocked in it for good; here it comes when the server has begun. The
-    server ends with this process, however that ends, and leaves no socket.
+    SIGINT is blocked while the server starts, so that the server inherits the block; this process gets the signal after the
+    start. The server ends with this process, however this process ends, and leaves no socket.
     """
     triton = ["triton"] if "TRITON_INTERPRET" not in os.environ else []
     forkserver.set_forkserver_preload([__name__, "torch", *triton])
@@ -195,8 +196,8 @@ def start_server() -> None:
 
 
 def _folder_of_sockets() -> str:
-    """Return the folder for multiprocessing's sockets where this process has made it; empty where a parent has."""
-    config = vars(multiprocessing.current_process())["_config"]  # what multiprocessing.util.get_temp_dir() goes by
+    """Return the folder for multiprocessing's sockets if this process made the folder; empty if a parent made it."""
+    config = vars(multiprocessing.current_process())["_config"]  # multiprocessing.util.get_temp_dir() reads "tempdir" of it
     if "tempdir" in config:
         return ""
     config["tempdir"] = str(process_folder())
@@ -204,7 +205,7 @@ def _folder_of_sockets() -> str:
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:
-    """Run `work(*args)` in a process of `fast_context` where os.environ is `environment`, from here on."""
+    """Set os.environ of this process, a process of `fast_context`, to `environment`, and run `work(*args)`."""
     _leave_with_parent()
     os.environ.clear()
     os.environ.update(environment)
@@ -212,9 +213,10 @@ def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args
 
 
 def _bind(parent: int, folder: str) -> None:
-    """Have this process, the server, end within half a second of its parent, also amid its imports, which take seconds.
+    """Let this process, the server, end within half a second of its parent, also during its imports, which take seconds.
 
-    Then it removes the folder of its socket, which its parent could not. Later the server notices the end by itself.
+    The server then removes the folder of its socket, because its parent could not. After the imports, the server's own loop
+    notices the parent's end.
     """
 
     def look(_number: int, frame: FrameType | None) -> None:
@@ -233,9 +235,9 @@ def _bind(parent: int, folder: str) -> None:
 
 
 class _ErrorHook:
-    """Says what ended a process of the server, unless the server ends as well.
+    """Print the error that ended a process of the server, unless the server ends as well.
 
-    A process that starts while its command ends finds its files removed; that error is not shown.
+    A process that starts while its command ends finds its files removed. This error is not printed.
     """
 
     def __init__(self, server: int) -> None:
@@ -285,7 +287,7 @@ def process_folder() -> Path:
 def remove_abandoned(parent: Path | None = None) -> None:
     """Remove this user's folders that no process holds; a folder without the held file is removed only if it is empty.
 
-    parent: that holds them; TMPDIR if not given.
+    parent: folder that holds the temporary folders; None for TMPDIR.
     """
     for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
         with suppress(OSError):
@@ -311,7 +313,11 @@ def _new_folder(parent: Path | None = None) -> tuple[Path, BinaryIO]:
 
 
 def _locked(folder: Path) -> BinaryIO:
-    """Return the file of a folder that nobody holds, which is now held here."""
+    """Lock and return the held file of a folder.
+
+    Raises:
+        OSError: another process holds the folder, or the folder has no held file.
+    """
     held = (folder / _HELD).open("rb")
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from kerneltune.stats import Interval, Samples
 
 _FLOOR_US = 0.5
-"""A kernel that is slower by less is not slower: launches differ by as much."""
+"""Difference below which no kernel counts as slower, because launches differ by as much."""
 
 
 class KernelTime:
-    """The time of a call, in µs; two of them, or one and a number, are measured in interleaved rounds when they are compared.
+    """Hold the time of a call in µs; a comparison with another kernel time, or with a number, measures in interleaved rounds.
 
-    `a <= 1.02 * b` is false only where a is surely slower than that: by the 95 % interval of the ratio, by the noise floor of a
-    against itself, and by 0.5 µs. `a < b` is true only where a is surely faster.
+    `a <= 1.02 * b` is false only if a is surely slower than 1.02 b: by the 95 % interval of the ratio, by the noise floor of a
+    against itself, and by 0.5 µs. `a < b` is true only if a is surely faster than b.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KernelTime:
         return f"{factor}{self.name}: {float(np.median(self.samples)):.2f} µs"
 
     def _against(self, other: "KernelTime | float") -> "tuple[Interval, float, float]":
-        """Return the ratio to the limit with its interval, the noise floor as a fraction, and how many µs are above the limit."""
+        """Return the ratio to the limit with its interval, the noise floor as a fraction, and the excess over the limit in µs."""
         import numpy as np
 
         from kerneltune.measuring.compare import SELF, noise_floor
@@ -112,7 +112,7 @@ def _call(run: Callable[..., Any], sets: Sequence[Sequence[Any]], number: int) -
 
 @pytest.fixture
 def kernel_time(request: pytest.FixtureRequest) -> Callable[[Callable[..., Any], Sequence[Any]], KernelTime]:
-    """Give the times of calls, to be compared in an assertion; skip without a GPU."""
+    """Return a function that makes the `KernelTime` of a call, for comparisons in assertions; skip the test without a GPU."""
     from kerneltune import device
 
     if not device.current().is_gpu:
@@ -126,7 +126,7 @@ def kernel_time(request: pytest.FixtureRequest) -> Callable[[Callable[..., Any],
 
 @pytest.fixture
 def kernel_check() -> Callable[..., None]:
-    """Hold a callable against a reference, as a sweep does: `kernel_check(mine, reference, args, rtol=1e-2)`."""
+    """Check a callable against a reference, as a sweep does: `kernel_check(mine, reference, args, rtol=1e-2)`."""
     from kerneltune import device
 
     if not device.has_gpu() and not device.wants_interpreter():
@@ -137,7 +137,7 @@ def kernel_check() -> Callable[..., None]:
 def _check(
     run: Callable[..., Any], reference: Callable[..., Any], args: Sequence[Any], *, rtol: float = 1e-5, atol: float = 0.0
 ) -> None:
-    """Fail where outputs disagree on poisoned memory, or where inputs are overwritten; NaN agrees with NaN.
+    """Fail the test if outputs on poisoned memory disagree with the reference, or if an input is overwritten.
 
     A second run has half of each value, so that a result or a buffer kept from the first run is found.
     """
@@ -176,7 +176,7 @@ def _halved(value: Any) -> Any:
 
 
 def _named(outputs: Any) -> dict[str, Any]:
-    """Return outputs by name: of a dict, of several outputs by number, or of one."""
+    """Return outputs by name: a dict as it is, the values of a tuple or list by number, another value as `output`."""
     if isinstance(outputs, Mapping):
         return dict(outputs)
     return {f"output {n}": value for n, value in enumerate(outputs)} if isinstance(outputs, tuple | list) else {"output": outputs}

@@ -43,28 +43,29 @@ _UTC = timedelta(0)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """One row: the result of a variant on a case.
+    """Hold a row: the result of a variant on a case.
 
     A copy with changes is `msgspec.structs.replace(record, …)`.
 
     Attributes:
         op, variant, dtype, quant, axes, options: with `policy`, the row's identity.
         case: the case's name; no part of the row's identity.
-        policy: how it was timed, for example `cold`.
-        status: `passed` is correct and timed, `checked` correct but not timed (interpreter); only `passed` carries measures.
+        policy: timing policy, for example `cold`.
+        status: `passed` (correct and timed), `checked` (correct, not timed), `failed` or `skipped`; only `passed` has measures.
         time_us: median time of one call.
-        gbps: logical minimum bytes over the time, GB/s (1e9).
-        ceiling_gbps: GB/s of a streaming kernel with the same bytes and mix; `pct_ceiling` is percent of it.
+        gbps: fewest bytes that the operator must move, over the time, in GB/s (1e9 bytes).
+        ceiling_gbps: GB/s of a streaming kernel with the same bytes and mix of reads and writes; `pct_ceiling` is `gbps` in per
+            cent of `ceiling_gbps`.
         ci_low_us, ci_high_us: 95 % interval of the time; p10_us and p90_us are the samples' quantiles.
         n: number of samples.
         aa_floor: noise floor of the row as a fraction of the time.
         config: knob -> value; None for a variant without knobs.
         date: ISO 8601 in UTC.
-        reason: why it failed or was skipped; empty when it passed.
-        family: the sweep file that the row belongs to.
-        samples_us: time of one call in every round, a sequence per process; None in rows that were written without.
-        unit: serial of the GPU, as a digest; empty in rows that were written without.
-        role: `own` variant, `peer` of another package, or `part` of the work only; empty in rows that were written without.
+        reason: reason why the row failed or was skipped; empty if the row passed.
+        family: family of the sweep file that the row belongs to.
+        samples_us: time of one call in every round, a sequence per process; None in rows of older versions.
+        unit: digest of the GPU's serial; empty in rows of older versions.
+        role: `own` variant, `peer` of another package, or `part` of the work only; empty in rows of older versions.
         flops: floating-point operations of one call; None where the operator states none.
     """
 
@@ -139,7 +140,7 @@ def key_of_case(op: str, case: Case, policy: str) -> Key:
 
 
 def rounded(value: float) -> float:
-    """Return six significant digits: more than any clock gives."""
+    """Round a value to six significant digits, more than any clock resolves."""
     return float(f"{value:.6g}")
 
 
@@ -150,7 +151,7 @@ def load(path: Path) -> list[Record]:
 
 
 def parse(lines: Iterable[bytes], name: str) -> list[Record]:
-    """Return all records on lines of JSON, oldest first; `name` is what errors call the lines."""
+    """Return all records on lines of JSON, oldest first; errors call the lines `name`."""
     records: list[Record] = []
     texts = _Texts()
     for line in lines:
@@ -254,7 +255,7 @@ _FRAME: dict[str, Any] = {
 
 
 class _Texts:
-    """Equal texts and mappings as a single object, because the rows of a file share nearly all of them."""
+    """Keep equal texts and mappings as a single object, because the rows of a file share nearly all of their texts."""
 
     def __init__(self) -> None:
         self._known: dict[object, Any] = {}
@@ -280,7 +281,7 @@ def _lines(records: Iterable[Record]) -> bytes:
 
 
 def _finite(record: Record) -> Record:
-    """Return the record, whose options and config JSON can hold."""
+    """Return the record; raise ValueError if JSON cannot hold its options or its config."""
     for name in ("options", "config"):
         values = getattr(record, name) or {}
         if any(value != value or value in (float("inf"), -float("inf")) for value in values.values()):

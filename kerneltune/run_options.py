@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def family(self) -> str:
-        """The name of the family in records and files."""
+        """Return the name of the family in records and files."""
         return self.sweep.family
 
     def cases(self, section: Section = "bench") -> list[SweepCase]:
@@ -183,7 +183,7 @@ class Plan:
         ]
 
     def tasks(self, op: str, case: Case, policy: str = "") -> list[Task]:
-        """Return a task for each selected variant of a case. Empty policy: the policy of the options."""
+        """Return a task for each selected variant of a case; an empty policy stands for the policy of the options."""
         return [Task(self.ops[op], case, variant, policy or self.options.policy) for variant in self.variants(op)]
 
     def key(self, entry: SweepCase) -> Key:

@@ -112,8 +112,8 @@ class Variant:
         unsupported: case -> None, or the reason why the variant does not support the case.
         requires: packages that must import; a variant that requires a package is a peer.
         promising: case -> configs of the space that every search tries, after the default.
-        part: the variant does only a part of the operator's work, so that its time is not compared with other variants' times.
-        compiles: the first call with a shape compiles for seconds, so that the first table leaves the variant out.
+        part: whether the variant does only a part of the operator's work; its time is then not compared with other variants'.
+        compiles: whether the first call with a shape compiles for seconds; the first table then leaves the variant out.
     """
 
     name: str
@@ -244,7 +244,8 @@ class Op:
         quants: quantisation modes.
         options: option -> allowed values, the first is the default.
         free_axes: axes along which a cached config may serve another size.
-        max_distance: largest log2 distance along the free axes, summed, at which it may; the default serves cases farther away.
+        max_distance: largest sum of log2 distances along the free axes at which a cached config serves a case; the default
+            serves cases farther away.
         free_options: options along which a cached config may serve another value at the same sizes, if the cache has no config
             for the case's own value.
         unseen_options: options whose value a call without `config=` does not know, such as the distribution of tokens over
@@ -302,13 +303,13 @@ class Op:
 
 
 _BEYOND = 4
-"""A knob may exceed a space's values, in both directions, by this factor, because `tune --knob` widens spaces."""
+"""Factor by which a knob may lie above or below all values of its space, because `tune --knob` widens spaces."""
 _MOST_WARPS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Describe the values of a knob that a kernel may be given.
+    """Describe the values of a knob that a kernel accepts.
 
     Attributes:
         offered: the values of the space.
@@ -322,7 +323,7 @@ class Range:
     powers: bool
 
     def holds(self, value: object) -> bool:
-        """Return whether a kernel may be given the value."""
+        """Return whether a kernel accepts the value."""
         if value in self.offered:
             return True
         if type(value) is not int:

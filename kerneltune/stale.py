@@ -1,7 +1,7 @@
-"""Find configs and records that other code made, and bring them up to the code at hand.
+"""Find configs and records that other code made, and renew them with the present code.
 
-A config or record is stale where the digest of its variant's code (`identity`) is another now, a record also where the case's
-config is another now. Another driver or package does not count.
+A config or record is stale if the digest of its variant's code (`identity`) has changed. A record is also stale if the config of
+its case has changed. A new driver or package makes nothing stale.
 """
 
 import itertools
@@ -37,13 +37,13 @@ _Uses = Mapping[tuple[str, Case], int]
 
 @dataclass(frozen=True, slots=True)
 class StaleFamily:
-    """The cases of a family whose records are stale: headline cases, cases with records, and cases that nobody measured.
+    """Hold the cases of a family whose records are stale.
 
     Attributes:
-        cases: how many bench cases are selected.
-        stale: cases with a variant that has no record, or a record of other code or another config, or that failed and is ours.
-        seconds_a_case: how long a case took when the records were made.
-        orphans: how many records are of no case of the sweep file.
+        cases: number of selected bench cases.
+        stale: cases with a variant that has no record, or a record of other code or another config, or a failed own variant.
+        seconds_a_case: seconds that a case took when the records were made.
+        orphans: number of records whose case is not in the sweep file.
         recorded: keys of the cases that have records.
     """
 
@@ -63,14 +63,14 @@ class StaleFamily:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """The stale configs and records of a GPU.
+    """Hold the stale configs and records of a GPU.
 
     Attributes:
-        gpu: the GPU, as its folder is called.
-        known: how many configs are cached, by operator.
+        gpu: folder name of the GPU.
+        known: number of cached configs, by operator.
         configs: operator and entry of stale configs, the most used first.
         families: the families with their stale cases.
-        plans: the plan of each family that was looked at.
+        plans: the plan of each family that was examined.
     """
 
     gpu: str
@@ -122,7 +122,7 @@ def _uses(plans: Sequence[Plan]) -> _Uses:
 
 
 def _selects(selection: Selection, op: str, entry: CacheEntry, uses: _Uses) -> bool:
-    """Return whether a config is selected; where a family or cases are named, these look the config up."""
+    """Return whether a config is selected; if a family or cases are selected, one of their cases must look the config up."""
     is_used = (op, entry.as_case) in uses or not (selection.family or selection.cases)
     covered = replace(selection, cases=()).covers(op, entry.case, entry.dtype, entry.quant)
     return is_used and covered and selection.takes_variant(entry.variant)
@@ -145,7 +145,7 @@ def _family(plan: Plan, folder: Path) -> StaleFamily:
 
 
 def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[tuple[Key, str], Record], gpu: str) -> bool:
-    """Return whether every selected variant of a case has a record of its present code and config; ours did not fail."""
+    """Return whether every selected variant has a record of its present code and config, and no own variant failed."""
     key = plan.key(entry)
     for task in plan.tasks(entry.op, entry.case):
         variant = task.variant
@@ -167,12 +167,12 @@ def _seconds_a_case(recorded: Sequence[Record]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Refreshed:
-    """The result of bringing a GPU's configs and records up to the code at hand.
+    """Hold the result of `refresh`.
 
     Attributes:
         renewals: the stale configs that were timed.
         measured: the new records.
-        left: the configs and cases that are stale still.
+        left: the configs and cases that are still stale.
     """
 
     renewals: tuple[Renewal, ...]
@@ -181,18 +181,18 @@ class Refreshed:
 
 
 def refresh(stale: Stale, progress: Progress) -> Refreshed:
-    """Hold stale configs to the clock beside their default and store the faster, then measure stale cases again.
+    """Time stale configs against their default and store the faster, then measure stale cases again.
 
-    Every config is stored and every case recorded at once, so that a run that is interrupted, or ends after `budget_s` seconds,
-    loses a single case at most; the next run goes on there. Headline cases of all families come first, then cases with records,
-    then cases that nobody measured.
+    Every config is stored and every case recorded at once. A run that is interrupted, or ends after `budget_s` seconds, loses at
+    most the present case, and the next run measures the rest. Headline cases of all families come first, then cases with
+    records, then cases that nobody measured.
     """
     budget_s = stale.plans[0].options.budget_s
     until = math.inf if budget_s is None else time.monotonic() + budget_s
     renewals = []
     if stale.configs:
         renewals = renew(stale.plans[0], stale.configs, progress)
-        stale = find(stale.plans, stale.gpu)  # a case whose config is another now is stale, too
+        stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
     measured = measure_again(list(_batches(stale)), progress, until)
     return Refreshed(tuple(renewals), tuple(measured), find(stale.plans, stale.gpu))
 

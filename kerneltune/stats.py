@@ -1,20 +1,21 @@
-"""Medians, bootstrap intervals and ratios of interleaved samples; shifts between runs of several processes.
+"""Compute medians, bootstrap intervals and ratios of interleaved samples, and shifts between runs of several processes.
 
-Within one process, rounds are resampled (`median_interval`, `ratio_interval`). That says nothing about what differs from
-process to process: addresses, the order of allocations, the state of the clocks. So a shift between two runs is resampled by
-process, then by round within the process. The process is the unit: each process gives a median of logarithms, and the centre is
-the mean of these medians. The variance of that bootstrap has a closed form, which is used instead of random numbers:
+Within one process, rounds are resampled (`median_interval`, `ratio_interval`). Such an interval lacks the differences between
+processes: addresses, the order of allocations, the state of the clocks. So a shift between two runs is resampled by process,
+then by round within the process. Each process gives a median of logarithms, and the centre of a run is the mean of these
+medians. The variance of this bootstrap has a closed form, which is used instead of random numbers:
 
     variance = (spread between the process medians + mean bootstrap variance of the median within a process) / processes
 
 The second term is exact (a bootstrap median is an order statistic whose rank has a beta distribution, Maritz and Jarrett 1978).
-The first is known badly from 2 or 3 processes, and a plain bootstrap of so few is too narrow twice: it divides by P and not by
-P - 1, and it takes normal quantiles. Here it is divided by the degrees of freedom, pooled over both runs (the same harness on
-the same GPU), and Student's t widens intervals and p-values. As process medians hold their rounds' noise already, the second
-term counts it twice: this errs on the wide side, and three medians that agree by chance do not pass for certainty.
-Assumed: processes are exchangeable, and their medians are about normal on the log scale; an odd process widens the interval.
+The first term is uncertain with 2 or 3 processes. A plain bootstrap of so few processes is too narrow for two reasons: it
+divides by P instead of P - 1, and it takes normal quantiles. Here the spread is divided by the degrees of freedom, pooled over
+both runs (the same harness on the same GPU), and Student's t widens intervals and p-values. Because process medians contain the
+noise of their rounds, the second term counts this noise twice. So intervals are too wide rather than too narrow, and three
+medians that agree by chance do not give a narrow interval.
+Assumptions: processes are exchangeable, and their medians are about normal on the log scale; an outlier widens the interval.
 
-Pure functions of numbers. scipy.special is imported inside functions, because a search does not need it.
+The functions are pure. scipy.special is imported inside functions, because a search does not need it.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ _RESAMPLES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A median and its bootstrap 95 % interval."""
+    """Hold a median and its bootstrap 95 % interval."""
 
     median: float
     low: float
@@ -40,7 +41,7 @@ class Interval:
 
     @property
     def relative_half_width(self) -> float:
-        """Half the interval's width over the median; infinite where the median is zero."""
+        """Return half the interval's width over the median; infinite where the median is zero."""
         return (self.high - self.low) / (2 * self.median) if self.median else float("inf")
 
     def contains(self, value: float) -> bool:
@@ -71,11 +72,11 @@ def ratio_interval(numerator: Samples, denominator: Samples, seed: int = 0) -> I
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A slowdown of a run relative to another run, on the log scale.
+    """Describe the slowdown of a run relative to another run, on the log scale.
 
     Attributes:
         log: log(new / old).
-        error: its standard error.
+        error: standard error of `log`.
         freedom: degrees of freedom of the error; infinite where the error is assumed to be known.
     """
 
@@ -90,7 +91,7 @@ class Shift:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The 95 % interval of the slowdown."""
+        """Return the 95 % interval of the slowdown."""
         from scipy.special import stdtrit
 
         reach = self.error * float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2))
@@ -107,9 +108,9 @@ class Shift:
 
 
 def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift | None]:
-    """Return the shifts of many rows at once, each (samples of old processes, samples of new processes), a sequence per process.
+    """Return the shift of each row; a row is (samples of the old run, samples of the new run), each a sequence per process.
 
-    None where neither run of a row has two processes.
+    The shift of a row is None if neither run has two processes.
     """
     if not all(old and new and all(map(len, (*old, *new))) for old, new in sides):
         raise ValueError("no samples to take a median of")
@@ -135,7 +136,7 @@ def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift |
 
 
 def interval_shift(old: Interval, new: Interval) -> Shift:
-    """Return the shift between intervals of a single process each; what differs between processes is not known and not in it."""
+    """Return the shift between two single processes by their intervals; its error lacks the differences between processes."""
     from scipy.special import ndtri
 
     widths = [np.log(interval.high / interval.low) / (2 * ndtri((1 + CONFIDENCE) / 2)) for interval in (old, new)]
@@ -145,7 +146,7 @@ def interval_shift(old: Interval, new: Interval) -> Shift:
 def centre_interval(processes: Sequence[Samples]) -> Interval:
     """Return the geometric mean of the process medians and its interval, resampled by process, then by round.
 
-    One process: the median and the interval of its rounds.
+    For a single process, return the median and the interval of its rounds.
     """
     if len(processes) == 1:
         return median_interval(processes[0])
@@ -166,7 +167,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _levels(processes: Sequence[Samples]) -> tuple[Samples, Samples]:
-    """Per process (processes,): the median logarithm, and the variance of its bootstrap over rounds."""
+    """Return for each process the median logarithm and the variance of its bootstrap over rounds, both (processes,)."""
     if not processes or any(len(rounds) == 0 for rounds in processes):
         raise ValueError("no samples to take a median of")
     levels = [_level(np.log(np.asarray(rounds)[None])) for rounds in processes]
@@ -174,7 +175,7 @@ def _levels(processes: Sequence[Samples]) -> tuple[Samples, Samples]:
 
 
 def _level(logs: Samples) -> tuple[Samples, Samples]:
-    """Per row of logarithms (rows, rounds): the median, and the variance of its bootstrap over rounds, both (rows,)."""
+    """Return for each row of logarithms (rows, rounds) the median and the variance of its bootstrap, both (rows,)."""
     rounds = logs.shape[1]
     logs = np.sort(logs, axis=1)
     weights = _rank_weights(rounds)

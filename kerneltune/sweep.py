@@ -57,7 +57,7 @@ class Sweep:
 
     Attributes:
         gate: the file's gate limits; `margin` is a fraction of the time.
-        headline: operators, patterns of case names, element types and modes that select the most telling bench cases.
+        headline: operators, patterns of case names, element types and modes that select the bench cases of the first table.
     """
 
     family: str
@@ -189,7 +189,7 @@ class _Item:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry of a section: its node, its operators, and its fields beside the defaults.
+    """Hold an entry of a section: its node, its operators, and its fields beside the defaults.
 
     Attributes:
         is_named: whether the entry names its operators, which must have all of its fields.
@@ -319,7 +319,10 @@ class _Reader:
         return sizes
 
     def choices(self, entry: "_Entry", op: Op, field: str, default: tuple[Option, ...]) -> list[Option]:
-        """Return the values of a field that `op` offers; those of other operators only are dropped unless `op` is named."""
+        """Return the values of a field that `op` offers.
+
+        A value that only other operators of the entry offer is dropped; it is an error if the entry names its operators.
+        """
         if field not in entry.fields:
             return list(default)
         taken = []
