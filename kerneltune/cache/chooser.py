@@ -79,7 +79,7 @@ class Chooser:
         return _chosen(self, gpu or device.current_slug(), axes, dtype, quant, options)
 
     def find(self, case: Case, gpu: str | None = None) -> Choice:
-        """Return the first valid config of: the case's own entry, entries near it, the default.
+        """Return the first valid config of: the case's own entry, near entries as `nearness.ranked` sorts them, the default.
 
         Near entries have the case's sizes and another value of a free option, or the other 16-bit type, or other sizes of the
         free axes within `max_distance`. For a GPU that has no config of the operator, entries of the nearest known architecture
@@ -108,9 +108,9 @@ class Chooser:
         return None if entry is None or config is None else (entry, config)
 
     def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
-        """Yield the entries that can serve a case, with its own, the nearest first: entry, valid config, log2 distance.
+        """Yield (entry, valid config, log2 distance) of the entries that can serve a case, its own included, the nearest first.
 
-        Of two entries as near, an entry of the policy comes before an entry of `cold`.
+        Of two equally near entries, an entry of the chooser's policy comes before an entry of `cold`.
         """
         kin = _table(self, gpu, case.quant).same_bands.get(_fixed(self, case.axes), ())
         place = dict(case.axes), case.dtype, dict(case.options)

@@ -35,7 +35,7 @@ from kerneltune.spec import MOST, Case, Option
 _when_stored: list[Callable[[], None]] = []
 SCHEMA = 1
 _NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
-"""NaN and infinity, which JSON lacks and some writers write: read as null, so that their entry is bad and not the file."""
+"""NaN and infinity, which some writers write and JSON lacks: they are read as null, so that only their entry is bad."""
 Axes = tuple[tuple[str, int], ...]
 Options = tuple[tuple[str, Option], ...]
 
@@ -60,7 +60,7 @@ class _Evidence(msgspec.Struct):
 
 
 class _EntryRow(msgspec.Struct, forbid_unknown_fields=True):
-    """Hold an entry as a file has it."""
+    """Hold an entry in the form of a file."""
 
     variant: _Name
     case: _Name
@@ -200,7 +200,7 @@ def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], roo
 
 
 def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
-    """Sort entries by falling size, then by the text of their config, so that ties of a look-up have one answer."""
+    """Sort entries by falling size, then by the text of their config, so that equally near entries have a fixed order."""
     return sorted(entries, key=lambda entry: (-_size(entry), _order(entry.config)))
 
 
@@ -222,7 +222,7 @@ def _loaded(path: Path) -> tuple[CacheEntry, ...]:
 
 @lru_cache(maxsize=1024)
 def alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, CacheEntry], ...]:
-    """Return a variant's entries for any sizes, type and options, each with these, as `in_order`; entries of `cold` come last."""
+    """Return (sizes, type and options; entry) of all entries of a variant and mode, by `in_order`, entries of `cold` last."""
     of_variant = [e for e in _loaded(path) if (e.variant, e.quant) == (variant, quant)]
     found = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in of_variant if e.policy == wanted)]
     return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in found)

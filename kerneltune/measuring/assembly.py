@@ -54,10 +54,10 @@ class Kernel:
     """Hold the resources of a compiled kernel.
 
     Attributes:
-        registers, spill_bytes: per thread.
-        scalar_registers: per warp, on AMD GPUs.
-        accesses: to global memory.
-        cooperative: launched as a cooperative grid, which fails unless all its programs are resident at once.
+        registers, spill_bytes: registers and spilled bytes per thread.
+        scalar_registers: scalar registers per warp, on AMD GPUs.
+        accesses: accesses to global memory.
+        cooperative: whether the kernel is launched as a cooperative grid, whose programs must all be resident at once.
         stray_stores: instructions that store the stack pointer. Source code never asks for a store of the stack pointer. ptxas
             12.8 emits a stray store in place of fp8 values that it failed to compute (triton-lang/triton#11111).
     """
@@ -78,7 +78,7 @@ class Fact:
     """Hold the facts of a compiled kernel; a kernel that exceeds the target's shared memory has no registers and no accesses.
 
     Attributes:
-        tensor_columns: of Blackwell's tensor memory, that a program uses.
+        tensor_columns: columns of Blackwell's tensor memory that a program uses.
     """
 
     kernel: Kernel
@@ -138,7 +138,7 @@ class Limits:
     """List the resources of an SM.
 
     Attributes:
-        partitions: its schedulers (SIMDs); the warps of a program are dealt out over them.
+        partitions: schedulers (SIMDs) of the SM, over which the warps of a program are distributed.
         registers: registers per lane in a partition; a warp takes them in units of 8.
         warps: most warps in a partition.
         programs: most programs.
@@ -162,7 +162,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Hold the numbers of resident programs and warps of an SM, the limit `of_warps`, and the resource that limits them."""
+    """Hold the resident programs and warps of an SM, the most warps that it can hold (`of_warps`), and the limiting resource."""
 
     programs: int
     warps: int

@@ -56,7 +56,7 @@ class Outcome:
 
     Attributes:
         status: `checked`, `failed`, or `skipped` where the case is not supported or does not fit in memory.
-        reason: one line that says why the check failed or was skipped, or how much was checked; may be empty if `checked`.
+        reason: one line: the reason of the failure or the skip, or the number of pairs checked; may be empty if `checked`.
         config, case: the config and the case that failed, if the check has several.
     """
 
@@ -88,7 +88,7 @@ class Checker:
             self.inputs_before = {name: tensor.clone() for name, tensor in self._kept()}
             asked, field = op.reference, "reference"
             self._expected: Outputs = op.reference(self.inputs)
-        except Exception as error:  # a plug-in's own, or an allocator's of the CPU
+        except Exception as error:  # of a plug-in's code, or of the CPU's allocator
             if out_of_memory_reason(error):
                 raise
             raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, for {op.name} {case.label}") from error
@@ -175,7 +175,7 @@ class Checker:
         return outputs, self._overwritten(outputs) or self.disagreements(outputs)
 
     def disagreements(self, outputs: Outputs) -> list[str]:
-        """Return the lines of the operator's `compare`, or why it gave none."""
+        """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:
             found: object = self.op.compare(self.case, self.inputs, outputs, self._expected)
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared

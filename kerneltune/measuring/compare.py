@@ -53,7 +53,7 @@ def memory_obstacle(op: Op, case: Case) -> str | None:
 
 
 def obstacle(task: Task) -> str | None:
-    """Return None if the task can be timed; else that its case does not fit the GPU, or that no call would be cold."""
+    """Return why a task cannot be timed: its case does not fit the GPU, or no call would find the L2 cold; None if it can."""
     try:
         _sets(task)
     except ValueError as error:
@@ -93,10 +93,11 @@ def time_runs(
     If the shared inputs do not fit in memory, all variants are skipped.
 
     Args:
-        runs: of one case; a variant that is there twice is timed as if it were there once.
+        runs: runs of one case; a variant with two runs is timed like a variant with one run.
         ceiling: the streaming operator that moves as many bytes, timed as `CEILING`.
-        untimed: variants that failed elsewhere and are not launched here, and why.
-        on_variant: told the name of a variant, or of the ceiling, before it is launched alone, and "" before all are timed.
+        untimed: outcomes of variants that failed elsewhere and are not launched here.
+        on_variant: function that gets the name of a variant, or of the ceiling, before its launch alone, and "" before all are
+            timed.
 
     Raises:
         RuntimeError: a launch broke the GPU context of this process.
@@ -170,10 +171,10 @@ def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome], on_variant
 def _capture(
     names: Iterable[str], variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy
 ) -> dict[str, Contender] | Outcome:
-    """Capture a variant once per name, or say why it cannot be timed."""
+    """Return a contender of a variant per name, or the outcome that says why the variant cannot be timed."""
     try:
         return affordable(lambda: {name: contender(variant, config, inputs, policy) for name in names})
-    except Exception as error:  # what another package raises under capture is a result, not our failure
+    except Exception as error:  # an error of another package under capture is a result
         reason = f"cannot be timed: {first_line(error)}"
         _require_context(reason)
         return Outcome("failed", reason)
@@ -182,7 +183,7 @@ def _capture(
 def _sample(
     contenders: dict[str, Contender], ceiling: Run | None, on_variant: Callable[[str], None]
 ) -> dict[str, Samples] | Outcome:
-    """Time the contenders, and beside them the ceiling where its inputs fit the memory."""
+    """Time the contenders, and in the same rounds the ceiling, if its inputs fit in memory."""
     if ceiling is not None:
         on_variant(CEILING)
         beside = affordable(partial(_ceiling_contender, *ceiling))
@@ -198,12 +199,12 @@ def _ceiling_contender(task: Task, config: Config) -> Contender | Outcome:
 
 
 def time_contenders(contenders: Mapping[str, Contender]) -> dict[str, Samples]:
-    """Sample the contenders interleaved, in an order of its own in every process."""
+    """Sample the contenders in interleaved rounds, whose random order differs between processes."""
     return interleave(contenders, throttled=throttled, seed=os.getpid())
 
 
 def input_sets(task: Task) -> list[Inputs] | Outcome:
-    """Make as many input sets as make every call find the L2 as the policy says, if there is the memory for them."""
+    """Make so many input sets that every call finds the L2 cold or hot, as the policy says; `skipped` if memory is short."""
     try:
         count = _sets(task)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Ahead-of-time compilation of a variant's kernels on the CPU, in a pool of worker processes.
+"""Compile a variant's kernels ahead of time, on the CPU, in a pool of worker processes.
 
 A worker calls the variant's function on meta tensors under a driver that compiles and never launches. So a later launch finds its
-kernels in Triton's disk cache. A pool that inspects compiles only kernels without known facts. May import torch and triton.
+kernels in Triton's disk cache. A pool that inspects compiles only kernels without known facts (`inspected.py`).
 """
 
 import os
@@ -34,7 +34,7 @@ _MAX_THREADS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target of compilations: triton's backend, architecture and warp size, and the shared memory a program may use."""
+    """Describe a target: triton's backend, architecture and warp size, and the shared memory that a program may use."""
 
     backend: str
     arch: int | str
@@ -66,7 +66,7 @@ def compile_job(task: Task, config: Config) -> CompileJob:
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """The kernels that a job launches, or why it has none; of a pool that inspects, also the facts of each by digest.
+    """Hold the kernels that a job launches, or its error; from a pool that inspects, also the fact of each kernel by digest.
 
     Attributes:
         crashed: whether the worker crashed or hung; the error says which.
@@ -135,7 +135,7 @@ class PendingCompile:
 
 
 class CompilePool:
-    """Worker processes that compile jobs for a target. Use as a context manager."""
+    """Hold worker processes that compile jobs for a target. Use as a context manager."""
 
     def __init__(
         self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, known: "KnownFacts | None" = None
@@ -145,7 +145,7 @@ class CompilePool:
         Args:
             target: target of all jobs.
             workers: number of processes; None for a process per core.
-            cores: that the workers may use, None for all.
+            cores: cores that the workers may use; None for all.
             known: known facts, for a pool that inspects kernels and never launches them. An inspecting pool compiles only kernels
                 without facts, makes no binary and no line numbers of AMD code, and keeps its own folder in the disk cache.
         """
@@ -169,7 +169,7 @@ class CompilePool:
             return self.pool.schedule(_compile, args=(job,), timeout=timeout_s)
 
     def __enter__(self) -> "CompilePool":
-        """Start the workers, which have something to do before the first job."""
+        """Start the workers by a job that does nothing, because pebble starts no worker before the first job."""
         try:
             self.pool.schedule(_nothing)
         except BaseException:  # an interrupt, most likely
@@ -186,7 +186,7 @@ class CompilePool:
         return PendingCompile(self, job, timeout_s)
 
     def compile(self, jobs: Sequence[CompileJob], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[CompileResult]:
-        """Compile all jobs; yields in their order."""
+        """Compile all jobs, and yield their results in the order of the jobs."""
         pending = [self.submit(job, timeout_s) for job in jobs]
         for job in pending:
             yield job.result()
@@ -194,7 +194,7 @@ class CompilePool:
 
 def know_triton() -> None:
     """Make Triton hash its own files now, which takes 0.3 s and otherwise delays the first kernel of a process."""
-    with suppress(ImportError):  # of a version that has it elsewhere: only time is lost
+    with suppress(ImportError):  # a Triton with `triton_key` elsewhere hashes at the first kernel
         from triton.runtime.cache import triton_key
 
         triton_key()
@@ -218,7 +218,7 @@ def _start_worker(target: Target, cores: frozenset[int] | None, known: "KnownFac
     if inspecting:
         knobs.cache.dir = os.path.join(knobs.cache.dir, inspecting.folder)
     if inspecting and target.backend == "hip":
-        knobs.compilation.disable_line_info = True  # without changing the code, which ptxas would
+        knobs.compilation.disable_line_info = True  # changes no code of AMD; see `inspected.ir_text` for ptxas
     know_triton()
 
 
@@ -229,7 +229,7 @@ def _dry_driver(target: Target) -> Any:
     from triton.backends.driver import DriverBase
 
     class DryDriver(DriverBase):
-        """Compiles for a target and launches nothing."""
+        """Compile for a target and launch nothing."""
 
         def __init__(self) -> None:
             self.utils = _DryUtils(target)
@@ -301,7 +301,7 @@ def _compile(job: CompileJob) -> CompileResult:
     started = time.perf_counter()
     try:
         job.run(job.make_inputs(device="meta"), job.config)
-    except Exception as exception:  # whatever a compiler raises is a property of the config, and is recorded
+    except Exception as exception:  # any error of a compiler is a property of the config, and is recorded
         error = first_line(exception)
     else:
         error = next((_wrong_code(kernel) for kernel in active.utils.launched if kernel.stray_stores), "")
@@ -313,7 +313,7 @@ def _wrong_code(kernel: Kernel) -> str:
 
 
 class _DryLaunch:
-    """Stands for a compiled kernel and records its resources instead of a launch."""
+    """Stand for a compiled kernel; a call records its resources and launches nothing."""
 
     def __init__(self, launched: list[Kernel], metadata: Any) -> None:
         self.launched, self.metadata = launched, metadata

@@ -211,7 +211,7 @@ class Inspecting:
     """Change the stages of a compilation so that it ends early if its fact is known."""
 
     def __init__(self, known: KnownFacts, backend: str, shared_bytes: int) -> None:
-        """backend: triton's; shared_bytes: the most that a program may use."""
+        """Take the known facts, the name of Triton's backend, and the most shared memory in bytes that a program may use."""
         self.known, self.backend, self.shared_bytes = known, backend, shared_bytes
 
     @property
@@ -284,8 +284,9 @@ def _settle(metadata: Any, fact: Fact) -> None:
 def ir_text(module: Any) -> str:
     """Return the text of Triton's IR.
 
-    Line information is part of the code: ptxas takes the labels that bound an inlined function for joints, and allocates other
-    registers. The name of a file, and how far apart its lines are, is not.
+    The text keeps line information, because it changes the code: ptxas takes the labels around an inlined function for joins of
+    its control flow, and allocates other registers. Names of files and distances between lines change no code: the text has
+    numbers in their place.
     """
     from triton import knobs
 
@@ -300,7 +301,7 @@ def ir_text(module: Any) -> str:
 
 
 def _text(options: Any) -> str:
-    """Return all compile options, libraries by content, and the environment variables that Triton heeds."""
+    """Return all compile options, libraries by content, and the environment variables that change Triton's code."""
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
     values = dict(options.__dict__)

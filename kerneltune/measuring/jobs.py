@@ -16,7 +16,7 @@ from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Op
 
 Begin = Callable[[Outcome], None]
-"""Function that gets the outcome of the next check if the check ends the process; its reason is put before the cause."""
+"""Function that gets the outcome that the next check has if it ends the process; the cause is appended to its reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Job:
         label: name of the checks on one line.
         task: the variant, and the case of the outcomes that name no case.
         work: function that runs the checks.
-        parts: the job of each check alone; they run if a check ends the process and it is not known which.
+        parts: a job for each check alone; the parts run if an unknown check of the job ends the process.
     """
 
     label: str
@@ -86,7 +86,7 @@ def check_cost(op: Op, case: Case) -> float:
 
 
 def run_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, list[Outcome]]]:
-    """Run jobs, one on each core at a time, and yield the number and the outcomes of each job when it is done."""
+    """Run a job on each core at a time, and yield the number and the outcomes of each finished job."""
     waiting, running = deque(enumerate(jobs)), dict[Fork[list[Outcome]], int]()
     num_processes = len(os.sched_getaffinity(0))
     try:
@@ -105,7 +105,7 @@ def run_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, list[Outcome]]]:
 
 
 def _outcomes(fork: Fork[list[Outcome]], job: Job) -> list[Outcome]:
-    """Return the outcomes of a job, which says which check ended the fork if a check did."""
+    """Return the outcomes of a job; if a check ended the fork, only the outcome of this check or of the job's parts."""
     try:
         return fork.result()
     except ForkCrashedError as error:

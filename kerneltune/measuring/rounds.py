@@ -1,4 +1,4 @@
-"""Interleaved, cold-L2, graph-timed samples of callables.
+"""Sample callables in interleaved rounds, with a cold or hot L2, as CUDA graphs or launch by launch.
 
 The module knows no operator and does not interpret the times.
 """
@@ -17,15 +17,19 @@ from kerneltune.compat import sleep_on_gpu
 from kerneltune.stats import Samples, ratio_interval
 
 Run = Callable[[int], Any]
-"""Runs one call on input set `i` and returns its outputs."""
+"""Function that runs one call on input set `i` and returns its outputs."""
 
 _MIN_CALLS = 10
+"""Fewest calls in a sample."""
 _LONG_SAMPLES = 4
-"""Factor by which a sample may become longer than asked for, so that it holds the fewest calls."""
+"""Factor by which a sample may become longer than asked for, so that it has `_MIN_CALLS` calls."""
 _MIN_SAMPLE_US = 800.0
 _WARM_MS = 200.0
+"""Milliseconds of samples that warm the GPU up before the first round."""
 _QUEUE_AHEAD_CYCLES = 300_000
+"""GPU cycles of the kernel that keeps the GPU busy while the host queues a sample."""
 _L2_MULTIPLE = 4
+"""Input sets of a cold policy hold so many times the bytes of the L2."""
 _MOST_SETS = 8192
 """A sample walks over all sets: with more, capturing it takes many seconds."""
 

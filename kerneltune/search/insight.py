@@ -23,7 +23,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class DeadValue:
-    """A value that no config within 2 % of the best has. `saving` is the fraction of configs with this value."""
+    """Describe a value that no config within 2 % of the best has; `saving` is the fraction of configs with this value."""
 
     knob: str
     value: Any
@@ -32,7 +32,7 @@ class DeadValue:
 
 @dataclass(frozen=True, slots=True)
 class Portfolio:
-    """The smallest set with a config within 2 % of the best time of every case. `worst` is the largest remaining gap."""
+    """Hold the smallest set with a config within 2 % of the best time of every case; `worst` is the largest remaining gap."""
 
     configs: tuple[Knobs, ...]
     worst: float

@@ -24,14 +24,16 @@ SAMPLERS = ("ours", "random")
 """`ours` is search.FiniteGPSampler. `random` draws every config with the same probability."""
 DEFAULT_SAMPLER = "ours"
 ENUMERATE_UP_TO = 120
+"""Largest number of configs of a space that a search without limits tries completely, in order."""
 AHEAD = 8
 """Configs in flight while a compiled config waits for its measurement.
 
 The sampler decides without the times of these configs. While no config waits, every compiler has a config.
 """
 _AHEAD_BLIND = 48
-"""Configs in flight of a search whose order no time changes."""
+"""Configs in flight of a search that tries its configs in a fixed order."""
 _FIRST = 8
+"""Configs that are tried after `Candidates.first` before the sampler's model chooses."""
 _LESS_LIKELY = 2.0
 """Factor by which a config is drawn later for every knob that differs from the default or from the best config of a near case.
 
@@ -39,7 +41,9 @@ Defaults and near cases guess well. On the shipped spaces, configs within two kn
 of the 63 configs within 3 % of the best.
 """
 _GAIN_AFTER = 16
+"""Known times from which the expected gain is computed."""
 _GAIN_EVERY = 4
+"""Told configs between two computations of the expected gain."""
 _READY = 2
 """Compiled configs that keep the GPU busy while the search decides. As many evaluations are told to the sampler at a time."""
 _POLL_S = 0.001
@@ -47,7 +51,7 @@ _POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The limits of a search.
+    """Hold the limits of a search.
 
     Attributes:
         budget_s: seconds per case, counted from the first evaluation after the GPU is ready; None for no limit.
@@ -81,7 +85,7 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The configs that a search may try.
+    """Hold the configs that a search may try.
 
     Attributes:
         pool: all configs, each once.
@@ -106,7 +110,7 @@ class Candidates:
 
 
 class Started(Protocol):
-    """A config whose evaluation has begun with its compilation."""
+    """Hold a config whose evaluation has begun with its compilation."""
 
     def done(self) -> bool:
         """Return whether the config is compiled."""
@@ -119,17 +123,17 @@ class Started(Protocol):
 
 
 class Evaluator(Protocol):
-    """Evaluates configs for a search."""
+    """Evaluate configs for a search."""
 
     @property
     def compilers(self) -> int:
-        """The number of configs that compile at the same time."""
+        """Return the number of configs that compile at the same time."""
 
     def begin(self, config: Config) -> Started:
         """Begin to compile a config."""
 
     def is_ready(self) -> bool:
-        """Return whether a compiled config can be measured now. The seconds of a budget begin with the first evaluation then."""
+        """Return whether a compiled config can be measured now. A budget counts from the first evaluation after that."""
 
     def use_idle_time(self) -> None:
         """Do useful work while the search waits. The search calls this again and again."""
@@ -187,7 +191,7 @@ def explore(
 
 
 def times_of(found: Mapping[Config, Evaluation]) -> dict[Config, float]:
-    """Return the times of the configs that have one."""
+    """Return config -> time; configs without a time are left out."""
     return {config: evaluation.time_us for config, evaluation in found.items() if evaluation.time_us is not None}
 
 
@@ -208,7 +212,7 @@ def _values(config: Config) -> tuple[Any, ...]:
 
 
 class SearchState:
-    """The candidates of a search with their states: untried, asked for, or told with a time.
+    """Hold the candidates of a search with their states: untried, asked for, or told with a time.
 
     Attributes:
         sampler: sampler that chooses among the untried configs.
@@ -265,7 +269,7 @@ class SearchState:
 
 
 class _InFlight:
-    """Configs that compile or wait for their evaluation. A slow compilation delays no other config."""
+    """Hold the configs that compile or wait for their evaluation. A slow compilation delays no other config."""
 
     def __init__(self, compilers: int) -> None:
         self._compilers = compilers
@@ -274,7 +278,7 @@ class _InFlight:
 
     @property
     def length(self) -> int:
-        """The number of configs that were asked for and have no evaluation yet."""
+        """Return the number of configs that were asked for and have no evaluation yet."""
         return len(self._compiling) + len(self._waiting)
 
     def has_room(self, ahead: int) -> bool:

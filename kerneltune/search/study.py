@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
 
 _SCORED = 2048
-
+"""Untried configs, in order, for which the model computes the expected improvement."""
 
 Seen = Mapping[int, float | None]
 """Place in the list -> time of each tried config; None for a failure."""
@@ -39,7 +39,7 @@ class ListSampler(BaseSampler):
         self._index = {tuple(config.values()): i for i, config in enumerate(self.configs)}
         self._study: optuna.Study | None = None
         self._seen: dict[int, float | None] = {}
-        self._heard = 0  # trials of the study, from the first on, that are finished and known
+        self._heard = 0  # trials of the study, from the first on, whose results are in _seen
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Return the distributions of all knobs."""

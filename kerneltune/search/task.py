@@ -10,7 +10,7 @@ from kerneltune.spec import Case, Config, Op, Variant
 
 
 class TaskKey(NamedTuple):
-    """Names of a task's parts. Two cases that differ only in their names are equal."""
+    """Hold the names of a task's parts. Two cases that differ only in their names are equal."""
 
     op: str
     variant: str
@@ -25,7 +25,7 @@ class TaskKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An operator's variant on a case under a policy: the unit that is searched, checked, timed and stored.
+    """Describe an operator's variant on a case under a policy: the unit that is searched, checked, timed and stored.
 
     A task is pickled by name. Another process imports the operator, so it does not see a space that was widened here.
     """
@@ -104,7 +104,7 @@ Knobs = tuple[tuple[str, Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result of one config on one case, from the bench to the store.
+    """Hold the result of one config on one case, from the bench to the store.
 
     Attributes:
         status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit an SM, `wrong`,
@@ -130,7 +130,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A config on a task with its evaluation: the row of every store.
+    """Hold a config on a task with its evaluation: the row of every store.
 
     Attributes:
         key: names of the task.

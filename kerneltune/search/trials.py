@@ -41,7 +41,7 @@ Searches = list[tuple[Case, dict[Knobs, Evaluation]]]
 
 
 class _TrialRow(msgspec.Struct):
-    """The schema of a trial in a journal. Journals of older versions lack the last six fields."""
+    """Hold a trial as a journal has it; journals of older versions lack the last six fields."""
 
     op: str
     variant: str
@@ -64,7 +64,7 @@ class _TrialRow(msgspec.Struct):
 
     @property
     def trial(self) -> Trial:
-        """The row as a trial."""
+        """Return the row as a trial."""
         case = Case(self.case, tuple(self.axes.items()), self.dtype, self.quant, tuple(self.options.items()))
         measured = (self.resources, self.spill_bytes, self.shared_bytes, self.date, self.commit)
         status = "crashed" if self.status == "lost" else self.status  # the word of journals before 2026-11-26
@@ -73,7 +73,7 @@ class _TrialRow(msgspec.Struct):
 
 
 class TrialStore:
-    """The trials of an operator on a GPU model.
+    """Hold the trials of an operator on a GPU model.
 
     Opening a store writes nothing. Threads may share a store, and processes the file.
     """
@@ -100,7 +100,7 @@ class TrialStore:
         return self._found.get(task.key, {}).get(knob_pairs(config))
 
     def put(self, task: Task, config: Config, evaluation: Evaluation) -> None:
-        """Store an evaluation; it is on disk when this returns."""
+        """Store an evaluation; the evaluation is on disk when `put` returns."""
         date = evaluation.date or datetime.now(UTC).isoformat(timespec="seconds")
         stored = replace(evaluation, date=date, commit=evaluation.commit or self._commit)
         with self._lock:
@@ -155,7 +155,7 @@ class TrialStore:
         return {name: sorted(values, key=choice_order) for name, values in choices.items()}
 
     def refresh(self) -> None:
-        """Read the trials that the file has by now, of other processes as well."""
+        """Read the trials that other processes have added to the file by now."""
         self._storage = self._storage or _existing(self._path)
         found = [trial for trial in _trials(self._storage, self._path, self._read) if trial.fingerprint == self._fingerprint]
         with self._lock:
@@ -203,7 +203,7 @@ def searches_below(
 ) -> dict[str, Searches]:
     """Return the stored trials of cases under their newest fingerprint, by operator, variant and quant mode.
 
-    folder: of the stores; is_wanted: selects variants by name.
+    folder: folder of the stores; is_wanted: function that selects variants by name.
     """
     found: dict[str, Searches] = {}
     stores: dict[tuple[str, str], TrialStore] = {}
@@ -274,7 +274,7 @@ def _row(row: Mapping[str, Any], path: Path) -> Trial:
 
 
 class _JournalFile(JournalFileBackend):
-    """A journal file that ends with a whole line, and whose lock ends with the process that holds it."""
+    """Append to a journal file that ends with a whole line, under a lock that ends with the process that holds it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))

@@ -30,10 +30,15 @@ OtherSizeTrials = Sequence[tuple[Sizes, Mapping[str, Any], bool]]
 """Trials of other cases: sizes, knobs of the config, and whether the compiler refused it."""
 
 _PER_DOUBLING = 2.0
+"""A trial's weight falls by e to this power for every knob of twice the value."""
 _SIZES_COUNT = 0.2
+"""Distance of an axis of twice the size, where a knob of twice the value has 1."""
 _DOUBT = 0.02
+"""Weight of the mean over all trials, beside the weights of near trials."""
 _NEIGHBOURS = 3
+"""Near entries of the cache whose configs a search tries first."""
 _TRANSFERRED = 16
+"""Fastest configs of the other 16-bit type that are searched in place of the whole space."""
 MOST_OTHER_SIZES = 2000
 """Newest trials of other sizes that the feasibility is computed from. More trials take longer than they save."""
 
@@ -45,9 +50,9 @@ def neighbour_dtype(task: Task) -> Task | None:
 
 
 def pool_of(task: Task, store: "TrialStore | None" = None) -> list[Config]:
-    """Return the default, then the configs of the space, or the neighbour's best configs if the other 16-bit type was searched.
+    """Return the default, then the configs of the space, or the fastest of the other 16-bit type if that type was searched.
 
-    Without a store all configs of the space are candidates.
+    Without a store, all configs of the space are returned.
     """
     space = checked_space(task)
     neighbour = neighbour_dtype(task)

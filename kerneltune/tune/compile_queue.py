@@ -8,7 +8,7 @@ from kerneltune.spec import Config
 
 
 class CompileQueue:
-    """The compilations of a session, in front of its pool."""
+    """Queue the compilations of a session in front of its pool."""
 
     def __init__(self, pool: CompilePool) -> None:
         self._pool = pool
@@ -18,7 +18,7 @@ class CompileQueue:
 
     @property
     def compilers(self) -> int:
-        """The number of configs that compile at the same time."""
+        """Return the number of configs that compile at the same time."""
         return self._pool.workers
 
     def begin(self, task: Task, config: Config) -> PendingCompile:

@@ -52,7 +52,7 @@ def serve(pipe: Connection, cores: frozenset[int] | None, options: Options) -> N
 
 
 class GpuProcess:
-    """The process of a GPU, as its parent sees it.
+    """Hold the process of a GPU and the task that it performs.
 
     Attributes:
         pipe: end of the pipe to the process.
@@ -78,7 +78,7 @@ class GpuProcess:
 
 
 class Fleet:
-    """The processes of several GPUs. Use as a context manager.
+    """Hold the processes of several GPUs. Use as a context manager.
 
     Attributes:
         finished: performed tasks with their results.

@@ -1,6 +1,6 @@
 """Check, time and compare configs on a GPU, in a process that may crash: the GPU worker.
 
-Of a command's processes only the GPU worker launches kernels on a GPU. It decides nothing and stores nothing. May import torch.
+Of a command's processes only the GPU worker launches kernels on a GPU. The worker decides nothing and stores nothing.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ from kerneltune.spec import Config
 from kerneltune.stats import Samples
 
 TRIED_WHOLE = 20
-"""Size up to which a space is a published list, whose configs are measured even if they spill."""
+"""Largest number of configs of a space that are all measured, even if they spill: so small a space is a published list."""
 SCREEN_SAMPLES = 5
 _SCREEN_US = 250.0
 _REJECTED_AT = 1.3
@@ -45,7 +45,7 @@ _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 
 
 class GpuBench:
-    """Checks and times configs on the GPU of this process.
+    """Check and time configs on the GPU of this process.
 
     Inputs and reference of a case stay in memory until a request for another case, or `close`.
 
@@ -123,9 +123,8 @@ class GpuBench:
         The rounds end when the intervals of the ratios to the first config are narrow.
         """
         self.prepare(task)
-        contenders = {
-            "0": self._contender(task, configs[0])
-        }  # every other config is compared with the first config, so its failure fails the request
+        # every other config is compared with the first config, so a failure of the first config fails the request
+        contenders = {"0": self._contender(task, configs[0])}
         for i, config in enumerate(configs[1:], start=1):
             beside = affordable(partial(self._contender, task, config))
             if not isinstance(beside, Outcome):
@@ -159,7 +158,7 @@ def open_driver() -> None:
 
 
 class WorkerCrashedError(Exception):
-    """The GPU worker crashed, was killed or stopped. The message says how.
+    """Report that the GPU worker crashed, was killed or was stopped; the message says how.
 
     Attributes:
         variant: variant that `compare` had launched alone; empty where several variants may be the cause.
@@ -171,11 +170,11 @@ class WorkerCrashedError(Exception):
 
 
 class WorkerStoppedError(WorkerCrashedError):
-    """The GPU worker was ended by this process or by a signal from outside."""
+    """Report that this process, or a signal from outside, ended the GPU worker."""
 
 
 class GpuWorker:
-    """A process that holds a `GpuBench`. Use as a context manager.
+    """Send requests to a process that holds a `GpuBench`. Use as a context manager.
 
     A config that hangs, faults or crashes the process has a trial of status `crashed`. The next request starts a process with a
     clean context, which makes inputs and reference again. One thread sends requests. Another thread may call `stop`, or leave the
@@ -192,7 +191,7 @@ class GpuWorker:
         cores: frozenset[int] | None = None,
         trial_timeout_s: float = TRIAL_TIMEOUT_S,
     ) -> None:
-        """Start no process yet. The importable function `make` makes the bench; `cores` are the process's, None for all."""
+        """Start no process yet. The importable function `make` makes the bench; the process uses `cores`, None for all."""
         self._make, self._cores = make, cores
         self.trial_timeout_s, self.variant_timeout_s = trial_timeout_s, VARIANT_TIMEOUT_S
         self.process: multiprocessing.process.BaseProcess | None = None
@@ -236,14 +235,14 @@ class GpuWorker:
         self._ask("prepare", FINAL_TIMEOUT_S, task)
 
     def check(self, task: Task, config: Config) -> Outcome:
-        """Ask the bench; the check is `failed` if the process crashes."""
+        """Call `GpuBench.check` in the process; the outcome is `failed` if the process crashes."""
         try:
             return cast(Outcome, self._ask("check", self.trial_timeout_s, task, config))
         except WorkerCrashedError as error:
             return Outcome("failed", f"crashed: {error}")
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Ask the bench; the trial is `crashed` if the process crashes and no signal from outside ended it."""
+        """Call `GpuBench.trial` in the process; the trial is `crashed` if the process ends without a signal from outside."""
         self.prepare(task)
         try:
             return cast(Evaluation, self._ask("trial", self.trial_timeout_s, task, config, best_us, samples))
@@ -253,12 +252,12 @@ class GpuWorker:
             return Evaluation("crashed", detail=str(error))
 
     def time_interleaved(self, task: Task, configs: Sequence[Config]) -> Sequence[Samples | None]:
-        """Ask the bench."""
+        """Call `GpuBench.time_interleaved` in the process."""
         self.prepare(task)
         return cast(Sequence[Samples | None], self._ask("time_interleaved", FINAL_TIMEOUT_S, task, configs))
 
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
-        """Ask the bench."""
+        """Call `GpuBench.compare` in the process."""
         return cast(Compared, self._ask("compare", self.variant_timeout_s, runs, ceiling, untimed))
 
     def close(self) -> None:
@@ -324,7 +323,7 @@ class GpuWorker:
 
 
 def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int] | None) -> None:
-    """Answer requests in the worker's process until its context is lost or the parent closes the pipe.
+    """Answer requests in the worker's process until its GPU context breaks or the parent closes the pipe.
 
     The process keeps to its cores after it has opened the GPU's and Triton's drivers, because opening may use any core.
     """

@@ -29,7 +29,7 @@ _STORES = "kerneltune.search.trials"
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """The time and the evaluations of a search, or of all searches of a run.
+    """Hold the time and the number of evaluations of a search, or of all searches of a run.
 
     Attributes:
         wall_s: seconds from the first compiled config to the end.
@@ -45,19 +45,19 @@ class Usage:
 
     @property
     def idle(self) -> float:
-        """The fraction of the time in which a GPU waited."""
+        """Return the fraction of the time in which a GPU waited."""
         return max(0.0, 1.0 - self.busy_s / (self.gpus * self.wall_s)) if self.wall_s > 0 else 0.0
 
     @property
     def text(self) -> str:
-        """The usage on one line."""
+        """Return the usage on one line."""
         gpus = "GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
         share = f"{100 * self.idle:.0f} % of {self.wall_s:.1f} s"
         return f"{gpus} idle for {share} after the first compiled config, {self.evaluations} evaluations"
 
 
 class TuningSession:
-    """The processes, stores and queue of a run on one GPU. Use as a context manager.
+    """Hold the processes, stores and queue of a run on one GPU. Use as a context manager.
 
     Attributes:
         options: options of the run.
@@ -66,7 +66,7 @@ class TuningSession:
     """
 
     def __init__(self, options: Options) -> None:
-        """Begin to start the server of processes."""
+        """Let the server of processes start in the background."""
         start_server()
         of_worker, self._cores = split_cores()
         self.options, self.worker = options, GpuWorker(cores=of_worker)
@@ -113,7 +113,7 @@ class TuningSession:
 
     @property
     def usage(self) -> Usage:
-        """The usage of all searches, from the first compiled config until now."""
+        """Return the usage of all searches, from the first compiled config until now."""
         return self._usage(self._began, self._evaluations)
 
     def _usage(self, began: float | None, evaluations: int) -> Usage:
@@ -125,7 +125,7 @@ class TuningSession:
         """Start the GPU worker, then the compilers."""
         with ExitStack() as entered:
             entered.enter_context(self.worker)
-            self.worker.begin()  # both processes ask for the driver at the same time, which takes long
+            self.worker.begin()  # the worker and this process open the driver, which takes long, at the same time
             Thread(target=importlib.import_module, args=(_STORES,), daemon=True).start()  # Optuna takes 0.4 s
             here = device.current()
             target = TARGETS.get(here.arch)

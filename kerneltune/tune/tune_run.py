@@ -26,7 +26,7 @@ _CASES_AHEAD = 6
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """The result of a task.
+    """Hold the result of a task.
 
     Attributes:
         entry: entry that is now in the config cache; None where a space was measured, or no config passed.
@@ -45,7 +45,7 @@ class TuningResult:
 
 @dataclass(frozen=True, slots=True)
 class TuningSummary:
-    """The result of a run.
+    """Hold the result of a run.
 
     Attributes:
         device_slug: folder name of the GPU model.

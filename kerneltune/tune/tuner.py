@@ -1,4 +1,4 @@
-"""Search the best config of a variant on a case and store it in the cache.
+"""Search the best config of a variant on a case and store the config in the cache.
 
 compile -> drop configs that spill or do not fit -> check on poisoned outputs -> screen -> paired final against the incumbent. The
 incumbent is the config of a call without `config=` before the search; it stays unless the interval says that a challenger is
@@ -39,7 +39,7 @@ _AHEAD = 256
 
 @dataclass(frozen=True, slots=True)
 class CompilingConfig:
-    """A config that is being compiled for a tuner: a `search.loop.Started`."""
+    """Hold a config that is being compiled for a tuner, as a `search.loop.Started`."""
 
     tuner: "Tuner"
     config: Config
@@ -69,7 +69,7 @@ class CompilingConfig:
 
 
 class Tuner:
-    """Evaluates each config of a task at most once: the `search.loop.Evaluator` of a GPU. Use as a context manager.
+    """Evaluate each config of a task at most once, as the `search.loop.Evaluator` of a GPU. Use as a context manager.
 
     A thread sends the requests to the worker, so that the GPU does not wait for decisions of this process.
 
@@ -95,7 +95,7 @@ class Tuner:
 
     @property
     def compilers(self) -> int:
-        """The number of configs that compile at the same time."""
+        """Return the number of configs that compile at the same time."""
         return self.queue.compilers
 
     @cached_property
@@ -238,7 +238,7 @@ def _resident(compiled: CompileResult) -> int:
 
 
 class NothingPassedError(Exception):
-    """No config of a search was correct and timed."""
+    """Report that no config of a search was correct and timed."""
 
 
 def tune(
@@ -266,9 +266,7 @@ def tune(
         explored = _explored(tuner, _candidates(tuner, _pool(tuner), root), search, on_trial)
         times = times_of(explored)
         before = looked_up(tuner.task, root)
-        if (
-            before.config not in times and before.config not in explored
-        ):  # the incumbent takes part in the final even if the search left it out
+        if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
             trial = tuner.begin(before.config).evaluate().result()
             times |= {before.config: trial.time_us} if trial.time_us is not None else {}
         return _decide(tuner, before, times, explored, root)
