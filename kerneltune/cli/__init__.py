@@ -1,4 +1,4 @@
-"""The command line: one file per command. Only here is anything printed, and only here does the program exit.
+"""Define the command line, one file per command. Only this package prints, and only this package ends the program.
 
 Heavy packages are imported inside the commands, so that `--help` answers at once.
 """
@@ -56,7 +56,7 @@ class _Group(TyperGroup):
             raise _unwritten(error) from None
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command; an interrupt ends it with 130, even where some package took the exception for its own."""
+        """Run a command; an interrupt ends it with exit code 130, even if another package caught the KeyboardInterrupt."""
         try:
             result = self._invoke(ctx)
         except (KeyboardInterrupt, Exception) as error:
@@ -74,7 +74,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except (KeyError, IndexError):
-            raise  # ours to mend, so with a traceback
+            raise  # a bug of this package, so with a traceback
         except _UsageError as error:
             raise _refused(error) from None
         except (ValueError, LookupError) as error:
@@ -86,7 +86,7 @@ class _Group(TyperGroup):
 
 
 def _unwritten(error: OSError) -> typer.Exit:
-    """Say that the output cannot be written; raise any other error again, for example of a closed pipe."""
+    """Print that the output cannot be written, and return the exit; raise any other error again, such as a closed pipe."""
     if error.errno not in (errno.ENOSPC, errno.EIO):
         raise error
     error_line(f"error: cannot write the output: {error.strerror}")
@@ -107,7 +107,7 @@ def _refused(error: Exception) -> typer.Exit:
 
 
 def without_family(command: str) -> str:
-    """Return the message of a command that is given no family."""
+    """Return the message of a command that was called without a family."""
     from kerneltune.sweep import families
 
     text = f"Missing argument 'family': expected one of {', '.join(families())}{_FILE}"
@@ -115,7 +115,7 @@ def without_family(command: str) -> str:
 
 
 def _holders(option: str) -> str:
-    """Return `; sweep and tune have it`, the commands that have an option; empty where none has."""
+    """Return `; sweep and tune have it`, the commands that have an option; empty without such a command."""
     whole: Any = typer.main.get_command(app)
     commands = dict(whole.commands)
     for name in ("cache", "adopt"):
@@ -133,7 +133,7 @@ _value_type: Any = getattr(TyperOption, "display_type_rich", None)
 
 
 def _needed_type(parameter: TyperArgument | TyperOption, ctx: Any) -> str | None:
-    """Return the type that help shows: none of arguments, whose names say it, nor of flags, which take no value."""
+    """Return the type that help shows for an option; None for an argument, whose name tells its type, and for a flag."""
     is_named = isinstance(parameter, TyperArgument) or parameter.is_flag
     return None if is_named else str(_value_type(parameter, ctx))
 
@@ -172,7 +172,7 @@ app.add_typer(cache.app, name="cache", rich_help_panel=_SHIP)
 app.add_typer(adopt.app, name="adopt", rich_help_panel=_LOOK)
 _groups = (app, cache.app, adopt.app)
 for _command in (command for group in _groups for command in group.registered_commands):
-    # one line a paragraph, which typer breaks where the terminal ends; it would keep the source's breaks too
+    # each paragraph becomes one line, because typer would keep the line breaks of the source
     _paragraphs = ((_command.callback and _command.callback.__doc__) or "").split("\n\n")
     _command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
 
@@ -227,19 +227,19 @@ def _show_warning(
 def main() -> None:
     """Run the command line and exit: 0 done, 1 a check or the gate failed, 2 bad input, 3 ambiguous, 130 interrupted.
 
-    SIGTERM, as batch systems and `timeout` send it, is Ctrl-C.
+    SIGTERM, which batch systems and `timeout` send, has the effect of Ctrl-C.
     """
     try:
         interrupts.take()
         warnings.showwarning = _show_warning
         write_any_character()
         app(_root_options_first(sys.argv[1:]))
-    except KeyboardInterrupt:  # beside a command
+    except KeyboardInterrupt:  # before or after a command
         sys.exit(130)
 
 
 def _root_options_first(arguments: list[str]) -> list[str]:
-    """Return the arguments with `--plugin X` and `--captured X` in front, wherever they stand before a `--`."""
+    """Return the arguments with `--plugin X` and `--captured X` moved to the front from any place before a `--`."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     first: list[str] = []
     rest: list[str] = []

@@ -1,4 +1,4 @@
-"""`kerneltune cases`: the sweep of every operator that a model uses."""
+"""`kerneltune cases`: write the sweep of every operator that a model uses."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def command(model: ModelFile, tokens: Tokens = TOKENS, ep: Ep = 1, batch: Batche
 
 
 def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) -> Path:
-    """Write the sweep of a model beside the runs, and return its path."""
+    """Write the sweep of a model under `runs/models` of the results, and return its path."""
     from kerneltune.files import replace_text
 
     made = text(model, tokens, ep, batch)

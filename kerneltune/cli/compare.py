@@ -1,4 +1,4 @@
-"""`kerneltune compare`: the A/B table of two variants, peers or record files."""
+"""`kerneltune compare`: show the A/B table of two variants, peers or record files."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -175,7 +175,7 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
 
 
 def _render(names: tuple[str, str], tables: "dict[str, list[Comparison]]", style: str, remarks: list[str]) -> str:
-    """Return the tables in a style, the remarks below them; in CSV, which has no place for these, on standard error."""
+    """Return the tables in a style, the remarks below; for CSV, print the remarks on standard error instead."""
     from kerneltune.reporting.tables import ab_table
     from kerneltune.table import joined
 

@@ -31,7 +31,7 @@ _PLAIN = {"µ": "u", "→": "->", "–": "-", "−": "-", "×": "x", "…": "...
 
 
 def write_any_character() -> None:
-    """Let both streams write a substitute for a character that their encoding lacks, rather than fail."""
+    """Let both streams write a substitute for a character that their encoding lacks."""
 
     def plain(error: UnicodeError) -> tuple[str, int]:
         assert isinstance(error, UnicodeEncodeError)
@@ -44,22 +44,22 @@ def write_any_character() -> None:
 
 
 def width() -> int:
-    """Return the columns that a table may take: 100 where the output is no terminal, as published tables have."""
+    """Return the width of tables in characters: the terminal's, or 100, the width of published tables, without a terminal."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else _PIPED_WIDTH
 
 
 def show(text: str) -> None:
-    """Print as it is: no markup, no wrapping."""
+    """Print a text without markup and wrapping."""
     console.print(printable(text.rstrip("\n")), markup=False, soft_wrap=True)
 
 
 def show_wrapped(text: str, indent: str = "  ") -> None:
-    """Print words on as many lines as they need, from the second on with an indent."""
+    """Print the words of a text, wrapped to the width, with an indent from the second line on."""
     show("\n".join(wrapped(text, width(), indent)))
 
 
 def show_table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]], target: Console = console) -> None:
-    """Print a table of texts, columns of numbers to the right; where the output is too narrow, cells wrap."""
+    """Print a table of texts, columns of numbers right-aligned; cells wrap if the output is too narrow."""
     target.print(Table.of_texts(head, rows).text(width()).rstrip("\n"), markup=False, soft_wrap=True)
 
 
@@ -104,6 +104,6 @@ def deliver(text: str, output: Path | None) -> None:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write a file as a whole, and say so."""
+    """Write a file as a whole, and print its name."""
     replace_bytes(path, content.encode() if isinstance(content, str) else content)
     note(f"wrote {path}")

@@ -99,7 +99,7 @@ def peer_packages() -> Iterator[Line]:
 
 
 def journey_lines() -> Iterator[Line]:
-    """Yield how many journeys of `make gpu` have passed on each recorded GPU with this code, and a line for every other."""
+    """Yield the number of journeys of `make gpu` that passed with this code on each recorded GPU, and a line for each other."""
     from kerneltune.inspection import proof
 
     files = proof.proof_files()

@@ -1,4 +1,4 @@
-"""`kerneltune gate`: new records, or a fresh run, against a baseline; the exit code is the answer."""
+"""`kerneltune gate`: compare new records, or a fresh run, with a baseline; the exit code is the answer."""
 
 import os
 from collections.abc import Callable
@@ -135,7 +135,7 @@ def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None,
 def _measured(
     baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
 ) -> "Verdict":
-    """Hold a fresh run against the baseline."""
+    """Compare a fresh run with the baseline."""
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.run import run_gate
     from kerneltune.run_options import require_gpu, results_folder
@@ -153,7 +153,7 @@ def _measured(
 
 
 def _update(baseline: str, selection: "Selection", options: "Options", processes: int) -> None:
-    """Put a fresh run into the baseline, unless one of its rows is wrong."""
+    """Put a fresh run into the baseline, unless a row failed its check."""
     from kerneltune.gating.baseline import SUFFIX
     from kerneltune.gating.run import run_processes
 
@@ -176,7 +176,7 @@ def _keep(path: Path, measured: "list[Record]") -> None:
 
 
 def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
-    """Give the answer in every form asked for, then its exit code; a file that cannot be written hides neither."""
+    """Print and write the answer in every requested form, then exit with its code, also if a file cannot be written."""
     from kerneltune.files import append_lines
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 

@@ -1,4 +1,4 @@
-"""`kerneltune inspect`: what compiling alone says of configs, on a machine without a GPU; and what `gate --static` does."""
+"""`kerneltune inspect`: show the facts of compiled configs on a machine without a GPU; `gate --static` judges them (`judge`)."""
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
@@ -36,14 +36,14 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True)
 class _Compiling:
-    """How configs are compiled: for which targets, by how many processes, and whether known kernels are compiled again."""
+    """Compile configs for some targets, with a number of processes; `recompile` compiles known kernels again."""
 
     targets: list[str]
     workers: int | None
     recompile: bool
 
     def survey(self, runs: "Sequence[Run]") -> "Survey":
-        """Compile configs, with a bar while that runs."""
+        """Compile configs, and show a progress bar."""
         from kerneltune.inspection.survey import survey
         from kerneltune.measuring import inspected
 
@@ -61,7 +61,7 @@ class _Compiling:
         return survey_revision(name, self.arguments(wanted, sizes, **given))
 
     def arguments(self, wanted: "Selection", sizes: Sequence[str] = (), **given: Any) -> list[str]:
-        """Return the arguments with which `inspect` of another revision does the same."""
+        """Return the arguments of this command for `inspect` of another revision."""
         arguments = [*wanted.ops, *sizes, *(["--recompile"] if self.recompile else [])]
         selecting = {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
         for name, value in {**selecting, "target": self.targets, **given, "workers": self.workers}.items():
@@ -224,7 +224,7 @@ def _is_whole(configs: Path | None, wanted: "Selection", *narrowing: object) -> 
 
 
 def _compare_with_shipped(found: "Survey", is_renewed: bool) -> None:
-    """Make results/static hold exactly the kernels of a survey of all configs, or say how many kernels it lacks."""
+    """Write the kernels of a survey of all configs to results/static, or print how many kernels results/static lacks."""
     from kerneltune.measuring import inspected
 
     if is_renewed:
@@ -237,7 +237,7 @@ def _compare_with_shipped(found: "Survey", is_renewed: bool) -> None:
 
 
 def _targets(given: list[str] | None) -> list[str]:
-    """Return the targets asked for, in the order of the table; all targets if none is asked for."""
+    """Return the given targets, in the order of `LIMITS`; all targets if none is given."""
     from kerneltune.measuring.assembly import LIMITS
 
     for name in given or ():
@@ -246,7 +246,7 @@ def _targets(given: list[str] | None) -> list[str]:
 
 
 def _runs(wanted: "Selection", sizes: list[str] | None, gpu: str, configs: Path | None, any_case: bool) -> "list[Run]":
-    """Select cached configs; else, for an operator's cases in the sweeps or of given sizes, the default configs."""
+    """Return the selected cached configs; for given sizes, or cases of the sweeps without a cached config, default configs."""
     from kerneltune.cache import readable
     from kerneltune.inspection.survey import cached_runs, default_runs
 
@@ -324,7 +324,7 @@ def _nothing(cached: "Iterable[Run]", selection: "Selection", place: str, cases:
 
 
 def _with_config(runs: "list[Run]", field: str, text: str) -> "list[Run]":
-    """Give the tasks of the runs the config of a JSON text."""
+    """Return the tasks of the runs with the config of a JSON text."""
     variants = sorted({f"{task.op.name} {task.variant.name}" for task, _ in runs})
     if len(variants) > 1:
         raise ValueError(f"{field}: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
@@ -333,7 +333,7 @@ def _with_config(runs: "list[Run]", field: str, text: str) -> "list[Run]":
 
 
 def _show(found: "Survey") -> None:
-    """Make a table per config and kernel, a line per target."""
+    """Print a table per config and kernel, a line per target."""
     from kerneltune.records import grouped
 
     for same in grouped(found.rows, lambda row: row.key[:-1]).values():
@@ -352,7 +352,7 @@ def _show(found: "Survey") -> None:
 
 
 def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
-    """Collect the lines of every kernel; a second launch of a kernel with other resources is a kernel of its own."""
+    """Return kernel -> its lines; a second launch of a kernel with other resources is a kernel of its own."""
     from kerneltune.inspection.static import numbered, widths
     from kerneltune.measuring.assembly import resident
 

@@ -40,7 +40,7 @@ CaseNames = Annotated[
 
 
 def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackParam, Any], Any]:
-    """Return a callback that refuses numbers below `least`, or `least` itself where `above`, infinite or NaN."""
+    """Return a callback that refuses infinite and NaN values, values below `least`, and with `above` also `least` itself."""
 
     def check(parameter: typer.CallbackParam, value: Any) -> Any:
         for one in value if isinstance(value, list | tuple) else [] if value is None else [value]:
@@ -117,7 +117,7 @@ _SELECTING = {"op": OpNames, "case": CaseNames, "dtype": Dtypes, "quant": Quants
 
 
 def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options that select, in place of its parameter `wanted`, a Selection of no family.
+    """Replace a command's parameter `wanted`, a Selection without a family, by the options that select.
 
     without: the options among `op`, `case`, `dtype`, `quant` and `variant` that the command does not have.
     """
@@ -151,7 +151,7 @@ def choice(field: str, value: str, known: Collection[str]) -> str:
 
 
 def refuse(expected: str, **given: Any) -> None:
-    """Raise ValueError for an option that was given and means nothing here: not None, False or empty."""
+    """Raise ValueError for an option that was given, so is not None, False or empty, and has no effect here."""
     for name, value in given.items():
         if value is not None and value is not False and value not in ("", [], ()):
             first = value[0] if isinstance(value, list | tuple) else str(value) if isinstance(value, Path) else value
@@ -159,7 +159,7 @@ def refuse(expected: str, **given: Any) -> None:
 
 
 def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> list[str]:
-    """Return the values wanted, or all present values if none is wanted."""
+    """Return the wanted values, or all present values if `wanted` is empty."""
     known = list(dict.fromkeys(present))
     return [choice(field, value, known) for value in wanted or known]
 
@@ -209,7 +209,7 @@ def config_of(variant: Variant, field: str, text: str) -> Any:
 
 
 def results_root(results: Path | None, family: str | None = None) -> Path:
-    """Return the folder of the records, as in `sweep`, for a command that needs the family's sweep file."""
+    """Return `sweep.results_root`; raise ValueError if the family has no sweep file."""
     from kerneltune import sweep
 
     if family is not None:
@@ -218,14 +218,14 @@ def results_root(results: Path | None, family: str | None = None) -> Path:
 
 
 def configs_root(configs: Path | None) -> Path:
-    """Return the folder of the config cache: as given, else where kernels look."""
+    """Return the given folder of the config cache, else the folder in which kernels look configs up."""
     from kerneltune.cache import roots
 
     return configs or roots()
 
 
 def config_files(configs: Path | None) -> list[Path]:
-    """Return the files of the config cache, GPU by GPU: the packaged file where nothing is given and there is no other."""
+    """Return the files of the config cache, GPU by GPU; without a given folder also packaged files that no file replaces."""
     from kerneltune.cache import readable, roots
 
     folders = [configs] if configs else [roots(), *([] if os.environ.get("KERNELTUNE_CONFIGS") else [data_root("configs")])]
@@ -246,7 +246,7 @@ def where_configs_serve(configs: Path | None) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Check that a folder can be written, before the work begins."""
+    """Raise ValueError for a folder that cannot be written, before the work begins."""
     place = folder
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -275,7 +275,7 @@ def make_folder(folder: Path) -> None:
 
 
 def use_plugins(modules: Sequence[str]) -> None:
-    """Load operators of these modules, through the environment, so that subprocesses load them too."""
+    """Name modules of operators in the environment, so that this process and its subprocesses load them."""
     for name in modules:
         if name.endswith(".py"):
             if not Path(name).is_file():
@@ -292,7 +292,7 @@ _capture = {"folder": ""}
 
 
 def use_capture(folder: str) -> None:
-    """Have this command use the kernels of a capture as operators; no capture where `folder` is empty."""
+    """Let this command use the kernels of a capture as operators; an empty `folder` means no capture."""
     _capture["folder"] = os.path.abspath(folder) if folder else ""
 
 
@@ -302,7 +302,7 @@ def captured() -> str:
 
 
 def captured_ops(folder: str = "") -> dict[str, Op]:
-    """Return the operators of a capture by name, of the capture in use if no folder is given; none without a capture."""
+    """Return the operators of a capture by name; without a folder, of the capture in use; empty without a capture."""
     if not (folder or captured()):
         return {}
     from kerneltune.adopt.operators import operators
@@ -316,7 +316,7 @@ def is_capture(family: str) -> bool:
 
 
 def capture_of(family: str) -> str:
-    """Return the folder of a capture that a family is, or whose sweep file it is; empty for another family."""
+    """Return the folder of a capture whose folder or sweep file is given as the family; empty for another family."""
     folder = family if Path(family).is_dir() else str(Path(family).parent) if Path(family).name == "sweep.yaml" else ""
     return folder if folder and is_capture(folder) else ""
 
@@ -328,14 +328,14 @@ def load_facts() -> "Mapping[str, OpFacts]":
 
     known, built = ops.facts(device.select_backend), workloads.facts(device.select_backend)
     if known.keys() & built.keys():
-        load_ops()  # says where both are
+        load_ops()  # raises ValueError with both modules
     return known | built | {name: facts_of(op) for name, op in captured_ops().items()}
 
 
 def load_ops(folder: str = "") -> Mapping[str, Op]:
     """Return operators and workloads by name, ready to run on the GPU, or in the interpreter on a machine without a GPU.
 
-    folder: of a capture whose operators are added; the capture in use if empty.
+    folder: folder of a capture whose operators are added; empty for the capture in use.
     """
     from kerneltune import device
 

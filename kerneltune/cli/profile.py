@@ -1,4 +1,4 @@
-"""`kerneltune profile`: two variants or configs of one case side by side under Nsight Compute, on the GPU."""
+"""`kerneltune profile`: show two variants or configs of a case side by side under Nsight Compute, on the GPU."""
 
 import sys
 import tempfile

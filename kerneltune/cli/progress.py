@@ -28,7 +28,7 @@ def reporter() -> "RichProgress | LogProgress":
 
 
 class RichProgress:
-    """A progress bar for the current stage, with the current step and the best result so far."""
+    """Show a progress bar for the current stage, with the current step and the best result so far."""
 
     def __init__(self) -> None:
         self._bars = Progress(
@@ -75,7 +75,7 @@ class RichProgress:
 
 
 class LogProgress:
-    """A log line per stage, and a line every few seconds within a stage."""
+    """Print a log line per stage, and a line every few seconds within a stage."""
 
     def __init__(self) -> None:
         self._name, self._total, self._kept, self._done, self._best = "", 0, 0, 0, ""

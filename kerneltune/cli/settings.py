@@ -1,4 +1,4 @@
-"""`[tool.kerneltune]` of the current folder's pyproject.toml: plug-ins, folders and the default family."""
+"""Apply `[tool.kerneltune]` of the current folder's pyproject.toml: plug-ins, folders and the default family."""
 
 import os
 import tomllib
@@ -26,7 +26,7 @@ class _Settings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def apply() -> None:
-    """Set the environment variables that `[tool.kerneltune]` stands for; variables that are set already win."""
+    """Set an environment variable for each setting of `[tool.kerneltune]`; variables that are set already stay."""
     try:
         settings = checked(_table(), _Settings)
     except ValueError as error:
@@ -40,14 +40,14 @@ def apply() -> None:
 
 
 def _table() -> Any:
-    """Return what `[tool.kerneltune]` holds."""
+    """Return the value of `[tool.kerneltune]`; empty without a file or a table."""
     try:
         text = read_bytes(_FILE, _LARGEST).decode(errors="surrogateescape")
     except ValueError:
         return {}
     try:
         tools = tomllib.loads(text).get("tool", {})
-    except (ValueError, RecursionError) as error:  # another tool's business, unless it names us
+    except (ValueError, RecursionError) as error:  # a file without settings of this package may be broken
         if "kerneltune" not in text:
             return {}
         raise ValueError(f"{_FILE}: {str(error)[:120]}") from error

@@ -91,7 +91,7 @@ def command(
 
 
 def _results_of(family: str, results: Path | None) -> Path:
-    """Return the folder of a family's records, which can be written, and begin to start the server of processes."""
+    """Check and return the folder of a family's records, and let the server of processes start in the background."""
     if not family:
         from kerneltune.cli import without_family
 
@@ -179,7 +179,7 @@ def _stale_table(found: "Sequence[Stale]") -> Table:
 
 
 def _show_mutations(plan: "Plan") -> None:
-    """List the mutations that each `compare` refused and accepted; exit with 1 where it accepts a gross mistake."""
+    """List the mutations that each `compare` refused and accepted; exit with 1 if a `compare` accepts a gross mistake."""
     from kerneltune.campaign import mutate_outputs
 
     if not plan.options.check_only:
@@ -201,7 +201,7 @@ def _show_first(records: "Sequence[Record]") -> None:
 
 
 _SHOWN = 5
-"""Launches that are named."""
+"""Most launches that are named."""
 
 
 def _show_unchecked(plan: "Plan", checked: "Sequence[Record]") -> None:

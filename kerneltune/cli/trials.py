@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kerneltune.search.trials import Searches
 
 _DEAD = 4
-"""Values of knobs that a short answer names."""
+"""Most values of knobs that a short answer names."""
 _WEIGHED = 8
 """Largest number of cases whose important knobs are computed."""
 
@@ -104,7 +104,7 @@ def _portfolio(few: "Portfolio", cases: int) -> str:
 
 
 def _cases_table(searches: "Searches") -> Table:
-    """Return a row per case: its best time, how the search came there, and what decides the time."""
+    """Return a row per case: its best time, the course of its search, and the knobs that matter."""
     from kerneltune.search import insight
 
     numbers = (Column("best µs", digits=2), *(Column(name, digits=0) for name in ("trials", "to 2 %", "ties")))
@@ -120,7 +120,7 @@ def _cases_table(searches: "Searches") -> Table:
 
 
 def _regret(stored: "Mapping[Any, Evaluation]") -> tuple[list[float], int]:
-    """Return how far the best so far was from the best, trial by trial, and after how many trials it was within 2 %."""
+    """Return after each trial the gap of the best time so far to the best time, and the number of trials to a gap of 2 %."""
     from kerneltune.search import insight
 
     gaps = insight.regret([one.time_us for one in stored.values()])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MODEL_GAIN = "1%"
 """Default of `--until-gain` for the many cases of a model."""
 _OF_CALLS = "optimized"
-"""Variant that calls run, the only variant whose configs a model uses."""
+"""Variant that a call of an operator runs, the only variant whose configs a model uses."""
 
 
 @o.selects()
@@ -129,7 +129,7 @@ def command(
 
 
 def _show_outcome(tuned: "TuningSummary", configs: Path | None) -> None:
-    """Say how many cases were not tuned, and where programs find the configs."""
+    """Print how many cases were not tuned, and in which programs calls find the configs."""
     if tuned.searched > tuned.failed and (served := o.where_configs_serve(configs)):
         note(served)
     if tuned.failed:
