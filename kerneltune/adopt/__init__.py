@@ -1,6 +1,6 @@
-"""Kernels that exist already: capture their launches, tune them offline, serve the result without touching the program.
+"""Capture the launches of a program's own kernels, tune them offline, and serve the configs without a change of the program.
 
-Importing this package imports nothing else, because every process of an adopted program does.
+Importing this package imports nothing else, because every process of an adopted program imports it.
 """
 
 import sys

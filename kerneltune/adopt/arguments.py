@@ -1,6 +1,6 @@
-"""Arguments of a launch: values as JSON; shapes, strides, types, alignment and memory of tensors; the bytes that a capture keeps.
+"""Describe the arguments of a launch as JSON: values, and shapes, strides, types, alignment and memory of tensors; keep bytes.
 
-Indices are kept as they are, of other data samples and statistics. Nothing is executed on load.
+A capture keeps all bytes of indices, and samples and statistics of other data. Nothing is executed on load.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _NOT_FINITE = ("inf", "-inf", "nan")
 
 
 class NotRecordableError(ValueError):
-    """A value that JSON cannot hold as data."""
+    """Report a value that JSON cannot hold as data."""
 
 
 def encode(value: Any) -> Any:
@@ -40,7 +40,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that `encode` made JSON of."""
+    """Return the value from the JSON of `encode`."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, dict) and len(value) == 1:
@@ -80,18 +80,18 @@ def dtype_name(dtype: Any) -> str:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value is a tensor as Triton takes it."""
+    """Return whether a value is a tensor that a Triton kernel accepts."""
     return hasattr(value, "data_ptr") and hasattr(value, "dtype")
 
 
 def is_descriptor(value: Any) -> bool:
-    """Return whether a value is a tensor descriptor that the host made, as TMA loads take it."""
+    """Return whether a value is a tensor descriptor made on the host, for TMA loads."""
     return hasattr(value, "block_shape") and hasattr(value, "base")
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's layout. Tensors with the same `storage` share memory; `offset` is in bytes from its start."""
+    """Describe a tensor's layout. Tensors with the same `storage` share memory; `offset` is in bytes from the storage's start."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -110,7 +110,7 @@ class Tensor:
 
     @property
     def end(self) -> int:
-        """Return bytes from the start of the storage to behind the last element."""
+        """Return the bytes from the start of the storage to the end of the last element."""
         if 0 in self.shape:
             return self.offset
         last = sum((size - 1) * abs(step) for size, step in zip(self.shape, self.stride, strict=True))
@@ -124,21 +124,21 @@ class Tensor:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether Triton may take the pointer as aligned; storages are."""
+        """Return whether Triton may take the pointer for aligned; the start of a storage is aligned."""
         return self.offset % ALIGNMENT == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of a launch.
+    """Describe an argument of a launch.
 
     Attributes:
-        name: of the kernel's parameter.
+        name: name of the kernel's parameter.
         kind: `value`, `tensor` or `descriptor`.
-        value: of a `value`, as JSON.
+        value: the value as JSON; None for a tensor or a descriptor.
         tensor: layout of the tensor, or of the tensor below a descriptor.
         block: a descriptor's shape, strides and block shape; empty for a tensor or a value.
-        is_positional: whether the program gave it by position.
+        is_positional: whether the program gave the argument by position.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Argument:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return what of an argument is a size: a whole number, or each side of a tensor as `name.0`, `name.1`, …."""
+        """Return the sizes of an argument by name: a whole number, or each side of a tensor as `name.0`, `name.1`, …."""
         if self.tensor is not None:
             return {f"{self.name}.{axis}": size for axis, size in enumerate(self.tensor.shape)}
         return {self.name: self.value} if type(self.value) is int else {}
@@ -164,9 +164,9 @@ class Argument:
 def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Argument], list[Any]]:
     """Return the metadata of a launch's arguments, and for each storage a live tensor in it.
 
-    Distant views of one buffer have different storages: see `_apart`.
+    Distant views of one buffer have different storages: see `_split_storages`.
 
-    names: of the kernel's parameters.
+    names: names of the kernel's parameters.
     """
     live: dict[int, Any] = {}
     given = [(name, value, True) for name, value in zip(names, args, strict=False)]
@@ -174,11 +174,11 @@ def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any
     arguments = [
         _argument(part, below, live, is_positional) for name, value, is_positional in given for part, below in parts(name, value)
     ]
-    return _apart(arguments, list(live.values()))
+    return _split_storages(arguments, list(live.values()))
 
 
 def parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield an argument by name; of a tuple with tensors each item, as `x[0]`, `x[1]`."""
+    """Yield (name, value) of an argument; of a tuple with tensors each item, as `x[0]`, `x[1]`."""
     if isinstance(value, tuple | list) and any(map(holds_tensor, value)):
         for place, item in enumerate(value):
             yield from parts(f"{name}[{place}]", item)
@@ -192,7 +192,7 @@ def holds_tensor(value: Any) -> bool:
 
 
 def joined(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments by name with the items that `parts` yields put together as tuples again."""
+    """Return arguments by name; items of `parts`, such as `x[0]` and `x[1]`, are joined to tuples again."""
     found: dict[str, Any] = {}
     for name, value in named.items():
         argument, *places = name.replace("]", "").split("[")
@@ -207,10 +207,10 @@ def joined(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _MOST_SPREAD = 2
-"""Bytes from the first to the last of several views, over the bytes that the views cover, up to which they share a storage."""
+"""Views share a storage if they span at most so many times the bytes that they cover."""
 
 
-def _apart(arguments: Sequence[Argument], buffers: Sequence[Any]) -> tuple[list[Argument], list[Any]]:
+def _split_storages(arguments: Sequence[Argument], buffers: Sequence[Any]) -> tuple[list[Argument], list[Any]]:
     """Give distant views of the same buffer different storages, and number all storages anew.
 
     Because a replay makes all memory between the views of a storage, two small views of a buffer of 3 GiB took 9.8 GB.
@@ -254,9 +254,9 @@ def _tensor(tensor: Any, live: dict[int, Any]) -> Tensor:
 
 
 def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:
-    """Return a digest of what tells classes of launches apart; floats stand for their type, offsets for their alignment.
+    """Return a digest of the arguments, equal for launches of one class; of a float it has the type, of an offset the alignment.
 
-    ignored: names of arguments whose values stand for their type, too.
+    ignored: names of arguments of which the digest has the type alone, too.
     """
     told: list[Any] = []
     for argument in arguments:
@@ -294,15 +294,15 @@ def span(tensors: Sequence[Tensor]) -> tuple[int, int]:
 
 
 SAMPLE_BYTES = 1 << 20
-"""Most bytes that are kept of data: of floats, of bytes, of whole numbers that are no indices."""
+"""Most bytes that are kept of a storage of data: of floats, of bytes, of whole numbers that are no indices."""
 _STATISTICS_BYTES = 1 << 16
 _LARGEST_INDEX, _LEAST_INDEX = 1 << 30, -(1 << 16)
-"""Whole numbers beyond are packed data, as 4-bit weights in 32 bits are."""
+"""Whole numbers beyond these bounds are packed data, such as 4-bit weights in 32 bits."""
 
 
 @dataclass(slots=True)
 class Values:
-    """Memory of a launch, as far as it is kept.
+    """Hold the memory of a launch that a capture keeps.
 
     Attributes:
         tensors: bytes of each storage by name `storage.N`, on the CPU.
@@ -333,8 +333,8 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
     Indices are kept before samples of data: without its indices a launch cannot be made again.
 
     Args:
-        arguments: of the launch.
-        storages: a live tensor of each.
+        arguments: arguments of the launch.
+        storages: a live tensor of each storage.
         bytes_left, sample_bytes_left: bytes that may still be kept, and bytes of them that may be samples of data.
     """
     values = Values()

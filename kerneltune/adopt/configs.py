@@ -1,8 +1,9 @@
-"""Configs of kernels: their identity and JSON, and the configs that tuning may try beside the author's list.
+"""Identify configs of kernels, convert them to JSON, and make the configs that tuning may try beside the author's list.
 
-Options of a launch, such as warps, have no effect on the host. A block size may have: the program may sort, pad or allocate by
-it. For a kernel without an autotuner, tuning tries only a block size that the grid reads, as in `cdiv(n, meta["BLOCK"])`, and
-only after launches with twice and half of it have left the same results: see `tuning.probe_blocks`.
+Options of a launch, such as warps, have no effect on the host. A block size may have an effect: the program may sort, pad or
+allocate by the block size. For a kernel without an autotuner, tuning changes only a block size that the grid reads, as in
+`cdiv(n, meta["BLOCK"])`, and only after launches with twice and half the block size have left the same results: see
+`tuning.probe_blocks`.
 """
 
 import copy
@@ -25,7 +26,7 @@ OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 CONFIG_OPTIONS = (*OPTIONS, "ir_override")
 DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
 MOST = 64
-"""Configs that are tried around a list."""
+"""Most configs around a list that are tried."""
 _STAGES, _MOST_WARPS = (1, 2, 3, 4), 32
 _MOST_LISTED_WARPS, _MOST_LISTED_STAGES, _LARGEST_LISTED_BLOCK = 16, 7, 1024
 _LEAST_BLOCK, _LARGEST_BLOCK = 8, 1 << 16
@@ -36,10 +37,9 @@ _MOST_DOUBLINGS = 2
 
 
 def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()) -> str:
-    """Return one line for the first name in a config, in the key or in the space that the kernel does not have; empty for none.
+    """Return a line about the first name in a config, the key or the space that the kernel does not have; empty without one.
 
-    A config may name options of a backend as well: `waves_per_eu` of AMD's, whatever the GPU is here. The interpreter would
-    ignore every other name.
+    A config may also name an option of any backend, such as AMD's `waves_per_eu`. The interpreter would ignore a wrong name.
     """
     known = set(autotuner.arg_names)
     given = [(f"configs[{place}]", name) for place, config in enumerate(autotuner.configs) for name in config.kwargs]
@@ -63,7 +63,7 @@ def _backend_options() -> frozenset[str]:
 
 
 def configs_digest(configs: Sequence[Any]) -> str:
-    """Return a digest of a config list, by which autotuners of one kernel are told apart."""
+    """Return a digest of a config list, which differs between the autotuners of a kernel."""
     texts = [str(config_key(config)) for config in configs]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
 
@@ -104,7 +104,7 @@ def label_of(config: Any) -> str:
 
 
 def stored_key(stored: Mapping[str, Any]) -> str:
-    """Return what identifies an encoded config, whatever the order of its fields; its pre_hook has no part in it."""
+    """Return the identity of an encoded config, equal for any order of its fields and for any pre_hook."""
     options = [stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS]
     return json.dumps([sorted(stored["kwargs"].items()), options])
 
@@ -147,12 +147,12 @@ def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) 
 def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) -> Any:
     """Return an autotuner that describes a kernel without an autotuner: a list of options, the program's options first.
 
-    Capture, tuning and serving read it; nothing is launched through it.
+    Capture, tuning and serving read this autotuner; nothing is launched through it.
 
     Args:
         kernel: the object under `triton.jit`.
-        options: the options of the program's launch, by name; None for an option that it does not give.
-        keys: names of the arguments whose values tell launches apart.
+        options: the options of the program's launch, by name; None for an option that the launch does not give.
+        keys: names of the arguments whose values make classes of launches.
     """
     module = sys.modules["triton.runtime.autotuner"]
     own = {**DEFAULTS, **{name: options[name] for name in OPTIONS if options.get(name) is not None}}

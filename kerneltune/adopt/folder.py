@@ -1,8 +1,8 @@
-"""A capture folder: a folder for each class of launches, with metadata as JSON and values in safetensors, and counts of launches.
+"""Read and write a capture folder: a folder for each class of launches, with JSON and safetensors, and counts of launches.
 
 A class is written as a whole or not at all, so that a killed program loses at most the class that it was writing. Each process
-counts launches by name in a file that it maps, so that the counts outlive whatever ends the process. Nothing in a capture is
-executed on load.
+counts launches by name in a file that it maps, so that the counts stay however the process ends. Nothing in a capture is executed
+on load.
 """
 
 import mmap
@@ -31,13 +31,13 @@ _MOST_LABEL = 6
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A config that a class may run with.
+    """Hold a config that a class may run with.
 
     Attributes:
-        config: as JSON.
-        is_author: whether it is in the author's pruned list; the other candidates differ in a knob from a config of the list.
-        grid: of a launch under this config; None where the grid failed.
-        problem: why the grid failed; empty where it did not.
+        config: the config as JSON.
+        is_author: whether the config is in the author's pruned list; other candidates differ in a knob from a config of the list.
+        grid: grid of a launch under this config; None if the grid function failed.
+        problem: error of the grid function; empty without an error.
     """
 
     config: dict[str, Any]
@@ -52,31 +52,31 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchClass:
-    """A class of launches of a kernel.
+    """Hold a class of launches of a kernel: the launches with equal shapes, strides, types and whole numbers.
 
     Attributes:
-        digest: of kernel, source, configs and the arguments' metadata; the name of the class's folder.
-        kernel: where the kernel is found.
+        digest: digest of kernel, source, configs and the arguments' metadata; the name of the class's folder.
+        kernel: module and name of the kernel.
         file: source file of the kernel when it was captured.
-        source: digest of the kernel's syntax tree and its helpers'.
-        bytecode: digest of its bytecode, for the Python that captured it.
+        source: digest of the syntax trees of the kernel and its helpers.
+        bytecode: digest of the kernel's bytecode, for the Python that captured the class.
         configs: digest of the author's whole list.
-        list_size: configs in the author's whole list.
+        list_size: number of configs in the author's whole list.
         device: the GPU's folder name.
-        versions: of Python, triton, torch and the package that holds the kernel.
-        keys: the author's key, argument names.
+        versions: versions of Python, triton, torch and the package that holds the kernel.
+        keys: names of the arguments in the author's key.
         key: values of the key's arguments.
         arguments: metadata of the arguments.
         candidates: configs that the class may run with, the author's first config first.
         storages: for every storage the kind of values that are kept: `values`, `sample`, `statistics` or `missing`, and its
             statistics.
-        home: the module that holds the autotuner and its name there; None where a capture does not say or there is none.
-        home_file: source file of that module.
+        home: the module that holds the autotuner, and the autotuner's name there; None if unknown or if no module holds it.
+        home_file: source file of the module of `home`.
         argv: arguments of the program, its file first.
         path: folders that the program imported from.
         globals: plain values of globals that the kernel reads, as JSON.
-        choice: the author's own choice where the program tuned it, as JSON.
-        problem: why it cannot be replayed; empty if it can.
+        choice: the author's own choice if the program tuned the kernel, as JSON.
+        problem: reason why the class cannot be replayed; empty if it can.
         is_plain: whether no autotuner wraps the kernel, so that the candidates are options of the launch.
     """
 
@@ -110,19 +110,19 @@ class LaunchClass:
 
     @property
     def dtypes(self) -> list[str]:
-        """Element types of the tensors, in the order of the arguments."""
+        """Return the element types of the tensors, in the order of the arguments."""
         return [argument.tensor.dtype for argument in self.arguments if argument.tensor is not None]
 
     @property
     def argument_bytes(self) -> int:
-        """Return the bytes of all tensor arguments, memory that several of them share counted once."""
+        """Return the bytes of all tensor arguments; memory that several arguments share counts once."""
         storages = {argument.tensor.storage for argument in self.arguments if argument.tensor is not None}
         below = [views(self.arguments, storage) for storage in storages]
         return sum(min(sum(view.held_bytes for view in tensors), max(view.end for view in tensors)) for tensors in below)
 
     @property
     def label(self) -> str:
-        """The kernel's name and a few of its sizes."""
+        """Return the kernel's name and a few sizes of the class."""
         sizes = [(a.name, a.value) for a in self.arguments if type(a.value) is int and a.value > 1]
         shown = [f"{name}={size}" for name, size in sizes if "stride" not in name.lower()]
         first = next((a.tensor for a in self.arguments if a.tensor is not None), None)
@@ -131,22 +131,22 @@ class LaunchClass:
 
 
 class Count(msgspec.Struct, array_like=True):
-    """Launches of a class, in a process or in all processes, and the least time of a launch on the GPU, None for none."""
+    """Hold the number of launches of a class, in a process or in all, and the least GPU time of a launch, None without a time."""
 
     launches: int = 0
     time_us: float | None = None
 
 
 class ProcessNotes(msgspec.Struct):
-    """Launches of a process, and notes about them.
+    """Hold the launches of a process, and notes about its kernels.
 
     Attributes:
         launches: launches by class.
-        refused: kernel -> why its launches could not be captured.
+        refused: kernel -> reason why its launches could not be captured.
         misnamed: the refused kernels whose decorators name an argument that the kernel does not have.
         made: kernel -> the subclass of Autotuner with a `run` of its own that wraps it; empty for Triton's own class.
         plain: kernels that were launched without an autotuner.
-        command: of the process.
+        command: command of the process.
     """
 
     launches: dict[str, Count]
@@ -159,9 +159,9 @@ class ProcessNotes(msgspec.Struct):
 
 
 def write_class(root: Path, launch: LaunchClass, values: Mapping[str, Any] | None) -> None:
-    """Write a class, whole or not at all; a class that is there already stays.
+    """Write a class, whole or not at all; a class that the folder has already stays.
 
-    values: tensors by name, for safetensors; None for none.
+    values: tensors by name, for safetensors; None for no values.
     """
     parent = root / CLASSES
     parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""Kernels and their launches: names, source, the grid of a launch, keys that tell launches apart.
+"""Describe kernels and their launches: names, digests, the grid of a launch, and the keys by which launches are looked up.
 
-Reads only public attributes of Triton 3.6 to 3.9.
+The module reads only public attributes of Triton 3.6 to 3.9.
 """
 
 import copy
@@ -22,7 +22,7 @@ from kerneltune.adopt.arguments import NotRecordableError, encode, is_descriptor
 from kerneltune.identity import code_digest
 
 NO_ARGUMENT = ("grid", "warmup")
-"""Names that a launch is given beside the arguments of its kernel."""
+"""Arguments of a launch that are no arguments of its kernel."""
 FACTORY = "<locals>"
 """Part of the qualified name of a kernel that a function made."""
 PLAIN_MARK = "kerneltune_plain"
@@ -30,21 +30,21 @@ PLAIN_MARK = "kerneltune_plain"
 _TWIN_OF = "_kerneltune_twin_of"
 """Attribute of a copy of an autotuner: the autotuner that a module holds."""
 _MOST_LAYERS, _MOST_HELPER_LAYERS = 16, 4
-"""Decorators around a kernel, and around a function that a kernel calls."""
+"""Most decorators around a kernel, and around a function that a kernel calls."""
 _MOST_KEYS = 4096
-"""Keys that a plan remembers."""
+"""Most keys that a plan remembers."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelName:
-    """The module of a kernel and its qualified name in the module."""
+    """Hold the module of a kernel and its qualified name in the module."""
 
     module: str
     name: str
 
     @property
     def text(self) -> str:
-        """`module.name`."""
+        """Return `module.name`."""
         return f"{self.module}.{self.name}"
 
 
@@ -56,10 +56,7 @@ def kernel_name(autotuner: Any) -> KernelName:
 
 @cache
 def source_digest(function: Any) -> str:
-    """Return the digest of the code that a kernel runs, helpers included; names, comments and line numbers have no part.
-
-    Empty if the source cannot be found.
-    """
+    """Return the digest of a kernel's code, helpers included, without names, comments and line numbers; empty without source."""
     try:
         return code_digest(function)
     except ValueError:
@@ -68,9 +65,9 @@ def source_digest(function: Any) -> str:
 
 @cache
 def bytecode_digest(function: Any) -> str:
-    """Return a digest of the bytecode of a kernel and of its helpers: 1000 times faster than the digest of the source.
+    """Return a digest of the bytecode of a kernel and of its helpers, 1000 times faster than the digest of the source.
 
-    Equal digests mean equal code; another version of Python has other bytecode for the same source.
+    Equal digests mean equal code. The bytecode of one source differs between versions of Python.
     """
     digest = hashlib.sha256()
     _add_bytecode(function, digest, set())
@@ -91,7 +88,7 @@ def _add_bytecode(function: Any, digest: Any, seen: set[Any]) -> None:
 
 
 def _helper(function: Any, name: str) -> Any:
-    """Return the function of a kernel's package that one of its globals is or wraps; None for another value."""
+    """Return the function of a kernel's own package that the global `name` of the kernel is or wraps; None for another value."""
     value = function.__globals__.get(name)
     for _ in range(_MOST_HELPER_LAYERS):
         value = getattr(value, "fn", value)
@@ -126,7 +123,7 @@ def read_globals(function: Any) -> dict[str, Any]:
 
 def autotuner_of(value: Any) -> Any:
     """Return the autotuner that an object is or wraps; None if the object is something else. Runs no code of the object."""
-    kind = getattr(sys.modules.get("triton.runtime.autotuner"), "Autotuner", ())  # a module may have done without Triton
+    kind = getattr(sys.modules.get("triton.runtime.autotuner"), "Autotuner", ())  # () if the program has not imported Triton
     for _ in range(_MOST_LAYERS):
         if value is None or isinstance(value, kind) or inspect.isfunction(value):
             break
@@ -150,7 +147,7 @@ def is_plain(autotuner: Any) -> bool:
 
 
 def home_of(autotuner: Any) -> KernelName | None:
-    """Return the module that holds an autotuner and the name it has there; None if no module holds it.
+    """Return the module that holds an autotuner and the autotuner's name there; None if no module holds it.
 
     A program may autotune a kernel of another module.
     """
@@ -172,7 +169,7 @@ def home_of(autotuner: Any) -> KernelName | None:
 
 
 def values_of_module(module: str) -> dict[str, Any]:
-    """Return the globals of a module that is imported, without running code of it; empty for none."""
+    """Return the globals of an imported module without running its code; empty for a module that is not imported."""
     found = sys.modules.get(module)
     return dict(vars(found)) if isinstance(found, ModuleType) else {}
 
@@ -195,7 +192,7 @@ _signature_of = cache(inspect.signature)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A launch as the program asks for it: an autotuner, and the arguments of its `run`."""
+    """Hold a launch of the program: an autotuner, and the arguments of its `run`."""
 
     autotuner: Any
     args: Sequence[Any]
@@ -229,7 +226,7 @@ class Call:
     def twin(self, configs: Sequence[Any] | None = None) -> Any:
         """Return a copy of the autotuner that a thread may use alone; it shares the cache of choices.
 
-        configs: the list it chooses from, instead of the autotuner's present list.
+        configs: list of the copy; None for the autotuner's present list.
         """
         alone = copy.copy(self.autotuner)
         alone.__dict__.setdefault(_TWIN_OF, self.autotuner)
@@ -239,9 +236,9 @@ class Call:
         return alone
 
     def grid(self, config: Any) -> tuple[int, ...] | None:
-        """Return the grid of the launch under a config, None where none was given; launches nothing.
+        """Return the grid of the launch under a config, None if the program gave no grid; launch nothing.
 
-        Whatever the author's grid or a heuristic raises is raised here.
+        An exception of the author's grid or of a heuristic is raised.
         """
         given, inner = self.given | config.all_kwargs(), self.autotuner.fn
         while not inspect.isfunction(inner):  # heuristics, from the outside in, then the kernel
@@ -263,11 +260,11 @@ class Call:
         return bound.arguments
 
     def pruned(self, configs: Sequence[Any] | None = None, *, by_model: bool = True) -> list[Any]:
-        """Return the configs that the author's pruning leaves for the launch. Whatever it raises is raised here.
+        """Return the configs that the author's pruning leaves for the launch; an exception of the pruning is raised.
 
         Args:
-            configs: that are pruned, instead of the autotuner's present list.
-            by_model: whether the author's performance model prunes, too; the model tells which configs are worth timing, not
+            configs: configs to prune; None for the autotuner's present list.
+            by_model: whether the author's performance model prunes, too; the model decides which configs are worth timing, not
                 which configs may be launched.
         """
         alone = self.twin(configs)
@@ -315,12 +312,12 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class KeyPlan(Generic[V]):
-    """Keys of the launches whose arguments have the same names and types, and a value for each key.
+    """Hold the keys of the launches whose arguments have the same names and types, and a value for each key.
 
     Attributes:
         parts: expressions of the key's items; equal for launches whose keys are made in the same way.
         key: function that returns the key of a launch from its values. The hot path of serving.
-        places: of all arguments by name.
+        places: index of each argument by name.
         found: the value of each key.
     """
 
@@ -358,7 +355,7 @@ def plan_key(
     is_typed: bool = False,
     has_layout: bool = False,
 ) -> KeyPlan[Any]:
-    """Return how keys are made of launches with arguments of these names and types.
+    """Return the plan of keys for launches with arguments of these names and types.
 
     Element types are part of every key. The function of the keys is compiled from an expression with an item for each part,
     because a loop over the arguments takes 2.5 times as long.
@@ -366,9 +363,9 @@ def plan_key(
     Args:
         names, values: names and values of the arguments of one launch, and of its grid.
         deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
-        keywords: how many arguments, the last, the key's function takes by name; other names raise TypeError.
-        is_typed: whether the types of the other arguments are part of it.
-        has_layout: whether the strides of tensors are part of it, and whether their first bytes are aligned.
+        keywords: number of the last arguments that the key's function takes by name; other names raise TypeError.
+        is_typed: whether the types of the other arguments are part of the key.
+        has_layout: whether the strides of tensors, and the alignment of their first bytes, are part of the key.
     """
     parts: list[str] = []
     by_place = len(names) - keywords
@@ -395,7 +392,7 @@ def plan_key(
 
 
 def all_but_floats(names: Sequence[str], values: Sequence[Any]) -> set[str]:
-    """Return the arguments that may tell launches apart: not floats, because scales and step sizes change with every launch."""
+    """Return the arguments that may make classes: all but floats, because scales and step sizes change with every launch."""
     named = zip(names, values, strict=True)
     return {name for name, value in named if name not in NO_ARGUMENT and type(value) is not float}
 

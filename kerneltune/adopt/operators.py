@@ -1,6 +1,6 @@
-"""Make an operator of each captured kernel and a case of each class of launches, for all tools.
+"""Make an operator of each captured kernel and a case of each class of launches, for all commands.
 
-`operators` makes them of a folder, and another process makes them of the same folder: see `Op.origin`.
+`operators` makes the operators of a folder; another process makes the same operators by `Op.origin`.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, V
 
 CLASS = "launch"
 BYTES, BYTES_OF = "bytes", "arguments"
-"""An option of every case, by which tables say that GB/s count the arguments' bytes."""
+"""Option of every case and its value: tables then state that GB/s count the bytes of the arguments."""
 AUTHOR, TUNED = "baseline", "optimized"
 SWEEP = "sweep.yaml"
 _CHECKED_BYTES = 1 << 20
@@ -33,14 +33,14 @@ _KNOB_TYPES = (bool, int, float, str)
 
 @dataclass(frozen=True)
 class Numbered:
-    """A config by its place in the list of the class's candidates, where the author's configs are not all of the same knobs."""
+    """Hold a config as its index in the candidates of its class, for kernels whose configs differ in the names of their knobs."""
 
     candidate: int
 
 
 @cache
 def operators(folder: str, widen: bool = False) -> tuple[Op, ...]:
-    """Return the operators of a capture, as the first call in this process finds it: see `operators_of`."""
+    """Return the operators of a capture, see `operators_of`; the first call of a process reads the folder."""
     return operators_of(read_capture(Path(folder)), widen)
 
 
@@ -79,7 +79,7 @@ def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
 
 
 def _checked(launches: Sequence[LaunchClass]) -> list[LaunchClass]:
-    """Return a kernel's launches that the interpreter can check in seconds; the smallest one in any case, unless it is huge."""
+    """Return a kernel's launches that the interpreter can check in seconds; if there are none, the smallest below 64 MiB."""
     small = [launch for launch in launches if launch.argument_bytes < _CHECKED_BYTES]
     smallest = sorted(launches, key=lambda launch: launch.argument_bytes)[:1]
     return small or [launch for launch in smallest if launch.argument_bytes < _MOST_CHECKED_BYTES]
@@ -132,9 +132,9 @@ def case_dtype(launch: LaunchClass) -> str:
 
 
 def _axes(launches: Sequence[LaunchClass]) -> tuple[str, ...]:
-    """Return the whole-number arguments that all classes of a kernel have; none that is below 1 in one of them, as no size is.
+    """Return the whole-number arguments that are 1 or more in all classes of a kernel, as sizes are.
 
-    An argument that is called as a field of every case, such as `dtype`, is no axis: the digest of the class tells it apart.
+    An argument with the name of a field of every case, such as `dtype`, is no axis; its values differ in the digest of the class.
     """
     taken = {*OF_EVERY_CASE, CLASS, BYTES}
     first = [a.name for a in launches[0].arguments if type(a.value) is int and a.name not in taken]
@@ -229,7 +229,7 @@ def _default(about: Any, kind: type[Any], case: Case) -> Config:
 
 
 def author_choice(launch: LaunchClass) -> dict[str, Any]:
-    """Return the author's choice where the program tuned it, else the author's first config; as JSON."""
+    """Return the author's choice if the program tuned the kernel, else the author's first config; as JSON."""
     return launch.choice or first_config(launch)
 
 
@@ -247,7 +247,7 @@ def _traffic(about: Any, case: Case) -> Traffic:
 
 
 def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:
-    """Make the arguments of a class; they are launched as they are until `reference` has seen them."""
+    """Make the arguments of a class; launches do not restore them before `reference` has learned the results."""
     from kerneltune.adopt.folder import read_class
     from kerneltune.adopt.replay import make_launch
 
@@ -256,7 +256,7 @@ def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> I
 
 
 def run_config(inputs: Inputs, config: Config) -> Outputs:
-    """Launch a config; where results are checked, what launches have changed is put back before."""
+    """Launch a config; after `reference`, restore the arguments before the launch."""
     return _run(inputs, stored_of_config(config, inputs[_LAUNCH].launch))
 
 
@@ -278,7 +278,7 @@ def _run(inputs: Inputs, stored: Mapping[str, Any]) -> Outputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Learn from the author's first config which results a launch writes, and how much they vary."""
+    """Learn from the author's first config which arguments a launch writes, and how much their values vary."""
     from kerneltune.adopt.effects import learn
 
     launch = inputs[_LAUNCH]

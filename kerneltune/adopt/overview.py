@@ -1,4 +1,4 @@
-"""Read a capture, and find suspicious kernels: keys, lists, and results that depend on the config; runs nothing."""
+"""Read a capture, and find suspicious keys, lists of configs, and results that depend on the config; launch nothing."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ from kerneltune.table import counted
 
 @dataclass(slots=True)
 class Capture:
-    """The classes of a capture folder, their launches, the notes of its processes, and a line for each file that was skipped."""
+    """Hold the classes of a capture folder, their launches, the notes of its processes, and a line for each skipped file."""
 
     root: Path
     classes: list[LaunchClass]
@@ -36,11 +36,11 @@ class Capture:
     problems: list[str] = field(default_factory=list)
 
     def count(self, launch: LaunchClass) -> Count:
-        """Return the launches of a class; none where no process has counted any."""
+        """Return the launches of a class; 0 launches if no process has counted any."""
         return self.counts.get(launch.digest, Count())
 
     def cost_us(self, launch: LaunchClass) -> float:
-        """Return the GPU time of a class's launches; what moving its arguments takes at 1 TB/s where none was timed."""
+        """Return the GPU time of a class's launches; if none was timed, the time to move their arguments at 1 TB/s."""
         count = self.count(launch)
         return count.launches * (count.time_us or 0.0) or max(count.launches, 1) * launch.argument_bytes / 1e6
 
@@ -57,7 +57,7 @@ class Capture:
         return dict(sorted(found.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
 
     def refused(self) -> dict[str, str]:
-        """Return why launches of kernels were not captured, by kernel."""
+        """Return kernel -> reason why its launches were not captured."""
         return {kernel: reason for one in self.said for kernel, reason in one.refused.items()}
 
     def plain(self) -> list[str]:
@@ -66,7 +66,7 @@ class Capture:
         return sorted({kernel for one in self.said for kernel in one.plain} - captured)
 
     def own_runs(self) -> dict[str, list[str]]:
-        """Return the kernels that were never seen though a subclass with a `run` of its own has them, by subclass."""
+        """Return subclass of Autotuner -> its kernels that were never seen, because the subclass has a `run` of its own."""
         seen = {launch.kernel.text for launch in self.classes} | set(self.refused())
         found: dict[str, list[str]] = {}
         for one in self.said:
@@ -106,7 +106,7 @@ def left_out(launches: Sequence[LaunchClass]) -> list[str]:
 
 
 def omitted(launch: LaunchClass) -> list[str]:
-    """Return the arguments that give a dimension of a tensor and that the author's key does not have; none for one config."""
+    """Return the arguments that equal a dimension of a tensor and that the author's key lacks; none for a single config."""
     shapes = [argument.tensor.shape for argument in launch.arguments if argument.tensor is not None]
     dimensions = {size for shape in shapes for size in (*shape, math.prod(shape)) if size > 1}
     named = {*launch.keys, *(name for candidate in launch.candidates for name in candidate.config["kwargs"])}
@@ -191,7 +191,7 @@ def _failed_checks(root: Path) -> dict[str, list[str]]:
 
 
 def _wrong_trials(root: Path) -> dict[str, list[str]]:
-    """Return what disagreed with the author's first config, by class."""
+    """Return class -> a line for each config whose results disagreed with the author's first config."""
     from kerneltune.search.trials import history  # imports Optuna
 
     found: dict[str, list[str]] = {}

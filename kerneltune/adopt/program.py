@@ -1,6 +1,6 @@
-"""Facts about the program that is captured or served: its GPU, its packages, whether a stream is being captured; and its start.
+"""Start a program, and find facts about the program that is captured or served: its GPU, its packages, a capture of its stream.
 
-Asks the torch and triton that the program has loaded, and loads neither.
+The module asks the torch and triton that the program has loaded, and imports neither.
 """
 
 import os
@@ -67,12 +67,12 @@ def _first_gpu() -> str:
 
 
 def main_name(module: str) -> str:
-    """Return the name of a module; `__main__` for the program's file, which multiprocessing's workers call otherwise."""
+    """Return the name of a module; `__main__` for the program's file, also for its other name in multiprocessing's workers."""
     return "__main__" if module == "__mp_main__" else module
 
 
 def version_of(module: str) -> str:
-    """Return the version that a module's package gives itself; empty if it gives no version."""
+    """Return `__version__` of a module's package; empty without a version."""
     package = sys.modules.get(module.partition(".")[0])
     version = getattr(package, "__version__", "")
     return version if isinstance(version, str) else ""
@@ -103,20 +103,19 @@ def is_capturing() -> bool:
 
 
 def is_launch_failure(error: BaseException) -> bool:
-    """Return whether an error says that this config cannot run here, so that another may."""
+    """Return whether an error says that this config cannot run here, although another config may run."""
     return any(kind.__name__ in LAUNCH_FAILURES for kind in type(error).__mro__)
 
 
 def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a program with more variables in its environment; returns its exit code, 128 + N where signal N ended it.
+    """Run a program with more variables in its environment, and return its exit code, 128 + N if signal N ended it.
 
-    Ctrl-C reaches the program, which decides what becomes of it; SIGTERM is passed on.
+    The program gets Ctrl-C and decides how to react; SIGTERM is passed on to the program.
     """
     require_program(command)
     present = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    path = os.pathsep.join(
-        [_HOOK, *present, str(Path(__file__).resolve().parents[2])]
-    )  # the start-up hook first, our package last
+    # the start-up hook first, this package last
+    path = os.pathsep.join([_HOOK, *present, str(Path(__file__).resolve().parents[2])])
     before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
     try:
         process = subprocess.Popen(command, env=os.environ | environment | {"PYTHONPATH": path})
@@ -133,7 +132,7 @@ def run_program(command: Sequence[str], environment: Mapping[str, str]) -> int:
 
 
 def require_program(command: Sequence[str]) -> None:
-    """Fail before anything is written where a program cannot be found."""
+    """Raise ValueError if a program cannot be found, before anything is written."""
     if not command:
         raise ValueError("program: none: expected a program behind --, like: -- python train.py")
     if shutil.which(command[0]) is None:

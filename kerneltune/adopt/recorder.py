@@ -1,7 +1,7 @@
-"""Capture: write each class of launches once, while the program runs.
+"""Capture a program: write each class of launches once, while the program runs.
 
-The program runs as before: with the author's first config, or with the author's own tuning. Whatever goes wrong here costs a
-line on standard error, never the program.
+The program runs with the author's first config, or with the author's own tuning. An error in this module costs a line on standard
+error and never ends the program.
 """
 
 import atexit
@@ -31,16 +31,16 @@ MOST_CLASSES = 64
 _TIMED_LAUNCHES = 6
 _FLUSH_S = 1.0
 _MAKERS = ("triton", "torch")
-"""Packages whose own kernels without an autotuner are not captured: they make them while the program runs."""
+"""Packages that make kernels without an autotuner while the program runs; their kernels are not captured."""
 
 
 @dataclass(slots=True)
 class KnownLaunches:
-    """A class of launches as this process knows it.
+    """Hold the state of a class of launches in this process.
 
     Attributes:
-        digest: of the class; empty if the class is not recorded.
-        configs: configs that it is launched with, the first config that works first; empty if the author's autotuner runs it.
+        digest: digest of the class; empty if the class is not recorded.
+        configs: configs of its launches, the first config that works first; empty if the author's autotuner launches.
         is_warm: whether the next launch neither compiles nor tunes, so that it may be timed.
         timed: launches that were timed or are being timed.
         unwritten: the class and its values until the author's autotuner has made its choice; None if it is written.
@@ -54,7 +54,7 @@ class KnownLaunches:
 
 
 class Recorder:
-    """Records the launches of a process into a capture folder."""
+    """Record the launches of a process into a capture folder."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Recorder:
 
         Args:
             root: the folder of the capture.
-            pattern: of the names of the kernels that are recorded.
-            max_bytes: bytes of values that this process may keep.
+            pattern: pattern of the names of the kernels that are recorded.
+            max_bytes: most bytes of values that this process keeps.
             autotune: whether the author's tuning runs, in place of the author's first config.
-            most_classes: classes of one kernel that are recorded.
+            most_classes: most classes of one kernel that are recorded.
             ignored: names of arguments whose values make no classes of their own, such as seeds.
             plain: whether kernels without an autotuner are recorded as well.
         """
@@ -95,11 +95,11 @@ class Recorder:
         atexit.register(self.flush)
 
     def _begin_process(self) -> None:
-        """Count from zero at the first launch of a process, a forked process as well."""
+        """Count from zero at the first launch of a process, also of a forked process."""
         self._process, self._has_launched = os.getpid(), True
         self._notes.launches, self._pending = {}, []
         util: Any = sys.modules.get("multiprocessing.util")
-        if util is not None:  # workers of multiprocessing end without calling what atexit holds
+        if util is not None:  # workers of multiprocessing end without calling the functions of atexit
             util.Finalize(None, self.flush, exitpriority=10)
 
     def made(self, autotuner: Any) -> None:
@@ -123,7 +123,7 @@ class Recorder:
         return run
 
     def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method that takes the place of `run` of a kernel: it notes the kernel, and records it if asked to."""
+        """Return the method that takes the place of `run` of a kernel: it notes the kernel, and records it under `plain`."""
 
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             function = kernel.fn
@@ -153,7 +153,7 @@ class Recorder:
         return self.known(tuner, args, given)
 
     def _plain(self) -> list[str]:
-        """Return the names of the kernels that were launched without an autotuner, but for kernels that torch or Triton made."""
+        """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
         found = (self._launched | kernels.compiled_and_launched()) - self._tuned
         names = {f"{main_name(function.__module__)}.{function.__qualname__}" for function in found}
         return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
@@ -181,7 +181,7 @@ class Recorder:
         return found
 
     def _ignored_of(self, autotuner: Any) -> frozenset[str]:
-        """Return the arguments that make no classes; an argument of the author's key always does."""
+        """Return the arguments whose values make no classes: the ignored arguments that are not in the author's key."""
         return self.ignored.difference(autotuner.keys)
 
     def _first(self, call: Call) -> KnownLaunches:
@@ -222,9 +222,9 @@ class Recorder:
         return f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept{hint}"
 
     def _pruned(self, call: Call) -> list[Any]:
-        """Return the configs that the author's pruning leaves; all configs if the pruning fails because there is no GPU.
+        """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
 
-        Whatever it raises on a GPU is raised here.
+        On a GPU an exception of the pruning is raised.
         """
         try:
             return call.pruned()
@@ -326,7 +326,7 @@ class Recorder:
                 self.flush(wait=False)
 
     def flush(self, wait: bool = True) -> None:
-        """Write the launches counted so far; wait: whether to wait for the launches that are being timed."""
+        """Write the counts of launches so far; `wait` waits for the launches that are being timed."""
         notes = self._notes
         if os.getpid() != self._process or not (notes.launches or notes.refused or notes.made or self._launched):
             return
@@ -335,7 +335,7 @@ class Recorder:
                 self._harvest(wait)
                 notes.plain = self._plain() if wait else notes.plain
                 write_notes(self.root, f"{self._process}-{id(self):x}", notes)
-            except Exception as error:  # a lost context, a full disk: the program ends as it would have
+            except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune
                 log.warning("kerneltune: launches not counted: %s", " ".join(str(error).split())[:200])
 
     def _harvest(self, wait: bool) -> None:
@@ -394,7 +394,7 @@ def describe_launch(call: Call, allowed: Sequence[Any], ignored: Collection[str]
 
 
 def _candidates(call: Call, allowed: Sequence[Any]) -> list[Candidate]:
-    """Return the configs that a class may run with: the author's and those of `space=`, then the configs around the list."""
+    """Return the candidates of a class: the author's configs and the configs of `space=`, then the configs around the list."""
     listed = call.autotuner.configs
     if is_plain(call.autotuner):
         offered, around = configs.plain_configs(call), []

@@ -1,8 +1,8 @@
 """Start capture or serving in a process: by environment variables, which subprocesses inherit, or by `install`.
 
-This module alone changes Triton: `Autotuner.run` and `Autotuner.__init__`, as soon as the program imports them. Subclasses
-that call `super().run` are reached, and kernels that were decorated before. A capture in the interpreter notes every kernel
-that runs by `InterpretedFunction.run`.
+This module alone changes Triton: it replaces `Autotuner.run` and `Autotuner.__init__` as soon as the program imports them. The
+replaced methods see subclasses that call `super().run`, and kernels that were decorated before. For kernels without an autotuner
+it replaces `JITFunction.run`, and in the interpreter `InterpretedFunction.run`.
 """
 
 import functools
@@ -32,7 +32,7 @@ class _Waiting(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Let the other finders find the module, and have its loader tell when it is there."""
+        """Let the other finders find the module, and let its loader act on the module after its execution."""
         if fullname != self._name:
             return None
         sys.meta_path.remove(self)
@@ -54,7 +54,7 @@ class _Waiting(importlib.abc.MetaPathFinder):
 
 
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
-    """Act on a module now if it is loaded, else as soon as it is."""
+    """Act on a module now if it is loaded, else as soon as the program has imported it."""
     module = sys.modules.get(name)
     if module is not None:
         act(module)
@@ -63,7 +63,7 @@ def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
 
 
 def replace_method(owner: type[Any], name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method by what `make` makes of the original; a method that was replaced before is replaced anew."""
+    """Replace a method by `make(original)`; `make` gets Triton's own method even if the method was replaced before."""
     present = getattr(owner, name)
     original = getattr(present, _MARK, present)
     replaced: Any = functools.update_wrapper(make(original), original)  # torch.compile reads the signature
@@ -81,11 +81,11 @@ CAPTURE, CAPTURE_OPTIONS = "KERNELTUNE_CAPTURE", "KERNELTUNE_CAPTURE_OPTIONS"
 ADOPT, ADOPT_OPTIONS = "KERNELTUNE_ADOPT", "KERNELTUNE_ADOPT_OPTIONS"
 """Environment variables: a folder, and as JSON the options of `capture` or of `install`."""
 POLICIES = ("author", "nearest", "default", "error")
-"""Choices of the config that launches which were not tuned run with."""
+"""Choices of the config of launches that were not tuned."""
 _KERNELS = {INTERPRETER: "InterpretedFunction", COMPILER: "JITFunction"}
 """Modules of Triton, and their classes of kernels."""
 _MISS_BYTES, _MOST_MISSES = 64 << 20, 16
-"""Bytes of values and classes of each kernel that a served process records at most: a class takes its host milliseconds."""
+"""Most bytes of values, and most classes of each kernel, that a served process records: a class takes the host milliseconds."""
 
 _installed: dict[str, Any] = {}
 
@@ -114,7 +114,7 @@ def _options(variable: str) -> dict[str, Any]:
 
 
 def _say_not_started(error: Exception) -> None:
-    """Write the one line that a failed start costs; the program runs as without kerneltune."""
+    """Log one line about a failed start; the program runs as without kerneltune."""
     reason = " ".join(str(error).split())[:200] or type(error).__name__
     if isinstance(error, ModuleNotFoundError):
         reason += f": install kerneltune with its dependencies for {sys.executable}"
@@ -122,7 +122,7 @@ def _say_not_started(error: Exception) -> None:
 
 
 def capture(root: Path, **options: Any) -> None:
-    """Record the launches of this process from now on. options: of the Recorder."""
+    """Record the launches of this process from now on; `options` are the arguments of `Recorder`."""
 
     def begin(autotuning: ModuleType) -> None:
         from kerneltune.adopt.recorder import Recorder
@@ -148,7 +148,7 @@ def install(
     Kernels that were decorated before are served as well.
 
     Args:
-        folder: that `kerneltune tune` has written.
+        folder: folder that `kerneltune tune` has written.
         miss: policy for launches that were not tuned: `author` (the author's autotuner), `nearest` (the nearest tuned launch),
             `default` (the author's first config) or `error`.
         manifest: SHA-256 of the table, or its beginning; another table is refused.
@@ -187,7 +187,7 @@ def install(
 
 
 def _autotuners(autotuning: ModuleType) -> list[Any]:
-    """Return every autotuner of this process; by type, because asking objects for their class may run their code."""
+    """Return every autotuner of this process; by `type`, because `__class__` of an object may run the object's code."""
     return [found for found in gc.get_objects() if issubclass(type(found), autotuning.Autotuner)]
 
 

@@ -1,6 +1,6 @@
-"""The table that serving reads: for every kernel the configs of its captured launches, by the author's key and by size.
+"""Read and write the table that serving reads: for every kernel the configs of its captured launches, by author's key and size.
 
-Written by tuning. A manifest beside it holds its SHA-256, so that every rank serves the same table or none.
+Tuning writes the table. A manifest beside the table holds its SHA-256, so that every rank serves the same table or none.
 """
 
 import bisect
@@ -31,9 +31,9 @@ def log2_of(size: int | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ServingRow:
-    """Configs of a class of launches, or of several classes that share a config, with times and intervals as evidence.
+    """Hold the configs of a class of launches, or of classes that share a config, with times and intervals as evidence.
 
-    `sizes` holds every size of the class by name, `configs` as JSON the chosen config, then the configs to fall back to.
+    `sizes` has every size of the class by name; `configs` has as JSON the chosen config, then the configs to fall back to.
     """
 
     sizes: dict[str, int]
@@ -49,7 +49,7 @@ class ServingRow:
 class Group:
     """The rows for a value of the author's key and a list of the tensors' element types.
 
-    `split` names the sizes that the author's key leaves out and that decide between the rows; empty for a single row.
+    `split` has the names of the sizes that the author's key leaves out and that decide between the rows; empty for a single row.
     """
 
     key: list[Any]
