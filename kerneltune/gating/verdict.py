@@ -259,8 +259,8 @@ def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
 def _left_out(side: str, records: Iterable[Record], places: Iterable[tuple[str, str]]) -> str:
     """Return a note with the number of timed rows whose GPU or policy is missing on the other side; empty if no row is."""
     known = set(places)
-    apart = Counter(place_of(record) for record in records if record.status == "passed" and place_of(record) not in known)
-    named = ", ".join(f"{count} of {device} {policy}" for (device, policy), count in sorted(apart.items()))
+    counts = Counter(place_of(record) for record in records if record.status == "passed" and place_of(record) not in known)
+    named = ", ".join(f"{count} of {device} {policy}" for (device, policy), count in sorted(counts.items()))
     return f"rows that only {side} has, left out: {named}" if named else ""
 
 
@@ -419,11 +419,11 @@ def _interval(record: Record) -> Interval:
 
 def _other_unit(compared: Sequence[Change]) -> str:
     """Return a note on rows whose two sides were measured on different GPUs of the same model; empty if no row was."""
-    apart = [met.new for met in compared if "unit" in other_run(met.old, met.new)]
-    if not apart:
+    moved = [met.new for met in compared if "unit" in other_run(met.old, met.new)]
+    if not moved:
         return ""
-    rows = "rows" if len(apart) == len(compared) else f"{len(apart)} of {len(compared)} rows"
-    return f"another {apart[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
+    rows = "rows" if len(moved) == len(compared) else f"{len(moved)} of {len(compared)} rows"
+    return f"another {moved[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
 
 
 def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[str, ...]) -> Verdict:

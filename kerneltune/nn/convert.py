@@ -112,12 +112,12 @@ def convert_to_fp8_training(
     modules can be copied and pickled. `revert_from_fp8_training` undoes it.
 
     Args:
-        model: to convert, itself included.
+        model: model to convert; the model itself may be converted, too.
         recipe: `tensorwise`, `rowwise`, `delayed` or a Recipe. `delayed` needs `update_scales` once per optimizer step.
         experts: whether to convert expert layers.
         dense: whether to convert linear layers.
         norms: whether normalizations feed linear layers, which takes `dense` and tensorwise scaling.
-        filter_fn: (module, its name in the model) -> whether to convert it; None converts all. Only asked about candidates.
+        filter_fn: (module, its name in the model) -> whether to convert the module, called for candidates; None converts all.
 
     Returns:
         The names of the converted modules, and the reasons for skipped modules.
@@ -259,7 +259,7 @@ def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         try:
             found = cast(Any, module).get_output_embeddings()
-        except (AttributeError, NotImplementedError):  # of a module that has none
+        except (AttributeError, NotImplementedError):  # of a module without output embeddings
             continue
         if isinstance(found, nn.Module):
             yield found
@@ -271,7 +271,7 @@ def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _routers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return the linear layers beside experts that have an output for each of them, and why they stay as they are."""
+    """Return linear layer -> reason to stay, for the layers beside experts that have one output for each expert."""
     found: dict[nn.Module, str] = {}
     for parent in model.modules():
         for name, child in parent.named_children():

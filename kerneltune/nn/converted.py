@@ -92,7 +92,7 @@ class ConvertedProducts(nn.Module):
         """Multiply rows (M, K) in groups that end at offs (E,) with weight (E, K, N), of either order.
 
         Args:
-            name: of the parameter behind the weight.
+            name: name of the parameter behind the weight.
         """
         how, w = self._prepared(name, weight)
         options = {"recipe": how, "weights": w.weights, "amax": w.amax}
@@ -148,9 +148,9 @@ def local_part(parameter: Tensor) -> Tensor:
 
 
 class ExpertOperand(Tensor):
-    """A converted module's expert weight as its own forward sees it: grouped and batched products with it run in fp8.
+    """Stand for an expert weight in a converted module's own forward pass: grouped and batched products by it run in fp8.
 
-    A result of another function is an `ExpertOperand` if it has three axes, and else a plain tensor.
+    Any other function of torch returns an `ExpertOperand` if its result has three axes, and else a plain tensor.
     """
 
     fp8_products: ConvertedProducts
@@ -164,7 +164,7 @@ class ExpertOperand(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch's, grouped and batched products with the weight as second operand in fp8."""
+        """Run a function of torch; grouped and batched products with the weight as the second operand run in fp8."""
         kwargs = kwargs or {}
         # tuples, because torch.compile does not find functions in a dict
         product = _grouped_product if func in _GROUPED_PRODUCTS else _batched_product if func in _BATCHED_PRODUCTS else None
@@ -315,7 +315,7 @@ def grouped_experts_forward(module: Any, x: Tensor, num_tokens_per_expert: Tenso
 
 
 class _Family(NamedTuple):
-    """A family of modules that fp8 has a forward of its own for."""
+    """Describe a family of modules for which this package has a forward pass."""
 
     is_member: Callable[[nn.Module], bool]
     weight_names: Callable[[nn.Module], Sequence[str]]
@@ -355,7 +355,7 @@ def _expert_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether a module has a forward pass, as containers have none."""
+    """Return whether a module has a forward pass; containers have none."""
     return type(module).forward is not nn.Module.forward
 
 
@@ -442,8 +442,8 @@ def convert_experts(module: Any, name: str, recipe: Recipe | str) -> None:
     """Let a module with expert weights multiply in fp8.
 
     Args:
-        module: to change in place.
-        name: of the module in the model, for messages.
+        module: module to change in place.
+        name: name of the module in the model, for messages.
         recipe: a Recipe, or `delayed`.
     """
     if isinstance(module, GroupedLinear):

@@ -19,7 +19,7 @@ _FP8_MAX = FP8_MAX["e4m3"]
 _LEAST = 1e-12
 """The least magnitude that a scale is computed from, as in fresh casts."""
 ROWS, GRADS, WEIGHTS = 0, 1, 2
-"""Places of the scales: of the rows, of the gradients, and from there on of the experts' weights."""
+"""Indices of the scales of the rows, of the gradients, and of the first expert's weights."""
 
 
 class DelayedScaling(nn.Module):
@@ -36,8 +36,8 @@ class DelayedScaling(nn.Module):
     Attributes:
         num_experts: E.
         known: whether casts use `scales`.
-        scales: (2 + E,) fp32, multiply before the cast; 1 until a magnitude is known.
-        history: (history, 2 + E) fp32, of the step under way first.
+        scales: (2 + E,) fp32, the factors of the values before their cast; 1 until a magnitude is known.
+        history: (history, 2 + E) fp32, the largest magnitudes of each step, the present step first.
     """
 
     scales: Tensor
@@ -84,7 +84,7 @@ class DelayedScaling(nn.Module):
     def cast_weights(self, weight: Tensor, into: Fp8Weights | None = None, skip: Tensor | None = None) -> Fp8Weights:
         """Return weight (E, N, K), contiguous or column-major, in fp8 in both layouts.
 
-        into: where to write; skip: (1,) fp32, not 0 to leave it as it is. Until the scales are known neither can be given.
+        into: tensors to write; skip: (1,) fp32, not 0 to leave `into` as it is. Both are None until the scales are known.
         """
         if not weight.is_contiguous() and weight.mT.is_contiguous():
             return self.cast_weights(weight.mT, into and into.transposed(), skip).transposed()

@@ -1,7 +1,8 @@
-"""Let a normalization write the fp8 operands of the linear layers that read it: no bf16 result, no cast.
+"""Let a normalization write the fp8 operands of the linear layers that read its result: no bf16 result, no cast.
 
-The kernel writes y and its transpose in fp8, for the forward product and for the weight gradient. Its scale is known beforehand:
-because |x| / sqrt(mean(x²)) is at most sqrt(N), |y| is at most sqrt(N) max |weight|, so nothing saturates and no history is kept.
+The kernel writes y and its transpose in fp8, for the forward product and for the weight gradient. The scale is known before the
+launch: because |x| / sqrt(mean(x²)) is at most sqrt(N), |y| is at most sqrt(N) max |weight|, so no value saturates and no history
+is kept.
 """
 
 import math
@@ -23,7 +24,7 @@ def feeding_norm_forward(module: Any, x: Tensor) -> Tensor:
     """Normalize x (…, N) for Fp8Linear layers alone.
 
     Returns:
-        (…, N) of x's type, all NaN: the layers read the operands that come with it.
+        (…, N) of x's type, all NaN, with the operands that the layers read attached.
     """
     eps = getattr(module, "variance_epsilon", None) or module.eps
     rows = x.reshape(-1, x.shape[-1])

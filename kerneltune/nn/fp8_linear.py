@@ -16,8 +16,8 @@ from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe, recipe_of
 
 LEAST_SIZE = 350
-"""The least N K / (N + K) for which fp8 pays. Per token, products save 4e-15 s for each of N K values, and casts cost 1.4e-12 s
-for each of N + K values: an H200 multiplies at about 650 TFLOP/s in bf16 and 1150 in fp8, and moves 4.2 TB/s."""
+"""Least N K / (N + K) at which fp8 is faster than bf16. Per token, products save 4e-15 s for each of N K values, and casts cost
+1.4e-12 s for each of N + K values: an H200 multiplies at about 650 TFLOP/s in bf16 and 1150 in fp8, and moves 4.2 TB/s."""
 
 
 class Fp8Linear(nn.Linear):
@@ -105,7 +105,7 @@ class Fp8Linear(nn.Linear):
 
 @untraced
 def _delayed_product(layer: Fp8Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply under delayed scaling, whole, because torch.compile fails behind the graph break inside."""
+    """Multiply under delayed scaling, without tracing any of it, because torch.compile fails after the graph break inside."""
     rows = x.reshape(-1, layer.in_features)
     offs = one_group(rows)
     scaling: Any = layer.fp8_scaling
@@ -115,7 +115,7 @@ def _delayed_product(layer: Fp8Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def why_not_fp8(linear: nn.Linear) -> str | None:
-    """Return why a linear layer is better left in bf16, or None."""
+    """Return why a linear layer should stay in bf16, or None."""
     if type(linear) not in (nn.Linear, Fp8Linear) or ("forward" in vars(linear) and type(linear) is not Fp8Linear):
         return f"a {type(linear).__name__}, which may have a forward of its own"
     N, K = linear.weight.shape
@@ -129,6 +129,6 @@ def why_not_fp8(linear: nn.Linear) -> str | None:
 
 
 def feed(carrier: Tensor, casts: Operand) -> Tensor:
-    """Give a tensor the Operand that Fp8Linear layers read in its place; gradients flow to the tensor."""
+    """Attach to a tensor the Operand that Fp8Linear layers read instead of the tensor; gradients flow to the tensor."""
     carrier.kerneltune_fed = casts  # type: ignore[attr-defined]
     return carrier

@@ -23,11 +23,11 @@ from kerneltune.ops import fp8
 
 
 class Operand(NamedTuple):
-    """Hold rows, or a weight (E, K, N), in fp8 for two products; None where nothing reads a tensor.
+    """Hold rows, or a weight (E, K, N), in fp8 for two products; a tensor that no product reads is None.
 
     Attributes:
-        q, scale: for the product with Y or dX.
-        q_t, scale_t: for the other product; scale_t may be scale.
+        q, scale: values and their scale for the product that gives Y; of dY for the product that gives dX.
+        q_t, scale_t: values and their scale for the other product, which gives dW, or dX of a weight; scale_t may be scale.
     """
 
     q: Tensor | None = None
@@ -236,10 +236,10 @@ class _Settings(NamedTuple):
     """Hold the plain values of a product.
 
     Attributes:
-        scaling, pow2, keep: of the Recipe.
+        scaling, pow2, keep: fields of the Recipe.
         delayed: a DelayedScaling in place of scaling and pow2, or None.
-        dtype: of the result.
-        for_x, for_w, for_v: which gradients will be asked for.
+        dtype: type of the result.
+        for_x, for_w, for_v: whether the backward pass computes the gradient of x, w or v.
     """
 
     scaling: str
@@ -402,9 +402,9 @@ def fp8_product(
         x: rows (M, K); tokens (T, K) with pairs and places; (…, K) without offs.
         w, v: (E, K, N) and (E, N / 2, N2), of either order.
         recipe: a Recipe or a DelayedScaling.
-        dtype: of the result.
+        dtype: type of the result.
         routing: pairs, places and offs of a Routing; offs alone for rows that are sorted; none of them for a single group.
-        casts: of x, w and v, as far as they were made before.
+        casts: earlier casts of x, w and v; None for an operand that is cast here.
     """
     is_fresh, with_grad = isinstance(recipe, Recipe), torch.is_grad_enabled()
     settings = _Settings(

@@ -43,8 +43,8 @@ def fp8_grouped_mm(
         offs: (E,) int32, E to 1024, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size.
             Rows behind the last group have no part in scales and gradients; the result has zeros there.
         recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks.
-        out_dtype: of the result; None is A's.
-        weights: B_t in fp8 by the same recipe, if it has been cast before, as GroupedLinear does.
+        out_dtype: type of the result; None for A's type.
+        weights: an earlier cast of B_t by the same recipe, as GroupedLinear keeps it; None casts B_t here.
         amax: (E,) fp32, the largest magnitudes of B_t at the last cast, zeros at first; the caller keeps the tensor from step to
             step, and the cast updates it. Under `tensorwise` with powers of two, a cast reads B_t once instead of twice while
             the scales stay. No result depends on it. Used only where the backward pass needs the weights' transpose.
@@ -93,8 +93,9 @@ def fp8_routed_mm(x: Tensor, up: ExpertWeights, routing: Routing, recipe: Recipe
     Args:
         x: (T, K) bf16, fp16 or fp32, rows contiguous.
         up: b_t (E, K, N); with `down` (E, K, 2I), whose columns hold gate, then up.
-        routing: of the same tokens.
-        recipe: with tensorwise scaling, with `down` of powers of two. The scale covers tokens without an expert, too.
+        routing: routing of the same tokens.
+        recipe: recipe with tensorwise scaling, and with powers of two if `down` is given. The scale covers tokens without an
+            expert, too.
         down: b_t (E, I, N), or None.
 
     Returns:
@@ -115,7 +116,7 @@ def fp8_routed_mm(x: Tensor, up: ExpertWeights, routing: Routing, recipe: Recipe
 def checked_weights(
     A: Tensor, B_t: Tensor, recipe: Recipe | DelayedScaling, weights: Fp8Weights | None, amax: Tensor | None
 ) -> AnyOperand | None:
-    """Return the checked weights, or B_t cast by `amax` where `fp8_grouped_mm` uses that; None leaves the cast to the product."""
+    """Return the checked weights, or B_t cast with `amax` if `fp8_grouped_mm` uses `amax`; None lets the product cast B_t."""
     if weights is not None:
         _check_weights(weights, B_t, recipe)
     elif amax is not None:

@@ -6,8 +6,8 @@ The setting of `set_first_microbatch`, or the argument `is_first_microbatch` of 
 | True | casts the weight into the buffers |
 | False | reads the buffers |
 
-A model's setting is obeyed as it is, also by compiled graphs. A call with the argument is not traced, and with False it casts
-again where torch knows that the weight has changed since the last call.
+Every forward pass follows a model's setting, also in compiled graphs. A call with the argument is not traced. With False such a
+call casts again if torch knows that the weight has changed since the last call.
 """
 
 import threading
@@ -29,13 +29,13 @@ from kerneltune.nn.recipes import Recipe
 
 
 class _LastCall:
-    """Hold what calls with the argument must know of earlier calls. A copy knows nothing.
+    """Hold the facts of the last call with the argument `is_first_microbatch`. A copy holds no facts.
 
     Attributes:
-        lock: held by the call under way.
+        lock: lock that the present call holds.
         weight: the weight of the last call.
-        state: what torch knows of that weight, and the recipe.
-        steps: how many steps optimizers had made.
+        state: address, version, shape, type and device of that weight, and the recipe.
+        steps: number of optimizer steps before the last call.
         may_be_old: whether a flag on the device may have kept the cast of an older weight.
         written: the event behind the last write of the buffers.
         streams: CUDA streams that have used the buffers since.
@@ -60,8 +60,8 @@ class _LastCall:
         During a capture nothing waits, because a capture may not wait for work from outside.
 
         Args:
-            device: of the weight.
-            read: the buffers to read; None to write them.
+            device: device of the weight.
+            read: the buffers to read; None if the buffers are written.
         """
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             yield
@@ -126,7 +126,7 @@ class KeptWeights(nn.Module):
     def options(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> dict[str, Any]:
         """Return the arguments `weights` and `amax` of `fp8_grouped_mm` for a weight (E, K, N); traced by torch.compile.
 
-        The weights are None where every forward pass casts, amax is None where nothing is to be expected of the weight.
+        The weights are None if every forward pass casts; amax is None if the last cast's magnitudes are of no use.
         """
         kept = self.weights(b_t, recipe)
         return {
@@ -151,13 +151,13 @@ class KeptWeights(nn.Module):
 
         Args:
             weight: a parameter, or a tensor that stands for a parameter.
-            recipe: of the cast.
-            update: whether to cast in any case. Else a cast follows only where the weight is another tensor than at the last
-                call, at another address, or of another version, or where the weight takes gradients and any optimizer has made
-                a step since, because FSDP gathers weights without a new version. Changes that torch does not count go unseen:
+            recipe: recipe of the cast.
+            update: whether to cast in any case. If False, a cast follows only if the weight is another tensor than at the last
+                call, at another address, or of another version, or if the weight takes gradients and any optimizer has made a
+                step since, because FSDP gathers weights without a new version. Changes that torch does not count are not found:
                 through `.data`, of weights made under inference_mode, and by a replayed graph.
-            skip: one value on the device; not 0 keeps the fp8 as it is. The device reads the value when the work runs, also in
-                every replay of a graph. Only delayed scaling saves the cast then. The first call casts anyway.
+            skip: one value on the device; if it is not 0, the fp8 weights stay. The device reads the value when the work runs,
+                also in every replay of a graph. Only delayed scaling saves the time of the cast. The first call always casts.
         """
         last, b_t = self._last, weight.transpose(1, 2)
         with last.lock:
@@ -236,13 +236,13 @@ class KeptWeights(nn.Module):
 
 
 def set_first_microbatch(model: nn.Module, is_first: bool | None) -> int:
-    """Say which microbatch of a gradient accumulation the next forward passes of a converted model are.
+    """Set whether the next forward passes of a converted model belong to the first microbatch of a gradient accumulation.
 
     Weights are then cast once per optimizer step. The buffers take 2 bytes per weight, and stay at their addresses, so that
     graphs can be captured.
 
     Args:
-        model: with converted expert modules, or GroupedLinear or Fp8Linear layers.
+        model: model with converted expert modules, or GroupedLinear or Fp8Linear layers.
         is_first: True casts and keeps; False reads the buffers, also after the weights changed; None casts in every forward pass
             and releases the buffers.
 

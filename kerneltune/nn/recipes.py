@@ -12,10 +12,10 @@ class Recipe:
     Attributes:
         scaling: `tensorwise` has a scale per activation or gradient tensor and a scale per expert's weights. `rowwise` has a
             scale per row of an operand: per token and per weight column, and for the weight gradient per group and column.
-        pow2: scales rounded down to powers of two.
+        pow2: whether scales are rounded down to powers of two.
         keep_weights: whether the forward pass also casts the weights' transpose and keeps it for the backward pass, E K N bytes.
-            Else the backward pass casts the weights again: a launch more, two under tensorwise. An Fp8Linear then also keeps its
-            input in place of the input's cast, which other operators often keep anyway.
+            If False, the backward pass casts the weights again, which takes one launch more, under tensorwise two. An Fp8Linear
+            then also keeps its input instead of the input's cast, because other operators often keep this input anyway.
     """
 
     scaling: str = "tensorwise"
@@ -28,7 +28,7 @@ class Recipe:
 
 
 def recipe_of(recipe: str | Recipe, *others: str) -> Recipe:
-    """Return the recipe, or the default recipe of a scaling's name. others: names that the message lists as well."""
+    """Return the recipe, or the default recipe of a scaling's name; the error message also lists the names in `others`."""
     if isinstance(recipe, Recipe):
         return recipe
     if recipe not in SCALINGS:

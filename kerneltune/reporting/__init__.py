@@ -1,1 +1,1 @@
-"""Pure functions of records: tables, pictures and the offline HTML page."""
+"""Make tables, pictures and the offline HTML page of records, by pure functions."""

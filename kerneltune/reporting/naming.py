@@ -1,6 +1,6 @@
-"""Name cases alike in tables, charts and pages, and state the origin of their records.
+"""Give cases the same names in tables, charts and pages, and state the origin of their records.
 
-Pure; does not lay anything out.
+The functions are pure.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ from kerneltune.table import pairs
 
 @dataclass(frozen=True, slots=True)
 class CaseName:
-    """A case with the words that tell it from the cases beside it.
+    """Hold the names of a case, and the words by which it differs from the other cases of a table.
 
     Attributes:
         case: the case's name, which is no part of its identity.
         options: options, policy and device by name; `told_apart` keeps the entries that differ between cases.
-        kind: the operator's name without the words that all operators begin with, `fwd`; the last word always stays.
+        kind: the operator's name without the words that all operators begin with, such as `fwd`; the last word always stays.
     """
 
     op: str
@@ -34,12 +34,12 @@ class CaseName:
 
     @property
     def settings(self) -> str:
-        """The options in one line: `layout=both groups=zipf`; empty without options."""
+        """Return the options in one line: `layout=both groups=zipf`; empty without options."""
         return pairs(self.options)
 
     @property
     def shape(self) -> str:
-        """`8192×4096`."""
+        """Return the sizes: `8192×4096`."""
         return "×".join(map(str, self.axes.values()))
 
     @property
@@ -49,7 +49,7 @@ class CaseName:
 
 
 def case_names(records: Iterable[Record]) -> list[CaseName]:
-    """Return the names of the records' cases, told apart."""
+    """Return the names of the records' cases, with the words by which the cases differ."""
     return told_apart(
         CaseName(r.op, r.case, r.dtype, r.quant, r.axes, {**r.options, "policy": r.policy, "device": r.device}) for r in records
     )

@@ -1,4 +1,4 @@
-"""Weights of four bits as checkpoints have them: GPTQ's and AWQ's plain packing, exactly, both ways. May import packing."""
+"""Read and write weights of four bits in the plain packings of GPTQ and AWQ checkpoints, exactly."""
 
 import torch
 
@@ -19,8 +19,8 @@ def from_gptq(
     points of eight rows, each minus 1, or None if all zero points are 8. scales (K / group, M).
 
     Args:
-        g_idx: (K,) the group of every k, where the checkpoint has it. Groups must be of consecutive k, as they are without
-            act-order (`desc_act`); None takes them for that. For act-order see `group_order`.
+        g_idx: (K,) the group of every k, if the checkpoint has it; None for groups of consecutive k. Groups must be of
+            consecutive k, as they are without act-order (`desc_act`). For act-order see `group_order`.
         v2: zero points are stored as they are (`checkpoint_format: gptq_v2`).
 
     Raises:
@@ -39,7 +39,7 @@ def from_gptq(
 
 
 def to_gptq(codes: Codes, *, v2: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """qweight, qzeros and scales as `from_gptq` takes them; zero points are 1 … 16 there, 0 … 15 under v2.
+    """Return qweight, qzeros and scales as `from_gptq` reads them; zero points must be 1 … 16, under v2 0 … 15.
 
     Raises:
         ValueError: a wrong shape, type, device or value, k or rows with zero points that are no multiple of 8 included.
@@ -81,7 +81,7 @@ def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.T
 
 
 def to_awq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """qweight, qzeros and scales as `from_awq` takes them; zero points are 0 … 15 there.
+    """Return qweight, qzeros and scales as `from_awq` reads them; zero points must be 0 … 15.
 
     Raises:
         ValueError: a wrong shape, type, device or value, rows that are no multiple of 8 and a zero point of 16 included.

@@ -43,11 +43,11 @@ class Int4Fp8Config:
 
     Attributes:
         tokens: rows of x per program.
-        blocks: of 64 rows of w per program.
-        warps: of a program; four warps multiply 64 rows of w at once.
+        blocks: blocks of 64 rows of w per program.
+        warps: warps of a program; four warps multiply 64 rows of w at once.
         splits: programs that share a row of w.
-        stages: of the load pipeline.
-        early: begin while the cast of x still runs, and ask L2 for the first blocks of w.
+        stages: stages of the load pipeline.
+        early: whether the kernel begins while the cast of x still runs, and asks L2 for the first blocks of w.
     """
 
     tokens: int
@@ -59,13 +59,13 @@ class Int4Fp8Config:
 
 
 class Fp8Tokens(NamedTuple):
-    """Tokens cast to e4m3: what `int4_fp8_gemm` multiplies. Made by `cast_tokens`.
+    """Hold tokens cast to e4m3, an operand of `int4_fp8_gemm`; `cast_tokens` makes it.
 
     Attributes:
-        q: (N, ⌈K/128⌉ 128) float8_e4m3fn, contiguous, zeros past K; of each 32 k in the order `kernels.fp8.ORDER`.
+        q: (N, ⌈K/128⌉ 128) float8_e4m3fn, contiguous, zeros past K; each 32 k are in the order `kernels.fp8.ORDER`.
         scale: (N,) or (1,) float32: an element of x is its q times its scale.
         depth: K.
-        dtype: of x, and so of y: fp16 or bf16.
+        dtype: type of x and of y: fp16 or bf16.
     """
 
     q: torch.Tensor

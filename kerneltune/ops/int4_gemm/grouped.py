@@ -26,7 +26,7 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _FEW_PROGRAMS = 264
-"""Programs of one block of rows are better than half as many of two below two for each of 132 SMs."""
+"""Programs, two for each of 132 SMs, below which programs of one block of rows are better than half as many of two blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Int4GroupedConfig:
 
     Attributes:
         tokens: rows of x per step of a program, which walks over all tokens of its group.
-        blocks: of 64 rows of w per program.
-        warps: of a program; four warps multiply 64 rows of w at once.
-        stages: of the load pipeline.
-        early: begin while the cast of x still runs.
+        blocks: blocks of 64 rows of w per program.
+        warps: warps of a program; four warps multiply 64 rows of w at once.
+        stages: stages of the load pipeline.
+        early: whether the kernel begins while the cast of x still runs.
     """
 
     tokens: int

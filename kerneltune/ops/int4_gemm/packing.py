@@ -1,7 +1,7 @@
-"""Weights of four bits: the layout that `int4_gemm` reads, and codes of 16-bit weights.
+"""Pack weights of four bits in the layout that `int4_gemm` reads, and quantize 16-bit weights to codes.
 
 Codes q are 0 … 15; a weight is (q - z) s with a scale s and a zero point z per row and group of consecutive k; z is 8
-if no zero points are given. Launches nothing of its own.
+if no zero points are given. The module launches no kernel of its own.
 """
 
 from typing import NamedTuple
@@ -15,20 +15,20 @@ ROWS = 64
 DEPTH = 128
 """k in a block of the packed layout."""
 GROUPS = (32, 64, 128)
-"""Group sizes, beside a group that is all of k."""
+"""Sizes of groups; a single group of all k is supported, too."""
 MIDDLE = 8
 """The zero point where none are given."""
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The number, among eight consecutive codes, of the code in nibble i: pairs of consecutive codes are 16 bits apart. AWQ has the
-same order."""
+"""ORDER[i] is the index, among eight consecutive codes, of the code in nibble i: codes 2 j and 2 j + 1 lie 16 bits apart. AWQ has
+the same order."""
 MOST_CODE = 15
 _MOST_ZERO = 16
 """The largest code, of four bits, and the largest zero point: GPTQ stores z - 1 in four bits, so that z may be 16."""
 
 
 class Codes(NamedTuple):
-    """Unpacked: codes (M, K) uint8, scales (M, K / group) fp16 or bf16, zeros (M, K / group) uint8 or None for 8."""
+    """Hold an unpacked weight: codes (M, K) uint8; scales (M, K / group) fp16 or bf16; zeros as scales, uint8, or None for 8."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -36,14 +36,14 @@ class Codes(NamedTuple):
 
 
 class Int4Weight(NamedTuple):
-    """Packed: what `int4_gemm` takes. Contiguous; made by `pack`, read back by `unpack`.
+    """Hold a packed weight, the operand of `int4_gemm`; all tensors are contiguous. `pack` makes it, `unpack` reverses `pack`.
 
     Attributes:
         packed: (⌈K/128⌉, ⌈M/64⌉, 8, 8, 4, 4) int32. Word [b, r, i, j, c, q] holds row 64 r + 8 j + i, k = 128 b + 32 q + 8 c + t
             for t = 0 … 7; code t = (0, 2, 4, 6, 1, 3, 5, 7)[p] in bits 4 p … 4 p + 3.
         scales: (B, ⌈M/64⌉, 8, G, 8), B = ⌈K/128⌉ and G = 128 / group, or G = 1 from group 128 on, where B counts the groups.
             [b, r, j, g, i] is the scale of row 64 r + 8 j + i and group G b + g. fp16 or bf16.
-        zeros: as scales, the zero points as numbers of their type; None for 8.
+        zeros: the zero points in the shape and type of the scales; None for 8.
         rows, depth, group: M, K and the group size, K for one group.
     """
 
@@ -56,10 +56,10 @@ class Int4Weight(NamedTuple):
 
 
 def check_sizes(rows: int, depth: int, group: int) -> None:
-    """Sizes that can be packed.
+    """Check that a weight of these sizes can be packed.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: a size that cannot be packed.
     """
     if group not in GROUPS and group != depth:
         raise ValueError(f"group must be {', '.join(map(str, GROUPS))} or all of k, got {group=} k={depth}")
@@ -81,7 +81,7 @@ def scale_shape(rows: int, depth: int, group: int) -> tuple[int, ...]:
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Int4Weight:
-    """Codes in the packed layout; rows and k are padded to whole blocks with weights of 0.
+    """Return codes in the packed layout; rows and k are padded to whole blocks with weights of 0.
 
     Args:
         codes: (M, K) uint8, 0 … 15.
@@ -104,7 +104,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None =
 
 
 def unpack(weight: Int4Weight) -> Codes:
-    """Return what `pack` was given."""
+    """Return the arguments of `pack`."""
     rows, depth, group = weight.rows, weight.depth, weight.group
     kb, rb = weight.packed.shape[:2]
     nibbles = out_of_words(weight.packed)[..., [ORDER.index(t) for t in range(8)]]  # (kb, rb, i, j, c, q, t)
@@ -148,7 +148,7 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_codes(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> tuple[int, int, int]:
-    """M, K and the group size of codes, scales and zero points as in `Codes`.
+    """Check codes, scales and zero points as in `Codes`, and return M, K and the group size.
 
     Raises:
         ValueError: a shape, type, device or value that does not fit.
@@ -179,7 +179,7 @@ def _groups_per_block(group: int) -> int:
 
 
 def _arrange(values: torch.Tensor, rows: int, depth: int, group: int) -> torch.Tensor:
-    """(M, groups) in the layout of `Int4Weight.scales`, padded with zeros."""
+    """Return values (M, groups) in the layout of `Int4Weight.scales`, padded with zeros."""
     blocks, rb, _, per_block, _ = scale_shape(rows, depth, group)
     padded = values.new_zeros((rb * ROWS, blocks * per_block))
     padded[:rows, : values.shape[1]] = values
@@ -187,19 +187,19 @@ def _arrange(values: torch.Tensor, rows: int, depth: int, group: int) -> torch.T
 
 
 def _rearrange(values: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """Return what `_arrange` was given."""
+    """Return the values (M, groups) of `_arrange`."""
     blocks, rb, _, per_block, _ = values.shape
     return values.permute(1, 2, 4, 0, 3).reshape(rb * ROWS, blocks * per_block)[:rows, :groups].contiguous()
 
 
 def into_words(nibbles: torch.Tensor) -> torch.Tensor:
-    """(…, 8) of 0 … 15 to (…) int32, the first in the lowest bits."""
+    """Return words (…) int32 of eight nibbles (…, 8) each, the first nibble in the lowest bits."""
     shifts = torch.arange(0, 32, 4, device=nibbles.device)
     words = (nibbles.to(torch.int64) << shifts).sum(-1)
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 def out_of_words(words: torch.Tensor) -> torch.Tensor:
-    """Return what `into_words` was given, uint8."""
+    """Return the nibbles (…, 8) uint8 of words (…)."""
     shifts = torch.arange(0, 32, 4, device=words.device, dtype=torch.int32)
     return ((words[..., None] >> shifts) & 15).to(torch.uint8)

@@ -1,6 +1,6 @@
-"""Inputs, formula in fp64 and tolerance of `int4_gemm`, and the weights in the layouts of baselines and peers.
+"""Define inputs, the formula in fp64 and the tolerance of `int4_gemm`, and give weights in the layouts of baselines and peers.
 
-y = x · wᵀ + bias, w = (q - z) s      Shares no code with the kernels.
+y = x · wᵀ + bias, w = (q - z) s      The formula shares no code with the kernels.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from kerneltune.ops.int4_gemm.packing import Int4Weight
 from kerneltune.spec import Case, Inputs, Outputs, Traffic
 
 OPTIONS = {"group": (64, 32, 128, 0), "zeros": (False, True), "bias": (False, True)}
-"""group: k that share a scale, 0 for all; zeros: zero points instead of 8."""
+"""group: elements of k that share a scale, 0 for all; zeros: False for zero points of 8; bias: whether a bias is added."""
 
 _CHUNK_ROWS = 4096
 _ENOUGH = 512
@@ -25,7 +25,7 @@ _FP8_UNIT = 2.0**-4
 
 
 class Forms:
-    """The weights of an input set in other layouts. A layout is made at its first use, which is not timed."""
+    """Hold the weights of an input set in other layouts. A layout is made at its first use, which is not timed."""
 
     def __init__(self, weight: Int4Weight) -> None:
         self.weight = weight
@@ -43,14 +43,14 @@ class Forms:
         return packing.dequantise(self.weight, self.weight.scales.dtype)
 
     def other(self, name: str, make: Callable[["Forms"], Any]) -> Any:
-        """Return what `make` gives, remembered under a name."""
+        """Return the result of `make`, which is kept under a name."""
         if name not in self._others:
             self._others[name] = make(self)
         return self._others[name]
 
 
 def group_size(case: Case) -> int:
-    """Return the k that share a scale."""
+    """Return the number of elements of k that share a scale."""
     return int(case.option("group")) or case["K"]
 
 

@@ -32,7 +32,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 
 def space(case: Case) -> Space:
-    """Offer what `rmsnorm_fwd` does, without rows that are read again: the sum has only just been written."""
+    """Offer the space of `rmsnorm_fwd` without `reload`: the sum that would be read again has only just been written."""
     return {**fwd.space(case), "reload": (False,)}
 
 
@@ -64,7 +64,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Return total, and what RMSNorm gives of it."""
+    """Return total, and the outputs of RMSNorm of total."""
     total = (inputs["x"].float() + inputs["residual"].float()).to(inputs["x"].dtype)
     return {"total": total, **fwd.reference({**inputs, "x": total})}
 

@@ -40,10 +40,10 @@ class BwdConfig(Tiles):
     """Config of the backward pass: `Tiles`; ctas is never 0."""
 
     def sum_rows(self, itemsize: int) -> int:
-        """Return how many rows a program's sums for dγ have: as many as its warps load at once.
+        """Return the number of rows of a program's sums for dγ: the rows that its warps load at once.
 
-        A thread holds all of these rows in its columns, so that the sum over the rows moves no data. The number is 1 if the warps
-        lie side by side along a row.
+        The other rows of a column lie in the same thread, so that their sum moves no data between threads. The number is 1 if the
+        warps lie side by side along a row.
         """
         return min(self.rows, max(1, _WARP_BYTES * self.warps // (self.cols * itemsize)))
 

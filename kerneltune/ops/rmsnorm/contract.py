@@ -1,4 +1,4 @@
-"""RMSNorm forward and backward, with FP8 and transposed-FP8 output under delayed scaling: what its operators share.
+"""Define the formulas, inputs and options that the operators of RMSNorm share, with fp8 output under delayed scaling.
 
     r_i = 1 / sqrt(mean_j(x_ij²) + eps)      y_ij = x_ij * r_i * γ_j      q_ij = fp8(clamp(y_ij * scale))
     dx_ij = r_i * (dz_ij γ_j - r_i² s_i x_ij / N),  s_i = Σ_j dz_ij x_ij γ_j      dγ_j = Σ_i dz_ij x_ij r_i

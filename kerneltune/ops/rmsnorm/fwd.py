@@ -49,8 +49,8 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _LARGE = 1 << 25
-"""Elements of x from which on a program reads x again instead of holding it, so that more programs fit an SM. Because at 4096
-rows of 2304 to 5120 elements holding x was level or faster (H200, 2026-11-23)."""
+"""Elements of x from which on a program reads x again instead of holding it, so that more programs fit an SM. At 4096 rows of
+2304 to 5120 elements, which are fewer elements, holding x was level or faster (H200, 2026-11-23)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class FwdConfig(Tiles):
     """Config of the forward pass: `Tiles`, and a knob.
 
     Attributes:
-        reload: read x once more, from L2, instead of holding it. With stages over 1 and no loop, `stages - 1` loads are held,
-            and all other loads are read `stages - 1` loads ahead.
+        reload: whether x is read again from L2 for the output, instead of held in registers. With stages over 1 and no loop,
+            `stages - 1` loads are held, and all other loads are read `stages - 1` loads ahead.
     """
 
     reload: bool

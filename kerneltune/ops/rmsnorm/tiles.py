@@ -1,4 +1,4 @@
-"""Tiles of rows: the knobs of both directions, what makes these valid, and what defaults and launches are made of."""
+"""Define tiles of rows: the knobs of forward and backward, their checks, and the functions that defaults and launches share."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ SHARING = 2
 """Programs that share an SM's registers if they hold parts of rows: a program reads while the other program waits for its sum."""
 
 LONG = 16384
-"""Elements of a row beyond which a program may hold a part of it."""
+"""Elements of a row beyond which a program may hold a part of the row."""
 
 SHORT = 512
-"""Elements of a row up to which a row is shorter than the best load of a program: a tile has many rows."""
+"""Elements of a row up to which a tile has many rows, because a row is shorter than the best load of a program."""
 
 TRANSPOSED_ROWS = 32
 """The fewest rows of a tile that its program transposes from registers: a row of the transpose is written by sectors of 32
@@ -44,15 +44,15 @@ _Config = TypeVar("_Config")
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The cut of rows into loads and programs.
+    """Hold the knobs that divide rows into loads and programs.
 
     Attributes:
-        rows: of a tile.
-        cols: of a load.
-        split: programs share a row, and each has a load; else one program loops over it.
-        warps: of a program.
+        rows: rows of a tile.
+        cols: columns of a load.
+        split: whether programs share a row, each with one load; else one program loops over the loads of its row.
+        warps: warps of a program.
         ctas: programs per SM, each looping over tiles; 0 for a program per tile.
-        stages: depth of that loop's load pipeline.
+        stages: depth of the load pipeline in the loop over tiles.
     """
 
     rows: int
@@ -63,7 +63,7 @@ class Tiles:
     stages: int
 
     def parts(self, columns: int) -> tuple[int, int]:
-        """Return how many programs share a row of so many columns, and how many loads each of them makes."""
+        """Return the number of programs that share a row of `columns` elements, and the number of loads of each program."""
         loads = cdiv(columns, self.cols)
         return (loads, 1) if self.split else (1, loads)
 
@@ -106,9 +106,9 @@ def invalid_tile(case: Case, c: Tiles, tensors: int, most: int, held: int | None
     """Say why programs that hold their tiles cannot run together, or cannot be worth running.
 
     Args:
-        tensors: how many a program loads.
-        most: elements per thread.
-        held: how many of its loads a program holds, None for all.
+        tensors: number of matrices that a program loads.
+        most: most elements per thread.
+        held: number of loads that a program holds in registers; None for all.
     """
     parts, loads = c.parts(case["N"])
     elements = c.rows * c.cols * (loads if held is None else held)
@@ -129,7 +129,7 @@ def invalid_tile(case: Case, c: Tiles, tensors: int, most: int, held: int | None
 
 
 def sum_too_large(case: Case, config: Tiles, tensors: int) -> str | None:
-    """Say why the tiles of so many tensors do not fit shared memory, the tensors of a sum among them."""
+    """Say why the tiles of `tensors` matrices, the added matrix included, do not fit shared memory."""
     _, loads = config.parts(case["N"])
     return _too_much_loaded(case, config.rows * config.cols * loads, config, tensors)
 
