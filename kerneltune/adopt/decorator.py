@@ -54,16 +54,18 @@ def autotune(
     space: Mapping[str, Sequence[Any]] | None = None,
     **kwargs: Any,
 ) -> Callable[[Any], Any]:
-    """Decorate a kernel as triton.autotune does; every argument of the installed version is taken.
+    """Decorate a kernel as triton.autotune does, with every argument of the installed version of triton.autotune.
 
-    The result is Triton's own Autotuner. If KERNELTUNE_ADOPT names a tuned folder, it launches the configs of that folder.
+    The result is Triton's own Autotuner. If KERNELTUNE_ADOPT names a tuned folder, the Autotuner launches the configs of that
+    folder.
 
     Args:
-        configs: as triton.autotune takes them; captures run with the first config.
+        configs: list of triton.Config; captures run with the first config.
         key: names of arguments.
         args: further arguments of triton.autotune by position.
         reference: copies of the arguments by name -> expected values by name, of each argument that the kernel writes and of any
-            other tensor; held against every config when the kernel is tuned, instead of the results of the first config.
+            other tensor; when the kernel is tuned, the results of every config are compared with these values instead of the
+            results of the first config.
         rtol, atol: tolerance of each element against the reference, atol + rtol |expected|; without both, the element types give
             a tolerance of the root mean square, and results in 16 bits must not lean towards zero.
         space: knob -> values that tuning tries beside the list: names of constexprs, `num_warps`, `num_stages`, `num_ctas`,

@@ -13,10 +13,10 @@ from kerneltune.kernel_lib.check_values import vary_rows
 
 
 def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
-    """Launch the author's first config several times; returns its results and how much they vary.
+    """Launch the author's first config several times; return its results and how much they vary.
 
-    An argument is written if a launch changes it, whatever it held before: the captured values, or values of our own. Arguments
-    that a launch overwrites whatever they held are poisoned from then on.
+    An argument is written if a launch changes the captured values, or filled values in their place. An argument whose old values
+    do not change the results is poisoned before all later launches.
     """
     reference = getattr(live_kernel(launch.launch), "kerneltune_reference", None)
     if reference is not None:
@@ -69,14 +69,14 @@ def _changed(launch: Launch, before: Sequence[torch.Tensor]) -> set[str]:
 _POISON = 0xFF
 """Bytes that make NaN in every floating-point type."""
 _LEAST_FILL, _FILLS = 0x31, 16
-"""Bytes that make small positive values in every floating-point type, another one for each storage."""
+"""First of the bytes that make small positive values in every floating-point type, and the number of these bytes."""
 
 
 def _hidden_writes(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any], changed: set[str]) -> set[str]:
     """Return the arguments that a launch writes with the bytes that they held already, such as zeros over zeros.
 
-    Each storage of floating-point values that did not change is filled with a value of its own. Whole numbers stay, as they
-    may be indices.
+    To find them, each storage of floating-point values that did not change is filled with another value before a launch. Whole
+    numbers stay, because they may be indices.
     """
     storages = {a.name: a.tensor.storage for a in launch.launch.arguments if a.tensor is not None}
     known = {storages[name] for name in changed}
@@ -89,7 +89,7 @@ def _hidden_writes(launch: Launch, state: LaunchEffects, stored: Mapping[str, An
 
 
 def _is_floating(about: Mapping[str, Any]) -> bool:
-    """Return whether a storage holds floating-point values alone."""
+    """Return whether a storage holds data, such as floating-point values, and no indices, which a capture keeps as `values`."""
     return about.get("kept") != "values"
 
 
@@ -171,7 +171,7 @@ def differences(launch: Launch, state: LaunchEffects, outputs: Mapping[str, Any]
             found.append(f"{name}: is written, which the author's first config does not do")
     behind = [storage[-launch.guard_bytes :] for storage in launch.storages]
     if not all(map(torch.equal, state.behind, behind)):
-        found.append("memory behind the arguments is written otherwise than by the author's first config")
+        found.append("memory behind the arguments is written, unlike by the author's first config")
     return found
 
 
@@ -231,20 +231,20 @@ def disagreement(
 
 
 def _without_cancelled(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return fp8 results with the expected value where both lie so close to zero that a sum in another order explains them."""
+    """Return fp8 results, with the expected value where the difference is as small as that of a sum in another order."""
     a, b = expected.float(), found.float()
     near = (a - b).abs() <= _CANCELLED * a.nan_to_num(0.0, 0.0, 0.0).abs().max()
     return torch.where(near, expected.view(torch.uint8), found.view(torch.uint8)).view(expected.dtype)
 
 
 def difference(expected: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
-    """Return the root mean square and the largest difference, relative to the expected values' own."""
+    """Return the root mean square and the largest difference, each over the same measure of the expected values."""
     if expected.numel() == 0:
         return 0.0, 0.0
     a, b = (torch.nan_to_num(t.float(), nan=0.0, posinf=3e38, neginf=-3e38) for t in (expected, found))
-    apart = (a - b).abs()
+    gaps = (a - b).abs()
     scale, peak = float(a.double().square().mean().sqrt()), float(a.abs().max())
-    rms, largest = float(apart.double().square().mean().sqrt()), float(apart.max())
+    rms, largest = float(gaps.double().square().mean().sqrt()), float(gaps.max())
     return (rms / scale if scale else rms), (largest / peak if peak else largest)
 
 

@@ -30,7 +30,7 @@ from kerneltune.forked import run_forked, shared_bytes
 
 
 class ReplayError(ValueError):
-    """A class that cannot be replayed here; one line that says why."""
+    """Report that a class cannot be replayed here; the message is one line."""
 
 
 def live_kernel(captured: LaunchClass) -> Any:
@@ -86,7 +86,7 @@ def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[s
 
 @contextmanager
 def _first_configs() -> Iterator[None]:
-    """Have kernels that a module launches while it is imported run their first configs, where nothing can be timed."""
+    """Let kernels that a module launches during its import run their first configs in the interpreter, which has no times."""
     from triton.runtime.autotuner import Autotuner  # in a fresh process nothing else has imported it
 
     before = Autotuner.run
@@ -106,23 +106,23 @@ def _first_configs() -> Iterator[None]:
 
 
 PROGRAM_MODULE = "__mp_main__"
-"""Name of the module: multiprocessing's workers call the program's file so."""
+"""Name of the module that holds the program's file, as in multiprocessing's workers."""
 _SETTINGS = frozenset(("os.environ", "sys.path"))
-"""Programs set these because their imports depend on them."""
+"""Objects that programs change before their imports, because the imports depend on them."""
 _READS = re.compile("LOAD_.*(NAME|GLOBAL).*")
 _DECORATOR = re.compile("tune|^jit$|^heuristics$")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def load_program(path: Path, kernel: str) -> ModuleType:
-    """Execute the statements that a kernel of a program's file needs; returns the module that holds it.
+    """Execute the statements that a kernel of a program's file needs, and return the module that holds the kernel.
 
-    kernel: its qualified name.
+    kernel: qualified name of the kernel.
 
     Raises:
         OSError: the file cannot be read.
-        SyntaxError: it is no Python.
-        Exception: what its statements raise.
+        SyntaxError: the file is no Python.
+        Exception: any exception of the statements.
     """
     tree = ast.parse(path.read_bytes(), str(path))
     tree.body = needed(tree.body, kernel.partition(".")[0])
@@ -134,7 +134,7 @@ def load_program(path: Path, kernel: str) -> ModuleType:
 
 
 def _package(path: Path) -> str:
-    """Return the package that a file belongs to, empty for none; makes the package and the file's neighbours importable."""
+    """Return the package of a file, empty for none; put its folders on sys.path, so that the file's imports are found."""
     folder, names = path.parent, []
     while (folder / "__init__.py").is_file():
         names.append(folder.name)
@@ -233,12 +233,12 @@ def _outside_definitions(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
 
 _BASE_ALIGNMENT = 256
 _GUARD_BYTES = 1 << 16
-"""Bytes behind each storage of a kernel without an autotuner, which a launch with too large blocks writes to."""
+"""Bytes behind each storage of a kernel without an autotuner, in which writes of too large blocks are found."""
 
 
 @dataclass(slots=True)
 class Launch:
-    """Arguments of a class, made anew.
+    """Hold the arguments of a class, made anew.
 
     Attributes:
         named: arguments by name, in the kernel's order.
@@ -255,10 +255,10 @@ class Launch:
     _prepared: dict[int, Callable[[], Any]] = field(default_factory=dict)
 
     def run(self, stored: Mapping[str, Any]) -> None:
-        """Launch with a config, given as JSON, its pre_hook before it; in the interpreter in a process of its own.
+        """Call the pre_hook of a config, given as JSON, and launch with the config; in the interpreter in a fork.
 
         Raises:
-            ForkCrashedError: the launch ended that process.
+            ForkCrashedError: the launch ended the fork.
         """
         call = self._prepared.get(id(stored))
         if call is None:
@@ -269,7 +269,7 @@ class Launch:
         call()
 
     def compile(self, stored: Mapping[str, Any]) -> Any:
-        """Compile a config without launching it; returns Triton's compiled kernel."""
+        """Compile a config without launching it, and return Triton's compiled kernel."""
         return self._prepare(stored)(True)
 
     def _prepare(self, stored: Mapping[str, Any]) -> Callable[[bool], Any]:
@@ -298,16 +298,16 @@ class Launch:
 
 @dataclass(slots=True)
 class LaunchEffects:
-    """Results that every launch of a class must leave in its arguments.
+    """Hold the results that every launch of a class must leave in its arguments.
 
     Attributes:
         before: contents of each storage before a launch; outputs that are overwritten as a whole are poisoned.
         written: arguments that a launch of the author's first config writes.
-        expected: contents of arguments after a launch of that config, or the values of the author's reference; by argument.
-        noise: relative difference between launches of it, root mean square, by argument.
-        behind: contents of the guard of each storage after a launch of that config.
-        has_reference: `expected` holds the values of the author's reference.
-        tolerance: the author's relative and absolute tolerance for them; None for a tolerance by the element types.
+        expected: by argument, the contents after a launch of the author's first config, or the values of the author's reference.
+        noise: by argument, the relative difference between launches of the first config, root mean square.
+        behind: contents of the guard of each storage after a launch of the first config.
+        has_reference: whether `expected` holds the values of the author's reference.
+        tolerance: the author's relative and absolute tolerance; None for a tolerance by the element types.
     """
 
     before: list[torch.Tensor] = field(default_factory=list)
@@ -319,7 +319,7 @@ class LaunchEffects:
     tolerance: tuple[float, float] | None = None
 
     def restore(self, storages: Sequence[torch.Tensor]) -> None:
-        """Put back what launches have changed."""
+        """Restore the contents that launches have changed."""
         for storage, before in zip(storages, self.before, strict=True):
             storage.copy_(before)
 
@@ -331,10 +331,7 @@ def grid_of(captured: LaunchClass, stored: Mapping[str, Any]) -> tuple[int, ...]
 
 
 def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> Launch:
-    """Make a class's arguments; indices as captured, data from its sample or statistics.
-
-    On device `meta` without values.
-    """
+    """Make a class's arguments: indices as captured, data from the sample or the statistics; on device `meta` without values."""
     storages = []
     guard_bytes = _GUARD_BYTES if captured.is_plain and device not in ("cpu", "meta") else 0  # the interpreter checks accesses
     kept = _read_values(folder / VALUES) if device != "meta" else {}
@@ -356,7 +353,7 @@ def live_arguments(captured: LaunchClass, storages: Sequence[torch.Tensor]) -> d
 
 
 def _aligned(begin: int) -> int:
-    """Return where the first byte of a storage comes to lie, so that pointers are aligned as they were."""
+    """Return the offset of a storage's first byte that gives pointers the alignment that they had in the program."""
     return begin % _BASE_ALIGNMENT
 
 

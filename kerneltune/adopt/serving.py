@@ -1,7 +1,7 @@
-"""Serve: launch the configs of the table, and never time anything.
+"""Launch kernels with the configs of the table, and time nothing.
 
-A launch costs the host a key and a look-up. For an autotuned kernel the key holds the author's key, the element types, and the
-sizes that decide between rows of the table. For a kernel without an autotuner it holds every argument but floats and the
+A launch costs the host a key and a look-up. The key of an autotuned kernel holds the author's key, the element types, and the
+sizes that decide between rows of the table. The key of a kernel without an autotuner holds every argument except floats and the
 arguments that the capture ignored: a launch that the table lacks stays unchanged.
 """
 
@@ -28,21 +28,21 @@ log = logging.getLogger("kerneltune.adopt")
 
 _MOST_KINDS, _MOST_LISTS = 4096, 64
 _MOST_PLANS = 8
-"""Plans of keys that are kept of launches with the same argument names: with and without each optional tensor."""
+"""Most plans of keys for launches with the same numbers of arguments: a launch with and without an optional tensor has two."""
 SERVED, MISSED = "served", "missed"
 """Kinds of launches, with a config of the table or of the miss policy. The name of their count is `KIND KERNEL`."""
 
 
 @dataclass(slots=True)
 class Served:
-    """Config of the launches of a key.
+    """Hold the config of the launches of a key.
 
     Attributes:
         options: keyword arguments of the launch; of a kernel without an autotuner the arguments that differ from the program's.
-        counter: place of the count of these launches.
+        counter: index of the count of these launches.
         config: the live config object; None for a kernel without an autotuner.
         hook: the config's pre_hook.
-        fallbacks: configs for when the config fails to launch.
+        fallbacks: configs that replace the config if it fails to launch.
     """
 
     options: dict[str, Any]
@@ -54,13 +54,13 @@ class Served:
 
 @dataclass(slots=True)
 class ServingState:
-    """State of an autotuner with a list of configs.
+    """Hold the state of an autotuner with a list of configs.
 
     Attributes:
         kernel: the table's kernel; None where the table has none for this autotuner.
         configs: the author's list.
         shown: the list that the autotuner shows: the author's, or its portfolio. Any other list was assigned by the program.
-        counters: places of the counts of launches: served, missed.
+        counters: indices of the counts of launches: served, missed.
         groups: the table's groups by author's key and element types.
         index: configs by their values.
         plans: keys and their served configs, by the names and types of a launch's arguments.
@@ -91,7 +91,7 @@ class ServingState:
 
 @dataclass(slots=True)
 class PlainState:
-    """The table's kernels of a function without an autotuner, one for each choice of options.
+    """Hold the table's kernels of a function without an autotuner, one for each choice of options.
 
     Attributes:
         plans: keys of launches by the numbers of positional arguments and of keywords; several where names or types differ.
@@ -104,7 +104,7 @@ class PlainState:
 
 @dataclass(slots=True)
 class Counts:
-    """Numbers of keys that were found in the table, of keys that were not, and of runs of the author's tuning."""
+    """Count the keys that were found in the table, the keys that were not found, and the runs of the author's tuning."""
 
     hits: int = 0
     misses: int = 0
@@ -132,9 +132,9 @@ class Server:
             make_config: the class triton.Config.
             miss: one of `startup.POLICIES`.
             manifest: SHA-256 that the table must have, or its beginning.
-            missing: records launches that the table does not have.
+            missing: recorder of launches that the table does not have.
             portfolio: number of configs that torch.compile sees.
-            preparing: begun when a table is read, waited for at the first launch of each key.
+            preparing: preparation that begins when a table is read, and that the first launch of each key waits for.
             counters: counts of launches by kernel.
         """
         self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
@@ -162,7 +162,7 @@ class Server:
 
         Raises ValueError if the manifest names another table; under the policy `error` also if the table is damaged.
 
-        is_early: before the program launches anything, when CUDA may not be started.
+        is_early: whether the program has launched nothing yet, so that CUDA may not be started.
         """
         with self._lock:
             device = program.early_device_slug() if is_early else program.device_slug()
@@ -321,7 +321,8 @@ class Server:
     def _live(self, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the live config objects of stored configs, without the configs that cannot be made here.
 
-        Of a list that was not tuned, as programs assign for each size, a value that no config of it has may be wrong here.
+        If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
+        config of the list has are left out, because the value may be wrong here.
         """
         made = [live_config(state.index, config, self._make_config) for config in stored]
         live = [config for config in made if config is not None]
@@ -347,8 +348,8 @@ class Server:
             return plan.remember(key, served)
         if len(state.configs) == 1:  # nothing to choose
             return plan.remember(key, _served(state.configs, state.counters[0]))
-        with suppress(Exception):  # the author's grid: what it raises, the launch raises again
-            if 0 in (call.grid(state.configs[0]) or ()):  # of no tokens, say: any config will do for this launch alone
+        with suppress(Exception):  # of the author's grid: the launch raises it again
+            if 0 in (call.grid(state.configs[0]) or ()):  # without tokens, for example: any config does for this launch
                 return _served(state.configs[:1], state.counters[1])
         self.counts.misses += 1
         if self.missing is not None:
@@ -364,7 +365,7 @@ class Server:
         return plan.remember(key, _served(self._guess(policy, call, state), state.counters[1]))
 
     def _plan(self, call: Call, state: ServingState, kind: tuple[Any, ...]) -> KeyPlan[Served]:
-        """Decide how keys are made of launches whose arguments have these names and types.
+        """Return the plan of keys for launches whose arguments have these names and types.
 
         The author's pruning and the policy `nearest` may depend on every argument.
         """
@@ -379,7 +380,7 @@ class Server:
         return plan
 
     def _allowed(self, call: Call, state: ServingState, row: ServingRow) -> Served | None:
-        """Return the configs of a row that the author's pruning allows for a launch, whatever a performance model says."""
+        """Return the configs of a row that the author's pruning allows for a launch, without the author's performance model."""
         served = state.rows.get(id(row))
         if served is None:
             if not (configs := self._live(state, row.configs)):
@@ -404,7 +405,7 @@ class Server:
     def _by_author(
         self, original: Callable[..., Any], call: Call, state: ServingState, plan: KeyPlan[Served], key: tuple[Any, ...]
     ) -> tuple[Any]:
-        """Have the author's autotuner launch, tuning if it must, and remember its choice."""
+        """Let the author's autotuner tune if necessary and launch, and remember its choice."""
         self.counters.add(state.counters[1])
         self.say(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
         alone = call.twin(state.configs)
@@ -435,7 +436,7 @@ class Server:
     def _resolve_plain(self, state: PlainState, call: Call) -> Served:
         """Serve the options of the table to launches of this key from now on; no options where the table has no row.
 
-        call: of the kernel itself instead of an autotuner.
+        call: launch of the kernel itself instead of an autotuner.
         """
         deciding = {*OPTIONS, "grid", *(key for one in state.kernels for key in one.keys)}
         plan = plan_key(call.names, call.values, deciding, keywords=len(call.kwargs), is_typed=True)
@@ -445,14 +446,14 @@ class Server:
             plans[:] = [plan, *plans[: _MOST_PLANS - 1]]
         try:
             options = self._plain_options(state, call)
-        except Exception as error:  # a value of a kind that no capture has must not end the user's program
+        except Exception as error:  # an argument of an unknown type must not end the user's program
             self.say(f"{state.name}: a launch is not served: {describe_error(error)}")
             options = {}
         counter = self.counters.slot(f"{SERVED if options else MISSED} {state.name}")
         return (known or plan).remember(plan.key(*call.args, **call.kwargs), Served(options, counter))
 
     def _plain_options(self, state: PlainState, call: Call) -> dict[str, Any]:
-        """Return the options and blocks that the table has for a launch; empty for none."""
+        """Return the options and blocks of the table for a launch; empty if the table has no row for it."""
         own = {name: call.kwargs.get(name) for name in OPTIONS}
         given = {name: value for name, value in call.kwargs.items() if name not in OPTIONS}
         for stored in state.kernels:

@@ -48,15 +48,15 @@ FAMILY = "captured"
 _MOST_CONFIGS = 4
 """Configs of a row: the chosen config and the configs that a launch may fall back to."""
 _COLD_BYTES = 1 << 20
-"""Bytes of arguments: with fewer, a cold L2 takes hundreds of sets of them, which take longer to make than to time."""
+"""Bytes of arguments below which a class is timed with a hot L2: a cold L2 would need hundreds of sets of arguments."""
 LEAST_GAIN = 1.03
-"""Least speedup by a class's own config for which sizes that the author's key omits become part of the table's key."""
+"""Least speedup by a class's own config at which the table's key gets the sizes that the author's key omits."""
 _MOST_PORTFOLIO = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TunedClass:
-    """A class with what tuning found.
+    """Hold a class with the results of its tuning.
 
     Attributes:
         best: the config that won the final.
@@ -82,7 +82,7 @@ class TunedClass:
 
 @dataclass(slots=True)
 class Outcome:
-    """The table that tuning has written and its SHA-256, the tuned classes, a line for each other class, seconds of wall time."""
+    """Hold the written table and its SHA-256, the tuned classes, a line for each other class, seconds of wall time."""
 
     table: Path
     digest: str
@@ -93,7 +93,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class TuningForecast:
-    """Numbers of classes and configs that tuning would try, estimated seconds of wall time, a line for each other class."""
+    """Hold the classes and configs that tuning would try, the estimated seconds of wall time, a line for each other class."""
 
     classes: int
     configs: int
@@ -102,11 +102,11 @@ class TuningForecast:
 
 
 _COMPILE_S, _TRIAL_S, _CLASS_S = 1.5, 0.06, 1.2
-"""Seconds of a core for a config, of the GPU for a config, and of a class. H200, 16 cores: 13 classes, 278 configs took 44 s."""
+"""Seconds of a core for a config, of the GPU for a config, and for a class. H200, 16 cores: 13 classes, 278 configs took 44 s."""
 
 
 def forecast(root: Path, share: float, widen: bool, workers: int | None) -> TuningForecast:
-    """Estimate what `tune_capture` will do; needs no GPU."""
+    """Estimate the classes, configs and seconds of `tune_capture`; needs no GPU."""
     capture = read_capture(root)
     skipped = list(capture.problems)
     chosen = _chosen(capture, share, skipped, device_slug=None)
@@ -117,11 +117,11 @@ def forecast(root: Path, share: float, widen: bool, workers: int | None) -> Tuni
 
 
 class _OutOfTimeError(Exception):
-    """The budget is used; the classes that are tuned stay."""
+    """Report that the budget is used; the classes that are tuned stay tuned."""
 
 
 def _limited(progress: Progress, until: float) -> Progress:
-    """Return a Progress that raises _OutOfTimeError at the first step behind a time."""
+    """Return a Progress that raises _OutOfTimeError at the first step after a time."""
 
     def advance(text: str) -> None:
         progress.advance(text)
@@ -146,8 +146,8 @@ def tune_capture(
 
     Args:
         budget_s: seconds in all; the class that is being tuned is finished.
-        share: of the captured GPU time that is tuned.
-        widen: also configs around the author's lists.
+        share: fraction of the captured GPU time that is tuned.
+        widen: whether configs around the author's lists are tried, too.
         force: search classes again that have a config.
         workers: processes that compile.
     """
@@ -187,8 +187,8 @@ def tune_capture(
 def probe_blocks(capture: Capture, launches: Sequence[LaunchClass]) -> bool:
     """Launch classes of kernels without an autotuner with twice and half of each block that their grids read.
 
-    A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by it.
-    Writes the verdicts beside the classes; returns whether a verdict is new.
+    A block may change only if these launches leave the same results: the program may have sorted, padded or allocated by the
+    block. Write the verdicts beside the classes, and return whether a verdict is new.
     """
     blocks, is_new = read_blocks(capture.root), False
     by_name = {op.name: op for op in operators_of(capture)}
@@ -219,7 +219,7 @@ def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> 
 
 
 def policy_of(launch: LaunchClass) -> str:
-    """Return how a class is timed: with a cold L2, but hot where thousands of sets of its arguments fit into the L2."""
+    """Return the timing policy of a class: `cold`; `hot` if its arguments are smaller than `_COLD_BYTES`."""
     return "cold" if launch.argument_bytes >= _COLD_BYTES else "hot"
 
 
@@ -246,7 +246,7 @@ def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str
 
 
 def obstacle(launch: LaunchClass, device_slug: str | None = None) -> str:
-    """Return why a class cannot be tuned on a GPU; empty if it can; device_slug: of the GPU, None for the captured GPU."""
+    """Return why a class cannot be tuned on a GPU; empty if it can; device_slug: folder name of the GPU, None for any GPU."""
     if device_slug not in (None, launch.device):
         return f"captured on {launch.device}, this is {device_slug}: capture again here"
     if launch.problem:
@@ -327,7 +327,7 @@ def _timed(worker: GpuWorker, task: Task, configs: Sequence[Any]) -> Sequence[Sa
 
 
 def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass], progress: Progress) -> None:
-    """Keep the compiled kernels that serving will launch beside the table; what cannot be kept is compiled there."""
+    """Keep the compiled kernels that serving will launch beside the table; if that fails, serving compiles them."""
     by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
     names, launchers = [], []
     for launch in (each.launch for each in tuned):
@@ -371,16 +371,16 @@ def _group(members: Sequence[TunedClass], worker: GpuWorker) -> Group:
 
 
 def shared_config(members: Sequence[TunedClass]) -> Config | None:
-    """Return the config that is the best compromise between classes, by the time each costs; None where none runs in all."""
+    """Return the config with the least loss over all classes, weighted by their GPU time; None if no config runs in all."""
     losses = [(one.cost_us, one.losses) for one in members]
     candidates = [config for config in members[0].times if all(config in of_class for _, of_class in losses)]
     return min(candidates, key=lambda config: sum(cost * of_class[config] for cost, of_class in losses), default=None)
 
 
 def own_gain(one: TunedClass, shared: Config, worker: GpuWorker) -> float | None:
-    """Return the speedup by a class's own config over the shared config; None if the shared config will do.
+    """Return the speedup of a class's own config over the shared config; None if the shared config serves the class.
 
-    It may not where the gain is 3 % or more, or where the shared config is surely slower than the author's choice.
+    The shared config does not serve if the gain is 3 % or more, or if it is surely slower than the author's choice.
     """
     if one.best == shared:
         return None
@@ -397,7 +397,7 @@ def own_gain(one: TunedClass, shared: Config, worker: GpuWorker) -> float | None
 
 
 def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
-    """Return the sizes that differ between classes; if two sizes are equal in every class, only the argument."""
+    """Return the sizes that differ between classes; of sizes that are equal in every class only one, preferably an argument."""
     names = {name for one in members for name in one.launch.sizes}
     by_sizes: dict[tuple[int | None, ...], str] = {}
     for name in sorted(names, key=lambda one: ("." in one, one)):  # sides of tensors have a dot
