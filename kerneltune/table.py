@@ -22,7 +22,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table.
+    """Describe a column of a table.
 
     Attributes:
         name: the heading, with the unit: `A µs`.
@@ -47,12 +47,12 @@ class Column:
 
     @property
     def is_text(self) -> bool:
-        """Return whether cells are set to the left."""
+        """Return whether cells are left-aligned."""
         return self.digits is None
 
     @property
     def csv_name(self) -> str:
-        """The column's name in CSV."""
+        """Return the column's name in CSV."""
         return self.key or self.name.replace(" ", "_")
 
     def cell(self, value: Value) -> str:
@@ -66,7 +66,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row: a value per column, and a note, such as the reason why numbers are missing."""
+    """Hold a row: a value per column, and a note, such as the reason why values are missing."""
 
     values: tuple[Value, ...]
     note: str = ""
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Columns, rows, and lines above and below.
+    """Hold columns, rows, and the lines above and below them.
 
     Attributes:
         repeated: leading columns that are left blank in text where a row repeats the values of the row above.
@@ -89,7 +89,7 @@ class Table:
 
     @classmethod
     def of_texts(cls, head: Sequence[str], rows: Iterable[Sequence[str]]) -> "Table":
-        """Make a table of printed cells that may wrap; columns of numbers are set to the right."""
+        """Make a table of printed cells that may wrap; columns of numbers are right-aligned."""
         lines = [Row(tuple(row)) for row in rows]
         columns = []
         for at, name in enumerate(head):

@@ -1,1 +1,1 @@
-"""Facts about kernels that nobody times, from compiler and profiler: registers, spills, occupancy, access widths, counters."""
+"""Show facts of kernels from compiler and profiler: registers, spills, occupancy, access widths, counters; time nothing."""

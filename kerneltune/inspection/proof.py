@@ -23,11 +23,11 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class JourneyRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The last run of a journey.
+    """Hold the last run of a journey.
 
     Attributes:
-        commit: of the source, with `+` where the package differed from it.
-        versions: of driver, torch, triton and python.
+        commit: commit of the source, with `+` if the package differed from the commit.
+        versions: versions of driver, torch, triton and python.
         date: ISO 8601, UTC.
         code: numbers of the lines of `Proof.code`.
     """
@@ -41,10 +41,10 @@ class JourneyRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Proof(Versioned, forbid_unknown_fields=True):
-    """The content of a proof.json.
+    """Hold the content of a proof.json.
 
     Attributes:
-        gpu: the model's name, as the driver says it.
+        gpu: the driver's name of the GPU model.
         journeys: name -> its last run.
         code: `module digest`, each once.
     """

@@ -14,10 +14,10 @@ MOST_TRANSPOSED_ROWS = (1 << 21) - 1
 
 
 def check_matrix(name: str, x: torch.Tensor) -> None:
-    """Check a matrix of bf16, fp16 or fp32 with contiguous rows, where kernels run: GPU, Triton's interpreter, `meta`.
+    """Check that x is a matrix of bf16, fp16 or fp32 with contiguous rows on a device with kernels: GPU, interpreter or `meta`.
 
     Raises:
-        ValueError: it is not.
+        ValueError: another value, shape, type, stride or device.
     """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {x!r}")
@@ -30,10 +30,10 @@ def check_matrix(name: str, x: torch.Tensor) -> None:
 
 
 def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, where: torch.device) -> None:
-    """Check that a tensor has exactly this shape, dtype and device; contiguous if it has a single axis.
+    """Check that a tensor has exactly this shape, dtype and device, and is contiguous if it has a single axis.
 
     Raises:
-        ValueError: it is not.
+        ValueError: another value, shape, dtype, device or stride.
     """
     if not isinstance(t, torch.Tensor):
         raise ValueError(f"{name} must be a tensor, got {t!r}")
@@ -44,10 +44,10 @@ def check_like(name: str, t: torch.Tensor, shape: tuple[int, ...], dtype: torch.
 
 
 def check_format(fp8_format: str, known: Collection[str], where: torch.device) -> None:
-    """Check that the fp8 format is known and that the device has it: NVIDIA's GPUs have no fnuz types.
+    """Check that an fp8 format is known and that the device has the format: NVIDIA's GPUs have no fnuz types.
 
     Raises:
-        ValueError: it is not.
+        ValueError: another format, or a fnuz format on an NVIDIA GPU.
     """
     if fp8_format not in known:
         raise ValueError(f"fp8_format must be one of {', '.join(known)}, got {fp8_format=}")
@@ -56,14 +56,14 @@ def check_format(fp8_format: str, known: Collection[str], where: torch.device) -
 
 
 def check_apart(name: str, x: torch.Tensor, rows: int, numbers: int = 1) -> None:
-    """Check the row stride of a matrix: kernels take tiles of `rows`, and count words of `numbers` elements in 31 bits in a tile.
+    """Check the row stride of a matrix: kernels load tiles of `rows` and count words of `numbers` elements of a tile in 31 bits.
 
     Raises:
-        ValueError: the row stride is larger.
+        ValueError: the row stride is too large for such a count.
     """
-    apart = (1 << 31) // rows * numbers
-    if x.shape[0] > 1 and x.stride(0) >= apart:
-        raise ValueError(f"rows of {name} must be less than {apart} numbers apart in tiles of {rows}, got strides {x.stride()}")
+    limit = (1 << 31) // rows * numbers
+    if x.shape[0] > 1 and x.stride(0) >= limit:
+        raise ValueError(f"rows of {name} must be less than {limit} numbers apart in tiles of {rows}, got strides {x.stride()}")
 
 
 def check_transposable(name: str, rows: int) -> None:

@@ -45,7 +45,7 @@ class _Region:
     """Hold the addresses of a tensor argument.
 
     Attributes:
-        is_meta: the tensor has no memory.
+        is_meta: whether the tensor has no memory.
         first, size: address and bytes of the argument's storage.
         offset: address in memory minus address in the region.
         start: address of the argument's first element, in the region.
@@ -68,9 +68,9 @@ class _Loading:
     """Describe the load that runs.
 
     Attributes:
-        has_other: elements that the mask leaves out have a value.
-        is_volatile: the load waits for other programs.
-        is_shared: the load bypasses L1, so that it sees what atomics of other programs left until now.
+        has_other: whether elements that the mask leaves out have a value.
+        is_volatile: whether the load waits for other programs.
+        is_shared: whether the load bypasses L1, so that it sees the results of atomics of other programs.
     """
 
     has_other: bool = False
@@ -243,7 +243,7 @@ class _Guard:
         for program in itertools.product(*(sorted({0, size // 2, size - 1}) for size in grid)):
             if min(grid) > 0:
                 builder.set_grid_idx(*program)
-                with warnings.catch_warnings():  # of numpy: values are of no account here, and most are not known
+                with warnings.catch_warnings():  # of numpy: only addresses are checked here, and most values are unknown
                     warnings.simplefilter("ignore", RuntimeWarning)
                     executor.fn(**values)
 

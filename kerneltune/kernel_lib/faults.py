@@ -1,4 +1,4 @@
-"""Faults of kernels in Triton's interpreter: the error and its line, unknown keywords of a launch, programs that do not end."""
+"""Report faults of kernels in Triton's interpreter by file and line: unknown keywords of a launch, programs that do not end."""
 
 import ctypes
 import dataclasses
@@ -16,7 +16,7 @@ from typing import Any
 from kerneltune.errors import meant
 
 PROGRAM_SECONDS = 60.0
-"""Time for one program: a program of a check takes milliseconds, an endless loop takes for ever."""
+"""Longest time of a program: a program of a check takes milliseconds."""
 
 
 class KernelFaultError(Exception):

@@ -1,6 +1,6 @@
 """Derive the functions of a variant and a torch operator from an operator's public function and constants.
 
-Knows no operator.
+The module knows no operator.
 """
 
 import inspect
@@ -31,11 +31,11 @@ def _value(value: Any, _case: Case) -> Any:
 
 
 def run_of(function: Callable[..., Any], *names: str) -> Callable[[Inputs, Config], Outputs]:
-    """Return the `run` of the variant that is a public function.
+    """Return the `run` of a variant that calls a public function.
 
     Args:
-        function: takes the case's inputs by name, and `config`.
-        names: of its results, in order; none for results in a NamedTuple, whose fields name them.
+        function: function of the case's inputs by name, and of `config`.
+        names: names of its results, in order; none for results in a NamedTuple, whose fields are their names.
     """
     return partial(_run, function, names)
 
@@ -50,10 +50,10 @@ def custom_op(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable
     """Register a function as a custom operator of torch, as `torch.library.custom_op` does, that the host calls in less time.
 
     Because torch's wrapper looks for aliases after every call, the dispatcher calls the function itself. So functions must not
-    return their arguments, nor views of these.
+    return their arguments or views of their arguments.
 
     Args:
-        name: with the namespace.
+        name: name with the namespace.
         mutates_args: names of the parameters that the function writes to.
     """
 
@@ -74,9 +74,9 @@ def torch_operator(
     of tensors, or a list where the function may leave some out. It cannot be differentiated.
 
     Args:
-        results: allocates the function's results and launches nothing; it names the parameters that it needs.
-        name: of the operator; the function's name if empty.
-        mutates: the tensors among the parameters that the function writes to.
+        results: function that allocates the results and launches nothing; its parameters are parameters of the function.
+        name: name of the operator; the function's name if empty.
+        mutates: names of the tensors that the function writes to.
         without: further parameters that the operator lacks; they have defaults.
     """
 

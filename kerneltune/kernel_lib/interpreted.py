@@ -1,6 +1,6 @@
-"""Triton's interpreter, mended: casts to fp8 and numbers in bf16 as a GPU makes them, in less time. Knows no operator.
+"""Correct Triton's interpreter: casts to fp8 and arithmetic in bf16 give the values of a GPU, in less time.
 
-Imports torch and triton in functions: Triton must not be imported before it is known whether it shall interpret.
+The module imports torch and triton in functions, because Triton decides at its import whether it interprets.
 """
 
 import math
@@ -45,10 +45,10 @@ _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Mend the interpreter as `mend` does, and let Inf and NaN come about without numpy's warnings, as on a GPU.
+    """Correct the interpreter by `mend`, and let operations give Inf and NaN without numpy's warnings, as on a GPU.
 
     Raises:
-        RuntimeError: this version's interpreter is made of other functions.
+        RuntimeError: the interpreter of this Triton lacks a function that is replaced.
     """
     mend()
     with np.errstate(all="ignore"):
@@ -144,11 +144,11 @@ def _elementwise(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any
 
 
 class _Names:
-    """Attributes that are the global names of a function."""
+    """Give the global names of a function as attributes."""
 
 
 class _Whole(int):
-    """A number of a loop, or a sum or product of it. In a kernel it is a tensor, which has a type and is cast."""
+    """Stand for the index of a loop, or a sum or product with it; compiled kernels have a tensor there, which can be cast."""
 
     def to(self, dtype: Any, *_: Any, **__: Any) -> Any:
         from triton.runtime import interpreter
@@ -171,7 +171,7 @@ for _name in ("__add__", "__sub__", "__mul__", "__floordiv__", "__mod__"):
 
 
 class _Real(float):
-    """A floating-point argument. In a kernel it is a tensor, which is cast."""
+    """Stand for a floating-point argument; compiled kernels have a tensor there, which can be cast."""
 
     def to(self, dtype: Any, *_: Any, **__: Any) -> Any:
         from triton.runtime import interpreter

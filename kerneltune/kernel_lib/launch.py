@@ -1,6 +1,6 @@
-"""Choose the device and the number of programs of a launch; launches whose programs spin on each other's counters.
+"""Choose the device and the number of programs of a launch, and the options of launches whose programs wait for each other.
 
-Knows no operator and launches nothing itself. May import torch.
+The module knows no operator and launches nothing itself.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def on_its_device(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def resident(where: torch.device, ctas: int) -> int:
-    """Return programs that are resident together where every SM of the device holds `ctas`."""
+    """Return the number of resident programs if every SM of the device holds `ctas` programs."""
     return ctas * device.sm_count(where.type, where.index)
 
 
@@ -63,7 +63,7 @@ def registers(warps: int, ctas: int) -> dict[str, Any]:
 
 
 def too_much_shared(shared_bytes: int) -> str | None:
-    """Return why programs that take so much shared memory are not resident together; None where an SM of Hopper has it."""
+    """Return why programs with so many bytes of shared memory do not fit an SM of Hopper together; None if they fit."""
     return f"{shared_bytes} bytes of shared memory" if shared_bytes > _SHARED_BYTES else None
 
 

@@ -14,14 +14,14 @@ import triton
 _OLDEST, _NEWEST = (3, 6), (3, 9)
 """Versions of Triton whose launchers take every argument of the kernel in its order, and integers for pointers."""
 Launch = Callable[..., None]
-"""Takes the leading arguments of the kernel, pointers as integers."""
+"""Function that launches with the leading arguments of the kernel, pointers as integers."""
 
 
 def relaunch(kernel: Any, compiled: Any, programs: int, leading: int, named: Mapping[str, Any]) -> Launch | None:
     """Return a function that launches a kernel again.
 
-    None if the first launch gave no compiled kernel, or a kernel of a Triton whose launcher is not known to take addresses: the
-    caller then launches as Triton does.
+    The result is None if the first launch gave no compiled kernel, or if the launcher of this Triton is not known to accept
+    addresses: the caller then launches by `kernel[grid](…)`.
 
     Args:
         kernel: the function under `triton.jit`.

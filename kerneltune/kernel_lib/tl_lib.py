@@ -1,7 +1,4 @@
-"""Device code that operators share.
-
-Does not launch anything and knows no operator. May import torch and triton.
-"""
+"""Define device functions that operators share. The module launches nothing and knows no operator."""
 
 import torch
 import triton
@@ -15,36 +12,33 @@ FP8_DTYPES = {
     "e5m2fnuz": torch.float8_e5m2fnuz,
 }
 TL_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-"""Triton's type of the elements that words of two hold."""
+"""torch's type of an element -> Triton's type."""
 
 TL_FP8 = {"e4m3": tl.float8e4nv, "e5m2": tl.float8e5, "e4m3fnuz": tl.float8e4b8, "e5m2fnuz": tl.float8e5b16}
 
 FP8_MAX = {name: torch.finfo(dtype).max for name, dtype in FP8_DTYPES.items()}
 
 INTERPRETED = triton.knobs.runtime.interpret
-"""True where kernels run in Triton's interpreter: programs run in turn, so none may wait for another."""
+"""True if kernels run in Triton's interpreter, which runs programs in sequence: no program may wait for a later program."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.constexpr_function
 def is_cuda():
-    """Return whether kernels may hold PTX: they are compiled, here or ahead of time, for an NVIDIA GPU."""
+    """Return whether kernels may contain PTX, because they are compiled, here or ahead of time, for an NVIDIA GPU."""
     return not INTERPRETED and target_info.is_cuda()
 
 
 @triton.constexpr_function
 def since_sm_90():
-    """Return whether kernels may hold PTX that sm_90 brought.
-
-    It brought launches before the kernel in front has ended, and packed 16-bit maxima.
-    """
+    """Return whether kernels may contain PTX of sm_90: packed 16-bit maxima, launches that begin before the last has ended."""
     return not INTERPRETED and target_info.cuda_capability_geq(9, 0)
 
 
 @triton.jit
 def saturate(y, FP8_MAX: tl.constexpr):
-    """fp32 within what fp8 holds; NaN stays NaN. On CUDA y as it is: the conversion saturates by itself."""
+    """Return fp32 values limited to the range of fp8; NaN stays NaN. On CUDA return y, because the conversion saturates."""
     if is_cuda():
         return y
     else:
@@ -53,13 +47,13 @@ def saturate(y, FP8_MAX: tl.constexpr):
 
 @triton.jit
 def quantize(y, scale, FP8_MAX: tl.constexpr, dtype: tl.constexpr):
-    """Saturating cast of fp32 to fp8, round to nearest even; NaN stays NaN."""
+    """Multiply fp32 values by a scale and cast to fp8, saturating, to nearest even; NaN stays NaN."""
     return saturate(y * scale, FP8_MAX).to(dtype)
 
 
 @triton.jit
 def reciprocal(x):
-    """1 / x, correctly rounded."""
+    """Return 1 / x, correctly rounded."""
     return tl.div_rn(tl.zeros_like(x) + 1.0, x)
 
 
@@ -85,7 +79,7 @@ def amax_to_scale(amax, FP8_MAX: tl.constexpr, POW2: tl.constexpr):
 
 @triton.jit
 def magnitude(x):
-    """|x| as the integer of its bits: in the order of the values, NaN above infinity, and `max` is a max of integers."""
+    """Return |x| as the integer of its bits, which has the order of the values, with NaN above infinity."""
     if x.dtype.primitive_bitwidth == 32:
         return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -185,7 +179,7 @@ def load_constant(ptr):
 
 @triton.jit
 def store_here(ptr, value, mask):
-    """Store 32-bit numbers from the threads that hold them; `tl.store` would first move them to other threads, over barriers.
+    """Store 32-bit values from the threads that hold them; `tl.store` would first move them to other threads, over barriers.
 
     Several threads may hold the same element, and store the same value.
     """
@@ -199,9 +193,9 @@ def store_here(ptr, value, mask):
 
 @triton.jit
 def held(x):
-    """x, unchanged, but no longer known to the compiler as the value it came from.
+    """Return x through a `mov` that hides its origin from the compiler.
 
-    16-bit numbers that are needed on both sides of a reduction are otherwise kept as fp32, in twice the registers.
+    The compiler otherwise keeps 16-bit values that are needed on both sides of a reduction as fp32, in twice the registers.
     """
     if is_cuda() and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
@@ -212,7 +206,7 @@ def held(x):
 
 @triton.jit
 def to_fp8(y, dtype: tl.constexpr):
-    """y, fp32 and no larger than fp8 holds, to nearest even.
+    """Cast fp32 values within the range of fp8 to nearest even.
 
     Triton's interpreter casts subnormals of fp32 to anything (3.7.1); they are 0 in every fp8 type.
     """
@@ -223,7 +217,7 @@ def to_fp8(y, dtype: tl.constexpr):
 
 @triton.jit
 def to_fp8_pair(low, high, dtype: tl.constexpr):
-    """`to_fp8` of two tiles to one of int16, `low` in the lower byte."""
+    """Cast two tiles as `to_fp8` does, and return a tile of int16 with `low` in the lower byte."""
     if is_cuda() and dtype == tl.float8e4nv:
         return tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,r,r", [low, high], dtype=tl.int16, is_pure=True, pack=1
@@ -239,7 +233,7 @@ def to_fp8_pair(low, high, dtype: tl.constexpr):
 
 @triton.jit
 def to_fp8_words(y0, y1, y2, y3, dtype: tl.constexpr):
-    """`to_fp8` of four tiles to one of uint32: the bytes of a word come from the four tiles, the first in the lowest byte."""
+    """Cast four tiles as `to_fp8` does, and return a tile of uint32 whose words have a byte of each, the first tile's lowest."""
     if is_cuda() and dtype == tl.float8e4nv:
         return tl.inline_asm_elementwise(
             """{
@@ -264,9 +258,9 @@ def to_fp8_words(y0, y1, y2, y3, dtype: tl.constexpr):
 
 @triton.jit
 def pack_bytes(q0, q1, q2, q3):
-    """Four fp8 tiles to one of uint32: the bytes of a word come from the four tiles, the first in the lowest byte.
+    """Return a tile of uint32 whose words have a byte of each of four fp8 tiles, the first tile's in the lowest byte.
 
-    On sm_90 this is written as byte permutes: from shifts and ors ptxas 12.8 makes wrong code where the fp8 tiles are stored too.
+    The function uses byte permutes, because ptxas 12.8 makes wrong code of shifts and ors if the fp8 tiles are stored too.
     """
     b0 = q0.to(tl.uint8, bitcast=True)
     b1 = q1.to(tl.uint8, bitcast=True)
@@ -321,7 +315,7 @@ def words_of_pairs(p0, p1, p2, p3):
 
 @triton.jit
 def to_pairs(low, high, dtype: tl.constexpr):
-    """Two tiles of fp32, rounded to a 16-bit type, to one of int32 words, `low` in the lower half."""
+    """Round two tiles of fp32 to a 16-bit type, and return a tile of int32 words with `low` in the lower half."""
     if is_cuda() and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1

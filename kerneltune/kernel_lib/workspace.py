@@ -1,7 +1,7 @@
-"""Zero-initialised memory through which the programs of a launch, or of several launches, communicate.
+"""Lend zeroed memory through which the programs of a launch, or of several launches, communicate.
 
-`with workspace(...) as ws:` lends memory to the launches inside the block. Layout: tl_exchange's `launch_tag`, `close_launch` and
-`publish`. Launches nothing.
+`with workspace(...) as ws:` lends memory to the launches inside the block. Its layout is that of `launch_tag`, `close_launch` and
+`publish` in tl_exchange. The module launches nothing.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ LOANS_PER_CLEARING = 1 << 31
 
 
 class Loan:
-    """Memory that a single caller has at a time: `with loan as tensor:`.
+    """Hold memory that a single caller has at a time: `with loan as tensor:`.
 
     The end of the block gives the memory back. If the block ends with an exception, the memory is dropped, because a launch may
     be missing and the words may belong to an unfinished operation.
@@ -48,7 +48,7 @@ class Loan:
 
 
 class Pool:
-    """The memory of a size for a stream.
+    """Hold the memory of a size for a stream.
 
     `lend` never gives memory that another caller has: two threads that launch on the stream at once have memory of their own, so
     that the order of their launches does not matter. Returned memory is lent again without a wait, because the next
@@ -111,7 +111,7 @@ def _pool_of_stream(index: int, _stream: int, words: int, _purpose: str) -> Pool
 
 @lru_cache(maxsize=_CAPTURES_KEPT)
 def _pool_of_capture(index: int, _stream: int, _capture: int, words: int, _purpose: str) -> Pool:
-    """Allocates while capturing: the memory and its clearing belong to the graph."""
+    """Return the pool of a capture, whose memory and its clearing belong to the graph."""
     return Pool(lambda: _zeros(words, torch.device("cuda", index)))
 
 

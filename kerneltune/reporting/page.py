@@ -40,10 +40,10 @@ _COMMON = ("device", "driver", "torch", "triton", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Everything that a page is made of.
+    """Hold the data of a page.
 
     Attributes:
-        records: of any number of files; the newest record of each key, variant and device is shown.
+        records: records of any number of files; the page shows the newest record of each key, variant and device.
         pair: the variants that are A and B at first, in the families that have them; None for the default.
         entries: operator -> the configs that the config cache holds for the device of the records.
         command: the command line that made the page.

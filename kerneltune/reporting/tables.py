@@ -41,7 +41,7 @@ _RUN_WORDS = {"unit": "GPU serial"}
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A line of an A/B table: the same case on the same device, measured for A and for B."""
+    """Hold a line of an A/B table: the records of A and B for a case on a device."""
 
     a: Record
     b: Record
@@ -54,7 +54,7 @@ class Comparison:
 
     @property
     def speedup(self) -> float | None:
-        """Time of A over time of B, unrounded; None where a side has no time."""
+        """Return the time of A over the time of B, unrounded; None where a side has no time."""
         return ratio(self.a.time_us, self.b.time_us)
 
     @property
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def aa_floor(self) -> float | None:
-        """The larger noise floor of the two sides, a fraction; None where neither was taken."""
+        """Return the larger noise floor of the two sides, a fraction; None if neither side has one."""
         return max((f for f in (self.a.aa_floor, self.b.aa_floor) if f is not None), default=None)
 
     @property
@@ -79,7 +79,7 @@ class Comparison:
 
     @property
     def mark(self) -> str:
-        """`+` above 1.05x, `-` below 0.95x."""
+        """Return `+` above 1.05x, `-` below 0.95x, else an empty text."""
         speedup = self.speedup or 1.0
         return "+" if speedup > WIN else "-" if speedup < LOSS else ""
 
@@ -196,12 +196,12 @@ def slowest(rows: Sequence[Comparison]) -> list[str]:
 
 
 def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str = "") -> Table:
-    """Return the table of A against B: summary, then a row per case, then where the numbers come from.
+    """Return the table of A against B: the summary, a row per case, and the origin of the records.
 
     Args:
-        rows: from `ab_rows`.
+        rows: the result of `ab_rows`.
         a, b: the names of A and B; `best-peer` for the fastest peer of every case.
-        title: heading above it.
+        title: heading above the table.
     """
     names = case_names(row.a for row in rows)
     options, axes = _columns(names)

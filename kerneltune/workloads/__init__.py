@@ -24,7 +24,7 @@ def load() -> dict[str, Op]:
 
 
 def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts]:
-    """Return the facts that `list` shows of all workloads, by name; before_import: called before each import."""
+    """Return the listed facts of all workloads, by name; `before_import` is called before each import."""
     return listed(MODULES, family, before_import)
 
 
@@ -34,7 +34,7 @@ def family(name: str) -> tuple[Op, ...]:
 
 
 def own_tables(records: Sequence[Record]) -> list[Table]:
-    """Return the tables that workloads declare for these records; none where an operator of theirs has none of its own."""
+    """Return the tables that workloads declare for these records; none if an operator of the records is in no such table."""
     present = {record.op for record in records}
     tables: list[Table] = []
     covered: set[str] = set()

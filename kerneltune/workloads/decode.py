@@ -128,7 +128,7 @@ def run(product: Product, is_cast: bool, quant: str, inputs: Inputs, _config: No
 
     Args:
         is_cast: whether the product casts tokens to e4m3.
-        quant: of the norms; under `fp8` the product is given their e4m3 result with its scale.
+        quant: quantization mode of the norms; under `fp8` the product gets their e4m3 result with its scale.
     """
     total, norm, qkv = inputs["x"], inputs["norm"], inputs["x"]
     of_cast = {"scale": inputs["scale"], "amax": inputs["amax"]} if quant == "fp8" else {}

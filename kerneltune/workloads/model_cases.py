@@ -8,7 +8,7 @@ from kerneltune.rounding import cdiv
 from kerneltune.workloads.model_config import Experts, Model
 
 ALIGNED = 16
-"""Sizes of experts must be multiples of it; tokens of experts are rounded up to it."""
+"""Sizes of experts must be multiples of ALIGNED; tokens of experts are rounded up to a multiple."""
 _GROUPS = (64, 32)
 """Values that share a scale in an int4 weight, as wide as the weight's depth allows."""
 _MOST_EXPERTS = 1024
@@ -21,7 +21,7 @@ Fields = tuple[tuple[str, object], ...]
 
 @dataclass(frozen=True, slots=True)
 class ModelCase:
-    """One case.
+    """Hold a case of the sweep.
 
     Attributes:
         layer: common name of the layer.
@@ -38,7 +38,7 @@ def sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: 
     """Return the sweep of a model's layers: norms, experts, casts of their operands, routing, and int4 projections.
 
     Args:
-        tokens: that a GPU trains on at a time.
+        tokens: tokens that a GPU trains on at a time.
         batches: tokens of a decoding step, for int4.
         ep: GPUs that share the experts of a layer.
     """
@@ -75,7 +75,7 @@ def _read_as(model: Model) -> str:
 
 
 def _joined(layers: Sequence[str], fields: Fields) -> str:
-    """Return a name that says which layers have the case, and how many tokens."""
+    """Return a name with the layers of a case and the number of its tokens."""
     sizes = dict(fields)
     rows = (
         sizes.get("N") if "M" in sizes and "K" in sizes and "group" in sizes else sizes.get("M", sizes.get("T", sizes.get("E")))
@@ -101,7 +101,7 @@ def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int)
 
 
 def _norms(model: Model, tokens: int) -> Iterator[ModelCase]:
-    """RMSNorm of the hidden size, of queries and keys, and of latents."""
+    """Yield RMSNorm of the hidden size, of queries and keys, and of latents."""
     if not model.has_rms_norm:
         return
     rows = [("norm", tokens, model.hidden)]
@@ -125,7 +125,7 @@ def _norms_of_heads(which: str, tokens: int, heads: int, head_dim: int, kv_heads
 
 
 def _local(model: Model, experts: Experts, ep: int) -> int:
-    """Experts of one GPU."""
+    """Return the number of experts of one GPU."""
     if experts.count % ep:
         raise ValueError(f"{model.path}: {experts.count_field}: {experts.count}: expected a multiple of ep={ep}")
     if experts.count // ep > _MOST_EXPERTS:
@@ -145,7 +145,7 @@ def _expert_layers(model: Model, experts: Experts) -> list[tuple[str, int, int]]
 
 
 def _expert_products(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[ModelCase]:
-    """Forward product, input gradient and weight gradient of fused gate and up and of down; casts of their activations."""
+    """Yield the forward product and both gradients of fused gate and up and of down, and the casts of their activations."""
     rows = cdiv(tokens * experts.top_k, ALIGNED) * ALIGNED
     for layer, n, k in _expert_layers(model, experts):
         for suffix, cols, depth, product in (("", n, k, "rows"), (".dgrad", k, n, "rows"), (".wgrad", n, k, "weights")):
@@ -157,7 +157,7 @@ def _expert_products(model: Model, experts: Experts, local: int, tokens: int) ->
 
 
 def _routing(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[ModelCase]:
-    """Tokens sorted, copied to their experts and summed back, forward and backward; SwiGLU and its gradient, cast."""
+    """Yield the sort of tokens, copies to experts and sums back, forward and backward; SwiGLU and its gradient with casts."""
     of_tokens = (("T", tokens), ("H", model.hidden), ("E", local), ("K", experts.top_k))
     if experts.top_k <= local:
         yield ModelCase("experts.sort", "moe_sort", (*of_tokens[:1], *of_tokens[2:], ("dtype", "int64")))
@@ -172,7 +172,7 @@ def _routing(model: Model, experts: Experts, local: int, tokens: int) -> Iterato
 
 
 def _expert_weights(model: Model, experts: Experts, local: int) -> Iterator[ModelCase]:
-    """Casts of expert weights, which do not depend on tokens."""
+    """Yield the casts of expert weights, which do not depend on tokens."""
     for layer, n, k in _expert_layers(model, experts):
         sizes = (("E", local), ("K", k), ("N", n), ("dtype", model.dtype))
         yield ModelCase(f"{layer}.weight", "fp8_rowwise_3d_both", sizes)

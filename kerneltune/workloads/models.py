@@ -19,11 +19,11 @@ _VOCABULARY = 16384
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The sizes of a model.
+    """Hold the sizes of a model.
 
     Attributes:
-        model_type: of `transformers.AutoConfig`.
-        tokens: of a step on one GPU.
+        model_type: model type of `transformers.AutoConfig`.
+        tokens: tokens of a step on one GPU.
         sizes: settings of the config.
     """
 
@@ -66,7 +66,7 @@ SHAPES = {
 
 
 def num_parameters(name: str) -> int:
-    """Return about how many parameters a model has."""
+    """Estimate the number of parameters of a model."""
     sizes = SHAPES[name].sizes
     hidden, layers = sizes["hidden_size"], sizes["num_hidden_layers"]
     num_dense = sizes.get("first_k_dense_replace", 0) if "moe_intermediate_size" in sizes else layers
@@ -80,9 +80,9 @@ def build(name: str, device: str, *, seed: int = 0, sizes: dict[str, Any] | None
     """Return a model with random bf16 weights, its experts multiplied by `torch._grouped_mm`.
 
     Args:
-        name: of SHAPES.
-        device: where to build it.
-        seed: of the weights.
+        name: name in SHAPES.
+        device: device of the model.
+        seed: seed of the weights.
         sizes: settings in place of the shape's settings.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -117,7 +117,7 @@ def compile_layers(model: nn.Module) -> None:
 
 
 def step(model: nn.Module, ids: Tensor) -> Tensor:
-    """Run forward and backward; returns the loss. Gradients are made anew."""
+    """Run a forward and a backward pass with new gradients, and return the loss."""
     model.zero_grad(set_to_none=True)
     loss: Tensor = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -129,7 +129,7 @@ def as_it_is(_model: nn.Module) -> None:
 
 
 def converted(recipe: str, **options: Any) -> Callable[[nn.Module], None]:
-    """Return what converts a model by `convert_to_fp8_training`."""
+    """Return a function that converts a model by `convert_to_fp8_training`."""
 
     def convert(model: nn.Module) -> None:
         convert_to_fp8_training(model, recipe, **options)
@@ -138,7 +138,7 @@ def converted(recipe: str, **options: Any) -> Callable[[nn.Module], None]:
 
 
 def torchao_converted(dense: bool, recipe: str = "tensorwise") -> Callable[[nn.Module], None]:
-    """Return what lets torchao multiply a model's experts, and its dense layers, in fp8.
+    """Return a function that lets torchao multiply a model's experts, and its dense layers, in fp8.
 
     torchao 0.18 takes groups of multiples of 16 rows alone, so the experts run in a forward whose gather pads each group.
     """
