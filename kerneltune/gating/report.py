@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from xml.etree import ElementTree
 
-from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, Outcome, Verdict
+from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, RowVerdict, Verdict
 from kerneltune.records import grouped
 from kerneltune.table import Column, Row, Table, counted, wrapped
 
@@ -19,8 +19,8 @@ _ANNOTATIONS = 10
 """GitHub shows ten errors and ten warnings of a step and drops all further messages silently."""
 _OF_PEERS = {"regression": "slower", "ambiguous": "perhaps slower"}
 """Verdict on an own row -> the word for the same change of a peer's row, which is not judged."""
-_ERRORS: tuple[Outcome, ...] = ("failed", "missing", "regression")
-_TAGS: dict[Outcome, str] = {"missing": "error", "failed": "error", "regression": "failure", "ambiguous": "skipped"}
+_ERRORS: tuple[RowVerdict, ...] = ("failed", "missing", "regression")
+_TAGS: dict[RowVerdict, str] = {"missing": "error", "failed": "error", "regression": "failure", "ambiguous": "skipped"}
 _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

@@ -57,8 +57,8 @@ RERUNS = 2
 
 _NO_DEFAULTS: Defaults = partial(defaults_of, {})
 
-Outcome = Literal["pass", "slower", "regression", "ambiguous", "missing", "failed", "faster"]
-WORST_FIRST: tuple[Outcome, ...] = ("failed", "missing", "regression", "ambiguous", "slower", "faster", "pass")
+RowVerdict = Literal["pass", "slower", "regression", "ambiguous", "missing", "failed", "faster"]
+WORST_FIRST: tuple[RowVerdict, ...] = ("failed", "missing", "regression", "ambiguous", "slower", "faster", "pass")
 
 RowKey = tuple[Key, str]
 """A record's key and variant."""
@@ -79,7 +79,7 @@ class GateRow:
     """
 
     record: Record
-    verdict: Outcome
+    verdict: RowVerdict
     slowdown: float | None = None
     low: float | None = None
     high: float | None = None
@@ -130,7 +130,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
 
-    def count(self, verdict: Outcome) -> int:
+    def count(self, verdict: RowVerdict) -> int:
         """Return the number of rows with this verdict, without notes."""
         return sum(row.verdict == verdict and not row.is_note for row in self.rows)
 
@@ -149,7 +149,7 @@ class Verdict:
         """Return the rows that should be measured again."""
         return self.of("regression", "ambiguous")
 
-    def of(self, *verdicts: Outcome) -> frozenset[RowKey]:
+    def of(self, *verdicts: RowVerdict) -> frozenset[RowKey]:
         """Return the rows with any of these verdicts, without notes."""
         return frozenset((row.key, row.variant) for row in self.rows if row.verdict in verdicts and not row.is_note)
 
@@ -353,7 +353,7 @@ def _same_measurement(old: Record, new: Record) -> bool:
 
 
 def _judged(met: Change, p: float, margin: float, again: Mapping[RowKey, int]) -> GateRow:
-    verdict, reason = _outcome(met, p, margin)
+    verdict, reason = _verdict_of(met, p, margin)
     times = again.get((met.new.key, met.new.variant), 0)
     measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
     parts = [reason]
@@ -366,7 +366,7 @@ def _judged(met: Change, p: float, margin: float, again: Mapping[RowKey, int]) -
     return _row(met.new, verdict, "; ".join(filter(None, [*parts, measured_again])), met, p)
 
 
-def _outcome(met: Change, p: float, margin: float) -> tuple[Outcome, str]:
+def _verdict_of(met: Change, p: float, margin: float) -> tuple[RowVerdict, str]:
     """Return the verdict on a row and its reason; `p` is corrected over all rows."""
     threshold = max(margin, met.floor)
     not_by_chance = p <= ALPHA and met.low > 0
@@ -398,7 +398,7 @@ def _other_versions(met: Change) -> list[str]:
     return [f"{name} {getattr(met.old, name)} → {getattr(met.new, name)}" for name in names]
 
 
-def _row(record: Record, verdict: Outcome, reason: str, met: Change | None = None, p: float | None = None) -> GateRow:
+def _row(record: Record, verdict: RowVerdict, reason: str, met: Change | None = None, p: float | None = None) -> GateRow:
     return GateRow(
         record=record,
         verdict=verdict,
@@ -440,5 +440,5 @@ def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[
     return Verdict(rows, PASS, f"{tolerated} slower, tolerated" if tolerated else "no row is slower", notes)
 
 
-def _counted(count: int, verdict: Outcome) -> str:
+def _counted(count: int, verdict: RowVerdict) -> str:
     return f"{count} regressions" if verdict == "regression" and count > 1 else f"{count} {verdict}"

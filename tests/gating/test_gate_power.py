@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulated import run
 
-from kerneltune.gating.verdict import Outcome, confirm, gate
+from kerneltune.gating.verdict import RowVerdict, confirm, gate
 
 ROWS = 200
 MARGIN = 0.03
@@ -14,10 +14,10 @@ MARGIN = 0.03
 
 def verdicts(
     repeats: int, slowdown: float, every: int = 1, odd_process: float = 0.0
-) -> tuple[Counter[Outcome], Counter[Outcome]]:
+) -> tuple[Counter[RowVerdict], Counter[RowVerdict]]:
     """Verdicts, suspects measured again: of the rows that are slower by `slowdown`, one in `every`, and of the others."""
-    slowed: Counter[Outcome] = Counter()
-    others: Counter[Outcome] = Counter()
+    slowed: Counter[RowVerdict] = Counter()
+    others: Counter[RowVerdict] = Counter()
     for repetition in range(repeats):
         rng = np.random.default_rng(1000 * repetition + every)
         us = np.exp(rng.uniform(np.log(12), np.log(300), ROWS))
