@@ -22,7 +22,7 @@ import torch
 
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.pooling import pool
-from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, Outcome, RowKey, confirm
+from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowKey, RowVerdict, confirm
 from kerneltune.measuring.compare import (
     SELF,
     contender,
@@ -64,7 +64,7 @@ class Decisions:
 
     delay: float
     measured: float
-    counts: Mapping[Outcome, int]
+    counts: Mapping[RowVerdict, int]
     short: int
 
     @property
@@ -159,7 +159,7 @@ def verdicts(
     delay: float,
     delayed: frozenset[RowKey],
     margin: float,
-) -> list[Outcome]:
+) -> list[RowVerdict]:
     """Return the verdicts on the delayed rows; on all rows where the delay is 0.0."""
 
     def run(side: Iterable[Process], only: frozenset[RowKey] | None = None) -> list[Record]:
@@ -174,7 +174,7 @@ def verdicts(
     unchanged = pool(record for process in old for record in process[0.0])
     further = iter(again)
     verdict, _pooled = confirm(unchanged, run(new), margin, lambda suspects: run(next(further), suspects), len(again))
-    return [row.verdict for row in verdict.rows if not delay or (row.key, row.variant) in delayed]
+    return [row.verdict for row in verdict.rows if not delay or (row.record.key, row.record.variant) in delayed]
 
 
 def row_key(record: Record) -> RowKey:

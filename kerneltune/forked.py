@@ -93,11 +93,7 @@ class Fork(Generic[T]):
 
 
 def run_forked(work: Callable[[], object]) -> None:
-<<<<<<< HEAD
     """Call a function in a fork of this process and wait for its end; raise as `Fork.result` does, but return nothing."""
-=======
-    """Call a function in a fork of this process for its effects and its exception; see `Fork.result`."""
->>>>>>> 31d88d85 (gating,forked: name the verdict of a row apart from a check's outcome)
 
     def call(_tell: Tell) -> None:
         work()

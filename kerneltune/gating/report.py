@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from xml.etree import ElementTree
 
+from kerneltune.gating.changes import us_of
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, RowVerdict, Verdict
 from kerneltune.records import grouped
 from kerneltune.table import Column, Row, Table, counted, wrapped
@@ -39,9 +40,9 @@ def gate_text(verdict: Verdict, width: int = 100) -> str:
     for row in _counting(verdict):
         change, reason = "  ".join(filter(None, [_times(row), _change(row)])), f"({row.reason})" if row.reason else ""
         tag = f"{row.verdict:<10}"
-        text = "  ".join(filter(None, [tag, row.label, row.variant, change, reason]))
+        text = "  ".join(filter(None, [tag, row.record.label, row.record.variant, change, reason]))
         if len(text) > width:  # the change begins a new line, so that the eye finds it
-            named = _wrapped(f"{tag}  {row.label}  {row.variant}", width)
+            named = _wrapped(f"{tag}  {row.record.label}  {row.record.variant}", width)
             below = [_INDENT + "  ".join(filter(None, [change, reason]))]
             below = below if len(below[0]) <= width else [_INDENT + part for part in (change, reason) if part]
             text = "\n".join([named, *(_wrapped(part, width) for part in below if part.strip())])
@@ -55,8 +56,7 @@ def gate_markdown(verdict: Verdict) -> str:
     """Return the answer as Markdown: the summary, a table of the rows of `gate_text`, then the notes."""
     names = ("verdict", "row", "case", "variant", "µs", "slowdown", "reason")
     rows = tuple(
-        Row((row.verdict, row.label, row.case, row.variant, _times(row).removesuffix(_UNIT), _change(row), row.reason))
-        for row in _counting(verdict)
+        Row((row.verdict, *_names(row), _times(row).removesuffix(_UNIT), _change(row), row.reason)) for row in _counting(verdict)
     )
     table = Table(tuple(Column(name, digits=0 if name in ("µs", "slowdown") else None) for name in names), rows)
     said_of_all = [*(f"Failed: {failure}" for failure in verdict.failures), *(f"Note: {note}" for note in _notes(verdict))]
@@ -80,16 +80,16 @@ def gate_junit(verdict: Verdict) -> str:
     said = [f"note: {note}" for note in verdict.notes]
     for row in verdict.rows:
         test = ElementTree.SubElement(
-            suite, "testcase", classname=_xml(row.key[0]), name=_xml(f"{row.label} {row.variant}"), time="0"
+            suite, "testcase", classname=_xml(row.record.key[0]), name=_xml(f"{row.record.label} {row.record.variant}"), time="0"
         )
         tag, text = None if row.is_note else _TAGS.get(row.verdict), _message(row)
         if tag == "skipped":
             ElementTree.SubElement(test, tag)
         elif tag is not None:
             child = ElementTree.SubElement(test, tag, type=row.verdict, message=_xml(f"{row.verdict}: {text}"))
-            child.text = _xml(f"case {row.case}: {text}")
+            child.text = _xml(f"case {row.record.case}: {text}")
         if row.verdict != "pass" and (tag is None or tag == "skipped"):
-            said.append(f"{_tag(row)}: {row.label} {row.variant}: {text}")
+            said.append(f"{_tag(row)}: {row.record.label} {row.record.variant}: {text}")
     for failure in verdict.failures:
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name=_xml(failure.partition(": ")[0]), time="0")
         ElementTree.SubElement(test, "failure", type="regression", message=_xml(failure)).text = _xml(failure)
@@ -118,7 +118,8 @@ def gate_annotations(verdict: Verdict) -> str:
     for row in _counting(verdict):
         level = "error" if row.verdict in _ERRORS else "warning" if row.verdict == "ambiguous" else "notice"
         if row.verdict != "faster":
-            lines[level].append(_command(level, f"{row.verdict}: {row.case} {row.variant}", f"{row.label}: {_message(row)}"))
+            label, case, variant = _names(row)
+            lines[level].append(_command(level, f"{row.verdict}: {case} {variant}", f"{label}: {_message(row)}"))
     for level, found in lines.items():
         if len(found) > _ANNOTATIONS:
             hidden = len(found) - _ANNOTATIONS + 1
@@ -133,7 +134,7 @@ def _counting(verdict: Verdict) -> list[GateRow]:
 
 def _notes(verdict: Verdict) -> list[str]:
     """Return the verdict's notes, then a line per variant whose rows are notes."""
-    groups = grouped([row for row in verdict.notable if row.is_note], lambda row: (row.note, row.variant))
+    groups = grouped([row for row in verdict.notable if row.is_note], lambda row: (row.note, row.record.variant))
     return [*verdict.notes, *(_folded(variant, note, rows) for (note, variant), rows in groups.items())]
 
 
@@ -143,8 +144,8 @@ def _folded(variant: str, note: str, rows: Sequence[GateRow]) -> str:
         return f"{variant}: {len(rows)} failed, in the baseline as well"
     counts = Counter(_OF_PEERS.get(row.verdict, row.verdict) for row in rows)
     said = ", ".join(f"{count} {word}" for word, count in counts.items())
-    slowest = max((row for row in rows if row.slowdown is not None), key=lambda row: row.slowdown or 0.0, default=None)
-    worst = "" if slowest is None else f"; most: {slowest.slowdown:+.1%} in {slowest.label}"
+    slowest = max((row.change for row in rows if row.change is not None), key=lambda change: change.slowdown, default=None)
+    worst = "" if slowest is None else f"; most: {slowest.slowdown:+.1%} in {slowest.new.label}"
     return f"peer {variant}: {said}{worst}"
 
 
@@ -161,14 +162,18 @@ def _message(row: GateRow) -> str:
     return "  ".join(filter(None, [_times(row), _change(row), row.reason]))
 
 
+def _names(row: GateRow) -> tuple[str, str, str]:
+    """Return label, case and variant of a row."""
+    return row.record.label, row.record.case, row.record.variant
+
+
 def _change(row: GateRow) -> str:
-    if row.slowdown is None or row.low is None or row.high is None:
-        return ""
-    return f"{row.slowdown:+.1%} [{row.low:+.1%}, {row.high:+.1%}]"
+    change = row.change
+    return "" if change is None else f"{change.slowdown:+.1%} [{change.low:+.1%}, {change.high:+.1%}]"
 
 
 def _times(row: GateRow) -> str:
-    return "" if row.old_us is None or row.new_us is None else f"{row.old_us:.4g} → {row.new_us:.4g}{_UNIT}"
+    return "" if row.change is None else f"{us_of(row.change.old):.4g} → {us_of(row.change.new):.4g}{_UNIT}"
 
 
 def _wrapped(text: str, width: int) -> str:

@@ -71,21 +71,14 @@ class GateRow:
     Attributes:
         record: the new record of the row; the baseline's record if there is no new record.
         verdict: `slower` is surely slower, but within the margin; `missing` and `failed` rows were not compared.
-        slowdown: new time over old time minus 1; `low` and `high` are its 95 % bounds; None if the row was not compared.
-        p: one-sided p-value of "not slower", Holm-corrected over the rows; None if the row was not compared.
-        old_us, new_us: the compared times in µs.
+        change: the compared records and their difference, `p` Holm-corrected over the rows; None if the row was not compared.
         reason: the reason for a verdict other than `pass`, and the number of processes behind it; may be empty.
         note: the reason why the verdict does not count: `a peer` or `fails in the baseline as well`; empty if it counts.
     """
 
     record: Record
     verdict: RowVerdict
-    slowdown: float | None = None
-    low: float | None = None
-    high: float | None = None
-    p: float | None = None
-    old_us: float | None = None
-    new_us: float | None = None
+    change: Change | None = None
     reason: str = ""
     note: str = ""
 
@@ -93,26 +86,6 @@ class GateRow:
     def is_note(self) -> bool:
         """Return whether the verdict does not count."""
         return bool(self.note)
-
-    @property
-    def key(self) -> Key:
-        """Return the key of the row's record."""
-        return self.record.key
-
-    @property
-    def label(self) -> str:
-        """Return the key in one line."""
-        return self.record.label
-
-    @property
-    def variant(self) -> str:
-        """Return the row's variant."""
-        return self.record.variant
-
-    @property
-    def case(self) -> str:
-        """Return the name of the row's case."""
-        return self.record.case
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +110,7 @@ class Verdict:
     @property
     def compared(self) -> int:
         """Return the number of rows that were compared."""
-        return sum(row.slowdown is not None for row in self.rows)
+        return sum(row.change is not None for row in self.rows)
 
     @property
     def notable(self) -> list[GateRow]:
@@ -151,7 +124,7 @@ class Verdict:
 
     def of(self, *verdicts: RowVerdict) -> frozenset[RowKey]:
         """Return the rows with any of these verdicts, without notes."""
-        return frozenset((row.key, row.variant) for row in self.rows if row.verdict in verdicts and not row.is_note)
+        return frozenset((row.record.key, row.record.variant) for row in self.rows if row.verdict in verdicts and not row.is_note)
 
 
 def gate(
@@ -274,7 +247,7 @@ def _judged_rows(found: Sequence["Change | GateRow"], margin: float, again: Mapp
     for met in found:
         if isinstance(met, Change):
             as_note = met.is_peer and not peers
-            row = _judged(met, next(corrected[as_note]), margin, again)
+            row = _judged(replace(met, p=next(corrected[as_note])), margin, again)
             rows.append(_noted(row, A_PEER) if as_note and row.verdict not in ("pass", "faster") else row)
         else:
             rows.append(_noted(met, A_PEER) if met.is_note and not peers else replace(met, note=""))
@@ -352,8 +325,8 @@ def _same_measurement(old: Record, new: Record) -> bool:
     return all(getattr(old, name) == getattr(new, name) for name in names)
 
 
-def _judged(met: Change, p: float, margin: float, again: Mapping[RowKey, int]) -> GateRow:
-    verdict, reason = _verdict_of(met, p, margin)
+def _judged(met: Change, margin: float, again: Mapping[RowKey, int]) -> GateRow:
+    verdict, reason = _verdict_of(met, margin)
     times = again.get((met.new.key, met.new.variant), 0)
     measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
     parts = [reason]
@@ -363,13 +336,13 @@ def _judged(met: Change, p: float, margin: float, again: Mapping[RowKey, int]) -
         parts.append(met.basis or "one process a side")
     elif verdict == "faster" or measured_again:
         parts.append(met.basis)
-    return _row(met.new, verdict, "; ".join(filter(None, [*parts, measured_again])), met, p)
+    return _row(met.new, verdict, "; ".join(filter(None, [*parts, measured_again])), met)
 
 
-def _verdict_of(met: Change, p: float, margin: float) -> tuple[RowVerdict, str]:
-    """Return the verdict on a row and its reason; `p` is corrected over all rows."""
+def _verdict_of(met: Change, margin: float) -> tuple[RowVerdict, str]:
+    """Return the verdict on a row and its reason; the p-value of `met` is corrected over all rows."""
     threshold = max(margin, met.floor)
-    not_by_chance = p <= ALPHA and met.low > 0
+    not_by_chance = met.p <= ALPHA and met.low > 0
     surely_slower = not_by_chance and met.change_us > MIN_CHANGE_US
     beyond = f"at least {met.low:+.1%}, tolerated {threshold:.1%}"
     half_width = (met.high - met.low) / 2
@@ -398,18 +371,8 @@ def _other_versions(met: Change) -> list[str]:
     return [f"{name} {getattr(met.old, name)} → {getattr(met.new, name)}" for name in names]
 
 
-def _row(record: Record, verdict: RowVerdict, reason: str, met: Change | None = None, p: float | None = None) -> GateRow:
-    return GateRow(
-        record=record,
-        verdict=verdict,
-        slowdown=met.slowdown if met else None,
-        low=met.low if met else None,
-        high=met.high if met else None,
-        p=p,
-        old_us=us_of(met.old) if met else None,
-        new_us=us_of(met.new) if met else None,
-        reason=printable(" ".join(reason.split())),
-    )
+def _row(record: Record, verdict: RowVerdict, reason: str, met: Change | None = None) -> GateRow:
+    return GateRow(record=record, verdict=verdict, change=met, reason=printable(" ".join(reason.split())))
 
 
 def _interval(record: Record) -> Interval:
@@ -428,7 +391,7 @@ def _other_unit(compared: Sequence[Change]) -> str:
 
 def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[str, ...]) -> Verdict:
     counts = {verdict: sum(row.verdict == verdict and not row.is_note for row in rows) for verdict in WORST_FIRST}
-    if not counts["failed"] and all(row.slowdown is None for row in rows):
+    if not counts["failed"] and all(row.change is None for row in rows):
         return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes, failures)
     for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
         found = [_counted(counts[verdict], verdict) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]

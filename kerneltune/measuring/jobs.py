@@ -86,11 +86,7 @@ def check_cost(op: Op, case: Case) -> float:
 
 
 def run_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, list[Outcome]]]:
-<<<<<<< HEAD
     """Run a job on each core at a time, and yield the number and the outcomes of each finished job."""
-=======
-    """Run jobs on all cores. Yield the number and the outcomes of each job as soon as the job is done."""
->>>>>>> 31d88d85 (gating,forked: name the verdict of a row apart from a check's outcome)
     waiting, running = deque(enumerate(jobs)), dict[Fork[list[Outcome]], int]()
     num_processes = len(os.sched_getaffinity(0))
     try:

@@ -44,9 +44,10 @@ def test_verdicts(old: Record, new: Record, verdict: str, code: int) -> None:
 
 def test_bounds_are_the_conservative_ones() -> None:
     (row,) = gate([record(spread=1.0)], [record(110.0, spread=2.0)], 0.03).rows
-    assert row.slowdown == pytest.approx(0.10)
-    assert row.low == pytest.approx(108 / 101 - 1)
-    assert row.high == pytest.approx(112 / 99 - 1)
+    assert row.change is not None
+    assert row.change.slowdown == pytest.approx(0.10)
+    assert row.change.low == pytest.approx(108 / 101 - 1)
+    assert row.change.high == pytest.approx(112 / 99 - 1)
 
 
 def test_a_row_that_is_gone_or_untimed_or_failed_is_a_regression() -> None:
@@ -244,8 +245,8 @@ def test_processes_are_the_unit_where_there_are_several(old: Record, new: Record
 def test_a_gap_between_processes_is_no_certainty_however_quiet_the_rounds() -> None:
     (row,) = gate([by_process(100, 0, 0.03, -0.03)], [by_process(106, 0, 0.03, -0.03)], 0.03).rows
     assert row.verdict == "ambiguous"
-    assert row.low is not None
-    assert row.low < 0 < (row.high or 0)
+    assert row.change is not None
+    assert row.change.low < 0 < row.change.high
 
 
 def test_one_slow_row_among_many_needs_more_evidence_than_alone() -> None:
@@ -254,9 +255,10 @@ def test_one_slow_row_among_many_needs_more_evidence_than_alone() -> None:
     others = [by_process(100, 0, 0.006, -0.006, quant=f"q{i}") for i in range(999)]
     among = gate([old, *others], [new, *others], 0.03).rows[0]
     assert (alone.verdict, among.verdict) == ("regression", "ambiguous")
-    assert alone.p is not None
-    assert among.p == pytest.approx(1000 * alone.p)
-    assert (alone.low, alone.high) == (among.low, among.high)
+    assert alone.change is not None
+    assert among.change is not None
+    assert among.change.p == pytest.approx(1000 * alone.change.p)
+    assert (alone.change.low, alone.change.high) == (among.change.low, among.change.high)
 
 
 def test_suspects_are_measured_once_more_and_pooled() -> None:
