@@ -1,4 +1,4 @@
-"""Peers, each on weights in its own layout, made once. A peer is imported when it runs."""
+"""Run peers, each on weights in its own layout, which are made once. A peer is imported when it runs."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def not_scaled_mm(case: Case) -> str | None:
 
 
 def not_tinygemm(case: Case) -> str | None:
-    """Refuse what tinygemm does not support: it takes bf16, a GPU, groups of 32 to 256 and whole tiles."""
+    """Refuse cases that tinygemm does not support: it needs bf16, a GPU, groups of 32 to 256 and whole tiles."""
     if case.dtype != "bfloat16":
         return "takes bfloat16 alone"
     if case["M"] % 8 or case["K"] % 128 or group_size(case) not in (32, 64, 128, 256):
@@ -106,12 +106,12 @@ def not_tinygemm(case: Case) -> str | None:
 
 
 def not_humming(case: Case) -> str | None:
-    """Refuse what humming does not support: it takes whole tiles on a GPU."""
+    """Refuse cases that humming does not support: it needs whole tiles on a GPU."""
     return "needs M % 64 == 0 and K % 128 == 0" if case["M"] % 64 or case["K"] % 128 else _not_symmetric_on_a_gpu(case)
 
 
 def not_gemlite(case: Case) -> str | None:
-    """Refuse what gemlite does not support: it takes whole tiles on a GPU."""
+    """Refuse cases that gemlite does not support: it needs whole tiles on a GPU."""
     return "needs M % 32 == 0 and K % 32 == 0" if case["M"] % 32 or case["K"] % 32 else _not_symmetric_on_a_gpu(case)
 
 

@@ -13,7 +13,7 @@ from kerneltune.ops.rmsnorm.contract import EPS, FP8
 from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 _MODES = {"eager": EAGER, "compile": DEFAULT, "max-autotune": "max-autotune-no-cudagraphs"}
-"""Variants by torch, and how they are called."""
+"""Name of each variant by torch -> the mode in which `call` runs it."""
 
 
 def _fwd_formula(
@@ -157,12 +157,12 @@ def _quack_bwd(inputs: Inputs, _config: None) -> Outputs:
 
 
 def _no_rows(case: Case) -> str | None:
-    """Say that there is nothing: an amax over nothing is no number."""
+    """Refuse empty tensors, because an amax over no element is undefined."""
     return "no rows" if case["M"] == 0 else None
 
 
 def _not_liger(case: Case) -> str | None:
-    """Say what Liger lacks: fp8 output, and sums without a weight."""
+    """Refuse cases that Liger does not support: fp8 output, and sums without a weight."""
     if case.quant != "none":
         return "has no fp8 output"
     if dict(case.options).get("weight") == "none":
@@ -171,7 +171,7 @@ def _not_liger(case: Case) -> str | None:
 
 
 def _not_quack(case: Case) -> str | None:
-    """Say what quack lacks: fp8 output, zero-centred gamma, rows that are no multiples of 8 elements."""
+    """Refuse cases that quack does not support: fp8 output, zero-centred gamma, rows that are no multiple of 8 elements."""
     if case.option("zero_centered"):
         return "has no zero-centred gamma"
     if case["N"] % 8:

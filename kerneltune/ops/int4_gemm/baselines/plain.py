@@ -144,7 +144,7 @@ def _streamk(
     x_ptr, q_ptr, scale_ptr, zero_ptr, bias_ptr, y_ptr, part_ptr, counter_ptr, N, M, K, groups, GROUP, share,
     ZEROS: tl.constexpr, BIAS: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Take, in program p, the pieces of k from p share on, in the order of all tiles; at most PARTS programs share a tile."""
+    """Multiply in program p the `share` pieces of k from p share on, by tiles; at most PARTS programs share a tile."""
     TOKENS: tl.constexpr = TILE.tokens
     ROWS: tl.constexpr = TILE.rows
     DEPTH: tl.constexpr = TILE.depth

@@ -31,10 +31,10 @@ from kerneltune.kernel_lib.tl_lib import (
 from kerneltune.ops.int4_gemm.kernels.warps import finish, into_l2
 
 ORDER = tuple(8 * c + 4 * e0 + 2 * h + e1 for h in range(2) for c in range(4) for e1 in range(2) for e0 in range(2))
-"""The k, of 32, at each place of a cast token: register h of lane c has the codes 4 e0 + 2 h + e1 of the lane's word."""
+"""The k, among 32, at each place of a cast token: register h of lane c has the codes 4 e0 + 2 h + e1 of the lane's word."""
 
 _UNIT = tl.constexpr(2.0**-9)
-"""The element of the byte 1."""
+"""Value of the e4m3 element whose byte is 1."""
 
 _PTX = tl.constexpr(
     """{
@@ -51,8 +51,8 @@ _PTX = tl.constexpr(
     lop3.b32 $1, size, upper, 0x0f0f0f0f, 0xe4;
     }"""
 )
-"""Eight codes q to bytes of q - 8, sign and size. negative: 1 in each of eight nibbles if q < 8. size: |q - 8|, as q ^ 8 or as
-(q ^ 7) + 1. Then the sign goes to bit 7 of its byte."""
+"""PTX from eight codes q to bytes of q - 8, sign and size. negative: 1 in each of eight nibbles if q < 8. size: |q - 8|, as q ^ 8
+or as (q ^ 7) + 1. Then the sign goes to bit 7 of its byte."""
 
 
 def _less_zero_points(register: str) -> str:
@@ -81,7 +81,7 @@ _PTX_ZEROS = tl.constexpr(
     + _less_zero_points("$1")
     + "}"
 )
-"""Eight codes, and their zero point four times, to bytes of q - z."""
+"""PTX from eight codes, and their zero point four times, to bytes of q - z."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -251,7 +251,7 @@ def int4_fp8_groups(
     x_desc, w_desc, token_scale_ptr, scale_ptr, zero_ptr, end_ptr, y_ptr, M, K, token_scale_stride,
     WEIGHT: tl.constexpr, WORK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Write y (N, M), x as in `int4_fp8_gemm`, w of one group below the other. A program walks over the tokens of its group."""
+    """Write y (N, M); x as in `int4_fp8_gemm`, the groups' weights stacked. A program walks over the tokens of its group."""
     if EARLY:
         gdc_wait()
     tile, group = tl.program_id(0), tl.program_id(1)

@@ -1,11 +1,11 @@
 """Multiply by warpgroups (wgmma): codes go straight into registers, x through shared memory.
 
 A warp has sixteen rows of w, the warpgroup of a block its 64, and all warps of a program read one tile of x from shared memory,
-half a block of k at a time. Of sixteen k that are multiplied at once a lane holds two neighbours and the two that are eight
-further on, and the packed layout gives it eight neighbours: so x is put into the order of the codes on its way to shared memory.
-With 32 tokens, an SM has room for sixteen warps of this kernel, but only for eight warps of `warps`. Both tiles of x of a step
-are stored before the first is read, so that a step has two barriers. So it is with Triton 3.6; 3.7.1 moves the elements of w and
-the scales through shared memory, too, with six barriers to a step.
+half a block of k at a time. wgmma multiplies sixteen k at once, of which a lane holds two neighbours and the two k that are eight
+further. Because the packed layout gives a lane eight neighbours, x is put into the order of the codes on its way to shared
+memory. With 32 tokens, an SM has room for sixteen warps of this kernel, but only for eight warps of `warps`. Both tiles of x of a
+step are stored before the first is read, so that a step has two barriers with Triton 3.6. Triton 3.7.1 also moves the elements
+of w and the scales through shared memory, with six barriers to a step.
 
 ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the next
 codes become elements, and all configs must multiply whole numbers exactly before they are timed.
@@ -30,7 +30,7 @@ def _in_order(x):
 
 @triton.jit
 def _tokens(x_ptrs, live, some, k, K):
-    """Load x, 0 past the ends. live: which tokens there are; some: whether any are wanted."""
+    """Load x, 0 past the ends. live: whether each token exists; some: whether any token is needed."""
     return tl.load(x_ptrs, mask=only_if(live & (k < K), some), other=0.0)
 
 

@@ -1,16 +1,16 @@
 """Multiply by single warps (mma.sync), without shared memory on the way from memory to the tensor cores.
 
-Each warp loads the codes of its rows and its k straight into the registers in which mma.sync wants its first operand, and loads
-the codes of the next block while it multiplies; x comes as the second operand in the same way. Codes less their zero points
-are exact in 16 bits, so sums over a group are sums of integers times x, and a scale multiplies a sum. Tensors have an axis
-for the four lanes that share a row (c) and one for the eight rows of lanes (j), fastest first, since that is how Triton deals
-out lanes. `warpgroups` shares the unpacking of codes.
+Each warp loads the codes of its rows and its k into the registers from which mma.sync reads its first operand, and loads the
+codes of the next block while it multiplies. x is loaded into the registers of the second operand in the same way. Codes minus
+their zero points are exact in 16 bits, so the sum over a group is a sum of integers times x, which a single scale multiplies.
+Tensors have an axis for the four lanes that share a row (c) and an axis for the eight rows of lanes (j), the fastest axis first,
+because Triton distributes lanes in this order. `warpgroups` unpacks codes by the same functions.
 
-The warps of several blocks of rows in one program read the same x at the same time, which goes from L2 to L1 once for all.
-If registers are left, warps load x a step ahead. With 16 tokens and more than two steps x takes the registers of the next codes,
-which are then loaded half a step later. With 32 tokens a warp needs so many that an SM holds eight, too few
-to wait for L2 in turn. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps a scheduler issues 8 steps x 2 warps x
-411 instructions, 3.4 us; through L2 go 14.7 MB of codes and 29.4 MB of x.
+The warps of several blocks of rows in a program read the same x at the same time, so that x goes from L2 to L1 once for all of
+them. If registers are left, warps load x a step ahead. With 16 tokens and more than two steps, x takes the registers of the next
+codes, which are then loaded half a step later. With 32 tokens a warp needs so many registers that an SM holds eight warps, too
+few to hide the latency of L2. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps, a scheduler issues 8 steps x
+2 warps x 411 instructions, 3.4 us; 14.7 MB of codes and 29.4 MB of x go through L2.
 """
 
 from dataclasses import dataclass
@@ -67,13 +67,13 @@ _CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 _CONSTRAINTS_ZEROS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 _EIGHT_FP16 = tl.constexpr((tl.float16,) * 8)
 _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
-"""PTX of `_steps`, its constraints with and without zero points, and the types of its results. The excess is -(1024 + 8) and
--(64 + 8) in fp16, -(128 + 8) in bf16; 8 less with zero points."""
+"""PTX of `_steps`, its constraints with and without zero points, and the types of its results. The negated excess is -(1024 + 8)
+and -(64 + 8) in fp16, and -(128 + 8) in bf16; with zero points the 8 is left out."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Weight(Constants):
-    """The form of the weight.
+    """Describe the weight.
 
     Attributes:
         groups: groups of k that have scales of their own, in 128 of k.

@@ -1,4 +1,4 @@
-"""The published designs: `baseline`, what TransformerEngine's Triton RMSNorm did, and `pr593`, what its pull request 593 merged.
+"""Run the published designs: `baseline`, TransformerEngine's Triton RMSNorm, and `pr593`, its pull request 593.
 
 Source: ROCm/TransformerEngine pull request 593; written anew from its contract. One kernel serves both, told apart by
 constexprs: gamma hoisted out of the row loop, the transpose written by the norm kernel itself or by a tiled second kernel, the

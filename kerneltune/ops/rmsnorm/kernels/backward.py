@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from kerneltune.ops.rmsnorm.bwd import BwdConfig
 
 _SHORT = 1 << 25
-"""Elements of x up to which the dγ reduction is launched as the main kernel begins: on an H200 (2026-11-22) 1 to 6 % faster up to
-8192 x 4096, 1 % slower at twice that and 6 % where programs share rows, and there launched when the main loops are over
-(docs/notes/rmsnorm.md)."""
+"""Elements of x up to which the dγ reduction is launched when the main kernel begins. For more elements, and if programs share
+rows, the reduction is launched when the main loops end. H200, 2026-11-22: the early launch is 1 to 6 % faster up to 8192 x 4096,
+1 % slower at twice as many elements, and 6 % slower if programs share rows (docs/notes/rmsnorm.md)."""
 
 _DGAMMA_TILE = 4096
-"""Elements that a program of the dγ reduction has in flight: all partials of some columns, of eight at least."""
+"""Elements that a program of the dγ reduction loads at once: all partials of at least eight columns."""
 
 
 def gradients(
@@ -83,7 +83,7 @@ def _pairs(weight: torch.Tensor | None, *matrices: torch.Tensor | None) -> int:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradientLoop(Constants):
-    """The work of a program.
+    """Hold the work of a program.
 
     Attributes:
         rows: rows of a tile.

@@ -52,11 +52,11 @@ _MOST_BESIDE_GAMMA = 32768
 """Elements of x that a program can hold beside the weight: more need 32 warps, whose threads have 64 registers."""
 
 _TILE_ROWS, _TILE_COLS = 64, 128
-"""Rows and columns of the transpose's tiles. They are not searched: fp8_transpose_2d prefers 64 x 256 and groups of 512 row
-blocks, where x is cold."""
+"""Rows and columns of the transpose's tiles. They are not searched. fp8_transpose_2d, whose x is cold, prefers 64 x 256 and
+groups of 512 row blocks."""
 
 _BLOCK, _TILE = 128, 128
-"""Rows and columns of tiles that are transposed beside the rows in work."""
+"""Rows and columns of the tiles that are transposed while other programs write rows."""
 
 BEHIND_COLS = range(8192, 16385)
 """Lengths of rows that are transposed in the launch that writes them."""
@@ -68,8 +68,8 @@ second launch; level at rows of 4096 elements, slower for shorter rows, and for 
 
 _PLAIN = 512
 """Elements of a row up to which L2 is not told that x and y are used once. H200, 2026-11-23, 268 MB of x: rows of 64 elements
-134.1 → 130.7 µs, of 128 132.6 → 130.4, of 256 130.9 → 128.7, of 512 129.6 → 129.2; longer rows 0.95 to 1.04 times as fast. Nor is
-it told where a matrix is added to x, which makes four streams: 1.02 to 1.07 times as fast at rows of 2048 to 8192."""
+134.1 → 130.7 µs, of 128 132.6 → 130.4, of 256 130.9 → 128.7, of 512 129.6 → 129.2; longer rows 0.95 to 1.04 times as fast. L2 is
+not told either if a matrix is added to x, which makes four streams: 1.02 to 1.07 times as fast at rows of 2048 to 8192."""
 
 
 def normalize(
@@ -122,7 +122,7 @@ def normalize(
 
 
 def _write_rows_of(tensors: tuple[Any, ...], sizes: tuple[Any, ...], output: dict[str, Any], keep: bool, c: "FwdConfig") -> None:
-    """Write y. keep: so that L2 has it for the next kernel."""
+    """Write y. keep: whether y stays in L2 for the next kernel."""
     (M, N), x, plain = sizes[:2], tensors[0], _is_plain(tensors, sizes)
     tiles = cdiv(M, c.rows)
     if not c.ctas:
@@ -139,16 +139,16 @@ def _write_rows_of(tensors: tuple[Any, ...], sizes: tuple[Any, ...], output: dic
 
 
 def transposes_at_once(N: int, c: "FwdConfig") -> bool:
-    """Say whether a program holds tiles of whole rows, enough of them to write the transpose's rows by sectors of memory."""
+    """Return whether a program holds tiles of whole rows, and enough rows to write the transpose by sectors of memory."""
     return N <= SHORT and c.cols >= N and c.rows >= TRANSPOSED_ROWS and not c.ctas
 
 
 def _write_both_at_once(
     tensors: tuple[Any, ...], y_t: torch.Tensor, sizes: tuple[Any, ...], output: dict[str, Any], c: "FwdConfig"
 ) -> None:
-    """Write y of short rows, whole tiles of them, and its transpose from registers; all else is as in `_rmsnorm_fwd_once`.
+    """Write y of short rows in full tiles, and the transpose from registers; all else is as in `_rmsnorm_fwd_once`.
 
-    Of rows that are no multiple of 4 ptxas 12.8 makes wrong code; a tile that is not full has not run on a GPU.
+    If the number of rows is no multiple of 4, ptxas 12.8 makes wrong code. A tile that is not full has not run on a GPU.
     """
     _rmsnorm_fwd_at_once[(cdiv(sizes[0], c.rows),)](
         *tensors, y_t, *sizes, OUTPUT=Output.of(**output, keep=False), ROWS=c.rows, COLS=c.cols, num_warps=c.warps
@@ -156,7 +156,7 @@ def _write_both_at_once(
 
 
 def _transposes_behind(y: torch.Tensor, c: "FwdConfig") -> bool:
-    """Say whether one launch writes and transposes y, in which writers must begin before transposers."""
+    """Return whether one launch writes and transposes y; its writers must begin before its transposers."""
     M, N = y.shape
     in_order = is_cuda() or INTERPRETED
     return in_order and not c.ctas and M % 4 == 0 and N in BEHIND_COLS and M * N >= 3 * BEHIND_BYTES
@@ -177,7 +177,7 @@ def write_both(
 
 
 def _is_plain(tensors: tuple[Any, ...], sizes: tuple[Any, ...]) -> bool:
-    """Say whether programs that write whole rows leave L2 without hints."""
+    """Return whether programs that write whole rows give L2 no hints."""
     return sizes[1] <= _PLAIN or tensors[2] is not None
 
 
@@ -206,7 +206,7 @@ class Blocks(Constants):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RowLoop(Constants):
-    """The work of a program that loops over tiles.
+    """Hold the work of a program that loops over tiles.
 
     Attributes:
         rows: rows of a tile.

@@ -1,4 +1,4 @@
-"""Device functions of RMSNorm's forward on tiles of rows: load, sum up, write, find the largest."""
+"""Define device functions of RMSNorm's forward pass on tiles of rows: load, sum, write, find the largest magnitude."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from kerneltune.kernel_lib.tl_lib import held, is_cuda, quantize, reciprocal, wi
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Output(Constants):
-    """The form of y.
+    """Describe the output y.
 
     Attributes:
         zero_centered: whether 1 is added to the weight.
@@ -28,14 +28,14 @@ class Output(Constants):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WholeRows(Constants):
-    """The work of a program that writes whole rows.
+    """Hold the work of a program that writes whole rows.
 
     Attributes:
         rows: rows of a program.
         cols: elements of a load.
-        held: loads of x that are held between the sum and the output. The other loads are read again, from L2, that many ahead
-            of their use. All are held where a matrix is added to x.
-        gammas: loads of the weight that are ahead of their use: all cost registers, none costs their latency.
+        held: loads of x that are held between the sum and the output. The other loads are read again from L2, `held` loads ahead
+            of their use. If a matrix is added to x, all loads are held.
+        gammas: loads of the weight that are issued ahead of their use; more loads take more registers, fewer wait for memory.
         by_warps: whether each warp publishes its own largest magnitude, which ends a large program without a barrier.
         policy: the eviction policy of the loads of x that are held.
     """
@@ -109,7 +109,7 @@ def load_gamma(g_ptr, cols, N):
 
 @triton.jit
 def gamma(g, ZERO_CENTERED: tl.constexpr):
-    """Return the weight (1, C) in fp32 that a load of it stands for."""
+    """Return the weight (1, C) in fp32 of a result of `load_gamma`."""
     g = g.to(tl.float32)
     return (g + 1.0 if ZERO_CENTERED else g)[None, :]
 
@@ -130,12 +130,12 @@ def raised(amax, y):
 
 @triton.jit
 def raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
-    """Take the atomic max of *amax_ptr, which was `seen` some time before, and the tensor amax ≥ 0; most find it large enough.
+    """Take the atomic max of *amax_ptr and the tensor amax ≥ 0, unless *amax_ptr, or its earlier value `seen`, is large enough.
 
     BY_WARPS: every warp publishes its own magnitude, so that a large program ends without a barrier and the next program begins
     sooner.
     """
-    if BY_WARPS and is_cuda():  # in the layout of `amax`, whichever that is; numbers ≥ 0 are in the order of their bits
+    if BY_WARPS and is_cuda():  # in any layout of `amax`; the bits of values ≥ 0 have the order of the values
         tl.inline_asm_elementwise(
             """{
             .reg .pred larger, still;
