@@ -219,15 +219,15 @@ def disagreement(
         return f"NaN in other places: {other} of {expected.numel()} elements"
     if expected.element_size() == 1 and expected.numel() and not noise:
         return "; ".join(within_a_step("fp8", _without_cancelled(expected, found), expected))
-    rms, largest = difference(expected, found)
+    rms, largest = difference(expected, found, by_element=has_reference)
     epsilon = _epsilon(expected, captured)
     allowed = max(_NOISE_FACTOR * noise, _ROUNDINGS * epsilon)
     allowed_largest = max(8 * _NOISE_FACTOR * noise, _LARGEST_ROUNDINGS * epsilon)
     if rms <= allowed and largest <= allowed_largest:
         return leaning(found, expected, by_rows=has_reference) if expected.element_size() == 2 else ""
-    return (
-        f"differs by {rms:.2e} (root mean square, allowed {allowed:.2e}), at most {largest:.2e} (allowed {allowed_largest:.2e})"
-    )
+    of_largest = "an element, or of the rms if larger" if has_reference else "the largest"
+    largest_text = f"{largest:.2e} of {of_largest} (allowed {allowed_largest:.2e})"
+    return f"differs by {rms:.2e} of the rms (allowed {allowed:.2e}), at most {largest_text}"
 
 
 def _without_cancelled(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
@@ -237,14 +237,20 @@ def _without_cancelled(expected: torch.Tensor, found: torch.Tensor) -> torch.Ten
     return torch.where(near, expected.view(torch.uint8), found.view(torch.uint8)).view(expected.dtype)
 
 
-def difference(expected: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
-    """Return the root mean square and the largest difference, each over the same measure of the expected values."""
+def difference(expected: torch.Tensor, found: torch.Tensor, by_element: bool = False) -> tuple[float, float]:
+    """Return the rms and the largest of the differences, each over the same measure of the expected values.
+
+    Args:
+        by_element: divide each difference by its own expected value instead, or by the rms of all if that is larger.
+    """
     if expected.numel() == 0:
         return 0.0, 0.0
     a, b = (torch.nan_to_num(t.float(), nan=0.0, posinf=3e38, neginf=-3e38) for t in (expected, found))
     gaps = (a - b).abs()
     scale, peak = float(a.double().square().mean().sqrt()), float(a.abs().max())
     rms, largest = float(gaps.double().square().mean().sqrt()), float(gaps.max())
+    if by_element and scale:
+        return rms / scale, float((gaps / a.abs().clamp(min=scale)).max())
     return (rms / scale if scale else rms), (largest / peak if peak else largest)
 
 

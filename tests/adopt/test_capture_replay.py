@@ -1,5 +1,6 @@
 """Replay: what a launch writes is learned from the author's first config, and every other config is held against that."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,19 @@ def test_results_agree_within_noise_and_rounding(tmp_path: Path, factor: float, 
     expected = torch.linspace(1, 2, 128)
     assert disagreement(expected, expected * factor, noise, launch.launch).startswith(text)
     assert bool(disagreement(expected, expected * factor, noise, launch.launch)) == bool(text)
+
+
+def test_one_wrong_element_disagrees_with_a_reference(tmp_path: Path) -> None:
+    launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
+    expected = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    expected[0] = 8.0  # a share of the largest element would allow an error of 0.5
+    found = expected.to(torch.bfloat16)
+    assert disagreement(expected.to(torch.bfloat16), found, 0.0, launch.launch, has_reference=True) == ""
+    found[7] += 0.2
+    text = disagreement(expected.to(torch.bfloat16), found, 0.0, launch.launch, has_reference=True)
+    assert re.match(r"differs by .* of the rms \(allowed 7.81e-03\), at most .* of an element, or of the rms if larger", text), (
+        text
+    )
 
 
 @pytest.mark.parametrize(
