@@ -195,7 +195,7 @@ def read_json(path: Path, kind: type[T], *, data: bytes | None = None, is_versio
     """Return the content of a JSON file as a msgspec schema has it; the error of other content names the file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         kind: the schema.
         data: bytes of the file; None to read them.
         is_versioned: whether the file says which version of the format it has.

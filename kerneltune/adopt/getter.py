@@ -44,7 +44,7 @@ class CallCase(msgspec.Struct, frozen=True):
 
     Attributes:
         own: knobs of the program's own config.
-        bytes: of the tensors that the call reads.
+        bytes: bytes of the tensors that the call reads.
         problem: why the call cannot be tuned; empty if it can.
         is_tuned: whether the call is wanted for more than its own config.
     """
@@ -61,9 +61,9 @@ class GetterFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         getter, call: MODULE:FUNCTION or FILE.py:FUNCTION.
-        folder: that modules are imported from.
+        folder: the folder from which modules are imported.
         space: values of knobs, in place of the values around the own configs.
-        digest: of the code of both functions.
+        digest: digest of the code of both functions.
         options: names of `OPTIONS` that an override adds.
     """
 

@@ -114,8 +114,8 @@ def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named:
     """Return the tables of `vllm` or `sglang`, by the path below the folder that the engine is given.
 
     Args:
-        gpu_name: as the driver gives it.
-        calls: of all keys; own configs where nothing was gained.
+        gpu_name: name of the GPU as the driver gives it.
+        calls: calls of all keys, with the author's configs where nothing was gained.
         named: further fields of the names, such as `dtype=fp8_w8a8,block_shape=[128,128]`.
     """
     gpu, fields, folder = gpu_name.replace(" ", "_"), f",{named.replace(' ', '')}" if named else "", ""

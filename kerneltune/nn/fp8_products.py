@@ -269,7 +269,7 @@ def _flat(tensors: Iterable[Tensor | None], settings: _Settings, operands: Itera
 
     Args:
         tensors: x, w, v, and pairs, places and offs of a Routing.
-        settings: of the product.
+        settings: settings of the product.
         operands: x, w and v as far as they were cast before.
     """
     found = [*tensors, *settings]

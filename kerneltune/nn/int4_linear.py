@@ -36,7 +36,7 @@ class Int4Linear(nn.Module):
         group: consecutive inputs that share a scale: 32, 64, 128 or all of them.
         zeros: zero points instead of 8.
         bias: whether there is a bias.
-        dtype: of inputs, outputs, scales and bias: float16 or bfloat16.
+        dtype: type of inputs, outputs, scales and bias: float16 or bfloat16.
         ordered: whether inputs are put into the order of a checkpoint with act-order before the product.
         activations: `fp8` casts inputs to e4m3 where the cached times of `fastest_gemm` say that it is faster, on GPUs since
             Hopper. None never casts.

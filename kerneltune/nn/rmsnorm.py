@@ -61,7 +61,7 @@ class RMSNorm(nn.Module):
         eps: as in `rms_norm`.
         elementwise_affine: False for no weight, as in torch.nn.RMSNorm.
         zero_centered: as in `rms_norm`.
-        dtype: of the weight; float32 fits inputs of every dtype.
+        dtype: type of the weight; float32 fits inputs of every dtype.
     """
 
     weight: nn.Parameter | None

@@ -48,7 +48,7 @@ def permute_tokens(x: Tensor, routing: Routing) -> Tensor:
 
     Args:
         x: (T, H) bf16, fp16 or fp32.
-        routing: of the same tokens.
+        routing: the routing of the same tokens.
 
     Returns:
         (T K, H), zeros behind the last expert's rows.

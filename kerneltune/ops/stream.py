@@ -26,7 +26,7 @@ class StreamConfig:
 
     Attributes:
         block: 32-bit words per load.
-        warps: of a program.
+        warps: warps of a program.
         ctas: programs per SM; 0 for a program per block.
     """
 

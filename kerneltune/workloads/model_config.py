@@ -87,7 +87,7 @@ class Model:
     """The sizes that operators see.
 
     Attributes:
-        path: of the file, for errors.
+        path: path of the file, which errors name.
         kind: the file's `model_type`.
         hidden, heads, kv_heads, head_dim: of attention.
         mlp: inner size of a dense layer, 0 where every layer has experts.
@@ -99,9 +99,9 @@ class Model:
         gated: whether there is a gate beside up.
         has_swiglu: whether the gate is SwiGLU.
         has_recurrence: whether some layers have no attention but a state.
-        value_dim: of a value head.
+        value_dim: size of a value head.
         other_heads: (head_dim, kv_heads) of layers whose attention is another; empty for none.
-        dtype: of weights.
+        dtype: type of the weights.
     """
 
     path: Path

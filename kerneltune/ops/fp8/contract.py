@@ -56,7 +56,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     Args:
         case: its axes name the tensors: x (M, columns), x1 and x2 (M, N1) and (M, N2), or w (E, K, N), column-major; offs (G,).
         device: where; without values on `meta`.
-        seed: of the values.
+        seed: the seed of the random values.
     """
     sizes, dtype, special = dict(case.axes), getattr(torch, case.dtype), bool(case.option("special"))
     tensors = {}

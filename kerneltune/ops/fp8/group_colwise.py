@@ -24,9 +24,9 @@ class GroupConfig:
     """Config of a cast of the columns of groups of rows.
 
     Attributes:
-        rows: of a tile.
-        cols: of a tile.
-        warps: of a program.
+        rows: rows of a tile.
+        cols: columns of a tile.
+        warps: warps of a program.
         ctas: programs per SM, each looping over tiles.
         stages: depth of that loop's load pipeline.
         ahead: tiles by which the amax runs ahead of the cast.

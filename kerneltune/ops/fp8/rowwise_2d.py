@@ -27,9 +27,9 @@ class RowConfig:
     """Config of a cast of rows.
 
     Attributes:
-        rows: of a tile.
-        cols: of a load; a row takes several loads.
-        warps: of a program.
+        rows: rows of a tile.
+        cols: columns of a load; a row takes several loads.
+        warps: warps of a program.
         ctas: programs per SM, each looping over tiles; 0 for a program per tile.
         stages: depth of the load pipeline of the program's loop: over tiles or, with reload, over the loads of a row.
         reload: read the row once more, from L2, instead of holding it.

@@ -30,10 +30,10 @@ class BothConfig:
     """Config of a cast of weights into both layouts.
 
     Attributes:
-        rows: of a row program.
+        rows: rows of a row program.
         step: rows that it casts at a time.
-        cols: of a load; a row takes several loads.
-        warps: of a program of either kind; a transpose program's tile is the wider the more there are.
+        cols: columns of a load; a row takes several loads.
+        warps: warps of a program of either kind; a transpose program's tile is the wider the more there are.
         lag: row programs per SM that go ahead of the transpose programs, with weights beside all of an expert.
     """
 

@@ -32,9 +32,9 @@ class SegmentConfig:
     """Config of a cast of segments that have one scale each.
 
     Attributes:
-        rows: of a tile.
-        cols: of a tile.
-        warps: of a program.
+        rows: rows of a tile.
+        cols: columns of a tile.
+        warps: warps of a program.
         ctas: programs per SM, each looping over tiles; 0 for a program per tile.
         stages: depth of that loop's load pipeline.
     """
@@ -92,7 +92,7 @@ class SegmentOutput(NamedTuple):
     """Results of a tensor-wise cast.
 
     Attributes:
-        q: in the layout of the input; None where the layout leaves it out.
+        q: the quantized values in the layout of the input; None where the layout leaves them out.
         q_t: transposed; None where the layout leaves it out.
         scale: (segments,) fp32.
     """

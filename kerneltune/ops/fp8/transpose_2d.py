@@ -24,9 +24,9 @@ class TransposeConfig:
     """Config of a transpose of bytes.
 
     Attributes:
-        rows: of a tile.
-        cols: of a tile.
-        warps: of a program, which has one tile.
+        rows: rows of a tile.
+        cols: columns of a tile.
+        warps: warps of a program, which has one tile.
     """
 
     rows: int

@@ -29,15 +29,15 @@ class GemmConfig:
 
     Attributes:
         backend: `triton`, or `cutlass` for torch's own kernel, which ignores the other knobs.
-        rows: of a tile.
-        cols: of a tile.
-        depth: of a step of the contraction.
-        warps: of a program.
+        rows: rows of a tile.
+        cols: columns of a tile.
+        depth: k of a step of the contraction.
+        warps: warps of a program.
         stages: depth of the load pipeline.
         ctas: programs per SM.
         band: tiles that follow each other down the rows before the next column.
         run: tiles that a program takes at a time.
-        parts: in which a tile's columns are stored.
+        parts: parts in which a tile's columns are stored.
     """
 
     backend: str
@@ -184,7 +184,7 @@ def fp8_grouped_gemm(
             where M is contiguous, the other stride is a multiple of 16.
         scale_a: fp32, factors of the values of a: one element; for b (E, K, N) also (M,) or (M, 1); for b (M, K) also
             (E,), (E, N) or (E N,).
-        scale_b: likewise of b: one element; for b (E, K, N) also (E,), (E, N) or (E, 1, N); for b (M, K) also (E,), (E, K) or
+        scale_b: likewise for b: one element; for b (E, K, N) also (E,), (E, N) or (E, 1, N); for b (M, K) also (E,), (E, K) or
             (E K,).
         offs: (E,) int32, where each group's tokens end, not decreasing, at most M. Groups may be empty and of any size. Not read
             by the host: under TRITON_DEBUG=1 the device asserts the order. Without it, groups of offsets in disorder have

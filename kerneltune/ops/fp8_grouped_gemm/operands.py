@@ -20,7 +20,7 @@ class Product:
         groups: how many groups.
         tokens: rows of a, or columns of a where a weight gradient contracts over them.
         rows: rows of each group's result, 0 where the group's tokens are its rows.
-        cols: of the result.
+        cols: columns of the result.
         depth: the contraction, 0 where tokens are summed over.
         aligned: whether the columns of a hold aligned groups.
     """

@@ -47,12 +47,12 @@ class Int4Config:
 
     Attributes:
         tokens: rows of x per program.
-        rows: of w per warp, 64 or 32; per warpgroup 64.
+        rows: rows of w per warp, 64 or 32; per warpgroup 64.
         along: warps that share the k of a program.
         splits: programs that share a row of w.
         prefetch: ask L2 for x and w while the previous kernel on the stream still runs, if the previous kernel lets the
             next kernel begin early, as this kernel does; all reads come after the end of the previous kernel.
-        blocks: of 64 rows of w per program, whose warps read the same x at the same time.
+        blocks: blocks of 64 rows of w per program, whose warps read the same x at the same time.
         warpgroup: multiply by wgmma, four warps together that read x from shared memory, instead of each warp by mma.sync.
     """
 

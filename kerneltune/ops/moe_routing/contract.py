@@ -99,10 +99,10 @@ def check_index(name: str, index: torch.Tensor, shape: tuple[int | None, ...], w
 
 
 def check_router_weights(weights: torch.Tensor | None, places: torch.Tensor) -> None:
-    """Check weights, unless they are None, against the places.
+    """Check that weights, unless they are None, fit the places: the same shape and device, contiguous.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the weights do not fit the places.
     """
     if weights is None:
         return

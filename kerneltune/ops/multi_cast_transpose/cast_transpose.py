@@ -42,10 +42,10 @@ class MultiCastConfig:
     """Config of a cast and transpose of many matrices.
 
     Attributes:
-        rows: of a tile.
-        cols: of a tile.
+        rows: rows of a tile.
+        cols: columns of a tile.
         group: row blocks whose tiles follow each other.
-        warps: of a program.
+        warps: warps of a program.
         ctas: programs per SM, each looping over tiles; 0 for a program per tile.
         stages: depth of that loop's load pipeline.
     """

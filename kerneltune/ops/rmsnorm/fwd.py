@@ -281,7 +281,7 @@ def rmsnorm_fwd(
         amax: (1,) fp32 ≥ 0, raised to max |y| before scaling; never cleared; NaN is passed over.
         fp8_format: `e4m3` or `e5m2`.
         zero_centered: multiply by weight + 1, added in fp32.
-        out_dtype: of y without quantization; None for x's. fp32 x may become bf16 or fp16.
+        out_dtype: type of y without quantization; None for x's. fp32 x may become bf16 or fp16.
         config: None takes the best known config.
 
     Raises:

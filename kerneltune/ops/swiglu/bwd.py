@@ -26,9 +26,9 @@ class SwigluConfig:
     """Cut a matrix.
 
     Attributes:
-        rows: of a program.
+        rows: rows of a program.
         cols: columns of each half that a program takes, a power of two.
-        warps: of a program.
+        warps: warps of a program.
     """
 
     rows: int

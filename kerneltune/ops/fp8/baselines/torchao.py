@@ -26,7 +26,7 @@ class LoopConfig:
 
     Attributes:
         block: elements per step.
-        warps: of a program.
+        warps: warps of a program.
         stages: depth of the loop's load pipeline.
     """
 
@@ -40,9 +40,9 @@ class TorchaoTileConfig:
     """Config of a cast of tiles of the input as it lies in memory.
 
     Attributes:
-        rows: of a tile.
-        cols: of a tile.
-        warps: of a program.
+        rows: rows of a tile.
+        cols: columns of a tile.
+        warps: warps of a program.
         stages: depth of the load pipeline of the loop over tiles, if the config has a loop.
     """
 

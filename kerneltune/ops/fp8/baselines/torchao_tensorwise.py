@@ -32,7 +32,7 @@ class FlatConfig:
 
     Attributes:
         block: elements per program.
-        warps: of a program.
+        warps: warps of a program.
     """
 
     block: int

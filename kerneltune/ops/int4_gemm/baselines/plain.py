@@ -28,10 +28,10 @@ class PlainConfig:
 
     Attributes:
         tokens: rows of a tile of x.
-        rows: of a tile of w.
+        rows: rows of a tile of w.
         depth: k of both tiles.
-        warps: of a program.
-        stages: of the load pipeline.
+        warps: warps of a program.
+        stages: stages of the load pipeline.
     """
 
     tokens: int

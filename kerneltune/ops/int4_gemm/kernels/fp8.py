@@ -92,7 +92,7 @@ class Fp8Work(Constants):
         tokens: rows of x.
         blocks: blocks of 64 rows of w.
         splits: programs that share a tile's k.
-        stages: of the load pipeline.
+        stages: stages of the load pipeline.
     """
 
     tokens: int

@@ -26,7 +26,7 @@ class TeCastConfig:
     Attributes:
         block: rows and columns of a tile.
         group: row blocks that follow each other.
-        warps: of a program.
+        warps: warps of a program.
     """
 
     block: int

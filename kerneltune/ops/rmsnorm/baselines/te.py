@@ -29,7 +29,7 @@ class TeFwdConfig:
     """Config of the norm kernel.
 
     Attributes:
-        warps: of a program.
+        warps: warps of a program.
     """
 
     warps: int
@@ -40,10 +40,10 @@ class TePr593FwdConfig:
     """Config of the norm kernel and the transpose.
 
     Attributes:
-        warps: of a program of the norm kernel.
-        tile_rows: of the transpose tile.
-        tile_cols: of the transpose tile.
-        tile_warps: of a program of the transpose.
+        warps: warps of a program of the norm kernel.
+        tile_rows: rows of the transpose tile.
+        tile_cols: columns of the transpose tile.
+        tile_warps: warps of a program of the transpose.
     """
 
     warps: int
@@ -57,10 +57,10 @@ class TeBwdConfig:
     """Config of the main kernel and the reduction.
 
     Attributes:
-        warps: of a program of the main kernel.
-        reduce_rows: of the reduce tile.
-        reduce_cols: of the reduce tile.
-        reduce_warps: of a program of the reduction.
+        warps: warps of a program of the main kernel.
+        reduce_rows: rows of the reduce tile.
+        reduce_cols: columns of the reduce tile.
+        reduce_warps: warps of a program of the reduction.
     """
 
     warps: int
