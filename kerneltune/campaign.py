@@ -35,8 +35,8 @@ _CONFIGS_PER_CASE = 3
 _CHECK_TIMEOUT_S = 300.0
 _CHECK_POLICY = "cold"
 """Policy in the records of checks."""
-_NOT_COMPARED = ("inputs: ", "reference: ", "compare: ", "outputs: ", LAUNCH_FAILURE)
-"""Texts in the reason of a check that failed before it compared outputs."""
+_NOT_COMPARED = ("inputs: ", "reference: ", "compare: ", "outputs: ", LAUNCH_FAILURE, "outside of ", "program (")
+"""Texts in the reason of a check that failed before it compared outputs, or by an access."""
 _WORTH_A_POOL = 10
 """Number of kernels from which parallel compilation pays: to compile so many in a row takes as long as to start the processes."""
 

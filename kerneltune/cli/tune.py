@@ -96,8 +96,7 @@ def command(
             sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus,
         )  # fmt: skip
         return tune_folder(Path(family), budget, share, widen, force, workers, dry_run)
-    if share is not None or widen or dry_run:
-        raise ValueError(f"share, widen, dry-run: expected only with the folder of a capture; {family} is none")
+    o.refuse("expected only with the folder of a capture", share=share, widen=widen, dry_run=dry_run)
     results = o.results_root(results, family)
     for root in (o.configs_root(configs), results):
         o.require_writable(root)

@@ -67,18 +67,24 @@ def check_pairs(
             if outcome.status == "failed":
                 failures.append(replace(outcome, config=config, case=case))
             done.add((config, case))
-    line = _coverage(configs, done, len(failures))
+    num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
+    line = _coverage(configs, done, len(failures), num_without)
     return [*failures, Outcome("checked", f"{op.name} {variant.name}: {line}")]
 
 
-def _coverage(configs: Mapping[Case, Sequence[Config]], done: set[Pair], num_failures: int) -> str:
-    """Return how many configs, cases and pairs were checked, and which classes of cases some knob values did not meet."""
+def _coverage(configs: Mapping[Case, Sequence[Config]], done: set[Pair], num_failures: int, num_without: int) -> str:
+    """Return how many configs, cases and pairs were checked, and which classes of cases some knob values did not meet.
+
+    `num_without` cases have no expected values.
+    """
     num_possible = sum(map(len, configs.values()))
     num_configs, num_cases = (len({pair[place] for pair in done}) for place in (0, 1))
     pairs = "all pairs" if len(done) == num_possible else f"{len(done):,} of {num_possible:,} pairs"
     line = f"{counted(num_configs, 'config')} on {counted(num_cases, 'case')}, {pairs}"
     if num_failures:
         return f"{line}, stopped after {counted(num_failures, 'failure')}"
+    if num_without:
+        return f"{line}; inputs or reference of {counted(num_without, 'case')} fail"
     left = ", ".join(unmet(configs, done))
     return f"{line}; time limit before every knob value met: {left}" if left else line
 
