@@ -4,7 +4,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import `autotune`, the drop-in for triton.autotune, when it is asked for.
+    """Import `autotune`, the drop-in for triton.autotune, at its first use.
 
     Raises:
         AttributeError: the package has no such name.

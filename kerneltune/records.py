@@ -204,7 +204,7 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 
 def newest_rows(records: Iterable[Record], identity: Callable[[Record], object]) -> dict[object, Record]:
-    """Return row -> its newest record, in order of appearance; `identity` returns the row of a record."""
+    """Return row -> its newest record, in order of the rows' first records; `identity` returns the row of a record."""
     latest: dict[object, Record] = {}
     for record in records:
         row = identity(record)

@@ -99,7 +99,7 @@ class Shift:
 
     @property
     def p_slower(self) -> float:
-        """Return the one-sided p-value of the hypothesis that new is not slower than old."""
+        """Return the one-sided p-value of the hypothesis that the new side is not slower than the old side."""
         from scipy.special import stdtr
 
         if self.error == 0:

@@ -295,7 +295,7 @@ class _Reader:
         return name
 
     def take(self, rows: int, node: yaml.Node) -> int:
-        """Count rows against the limit of the file, before they are built; return their number."""
+        """Add rows to the count that the file's limit holds for, before the rows are built; return their number."""
         if rows > self.room:
             total = self.max_cases - self.room + rows
             self.fail(node, "cases", f"{total} or more", f"at most {self.max_cases}; see --max-cases")
@@ -338,7 +338,7 @@ class _Reader:
         return taken
 
     def check_fields(self, items: Mapping[str, _Item], ops: list[Op], named: bool) -> None:
-        """Check that every field belongs to an operator; if the entry names its operators, to every operator."""
+        """Check that every field belongs to an operator of the entry, or to all of them if the entry names its operators."""
         for key, item in items.items():
             lacking = [op for op in ops if key not in _fields(op)]
             if len(lacking) == len(ops) or (named and lacking):

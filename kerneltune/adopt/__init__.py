@@ -20,7 +20,7 @@ def start() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `install` or `autotune` when it is asked for.
+    """Import `install` or `autotune` at its first use.
 
     Raises:
         AttributeError: the package has no attribute of this name.

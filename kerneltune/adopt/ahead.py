@@ -45,7 +45,7 @@ def keep(root: Path, names: Iterable[str], cache: Path) -> int:
 
 
 def give(root: Path, cache: Path) -> int:
-    """Copy the entries of a tuned folder that Triton's disk cache lacks into it; returns how many were copied."""
+    """Copy the entries of a tuned folder that Triton's disk cache lacks into it; return the number of copied entries."""
     folder, given = root / FOLDER, 0
     for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
         if entry.is_dir() and not any((cache / entry.name).glob(f"{_GROUP}*")):
@@ -90,10 +90,10 @@ _NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile")
 
 
 class Preparation:
-    """Prepares this process once, when it is known that kernels will be served."""
+    """Prepare this process once, as soon as a table to serve is found."""
 
     def __init__(self, root: Path, is_cache_new: bool) -> None:
-        """root: of the tuned folder; is_cache_new: whether Triton's disk cache lacked kernels of the folder."""
+        """root: path of the tuned folder; is_cache_new: whether Triton's disk cache lacked kernels of the folder."""
         self._root, self._is_cache_new = root, is_cache_new
         self._thread: Thread | None = None
 
@@ -104,7 +104,7 @@ class Preparation:
             self._thread.start()
 
     def wait(self) -> None:
-        """Wait until everything is prepared: doing it again beside the thread would take longer."""
+        """Wait until the thread has prepared everything: a second preparation beside the thread would take longer."""
         if self._thread is not None:
             self._thread.join(_LONGEST_S)
 
@@ -119,13 +119,13 @@ class Preparation:
 
 
 def launcher_of(kernel: Any) -> dict[str, Any]:
-    """Return what Triton makes the host code of a compiled kernel from: types of its arguments and TMA descriptors."""
+    """Return the facts from which Triton makes the host code of a compiled kernel: types of its arguments and TMA descriptors."""
     types = getattr(kernel.src, "signature", {}).values()
     return {"signature": list(types), "descriptors": getattr(kernel.metadata, "tensordesc_meta", None)}
 
 
 def launchers_path(root: Path) -> Path:
-    """Return the file of a tuned folder that holds what `launcher_of` gave for its kernels."""
+    """Return the file of a tuned folder that holds the results of `launcher_of` for its kernels."""
     return root / FOLDER / LAUNCHERS
 
 

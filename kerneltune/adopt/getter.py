@@ -244,7 +244,7 @@ def case_of(facts: GetterFacts, one: CallCase) -> Case:
 
 
 def _own_config(by_sizes: Mapping[Any, CallCase], kind: type[Any], case: Case) -> Config:
-    """Return the own config of a call; a knob that it lacks has Triton's default, else 0."""
+    """Return the program's config of a call; a knob that the config lacks has Triton's default, else 0."""
     own = by_sizes[case.axes].own
     return kind(**{name: own.get(name, DEFAULTS.get(name, 0)) for name in kind.__dataclass_fields__})
 

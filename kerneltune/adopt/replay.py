@@ -166,7 +166,7 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
 
 
 def _decorated(statements: Sequence[ast.stmt], bound: Sequence[set[str]], name: str) -> set[str]:
-    """Return a kernel's name and the names it has as `tuned = triton.autotune(...)(name)`."""
+    """Return a kernel's name, and the names that `tuned = triton.autotune(...)(name)` assigns it to."""
     found = {name}
     for one, names in zip(statements, bound, strict=True):
         if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call):

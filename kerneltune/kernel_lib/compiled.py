@@ -48,7 +48,7 @@ def call(function: Callable[..., Any], mode: str, tensors: tuple[torch.Tensor | 
 def torch_run(
     function: Callable[..., tuple[torch.Tensor, ...]], tensors: str, results: str, options: str = ""
 ) -> Callable[[str, Inputs, Config], Outputs]:
-    """Return the run of the variants that are a function of torch operators; it takes the mode of `call` first.
+    """Return the run of the variants that are a function of torch operators; the run takes the mode of `call` first.
 
     Args:
         function: takes tensors, then options; returns the results.

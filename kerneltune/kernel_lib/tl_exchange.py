@@ -96,16 +96,16 @@ def raise_published(ws_ptr, index, value, tag, mask):
 
 @triton.jit
 def places(ws_ptr, index):
-    """Return where words are, for `seen` and `raise_seen`: neighbouring threads take neighbouring words, one of each at a time.
+    """Return the addresses of words, for `seen` and `raise_seen`; neighbouring threads take neighbouring words, a word at a time.
 
-    Triton, which cannot tell that they are neighbours, gives no thread several; L2 takes the maxima of a sector together.
+    Triton cannot tell that the words are neighbours, so it gives no thread several words; L2 combines the maxima of a sector.
     """
     return (ws_ptr + 32 + held(index)).to(tl.pointer_type(tl.uint64))
 
 
 @triton.jit
 def seen(word_ptr, mask):
-    """Load what words hold just now, tags and all."""
+    """Load the present contents of words, with their tags."""
     return tl.load(word_ptr, mask=mask, other=0, cache_modifier=".cg")
 
 
@@ -238,7 +238,7 @@ def clear_done(counter_ptr, count):
 
 @triton.jit
 def close_done(counter_ptr, count, ws_ptr, groups):
-    """Every program that waits with `await_done` calls this after it, and does not wait for it to happen.
+    """Count a program that has waited with `await_done`; each such program calls this function, without waiting for the others.
 
     The program that makes `count`, arrivals and waiters together, sets the counter to 0; the last of `groups` counters that is
     set to 0 gives the next launch on the workspace another tag.

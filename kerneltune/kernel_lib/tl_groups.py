@@ -21,7 +21,7 @@ def group_bounds(offs_ptr, group, M):
 def locate_aligned(
     block, offs_ptr, M, G, GROUPS_LOG2: tl.constexpr, ALIGNMENT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Locate a block of ROWS aligned columns; blocks are numbered across all columns, ROWS divides ALIGNMENT or it ROWS.
+    """Locate a block of ROWS aligned columns; blocks are numbered across all columns, and ROWS divides ALIGNMENT.
 
     Return its group, the first of its rows, how many of them there are, its first column, and how many columns a cast writes:
     zeros behind the group's last row up to a multiple of ALIGNMENT. Both counts are at most 0 between groups.

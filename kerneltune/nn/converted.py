@@ -70,7 +70,7 @@ class ConvertedProducts(nn.Module):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Let a forward pass see the weights as `ExpertOperand`, and check that it multiplies by each of them.
+        """Give a forward pass the weights as `ExpertOperand`, and check that the pass multiplies by every weight.
 
         Raises:
             ValueError: the forward pass has not multiplied by each of the weights in fp8.

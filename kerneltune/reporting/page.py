@@ -79,7 +79,7 @@ def _asset(name: str) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """Return JSON that cannot end the script element around it."""
+    """Return a value as JSON that cannot end the script element around the JSON."""
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -44,7 +44,7 @@ MOST_OTHER_SIZES = 2000
 
 
 def neighbour_dtype(task: Task) -> Task | None:
-    """Return the same task in the other 16-bit type, whose fastest configs are good candidates; None for other types."""
+    """Return the task in the other 16-bit type, whose fastest configs are good candidates; None for a type of other width."""
     other = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
     return replace(task, case=replace(task.case, dtype=other)) if other in task.op.dtypes else None
 

@@ -67,7 +67,7 @@ class GpuProcess:
         self._process, self.pipe = start(target, *arguments, environment=os.environ | {"CUDA_VISIBLE_DEVICES": gpu})
 
     def stop(self, is_dead: bool = False) -> int | None:
-        """End the process, by force unless it is dead or waits for a task; return its exit code."""
+        """End the process, by force if it starts or works on a task; return its exit code."""
         self.pipe.close()
         if is_dead or (self.is_ready and self.task is None):
             self._process.join(_GRACE_S)

@@ -34,7 +34,7 @@ def family(name: str) -> tuple[Op, ...]:
 
 
 def own_tables(records: Sequence[Record]) -> list[Table]:
-    """Return the tables that workloads declare for these records; none if an operator of the records is in no such table."""
+    """Return the tables that workloads declare for these records; none unless these tables cover all operators of the records."""
     present = {record.op for record in records}
     tables: list[Table] = []
     covered: set[str] = set()

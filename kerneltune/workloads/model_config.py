@@ -208,7 +208,7 @@ def _describes(data: Mapping[str, Any]) -> bool:
 
 
 class _Fields:
-    """The fields of one file; a missing size comes from the defaults of the model's class, if transformers is installed."""
+    """Hold the fields of a file; a missing size comes from the defaults of the model's class, if transformers is installed."""
 
     def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
         self.path, self.data = path, data
@@ -300,7 +300,7 @@ def _experts(fields: _Fields) -> Experts | None:
 
 
 def _has_expert_width(fields: _Fields) -> bool:
-    """Return whether the model's class has a field for the width of its experts, so that the dense width is not theirs."""
+    """Return whether the model's class has a field for the width of its experts, so that the dense width is not the experts'."""
     return fields.has("own expert width") or any(name in fields.defaults for name in _EXPERT_MLP)
 
 
@@ -329,7 +329,7 @@ def _dense_width(fields: _Fields, experts: Experts | None) -> int:
 
 
 def _other_heads(fields: _Fields, head_dim: int, kv_heads: int) -> tuple[int, int] | tuple[()]:
-    """Return (head_dim, kv_heads) of the first layers that differ, as Gemma 4 has them; nothing where none do."""
+    """Return (head_dim, kv_heads) of the first layers that differ, as Gemma 4 has them; nothing if all layers are equal."""
     layers = fields.get("per_layer_config")
     listed = [layer for layer in layers.values() if isinstance(layer, dict)] if isinstance(layers, dict) else []
     names = {"head_dim": fields.get("global_head_dim"), "num_key_value_heads": fields.get("num_global_key_value_heads")}
@@ -342,7 +342,7 @@ def _other_heads(fields: _Fields, head_dim: int, kv_heads: int) -> tuple[int, in
 
 
 def _adjusted(fields: _Fields, width: int) -> int:
-    """Return the inner size that LFM2 makes of the one in its file: two thirds, rounded up."""
+    """Return the inner size that LFM2 computes from the size in its file: two thirds, rounded up."""
     if fields.get("block_auto_adjust_ff_dim") is not True:
         return width
     factor, step = fields.get("block_ffn_dim_multiplier"), fields.size(("block_multiple_of",), 256)

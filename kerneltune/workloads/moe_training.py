@@ -106,7 +106,7 @@ def run_torchao(inputs: Inputs, _config: None) -> Outputs:
 
 
 def run_step(recipe: str, inputs: Inputs, _config: None) -> Outputs:
-    """`fp8_grouped_mm`, as GroupedLinear calls it: the largest magnitudes of the weights come from the step before."""
+    """Call `fp8_grouped_mm` as GroupedLinear does: the largest magnitudes of the weights come from the step before."""
     return _step(partial(fp8_grouped_mm, recipe=_how(recipe, inputs), amax=_amax(inputs)), inputs)
 
 
@@ -198,7 +198,7 @@ def run_gemms(recipe: str, inputs: Inputs, _config: None) -> Outputs:
 
 
 def _once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
-    """Make something of the inputs at a variant's first call, which is never timed, and keep it with them."""
+    """Make an object from the inputs at a variant's first call, which is never timed, and keep it with the inputs."""
     kept = cast(dict[str, Any], inputs)
     if name not in kept:
         kept[name] = make()
@@ -206,7 +206,7 @@ def _once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
 
 
 def empty_groups(case: Case) -> str | None:
-    """Say what keeps torch's products for training from a case."""
+    """Say why torch's products for training do not support a case."""
     smallest = min(end - start for start, end in bounds(group_ends(case, case["E"], "cpu", 0)))
     return "groups of no rows, on which torch's products may stop the device" if smallest < ALIGNED else None
 

@@ -76,7 +76,7 @@ class _Sizes(NamedTuple):
         N, M, K: as in the case.
         depth: blocks of k.
         group: elements of k that share a scale, 0 for all.
-        has_many_values: whether a block of k has more for every row than two scales.
+        has_many_values: whether the case has zero points or groups of 32, more values per row than `_HALF_THE_REGISTERS` hold.
     """
 
     N: int

@@ -86,7 +86,7 @@ def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
 def _locate_aligned_tile(
     tile, total, offs_ptr, rows, stripes, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr
 ):  # fmt: skip
-    """Locate a tile of aligned groups: as `locate_block`, but in the place of tiles the columns that its transpose has."""
+    """Locate a tile of aligned groups as `locate_block` does; the tile's transposed columns replace the stripe's tiles."""
     blocks = total // stripes
     together = tl.full((), _BLOCKS_TOGETHER, tl.int32)
     above = tile // (together * stripes) * together
@@ -103,7 +103,7 @@ def _locate_aligned_tile(
 def aligned_column(first_row, group, lo, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Return the column of the transpose at which a tile of an aligned group begins; the group begins `lo` rows behind the tile.
 
-    Because the compiler cannot see that it is a multiple of ROWS, it would store 4 bytes at a time in place of 16.
+    The compiler cannot see that the column is a multiple of ROWS; without the hint it would store 4 bytes at a time, not 16.
     """
     column = aligned_start(first_row.to(tl.int32) + lo, group, ALIGNMENT) - lo
     return wide(tl.multiple_of(column, ROWS))
@@ -154,9 +154,9 @@ def in_order(starts, ends, groups, G, M):
 def number_tiles(
     table_ptr, offs_ptr, M, G, GROUPS_LOG2: tl.constexpr, ROWS: tl.constexpr, ALIGNMENT: tl.constexpr
 ):  # fmt: skip
-    """Write the table (G + 1,) int32 of `locate_fitted`: tiles per stripe in the groups before each; none of groups in disorder.
+    """Write the table (G + 1,) int32 of `locate_fitted`: tiles per stripe in the groups before each group.
 
-    Every program writes the same table to the same place, and reads the words that it wrote itself.
+    Groups in disorder have no tiles. Every program writes the same table to the same place, and reads its own words.
     """
     groups = tl.arange(0, 1 << GROUPS_LOG2)
     start = tl.load(offs_ptr + groups - 1, mask=(groups > 0) & (groups < G), other=0)
@@ -175,8 +175,8 @@ def locate_fitted(
 ):  # fmt: skip
     """Locate a tile of token groups whose tiles begin with the group, up to three rows before it for aligned words.
 
-    With ALIGNMENT they begin with the group itself, whose columns are aligned elsewhere.
-    Returns what `locate_in_weights` does.
+    With ALIGNMENT the tiles begin with the group itself, whose columns are aligned elsewhere.
+    Returns the values of `locate_in_weights`.
     """
     slot = tile // stripes
     group = slot * 0
