@@ -203,7 +203,7 @@ class Cast:
 
     @property
     def scale_of_nothing(self) -> float:
-        """The scale of amax 0, rounded as the kernels round it."""
+        """Return the scale of amax 0, rounded as the kernels round it."""
         scale = float(torch.tensor(FP8_MAX[self.fp8_format] / 1e-12, dtype=torch.float32))
         scale = 2.0 ** math.floor(math.log2(scale)) if self.pow2 else scale
         return 1.0 / scale if self.inverse else scale

@@ -34,17 +34,17 @@ class Product:
 
     @property
     def most_tokens(self) -> int:
-        """The most rows that all groups can have together."""
+        """Return the largest number of rows that all groups can have together."""
         return self.tokens - (self.groups - 1) * GROUP_ALIGNMENT - 1 if self.aligned else self.tokens
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the result."""
+        """Return the shape of the result."""
         return (self.groups, self.rows, self.cols) if self.rows else (self.tokens, self.cols)
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """The axes of the operator's case."""
+        """Return the axes of the operator's case."""
         n, k = (self.rows, self.cols) if self.rows else (self.cols, self.depth)
         tokens = self.tokens - self.groups * GROUP_ALIGNMENT if self.aligned else self.tokens
         return ("M", tokens), ("N", n), ("K", k), ("E", self.groups)
