@@ -86,8 +86,8 @@ def state_line(proof: Proof, known: Sequence[str]) -> str:
     """Return a sentence that counts the journeys that have passed on a GPU with the present code."""
     open_ones = dict(unproven(proof, known))
     names = dict.fromkeys((*known, *proof.journeys))
-    commits = sorted({(run.date[:10], run.commit) for run in proof.journeys.values()})
-    when = f" (last run {commits[-1][0]} at {commits[-1][1]})" if commits else ""
+    last = max(proof.journeys.values(), key=lambda run: run.date, default=None)
+    when = f" (last run {last.date[:10]} at {last.commit})" if last else ""
     passed = len(names) - len(open_ones)
     return f"{passed} of {counted(len(names), 'journey')} of `make gpu` passed on {proof.gpu} with the present code{when}"
 

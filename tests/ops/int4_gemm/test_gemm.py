@@ -235,7 +235,7 @@ def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
     )  # fmt: skip
     cache.store("int4_gemm", "a_gpu", entry, tmp_path)
     choose = cache.Chooser.of(gemm.OP, gemm.OP.variant("optimized"), root=tmp_path)
-    sizes = [(11, 3584, 8192), (16, 10240, 8192), (8, 3584, 8192), (17, 3584, 8192), (32, 3584, 8192)]
+    sizes = [(12, 3584, 8192), (16, 10240, 8192), (8, 3584, 8192), (17, 3584, 8192), (32, 3584, 8192)]
     assert gemm.valid(case_of(*sizes[-1]), stored) is None
     got = [choose(case_of(*s).axes, "float16", "int4", options, gpu="a_gpu") for s in sizes]
     assert got == [stored, *(gemm.default(case_of(*s)) for s in sizes[1:])]
