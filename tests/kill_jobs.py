@@ -11,6 +11,7 @@ from pathlib import Path
 from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 from made_up import CompiledAtOnce
 
+from kerneltune.interrupts import interrupts
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore
@@ -46,4 +47,5 @@ def fork_instead(_python: str, command: list[str], kept: Iterable[int]) -> int:
 
 
 if __name__ == "__main__":
+    interrupts.take()  # as commands do: a package may catch an interrupt within an import
     main(Path(sys.argv[1]), sys.argv[2])
