@@ -101,6 +101,8 @@ class Runner:
         since = time.monotonic() - self._began
         first = ending.reason.splitlines()[0] if ending.reason else ""
         print(f"{since:5.0f} s  {ending.name}: {ending.passed}, {ending.seconds:.0f} s  {first}"[:200], flush=True)
+        if ending.passed == FAILED:
+            print(ending.reason, flush=True)  # now: a machine may be gone before the end
 
     def _one(self, journey: Journey) -> Ending:
         began = time.monotonic()
