@@ -187,7 +187,7 @@ class Call:
         self.getter.knobs = None if config == self.own else given_knobs(config)
         try:
             result = self.function()
-        except Exception as error:
+        except Exception as error:  # the program's own code, on tensors without memory
             is_compiler = type(error).__module__.startswith("triton") or "PassManager" in str(error)
             if not self.is_meta or is_compiler:
                 raise
@@ -298,7 +298,7 @@ def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) ->
     made = named_function("call", facts.call, facts.folder)[2]
     try:
         function = make_call(made, dict(case.axes), facts.dtype, device, seed)
-    except Exception:
+    except Exception:  # the program's own code, on tensors without memory
         if device != "meta":
             raise
         function = dict  # it needs values: the kernels are compiled when they are launched

@@ -19,7 +19,7 @@ _FP16 = ("dequantised", "torch")
 _NO_PEERS = ("baseline", "splitk", "streamk", OURS, _FP8, *_FP16)
 """Variants of `int4_gemm` that are ours, or read 8 or 16 bits."""
 OPS = ("int4_gemm", "fp8_gemm", "fp16_gemm")
-"""Operators of the records. `fp8_gemm` and `fp16_gemm` no longer exist; records of their peers from 2026-11-22 are shown."""
+"""Operators of the records. `fp8_gemm` and `fp16_gemm` no longer exist; files of 2026-11-22 and before hold them."""
 _COLUMNS = (
     Column("layer"),
     Column("n", digits=0),
