@@ -113,7 +113,7 @@ def _do(does: str) -> None:
 
 
 class StartsSlowly(FakeBench):
-    """As a worker that imports much before it can be asked."""
+    """Open as slowly as a worker that imports much before it can be asked."""
 
     def __init__(self) -> None:
         time.sleep(0.5)

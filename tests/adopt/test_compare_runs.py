@@ -1,4 +1,4 @@
-"""What the programs of examples/adopted_packages share: parts that fail are named, results are held against another run's."""
+"""Test what programs of examples/adopted_packages share: it names parts that fail and compares the results of two runs."""
 
 import importlib
 import sys

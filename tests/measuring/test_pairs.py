@@ -102,6 +102,16 @@ def test_check_of_pairs_passes_a_right_kernel_and_counts_all_pairs() -> None:
 
 
 @interpreted
+def test_reference_that_fails_is_named_and_not_a_time_limit() -> None:
+    def fail(_given: Inputs) -> Outputs:
+        raise RuntimeError("not written yet")
+
+    op = replace(op_with(""), reference=fail)
+    (coverage,) = pairs.check_pairs(op, op.variants[0], CASES, elements)
+    assert coverage.reason.endswith("; inputs or reference of 4 cases fail")
+
+
+@interpreted
 def test_time_limit_is_named_with_the_classes_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "COVERING_S", 0.0)
     monkeypatch.setattr(pairs, "FURTHER_S", 0.0)
