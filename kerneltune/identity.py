@@ -8,6 +8,7 @@ Reads source files; runs none of them. A file that was edited after its module w
 """
 
 import ast
+import bisect
 import functools
 import hashlib
 import importlib.util
@@ -150,7 +151,7 @@ class _Writer:
         else:
             self._named(function.__module__, outer)
         if nested:
-            self._parts.append(f"nested {function.__code__.co_argcount} {len(function.__code__.co_code)}")
+            self._parts.append(f"nested {_number_of(function)}")
             for cell in function.__closure__ or ():
                 self.value(cell.cell_contents)
 
@@ -234,6 +235,8 @@ class _Writer:
             elif isinstance(value, list):
                 self._parts.append(f"{name} (")
                 for item in value:
+                    if isinstance(node, ast.JoinedStr) and isinstance(item, ast.Constant) and item.value == "":
+                        continue  # Python 3.12 alone writes empty texts into nested format specifications
                     if isinstance(item, ast.AST):
                         self.node(item, scope, own)
                     else:
@@ -316,6 +319,17 @@ class _Writer:
         while isinstance(base, ast.Attribute):
             base = base.value
         return isinstance(base, ast.Name) and self._resolve(base.id, _Scope(module)) is None
+
+
+def _number_of(function: Any) -> int:
+    """Return the number of a nested function among the functions of its module's top-level definition, by line."""
+    line = function.__code__.co_firstlineno
+    for statement in _required(function.__module__).tree.body:
+        if statement.lineno <= line <= (statement.end_lineno or 0):
+            nested = (n for n in ast.walk(statement) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            lines = sorted({min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]) for n in nested})
+            return bisect.bisect_left(lines, line)
+    return 0
 
 
 def _inside(node: ast.AST, outer: _Scope) -> _Scope:

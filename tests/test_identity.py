@@ -205,3 +205,24 @@ def test_digest_of_every_variant_is_read() -> None:
     digests = {(op.name, variant.name): variant.source_hash for op in ops.load().values() for variant in op.variants}
     assert every(len(text) == 12 for text in digests.values())
     assert code_digest(functools.partial(len, ())) != code_digest(functools.partial(len, (1,)))
+
+
+NESTED = """
+def make(width, mark, room):
+    first = lambda x: x + width
+
+    def second(x):
+        return f"{x:{mark}{room}}"
+
+    return first, second
+"""
+GOLDEN = ["04c56ebfa39a", "c8ba3a374826"]
+
+
+def test_digest_of_a_nested_function_is_the_same_under_every_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests are those of Python 3.11, 3.12 and 3.13, whose bytecode and trees of f-strings differ."""
+    (tmp_path / "nested_functions.py").write_text(NESTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("nested_functions")
+    assert [code_digest(function) for function in module.make(1, "<", 8)] == GOLDEN
+    assert code_digest(module.make(2, "<", 8)[0]) != GOLDEN[0]

@@ -97,6 +97,8 @@ def _canonical(value: object) -> str:
         return f"[{','.join(_canonical(item) for item in value if not _is_text(item))}]"
     if not isinstance(value, ast.AST):
         return repr(value)
+    if isinstance(value, ast.JoinedStr):  # Python 3.12 alone writes empty texts into nested format specifications
+        value = ast.JoinedStr([part for part in value.values if not (isinstance(part, ast.Constant) and part.value == "")])
     fields = [f"{name}={_canonical(item)}" for name, item in ast.iter_fields(value) if item is not None and item != []]
     return f"{type(value).__name__}({','.join(fields)})"
 
