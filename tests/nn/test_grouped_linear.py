@@ -446,6 +446,7 @@ def test_streams_wait_for_the_cast_and_the_next_cast_for_its_readers() -> None:
         read = module(x, offs, is_first_microbatch=False)
         sleep_on_gpu(100_000_000)
         late = module(x, offs, is_first_microbatch=False)
+    torch.cuda.current_stream().wait_stream(writer)  # who changes a weight waits for its casts
     change(module)
     writer.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(writer):
