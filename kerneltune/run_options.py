@@ -134,6 +134,11 @@ class Options:
     gpus: str = ""
 
     @property
+    def results_root(self) -> Path:
+        """Return the folder of the records: `results`, else the usual folder."""
+        return sweep.results_root(self.results)
+
+    @property
     def search(self) -> Search:
         """Return the limits of each search."""
         return Search(self.budget_s, self.trials, self.sampler, until_gain=self.until_gain or None)
@@ -192,8 +197,7 @@ class Plan:
 
     def journal(self, name: str) -> Path:
         """Return the journal of a stage on this device."""
-        root = sweep.results_root(self.options.results)
-        return root / "runs" / device.current().slug / f"{self.family}.{name}.jsonl"
+        return self.options.results_root / "runs" / device.current().slug / f"{self.family}.{name}.jsonl"
 
 
 def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | None = None) -> Plan:
@@ -221,9 +225,8 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
 
 def results_folder(options: Options) -> Path:
     """Return results/<device> for a GPU; results/runs/interpreter, which git ignores, for the interpreter."""
-    root = sweep.results_root(options.results)
     here = device.current()
-    return root / here.slug if here.is_gpu else root / "runs" / here.slug
+    return options.results_root / (here.slug if here.is_gpu else f"runs/{here.slug}")
 
 
 def require_gpu(command: str) -> None:

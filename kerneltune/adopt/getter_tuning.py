@@ -15,10 +15,10 @@ from kerneltune import device
 from kerneltune.adopt.getter import FACTS, CallCase, case_of, given_knobs, operators, read_facts
 from kerneltune.measuring.check import Checker
 from kerneltune.run_options import Options, Plan, Progress, Selection
-from kerneltune.search.task import Evaluation, Task, knobs_of, store_path
+from kerneltune.search.task import Evaluation, Task, knobs_of
 from kerneltune.spec import Config
 from kerneltune.sweep import Sweep, SweepCase
-from kerneltune.tune.candidates import cached, present
+from kerneltune.tune.candidates import cached, open_store
 from kerneltune.tune.fleet import run_tune
 
 ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
@@ -54,10 +54,7 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
     chosen = [SweepCase(op.name, case_of(facts, one), "bench") for one in facts.cases if one.is_tuned and not one.problem]
     calls = Sweep("getter", root / FACTS, (), tuple(chosen), {})
     run_tune(Plan({op.name: op}, calls, Selection(calls.family), options), progress)
-    from kerneltune.search.trials import TrialStore
-
-    folder = root / "results" / "runs" / "trials" / device.current().slug
-    store = TrialStore(store_path(folder, op.name), **present(op.variants[0]))
+    store = open_store(op, op.variants[0], root / "results")
     tasks = [Task(op, case_of(facts, one), op.variants[0], options.policy) for one in facts.cases]
     return [_outcome(task, one, store.of_task(task), root) for task, one in zip(tasks, facts.cases, strict=True)]
 

@@ -21,7 +21,7 @@ from kerneltune.adopt.folder import (
 )
 from kerneltune.adopt.table import read_table
 from kerneltune.records import load
-from kerneltune.search.task import STORES
+from kerneltune.search.task import store_path
 from kerneltune.table import counted
 
 
@@ -195,7 +195,7 @@ def _wrong_trials(root: Path) -> dict[str, list[str]]:
     from kerneltune.search.trials import history  # imports Optuna
 
     found: dict[str, list[str]] = {}
-    for path in sorted((root / "results" / "runs" / "trials").glob(f"*/*{STORES}")):
+    for path in sorted(root.glob(str(store_path(Path("results"), "*", "*")))):
         try:
             trials = history(path)
         except ValueError:

@@ -35,12 +35,12 @@ from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel,
 from kerneltune.files import replace_text
 from kerneltune.run_options import Options, Plan, Progress, Selection
 from kerneltune.search.loop import times_of
-from kerneltune.search.task import Task, store_path
+from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Config, Op
 from kerneltune.stats import Samples, ratio_interval
 from kerneltune.table import counted
-from kerneltune.tune.candidates import cached, present
+from kerneltune.tune.candidates import cached, open_store
 from kerneltune.tune.fleet import run_tune
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 
@@ -274,8 +274,7 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skip
         task = _task(by_name, launch)
         name, variant = task.op.name, task.variant
         if name not in stores:
-            path = store_path(options.results / "runs" / "trials" / device.current().slug, name)
-            stores[name] = TrialStore(path, "", **present(variant))
+            stores[name] = open_store(task.op, variant, options.results)
         tried = stores[name].of_task(task)
         stored = cached(task, options.configs)
         if stored is None:

@@ -135,7 +135,7 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
     gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in o.config_files(options.configs)})
     if works:
         o.require_writable(o.configs_root(options.configs))
-        _require_writable(options.configs, o.results_root(options.results), check_only=False, tune=False)
+        _require_writable(options.configs, options.results_root, check_only=False, tune=False)
     plans = stale.plans_of(known, selection, options)
     found = [stale.find(plans, gpu) for gpu in gpus]
     if (table := _stale_table(found)).rows:

@@ -4,7 +4,6 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.cli import options as o
@@ -37,11 +36,13 @@ def command(
     known = o.load_ops()
     from kerneltune import device
     from kerneltune.run_options import load_plan
+    from kerneltune.search.task import store_path
 
     selection = o.make_selection(known, family, replace(wanted, variants=(variant,)))
-    folder = o.results_root(results, family) / "runs" / "trials" / (gpu or device.current().slug)
-    found = searches_of(load_plan(known, selection, o.make_options(policy)), folder)
+    gpu, options = gpu or device.current().slug, o.make_options(policy, results=o.results_root(results, family))
+    found = searches_of(load_plan(known, selection, options), gpu)
     if not found:
+        folder = store_path(options.results_root, gpu, "").parent
         show_wrapped(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
         return
     for title, searches in found.items():
@@ -49,12 +50,12 @@ def command(
         show("")
 
 
-def searches_of(plan: "Plan", folder: Path) -> "dict[str, Searches]":
-    """Return title -> the trials of an operator's variant on the selected bench cases, from the stores of a folder."""
-    from kerneltune.search.trials import searches_below
+def searches_of(plan: "Plan", gpu: str) -> "dict[str, Searches]":
+    """Return title -> the trials of an operator's variant on the selected bench cases; gpu: folder name of the GPU model."""
+    from kerneltune.search.trials import stored_searches
 
     cases = [(plan.ops[entry.op], entry.case) for entry in plan.cases()]
-    return searches_below(folder, cases, plan.selection.takes_variant, plan.options.policy)
+    return stored_searches(plan.options.results_root, gpu, cases, plan.selection.takes_variant, plan.options.policy)
 
 
 def _times(searches: "Searches") -> list[dict[Any, float]]:

@@ -119,8 +119,7 @@ def command(
     with reporter() as progress:
         tuned = run_tune(plan, progress)
     if tuned.entries:
-        folder = results / "runs" / "trials" / tuned.device_slug
-        for title, searches in searches_of(plan, folder).items():
+        for title, searches in searches_of(plan, tuned.device_slug).items():
             show_searches(title, searches)
     _show_outcome(tuned, configs)
     if tuned.failed:

@@ -145,10 +145,11 @@ class Trial:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
 
 
-STORES = ".log"
-"""Ending of the names of trial stores."""
+def store_path(results: Path, gpu: str, op: str) -> Path:
+    """Return the file of an operator's trials on a GPU model.
 
-
-def store_path(folder: Path, op: str) -> Path:
-    """Return the trial store of an operator in the folder of a GPU model."""
-    return folder / f"{op}{STORES}"
+    Args:
+        results: folder of the records.
+        gpu: folder name of the GPU model.
+    """
+    return results / "runs" / "trials" / gpu / f"{op}.log"

@@ -198,12 +198,17 @@ def latest_fingerprint(path: Path, variant: str) -> Mapping[str, str]:
     return newest.fingerprint if newest is not None else {}
 
 
-def searches_below(
-    folder: Path, cases: Iterable[tuple[Op, Case]], is_wanted: Callable[[str], bool], policy: str
+def stored_searches(
+    results: Path, gpu: str, cases: Iterable[tuple[Op, Case]], is_wanted: Callable[[str], bool], policy: str
 ) -> dict[str, Searches]:
     """Return the stored trials of cases under their newest fingerprint, by operator, variant and quant mode.
 
-    folder: folder of the stores; is_wanted: function that selects variants by name.
+    Args:
+        results: folder of the records.
+        gpu: folder name of the GPU model.
+        cases: operators with their cases.
+        is_wanted: function that selects variants by name.
+        policy: timing policy of the trials.
     """
     found: dict[str, Searches] = {}
     stores: dict[tuple[str, str], TrialStore] = {}
@@ -211,7 +216,7 @@ def searches_below(
         for variant in op.variants:
             if variant.config is None or not is_wanted(variant.name):
                 continue
-            key, path = (op.name, variant.name), store_path(folder, op.name)
+            key, path = (op.name, variant.name), store_path(results, gpu, op.name)
             if key not in stores:
                 stores[key] = TrialStore(path, **latest_fingerprint(path, variant.name))
             stored = stores[key].of_task(Task(op, case, variant, policy))

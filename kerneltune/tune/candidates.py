@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from kerneltune import cache, device
 from kerneltune.errors import unknown
 from kerneltune.measuring.compare import commit
-from kerneltune.search.task import Sizes, Task, knobs_of
-from kerneltune.spec import Case, Config, Space, Variant, knobs_of_class
+from kerneltune.search.task import Sizes, Task, knobs_of, store_path
+from kerneltune.spec import Case, Config, Op, Space, Variant, knobs_of_class
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -216,6 +216,16 @@ def _chooser(task: Task, root: Path | None) -> cache.Chooser:
 def present(variant: Variant) -> dict[str, str]:
     """Return the present driver, source and packages that times of a variant depend on, by the names of `CacheEntry.evidence`."""
     return {"driver": device.current().driver, "source_hash": variant.source_hash, **device.versions()}
+
+
+def open_store(op: Op, variant: Variant, results: Path) -> "TrialStore":
+    """Open the store of an operator's trials on this GPU model, with the present fingerprint of a variant.
+
+    results: folder of the records.
+    """
+    from kerneltune.search.trials import TrialStore  # imports Optuna, which takes 0.4 s
+
+    return TrialStore(store_path(results, device.current().slug, op.name), commit(), **present(variant))
 
 
 def stamp(variant: Variant) -> dict[str, Any]:

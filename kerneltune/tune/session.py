@@ -10,13 +10,11 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from kerneltune import cache, device
-from kerneltune.measuring.compare import commit
 from kerneltune.measuring.compiler import TARGETS, CompilePool
 from kerneltune.processes import start_server
 from kerneltune.run_options import Options
-from kerneltune.search.task import Task, store_path
-from kerneltune.sweep import results_root
-from kerneltune.tune.candidates import present
+from kerneltune.search.task import Task
+from kerneltune.tune.candidates import open_store
 from kerneltune.tune.compile_queue import CompileQueue
 from kerneltune.tune.gpu_worker import GpuWorker, split_cores
 from kerneltune.tune.tuner import Tuner
@@ -77,11 +75,9 @@ class TuningSession:
 
     def tuner(self, task: Task) -> Tuner:
         """Return a tuner of a task that knows the stored trials; `force` forgets transient failures."""
-        from kerneltune.search.trials import TrialStore  # `__enter__` begins this import
-
         store = self._stores.get((task.op.name, task.variant.name))
         if store is None:
-            store = TrialStore(store_path(self._folder, task.op.name), commit(), **present(task.variant))
+            store = open_store(task.op, task.variant, self.options.results_root)
             self._stores[task.op.name, task.variant.name] = store
             if self.options.force:
                 store.forget_transient()
@@ -131,7 +127,6 @@ class TuningSession:
             target = TARGETS.get(here.arch)
             if target is None:
                 raise ValueError(f"cannot compile ahead of time for {here.arch}; known targets: {', '.join(TARGETS)}")
-            self._folder = results_root(self.options.results) / "runs" / "trials" / here.slug
             self.queue = CompileQueue(entered.enter_context(CompilePool(target, self.options.workers, self._cores)))
             self._entered = entered.pop_all()
         return self
