@@ -1,7 +1,7 @@
 """Start fresh processes in sequence, or many processes fast. Every process ends with the process that started it.
 
-If SIGKILL ends a process, the next process that makes a temporary folder removes the folder of the killed process. A folder has a
-file that its process keeps locked, and the lock ends with the process.
+A process keeps its temporary folder locked. If SIGKILL ends the process, the lock ends, and the next process that makes a folder
+removes this folder.
 
 The server of `fast_context` imports this module first, which binds the server to its parent.
 """
@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kerneltune.interrupts import is_importing
 
@@ -35,13 +35,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TIMEOUT_S = 1800.0
-_PREFIX = "ktune-"
+_PREFIX = "ktune-held-"
 """Beginning of the names of temporary folders."""
-_LONGEST = 107 - len("/ktune-12345678/listener-12345678")
+_LONGEST = 107 - len(f"/{_PREFIX}12345678/listener-12345678")
 """Bytes of the path that may hold a folder for sockets: of a socket's path the system takes 107."""
 _SHORT = Path("/tmp")
-_HELD = ".kerneltune-held"
-"""File of a folder, locked by the process that uses the folder."""
 _SERVER = "KERNELTUNE_FORK_SERVER"
 """Environment variable of the server: its parent's id, a blank, and the folder of its socket where the parent has made it."""
 _LOOK_S = 0.25
@@ -79,6 +77,15 @@ def start(
     return process, pipe
 
 
+def end(process: BaseProcess, grace_s: float = 0.0) -> int | None:
+    """Wait some seconds for the end of a process, then kill it; return its exit code."""
+    process.join(grace_s)
+    if process.exitcode is None:
+        process.kill()
+        process.join(_EXIT_GRACE_S)
+    return process.exitcode
+
+
 def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S) -> Iterator[T]:
     """Yield the result of `work(*args)` in each of `count` processes, which run one after another; all values are pickled."""
     for number in range(1, count + 1):
@@ -92,8 +99,7 @@ def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s
             process.join()
             raise ValueError(f"process {number} of {count} crashed: exit code {process.exitcode}") from None
         finally:  # also after an interrupt, so that the process does not go on timing
-            process.kill()
-            process.join()
+            end(process)
         if error is not None:
             raise error
         yield result
@@ -222,13 +228,13 @@ def _bind(parent: int, folder: str) -> None:
     def look(_number: int, frame: FrameType | None) -> None:
         if os.getppid() != parent:
             if folder:
-                remove(Path(folder))
+                shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
         if not is_importing(frame):
             signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     if folder:
-        atexit.register(remove, Path(folder))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     sys.excepthook = _ErrorHook(os.getpid())
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
@@ -255,13 +261,12 @@ class _ErrorHook:
 @contextmanager
 def held_folder() -> Iterator[Path]:
     """Yield a new temporary folder, and remove it afterwards. Removes abandoned folders first."""
-    remove_abandoned()
-    folder, held = _new_folder()
-    with held:
-        try:
-            yield folder
-        finally:
-            remove(folder)
+    folder, lock = _new_folder(Path(tempfile.gettempdir()))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def process_folder() -> Path:
@@ -270,73 +275,50 @@ def process_folder() -> Path:
     It is below /tmp where the path of TMPDIR is too long for sockets.
     """
     parent = Path(tempfile.gettempdir())
-    if len(os.fsencode(parent)) > _LONGEST:
-        parent = _SHORT
-    remove_abandoned(parent)
-    folder, held = _new_folder(parent)
+    folder, _ = _new_folder(parent if len(os.fsencode(parent)) <= _LONGEST else _SHORT)
 
     def end(owner: int = os.getpid()) -> None:
         if os.getpid() == owner:  # not in a fork
-            remove(folder)
-            held.close()
+            shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(end)
     return folder
 
 
-def remove_abandoned(parent: Path | None = None) -> None:
-    """Remove this user's folders that no process holds; a folder without the held file is removed only if it is empty.
-
-    parent: folder that holds the temporary folders; None for TMPDIR.
-    """
-    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{_PREFIX}*"):
-        with suppress(OSError):
-            if folder.lstat().st_uid != os.getuid():
-                continue
-            try:
-                with _locked(folder):
-                    remove(folder)
-            except FileNotFoundError:
-                folder.rmdir()
-
-
-def _new_folder(parent: Path | None = None) -> tuple[Path, BinaryIO]:
-    """Return a new folder, and the file that holds it until it is closed."""
+def _new_folder(parent: Path) -> tuple[Path, int]:
+    """Return a new folder, and the descriptor that keeps it locked. Removes abandoned folders of the parent first."""
+    remove_abandoned(parent)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        with suppress(FileNotFoundError):  # another process took the folder for abandoned before it was held
-            held = (folder / _HELD).open("wb")
-            fcntl.flock(held, fcntl.LOCK_EX)
-            if os.fstat(held.fileno()).st_nlink:
-                return folder, held
-            held.close()
+        with suppress(FileNotFoundError, BlockingIOError):  # another process took the folder for abandoned
+            lock = _locked(folder)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
 
 
-def _locked(folder: Path) -> BinaryIO:
-    """Lock and return the held file of a folder.
+def remove_abandoned(parent: Path) -> None:
+    """Remove this user's temporary folders that no process keeps locked."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # in use, gone, or of another user
+            lock = _locked(folder)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """Lock a folder and return the descriptor that holds the lock.
 
     Raises:
-        OSError: another process holds the folder, or the folder has no held file.
+        OSError: another process holds the lock, or the folder is a link.
     """
-    held = (folder / _HELD).open("rb")
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        held.close()
+        os.close(lock)
         raise
-    return held
-
-
-def remove(folder: Path) -> None:
-    """Remove a held folder as far as possible, and the held file last, so that the rest after a kill is recognised."""
-    with suppress(OSError):
-        for path in folder.iterdir():
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            elif path.name != _HELD:
-                path.unlink(missing_ok=True)
-        (folder / _HELD).unlink(missing_ok=True)
-        folder.rmdir()
+    return lock
 
 
 if _SERVER in os.environ:

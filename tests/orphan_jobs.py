@@ -13,6 +13,7 @@ from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
 
 from kerneltune import cli
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
+from kerneltune.processes import start
 from kerneltune.run_options import Options
 from kerneltune.search.task import Task
 from kerneltune.tune.fleet import GpuProcess
@@ -51,7 +52,7 @@ def search() -> None:
         CompilePool(TARGETS["sm_90"], 2) as pool,
         GpuWorker(FakeBench) as bench,
     ):
-        stack.callback(GpuProcess("0", (None, Options()), work_for_ever).stop)
+        stack.callback(GpuProcess(*start(work_for_ever, None, Options())).stop)
         for _ in range(2):
             pool.submit(CompileJob(no_inputs, compile_for_ever, None))
         ThreadPoolExecutor(1).submit(bench.trial, Task(OPS[0], CASE, VARIANT), Knobs("hang", 0), None)

@@ -96,11 +96,11 @@ def test_folder_of_a_killed_process_is_removed_by_the_next_and_no_other(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(short_path))
-    strange, empty = short_path / "ktune-strange", short_path / "ktune-empty"
+    strange, empty = short_path / "ktune-strange", short_path / "ktune-held-empty"
     strange.mkdir()
     (strange / "file").touch()
     empty.mkdir()
-    (short_path / "ktune-link").symlink_to(strange)
+    (short_path / "ktune-held-link").symlink_to(strange)
     command = [sys.executable, "-c", HOLD]
     with subprocess.Popen(
         command, env=environment(TMPDIR=str(short_path)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -109,12 +109,12 @@ def test_folder_of_a_killed_process_is_removed_by_the_next_and_no_other(
         theirs = Path(process.stdout.readline().strip())
         with processes.held_folder() as ours:
             assert sorted(path.name for path in short_path.iterdir()) == sorted(
-                [theirs.name, ours.name, "ktune-strange", "ktune-link"]
+                [theirs.name, ours.name, "ktune-strange", "ktune-held-link"]
             )
         process.send_signal(signal.SIGKILL)
     assert theirs.exists()
-    processes.remove_abandoned()
-    assert sorted(os.listdir(short_path)) == ["ktune-link", "ktune-strange"]
+    processes.remove_abandoned(short_path)
+    assert sorted(os.listdir(short_path)) == ["ktune-held-link", "ktune-strange"]
     assert (strange / "file").exists()
 
 

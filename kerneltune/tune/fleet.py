@@ -9,11 +9,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.process import BaseProcess
 
 from kerneltune import cache, device
-from kerneltune.processes import start
+from kerneltune.processes import end, start
 from kerneltune.run_options import Options, Plan, Progress, require_gpu
 from kerneltune.search.task import Task, TaskKey
 from kerneltune.tune.candidates import widened
@@ -51,30 +52,25 @@ def serve(pipe: Connection, cores: frozenset[int] | None, options: Options) -> N
                 pipe.send(done)
 
 
+@dataclass(slots=True)
 class GpuProcess:
     """Hold the process of a GPU and the task that it performs.
 
     Attributes:
-        pipe: end of the pipe to the process.
+        process, pipe: the process, and the end of the pipe to it.
         task: task that the process performs; None before its first task and between tasks.
         is_ready: whether the process has named its GPU.
     """
 
-    def __init__(self, gpu: str, arguments: Sequence[Any], target: Serve) -> None:
-        """Start the process; `gpu` is the GPU in the form of CUDA_VISIBLE_DEVICES."""
-        self.task: Task | None = None
-        self.is_ready = False
-        self._process, self.pipe = start(target, *arguments, environment=os.environ | {"CUDA_VISIBLE_DEVICES": gpu})
+    process: BaseProcess
+    pipe: Connection
+    task: Task | None = None
+    is_ready: bool = False
 
     def stop(self, is_dead: bool = False) -> int | None:
         """End the process, by force if it starts or works on a task; return its exit code."""
         self.pipe.close()
-        if is_dead or (self.is_ready and self.task is None):
-            self._process.join(_GRACE_S)
-        if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
-        return self._process.exitcode
+        return end(self.process, _GRACE_S if is_dead or (self.is_ready and self.task is None) else 0.0)
 
 
 class Fleet:
@@ -117,8 +113,8 @@ class Fleet:
         return Usage(wall_s, sum(usage.busy_s for usage in usages), evaluations, max(1, len(took_part)))
 
     def _start(self, index: int) -> None:
-        cores = share_of_cores(index, len(self._gpus))
-        self._processes[index] = GpuProcess(self._gpus[index], (cores, self._options), self._target)
+        cores, environment = share_of_cores(index, len(self._gpus)), os.environ | {"CUDA_VISIBLE_DEVICES": self._gpus[index]}
+        self._processes[index] = GpuProcess(*start(self._target, cores, self._options, environment=environment))
 
     def _hear(self, queue: deque[Task]) -> None:
         """Wait for a process: it names its GPU, sends a result, or has died."""

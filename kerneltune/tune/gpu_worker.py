@@ -23,7 +23,7 @@ from kerneltune.measuring.check import CaseError, Checker, Outcome, affordable, 
 from kerneltune.measuring.compare import CEILING, Compared, compared_records, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
-from kerneltune.processes import start
+from kerneltune.processes import end, start
 from kerneltune.records import Record
 from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.spec import Config
@@ -39,7 +39,7 @@ TRIAL_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 300.0
 VARIANT_TIMEOUT_S = 900.0
 """Seconds for each variant of a comparison, including compilation."""
-_EXIT_GRACE_S = 5.0
+_EXIT_GRACE_S = 0.2
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, 255)
 """Exit codes after SIGTERM, which `timeout` sends to all processes: 255 if the server of processes got the signal, too."""
 
@@ -315,11 +315,7 @@ class GpuWorker:
             return None
         if not in_use:
             pipe.close()
-            process.join(_EXIT_GRACE_S if process.exitcode is not None else 0.2)
-        if process.exitcode is None:
-            process.kill()
-            process.join(_EXIT_GRACE_S)
-        return process.exitcode
+        return end(process, 0.0 if in_use else _EXIT_GRACE_S)
 
 
 def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int] | None) -> None:
