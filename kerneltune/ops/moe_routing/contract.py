@@ -60,15 +60,13 @@ def sorted_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, tor
     """Return pairs (M,), places (T, K) and offs (E,), all int32, as `moe_sort` defines them, in plain torch."""
     flat = ids.reshape(-1).long()
     known = (flat >= 0) & (flat < num_experts)
-    key = torch.where(known, flat, num_experts)
-    order = key.argsort(stable=True)
-    count = torch.bincount(key, minlength=num_experts + 1)[:num_experts]
+    key, order = flat.masked_fill(~known, num_experts).sort(stable=True)  # torch.where copies a number from the host
+    offs = torch.searchsorted(key, torch.arange(num_experts, device=ids.device), right=True)
     row = torch.arange(flat.shape[0], device=ids.device)
-    total = count.sum()
     places = torch.empty_like(row).index_copy_(0, order, row)
-    pairs = torch.where(row < total, order, -1)
-    places = torch.where(known, places, -1).view(ids.shape)
-    return pairs.int(), places.int(), count.cumsum(0).int()
+    pairs = order.masked_fill(row >= offs[-1], -1)
+    places = places.masked_fill(~known, -1).view(ids.shape)
+    return pairs.int(), places.int(), offs.int()
 
 
 def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = tuple(DTYPE_NAMES)) -> None:
