@@ -68,9 +68,6 @@ def command(
         typer.Option("--target", metavar="ARCH|all", help="With --static: compile for it alone; may be repeated."),
     ] = None,
     workers: o.Workers = None,
-    recompile: Annotated[
-        bool, typer.Option("--recompile", help="With --static: compile all kernels again, on both sides.")
-    ] = False,
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:
@@ -89,8 +86,8 @@ def command(
         )  # fmt: skip
         if len(wanted.ops) > 1:
             raise ValueError(f"op: {wanted.ops[1]!r}: expected one operator, or all, with --static")
-        inspect.judge(baseline, wanted, target, workers, recompile, configs)
-    o.refuse("expected only with --static", target=target, workers=workers, recompile=recompile)
+        inspect.judge(baseline, wanted, target, workers, configs)
+    o.refuse("expected only with --static", target=target, workers=workers)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")
     if margin is not None and not 0 <= margin < 1:

@@ -1,8 +1,8 @@
 """`kerneltune inspect`: show the facts of compiled configs on a machine without a GPU; `gate --static` judges them (`judge`)."""
 
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -13,14 +13,13 @@ from kerneltune.cli.console import error_line, note, show, show_table, show_wrap
 from kerneltune.cli.files import swept
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
-from kerneltune.files import data_root
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Op
 from kerneltune.table import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
     from kerneltune.run_options import Selection
-    from kerneltune.search.task import Run
+    from kerneltune.search.task import Run, Task
 
 _ALL = "all"
 _GPU = "nvidia_h200"
@@ -34,40 +33,22 @@ _SHOWN = 40
 """Configs that `--all` lists; the rest is counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiling:
-    """Compile configs for some targets, with a number of processes; `recompile` compiles known kernels again."""
+def _compiled(runs: "Sequence[Run]", targets: list[str], workers: int | None) -> "Survey":
+    """Compile configs, and show a progress bar."""
+    from kerneltune.inspection.survey import survey
 
-    targets: list[str]
-    workers: int | None
-    recompile: bool
+    with reporter() as progress:
+        return survey(runs, targets, workers, progress)
 
-    def survey(self, runs: "Sequence[Run]") -> "Survey":
-        """Compile configs, and show a progress bar."""
-        from kerneltune.inspection.survey import survey
-        from kerneltune.measuring import inspected
 
-        known = {} if self.recompile else {target: inspected.load(inspected.shipped(), target) for target in self.targets}
-        if any(found.refused for found in known.values()):
-            note("results/static is left out, for other code read the compiler: `kerneltune inspect --renew` writes it anew")
-        with reporter() as progress:
-            return survey(runs, self.targets, self.workers, progress, known)
-
-    def survey_revision(self, name: str, wanted: "Selection", sizes: Sequence[str] = (), **given: Any) -> "Survey":
-        """Compile a git revision's own configs."""
-        from kerneltune.inspection.revision import survey_revision
-
-        note(f"compiling revision {name}")
-        return survey_revision(name, self.arguments(wanted, sizes, **given))
-
-    def arguments(self, wanted: "Selection", sizes: Sequence[str] = (), **given: Any) -> list[str]:
-        """Return the arguments of this command for `inspect` of another revision."""
-        arguments = [*wanted.ops, *sizes, *(["--recompile"] if self.recompile else [])]
-        selecting = {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
-        for name, value in {**selecting, "target": self.targets, **given, "workers": self.workers}.items():
-            for item in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-                arguments += [f"--{name}", str(item)]
-        return arguments
+def _arguments(wanted: "Selection", sizes: Sequence[str] = (), **given: Any) -> list[str]:
+    """Return the arguments of this command for `inspect` of another revision."""
+    selecting = {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
+    arguments = [*wanted.ops, *sizes]
+    for name, value in {**selecting, **given}.items():
+        for item in value if isinstance(value, list | tuple) else [] if value is None else [value]:
+            arguments += [f"--{name}", str(item)]
+    return arguments
 
 
 @o.selects("op")
@@ -86,10 +67,6 @@ def command(
         str | None, typer.Option("--against-rev", metavar="REV", help="Show what differs from a git revision and its configs.")
     ] = None,
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for gate --static.")] = None,
-    recompile: Annotated[bool, typer.Option("--recompile", help="Compile all kernels again.")] = False,
-    renew: Annotated[
-        bool, typer.Option("--renew", help="Write what was found to results/static, which the package ships.")
-    ] = False,
     every: Annotated[
         bool, typer.Option("--all", help="Compile every valid config of OP's cases; list spills and failures.")
     ] = False,
@@ -103,60 +80,41 @@ def command(
 
     Registers and spilled bytes are per thread, shared bytes per program; programs and warps are the most that an SM
     holds, with their limiter; loads and stores of global memory are bits x instructions. `gate --static` compares two revisions.
-    Kernels that results/static knows, by a digest of Triton's own IR, are not compiled further.
     With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config or
     --against does not compile.
     """
-    _check_given(wanted, op, against, against_rev)
-    captured = tuple(o.captured_ops())
-    wanted = replace(wanted, ops=(op,) if op else captured)
-    whole = gpu == _GPU and _is_whole(configs, wanted, target, config, against, against_rev)
-    if renew and not whole:
-        raise ValueError("renew: True: expected with all of the package's configs, for it takes the place of what is shipped")
-    compiling = _Compiling(_targets(target), workers, recompile)
-    any_case = every or config is not None or bool(wanted.cases or captured)
-    runs = _runs(wanted, sizes, gpu, configs, any_case)
-    if every:
-        o.refuse("not with --all", config=config, against=against, against_rev=against_rev, save=save, renew=renew)
-        _show_space(compiling.survey(_whole_space(runs, op)))
-        return
-    if config is not None:
-        runs = _with_config(runs, "config", config)
-    earlier = None
-    if against_rev is not None:
-        earlier = compiling.survey_revision(against_rev, wanted, sizes or (), config=config, gpu=gpu)
-    found = compiling.survey(runs)
-    if against is not None:
-        earlier = compiling.survey(_with_config(runs, "against", against))
-    if whole:
-        _compare_with_shipped(found, renew)
-    _deliver(found, earlier, save, is_flipped=against is not None, is_shown=save is None and not renew)
-    surveys = (found, earlier) if earlier is not None else (found,)
-    if (config is not None or against is not None) and any(row.error for survey in surveys for row in survey.rows):
-        raise typer.Exit(1)
-
-
-def _check_given(wanted: "Selection", op: str | None, against: str | None, against_rev: str | None) -> None:
-    """Raise ValueError where a config and a revision are given to compare with, or a case is sizes, not a name."""
     if against is not None and against_rev is not None:
         raise ValueError("--against and --against-rev: expected one of them")
-    for case in wanted.cases:
-        if "=" in case:
-            place = " ".join([op or "OP", *case.split(",")])
-            raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {place}")
+    captured = tuple(o.captured_ops())
+    wanted = replace(wanted, ops=(op,) if op else captured)
+    targets = _targets(target)
+    any_case = every or config is not None or bool(wanted.cases or captured)
+    runs = _runs(wanted, sizes or [], gpu, configs, any_case)
+    if every:
+        o.refuse("not with --all", config=config, against=against, against_rev=against_rev, save=save)
+        _show_space(_compiled(_whole_space(runs, op), targets, workers))
+        return
+    surveys = []
+    if against_rev is not None:
+        from kerneltune.inspection.revision import survey_revision
 
-
-def _deliver(found: "Survey", earlier: "Survey | None", save: Path | None, *, is_flipped: bool, is_shown: bool) -> None:
-    """Save a survey; show its differences from an earlier survey, which is B where `is_flipped`, or its rows."""
+        note(f"compiling revision {against_rev}")
+        arguments = _arguments(wanted, sizes or (), config=config, target=targets, gpu=gpu, workers=workers)
+        surveys.append(survey_revision(against_rev, arguments))
+    surveys.append(_compiled(_with_config(runs, "config", config), targets, workers))
     if save is not None:
         from kerneltune.inspection.static import save as save_survey
 
-        save_survey(save, found)
+        save_survey(save, surveys[-1])
         note(f"wrote {save}")
-    if earlier is not None:
-        _show_differences(*((found, earlier) if is_flipped else (earlier, found)))
-    elif is_shown:
-        _show(found)
+    if against is not None:
+        surveys.append(_compiled(_with_config(runs, "against", against), targets, workers))
+    if len(surveys) == 2:
+        _show_differences(*surveys)
+    elif save is None:
+        _show(surveys[0])
+    if (config is not None or against is not None) and any(row.error for survey in surveys for row in survey.rows):
+        raise typer.Exit(1)
 
 
 def _whole_space(runs: "list[Run]", op: str | None) -> "list[Run]":
@@ -184,56 +142,29 @@ def _show_space(found: "Survey") -> None:
         raise typer.Exit(1)
 
 
-def judge(
-    baseline: str, wanted: "Selection", target: list[str] | None, workers: int | None, recompile: bool, configs: Path | None
-) -> NoReturn:
+def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers: int | None, configs: Path | None) -> NoReturn:
     """Gate the cached configs against a file of `--save` or a git revision; end the command with the gate's exit code."""
+    from kerneltune.inspection.revision import changes_since
     from kerneltune.inspection.static import load, static_gate
 
-    compiling = _Compiling(_targets(target), workers, recompile)
-    runs = _runs(wanted, None, _GPU, configs, any_case=False)
-    unchanged = 0
+    targets, unchanged = _targets(target), 0
+    runs = _runs(wanted, [], _GPU, configs, any_case=False)
     if baseline.endswith(".json") or Path(baseline).is_file():
-        earlier, found = load(Path(baseline)), compiling.survey(runs)
-    elif recompile:
-        earlier, found = compiling.survey_revision(baseline, wanted, gpu=_GPU), compiling.survey(runs)
+        earlier = load(Path(baseline))
     else:
-        from kerneltune.inspection.changes import changes_since
 
         def arguments_of(op: str, variant: str) -> list[str]:
-            return compiling.arguments(replace(wanted, ops=(op,), variants=(variant,)), gpu=_GPU)
+            return _arguments(replace(wanted, ops=(op,), variants=(variant,)), target=targets, gpu=_GPU, workers=workers)
 
         with reporter() as progress:
             changes = changes_since(baseline, runs, _GPU, arguments_of, progress)
         note(f"{changes.unchanged} of {len(runs)} configs run the same code as in {baseline}: not compiled")
-        earlier, found = changes.earlier, compiling.survey(changes.runs)
-        unchanged = changes.unchanged * len(compiling.targets)
-    if _is_whole(configs, wanted, target):
-        _compare_with_shipped(found, False)
-    verdict = static_gate(earlier, found, unchanged)
+        earlier, runs, unchanged = changes.earlier, list(changes.runs), changes.unchanged * len(targets)
+    verdict = static_gate(earlier, _compiled(runs, targets, workers), unchanged)
     for line in verdict.findings:
         show(line)
     (error_line if verdict.exit_code == 2 else show)(verdict.summary)
     raise typer.Exit(verdict.exit_code)
-
-
-def _is_whole(configs: Path | None, wanted: "Selection", *narrowing: object) -> bool:
-    """Return whether exactly the configs of the package are compiled, as for results/static."""
-    everything = replace(wanted, ops=(), cases=(), dtypes=(), quants=(), variants=())
-    return wanted == everything and not any(narrowing) and o.configs_root(configs) == data_root("configs")
-
-
-def _compare_with_shipped(found: "Survey", is_renewed: bool) -> None:
-    """Write the kernels of a survey of all configs to results/static, or print how many kernels results/static lacks."""
-    from kerneltune.measuring import inspected
-
-    if is_renewed:
-        for target, facts in found.facts.items():
-            inspected.save(inspected.shipped(), target, facts)
-        note(f"wrote {inspected.shipped()}")
-    elif found.unknown:
-        kernels = sum(map(len, found.facts.values()))
-        note(f"{found.unknown} of {kernels} kernels are not in results/static: `kerneltune inspect --renew` puts them there")
 
 
 def _targets(given: list[str] | None) -> list[str]:
@@ -245,86 +176,80 @@ def _targets(given: list[str] | None) -> list[str]:
     return [name for name in LIMITS if not given or _ALL in given or name in given]
 
 
-def _runs(wanted: "Selection", sizes: list[str] | None, gpu: str, configs: Path | None, any_case: bool) -> "list[Run]":
+def _runs(wanted: "Selection", sizes: list[str], gpu: str, configs: Path | None, any_case: bool) -> "list[Run]":
     """Return the selected cached configs; for given sizes, or cases of the sweeps without a cached config, default configs."""
     from kerneltune.cache import readable
     from kerneltune.inspection.survey import cached_runs, default_runs
 
+    for case in (name for name in wanted.cases if "=" in name):
+        place = " ".join([*(wanted.ops or ("OP",)), *case.split(",")])
+        raise ValueError(f"case: {case!r}: expected a case's name; sizes follow OP: {place}")
     known = o.load_ops()
     selection = o.make_selection(known, "inspect", wanted)
     chosen: list[Op] = [known[name] for name in selection.ops or known]
     if not any(variant.config for each in chosen for variant in each.variants if selection.takes_variant(variant.name)):
         named = f" of such a name: {', '.join(wanted.variants)}" if wanted.variants else ""
         raise ValueError(f"nothing to compile: {' '.join(selection.ops)} has no variant with knobs{named}")
-
-    def asked(variant: Variant) -> bool:
-        return selection.takes_variant(variant.name) if wanted.variants else not variant.is_peer
-
-    def selected(runs: "Iterable[Run]") -> "list[Run]":
-        return [
-            (task, config)
-            for task, config in runs
-            if selection.takes_variant(task.variant.name)
-            and selection.covers(task.op.name, task.case.name, task.case.dtype, task.case.quant)
-        ]
-
     if sizes:
-        first = chosen[0]  # sizes follow an operator
-        case = _sized_case(first, sizes, wanted)
-        found = selected(default_runs(first, [case], asked))
-        if not found:
-            raise ValueError(f"nothing to compile: {first.name} has no such variant with knobs for {case.label}")
-        return found
+        return _sized_runs(chosen[0], sizes, selection)  # sizes follow an operator
     place = str(readable(Path(gpu), configs))
-    cached = cached_runs(chosen, configs, gpu)
-    found = selected(cached)
-    in_sweeps: list[Case] = []
+    runs = cached_runs(chosen, configs, gpu)
+    found = _selected(runs, selection)
     if wanted.ops and not found and any_case:
         for op in chosen:
-            cases = list(dict.fromkeys(entry.case for entry in swept(known) if entry.op == op.name))
-            in_sweeps += cases
-            found += selected(default_runs(op, cases, asked))
+            cases = dict.fromkeys(entry.case for entry in swept(known) if entry.op == op.name)
+            runs += default_runs(op, cases, selection)
+        found = _selected(runs, selection)
         if found and wanted.cases:
             note(f"{place} has no config for {' '.join(wanted.cases)}: default configs")
     if not found:
-        raise _nothing(cached, selection, place, [case.name for case in in_sweeps])
+        raise _nothing(runs, selection, place)
     return found
 
 
-def _sized_case(op: Op, sizes: list[str], wanted: "Selection") -> Case:
-    """Return the case of given sizes, of the first element type and mode that are selected."""
-    if wanted.cases:
-        raise ValueError(f"case: {wanted.cases[0]!r}: expected sizes or --case, one of them")
-    return o.case_of_sizes(op, sizes, (wanted.dtypes or op.dtypes)[0], (wanted.quants or op.quants)[0], whole=True)
+def _sized_runs(op: Op, sizes: list[str], selection: "Selection") -> "list[Run]":
+    """Return the default configs for given sizes, of the first element type and mode that are selected."""
+    from kerneltune.inspection.survey import default_runs
+
+    if selection.cases:
+        raise ValueError(f"case: {selection.cases[0]!r}: expected sizes or --case, one of them")
+    case = o.case_of_sizes(op, sizes, (selection.dtypes or op.dtypes)[0], (selection.quants or op.quants)[0], whole=True)
+    if found := _selected(default_runs(op, [case], selection), selection):
+        return found
+    raise ValueError(f"nothing to compile: {op.name} has no such variant with knobs for {case.label}")
 
 
-def _nothing(cached: "Iterable[Run]", selection: "Selection", place: str, cases: list[str]) -> ValueError:
-    """Return the error of a selection without configs: it names the first option that leaves none, and the known values.
+def _selected(runs: "list[Run]", selection: "Selection") -> "list[Run]":
+    return [
+        (task, config)
+        for task, config in runs
+        if selection.takes_variant(task.variant.name)
+        and selection.covers(task.op.name, task.case.name, task.case.dtype, task.case.quant)
+    ]
 
-    Args:
-        cases: names of the operator's cases in sweeps, which are selected as well.
-    """
-    left = list(cached)
-    if not left and not cases:
-        of = f" of {', '.join(selection.ops)}" if selection.ops else ""
-        return ValueError(f"nothing to compile: {place} has no config{of}: name sizes, like M=4096")
-    fields: dict[str, tuple[tuple[str, ...], Callable[[Run], str]]] = {
-        "variant": (selection.variants, lambda run: run[0].variant.name),
-        "dtype": (selection.dtypes, lambda run: run[0].case.dtype),
-        "quant": (selection.quants, lambda run: run[0].case.quant),
-        "case": (selection.cases, lambda run: run[0].case.name),
+
+def _nothing(runs: "list[Run]", selection: "Selection", place: str) -> ValueError:
+    """Return the error of a selection without configs: it names the first option that leaves none, and the known values."""
+    fields: dict[str, tuple[tuple[str, ...], Callable[[Task], str]]] = {
+        "variant": (selection.variants, lambda task: task.variant.name),
+        "dtype": (selection.dtypes, lambda task: task.case.dtype),
+        "quant": (selection.quants, lambda task: task.case.quant),
+        "case": (selection.cases, lambda task: task.case.name),
     }
+    tasks = [task for task, _ in runs]
     for field, (patterns, get) in fields.items():
-        present = dict.fromkeys([*map(get, left), *(cases if field == "case" else [])])
-        left = [r for r in left if not patterns or any(fnmatch.fnmatch(get(r), pattern) for pattern in patterns)]
-        if not left:
-            also = " and of the sweeps" if field == "case" and cases else ""
-            return unknown(field, " ".join(patterns), present, f" of the cached configs in {place}{also}, or sizes, like M=4096")
-    return ValueError(f"nothing to compile: {place} has no such config")
+        present = dict.fromkeys(map(get, tasks))
+        tasks = [task for task in tasks if not patterns or any(fnmatch.fnmatch(get(task), pattern) for pattern in patterns)]
+        if present and not tasks:
+            return unknown(field, " ".join(patterns), present, f" of the configs in {place}, or sizes, like M=4096")
+    of = f" of {', '.join(selection.ops)}" if selection.ops else ""
+    return ValueError(f"nothing to compile: {place} has no config{of}: name sizes, like M=4096")
 
 
-def _with_config(runs: "list[Run]", field: str, text: str) -> "list[Run]":
-    """Return the tasks of the runs with the config of a JSON text."""
+def _with_config(runs: "list[Run]", field: str, text: str | None) -> "list[Run]":
+    """Return the tasks of the runs with the config of a JSON text; for None, return the runs."""
+    if text is None:
+        return runs
     variants = sorted({f"{task.op.name} {task.variant.name}" for task, _ in runs})
     if len(variants) > 1:
         raise ValueError(f"{field}: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")

@@ -1,18 +1,124 @@
-"""Unpack another git revision of the checkout in a temporary folder, and inspect it in a subprocess.
+"""Compile another git revision of the checkout, and find the configs that differ between the revision and this checkout.
 
-The subprocess dies with this process, even after SIGKILL. The next process that makes a temporary folder removes the folder.
+The revision is unpacked in a temporary folder and inspected in a subprocess. The subprocess dies with this process, even after
+SIGKILL. The next process that makes a temporary folder removes the folder.
+
+A config is unchanged if the revision has the same config for the case and the same code: the digests of the variant and of the
+operator's inputs are equal.
 """
 
 import io
+import json
 import os
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kerneltune.files import data_root
-from kerneltune.inspection.static import Survey, load
+from kerneltune import cache, device
+from kerneltune.files import data_root, read_text
+from kerneltune.identity import code_digest
+from kerneltune.inspection.static import StaticRow, Survey, load
+from kerneltune.inspection.survey import case_text
 from kerneltune.processes import git, held_folder, run_bound
+from kerneltune.run_options import Progress
+from kerneltune.search.task import Run, Task
+
+_DIGESTS = """
+import json, sys
+from kerneltune import ops
+from kerneltune.identity import code_digest
+found = {
+    name: {variant.name: variant.source_hash + code_digest(op.inputs) for variant in op.variants if variant.config is not None}
+    for name, op in ops.load().items()
+}
+open(sys.argv[1], "w").write(json.dumps(found))
+"""
+_Digests = Mapping[str, Mapping[str, str]]
+_Key = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Hold the configs and rows that differ between a revision and this checkout.
+
+    Attributes:
+        earlier: rows of the revision whose config is changed or missing in this checkout.
+        runs: changed configs of this checkout.
+        unchanged: number of configs that need not be compiled.
+    """
+
+    earlier: Survey
+    runs: tuple[Run, ...]
+    unchanged: int
+
+
+def changes_since(
+    revision: str,
+    runs: Sequence[Run],
+    gpu: str,
+    arguments_of: Callable[[str, str], list[str]],
+    progress: Progress,
+) -> Changes:
+    """Find the configs that differ between a git revision and this checkout, and compile the revision's side.
+
+    Args:
+        revision: the git revision to compare with.
+        runs: all judged configs of this checkout.
+        gpu: folder of the GPU model in `configs/`.
+        arguments_of: (operator, variant) -> arguments of `kerneltune inspect` in the revision.
+        progress: observer, told of each compiled variant.
+    """
+    with unpacked(revision) as tree:
+        there, entries = _digests_of(tree), _entries(tree, gpu, {task.op.name for task, _ in runs})
+        keys = {_key(task): (task, config) for task, config in runs}
+        changed = {key: run for key, run in keys.items() if not _is_unchanged(run, there, entries.get(key))}
+        earlier: list[StaticRow] = []
+        variants = list(dict.fromkeys((op, variant) for op, variant, *_ in changed))
+        progress.stage(f"compile {revision}", len(variants))
+        for op, variant in variants:
+            if any(key[:2] == (op, variant) for key in entries):
+                rows = inspected(revision, tree, arguments_of(op, variant)).rows
+                earlier += [row for row in rows if row.key[:4] in changed or row.key[:4] not in keys]
+            progress.advance(f"{op} {variant}")
+    found = Survey(device.versions()["triton"], tuple(earlier))
+    return Changes(found, tuple(changed.values()), len(keys) - len(changed))
+
+
+def _key(task: Task) -> _Key:
+    return task.op.name, task.variant.name, case_text(task.case), task.policy
+
+
+def _is_unchanged(run: Run, there: _Digests, known: Mapping[str, Any] | None) -> bool:
+    """Return whether code and config equal the revision's; a knob that the revision's config lacks takes its default."""
+    task, config = run
+    digest = task.variant.source_hash + code_digest(task.op.inputs)
+    if known is None or there.get(task.op.name, {}).get(task.variant.name) != digest:
+        return False
+    try:
+        return bool(task.variant.config_from(known) == config)
+    except ValueError:
+        return False
+
+
+def _digests_of(tree: Path) -> _Digests:
+    """Return the digests of the variants in the files of a revision; empty if its package is too old to give digests."""
+    path = tree.parent / "digests.json"
+    env = os.environ | {"TMPDIR": str(tree.parent)}
+    done = run_bound(_DIGESTS, [str(path)], cwd=tree, env=env)
+    if done.returncode or not path.is_file():
+        return {}
+    found: _Digests = json.loads(read_text(path))
+    return found
+
+
+def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_Key, Mapping[str, Any]]:
+    """Return the cached configs in the files of a revision as knob values."""
+    root = tree / "configs"
+    found = ((op, entry) for op in ops if (root / gpu / f"{op}.json").is_file() for entry in cache.load(op, gpu, root))
+    return {(op, entry.variant, case_text(entry.as_case), entry.policy): entry.config for op, entry in found}
 
 
 def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:

@@ -5,14 +5,14 @@ This module compiles nothing and needs no GPU.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kerneltune.errors import unknown
-from kerneltune.files import Versioned, decode_versioned, read_bytes, replace_text
-from kerneltune.measuring.assembly import LIMITS, Access, Fact, Kernel, resident, typical_bits
+from kerneltune.files import decode_versioned, read_bytes, replace_text
+from kerneltune.measuring.assembly import LIMITS, Access, Kernel, resident, typical_bits
 
 SCHEMA = 1
 PASS, REGRESSION, UNUSABLE = 0, 1, 2
@@ -49,17 +49,10 @@ class StaticRow:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Hold rows and the version of triton that compiled them: another version allocates other registers.
-
-    Attributes:
-        facts: target and digest of a kernel -> the facts about the kernel. Not saved to files.
-        unknown: number of facts that were unknown before this survey. Not saved to files.
-    """
+    """Hold rows and the version of triton that compiled them: another version allocates other registers."""
 
     triton: str
     rows: tuple[StaticRow, ...]
-    facts: Mapping[str, Mapping[str, Fact]] = field(default_factory=dict, compare=False)
-    unknown: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +62,6 @@ class StaticVerdict:
     findings: tuple[str, ...]
     summary: str
     exit_code: int = PASS
-
-
-class _StaticFile(Versioned):
-    triton: str
-    rows: list[StaticRow]
 
 
 def save(path: Path, survey: Survey) -> None:
@@ -87,10 +75,9 @@ def load(path: Path) -> Survey:
     """Read a survey from a file that `save` wrote."""
     data = read_bytes(path)
     try:
-        stored = decode_versioned(data, _StaticFile, SCHEMA)
+        return decode_versioned(data, Survey, SCHEMA)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return Survey(stored.triton, tuple(stored.rows))
 
 
 def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerdict:

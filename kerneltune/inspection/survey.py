@@ -4,19 +4,17 @@ This module knows no operator by name and judges nothing.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
-from kerneltune.measuring.assembly import Fact, Kernel, resident
+from kerneltune.measuring.assembly import Kernel, resident
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job
-from kerneltune.measuring.inspected import KnownFacts
-from kerneltune.run_options import Progress, Quiet
+from kerneltune.run_options import Progress, Quiet, Selection
 from kerneltune.search.task import Run, Task, config_values
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Case, Op
 
 _SILENT = Quiet()
 
@@ -39,45 +37,36 @@ def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
     return found
 
 
-def default_runs(op: Op, cases: Iterable[Case], takes: Callable[[Variant], bool]) -> list[Run]:
-    """Return the default configs of an operator's wanted variants, for the cases that they support."""
-    found = []
-    for case in cases:
-        for variant in op.variants:
-            if takes(variant) and variant.config is not None and variant.unsupported(case) is None:
-                found.append((Task(op, case, variant), variant.default_config(case)))
-    return found
+def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Run]:
+    """Return the default configs of an operator for the cases that a variant supports; for a peer only where it is named."""
+    return [
+        (Task(op, case, variant), variant.default_config(case))
+        for case in cases
+        for variant in op.variants
+        if variant.config is not None
+        and (selection.names(variant.name) or not variant.is_peer)
+        and variant.unsupported(case) is None
+    ]
 
 
-def survey(
-    runs: Sequence[Run],
-    targets: Sequence[str],
-    workers: int | None = None,
-    progress: Progress = _SILENT,
-    known: Mapping[str, KnownFacts] = MappingProxyType({}),
-) -> Survey:
+def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None = None, progress: Progress = _SILENT) -> Survey:
     """Compile every config for every target; a config that cannot be compiled is a row with its error.
 
     Configs of a case that differ in policy alone are compiled once; equal kernels of different configs come from Triton's disk
-    cache. Kernels in `known` (by target) are compiled to Triton's own IR only.
+    cache.
     """
     rows = []
-    facts: dict[str, dict[str, Fact]] = {}
+    distinct = {_job_key(run): run for run in runs}
     for target in targets:
-        distinct = {_job_key(run): run for run in runs}
         progress.stage(f"compile for {target}", len(distinct))
         compiled = {}
-        most = min(len(distinct), workers or len(os.sched_getaffinity(0)))
-        facts[target] = {}
-        with CompilePool(TARGETS[target], most, known=known.get(target, KnownFacts({}))) as pool:
+        with CompilePool(TARGETS[target], min(len(distinct), workers or len(os.sched_getaffinity(0)))) as pool:
             jobs = [compile_job(task, config) for task, config in distinct.values()]
             for (key, (task, _)), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer
-                facts[target] |= answer.facts
                 progress.advance(f"{task.op.name} {task.variant.name} {task.case.name}")
         rows += [_row(run, target, compiled[_job_key(run)]) for run in runs]
-    unknown = sum(digest not in known[target].facts for target in known for digest in facts[target])
-    return Survey(device.versions()["triton"], tuple(rows), facts, unknown)
+    return Survey(device.versions()["triton"], tuple(rows))
 
 
 def _job_key(run: Run) -> tuple[str, str, Case, Any]:

@@ -1,7 +1,7 @@
 """Read registers, spills and the width of every access to global memory from assembly, and the programs that an SM holds.
 
 The functions are pure. Their inputs are PTX, amdgcn, the resource report of cuobjdump, and the limits of an architecture. The
-module compiles nothing. It knows neither the grid nor the resources that the driver reserves.
+module knows neither the grid nor the resources that the driver reserves.
 """
 
 import re
@@ -36,20 +36,6 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class RegisterUsage:
-    """Hold the register usage and the spills of a kernel.
-
-    Vector registers and spilled bytes count per thread. Scalar registers count per warp; 0 means that scalar registers are no
-    limit. Stray stores are defined in `Kernel`.
-    """
-
-    registers: int
-    spill_bytes: int
-    scalar_registers: int = 0
-    stray_stores: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Kernel:
     """Hold the resources of a compiled kernel.
 
@@ -73,29 +59,25 @@ class Kernel:
     stray_stores: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """Hold the facts of a compiled kernel; a kernel that exceeds the target's shared memory has no registers and no accesses.
+def sass_usage(text: str) -> tuple[int, int, int]:
+    """Return registers and spilled bytes per thread, and no scalar registers, from `cuobjdump -res-usage` of a cubin.
 
-    Attributes:
-        tensor_columns: columns of Blackwell's tensor memory that a program uses.
+    The largest function of the cubin counts. Spilled bytes are stack and local memory.
     """
-
-    kernel: Kernel
-    tensor_columns: int = 0
-
-
-def sass_usage(text: str) -> RegisterUsage:
-    """Parse `cuobjdump -res-usage` of a cubin: the largest of its functions; spills are stack and local memory."""
     registers, stack, local = (re.findall(rf"{field}:(\d+)", text) for field in ("REG", "STACK", "LOCAL"))
-    return RegisterUsage(max(map(int, registers), default=0), max(map(int, stack + local), default=0))
+    return max(map(int, registers), default=0), max(map(int, stack + local), default=0), 0
 
 
-def gcn_usage(text: str) -> RegisterUsage:
-    """Parse the metadata of a kernel's amdgcn assembly; an AGPR counts as a VGPR, for they share one file."""
-    return RegisterUsage(
-        _gcn_field(text, "vgpr_count"), _gcn_field(text, "private_segment_fixed_size"), _gcn_field(text, "sgpr_count")
+def gcn_usage(text: str) -> tuple[int, int, int]:
+    """Return registers and spilled bytes per thread, and scalar registers per warp, from a kernel's amdgcn assembly.
+
+    An AGPR counts as a VGPR, because both share a register file.
+    """
+    registers, spill_bytes, scalar_registers = (
+        max(map(int, re.findall(rf"^\s+\.{name}:\s+(\d+)", text, re.MULTILINE)), default=0)
+        for name in ("vgpr_count", "private_segment_fixed_size", "sgpr_count")
     )
+    return registers, spill_bytes, scalar_registers
 
 
 def ptx_accesses(text: str) -> tuple[Access, ...]:
@@ -123,10 +105,6 @@ def gcn_accesses(text: str) -> tuple[Access, ...]:
 def typical_bits(accesses: tuple[Access, ...], kind: str) -> int:
     """Return the access width that moves the most bits in the code; 0 for code without accesses of this kind."""
     return max(((a.bits * a.count, a.bits) for a in accesses if a.kind == kind), default=(0, 0))[1]
-
-
-def _gcn_field(text: str, name: str) -> int:
-    return max((int(value) for value in re.findall(rf"^\s+\.{name}:\s+(\d+)", text, re.MULTILINE)), default=0)
 
 
 def _ordered(found: Counter[tuple[str, int]]) -> tuple[Access, ...]:

@@ -1,7 +1,7 @@
 """Compile a variant's kernels ahead of time, on the CPU, in a pool of worker processes.
 
 A worker calls the variant's function on meta tensors under a driver that compiles and never launches. So a later launch finds its
-kernels in Triton's disk cache. A pool that inspects compiles only kernels without known facts (`inspected.py`).
+kernels in Triton's disk cache.
 """
 
 import os
@@ -9,21 +9,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.assembly import Fact, Kernel
+from kerneltune.measuring.assembly import Kernel
+from kerneltune.measuring.binary import read_kernel
 from kerneltune.processes import start_pool
 from kerneltune.search.task import Task
 from kerneltune.spec import Config
-
-if TYPE_CHECKING:
-    from kerneltune.measuring.inspected import Inspecting, KnownFacts
 
 Inputs = Mapping[str, Any]
 
@@ -66,7 +64,7 @@ def compile_job(task: Task, config: Config) -> CompileJob:
 
 @dataclass(frozen=True, slots=True)
 class CompileResult:
-    """Hold the kernels that a job launches, or its error; from a pool that inspects, also the fact of each kernel by digest.
+    """Hold the kernels that a job launches, or its error.
 
     Attributes:
         crashed: whether the worker crashed or hung; the error says which.
@@ -75,7 +73,6 @@ class CompileResult:
     kernels: tuple[Kernel, ...]
     seconds: float
     error: str = ""
-    facts: Mapping[str, Fact] = field(default_factory=dict)
     crashed: bool = False
 
     @property
@@ -137,26 +134,22 @@ class PendingCompile:
 class CompilePool:
     """Hold worker processes that compile jobs for a target. Use as a context manager."""
 
-    def __init__(
-        self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None, known: "KnownFacts | None" = None
-    ) -> None:
+    def __init__(self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None) -> None:
         """Start no worker yet.
 
         Args:
             target: target of all jobs.
             workers: number of processes; None for a process per core.
             cores: cores that the workers may use; None for all.
-            known: known facts, for a pool that inspects kernels and never launches them. An inspecting pool compiles only kernels
-                without facts, makes no binary and no line numbers of AMD code, and keeps its own folder in the disk cache.
         """
         self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
-        self._cores, self._known = cores, known
+        self._cores = cores
         self.pool = self.start(self.workers)
 
     def start(self, workers: int) -> ProcessPool:
         """Return a new pool of workers."""
-        return start_pool(workers, _start_worker, self.target, self._cores, self._known)
+        return start_pool(workers, _start_worker, self.target, self._cores)
 
     def schedule(self, job: CompileJob, timeout_s: float) -> Any:
         """Return the future of a job; a pool that was broken by the death of a worker is replaced."""
@@ -203,22 +196,15 @@ def know_triton() -> None:
 def _nothing() -> None: ...
 
 
-def _start_worker(target: Target, cores: frozenset[int] | None, known: "KnownFacts | None") -> None:
+def _start_worker(target: Target, cores: frozenset[int] | None) -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     os.environ.pop("TRITON_INTERPRET", None)
     from triton import knobs
     from triton.runtime.driver import driver
 
-    from kerneltune.measuring.inspected import Inspecting
-
     driver.set_active(_dry_driver(target))
-    inspecting = None if known is None else Inspecting(known, target.backend, target.shared_bytes)
-    knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target, inspecting)
-    if inspecting:
-        knobs.cache.dir = os.path.join(knobs.cache.dir, inspecting.folder)
-    if inspecting and target.backend == "hip":
-        knobs.compilation.disable_line_info = True  # changes no code of AMD; see `inspected.ir_text` for ptxas
+    knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target)
     know_triton()
 
 
@@ -263,12 +249,11 @@ def _dry_driver(target: Target) -> Any:
 
 
 def _refuse_early(
-    target: Target, inspecting: "Inspecting | None", backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
+    target: Target, _backend: Any = None, stages: Any = None, options: Any = None, *_others: Any
 ) -> tuple[str, str] | None:
     """Stop compilations that cannot be launched, as Triton's hook into the stages of a compilation.
 
-    Without arguments, the hook adds nothing to the key of the disk cache: changed stages are not kept, or are kept in a folder of
-    their own.
+    Without arguments, the hook adds nothing to the key of the disk cache, because a compilation that it stops is not kept.
     """
     from triton.runtime.errors import OutOfResources
 
@@ -277,9 +262,6 @@ def _refuse_early(
     threads = options.num_warps * target.warp_size
     if threads > _MAX_THREADS:
         raise OutOfResources(threads, _MAX_THREADS, "threads")
-    if inspecting:
-        inspecting.change(backend, stages, options)
-        return None
     to_llir = stages["llir"]
 
     def checked(source: Any, metadata: Any) -> Any:
@@ -297,7 +279,6 @@ def _compile(job: CompileJob) -> CompileResult:
 
     active: Any = driver.active
     active.utils.launched.clear()
-    active.utils.facts.clear()
     started = time.perf_counter()
     try:
         job.run(job.make_inputs(device="meta"), job.config)
@@ -305,7 +286,7 @@ def _compile(job: CompileJob) -> CompileResult:
         error = first_line(exception)
     else:
         error = next((_wrong_code(kernel) for kernel in active.utils.launched if kernel.stray_stores), "")
-    return CompileResult(tuple(active.utils.launched), time.perf_counter() - started, error, dict(active.utils.facts))
+    return CompileResult(tuple(active.utils.launched), time.perf_counter() - started, error)
 
 
 def _wrong_code(kernel: Kernel) -> str:
@@ -328,34 +309,25 @@ class _DryUtils:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.launched: list[Kernel] = []
-        self.facts: dict[str, Fact] = {}
         self.loading: _DryLaunch | None = None
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
         return {"max_shared_mem": self.target.shared_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
 
     def launcher(self, _source: Any, metadata: Any) -> _DryLaunch:
-        from kerneltune.measuring.inspected import fact_of
-
         self.loading = _DryLaunch(self.launched, metadata)
-        inspected = fact_of(metadata)
-        if inspected is not None:
-            digest, fact = inspected
-            self.facts[digest], self.loading.kernel = fact, fact.kernel
         return self.loading
 
     def load_binary(self, _name: str, binary: bytes, _shared: int, _device: int) -> tuple[int, int, int, int, int]:
         loading = self.loading
         assert loading is not None  # triton makes the launcher of a kernel, then loads it
-        kernel = loading.kernel = loading.kernel or self._kernel(loading.metadata, binary)
+        kernel = loading.kernel = self._kernel(loading.metadata, binary)
         return 0, 0, kernel.registers, kernel.spill_bytes, _MAX_THREADS
 
     def _kernel(self, metadata: Any, binary: bytes) -> Kernel:
-        from kerneltune.measuring.inspected import compiled_fact
-
         assembly = _assembly(metadata, "ptx" if self.target.backend == "cuda" else "amdgcn")
         cooperative = bool(metadata.launch_cooperative_grid)
-        return compiled_fact(self.target.backend, binary, assembly, metadata._asdict(), cooperative).kernel
+        return read_kernel(self.target.backend, binary, assembly, metadata._asdict(), cooperative)
 
 
 def _assembly(metadata: Any, kind: str) -> str:

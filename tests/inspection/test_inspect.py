@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import shutil
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,10 @@ from typer.testing import CliRunner, Result
 
 from kerneltune import device, ops
 from kerneltune.cli import app, console
-from kerneltune.files import data_root
 from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
-from kerneltune.measuring import inspected
-from kerneltune.measuring.assembly import Access, Fact, Kernel
+from kerneltune.measuring.assembly import Access, Kernel
 from kerneltune.measuring.compiler import CompileResult
-from kerneltune.measuring.inspected import KnownFacts
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Variant
 
@@ -146,7 +141,6 @@ def test_all_compiles_every_valid_config_and_lists_spills_and_failures(monkeypat
     assert text.index("shared memory: 300,000 bytes") < text.index("spills 24 bytes a thread")
     assert text.endswith(f"sm_90: {len(asked)} configs, 1 fail or exceed a limit, 1 spill")
     assert refused("inspect", "--all").startswith("error: all: True: expected OP beside it")
-    assert refused("inspect", "rmsnorm_fwd", "--all", "--renew").startswith("error: renew: True: ")
 
 
 def test_a_capture_restricts_what_is_compiled_to_its_kernels(
@@ -194,14 +188,8 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
 
     monkeypatch.setattr(revision, "survey_revision", fake)
     run(*ONE, "--target", "sm_90", "--workers", "1")
-    gate = ("gate", "main", "--static", "--op", *ONE[1:], "--target", "sm_90", "--workers", "1")
     assert run(*ONE, "--target", "sm_90", "--against-rev", "v1").stdout == "no difference in 1 config\n"
-    assert run(*gate, "--recompile").exit_code == 0
-    run(*ONE, "--target", "sm_90", "--against-rev", "v1", "--recompile")
-    arguments = [*ONE[1:], "--target", "sm_90", "--gpu", "nvidia_h200"]
-    assert asked[:1] == [("v1", arguments)]
-    arguments.insert(1, "--recompile")
-    assert asked[1:] == [("main", [*arguments, "--workers", "1"]), ("v1", arguments)]
+    assert asked == [("v1", [*ONE[1:], "--target", "sm_90", "--gpu", "nvidia_h200"])]
 
 
 @pytest.mark.parametrize(
@@ -225,49 +213,11 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
         ),
         (["moe_sort"], "error: nothing to compile: moe_sort has no variant with knobs"),
         (["stream", "--case", "nope"], "error: case: 'nope': expected one of 1043340+504397, "),
-        (["--renew", "--target", "sm_90"], "error: renew: True: expected with all of the package's configs, "),
-        (["--renew", "--configs", "elsewhere"], "error: renew: True: expected with all of the package's configs, "),
     ],
 )
 def test_what_inspect_refuses(arguments: list[str], message: str, compiled: list[Any]) -> None:
     assert refused("inspect", *arguments).startswith(message)
     assert compiled == []
-
-
-def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Mapping[str, KnownFacts]] = []
-    facts = {"sm_90": {"a" * 20: Fact(KERNEL), "b" * 20: Fact(KERNEL)}}
-
-    def fake(*arguments: Any) -> Survey:
-        asked.append(arguments[-1])
-        unknown = len(facts["sm_90"].keys() - asked[-1]["sm_90"].facts.keys()) if asked[-1] else 0
-        return Survey("3.7.1", (), facts, unknown)
-
-    monkeypatch.setattr(survey, "survey", fake)
-    monkeypatch.setattr(inspected, "shipped", lambda: tmp_path / "static")
-    said = "2 of 2 kernels are not in results/static: `kerneltune inspect --renew` puts them there"
-    assert run("inspect").stderr == said + "\n"
-    renewed = run("inspect", "--renew")
-    assert (renewed.exit_code, renewed.stdout) == (0, "")
-    assert f"wrote {tmp_path / 'static'}\n" in renewed.stderr
-    assert [path.name for path in (tmp_path / "static").iterdir()] == ["sm_90.tsv"]
-    assert run("inspect").stderr == ""
-    assert asked[-1]["sm_90"].facts == facts["sm_90"]
-    assert run("inspect", "--recompile", "--save", tmp_path / "rows.json").exit_code == 0
-    assert asked[-1] == {}
-    run("gate", tmp_path / "rows.json", "--static")
-    assert asked[-1]
-    run("gate", tmp_path / "rows.json", "--static", "--recompile")
-    assert asked[-1] == {}
-    with monkeypatch.context() as patch:
-        patch.setattr(inspected, "reader_digest", lambda: "changed")
-        disbelieved = "results/static is left out, for other code read the compiler: `kerneltune inspect --renew` writes it anew"
-        assert run("inspect").stderr == f"{disbelieved}\n{said}\n"
-        assert asked[-1]["sm_90"] == KnownFacts({}, refused=True)
-    assert run("inspect").stderr == ""
-    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
-    shutil.copytree(data_root("configs") / "nvidia_h200", tmp_path / "nvidia_h200")
-    assert refused("inspect", "--renew").startswith("error: renew: True: ")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +229,6 @@ def test_what_was_found_is_shipped_and_known_from_then_on(tmp_path: Path, monkey
         (["main", "--static", "--op", "rmsnorm_fwd", "--op", "rmsnorm_bwd"], "error: op: 'rmsnorm_bwd': expected one operator"),
         (["main", "new.jsonl", "--target", "sm_90"], "error: target: 'sm_90': expected only with --static"),
         (["main", "new.jsonl", "--workers", "2"], "error: workers: 2: expected only with --static"),
-        (["main", "new.jsonl", "--recompile"], "error: recompile: True: expected only with --static"),
     ],
 )
 def test_what_the_static_gate_refuses(arguments: list[str], message: str, compiled: list[Any]) -> None:
@@ -372,9 +321,7 @@ def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     case = ("--case", "te-29x17389", "--quant", "fp8_t", "--dtype", "bfloat16", "--variant", "optimized")
     save = ("--save", tmp_path / "rows.json")
-    result = run(
-        "inspect", "rmsnorm_fwd", *case, "--target", "sm_90", "--target", "gfx942", "--workers", "1", "--recompile", *save
-    )
+    result = run("inspect", "rmsnorm_fwd", *case, "--target", "sm_90", "--target", "gfx942", "--workers", "1", *save)
     assert result.exit_code == 0, result.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     launches = {row["target"]: len(row["kernels"]) for row in rows if "fp8_t" in row["case"]}
@@ -385,10 +332,6 @@ def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pyt
         for kernel in row["kernels"]:
             assert kernel["registers"] >= 8
             assert {access["kind"] for access in kernel["accesses"]} == {"load", "store"}
-    texts = {kind: "".join(p.read_text() for p in (tmp_path / "triton").rglob(f"*.{kind}")) for kind in ("ptx", "amdgcn")}
-    assert ".loc" in texts["ptx"]
-    assert texts["amdgcn"]
-    assert ".loc" not in texts["amdgcn"]
 
 
 # --- profile

@@ -6,7 +6,6 @@ from kerneltune.measuring.assembly import (
     LIMITS,
     Access,
     Occupancy,
-    RegisterUsage,
     gcn_accesses,
     gcn_usage,
     occupancy,
@@ -60,7 +59,7 @@ amdhsa.kernels:
 
 
 def test_nvidia() -> None:
-    assert sass_usage(RESOURCES) == RegisterUsage(79, 16)
+    assert sass_usage(RESOURCES) == (79, 16, 0)
     assert ptx_accesses(PTX) == (
         Access("load", 128, 2),
         Access("load", 64, 2),
@@ -72,7 +71,7 @@ def test_nvidia() -> None:
 
 
 def test_amdgcn() -> None:
-    assert gcn_usage(GCN) == RegisterUsage(136, 24, 83)
+    assert gcn_usage(GCN) == (136, 24, 83)
     assert gcn_accesses(GCN) == (
         Access("load", 128, 1),
         Access("load", 64, 1),
@@ -85,7 +84,7 @@ def test_amdgcn() -> None:
 
 
 def test_nothing_of_nothing() -> None:
-    assert (sass_usage(""), gcn_usage("")) == (RegisterUsage(0, 0), RegisterUsage(0, 0))
+    assert (sass_usage(""), gcn_usage("")) == ((0, 0, 0), (0, 0, 0))
     assert (ptx_accesses(""), gcn_accesses("")) == ((), ())
 
 

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
-from kerneltune.measuring.inspected import KnownFacts
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig
 
@@ -22,7 +21,7 @@ def cast_groups(inputs: dict[str, Any], config: SegmentConfig) -> None:
 
 def test_tensorwise_groups_aligned_store_16_bytes_at_a_time() -> None:
     job = CompileJob(partial(operands), cast_groups, SegmentConfig(64, 128, 4, 0, 1))
-    with CompilePool(TARGETS["sm_90"], 1, known=KnownFacts({})) as pool:
+    with CompilePool(TARGETS["sm_90"], 1) as pool:
         (compiled,) = pool.compile([job])
     assert compiled.error == ""
     assert {kernel.name for kernel in compiled.kernels} == {"cast_early", "cast_again"}

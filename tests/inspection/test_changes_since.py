@@ -12,8 +12,8 @@ import pytest
 from kerneltune import ops
 from kerneltune.files import data_root
 from kerneltune.identity import code_digest
-from kerneltune.inspection import changes
-from kerneltune.inspection.changes import changes_since
+from kerneltune.inspection import revision as of_revision
+from kerneltune.inspection.revision import Changes, changes_since
 from kerneltune.inspection.static import StaticRow, Survey, static_gate
 from kerneltune.inspection.survey import cached_runs, case_text
 from kerneltune.measuring.assembly import Kernel
@@ -62,11 +62,11 @@ class Revision:
 def revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Revision:
     made = Revision(tmp_path)
     for name in ("unpacked", "run_bound", "inspected"):
-        monkeypatch.setattr(changes, name, getattr(made, name))
+        monkeypatch.setattr(of_revision, name, getattr(made, name))
     return made
 
 
-def since(runs: Sequence[Run]) -> changes.Changes:
+def since(runs: Sequence[Run]) -> Changes:
     return changes_since("main", runs, GPU, lambda *named: list(named), Quiet())
 
 
