@@ -144,6 +144,11 @@ def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) 
     return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
 
 
+def split_options(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of a launch, None for an option that it does not give, and its other arguments by name."""
+    return {name: kwargs.get(name) for name in OPTIONS}, {name: kwargs[name] for name in kwargs if name not in OPTIONS}
+
+
 def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) -> Any:
     """Return an autotuner that describes a kernel without an autotuner: a list of options, the program's options first.
 

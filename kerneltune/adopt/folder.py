@@ -146,7 +146,6 @@ class ProcessNotes(msgspec.Struct):
         misnamed: the refused kernels whose decorators name an argument that the kernel does not have.
         made: kernel -> the subclass of Autotuner with a `run` of its own that wraps it; empty for Triton's own class.
         plain: kernels that were launched without an autotuner.
-        command: command of the process.
     """
 
     launches: dict[str, Count]
@@ -154,7 +153,6 @@ class ProcessNotes(msgspec.Struct):
     misnamed: list[str] = []
     made: dict[str, str] = {}
     plain: list[str] = []
-    command: list[str] = []
     format: int = FORMAT
 
 

@@ -31,8 +31,10 @@ _TWIN_OF = "_kerneltune_twin_of"
 """Attribute of a copy of an autotuner: the autotuner that a module holds."""
 _MOST_LAYERS, _MOST_HELPER_LAYERS = 16, 4
 """Most decorators around a kernel, and around a function that a kernel calls."""
-_MOST_KEYS = 4096
-"""Most keys that a plan remembers."""
+_MOST_KEYS, _MOST_PLANS, _MOST_LISTS = 4096, 32, 64
+"""Most keys of a plan, most plans of a kernel, most lists of configs of an autotuner that are remembered."""
+OTHER_KIND = (LookupError, AttributeError, TypeError)
+"""Errors of a plan's keys for launches with other names or types of arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +189,15 @@ def compiled_and_launched() -> set[Any]:
     return {each.fn for each in found if getattr(each, "device_caches", None)}
 
 
+def launch_config(autotuner: Any, config: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Launch an autotuner's kernel with a config, after the config's pre_hook, as the autotuner does."""
+    given = {**kwargs, **config.all_kwargs()}
+    if config.pre_hook is not None:
+        config.pre_hook({**dict(zip(autotuner.arg_names, args, strict=False)), **given})
+    autotuner.best_config = config
+    return autotuner.fn.run(*args, **given)
+
+
 _signature_of = cache(inspect.signature)
 
 
@@ -301,6 +312,17 @@ class Call:
                 sizes[name] = value
         return sizes
 
+    def size(self, name: str) -> int | None:
+        """Return a size of the launch by its name, `N` or `x.0`; None if the launch has no size of this name."""
+        argument, _, axis = name.partition(".")
+        names = self.autotuner.arg_names
+        place = names.index(argument) if argument in names else len(names)
+        value: Any = self.args[place] if place < len(self.args) else self.kwargs.get(argument)
+        if not axis:
+            return value if type(value) is int else None
+        shape = getattr(value.base if is_descriptor(value) else value, "shape", ())
+        return int(shape[int(axis)]) if int(axis) < len(shape) else None
+
     def _parts(self) -> Iterator[tuple[str, Any]]:
         """Yield the kernel's arguments by name, items of tuples with tensors each, tensors in place of their descriptors."""
         for name, value in (part for item in self.named.items() for part in parts(*item)):
@@ -312,83 +334,93 @@ V = TypeVar("V")
 
 @dataclass(slots=True)
 class KeyPlan(Generic[V]):
-    """Hold the keys of the launches whose arguments have the same names and types, and a value for each key.
+    """Hold a value for each key of the launches whose arguments have the same names and types.
 
     Attributes:
-        parts: expressions of the key's items; equal for launches whose keys are made in the same way.
-        key: function that returns the key of a launch from its values. The hot path of serving.
-        places: index of each argument by name.
+        kind: names and types of the arguments.
+        key: function that returns the key of a launch from its arguments. The hot path of serving.
         found: the value of each key.
     """
 
-    parts: tuple[str, ...]
+    kind: tuple[Any, ...]
     key: Callable[..., tuple[Any, ...]]
-    places: dict[str, int]
     found: dict[tuple[Any, ...], V] = field(default_factory=dict)
 
-    def remember(self, key: tuple[Any, ...], value: V) -> V:
-        """Keep the value of a key, and return it."""
-        if len(self.found) >= _MOST_KEYS:
-            self.found.clear()
-        self.found[key] = value
+
+class LaunchKeys(Generic[V]):
+    """Hold a value for each key of a kernel's launches, in a plan for each combination of names and types, the newest first."""
+
+    __slots__ = ("plans",)
+
+    def __init__(self) -> None:
+        self.plans: list[KeyPlan[V]] = []
+
+    def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
+        """Return the value of a launch's key, None for a key without a value."""
+        for plan in self.plans:
+            with suppress(*OTHER_KIND):
+                return plan.found[plan.key(args, kwargs)]
+        return None
+
+    def remember(self, call: Call, deciding: Collection[str], value: V, has_layout: bool = False) -> V:
+        """Keep a value for the key of a launch, and return the value; other arguments as of `plan_key`."""
+        kind = (*call.kwargs, *map(type, call.values))
+        plan = next((one for one in self.plans if one.kind == kind), None)
+        if plan is None:
+            plan = KeyPlan(kind, plan_key(call, deciding, has_layout))
+            self.plans = [plan, *self.plans[: _MOST_PLANS - 1]]
+        if len(plan.found) >= _MOST_KEYS:
+            plan.found.clear()
+        plan.found[plan.key(call.args, call.kwargs)] = value
         return value
 
-    def size(self, values: Sequence[Any], name: str) -> int | None:
-        """Return a size of a launch by its name, `N` or `x.0`; None if the launch has no size of this name."""
-        argument, _, axis = name.partition(".")
-        place = self.places.get(argument)
-        if place is None:
-            return None
-        value = values[place]
-        if not axis:
-            return value if type(value) is int else None
-        shape = getattr(value.base if is_descriptor(value) else value, "shape", ())
-        return int(shape[int(axis)]) if int(axis) < len(shape) else None
+
+def of_list(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], V]) -> V:
+    """Return the value of an autotuner's list of configs, `make()` for a new list.
+
+    Programs may make equal configs anew for each launch. Lists are found by the identities of their configs, then by the configs;
+    the dict keeps the configs alive, so that no other config gets their identities.
+    """
+    by_identity = tuple(map(id, configs))
+    found = lists.get(by_identity)
+    if found is None and (found := lists.get(equal := tuple(configs))) is None:
+        if len(lists) >= 2 * _MOST_LISTS:
+            lists.clear()
+        lists[equal] = lists[by_identity] = found = make()
+    return found
 
 
-def plan_key(
-    names: Sequence[str],
-    values: Sequence[Any],
-    deciding: Collection[str],
-    *,
-    keywords: int = 0,
-    is_typed: bool = False,
-    has_layout: bool = False,
-) -> KeyPlan[Any]:
-    """Return the plan of keys for launches with arguments of these names and types.
+def plan_key(call: Call, deciding: Collection[str], has_layout: bool = False) -> Callable[..., tuple[Any, ...]]:
+    """Return a function of args and kwargs that returns the key of a launch with the names and types of this launch.
 
-    Element types are part of every key. The function of the keys is compiled from an expression with an item for each part,
-    because a loop over the arguments takes 2.5 times as long.
+    The key has the element types of all tensors and the types of all other arguments. The function is compiled from an expression
+    with an item for each part of the key, because a loop over the arguments takes 2.5 times as long. For a launch with other
+    names or types it raises an error of `OTHER_KIND`, or returns a key that none of its own launches has.
 
     Args:
-        names, values: names and values of the arguments of one launch, and of its grid.
+        call: a launch.
         deciding: names of the arguments whose values or shapes are part of the key; `grid` for the code of its function.
-        keywords: number of the last arguments that the key's function takes by name; other names raise TypeError.
-        is_typed: whether the types of the other arguments are part of the key.
         has_layout: whether the strides of tensors, and the alignment of their first bytes, are part of the key.
     """
-    parts: list[str] = []
-    by_place = len(names) - keywords
-    taken = [*(f"_{place}" for place in range(by_place)), "/", *(("*", *names[by_place:]) if keywords else ())]
-    given = [name for name in taken if name not in ("/", "*")]
-    for name, value, v in zip(names, values, given, strict=True):
+    parts = ["len(args)", "len(kwargs)"]
+    places = [*(f"args[{place}]" for place in range(len(call.args))), *(f"kwargs[{name!r}]" for name in call.kwargs)]
+    for name, value, v in zip(call.names, call.values, places, strict=True):
         is_deciding = name in deciding
         if name in NO_ARGUMENT:
-            parts += [f"_code({v}, '__code__', None)"] if is_deciding else []
+            parts.append(f"{v}.__code__" if is_deciding and inspect.isfunction(value) else f"{v}.__class__")
         elif is_descriptor(value):
-            parts.append(f"_other({v})" if is_deciding else f"{v}.base.dtype")
+            parts.append(f"other({v})" if is_deciding else f"{v}.base.dtype")
         elif is_tensor(value):
             parts += [f"{v}.dtype", *([f"{v}.shape"] if is_deciding else ())]
             parts += [f"{v}.stride()", f"{v}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
         elif is_deciding and type(value) in arguments.PLAIN:
             parts.append(v)
         elif is_deciding or arguments.holds_tensor(value):
-            parts.append(f"_other({v})")
-        elif is_typed:
-            parts.append(f"_type({v})")
-    functions = {"_code": getattr, "_type": type, "_other": _other_key}
-    key = eval(f"lambda {', '.join(taken if by_place else taken[1:])}: ({''.join(f'{part}, ' for part in parts)})", functions)
-    return KeyPlan(tuple(parts), key, {name: place for place, name in enumerate(names)})
+            parts.append(f"other({v})")
+        else:
+            parts.append(f"{v}.__class__")
+    key: Callable[..., tuple[Any, ...]] = eval(f"lambda args, kwargs: ({', '.join(parts)})", {"other": _other_key})
+    return key
 
 
 def all_but_floats(names: Sequence[str], values: Sequence[Any]) -> set[str]:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import Argument, NotRecordableError, Values
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
-from kerneltune.adopt.kernels import Call, KernelName, KeyPlan, is_plain, kernel_name
+from kerneltune.adopt.kernels import Call, KernelName, LaunchKeys, is_plain, kernel_name, of_list
 from kerneltune.adopt.program import describe_error, main_name
 
 log = logging.getLogger("kerneltune.adopt")
@@ -40,7 +41,7 @@ class KnownLaunches:
 
     Attributes:
         digest: digest of the class; empty if the class is not recorded.
-        configs: configs of its launches, the first config that works first; empty if the author's autotuner launches.
+        configs: configs of its launches, the first config that works first; empty if the program's own `run` launches.
         is_warm: whether the next launch neither compiles nor tunes, so that it may be timed.
         timed: launches that were timed or are being timed.
         unwritten: the class and its values until the author's autotuner has made its choice; None if it is written.
@@ -83,7 +84,7 @@ class Recorder:
         self._arguments: dict[str, list[Sequence[Argument]]] = {}
         self._bytes_left, self._sample_bytes_left = max_bytes, max_bytes // 2
         self._lock = RLock()
-        self._notes = ProcessNotes({}, command=sys.argv[:1])
+        self._notes = ProcessNotes({})
         self._classes: dict[str, int] = {}
         self._said: set[str] = set()
         self._launched: set[Any] = set()
@@ -131,10 +132,7 @@ class Recorder:
             if not self.plain or function in self._tuned or kwargs.get("warmup"):
                 return original(kernel, *args, **kwargs)
             known = self._known_plain(kernel, args, kwargs)
-            if not known.digest:
-                return original(kernel, *args, **kwargs)
-            self._count(known.digest)
-            return self._timed(known, lambda: original(kernel, *args, **kwargs))
+            return self._launch(original, kernel, known, args, kwargs) if known.digest else original(kernel, *args, **kwargs)
 
         return run
 
@@ -142,14 +140,14 @@ class Recorder:
         """Return the class of a launch of a kernel without an autotuner; the first launch of a class records it."""
         if kernel.fn.__module__.partition(".")[0] in _MAKERS:
             return KnownLaunches()
-        options = {name: kwargs.get(name) for name in configs.OPTIONS}
+        options, given = configs.split_options(kwargs)
         key = (id(kernel), *options.values())
-        given = {name: value for name, value in kwargs.items() if name not in configs.OPTIONS}
         tuner = self._plain_tuners.get(key)
         if tuner is None:
-            named = {**dict(zip(kernel.arg_names, args, strict=False)), **given}
-            keys = [n for n in kernel.arg_names if n in named and type(named[n]) is not float and n not in self.ignored]
-            tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, keys)
+            call = Call(kernel, args, given)
+            keys = kernels.all_but_floats(call.names, call.values) - self.ignored
+            ordered = [name for name in kernel.arg_names if name in keys]
+            tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, ordered)
         return self.known(tuner, args, given)
 
     def _plain(self) -> list[str]:
@@ -160,22 +158,15 @@ class Recorder:
 
     def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
         """Return the class of a launch; the first launch of a class records it."""
-        plans: dict[Any, KeyPlan[KnownLaunches]] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
-        values = (*args, *kwargs.values())
         try:
-            kind = (*kwargs, *map(type, values))
-            plan = plans.get(kind)
-            if plan is None:
-                names = (*autotuner.arg_names[: len(args)], *kwargs)
-                deciding = kernels.all_but_floats(names, values) - self._ignored_of(autotuner)
-                plan = plans[kind] = kernels.plan_key(names, values, deciding, has_layout=True)
-            layout = plan.key(*values)
-            found = plan.found.get(key := (layout, tuple(map(id, autotuner.configs))))
+            lists: dict[Any, LaunchKeys[KnownLaunches]] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
+            keys = of_list(lists, autotuner.configs, LaunchKeys)
+            found = keys.find(args, kwargs)
             if found is None:
+                call = Call(autotuner, args, kwargs)
+                deciding = kernels.all_but_floats(call.names, call.values) - self._ignored_of(autotuner)
                 with self._lock:
-                    equal = layout, tuple(autotuner.configs)  # also of configs that the program makes anew for each launch
-                    found = plan.found.get(equal) or self._first(Call(autotuner, args, kwargs))
-                    plan.found[equal] = plan.found[key] = found
+                    found = keys.find(args, kwargs) or keys.remember(call, deciding, self._first(call), True)
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), describe_error(error))
         return found
@@ -212,7 +203,7 @@ class Recorder:
         launch = replace(launch, storages=values.kinds)
         if not self.autotune or launch.is_plain:
             write_class(self.root, launch, values.tensors)
-            return KnownLaunches(launch.digest, allowed)
+            return KnownLaunches(launch.digest, [] if launch.is_plain else allowed)
         return KnownLaunches(launch.digest, unwritten=(launch, values))
 
     def _too_many(self, call: Call) -> str:
@@ -269,7 +260,7 @@ class Recorder:
         if known.digest:
             self._count(known.digest)
         if not known.configs:
-            result = self._timed(known, lambda: original(autotuner, *args, **kwargs))
+            result = self._timed(known, partial(original, autotuner, *args, **kwargs))
             if known.unwritten is not None:
                 (launch, values), known.unwritten = known.unwritten, None
                 try:
@@ -279,23 +270,17 @@ class Recorder:
                     self._refuse(launch.kernel, describe_error(error))
             return result
         while True:
+            start = partial(kernels.launch_config, autotuner, known.configs[0], args)
             try:
-                return self._launch_config(autotuner, known, known.configs[0], args, kwargs)
+                if not known.is_warm and not program.is_interpreted():
+                    start({**kwargs, "warmup": True})
+                    known.is_warm = True
+                return self._timed(known, partial(start, kwargs))
             except Exception as error:  # Triton's launch errors share no type
                 if not program.is_launch_failure(error) or len(known.configs) == 1:
                     raise
                 known.configs.pop(0)
                 known.is_warm = False
-
-    def _launch_config(self, autotuner: Any, known: KnownLaunches, config: Any, args: Any, kwargs: Any) -> Any:
-        options = config.all_kwargs()
-        if config.pre_hook is not None:
-            config.pre_hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **options})
-        if not known.is_warm and not program.is_interpreted():
-            autotuner.fn.run(*args, **{**kwargs, "warmup": True}, **options)
-            known.is_warm = True
-        autotuner.best_config = config
-        return self._timed(known, lambda: autotuner.fn.run(*args, **kwargs, **options))
 
     def _timed(self, known: KnownLaunches, work: Callable[[], Any]) -> Any:
         """Launch, between two events while few launches of the class are timed."""

@@ -90,15 +90,8 @@ def _first_configs() -> Iterator[None]:
     from triton.runtime.autotuner import Autotuner  # in a fresh process nothing else has imported it
 
     before = Autotuner.run
-
-    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        config = kernel.configs[0]
-        if config.pre_hook is not None:
-            config.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
-        return kernel.fn.run(*args, **kwargs, **config.all_kwargs())
-
     if is_interpreted():
-        Autotuner.run = run
+        Autotuner.run = lambda tuner, *args, **kwargs: kernels.launch_config(tuner, tuner.configs[0], args, kwargs)
     try:
         yield
     finally:

@@ -14,9 +14,18 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import kernels, program
-from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, decode_config, label_of, live_config, plain_tuner
+from kerneltune.adopt.configs import (
+    OPTIONS,
+    config_index,
+    configs_digest,
+    decode_config,
+    label_of,
+    live_config,
+    plain_tuner,
+    split_options,
+)
 from kerneltune.adopt.folder import Counters
-from kerneltune.adopt.kernels import Call, KernelName, KeyPlan, kernel_name, plan_key
+from kerneltune.adopt.kernels import OTHER_KIND, Call, KernelName, LaunchKeys, kernel_name, of_list
 from kerneltune.adopt.program import describe_error
 from kerneltune.adopt.table import Group, RowFinder, ServingRow, ServingTable, TableKernel, read_table
 
@@ -26,9 +35,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kerneltune.adopt")
 
-_MOST_KINDS, _MOST_LISTS = 4096, 64
-_MOST_PLANS = 8
-"""Most plans of keys for launches with the same numbers of arguments: a launch with and without an optional tensor has two."""
 SERVED, MISSED = "served", "missed"
 """Kinds of launches, with a config of the table or of the miss policy. The name of their count is `KIND KERNEL`."""
 
@@ -43,6 +49,7 @@ class Served:
         config: the live config object; None for a kernel without an autotuner.
         hook: the config's pre_hook.
         fallbacks: configs that replace the config if it fails to launch.
+        own: the program's values of the `options` of a kernel without an autotuner.
     """
 
     options: dict[str, Any]
@@ -50,23 +57,25 @@ class Served:
     config: Any = None
     hook: Callable[[dict[str, Any]], Any] | None = None
     fallbacks: list[Any] = field(default_factory=list)
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class ServingState:
-    """Hold the state of an autotuner with a list of configs.
+    """Hold the state of an autotuner with a list of configs; also of an autotuner that describes a kernel without an autotuner.
 
     Attributes:
         kernel: the table's kernel; None where the table has none for this autotuner.
         configs: the author's list.
         shown: the list that the autotuner shows: the author's, or its portfolio. Any other list was assigned by the program.
         counters: indices of the counts of launches: served, missed.
+        deciding: arguments that are part of `keys`: the arguments of the author's key, and the sizes that decide between rows.
+        keys: the served configs by the keys of launches.
+        finders: the table's rows by the author's keys and element types of launches.
         groups: the table's groups by author's key and element types.
         index: configs by their values.
-        plans: keys and their served configs, by the names and types of a launch's arguments.
-        finders: by the same names and types, a key without sizes and its RowFinder, None if the table lacks the key.
         rows: the configs of the table's rows, by identity of the row.
-        lists: states for lists that the program assigned later, by the configs and by their identities.
+        lists: states for lists that the program assigned later.
         choices: the author's choices from a list that the program assigned: the autotuner's cache does not tell lists apart.
     """
 
@@ -74,32 +83,31 @@ class ServingState:
     configs: list[Any]
     shown: list[Any]
     counters: tuple[int, int]
+    deciding: set[str]
+    keys: LaunchKeys[Served] = field(default_factory=LaunchKeys)
+    finders: LaunchKeys[RowFinder | None] = field(default_factory=LaunchKeys)
     groups: dict[str, Group] = field(default_factory=dict)
-    plans: dict[tuple[Any, ...], KeyPlan[Served]] = field(default_factory=dict)
-    finders: dict[tuple[Any, ...], KeyPlan[RowFinder | None]] = field(default_factory=dict)
-    rows: dict[int, Served] = field(default_factory=dict)
-    lists: "dict[tuple[Any, ...], ServingState]" = field(default_factory=dict)
-    choices: dict[Any, Any] | None = None
     index: dict[str, Any] = field(default_factory=dict)
+    rows: dict[int, Served] = field(default_factory=dict)
+    lists: "dict[Any, ServingState]" = field(default_factory=dict)
+    choices: dict[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         """Index the configs and the groups."""
         self.index = config_index(self.configs)
         for group in self.kernel.groups if self.kernel is not None else ():
             self.groups.setdefault(repr((group.key, list(group.dtypes))), group)
+            self.deciding.update(name.partition(".")[0] for name in group.split)
 
-
-@dataclass(slots=True)
-class PlainState:
-    """Hold the table's kernels of a function without an autotuner, one for each choice of options.
-
-    Attributes:
-        plans: keys of launches by the numbers of positional arguments and of keywords; several where names or types differ.
-    """
-
-    name: str
-    kernels: list[TableKernel]
-    plans: dict[tuple[Any, ...], list[KeyPlan[Served]]] = field(default_factory=dict)
+    def row(self, call: Call) -> ServingRow | None:
+        """Return the table's row of a launch; None where the table has none for its author's key and element types."""
+        if not self.groups:
+            return None
+        finder = self.finders.find(call.args, call.kwargs)
+        if finder is None:
+            group = self.groups.get(repr((call.author_key(), call.dtypes())))
+            finder = self.finders.remember(call, call.autotuner.keys, None if group is None else RowFinder(group))
+        return None if finder is None else finder.nearest({name: call.size(name) for name in finder.names})
 
 
 @dataclass(slots=True)
@@ -144,7 +152,8 @@ class Server:
         self._table: ServingTable | None = None
         self._read_for = ""
         self._said: set[str] = set()
-        self._plain: dict[Any, PlainState | None] = {}
+        self._plain: dict[Any, LaunchKeys[Served] | None] = {}
+        self._described: dict[Any, list[tuple[Any, ServingState]]] = {}
 
     def say(self, text: str) -> None:
         """Log a warning, unless the same text was logged before."""
@@ -191,10 +200,21 @@ class Server:
             log.info("kerneltune: serving %d kernels of %s, SHA-256 %s", len(table.kernels), device, digest)
         return table
 
-    def kernels_of(self, name: KernelName, is_plain: bool = False, is_early: bool = False) -> list[TableKernel]:
-        """Return the table's kernels of a name; none where no table may be served."""
-        table, wanted = self.table(is_early), (program.main_name(name.module), name.name, is_plain)
-        return [one for one in table.kernels if (one.module, one.name, one.is_plain) == wanted] if table is not None else []
+    def _kernels_of(self, function: Any, is_plain: bool = False, is_early: bool = False) -> list[TableKernel]:
+        """Return the table's kernels of a function's code; none where no table may be served, or for other code."""
+        table, name = self.table(is_early), KernelName(function.__module__, function.__qualname__)
+        wanted = program.main_name(name.module), name.name, is_plain
+        found = [one for one in table.kernels if (one.module, one.name, one.is_plain) == wanted] if table is not None else []
+        same = [one for one in found if one.bytecode == kernels.bytecode_digest(function)]
+        same = same or [one for one in found if one.source == kernels.source_digest(function)]  # another Python, or other code
+        if found and not same:
+            self.say(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
+        here = program.version_of(name.module)
+        fitting = [one for one in same if not here or one.package in ("", here)]
+        if same and not fitting:
+            tuned = f"tuned with version {same[0].package} of its package, here is {here}"
+            self.say(f"{name.text}: {tuned}: {self._as_missed}")
+        return fitting
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
@@ -207,58 +227,65 @@ class Server:
                 state = self.attach(autotuner)
             if autotuner.configs is not state.shown:
                 state = self._relisted(autotuner, state)
-            values = (*args, *kwargs.values())
-            plan = state.plans.get(kind := (*kwargs, *map(type, values)))
-            served = None if plan is None else plan.found.get(plan.key(*values))
-            if served is None:
-                result = self._resolve(original, Call(autotuner, args, kwargs), state, kind)
+            for plan in state.keys.plans:
+                try:
+                    served = plan.found[plan.key(args, kwargs)]
+                    break
+                except OTHER_KIND:
+                    pass
+            else:
+                result = self._resolve(original, Call(autotuner, args, kwargs), state)
                 if not isinstance(result, Served):
                     return result[0]
                 served = result
             count(served.counter)
-            while True:
-                if served.hook is not None:
-                    served.hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs, **served.options})
-                autotuner.best_config = served.config
-                try:
-                    return autotuner.fn.run(*args, **kwargs, **served.options)
-                except Exception as error:  # Triton's launch errors share no type
-                    if not served.fallbacks or not program.is_launch_failure(error):
-                        raise
-                    self._fall_back(autotuner, served, error)
+            options = served.options
+            kwargs.update(options)
+            if served.hook is not None:
+                served.hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs})
+            autotuner.best_config = served.config
+            try:
+                return autotuner.fn.run(*args, **kwargs)
+            except Exception as error:  # Triton's launch errors share no type
+                rest = {name: value for name, value in kwargs.items() if name not in options}
+                return self._fall_back(autotuner, served, error, args, rest)
 
         return run
 
     def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of `run` of kernels, for the kernels without an autotuner."""
-        count, states = self.counters.add, self._plain
+        count, by_function = self.counters.add, self._plain
 
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                state = states[kernel.fn]
+                keys = by_function[kernel.fn]
             except KeyError:
-                state = states[kernel.fn] = self._plain_state(kernel.fn)
-            if state is None:
+                keys = by_function[kernel.fn] = LaunchKeys() if self._kernels_of(kernel.fn, is_plain=True) else None
+            if keys is None:
                 return original(kernel, *args, **kwargs)
-            for plan in state.plans.get((len(args), len(kwargs)), ()):
+            for plan in keys.plans:
                 try:
-                    served = plan.found[plan.key(*args, **kwargs)]
+                    served = plan.found[plan.key(args, kwargs)]
                     break
-                except (KeyError, AttributeError, TypeError):  # the plan is of launches with other names or types
+                except OTHER_KIND:
                     pass
             else:
-                served = self._resolve_plain(state, Call(kernel, args, kwargs))
+                served = self._resolve_plain(keys, Call(kernel, args, kwargs))
             count(served.counter)
-            if not served.options:
+            options = served.options
+            if not options:
                 return original(kernel, *args, **kwargs)
+            kwargs.update(options)
             try:
-                return original(kernel, *args, **(kwargs | served.options))
+                return original(kernel, *args, **kwargs)
             except Exception as error:  # Triton's launch errors share no type
                 if not program.is_launch_failure(error):
                     raise
-                self.say(f"{state.name}: {served.options} fail here ({type(error).__name__}): the program's options")
+                name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
+                self.say(f"{name}: {options} fail here ({type(error).__name__}): the program's options")
                 served.options = {}
-                return original(kernel, *args, **kwargs)
+                rest = {name: value for name, value in kwargs.items() if name not in options}
+                return original(kernel, *args, **rest, **served.own)
 
         return run
 
@@ -275,7 +302,7 @@ class Server:
                         raise
                     self.say(f"{name}: not served: {describe_error(error)}")
                 served, missed = (self.counters.slot(f"{kind} {name}") for kind in (SERVED, MISSED))
-                state = ServingState(kernel, autotuner.configs, autotuner.configs, (served, missed))
+                state = ServingState(kernel, autotuner.configs, autotuner.configs, (served, missed), set(autotuner.keys))
                 if kernel is not None and kernel.portfolio and self.portfolio:
                     state.shown = self._live(state, kernel.portfolio[: self.portfolio]) or autotuner.configs
                     autotuner.configs = state.shown
@@ -285,38 +312,24 @@ class Server:
     def made(self, autotuner: Any) -> None:
         """Give an autotuner its portfolio before anything traces it."""
         with suppress(Exception):  # raised again where the program launches the kernel
-            if self.kernels_of(kernel_name(autotuner), is_early=True):
+            if self._kernels_of(autotuner.base_fn, is_early=True):
                 self.attach(autotuner, is_early=True)
 
     def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
         """Return the state of an autotuner with the list of configs that the program has assigned to it."""
-        with self._lock:
-            configs = autotuner.configs
-            key, equal = tuple(map(id, configs)), tuple(configs)  # programs may make equal configs anew for each launch
-            state = first.lists.get(key) or first.lists.get(equal)
-            if state is None:
-                if len(first.lists) >= 2 * _MOST_LISTS:
-                    first.lists.clear()
-                state = ServingState(self._kernel_of(autotuner, False), configs, configs, first.counters, choices={})
-                first.lists[equal] = first.lists[key] = state
-            return state
+        configs = autotuner.configs
 
-    def _kernel_of(self, autotuner: Any, is_early: bool) -> TableKernel | None:
-        name, function = kernel_name(autotuner), autotuner.base_fn
-        found = self.kernels_of(name, is_early=is_early)
-        same = [one for one in found if one.bytecode == kernels.bytecode_digest(function)]
-        same = same or [one for one in found if one.source == kernels.source_digest(function)]  # another Python, or other code
-        if not same:
-            if found:
-                self.say(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
-            return None
-        package = program.version_of(name.module)
-        kernel = next((one for one in same if one.configs == configs_digest(autotuner.configs)), same[0])
-        if kernel.package and package and kernel.package != package:
-            other = f"tuned with version {kernel.package} of its package, here is {package}"
-            self.say(f"{name.text}: {other}: {self._as_missed}")
-            return None
-        return kernel
+        def make() -> ServingState:
+            return ServingState(self._kernel_of(autotuner), configs, configs, first.counters, set(autotuner.keys), choices={})
+
+        with self._lock:
+            return of_list(first.lists, configs, make)
+
+    def _kernel_of(self, autotuner: Any, is_early: bool = False) -> TableKernel | None:
+        """Return the table's kernel of an autotuner, of another list of configs where the table has none of this list."""
+        same = self._kernels_of(autotuner.base_fn, is_early=is_early)
+        listed = [one for one in same if one.configs == configs_digest(autotuner.configs)] if same else []
+        return next(iter([*listed, *same]), None)
 
     def _live(self, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the live config objects of stored configs, without the configs that cannot be made here.
@@ -331,23 +344,16 @@ class Server:
         known = [item for config in state.configs for item in config.kwargs.items()]
         return [config for config in live if all(item in known for item in config.kwargs.items())]
 
-    def _resolve(
-        self, original: Callable[..., Any], call: Call, state: ServingState, kind: tuple[Any, ...]
-    ) -> "Served | tuple[Any]":
-        """Return the config for launches of this key, or the result of the launch where the author's autotuner made it.
-
-        kind: names and types of the launch's arguments.
-        """
+    def _resolve(self, original: Callable[..., Any], call: Call, state: ServingState) -> "Served | tuple[Any]":
+        """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
         if self._preparing is not None:
             self._preparing.wait()
-        plan = state.plans.get(kind) or self._plan(call, state, kind)
-        key = plan.key(*call.values)
-        row = _row(call, state, kind) if state.groups else None
+        row = state.row(call)
         if row is not None and (served := self._allowed(call, state, row)) is not None:
             self.counts.hits += 1
-            return plan.remember(key, served)
+            return self._remember(call, state, served)
         if len(state.configs) == 1:  # nothing to choose
-            return plan.remember(key, _served(state.configs, state.counters[0]))
+            return self._remember(call, state, _served(state.configs, state.counters[0]))
         with suppress(Exception):  # of the author's grid: the launch raises it again
             if 0 in (call.grid(state.configs[0]) or ()):  # without tokens, for example: any config does for this launch
                 return _served(state.configs[:1], state.counters[1])
@@ -361,23 +367,18 @@ class Server:
         if policy == "error":
             raise LookupError(f"{call.name.text}: no config for {call.sizes()} {call.dtypes()} on {program.device_slug()}")
         if policy == "author":
-            return self._by_author(original, call, state, plan, key)
-        return plan.remember(key, _served(self._guess(policy, call, state), state.counters[1]))
+            return self._by_author(original, call, state)
+        return self._remember(call, state, _served(self._guess(policy, call, state), state.counters[1]))
 
-    def _plan(self, call: Call, state: ServingState, kind: tuple[Any, ...]) -> KeyPlan[Served]:
-        """Return the plan of keys for launches whose arguments have these names and types.
+    def _remember(self, call: Call, state: ServingState, served: Served) -> Served:
+        """Serve a config to launches of this key from now on.
 
         The author's pruning and the policy `nearest` may depend on every argument.
         """
-        tuner, names, values = call.autotuner, call.names, call.values
+        tuner = call.autotuner
         is_whole = tuner.early_config_prune or tuner.perf_model or self.miss == "nearest"
-        sizes = {name.partition(".")[0] for group in state.groups.values() for name in group.split}  # that decide between rows
-        deciding = {*tuner.keys, *sizes, *(kernels.all_but_floats(names, values) if is_whole else ())}
-        if len(state.plans) >= _MOST_KINDS:
-            state.plans.clear()
-        state.finders[kind] = plan_key(names, values, set(tuner.keys))
-        plan = state.plans[kind] = plan_key(names, values, deciding)
-        return plan
+        deciding = state.deciding | kernels.all_but_floats(call.names, call.values) if is_whole else state.deciding
+        return state.keys.remember(call, deciding, served)
 
     def _allowed(self, call: Call, state: ServingState, row: ServingRow) -> Served | None:
         """Return the configs of a row that the author's pruning allows for a launch, without the author's performance model."""
@@ -402,9 +403,7 @@ class Server:
         self.say(f"{call.name.text}: a launch that was not tuned: served with {used}")
         return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(state.configs)]
 
-    def _by_author(
-        self, original: Callable[..., Any], call: Call, state: ServingState, plan: KeyPlan[Served], key: tuple[Any, ...]
-    ) -> tuple[Any]:
+    def _by_author(self, original: Callable[..., Any], call: Call, state: ServingState) -> tuple[Any]:
         """Let the author's autotuner tune if necessary and launch, and remember its choice."""
         self.counters.add(state.counters[1])
         self.say(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
@@ -417,53 +416,54 @@ class Server:
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
                 setattr(call.autotuner, name, alone.__dict__[name])
-        plan.remember(key, _served([alone.best_config], state.counters[1]))
+        self._remember(call, state, _served([alone.best_config], state.counters[1]))
         return (result,)
 
-    def _fall_back(self, autotuner: Any, served: Served, error: Exception) -> None:
-        """Serve the next config from now on, because the present config fails to launch."""
-        failed, config = served.config, served.fallbacks.pop(0)
-        bad, good = (label_of(one) for one in (failed, config))
-        self.say(f"{kernel_name(autotuner).text}: config {bad} fails here ({describe_error(error)}): falling back to {good}")
-        served.config, served.options, served.hook = config, config.all_kwargs(), config.pre_hook
+    def _fall_back(self, autotuner: Any, served: Served, error: Exception, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Launch with the next config from now on, because the present config fails to launch; raise any other error."""
+        while served.fallbacks and program.is_launch_failure(error):
+            bad, served.config = served.config, served.fallbacks.pop(0)
+            served.options, served.hook = served.config.all_kwargs(), served.config.pre_hook
+            labels = f"config {label_of(bad)} fails here ({describe_error(error)}): falling back to {label_of(served.config)}"
+            self.say(f"{kernel_name(autotuner).text}: {labels}")
+            try:
+                return kernels.launch_config(autotuner, served.config, args, kwargs)
+            except Exception as later:  # as in `run`
+                error = later
+        raise error
 
-    def _plain_state(self, function: Any) -> PlainState | None:
-        """Return the state of a function; None where the table has no kernel of it."""
-        name = KernelName(function.__module__, function.__qualname__)
-        found = [one for one in self.kernels_of(name, is_plain=True) if one.bytecode == kernels.bytecode_digest(function)]
-        return PlainState(name.text, found) if found else None
-
-    def _resolve_plain(self, state: PlainState, call: Call) -> Served:
+    def _resolve_plain(self, keys: LaunchKeys[Served], call: Call) -> Served:
         """Serve the options of the table to launches of this key from now on; no options where the table has no row.
 
         call: launch of the kernel itself instead of an autotuner.
         """
-        deciding = {*OPTIONS, "grid", *(key for one in state.kernels for key in one.keys)}
-        plan = plan_key(call.names, call.values, deciding, keywords=len(call.kwargs), is_typed=True)
-        plans = state.plans.setdefault((len(call.args), len(call.kwargs)), [])
-        known = next((other for other in plans if other.parts == plan.parts and other.places == plan.places), None)
-        if known is None:
-            plans[:] = [plan, *plans[: _MOST_PLANS - 1]]
+        function, options = call.autotuner.fn, {}
+        found, name = self._kernels_of(function, is_plain=True), f"{function.__module__}.{function.__qualname__}"
         try:
-            options = self._plain_options(state, call)
+            options = self._plain_options(found, call)
         except Exception as error:  # an argument of an unknown type must not end the user's program
-            self.say(f"{state.name}: a launch is not served: {describe_error(error)}")
-            options = {}
-        counter = self.counters.slot(f"{SERVED if options else MISSED} {state.name}")
-        return (known or plan).remember(plan.key(*call.args, **call.kwargs), Served(options, counter))
+            self.say(f"{name}: a launch is not served: {describe_error(error)}")
+        counter = self.counters.slot(f"{SERVED if options else MISSED} {name}")
+        own = {name: call.kwargs[name] for name in options if name in call.kwargs}
+        deciding = {*OPTIONS, "grid", *(key for one in found for key in one.keys)}
+        return keys.remember(call, deciding, Served(options, counter, own=own))
 
-    def _plain_options(self, state: PlainState, call: Call) -> dict[str, Any]:
-        """Return the options and blocks of the table for a launch; empty if the table has no row for it."""
-        own = {name: call.kwargs.get(name) for name in OPTIONS}
-        given = {name: value for name, value in call.kwargs.items() if name not in OPTIONS}
-        for stored in state.kernels:
-            tuner = plain_tuner(call.autotuner, own, stored.keys)
-            if configs_digest(tuner.configs) == stored.configs:
-                launch = Call(tuner, call.args, given)
-                row = stored.row(launch.author_key(), launch.sizes(), launch.dtypes())
-                if row is not None and self._fits(launch, row):
-                    chosen = decode_config(row.configs[0], self._make_config).all_kwargs()
-                    return {name: value for name, value in chosen.items() if name in own or launch.named[name] != value}
+    def _plain_options(self, found: Sequence[TableKernel], call: Call) -> dict[str, Any]:
+        """Return the options and blocks of the table's kernels for a launch; empty if the table has no row for it."""
+        own, given = split_options(call.kwargs)
+        key = call.autotuner.fn, *own.values()
+        if key not in self._described:
+            tuners = [(plain_tuner(call.autotuner, own, one.keys), one) for one in found]
+            same = [(tuner, one) for tuner, one in tuners if configs_digest(tuner.configs) == one.configs]
+            self._described[key] = [
+                (tuner, ServingState(one, tuner.configs, tuner.configs, (0, 0), set(tuner.keys))) for tuner, one in same
+            ]
+        for tuner, state in self._described[key]:
+            launch = Call(tuner, call.args, given)
+            row = state.row(launch)
+            if row is not None and self._fits(launch, row):
+                config = decode_config(row.configs[0], self._make_config).all_kwargs()
+                return {name: value for name, value in config.items() if name in own or launch.named[name] != value}
         return {}
 
     def _fits(self, call: Call, row: ServingRow) -> bool:
@@ -482,17 +482,6 @@ class Server:
         except Exception:  # the program's own code
             return False
         return grid is not None and list(grid) == row.evidence.get("grid")
-
-
-def _row(call: Call, state: ServingState, kind: tuple[Any, ...]) -> ServingRow | None:
-    """Return the table's row of a launch; None where the table has none for its author's key and element types."""
-    plan, values = state.finders[kind], call.values
-    key = plan.key(*values)
-    if key not in plan.found:
-        group = state.groups.get(repr((call.author_key(), call.dtypes())))
-        plan.remember(key, None if group is None else RowFinder(group))
-    finder = plan.found[key]
-    return None if finder is None else finder.nearest([plan.size(values, name) for name in finder.names])
 
 
 def _served(configs: Sequence[Any], counter: int) -> Served:

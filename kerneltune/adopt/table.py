@@ -64,7 +64,7 @@ class Group:
 
     def nearest(self, sizes: Mapping[str, int]) -> ServingRow:
         """Return the row whose deciding sizes are the nearest."""
-        return RowFinder(self).nearest([sizes.get(name) for name in self.split])
+        return RowFinder(self).nearest(sizes)
 
 
 class RowFinder:
@@ -76,9 +76,9 @@ class RowFinder:
         self._rows = sorted(rows, key=lambda row: row[0][:1])
         self._first = [logs[0] for logs, _ in self._rows] if group.split else []
 
-    def nearest(self, sizes: Sequence[int | None]) -> ServingRow:
-        """Return the row whose deciding sizes are the nearest; sizes: in the order of `names`."""
-        wanted = [log2_of(size) for size in sizes]
+    def nearest(self, sizes: Mapping[str, int | None]) -> ServingRow:
+        """Return the row whose deciding sizes are the nearest."""
+        wanted = [log2_of(sizes.get(name)) for name in self.names]
         rows = self._rows
         if len(wanted) == 1:  # the usual case: only the neighbours of the size can be the nearest
             place = bisect.bisect_left(self._first, wanted[0])

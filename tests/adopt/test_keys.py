@@ -1,48 +1,89 @@
 """Keys of launches: made from the arguments that decide, whatever the order in which a program names them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 
-from kerneltune.adopt.kernels import all_but_floats, plan_key
+from kerneltune.adopt.kernels import Call, LaunchKeys, all_but_floats, of_list, plan_key
 
 
-def test_key_holds_deciding_arguments_and_element_types_alone() -> None:
-    names, x = ("x", "N", "scale", "grid"), torch.ones(2)
-    plan = plan_key(names, (x, 3, 0.5, (1,)), {"N"})
-    assert plan.key(x, 3, 0.5, (1,)) == plan.key(torch.ones(9), 3, 2.0, (7,)) == (torch.float32, 3)
-    assert plan.key(x, 4, 0.5, (1,)) != plan.key(x, 3, 0.5, (1,)) != plan.key(x.half(), 3, 0.5, (1,))
+def launch(*args: Any, **kwargs: Any) -> Call:
+    """Return a launch of a kernel with these arguments."""
+    return Call(SimpleNamespace(arg_names=["x", "N", "BLOCK"]), args, kwargs)
+
+
+def test_key_holds_deciding_arguments_and_the_types_of_all_arguments() -> None:
+    x = torch.ones(2)
+    key = plan_key(launch(x, 3, 0.5, grid=(1,)), {"N"})
+    found = key((x, 3, 0.5), {"grid": (1,)})
+    assert found == key((torch.ones(9), 3, 2.0), {"grid": (7,)}) == (3, 1, torch.float32, 3, float, tuple)
+    assert key((x, 4, 0.5), {"grid": (1,)}) != found != key((x.half(), 3, 0.5), {"grid": (1,)})
 
 
 def test_key_of_arguments_by_name_takes_any_order_and_refuses_other_names() -> None:
-    plan = plan_key(("x", "N", "BLOCK"), (torch.ones(2), 3, 64), {"N", "BLOCK"}, keywords=2)
-    assert plan.key(torch.ones(2), BLOCK=64, N=3) == (torch.float32, 3, 64)
-    with pytest.raises(TypeError, match="WIDTH"):
-        plan.key(torch.ones(2), N=3, WIDTH=64)
+    key = plan_key(launch(torch.ones(2), N=3, BLOCK=64), {"N", "BLOCK"})
+    assert key((torch.ones(2),), {"BLOCK": 64, "N": 3}) == (1, 2, torch.float32, 3, 64)
+    with pytest.raises(KeyError, match="BLOCK"):
+        key((torch.ones(2),), {"N": 3, "WIDTH": 64})
 
 
 @pytest.mark.parametrize("other", [torch.ones(4, 4).T, torch.ones(17)[1:].view(4, 4)], ids=["strides", "alignment"])
 def test_key_with_layout_tells_strides_and_alignment_apart(other: torch.Tensor) -> None:
-    values = (torch.ones(4, 4),)
-    assert plan_key(("x",), values, {"x"}).key(*values) == plan_key(("x",), values, {"x"}).key(other)
-    plan = plan_key(("x",), values, {"x"}, has_layout=True)
-    assert plan.key(*values) == plan.key(torch.zeros(4, 4)) != plan.key(other)
+    call = launch(torch.ones(4, 4))
+    assert plan_key(call, {"x"})(call.args, {}) == plan_key(call, {"x"})((other,), {})
+    key = plan_key(call, {"x"}, has_layout=True)
+    assert key(call.args, {}) == key((torch.zeros(4, 4),), {}) != key((other,), {})
 
 
 @pytest.mark.parametrize(("value", "other"), [((torch.ones(2), 1), (torch.ones(3), 1)), ((1, 2), (1, 3)), (object(), object())])
 def test_key_tells_values_of_no_plain_type_apart(value: Any, other: Any) -> None:
-    plan = plan_key(("x",), (value,), {"x"})
-    assert plan.key(value) == plan.key(value) != plan.key(other)
+    key = plan_key(launch(value), {"x"})
+    assert key((value,), {}) == key((value,), {}) != key((other,), {})
 
 
 def test_floats_and_the_grid_tell_no_launches_apart() -> None:
     assert all_but_floats(("x", "scale", "N", "grid", "warmup"), (torch.ones(1), 0.5, 3, (1,), False)) == {"x", "N"}
 
 
-def test_a_plan_forgets_its_keys_when_it_holds_very_many() -> None:
-    plan = plan_key(("N",), (0,), {"N"})
+def test_launches_with_other_names_or_types_have_keys_of_their_own() -> None:
+    x, keys = torch.ones(2), LaunchKeys[str]()
+    launches = {
+        "tensor": launch(x, 3, BLOCK=64),
+        "none": launch(None, 3, BLOCK=64),
+        "named": launch(x, N=3, BLOCK=64),
+        "short": launch(x, 3),
+        "float": launch(x, 3, BLOCK=0.5),
+    }
+    for name, call in launches.items():
+        assert keys.find(call.args, call.kwargs) is None
+        assert keys.remember(call, {"x", "N"}, name) == name
+    assert [keys.find(call.args, call.kwargs) for call in launches.values()] == list(launches)
+    assert keys.find((torch.ones(2), 3), {"BLOCK": 128}) == "tensor"
+    assert keys.find((torch.ones(3), 3), {"BLOCK": 64}) is None
+    assert keys.find((x, [3]), {"BLOCK": 64}) is None
+
+
+def test_keys_forget_launches_when_they_are_very_many() -> None:
+    keys = LaunchKeys[int]()
     for n in range(5000):
-        assert plan.remember(plan.key(n), n) == n
-    assert len(plan.found) < 4097
-    assert plan.found[plan.key(4999)] == 4999
+        assert keys.remember(launch(n), {"x"}, n) == n
+    for n in range(100):
+        keys.remember(launch(0, **{f"n{n}": 1}), {"x"}, n)
+    assert keys.find((0,), {"n99": 1}) == 99
+    assert max(len(plan.found) for plan in keys.plans) < 4097
+    assert len(keys.plans) < 33
+
+
+def test_lists_of_configs_are_found_by_identity_and_by_value() -> None:
+    lists: dict[Any, object] = {}
+    configs = [triton.Config({"BLOCK": size}) for size in (32, 64)]
+    first = of_list(lists, configs, object)
+    assert of_list(lists, list(configs), object) is first
+    assert of_list(lists, [triton.Config({"BLOCK": size}) for size in (32, 64)], object) is first
+    assert of_list(lists, configs[:1], object) is not first
+    for size in range(1000):
+        of_list(lists, [triton.Config({"BLOCK": size})], object)
+    assert len(lists) < 129

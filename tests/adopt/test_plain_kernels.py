@@ -15,9 +15,10 @@ import triton.runtime.interpreter
 from adopted import kernel_of, write_table
 from test_capture_tuning import GPU, SizedBench
 
-from kerneltune.adopt import program, serving, startup, tuning
+from kerneltune.adopt import kernels, program, startup, tuning
 from kerneltune.adopt.configs import plain_tuner
 from kerneltune.adopt.folder import CLASSES, LaunchClass, read_blocks
+from kerneltune.adopt.kernels import plan_key
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel, make_launch
 from kerneltune.adopt.table import read_table
@@ -339,14 +340,14 @@ def test_launches_with_and_without_an_optional_tensor_are_resolved_once_each(
     launches = read_capture(tmp_path).classes
     chosen = next(one.config for one in launches[0].candidates if one.config["num_warps"] == 8 and one.grid is not None)
     write_table(tmp_path, kernel_of(launches, [chosen], is_plain=True, portfolio=()))
-    resolved: list[Any] = []
-    monkeypatch.setattr(serving, "plain_tuner", lambda *args: resolved.append(args) or plain_tuner(*args))
+    planned: list[Any] = []
+    monkeypatch.setattr(kernels, "plan_key", lambda *args, **given: planned.append(args) or plan_key(*args, **given))
     startup.install(tmp_path, misses=None)
     given.clear()
     for tensor in (None, bias, None, bias):
         assert call(tensor) == [n + (tensor is not None) for n in range(96)]
     assert [one["num_warps"] for one in given] == [8, 8, 8, 8]
-    assert len(resolved) == 2
+    assert len(planned) == 4  # of the author's key and of the whole key
 
 
 @pytest.mark.parametrize("size", [[64], object(), None, torch.ones(2)])
