@@ -6,7 +6,7 @@ The module looks nothing up.
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -55,7 +55,7 @@ _said: set[tuple[object, ...]] = set()
 """Misses that were warned of, without the sizes of their free axes."""
 
 
-def report(miss: Miss, used: str, free_axes: Sequence[str]) -> None:
+def report(miss: Miss, describe: Callable[[], str], free_axes: Sequence[str]) -> None:
     """Warn of a miss and name the config used instead; append the miss to the log that KERNELTUNE_LOG_MISSES names.
 
     Free axes may change with every call: a single warning covers all their sizes. Misses of the interpreter, for which nothing is
@@ -76,9 +76,9 @@ def report(miss: Miss, used: str, free_axes: Sequence[str]) -> None:
         return
     text = f"no config for {miss.op} {miss.variant} {miss.case.label} {miss.policy} on {miss.device}"
     if strict:
-        raise LookupError(f"{text} ({_STRICT}=1); nearest: {used}")
+        raise LookupError(f"{text} ({_STRICT}=1); nearest: {describe()}")
     _said.add(alike)
-    warnings.warn(f"{text}; using {used}", CacheMissWarning, stacklevel=5)
+    warnings.warn(f"{text}; using {describe()}", CacheMissWarning, stacklevel=5)
 
 
 def _is_strict() -> bool:

@@ -1,13 +1,16 @@
 """What a call costs beside the kernel: the look-up of a config, and the wrapper around the launch."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from kerneltune import cache
+from kerneltune.ops.int4_gemm import fastest, fp8_gemm, gemm
 from kerneltune.ops.rmsnorm import FwdConfig, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.fwd import OP
 from kerneltune.ops.rmsnorm.kernels import forward, rows
@@ -43,6 +46,21 @@ def look_up(rows: int = 8192) -> object:
 def test_a_look_up_takes_at_most_2_us() -> None:
     assert isinstance(look_up(), FwdConfig)
     assert seconds_per_call(look_up, 20_000) <= 2e-6
+
+
+@pytest.mark.alone
+@pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
+@pytest.mark.parametrize("module", [gemm, fp8_gemm, fastest])
+def test_the_first_look_up_of_a_number_of_tokens_takes_at_most_100_us(module: Any) -> None:
+    choose = cache.Chooser.of(module.OP, module.OP.variant("optimized"))
+    values = {"group": 128, "zeros": False, "bias": False, "fp8_copy": True}
+    options = tuple((name, values[name]) for name in module.OP.options)
+    tokens = itertools.count(9, 3)
+
+    def first() -> None:
+        choose((("N", next(tokens)), ("M", 4096), ("K", 4096)), "bfloat16", "int4", options, "nvidia_h200")
+
+    assert seconds_per_call(first, 20) <= 1e-4  # 20 to 35 µs on an idle core
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")

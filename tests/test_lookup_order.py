@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from subprocess import run
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from made_up import CASE, SMALL, Small, op_of
@@ -17,7 +17,17 @@ from kerneltune.misses import CacheMissWarning
 from kerneltune.spec import Case
 
 GPU, H100 = "nvidia_h200", "nvidia_h100_80gb_hbm3"
-DEFAULT = cache.Choice(Small(256, 4), "default", "the default")
+
+
+class Found(NamedTuple):
+    """An answer whose words are comparable."""
+
+    config: Any
+    source: str
+    described: str
+
+
+DEFAULT = Found(Small(256, 4), "default", "the default")
 OP = replace(op_of(SMALL), free_axes=("M",))
 
 
@@ -34,17 +44,18 @@ def store(root: Path, size: int, block: int, gpu: str = GPU) -> None:
     cache.store("fake", gpu, cache.entry_from(values), root)
 
 
-def found(root: Path, size: int, gpu: str = GPU, max_distance: float = 4.0) -> cache.Choice:
+def found(root: Path, size: int, gpu: str = GPU, max_distance: float = 4.0) -> Found:
     op = replace(OP, max_distance=max_distance)
-    return cache.Chooser.of(op, SMALL, "cold", root).find(Case("", (("M", size),), "bfloat16"), gpu)
+    choice = cache.Chooser.of(op, SMALL, "cold", root).find(Case("", (("M", size),), "bfloat16"), gpu)
+    return Found(choice.config, choice.source, choice.describe())
 
 
 def test_the_own_entry_then_the_nearest_within_the_distance_then_the_default(tmp_path: Path) -> None:
     store(tmp_path, 1024, 512)
     store(tmp_path, 4096, 64)
-    assert found(tmp_path, 4096) == cache.Choice(Small(64, 8), "own", "")
+    assert found(tmp_path, 4096) == Found(Small(64, 8), "own", "")
     near = 'that of M=4096 bfloat16, log2 distance 1.0: {"block": 64, "warps": 8}'
-    assert found(tmp_path, 8192) == cache.Choice(Small(64, 8), "near", near)
+    assert found(tmp_path, 8192) == Found(Small(64, 8), "near", near)
     assert [found(tmp_path, size).source for size in (65536, 65537, 64, 63)] == ["near", "default", "near", "default"]
     assert found(tmp_path, 63) == DEFAULT
     assert [found(tmp_path, size, max_distance=0.5).source for size in (4096, 5792, 5793)] == ["own", "near", "default"]
@@ -62,7 +73,7 @@ def test_a_gpu_without_configs_takes_those_of_the_nearest_architecture_and_says_
         told = [found(tmp_path, size, H100) for size in (1024, 2048)]
     assert len(caught) == 1
     assert [(choice.config, choice.source) for choice in told] == [(Small(512, 8), "near")] * 2
-    assert told[1].told.startswith(f"that of M=1024 bfloat16 on {GPU}, log2 distance 1.0: ")
+    assert told[1].described.startswith(f"that of M=1024 bfloat16 on {GPU}, log2 distance 1.0: ")
     assert found(tmp_path, 1 << 20, H100) == DEFAULT
     for gpu in ("amd_mi300x", "a_gpu_of_no_known_architecture", device.INTERPRETER):
         assert found(tmp_path, 1024, gpu) == DEFAULT

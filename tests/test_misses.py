@@ -209,4 +209,4 @@ def test_a_log_that_is_a_pipe_is_one_warning_and_no_wait(tmp_path: Path, monkeyp
     monkeypatch.setenv("KERNELTUNE_LOG_MISSES", str(path))
     misses.forget()
     with pytest.warns(UserWarning, match="cannot write .*pipe"):
-        misses.report(Miss("stream", "optimized", "a_gpu", Case("", (("read", 8),), "int32"), "cold"), "the default", ())
+        misses.report(Miss("stream", "optimized", "a_gpu", Case("", (("read", 8),), "int32"), "cold"), lambda: "the default", ())

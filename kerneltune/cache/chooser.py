@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,12 +26,12 @@ class Choice(NamedTuple):
 
     Attributes:
         source: `own`, `near` for the config of other sizes, options, type or GPU, or `default`.
-        told: the answer in words; empty for `own`.
+        describe: gives the answer in words; empty for `own`.
     """
 
     config: Any
     source: str
-    told: str
+    describe: Callable[[], str]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -90,16 +90,17 @@ class Chooser:
         """
         gpu = gpu or device.current_slug()
         if (own := self.own(case, gpu)) is not None:
-            return Choice(own[1], "own", "")
+            return Choice(own[1], "own", str)
         folder = _folder(self.op, gpu, self.root)
         for entry, config, distance in self.near(case, folder, self.max_distance):
             if folder != gpu:
                 _say_borrowed(gpu, folder)
-            return Choice(config, "near", _told(case, entry, distance, self.policy, folder if folder != gpu else ""))
+            borrowed = folder if folder != gpu else ""
+            return Choice(config, "near", partial(_described, case, entry, distance, self.policy, borrowed))
         config = self.default(case)
         if (reason := self.valid(case, config)) is not None:
             raise ValueError(f"{self.op}: {case.label}: expected sizes that some config can run: {reason}")
-        return Choice(config, "default", "the default")
+        return Choice(config, "default", lambda: "the default")
 
     def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
         """Return the entry of exactly a case and its config; None if there is no valid config."""
@@ -228,11 +229,11 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
     case = Case("", axes, dtype, quant, options)
     found = chooser.find(case, gpu)
     if found.source != "own":
-        misses.report(misses.Miss(chooser.op, chooser.variant, gpu, case, chooser.policy), found.told, chooser.free_axes)
+        misses.report(misses.Miss(chooser.op, chooser.variant, gpu, case, chooser.policy), found.describe, chooser.free_axes)
     return found.config
 
 
-def _told(case: Case, entry: CacheEntry, distance: float, policy: str, gpu: str) -> str:
+def _described(case: Case, entry: CacheEntry, distance: float, policy: str, gpu: str) -> str:
     """Return how an entry's case differs from a case, and the entry's config; gpu: the folder of another GPU, or empty."""
     sizes = " ".join(f"{axis}={size}" for axis, size in entry.axes)
     changed = "".join(f" {name}={value}" for name, value in entry.options if value != case.option(name))

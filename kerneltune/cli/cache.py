@@ -115,7 +115,7 @@ def explain(
     found = cache.Chooser.of(chosen, of, "cold", configs).find(asked, slug)
     sources = {
         "own": "the cache's entry for exactly this case" + _staleness(of, asked, cache.load(op, slug, configs)),
-        "near": f"the cache's nearest entry, {found.told.partition(': ')[0]}",
+        "near": f"the cache's nearest entry, {found.describe().partition(': ')[0]}",
         "default": f"the default: {slug} has no entry for this case or near it{_reach(chosen)}",
     }
     for word, text in (("case", asked.label), ("config", pairs(knobs_of(found.config))), ("from", sources[found.source])):

@@ -104,7 +104,7 @@ def test_sizes_that_are_named_nowhere_get_a_valid_config_and_a_reason(name: str)
         found = chooser.find(case)
         assert variant.valid(case, found.config) is None, case.label
         assert found.source in ("own", "near", "default")
-        assert bool(found.told) == (found.source != "own")
+        assert bool(found.describe()) == (found.source != "own")
         served += 1
     assert served >= 8
 

@@ -67,6 +67,7 @@ class Int4Config:
 
 _Estimate = tuple[float, tuple[int, int, int, int, bool, int, bool]]
 """The estimated time of a config, and its knobs in order."""
+_LENGTH = itemgetter(0)
 
 
 class _Sizes(NamedTuple):
@@ -231,16 +232,21 @@ def default(case: Case) -> Int4Config:
     of rows of single warps are left to a search. H200, 2026-11-26: 0.988 of the tuned speed over 136 cases, worst 0.880.
     """
     sizes = _sizes(case)
-    of_tiles = (_shortest(sizes, _by_warps(sizes, rows, tokens)) for rows in (32, 64) for tokens in sizes.tokens)
-    warps = next(filter(None, of_tiles), None)
-    if warps is not None and warps[1].tokens < sizes.N:
-        warps = warps[0] * _READ_AGAIN, warps[1]
-    found = [warps, _shortest(sizes, _by_warpgroups(sizes)) if sizes.N > 8 else None]
-    return min(filter(None, found), key=itemgetter(0))[1]
+    return _default(sizes._replace(N=8 if sizes.N <= 8 else cdiv(sizes.N, 16) * 16))
+
+
+@lru_cache(maxsize=4096)
+def _default(sizes: _Sizes) -> Int4Config:
+    """Return the default for all numbers of tokens that need as many programs as the largest, `sizes.N`."""
+    of_tiles = (_by_warps(sizes, rows, tokens) for rows in (32, 64) for tokens in sizes.tokens if rows * tokens <= 1024)
+    length, knobs = next(filter(None, (min(offered, default=None, key=_LENGTH) for offered in of_tiles)))
+    again = _READ_AGAIN if knobs[0] < sizes.N else 1.0
+    found = [(length * again, knobs), *(_by_warpgroups(sizes) if sizes.N > 8 else ())]
+    return Int4Config(*min(found, key=_LENGTH)[1])
 
 
 def _by_warps(sizes: _Sizes, rows: int, tokens: int) -> Iterable[_Estimate]:
-    """Yield the configs of single warps that have a block of rows to a program; most of them are valid."""
+    """Yield the valid configs of single warps that have a block of rows to a program."""
     if rows == 32 and tokens == 16 and sizes.has_many_values:
         return
     tiles, depth, at_once = sizes.programs(tokens, 1, 1), sizes.depth, _warps_at_once(rows, tokens)
@@ -256,7 +262,7 @@ def _by_warps(sizes: _Sizes, rows: int, tokens: int) -> Iterable[_Estimate]:
 
 
 def _by_warpgroups(sizes: _Sizes) -> Iterable[_Estimate]:
-    """Yield the configs of warpgroups; most of them are valid."""
+    """Yield valid configs of warpgroups."""
     depth = sizes.depth
     for tokens in sizes.tokens if 32 not in (sizes.group, sizes.K) else ():
         if tokens >= min(sizes.N, 32):
@@ -267,15 +273,6 @@ def _by_warpgroups(sizes: _Sizes) -> Iterable[_Estimate]:
                 if held and -(-depth // splits) * (splits - 1) < depth:
                     length = _length_of_warpgroups(splits * tiles, depth, splits, tokens, blocks)
                     yield length, (tokens, _ROWS_OF_WARPGROUP, 1, splits, True, blocks, True)
-
-
-def _shortest(sizes: _Sizes, offered: Iterable[_Estimate]) -> tuple[float, Int4Config] | None:
-    """Return the valid config of the shortest estimated time, and that time; None if none is valid."""
-    for length, knobs in sorted(offered, key=itemgetter(0)):
-        config = Int4Config(*knobs)
-        if _wrong(sizes, config) is None:
-            return length, config
-    return None
 
 
 def promising(case: Case) -> tuple[Int4Config, ...]:
