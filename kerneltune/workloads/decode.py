@@ -9,6 +9,7 @@ Every variant has the same weights: codes of four bits, or the values of these c
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kerneltune.compat import scaled_mm
+from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.ops.int4_gemm import fastest, packing
-from kerneltune.ops.int4_gemm import reference as int4
 from kerneltune.ops.rmsnorm import rmsnorm_add_fwd, rmsnorm_fwd
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.workloads.model_cases import projections
+from kerneltune.workloads.model_config import Model
 
 _16_BITS, _CAST = (0.03, 0.15), (0.3, 1.5)
 """Noise and largest error against fp32, in parts of a token's root mean square, of products in 16 bits and of e4m3 tokens.
@@ -33,11 +36,19 @@ Product = Callable[[Inputs, Any], Tensor]
 """Multiply an operand by the weight of a linear layer, given as the inputs of `int4_gemm`."""
 
 
+def _linears(hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int) -> dict[str, tuple[int, int]]:
+    """Return (outputs, inputs) of qkv, o, gate-up and down; sizes as in `Model`."""
+    model = Model(
+        Path(), "", hidden, heads, kv_heads, head_dim, mlp, value_dim=head_dim, fused_attention=True, fused_mlp=True
+    )  # fmt: skip
+    return {name.partition(".")[2]: shape for name, shape in projections(model).items()}
+
+
 SHAPES = {
-    "llama-3-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate-up": (28672, 4096), "down": (4096, 14336)},
-    "llama-3-70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate-up": (57344, 8192), "down": (8192, 28672)},
-    "qwen3-32b": {"qkv": (10240, 5120), "o": (5120, 8192), "gate-up": (51200, 5120), "down": (5120, 25600)},
-    "tiny": {"qkv": (192, 128), "o": (128, 128), "gate-up": (512, 128), "down": (128, 256)},
+    "llama-3-8b": _linears(4096, 32, 8, 128, 14336),
+    "llama-3-70b": _linears(8192, 64, 8, 128, 28672),
+    "qwen3-32b": _linears(5120, 64, 8, 128, 25600),
+    "tiny": _linears(128, 4, 1, 32, 256),
 }
 """Model -> linear layer -> (outputs, inputs)."""
 
@@ -57,7 +68,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     x = torch.empty((case["N"], hidden), dtype=torch.bfloat16, device=device)
     if device != "meta":
         x.normal_(generator=torch.Generator(device=device).manual_seed(1000 * seed + 999))
-    scale = torch.full((1,), 448 / _MOST_NORM, device=device)
+    scale = torch.full((1,), FP8_MAX["e4m3"] / _MOST_NORM, device=device)
     norm, amax = torch.ones(hidden, dtype=torch.bfloat16, device=device), torch.zeros(1, device=device)
     return {"x": x, "layers": layers, "norm": norm, "scale": scale, "amax": amax}
 
@@ -143,34 +154,25 @@ def run(product: Product, is_cast: bool, quant: str, inputs: Inputs, _config: No
     return {"qkv": qkv, "y": total, "is_cast": is_cast}
 
 
-def _variant_of_int4(name: str) -> Product:
-    """Return the product of a variant of `int4_fastest_gemm`, with the best known config."""
-
-    def product(linear: Inputs, x: Tensor) -> Tensor:
-        y: Tensor = fastest.OP.variant(name).run({**linear, "x": x}, None)["y"]
-        return y
-
-    return product
+def _of_int4(name: str, linear: Inputs, x: Tensor) -> Tensor:
+    """Multiply by a variant of `int4_fastest_gemm`, with the best known config."""
+    y: Tensor = fastest.OP.variant(name).run({**linear, "x": x}, None)["y"]
+    return y
 
 
 def _of_norm(linear: Inputs, x: Any) -> Tensor:
     """Multiply e4m3 tokens of a norm by an fp8 weight, each with a scale for the tensor; cast other tokens first."""
     if isinstance(x, Tensor):
-        return _variant_of_int4("scaled_mm_static")(linear, x)
-    w, w_scale = linear["forms"].other("of norm", _tensorwise)
+        return _of_int4("scaled_mm_static", linear, x)
+    w, w_scale = linear["forms"].other("e4m3", lambda forms: packing.to_e4m3(forms.dequantised, by_row=False))
     y: Tensor = scaled_mm(x.y, w.t(), x.scale_inv, w_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
     return y
 
 
-def _tensorwise(forms: int4.Forms) -> tuple[Tensor, Tensor]:
-    """Return a weight in e4m3 and its scale."""
-    w = forms.dequantised
-    scale = (w.abs().max().float() / 448).reshape(1)
-    return (w.float() / scale).to(torch.float8_e4m3fn), scale
-
-
-def _variant(name: str, product: Product, is_cast: bool, quant: str = "none", is_peer: bool = False) -> Variant:
-    return Variant(name, partial(run, product, is_cast, quant), requires=("torch",) if is_peer else ())
+def _variant(name: str, product: Product | str, is_cast: bool, quant: str = "none", is_peer: bool = False) -> Variant:
+    """Return a variant; product: a function, or a variant of `int4_fastest_gemm`."""
+    multiply = partial(_of_int4, product) if isinstance(product, str) else product
+    return Variant(name, partial(run, multiply, is_cast, quant), requires=("torch",) if is_peer else ())
 
 
 OPS = (
@@ -187,12 +189,12 @@ OPS = (
         flops=flops,
         module=__name__,
         variants=(
-            _variant("baseline", _variant_of_int4("dequantised"), False, is_peer=True),
-            _variant("optimized", _variant_of_int4("optimized"), True),
-            _variant("int4_gemm", _variant_of_int4("baseline"), False),
-            _variant("int4_fp8_gemm", _variant_of_int4("int4_fp8"), True),
-            _variant("fp8_rowwise", _variant_of_int4("scaled_mm_rowwise"), True, is_peer=True),
-            _variant("fp8_static", _variant_of_int4("scaled_mm_static"), True, is_peer=True),
+            _variant("baseline", "dequantised", False, is_peer=True),
+            _variant("optimized", "optimized", True),
+            _variant("int4_gemm", "baseline", False),
+            _variant("int4_fp8_gemm", "int4_fp8", True),
+            _variant("fp8_rowwise", "scaled_mm_rowwise", True, is_peer=True),
+            _variant("fp8_static", "scaled_mm_static", True, is_peer=True),
             _variant("fp8_norm", _of_norm, True, quant="fp8", is_peer=True),
         ),
     ),

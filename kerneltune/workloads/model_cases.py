@@ -184,11 +184,16 @@ def _projections(model: Model, tokens: int) -> Iterator[ModelCase]:
     """Yield int4 products of attention, dense layers and shared experts."""
     if model.dtype == "float32":
         return
-    for layer, (out, depth) in {**_attention(model), **_dense(model)}.items():
+    for layer, (out, depth) in projections(model).items():
         group = next((group for group in _GROUPS if depth % group == 0), None)
         if group is not None and out % 2 == 0:
             sizes = (("N", tokens), ("M", out), ("K", depth), ("dtype", model.dtype), ("group", group))
             yield ModelCase(layer, "int4_gemm", sizes)
+
+
+def projections(model: Model) -> dict[str, tuple[int, int]]:
+    """Return (outputs, inputs) of every projection of attention, dense layers and shared experts."""
+    return {**_attention(model), **_dense(model)}
 
 
 def _attention(model: Model) -> Mapping[str, tuple[int, int]]:
