@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.rounding import cdiv
 
 ROWS = 64
@@ -137,6 +138,12 @@ def quantise(w: torch.Tensor, group: int, zeros: bool = False) -> Codes:
     z = (-low / scales.float()).round().clamp(0, 15)
     codes = ((groups / scales.float()[:, :, None]).round() + z[:, :, None]).clamp(0, 15)
     return Codes(codes.to(torch.uint8).view(rows, depth), scales, z.to(torch.uint8))
+
+
+def to_e4m3(t: torch.Tensor, *, by_row: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix in e4m3, and its scale (1,) or the scale of each row: an element is its e4m3 element times the scale."""
+    scale = t.abs().amax(1 if by_row else (), keepdim=True).float().clamp(min=1e-12) / FP8_MAX["e4m3"]
+    return (t.float() / scale).to(torch.float8_e4m3fn), scale.flatten()
 
 
 def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:

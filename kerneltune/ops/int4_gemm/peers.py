@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from kerneltune.ops.int4_gemm import checkpoints, packing
-from kerneltune.ops.int4_gemm.reference import Forms, group_size, not_empty
+from kerneltune.ops.int4_gemm.reference import E4M3_ROUNDING, Forms, group_size, not_empty
 from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 
@@ -15,10 +15,12 @@ def dequantised(inputs: Inputs, _config: None) -> Outputs:
 
 
 def scaled_mm(inputs: Inputs, _config: None) -> Outputs:
-    """Run torch's product with x and weights of fp8, one scale for each tensor; y_fp8 has the rounding error of fp8 operands."""
-    x, w, x_scale, w_scale = inputs["forms"].other("scaled_mm", lambda forms: _fp8_operands(inputs["x"], forms.dequantised))
+    """Run torch's product with x and weights of fp8, one scale for each tensor."""
+    forms: Forms = inputs["forms"]
+    x, x_scale = forms.other("e4m3 x", lambda _: packing.to_e4m3(inputs["x"], by_row=False))
+    w, w_scale = forms.other("e4m3", lambda forms: packing.to_e4m3(forms.dequantised, by_row=False))
     y = torch._scaled_mm(x, w.t(), scale_a=x_scale, scale_b=w_scale, out_dtype=inputs["x"].dtype, use_fast_accum=True)
-    return {"y_fp8": y + inputs["bias"] if "bias" in inputs else y}
+    return {"y": y + inputs["bias"] if "bias" in inputs else y, "rounding": E4M3_ROUNDING}
 
 
 def tinygemm(inputs: Inputs, _config: None) -> Outputs:
@@ -50,13 +52,6 @@ def scaled_grouped_mm(
         x, w.transpose(1, 2), x_scale, w_scale, offs=offs, out_dtype=torch.bfloat16, use_fast_accum=True
     )
     return y
-
-
-def _fp8_operands(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return x and w in e4m3, and the scale of each."""
-    scales = [(t.abs().max().float() / torch.finfo(torch.float8_e4m3fn).max).reshape(1) for t in (x, w)]
-    casts = [(t.float() / scale).to(torch.float8_e4m3fn) for t, scale in zip((x, w), scales, strict=True)]
-    return *casts, *scales
 
 
 def _tinygemm_weight(forms: Forms) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The fastest of three products of int4 weights: which product runs, cached products, rounding of each, bad arguments."""
+"""The fastest of four products of int4 weights: which product runs, cached products, rounding of each, bad arguments."""
 
 import dataclasses
 from pathlib import Path
@@ -19,6 +19,7 @@ from kerneltune.ops.int4_gemm import (
     int4_fp8_gemm,
     int4_gemm,
     pack,
+    quantise,
     to_fp8,
 )
 from kerneltune.ops.int4_gemm.fastest import OP
@@ -41,10 +42,11 @@ def tokens_of(count: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("tokens", "rows", "depth", "kept", "name"), [
-    (32, 28672, 4096, True, "int4_gemm"), (33, 28672, 4096, True, "int4_fp8_gemm"), (64, 4096, 4096, True, "int4_gemm"),
-    (65, 4096, 4096, True, "int4_fp8_gemm"), (128, 1024, 8192, True, "int4_gemm"), (65, 28672, 4096, True, "fp8"),
-    (128, 4096, 14336, True, "int4_fp8_gemm"), (129, 4096, 14336, True, "fp8"), (1000, 4096, 14336, False, "int4_fp8_gemm"),
-    (1000, 4098, 14336, True, "int4_fp8_gemm"),
+    (32, 16384, 4096, True, "int4_gemm"), (32, 28672, 4096, True, "int4_fp8_gemm"),
+    (33, 28672, 4096, True, "int4_fp8_gemm"), (64, 4096, 4096, True, "int4_gemm"),
+    (65, 4096, 4096, True, "fp8_scaled"), (128, 1024, 8192, True, "int4_gemm"), (65, 28672, 4096, True, "fp8"),
+    (64, 4096, 14336, True, "fp8_scaled"), (128, 24576, 1536, True, "int4_fp8_gemm"), (129, 24576, 1536, True, "fp8"),
+    (1000, 4096, 14336, True, "fp8"), (1000, 4096, 14336, False, "int4_fp8_gemm"), (1000, 4098, 14336, True, "int4_fp8_gemm"),
 ])  # fmt: skip
 def test_default_product_depends_on_tokens_sizes_and_the_kept_weight(
     tokens: int, rows: int, depth: int, kept: bool, name: str
@@ -81,8 +83,9 @@ def test_each_product_runs_by_its_name(count: int) -> None:
     want = exact(x, CODES, bias)
     for product in (int4_gemm, int4_fp8_gemm):
         assert torch.equal(fastest_gemm(x, WEIGHT, bias, config=ProductConfig(product.__name__)), want)
-    got = fastest_gemm(x, WEIGHT, bias, COPY, config=ProductConfig("fp8"))
-    torch.testing.assert_close(got, want, rtol=0.1, atol=0.1 * float(want.abs().max()))
+    for name in ("fp8", "fp8_scaled"):
+        got = fastest_gemm(x, WEIGHT, bias, COPY, config=ProductConfig(name))
+        torch.testing.assert_close(got, want, rtol=0.1, atol=0.1 * float(want.abs().max()))
 
 
 def test_the_product_in_fp8_of_fp16_tokens_is_rounded_to_fp16_alone() -> None:
@@ -92,8 +95,25 @@ def test_the_product_in_fp8_of_fp16_tokens_is_rounded_to_fp16_alone() -> None:
     assert not torch.equal(got, got.bfloat16().half())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [0, 1, 33])
+def test_scaling_in_a_launch_of_its_own_differs_by_a_rounding_to_bf16(dtype: torch.dtype, count: int) -> None:
+    rows = 1040  # more than a program scales, and no multiple of it
+    w = torch.randn(rows, 256, device=DEVICE).to(dtype)
+    w[0] = 0  # the row whose scale both operands get
+    weight, copy = pack(*quantise(w, 128)), to_fp8(w)
+    x, bias = torch.randn(count, 256, device=DEVICE).to(dtype), torch.randn(rows, device=DEVICE).to(dtype)
+    x[1:2] *= 1000
+    x[5:6] = float("nan")
+    want = fastest_gemm(x, weight, bias, copy, config=ProductConfig("fp8"))
+    got = fastest_gemm(x, weight, bias, copy, config=ProductConfig("fp8_scaled"))
+    torch.testing.assert_close(got, want, rtol=2**-6, atol=2**-6, equal_nan=True)
+    assert got.dtype == dtype
+    assert got.isnan().sum() == (rows if count > 5 else 0)
+
+
 @pytest.mark.parametrize(("product", "copy", "said"), [
-    ("fp8", None, "fp8 with the weight in fp8"), ("fp4", COPY, "product='fp4'"),
+    ("fp8_scaled", None, "with the weight in fp8"), ("fp4", COPY, "product='fp4'"),
     ("fp8", COPY._replace(q=COPY.q[:32]), "fp8_weight.q must"),
     ("fp8", COPY._replace(scale=COPY.scale.half()), "fp8_weight.scale must"),
 ])  # fmt: skip

@@ -294,6 +294,26 @@ def cast_rows(x_ptr, q_ptr, scale_ptr, stride, K, REORDER: tl.constexpr, STEPS: 
 
 
 @triton.jit
+def scale_sums(sums_ptr, token_scale_ptr, row_scale_ptr, bias_ptr, y_ptr, M, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write y (N, M): sums in the scale of row 0 squared, in the scales of their token and row instead, plus a bias under BIAS.
+
+    y may be the sums themselves.
+    """
+    if since_sm_90():
+        gdc_launch_dependents()
+        gdc_wait()
+    token = wide(tl.program_id(1))
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < M
+    first = tl.load(row_scale_ptr)
+    multiplier = tl.load(row_scale_ptr + row, inside, 0.0) / first * (tl.load(token_scale_ptr + token) / first)
+    y = tl.load(sums_ptr + token * M + row, inside, 0.0).to(tl.float32) * multiplier
+    if BIAS:
+        y += tl.load(bias_ptr + row, inside, 0.0).to(tl.float32)
+    tl.store(y_ptr + token * M + row, y, inside)
+
+
+@triton.jit
 def cast_by(x_ptr, q_ptr, multiplier_ptr, count, BLOCK: tl.constexpr):
     """Write the elements of x times a multiplier in e4m3."""
     if since_sm_90():
