@@ -56,12 +56,12 @@ class Column:
         return self.key or self.name.replace(" ", "_")
 
     def cell(self, value: Value) -> str:
-        """Return a value in print; empty for None."""
+        """Return a value in print, with no minus before zeros alone; empty for None."""
         if value is None:
             return ""
         if self.digits is None or isinstance(value, str | bool):
             return printable(" ".join(str(value).split()))
-        return number(value, self.digits) + self.suffix
+        return f"{value:z.{self.digits}f}{self.suffix}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,8 @@ class Table:
         """Make a table of printed cells that may wrap; columns of numbers are right-aligned."""
         lines = [Row(tuple(row)) for row in rows]
         columns = []
-        for at, name in enumerate(head):
-            cells = [str(line.values[at]) for line in lines]
-            is_number = all(map(_NUMBER.fullmatch, cells)) and any(re.search("[0-9]", cell) for cell in cells)
+        for name, *cells in zip(head, *(line.values for line in lines), strict=True):
+            is_number = all(map(_NUMBER.fullmatch, cells)) and bool(re.search("[0-9]", "".join(cells)))
             columns.append(Column(name, digits=0 if is_number else None, wraps=True))
         return cls(tuple(columns), tuple(lines))
 
@@ -103,19 +102,17 @@ class Table:
 
         all_shown_by: the means that shows columns which are hidden here.
         """
-        shown = self._of("text")
+        shown = [
+            i for i in self._of("text") if self.columns[i].rank == 0 or any(row.values[i] not in (None, "") for row in self.rows)
+        ]
         shared = [i for i in shown if self.columns[i].shared and len({row.values[i] for row in self.rows}) == 1 < len(self.rows)]
         shown, stated, hidden = self._fitting([i for i in shown if i not in shared], width)
-        above = [part for line in self.head for part in wrapped(line, width)]
-        if shared:
-            above += wrapped(f"all rows: {self._stated(self.rows[0], shared)}", width)
-        below = [part for line in self.foot for part in wrapped(line, width)]
-        if hidden:
-            names = ", ".join(self.columns[i].name for i in hidden)
-            below += wrapped(f"not shown in {width} columns: {names}; {all_shown_by} shows all", width)
-        grid = self._grid(shown, stated, width)
-        parts = [[self.title] if self.title else [], above, grid, below]
-        return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+        names = ", ".join(self.columns[i].name for i in hidden)
+        above = [*self.head, *([f"all rows: {self._stated(self.rows[0], shared)}"] if shared else [])]
+        below = [*self.foot, *([f"not shown in {width} columns: {names}; {all_shown_by} shows all"] if hidden else [])]
+        around = ["\n".join(part for line in lines for part in wrapped(line, width)) for lines in (above, below)]
+        parts = (self.title, around[0], "\n".join(self._grid(shown, stated, width)), around[1])
+        return "\n\n".join(filter(None, parts)) + "\n"
 
     def markdown(self) -> str:
         """Return a Markdown table below its lines."""
@@ -151,13 +148,9 @@ class Table:
     def page(self) -> dict[str, Any]:
         """Return the values of a page: headings, printed cells, lines above and below."""
         shown = self._of("page")
-        return {
-            "title": self.title,
-            "head": list(self.head),
-            "foot": list(self.foot),
-            "columns": [{"name": self.columns[i].name, "text": self.columns[i].is_text} for i in shown],
-            "rows": [{"cells": self._cells(row, shown), "note": row.note} for row in self.rows],
-        }
+        columns = [{"name": self.columns[i].name, "text": self.columns[i].is_text} for i in shown]
+        rows = [{"cells": self._cells(row, shown), "note": row.note} for row in self.rows]
+        return {"title": self.title, "head": list(self.head), "foot": list(self.foot), "columns": columns, "rows": rows}
 
     def _of(self, form: str) -> list[int]:
         """Return the columns of a form."""
@@ -168,11 +161,10 @@ class Table:
         return ", ".join(f"{self.columns[i].name} {self.columns[i].cell(row.values[i])}" for i in columns)
 
     def _fitting(self, shown: list[int], width: int) -> tuple[list[int], list[int], list[int]]:
-        """Return the columns that fit, the columns stated on lines of their own, and the hidden columns; none that is empty."""
-        shown = [i for i in shown if self.columns[i].rank == 0 or any(row.values[i] not in (None, "") for row in self.rows)]
+        """Return the columns that fit, the columns stated on lines of their own, and the hidden columns."""
         stated: list[int] = []
         hidden: list[int] = []
-        while sum(self._least_width(i) + 1 for i in shown) - 1 > width:
+        while sum(max(self._lengths(i)) + 1 for i in shown) - 1 > width:
             rank = max((self.columns[i].rank for i in shown), default=0)
             for i in [i for i in shown if self.columns[i].rank == rank and (rank or self.columns[i].shared)]:
                 (stated if self.columns[i].shared else hidden).append(i)
@@ -181,27 +173,32 @@ class Table:
                 break
         return shown, sorted(stated), sorted(hidden)
 
-    def _least_width(self, index: int) -> int:
-        """Return the width of a column's widest cell, of its longest word where the column wraps."""
+    def _lengths(self, index: int) -> list[int]:
+        """Return the lengths of a column's cells, or of their words where the column wraps."""
         column = self.columns[index]
         cells = [column.name, *(column.cell(row.values[index]) for row in self.rows)]
-        return max(len(part) for cell in cells for part in (cell.split() or [""] if column.wraps else [cell]))
+        return [len(part) for cell in cells for part in (cell.split() or [""] if column.wraps else [cell])]
 
     def _grid(self, shown: Sequence[int], stated: Sequence[int], width: int) -> list[str]:
         """Return the heading and the lines of every row; a line states changed values of the columns in `stated`."""
-        columns = [self.columns[i] for i in shown]
-        names, cells = [column.name for column in columns], [self._cells(row, shown) for row in self.rows]
-        words = sum(map(self._least_width, shown)) + 2 * (len(shown) - 1)
-        gap = 2 if words <= width and any(column.wraps for column in columns) else 1
+        columns, cells = [self.columns[i] for i in shown], [self._cells(row, shown) for row in self.rows]
+        names, lengths = [column.name for column in columns], [self._lengths(i) for i in shown]
+        wrapping = [at for at, column in enumerate(columns) if column.wraps]
+        gap = 2 if wrapping and sum(map(max, lengths)) + 2 * (len(shown) - 1) <= width else 1
         widths = [max(map(len, texts)) for texts in zip(names, *cells, strict=True)]
-        while sum(widths) + gap * (len(shown) - 1) > width:  # the widest column that may wrap, of several the last
-            widest = max(((widths[at], at) for at, column in enumerate(columns) if column.wraps), default=(1, 0))
-            if widest[0] == 1:
-                break
-            widths[widest[1]] -= 1
+
+        def narrowed(at: int) -> tuple[int, int]:
+            """Return the words that a narrower column breaks, and the column's width: the least of both columns first."""
+            return sum(length >= widths[at] for length in lengths[at]), -widths[at]
+
+        while sum(widths) + gap * (len(shown) - 1) > width and any(widths[at] > 1 for at in wrapping):
+            widths[min(filter(lambda at: widths[at] > 1, wrapping), key=narrowed)] -= 1
 
         def laid_out(texts: Sequence[str]) -> list[str]:
-            parts = [_folded(text, room) for text, room in zip(texts, widths, strict=True)]
+            parts = [
+                [line[at : at + room] for line in wrapped(text, room or 1, "") for at in range(0, len(line), room)]
+                for text, room in zip(texts, widths, strict=True)
+            ]
             marks = ["<" if column.is_text else ">" for column in columns]
             return [
                 (" " * gap).join(f"{text:{mark}{room}}" for text, mark, room in zip(row, marks, widths, strict=True)).rstrip()
@@ -222,17 +219,6 @@ class Table:
 
     def _cells(self, row: Row, shown: Iterable[int]) -> list[str]:
         return [self.columns[i].cell(row.values[i]) for i in shown]
-
-
-def _folded(text: str, room: int) -> list[str]:
-    """Return the words of a cell on lines of at most `room` characters; a longer word takes several lines."""
-    lines: list[str] = []
-    for word in text.split():
-        if lines and len(lines[-1]) + 1 + len(word) <= room:
-            lines[-1] += f" {word}"
-        else:
-            lines += [word[at : at + room] for at in range(0, len(word), room)]
-    return lines
 
 
 def _noted(line: str, note: str, width: int) -> list[str]:
@@ -265,11 +251,6 @@ def printable(text: str) -> str:
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
     """Return the ratio; None where either value is not known."""
     return None if numerator is None or denominator is None else numerator / denominator
-
-
-def number(value: float | None, digits: int) -> str:
-    """Write a number with so many decimals, and no minus before zeros alone; empty for None."""
-    return "" if value is None else f"{value:z.{digits}f}"
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:
