@@ -8,8 +8,9 @@ from pathlib import Path
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
+from kerneltune.table import counted
 
-Line = tuple[str, str, str]
+_Row = tuple[str, str, str]
 _DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -19,7 +20,7 @@ def command(configs: o.Configs = None, results: o.Results = None) -> None:
     show_table(("what", "found", "means"), rows)
 
 
-def _software() -> Iterator[Line]:
+def _software() -> Iterator[_Row]:
     from importlib import metadata
 
     import torch
@@ -31,7 +32,7 @@ def _software() -> Iterator[Line]:
     yield "torch build", build or "CPU only", "" if build else "no GPU can be used with this torch"
 
 
-def _gpu() -> Iterator[Line]:
+def _gpu() -> Iterator[_Row]:
     from kerneltune import device
 
     here = device.current()
@@ -59,7 +60,7 @@ def _gpu() -> Iterator[Line]:
         yield from nvml_lines()
 
 
-def nvml_lines() -> Iterator[Line]:
+def nvml_lines() -> Iterator[_Row]:
     """Yield clocks, throttling and other processes of the GPU."""
     import pynvml
 
@@ -72,7 +73,7 @@ def nvml_lines() -> Iterator[Line]:
         yield "NVML", str(error), "clocks and throttling are unknown: a throttled round is not noticed"
 
 
-def _tools() -> Iterator[Line]:
+def _tools() -> Iterator[_Row]:
     from kerneltune.inspection.health import counter_line
     from kerneltune.inspection.ncu import find_ncu
 
@@ -82,7 +83,7 @@ def _tools() -> Iterator[Line]:
         yield counter_line(_text(_DRIVER / "params"), _text(Path("/proc/self/status")) or "")
 
 
-def peer_packages() -> Iterator[Line]:
+def peer_packages() -> Iterator[_Row]:
     """List the packages that peers need, and for a missing package the peers that need it."""
     try:
         known = o.load_facts()
@@ -98,8 +99,8 @@ def peer_packages() -> Iterator[Line]:
         yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {', '.join(ops)}"
 
 
-def journey_lines() -> Iterator[Line]:
-    """Yield the number of journeys of `make gpu` that passed with this code on each recorded GPU, and a line for each other."""
+def journey_lines() -> Iterator[_Row]:
+    """Yield how many journeys of `make gpu` passed with this code on each recorded GPU, and a line for each further journey."""
     from kerneltune.inspection import proof
 
     files = proof.proof_files()
@@ -111,11 +112,13 @@ def journey_lines() -> Iterator[Line]:
         except ValueError as error:
             yield "journeys", "no proof", str(error)
             continue
-        open_ones = dict(proof.unproven(found))
-        count = len(found.journeys)
-        yield "journeys", f"{count - len(open_ones)} of {count} passed on {found.gpu}", ""
-        for name, why in open_ones.items():
-            yield f"journey {name}", "not proven with this code", why
+        changed = {name: len(proof.changed_modules(found, name)) for name in found.journeys}
+        unproven = {name: run for name, run in found.journeys.items() if changed[name] or not run.passed}
+        passed = f"{len(changed) - len(unproven)} of {len(changed)} passed on {found.gpu}"
+        yield "journeys", passed, "not proven with this code are:" if unproven else ""
+        for name, run in unproven.items():
+            state = f"{'passed' if run.passed else 'failed'} {run.date[:10]}"
+            yield name, state, f"{counted(changed[name], 'module')} changed since" if changed[name] else ""
 
 
 def _text(path: Path) -> str | None:
@@ -125,7 +128,7 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _folders(configs: Path | None, results: Path | None) -> Iterator[Line]:
+def _folders(configs: Path | None, results: Path | None) -> Iterator[_Row]:
     for name, folder, loss in (
         ("configs", o.configs_root(configs), "tune cannot keep what it finds; set KERNELTUNE_CONFIGS"),
         ("results", o.results_root(results), "sweep cannot keep records; set KERNELTUNE_RESULTS"),

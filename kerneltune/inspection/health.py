@@ -8,7 +8,7 @@ from typing import Any
 
 from kerneltune.device import SLOWDOWNS, slowed_down
 
-Line = tuple[str, str, str]
+Finding = tuple[str, str, str]
 """(subject, state, consequence for measured times); the consequence of a normal state is empty."""
 Query = Callable[[Any, Any], tuple[str, str]]
 """Function of NVML and a handle of a GPU that returns a state and its consequence."""
@@ -30,7 +30,7 @@ _NAMED = 3
 """Number of other processes on the GPU that are listed by name."""
 
 
-def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Line]:
+def gpu_lines(nvml: Any, handle: Any, own_pid: int) -> Iterator[Finding]:
     """Describe the state of a GPU, a line per query; a query that NVML does not answer also has its line."""
     queries: Mapping[str, Query] = {
         "SM clock": _clock,
@@ -58,7 +58,7 @@ def throttle_names(reasons: int) -> list[str]:
     return [*named, f"{rest:#x}"] if rest else named
 
 
-def counter_line(params: str | None, status: str) -> Line:
+def counter_line(params: str | None, status: str) -> Finding:
     """Report whether the driver's parameters and this process's capabilities let Nsight Compute read the GPU's counters.
 
     Args:

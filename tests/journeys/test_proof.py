@@ -117,10 +117,16 @@ def test_doctor_lists_what_is_not_proven(package: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(proof, "data_root", lambda _folder: tmp_path)
     lines = list(doctor.journey_lines())
     assert lines[:2] == [
-        ("journeys", "1 of 2 passed on NVIDIA H200", ""),
-        ("journey two", "not proven with this code", "failed at 4010a35, 2026-11-25"),
+        ("journeys", "1 of 2 passed on NVIDIA H200", "not proven with this code are:"),
+        ("two", "failed 2026-11-25", ""),
     ]
     assert lines[2][:2] == ("journeys", "no proof")
+    (package / "b.py").write_text("B = 2\n")
+    proof.digest_of.cache_clear()
+    assert list(doctor.journey_lines())[1:3] == [
+        ("one", "passed 2026-11-25", "1 module changed since"),
+        ("two", "failed 2026-11-25", "1 module changed since"),
+    ]
     (tmp_path / "nvidia_h200" / "proof.json").unlink()
     (tmp_path / "nvidia_z" / "proof.json").unlink()
     assert [line[1] for line in doctor.journey_lines()] == ["no proof"]
