@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from kerneltune.cli.options import load_ops
-from kerneltune.gating.pooling import pool
+from kerneltune.gating.rows import pool
 from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowKey, RowVerdict, confirm
 from kerneltune.measuring.compare import (
     SELF,

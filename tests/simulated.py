@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kerneltune.gating.pooling import pool
+from kerneltune.gating.rows import pool
 from kerneltune.records import Record
 
 PROCESS_OFFSET = 0.003

@@ -1,20 +1,30 @@
-"""Match the records of a row across two sets of records, and find the records that were measured with other code.
+"""Match the records of a row across two sets of records, pool the records of several processes, find records of other code.
 
 An operator may get a new option: newer records have it, older records lack it. If a newer record has the option at its default,
-it is of the same row as the older record. The order of axes and options does not matter. This module reads no file.
+it is of the same row as the older record. The order of axes and options does not matter. This module reads no file and judges
+nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
 
 from kerneltune.listing import OpFacts
-from kerneltune.records import Record, grouped, newest
+from kerneltune.records import Record, grouped, newest, rounded
 from kerneltune.spec import Op, Option
+from kerneltune.stats import centre_interval, deciles
 from kerneltune.table import counted
 
 Identity = Callable[[Record], object]
 """Function of a record whose result is equal for two records of the same row."""
 Defaults = Callable[[str], Mapping[str, Option]]
 """Function of an operator's name: the default of every option; empty for an unknown operator."""
+_POOLED = ("device", "unit", "driver", "torch", "triton", "source_hash", "config")
+"""Fields that all records of a pool have in common."""
+_NAMED = 2
+"""Number of rows that a line about records of other code names."""
 
 
 def defaults_of(ops: Mapping[str, Op | OpFacts], name: str) -> Mapping[str, Option]:
@@ -37,7 +47,10 @@ def stale_lines(records: Iterable[Record], ops: Mapping[str, Op]) -> list[str]:
             lines.append(f"{name} {variant}: {count}: {missing}")
         else:
             of = ", ".join(dict.fromkeys(row.source_hash[:8] for row in stale))
-            lines.append(f"{name} {variant}: {count} measured with other code ({of}, here {here[:8]}): measure again")
+            first = ", ".join(f"{row.case} {row.dtype} {row.quant}" for row in stale[:_NAMED])
+            more = ", …" if len(stale) > _NAMED else ""
+            measured = f"{count} measured with other code ({of}, here {here[:8]})"
+            lines.append(f"{name} {variant}: {measured}, {first}{more}: measure again")
     return lines
 
 
@@ -74,3 +87,55 @@ def _settled(values: Mapping[str, set[Option]], names: Iterable[str], defaults: 
     """Return, for each option in `names`, the value that a record without the option has."""
     only = {name: next(iter(values[name])) for name in names if len(values[name]) == 1}
     return only | {name: defaults[name] for name in names if name in defaults}
+
+
+def pool(rows: Iterable[Record]) -> list[Record]:
+    """Pool the records that share key and variant, in the order of the first record of each pool.
+
+    The pooled time is the geometric mean of the processes' medians. Its interval is resampled by process, then by round. The
+    pooled noise floor is the largest noise floor of the processes. A row that failed or was skipped in any process has that
+    status in the pooled record.
+
+    Raises:
+        ValueError: rows of the same key differ in GPU, versions, source or config, or hold no samples.
+    """
+    return [_pooled(group) for group in grouped(rows, lambda row: (row.key, row.variant)).values()]
+
+
+def _pooled(group: Sequence[Record]) -> Record:
+    last = group[-1]
+    for status in ("failed", "skipped", "checked"):
+        untimed = [row for row in group if row.status == status]
+        if untimed:
+            return untimed[-1]
+    for name in _POOLED:
+        if any(getattr(row, name) != getattr(last, name) for row in group):
+            raise ValueError(f"{name}: {getattr(last, name)!r}: differs between the processes of {last.label} {last.variant}")
+    if len(group) == 1:
+        return last
+    processes = [rounds for row in group for rounds in row.samples_us or ()]
+    if not processes:
+        raise ValueError(f"samples_us: None: expected the samples of {last.label} {last.variant}")
+    return replace(last, **_timing(group, processes))
+
+
+def _timing(group: Sequence[Record], processes: Sequence[Sequence[float]]) -> dict[str, Any]:
+    last = group[-1]
+    interval = centre_interval([np.asarray(rounds) for rounds in processes])
+    p10, p90 = deciles(np.concatenate(processes))
+    gbps = rounded((last.gbps or 0.0) * (last.time_us or 0.0) / interval.median)
+    ceilings = [row.ceiling_gbps for row in group if row.ceiling_gbps]
+    ceiling = float(np.median(ceilings)) if ceilings else None
+    return {
+        "time_us": rounded(interval.median),
+        "gbps": gbps,
+        "ceiling_gbps": ceiling,
+        "pct_ceiling": rounded(100 * gbps / ceiling) if ceiling else None,
+        "ci_low_us": rounded(interval.low),
+        "ci_high_us": rounded(interval.high),
+        "n": sum(map(len, processes)),
+        "aa_floor": max((row.aa_floor for row in group if row.aa_floor is not None), default=None),
+        "p10_us": rounded(p10),
+        "p90_us": rounded(p90),
+        "samples_us": processes,
+    }

@@ -8,8 +8,7 @@ from functools import partial
 
 from kerneltune import device, sweep
 from kerneltune.campaign import measure_live
-from kerneltune.gating.pooling import pool
-from kerneltune.gating.rows import defaults_of
+from kerneltune.gating.rows import defaults_of, pool
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict, confirm
 from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Key, Record

@@ -33,8 +33,7 @@ from typing import Literal
 
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.changes import Change, place_of, shifts_by_process, slower_families, us_of
-from kerneltune.gating.pooling import pool
-from kerneltune.gating.rows import Defaults, defaults_of, identity_of
+from kerneltune.gating.rows import Defaults, defaults_of, identity_of, pool
 from kerneltune.records import Key, Record, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift
 from kerneltune.table import counted, printable

@@ -201,7 +201,7 @@ def test_records_of_other_code_than_the_checkout_s_fail_unless_they_are_allowed(
     text = " ".join(result.stdout.split())
     assert result.exit_code == 1
     assert "failed: rmsnorm_fwd optimized: 1 of 1 row measured with other code (" in text
-    assert "measure again, or --allow-stale" in text
+    assert "), te-8192x4096 bfloat16 fp8: measure again, or --allow-stale" in text
     assert "gate: regression: rmsnorm_fwd baseline: 1 of 1 row measured with other code" in text
     assert run("gate", old, new, "--allow-stale").exit_code == 0
     of_here = [changed(r, source_hash=ops.load()[r.op].variant(r.variant).source_hash) for r in both()]

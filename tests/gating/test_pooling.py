@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gate_rows import by_process, record, untimed
 
-from kerneltune.gating.pooling import pool
+from kerneltune.gating.rows import pool
 from kerneltune.stats import centre_interval
 
 
