@@ -115,6 +115,8 @@ def _work_and_exit(work: Callable[[Tell], Any], pipe: Connection) -> None:
             value = work(lambda note: pipe.send((note, None)))
             pipe.send((None, (value, None, None)))
         except BaseException as error:  # whatever it is, this process ends
+            if type(error) is SystemExit:
+                error = ForkCrashedError(f"{place_in_kernel([error])}ended the process: SystemExit: {error.code}")
             chain = wrapped_by_interpreter(error)
             setattr(chain[-1], PLACE, place_in_kernel(chain))
             cause = chain[-1] if len(chain) > 1 else error.__cause__

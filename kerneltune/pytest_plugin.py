@@ -4,7 +4,7 @@ pytest imports this module in every run of an environment that has kerneltune: t
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -121,7 +121,19 @@ def kernel_time(request: pytest.FixtureRequest) -> Callable[[Callable[..., Any],
     def note(name: str, value: object) -> None:
         request.node.user_properties.append((name, value))
 
-    return lambda run, args: KernelTime(run, args, note)
+    def timed(run: Callable[..., Any], args: Sequence[Any]) -> KernelTime:
+        require_call("kernel_time", run, args)
+        return KernelTime(run, args, note)
+
+    return timed
+
+
+def require_call(fixture: str, run: object, args: object) -> None:
+    """Fail the test, in the name of a fixture, unless `run` is a function and `args` a list."""
+    if not callable(run):
+        pytest.fail(f"{fixture}: {run!r}: expected a function", pytrace=False)
+    if not isinstance(args, tuple | list):
+        pytest.fail(f"{fixture}: {type(args).__name__}: expected a list of arguments", pytrace=False)
 
 
 @pytest.fixture
@@ -141,27 +153,34 @@ def _check(
 
     A second run has half of each value, so that a result or a buffer kept from the first run is found.
     """
-    from kerneltune.kernel_lib.agreement import close
+    from kerneltune.kernel_lib.agreement import check_tolerance, close
     from kerneltune.measuring.check import Checker, Outcome
     from kerneltune.spec import Case, Op, Traffic, Variant
 
     def compare(_case: "Case", _inputs: "Inputs", got: "Outputs", want: "Outputs") -> list[str]:
-        if list(got) != list(want):
-            return [f"outputs: {', '.join(got)}: expected {', '.join(want)}"]
+        if not want or list(got) != list(want):
+            return [f"outputs: {', '.join(got) or 'none'}: expected {', '.join(want) or 'one, the reference gives none'}"]
         return [line for name in want for line in close(name, got[name], want[name], rtol, atol)]
 
+    name, case = str(getattr(run, "__name__", "kernel")), Case("kernel_check", (), "any")
+    require_call("kernel_check", run, args)
+    require_call("kernel_check", reference, args)
+    try:
+        check_tolerance(rtol, atol)
+    except ValueError as error:
+        pytest.fail(f"kernel_check: {name}: {error}", pytrace=False)
     variant = Variant("kernel", lambda given, _config: _named(run(*given.values())))
     op = Op(
-        name=str(getattr(run, "__name__", "kernel")), axes=(), dtypes=("any",), module=__name__, variants=(variant,),
-        inputs=lambda _case, seed=0, **_: {
-            f"argument {number}": _halved(value) if seed else value for number, value in enumerate(args)
-        },
-        reference=lambda given: _named(reference(*given.values())), compare=compare, traffic=lambda _case: Traffic(0, 0),
+        name=name, axes=(), dtypes=("any",), module=__name__, variants=(variant,), compare=compare,
+        inputs=lambda _case, seed=0, **_: {f"argument {n}": _halved(value) if seed else value for n, value in enumerate(args)},
+        reference=update_wrapper(lambda given: _named(reference(*given.values())), reference),
+        traffic=lambda _case: Traffic(0, 0),
     )  # fmt: skip
-    checker = Checker.make(op, Case("kernel_check", (), "any"))
+    checker = Checker.make(op, case)
     outcome = checker if isinstance(checker, Outcome) else checker.check(variant, None, runs=2)
     if outcome.status != "checked":
-        pytest.fail(f"kernel_check: {op.name}: {outcome.reason}", pytrace=False)
+        reason = outcome.reason.removesuffix(f", for {name} {case.label}")
+        pytest.fail(f"kernel_check: {name}: {reason}", pytrace=False)
 
 
 def _halved(value: Any) -> Any:
@@ -172,7 +191,7 @@ def _halved(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.dtype not in kinds or 0 in value.stride():
         return value
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return copy.copy_(value.detach()).mul_(0.5)
+    return copy.copy_(value.detach()).mul_(0.5).requires_grad_(value.requires_grad)
 
 
 def _named(outputs: Any) -> dict[str, Any]:

@@ -59,8 +59,8 @@ FAST = {"adopt lint", "adopt list", "cache explain", "capture", "cases", "compar
 FINDS = {"adopt lint"}
 """Commands that exit with 1 on the example that they are run on."""
 MODEL = {
-    "model_type": "qwen3", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "intermediate_size": 512, "num_hidden_layers": 2,
+    "model_type": "qwen3_moe", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 512, "moe_intermediate_size": 128, "num_experts": 16, "num_experts_per_tok": 2, "num_hidden_layers": 2,
 }  # fmt: skip
 TWO_KERNELS = ROOT / "examples" / "two_kernels" / "two_kernels.py"
 READERS = {

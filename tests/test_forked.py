@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,11 @@ def test_error_that_cannot_be_sent_is_raised_as_text() -> None:
 def test_fork_that_crashes_is_an_error() -> None:
     with pytest.raises(ForkCrashedError, match=r"^crashed: SIGKILL$"):
         run_forked(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_fork_that_exits_is_an_error() -> None:
+    with pytest.raises(ForkCrashedError, match=r"^test_forked.py:\d+: ended the process: SystemExit: 0$"):
+        run_forked(lambda: sys.exit(0))
 
 
 def test_launch_that_crashes_costs_itself_alone(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kerneltune.pytest_plugin import KernelTime
 
 ROOT = Path(__file__).parents[1]
 USERS = """
-import torch, triton, triton.language as tl
+import pytest, torch, triton, triton.language as tl
 
 @triton.jit
 def _double(x_ptr, y_ptr, N, BLOCK: tl.constexpr, LESS: tl.constexpr):
@@ -44,6 +44,23 @@ def test_reference_raises(kernel_check):
 def test_other_outputs(kernel_check):
     kernel_check(lambda x: (x, x), lambda x: x, [torch.randn(50)])
 
+@pytest.mark.parametrize("given", [lambda x: [], lambda x: None, lambda x: x.sum() * 1j])
+def test_outputs_that_hold_nothing_to_compare(kernel_check, given):
+    kernel_check(given, given if given(torch.ones(1)) in ([], None) else lambda x: x.sum() * 2j, [torch.randn(50)])
+
+def test_whole_numbers_and_doubles(kernel_check):
+    expected = [torch.tensor([200000]), torch.ones(1, dtype=torch.float64)]
+    kernel_check(lambda: [expected[0] + 1, expected[1] + 1e-9], lambda: expected, [], rtol=1e-12)
+
+@pytest.mark.parametrize("changes", [{"rtol": float("nan")}, {"rtol": 1.0}, {"atol": -1}, {"args": 3}, {"reference": 3}])
+def test_refused(kernel_check, changes):
+    kernel_check(**{"run": double, "reference": lambda x: x * 2, "args": [torch.randn(50)]} | changes)
+
+def test_gradient(kernel_check):
+    kernel_check(
+        lambda x: torch.autograd.grad((x * x).sum(), x)[0], lambda x: 2 * x.detach(), [torch.randn(9, requires_grad=True)]
+    )
+
 KEPT = []
 
 def test_kept(kernel_check):
@@ -66,12 +83,25 @@ def test_fixtures_check_in_the_interpreter_and_skip_times(tmp_path: Path) -> Non
         command, cwd=tmp_path, env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True, timeout=200
     )
     text = done.stdout
-    assert "5 failed, 1 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
+    assert "14 failed, 2 passed, 1 skipped" in text, text[-3000:] + done.stderr[-2000:]
     assert "kernel_check: double: output: 1 of 50 wrong, first at (49,): nan, expected " in text
     assert "kernel_check: <lambda>: inputs: argument 0 was overwritten, and is no output" in text
     assert "reference: AttributeError: " in text or "reference: 'Tensor' object has no attribute 'no_such_name'" in text
     assert "outputs: output 0, output 1: expected output" in text
     assert "kernel_check: kept: run 2: output: 50 of 50 wrong" in text
+    for line in (
+        "<lambda>: outputs: none: expected one, the reference gives none",
+        "<lambda>: output: NoneType: expected a tensor",
+        "<lambda>: output: 1 of 2 wrong, first at (1,): ",
+        "<lambda>: output 0: 1 of 1 wrong, first at (0,): 200001, expected 200000; "
+        "output 1: 1 of 1 wrong, first at (0,): 1.000000001, expected 1",
+        "double: rtol: nan: expected a number from 0 to below 1",
+        "double: rtol: 1.0: expected a number from 0 to below 1",
+        "double: atol: -1: expected a number from 0 to below inf",
+    ):
+        assert f"kernel_check: {line}" in text, text[-3000:]
+    assert "kernel_check: int: expected a list of arguments" in text
+    assert "kernel_check: 3: expected a function" in text
     assert "kernel_time needs a GPU: times of the interpreter mean nothing" in text
 
 

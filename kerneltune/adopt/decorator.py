@@ -73,13 +73,20 @@ def autotune(
         kwargs: further arguments of triton.autotune.
 
     Raises:
-        TypeError: the installed Triton does not know an argument, or a tolerance has no reference.
+        TypeError: the installed Triton does not know an argument, the reference is no function, or a tolerance has no reference.
     """
     import triton
+
+    from kerneltune.kernel_lib.agreement import check_tolerance
 
     start_from_environment()
     if reference is None and (rtol, atol) != (None, None):
         raise TypeError("autotune: rtol, atol: expected only with reference=")
+    if reference is not None and not callable(reference):
+        raise TypeError(f"autotune: reference: {reference!r}: expected a function of the arguments")
+    tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+    if tolerance is not None:
+        check_tolerance(*tolerance)
     known = inspect.signature(triton.autotune)
     try:
         given = known.bind(configs, key, *args, **kwargs).arguments
@@ -98,7 +105,7 @@ def autotune(
         if not wants_interpreter() and not may_have_gpu():
             autotuner.run = partial(_run_if_possible, autotuner)
         autotuner.kerneltune_reference = reference
-        autotuner.kerneltune_tolerance = None if rtol is None and atol is None else (rtol or 0.0, atol or 0.0)
+        autotuner.kerneltune_tolerance = tolerance
         autotuner.kerneltune_space = None if space is None else {name: tuple(values) for name, values in space.items()}
         return autotuner
 

@@ -8,6 +8,7 @@ import torch
 from kerneltune.adopt.arguments import is_descriptor, joined, torch_dtype
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.replay import Launch, LaunchEffects, ReplayError, grid_of, live_arguments, live_kernel
+from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.agreement import close, leaning, within_a_step
 from kerneltune.kernel_lib.check_values import vary_rows
 
@@ -104,26 +105,39 @@ def _vary(launch: Launch) -> None:
 
 def _use_reference(launch: Launch, state: LaunchEffects, reference: Callable[..., Any]) -> None:
     """Compare results with the author's reference, which gets copies of the arguments."""
-    captured = launch.launch
-    where = f"{captured.kernel.text}: reference"
+    refused = f"reference of {launch.launch.kernel.text}: "
     try:
-        given = reference(joined(live_arguments(captured, [storage.clone() for storage in launch.storages])))
+        given = reference(joined(live_arguments(launch.launch, [storage.clone() for storage in launch.storages])))
     except Exception as error:  # the author's own code
-        raise ReplayError(f"{where}: {type(error).__name__}: {error}") from error
+        raise ReplayError(f"{place_of(reference, error)}{refused}{first_line(error)}") from error
+    try:
+        values = _expected_values(given, _tensors(launch.named))
+        if missing := [name for name in state.written if name not in values]:
+            raise ValueError(f"no value for {missing[0]}, which the kernel writes")
+    except ValueError as error:
+        raise ReplayError(f"{place_of(reference)}{refused}{error}") from error
+    state.expected |= values
+    state.has_reference = True
+    state.tolerance = getattr(live_kernel(launch.launch), "kerneltune_tolerance", None)
+
+
+def _expected_values(given: object, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the values of the author's reference, in the element types of the arguments.
+
+    Raises:
+        ValueError: a value belongs to no argument, or has another shape, or a kind that its argument cannot hold.
+    """
     if not isinstance(given, Mapping):
-        raise ReplayError(f"{where}: gives a {type(given).__name__}: expected a dict of argument -> tensor")
-    like = _tensors(launch.named)
+        raise ValueError(f"gives a {type(given).__name__}: expected a dict of argument -> tensor")
     for name, value in given.items():
         if name not in like:
-            raise ReplayError(f"{where}: {name!r}: expected a tensor argument of the kernel: {', '.join(like)}")
-        if not isinstance(value, torch.Tensor) or value.numel() != like[name].numel():
-            shown = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-            raise ReplayError(f"{where}: {name}: {shown}: expected a tensor of shape {tuple(like[name].shape)}")
-        state.expected[name] = value.to(like[name]).reshape(like[name].shape)
-    if missing := [name for name in state.written if name not in given]:
-        raise ReplayError(f"{where}: no value for {missing[0]}, which the kernel writes")
-    state.has_reference = True
-    state.tolerance = getattr(live_kernel(captured), "kerneltune_tolerance", None)
+            raise ValueError(f"{name!r}: expected a tensor argument of the kernel: {', '.join(like)}")
+        wanted = f"{tuple(like[name].shape)} {like[name].dtype}"
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name}: {type(value).__name__}: expected a tensor, {wanted}")
+        if value.shape != like[name].shape or not torch.can_cast(value.dtype, like[name].dtype):
+            raise ValueError(f"{name}: {tuple(value.shape)} {value.dtype}: expected {wanted}")
+    return {name: value.to(like[name]) for name, value in given.items()}
 
 
 def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:

@@ -27,9 +27,10 @@ from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernels import KernelName, bytecode_digest
 from kerneltune.adopt.program import describe_error, is_interpreted, python_version
 from kerneltune.forked import run_forked, shared_bytes
+from kerneltune.measuring.check import CaseError
 
 
-class ReplayError(ValueError):
+class ReplayError(CaseError):
     """Report that a class cannot be replayed here; the message is one line."""
 
 

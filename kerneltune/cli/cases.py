@@ -47,7 +47,10 @@ def text(model: Path, tokens: str, ep: int, batch: str) -> str:
 
     counts = sizes_of("tokens", tokens)
     batches = [] if batch == "none" else sizes_of("batch", batch)
-    return sweep_text(read(model), counts, batches, ep)
+    known = read(model)
+    if ep > 1 and known.experts is None:
+        raise ValueError(f"ep: {ep}: expected 1, as {known.path} has no experts")
+    return sweep_text(known, counts, batches, ep)
 
 
 def sizes_of(field: str, given: str) -> list[int]:

@@ -181,12 +181,14 @@ def _stale_table(found: "Sequence[Stale]") -> Table:
 def _show_mutations(plan: "Plan") -> None:
     """List the mutations that each `compare` refused and accepted; exit with 1 if a `compare` accepts a gross mistake."""
     from kerneltune.campaign import mutate_outputs
+    from kerneltune.measuring.mutations import MEANING
 
     if not plan.options.check_only:
         raise ValueError("mutate: True: expected only with --check-only")
     outcomes = mutate_outputs(plan)
     for outcome in outcomes:
         show_wrapped(outcome.reason)
+    show_wrapped(MEANING)
     outputs, num_failed = counted(len(outcomes), "output"), sum(outcome.status == "failed" for outcome in outcomes)
     if num_failed:
         show_wrapped(f"{num_failed} of {outputs} not checked: compare accepts a mistake beyond any tolerance")

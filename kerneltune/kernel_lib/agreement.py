@@ -21,13 +21,34 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float | torch.Tensor) -> list[str]:
-    """Require equality within atol + rtol |want|; NaN agrees with NaN, infinity with itself."""
+    """Require equality within atol + rtol |want|; NaN agrees with NaN, infinity with itself.
+
+    Whole numbers must be equal within atol. Values in float64 are compared as such, all others in float32.
+    """
+    for value in (got, want):
+        if not isinstance(value, torch.Tensor):
+            return [f"{name}: {type(value).__name__}: expected a tensor"]
     if got.shape != want.shape:
         return [f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"]
-    got32, want32 = got.float(), want.float()
-    same = (got32 == want32) | (got32.isnan() & want32.isnan())
-    near = want32.isfinite() & ((got32 - want32).abs() <= atol + rtol * want32.abs())
-    return _report(name, ~(same | near), got32, want32)
+    if got.is_complex() or want.is_complex():
+        if got.is_complex() != want.is_complex():
+            return [f"{name}: {got.dtype}, expected {want.dtype}"]
+        got, want = torch.view_as_real(got), torch.view_as_real(want)
+    if not got.is_floating_point() and not want.is_floating_point():
+        got, want = got.long(), want.long()
+        return _report(name, (got - want).abs() > atol, got, want)
+    wide = torch.float64 if got.dtype == torch.float64 else torch.float32
+    got, want = got.to(wide), want.to(wide)
+    same = (got == want) | (got.isnan() & want.isnan())
+    near = want.isfinite() & ((got - want).abs() <= atol + rtol * want.abs())
+    return _report(name, ~(same | near), got, want)
+
+
+def check_tolerance(rtol: object, atol: object) -> None:
+    """Raise ValueError for a tolerance that is no number, or that accepts any values."""
+    for name, value, most in (("rtol", rtol, 1.0), ("atol", atol, float("inf"))):
+        if not isinstance(value, float | int) or not 0 <= value < most:
+            raise ValueError(f"{name}: {value!r}: expected a number from 0 to below {most:g}")
 
 
 def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
@@ -148,5 +169,6 @@ def _report(name: str, wrong: torch.Tensor, got: torch.Tensor, want: torch.Tenso
     hint = (
         f"; {unwritten} are NaN, as elements that are never written, or loaded under a mask without `other`" if unwritten else ""
     )
-    values = f"{float(got[first]):.6g}, expected {float(want[first]):.6g}"
+    digits = ".12g" if got.dtype == torch.float64 else ".6g" if got.is_floating_point() else "d"
+    values = ", expected ".join(f"{tensor[first].item():{digits}}" for tensor in (got, want))
     return [f"{name}: {count} of {wrong.numel()} wrong, first at {first}: {values}{hint}"]

@@ -83,21 +83,24 @@ class Checker:
     def __init__(self, op: Op, case: Case, device: str, seed: int = 0) -> None:
         self.op, self.case, self._device, self._seed = op, case, device, seed
         asked, field = op.inputs, "inputs"
+        where = f"for {op.name} {case.label}"
         try:
             self.inputs: Inputs = op.inputs(case, device=device, seed=seed)
             self.inputs_before = {name: tensor.clone() for name, tensor in self._kept()}
             asked, field = op.reference, "reference"
             self._expected: Outputs = op.reference(self.inputs)
+        except CaseError:
+            raise
         except Exception as error:  # of a plug-in's code, or of the CPU's allocator
             if out_of_memory_reason(error):
                 raise
-            raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, for {op.name} {case.label}") from error
+            raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, {where}") from error
         if not isinstance(self._expected, Mapping):
             given = type(self._expected).__name__
-            raise CaseError(f"{place_of(op.reference)}reference: {given}: expected a dict of output -> tensor, for {op.name}")
+            raise CaseError(f"{place_of(op.reference)}reference: {given}: expected a dict of output -> tensor, {where}")
         for name, before in self.inputs_before.items():
             if not _same(self.inputs[name], before):
-                raise CaseError(f"{place_of(op.reference)}reference: changes its input {name}, for {op.name} {case.label}")
+                raise CaseError(f"{place_of(op.reference)}reference: changes its input {name}, {where}")
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, value in self.inputs.items():
@@ -185,6 +188,8 @@ class Checker:
                 return [f"outputs: the reference gives {', '.join(lacking)}, the variant does not"]
             return [f"{place_of(self.op.compare, error)}compare: {first_line(error)}"]
         if isinstance(found, list | tuple) and all(isinstance(line, str) and line for line in found):
+            if outputs and not self._expected:
+                return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
             return list(found)
         return [f"{place_of(self.op.compare)}compare: {found!r}: expected a list of lines, empty where all is well"]
 

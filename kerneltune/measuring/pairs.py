@@ -85,6 +85,8 @@ def _coverage(configs: Mapping[Case, Sequence[Config]], done: set[Pair], num_fai
         return f"{line}, stopped after {counted(num_failures, 'failure')}"
     if num_without:
         return f"{line}; inputs or reference of {counted(num_without, 'case')} fail"
+    if not classes(list(configs)):
+        return f"{line}; no case has an element"
     left = ", ".join(unmet(configs, done))
     return f"{line}; time limit before every knob value met: {left}" if left else line
 

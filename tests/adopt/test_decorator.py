@@ -199,6 +199,20 @@ def test_tolerance_without_a_reference_is_an_error() -> None:
         kerneltune.autotune(CONFIGS, ["N"], rtol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"reference": 3}, "autotune: reference: 3: expected a function of the arguments"),
+        ({"rtol": float("nan")}, "rtol: nan: expected a number from 0 to below 1"),
+        ({"rtol": 2.0}, "rtol: 2.0: expected a number from 0 to below 1"),
+        ({"atol": "1e-3"}, "atol: '1e-3': expected a number from 0 to below inf"),
+    ],
+)
+def test_reference_or_tolerance_that_can_judge_nothing_is_an_error(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        kerneltune.autotune(CONFIGS, ["N"], **{"reference": plus_one} | changes)
+
+
 def test_tuning_tries_the_space_as_well(tmp_path: Path) -> None:
     configs, errors = checked(tmp_path, copied_right)
     assert {(one.BLOCK, one.num_warps) for one in configs} == {(64, 2), (128, 4), (32, 2), (32, 8), (256, 2), (256, 8)}

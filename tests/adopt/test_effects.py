@@ -117,13 +117,16 @@ def test_reference_may_change_its_arguments(tmp_path: Path, monkeypatch: pytest.
         (lambda given: None, "gives a NoneType: expected a dict of argument -> tensor"),
         (lambda given: given["x_ptr"], "gives a Tensor: expected a dict of argument -> tensor"),
         (lambda given: {"y_ptr": given["x_ptr"], "y": 1}, "'y': expected a tensor argument of the kernel: x_ptr, y_ptr"),
-        (lambda given: {"y_ptr": given["x_ptr"][:5]}, r"y_ptr: \(5,\): expected a tensor of shape \(128,\)"),
-        (lambda given: {"y_ptr": 3.0}, r"y_ptr: float: expected a tensor of shape \(128,\)"),
+        (lambda given: {"y_ptr": given["x_ptr"][:5]}, r"y_ptr: \(5,\) torch.float32: expected \(128,\) torch.float32"),
+        (lambda given: {"y_ptr": given["x_ptr"][None]}, r"y_ptr: \(1, 128\) torch.float32: expected \(128,\) torch.float32"),
+        (lambda given: {"y_ptr": given["x_ptr"] * 1j}, r"y_ptr: \(128,\) torch.complex64: expected \(128,\) torch.float32"),
+        (lambda given: {"y_ptr": 3.0}, r"y_ptr: float: expected a tensor, \(128,\) torch.float32"),
         (lambda given: {}, "no value for y_ptr, which the kernel writes"),
+        (lambda given: given["z_ptr"], "KeyError: 'z_ptr'"),
     ],
 )  # fmt: skip
 def test_reference_that_does_not_fit_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Callable[[Mapping[str, Any]], Any], text: str
 ) -> None:
-    with pytest.raises(ReplayError, match=rf"\.copied: reference: {text}$"):
+    with pytest.raises(ReplayError, match=rf"^test_effects\.py:\d+: reference of .*\.copied: {text}$"):
         lines(tmp_path, referred(monkeypatch, copied, reference))

@@ -99,6 +99,7 @@ def test_cases_writes_a_sweep_that_is_read_again(tmp_path: Path) -> None:
         (["--tokens", "0"], "tokens: '0'"),
         (["--batch", "1,,2"], "batch: '1,,2'"),
         (["--ep", "0"], "ep: 0: expected 1 or more"),
+        (["--ep", "2"], "ep: 2: expected 1, as "),
     ],
 )
 def test_cases_of_bad_options_write_nothing(given: list[str], text: str, tmp_path: Path) -> None:

@@ -281,4 +281,5 @@ def test_mutations_of_a_right_variant_are_listed_and_need_check_only() -> None:
     result = run("sweep", "fp8_transpose", "--check-only", "--mutate")
     assert result.exit_code == 0, result.output
     assert "fp8_transpose_2d q: compare refuses one element, " in result.stdout
+    assert "one element: x as 2x + 1, a whole number by 64; one row: as the first; " in result.stdout
     assert result.stdout.endswith("compare checks all 1 output\n")

@@ -62,3 +62,10 @@ def test_compare_that_gives_no_lines_is_named(given: object) -> None:
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
     (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
     assert re.fullmatch(rf"test_check\.py:\d+: compare: {given}: expected a list of lines, empty where all is well", line)
+
+
+def test_reference_without_outputs_is_named() -> None:
+    op = replace(op_with(""), reference=lambda _given: {}, compare=lambda *_: [])
+    case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
+    (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
+    assert re.fullmatch(r"test_check\.py:\d+: reference: gives no output to compare with y, rows", line)
