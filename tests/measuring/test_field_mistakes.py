@@ -1,49 +1,15 @@
 """Mistakes of kernels of the field: attention masks, in-place updates, kept results, quantisation, split sums, hints."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 import triton
 import triton.language as tl
+from mistaken_ops import Knobs, Mistaken, mistakes_of, rows_of, values
 
-from kerneltune.kernel_lib.agreement import close, rowwise
-from kerneltune.kernel_lib.check_values import vary_rows
-from kerneltune.measuring import pairs
-from kerneltune.measuring.check import address_errors
-from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.kernel_lib.agreement import rowwise
+from kerneltune.spec import Case, Inputs, Outputs
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="mistakes that Triton's interpreter finds")
-
-
-def case_of(name: str, M: int, N: int) -> Case:
-    return Case(name, (("M", M), ("N", N)), "float32")
-
-
-CASES = [case_of("one", 1, 2), case_of("odd", 13, 34), case_of("wide", 8, 260)]
-LARGE = case_of("large", 200_000, 20_000)
-
-
-@dataclass(frozen=True, slots=True)
-class Knobs:
-    """splits: parts of a sum; block: columns of a tile."""
-
-    splits: int
-    block: int
-
-
-def values(seed: int, device: str, *shape: int) -> torch.Tensor:
-    if device == "meta":
-        return torch.empty(shape, device=device)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def rows_of(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    x = values(seed, device, case["M"], case["N"])
-    return {"x": x if device == "meta" else vary_rows(x)}
 
 
 @triton.jit
@@ -169,7 +135,7 @@ def split(mistake: str, given: Inputs, config: Knobs) -> Outputs:
         y = KEPT.setdefault((mistake, x.shape[0], x.is_meta), y)
     if mistake == "buffer kept":
         y.zero_()
-    _split[(x.shape[0], config.splits)](x, y, x.shape[1], config.splits, config.block, mistake)
+    _split[(x.shape[0], config.parts)](x, y, x.shape[1], config.parts, config.block, mistake)
     return {"y": y}
 
 
@@ -242,68 +208,40 @@ def two_of(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {name: values(seed + number, device, case["M"], case["N"]) for number, name in enumerate(("x", "dy"))}
 
 
-def all_close(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    return [line for name in expected for line in close(name, outputs[name], expected[name], 1e-3, 1e-4)]
-
-
-Operator = tuple[
-    Callable[..., Outputs], Callable[..., Inputs], Callable[[Inputs], Outputs], Callable[..., list[str]], Iterable[str]
-]
-OPERATORS: dict[str, Operator] = {
-    "softmax": (
-        softmax, masked_rows, lambda given: {"y": torch.softmax(given["x"], 1).nan_to_num(0.0)}, all_close,
+OPERATORS = {
+    "softmax": Mistaken(
+        softmax, masked_rows, lambda given: {"y": torch.softmax(given["x"], 1).nan_to_num(0.0)},
         ("sum of zero", "stride in 32 bits"),
     ),
-    "rope": (rope, heads, rotated, all_close, ("strides swapped", "contiguous heads", "reads what it wrote")),
-    "int8": (
-        int8, rows_of, lambda given: {"q": given["x"], "scale": given["x"]}, compare_int8,
-        ("maximum without sign", "maximum of the last tile", "largest is 128", "row of zeros", "truncation"),
+    "rope": Mistaken(rope, heads, rotated, ("strides swapped", "contiguous heads", "reads what it wrote")),
+    "int8": Mistaken(
+        int8, rows_of, lambda given: {"q": given["x"], "scale": given["x"]},
+        ("maximum without sign", "maximum of the last tile", "largest is 128", "row of zeros", "truncation"), compare_int8,
     ),
-    "split": (
-        split, two_of, lambda given: {"y": given["x"].sum(1)}, all_close,
+    "split": Mistaken(
+        split, two_of, lambda given: {"y": given["x"].sum(1)},
         ("remainder", "overlap", "plain store", "not zeroed", "sum kept", "buffer kept"),
     ),
-    "divide": (
-        divide, two_of, lambda given: {"y": given["x"] / given["x"].abs().amax()}, all_close,
-        ("maximum kept", "multiple_of", "assume"),
+    "divide": Mistaken(
+        divide, two_of, lambda given: {"y": given["x"] / given["x"].abs().amax()}, ("maximum kept", "multiple_of", "assume")
     ),
-    "variance": (
-        variance, two_of, lambda given: {"y": given["x"].double().var(1, unbiased=False)}, all_close,
+    "variance": Mistaken(
+        variance, two_of, lambda given: {"y": given["x"].double().var(1, unbiased=False)},
         ("count of the tile", "tiles without their means", "mean of means"),
     ),
-    "weight_gradient": (
-        weight_gradient, two_of, lambda given: {"dw": (given["x"] * given["dy"]).sum(0)}, all_close,
+    "weight_gradient": Mistaken(
+        weight_gradient, two_of, lambda given: {"dw": (given["x"] * given["dy"]).sum(0)},
         ("store", "lost update", "mask of one more"),
     ),
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def covering_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check no pairs beyond the covering pairs, which must suffice."""
-    monkeypatch.setattr(pairs, "FURTHER_S", 0.0)
-
-
-def findings(name: str, mistake: str) -> list[str]:
-    """Check the pairs of an operator, and the addresses of a large case."""
-    launch, inputs, reference, compare, _mistakes = OPERATORS[name]
-    space: Any = {"splits": (1, 4), "block": (16, 128)}
-    variant = Variant("optimized", partial(launch, mistake), Knobs, lambda _case: space, default=lambda _case: Knobs(1, 512))
-    op = Op(
-        name=name, axes=("M", "N"), dtypes=("float32",), inputs=inputs, reference=reference, compare=compare,
-        traffic=lambda case: Traffic(4 * case["M"] * case["N"], 4 * case["M"] * case["N"]), variants=(variant,), module=__name__,
-    )  # fmt: skip
-    outcomes = pairs.check_pairs(op, variant, CASES, lambda case: 1.0 + case["M"] * case["N"])
-    found = [outcome.reason for outcome in outcomes if outcome.status == "failed"]
-    return found + address_errors(op, LARGE, variant, variant.default_config(LARGE))
-
-
-@pytest.mark.parametrize(("name", "mistake"), [(name, mistake) for name, (*_, of_op) in OPERATORS.items() for mistake in of_op])
+@pytest.mark.parametrize(("name", "mistake"), mistakes_of(OPERATORS))
 def test_check_finds_a_mistake_of_the_field(name: str, mistake: str) -> None:
     KEPT.clear()
-    assert findings(name, mistake)
+    assert OPERATORS[name].findings(mistake)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_check_finds_nothing_in_a_right_operator_of_the_field(name: str) -> None:
-    assert findings(name, "") == []
+    assert OPERATORS[name].findings("") == []

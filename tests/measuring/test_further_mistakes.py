@@ -1,43 +1,17 @@
-"""Mistakes in eight kernels that a check without a GPU finds; the operators are written as docs/your_own_kernel.md says."""
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+"""Mistakes in eight kernels: softmax, normalization, rotation, entropy, quantisation, transpose, sums and a gather."""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from mistaken_ops import Knobs, Mistaken, mistakes_of
 
-from kerneltune.kernel_lib.agreement import close, rowwise, same_bits
+from kerneltune.kernel_lib.agreement import rowwise, same_bits
 from kerneltune.kernel_lib.check_values import vary_rows
-from kerneltune.measuring import pairs
-from kerneltune.measuring.check import Checker, address_errors
-from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.spec import Case, Inputs, Outputs
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="mistakes that Triton's interpreter finds")
 FP8 = torch.float8_e4m3fn
-
-
-def case_of(name: str, M: int, N: int) -> Case:
-    return Case(name, (("M", M), ("N", N)), "float32")
-
-
-CASES = [case_of("one", 1, 2), case_of("odd", 13, 34), case_of("wide", 8, 260)]
-LARGE = case_of("large", 200_000, 20_000)
-
-
-@dataclass(frozen=True, slots=True)
-class Knobs:
-    """rows: rows of a program; block: columns of a tile; warps."""
-
-    rows: int
-    block: int
-    warps: int
-
-
-Launch = Callable[[str, Inputs, Knobs], Outputs]
 
 
 @triton.jit
@@ -51,7 +25,7 @@ def _softmax(x_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
 
 def softmax(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     x, y = given["x"], torch.empty_like(given["x"])
-    _softmax[(x.shape[0],)](x, y, x.shape[1], triton.next_power_of_2(x.shape[1]), mistake, num_warps=config.warps)
+    _softmax[(x.shape[0],)](x, y, x.shape[1], triton.next_power_of_2(x.shape[1]), mistake)
     return {"y": y}
 
 
@@ -71,8 +45,8 @@ def _layernorm(x_ptr, weight_ptr, y_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.con
 
 def layernorm(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     x, y = given["x"], torch.empty_like(given["x"])
-    (M, N), grid = x.shape, (triton.cdiv(x.shape[0], config.rows),)
-    _layernorm[grid](x, given["weight"], y, M, N, config.rows, triton.next_power_of_2(N), mistake, num_warps=config.warps)
+    (M, N), grid = x.shape, (triton.cdiv(x.shape[0], config.parts),)
+    _layernorm[grid](x, given["weight"], y, M, N, config.parts, triton.next_power_of_2(N), mistake)
     return {"y": y}
 
 
@@ -95,8 +69,8 @@ def _rope(x_ptr, cos_ptr, y_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, 
 
 def rope(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     x, y = given["x"], torch.empty_like(given["x"])
-    (M, N), grid = x.shape, (triton.cdiv(x.shape[0], config.rows),)
-    _rope[grid](x, given["cos"], y, M, N, config.rows, triton.next_power_of_2(N), mistake, num_warps=config.warps)
+    (M, N), grid = x.shape, (triton.cdiv(x.shape[0], config.parts),)
+    _rope[grid](x, given["cos"], y, M, N, config.parts, triton.next_power_of_2(N), mistake)
     return {"y": y}
 
 
@@ -123,7 +97,7 @@ def _cross_entropy(x_ptr, label_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.
 def cross_entropy(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     x = given["x"]
     y = torch.empty(x.shape[0], device=x.device)
-    _cross_entropy[(x.shape[0],)](x, given["label"], y, x.shape[1], config.block, mistake, num_warps=config.warps)
+    _cross_entropy[(x.shape[0],)](x, given["label"], y, x.shape[1], config.block, mistake)
     return {"y": y}
 
 
@@ -145,9 +119,9 @@ def _quantize(x_ptr, q_ptr, scale_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.const
 
 def quantize(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     x = given["x"]
-    (M, N), grid = x.shape, (triton.cdiv(x.shape[0], config.rows),)
+    (M, N), grid = x.shape, (triton.cdiv(x.shape[0], config.parts),)
     q, scale = torch.empty(M, N, dtype=FP8, device=x.device), torch.empty(M, device=x.device)
-    _quantize[grid](x, q, scale, M, N, config.rows, triton.next_power_of_2(N), mistake, num_warps=config.warps)
+    _quantize[grid](x, q, scale, M, N, config.parts, triton.next_power_of_2(N), mistake)
     return {"q": q, "scale": scale}
 
 
@@ -167,7 +141,7 @@ def transpose(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     x = given["x"]
     (M, N) = x.shape
     y = torch.empty(N, M, device=x.device)
-    _transpose[(triton.cdiv(M, config.rows), triton.cdiv(N, config.block))](x, y, M, N, config.rows, config.block, mistake)
+    _transpose[(triton.cdiv(M, config.parts), triton.cdiv(N, config.block))](x, y, M, N, config.parts, config.block, mistake)
     return {"y": y}
 
 
@@ -189,7 +163,7 @@ def column_sums(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     x = given["x"]
     (M, N) = x.shape
     y = (torch.empty if mistake == "sums not zeroed" else torch.zeros)(N, device=x.device)
-    _column_sums[(triton.cdiv(N, config.block), config.rows)](x, y, M, N, config.rows, config.block, mistake)
+    _column_sums[(triton.cdiv(N, config.block), config.parts)](x, y, M, N, config.parts, config.block, mistake)
     return {"y": y}
 
 
@@ -206,7 +180,7 @@ def _gather(x_ptr, index_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constex
 
 def gather(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     x, y = given["x"], torch.empty_like(given["x"])
-    _gather[(x.shape[0],)](x, given["index"], y, x.shape[1], config.block, mistake, num_warps=config.warps)
+    _gather[(x.shape[0],)](x, given["index"], y, x.shape[1], config.block, mistake)
     return {"y": y}
 
 
@@ -242,10 +216,6 @@ def _rope_reference(given: Inputs) -> Outputs:
     return {"y": torch.cat([a * cos - b * sin, b * cos + a * sin], 1)}
 
 
-def _near(_case: Case, _inputs: Inputs, got: Outputs, want: Outputs) -> list[str]:
-    return close("y", got["y"], want["y"], 1e-3, 1e-4)
-
-
 def _exact(_case: Case, _inputs: Inputs, got: Outputs, want: Outputs) -> list[str]:
     return same_bits("y", got["y"], want["y"])
 
@@ -254,59 +224,43 @@ def _quantized(_case: Case, given: Inputs, got: Outputs, _want: Outputs) -> list
     return rowwise("q", got["q"], got["scale"], given["x"])
 
 
-OPERATORS: dict[str, tuple[Launch, Callable[[Inputs], Outputs], Callable[..., list[str]]]] = {
-    "softmax": (softmax, lambda given: {"y": given["x"].softmax(1)}, _near),
-    "layernorm": (layernorm, _layernorm_reference, _near),
-    "rope": (rope, _rope_reference, _near),
-    "cross_entropy": (
-        cross_entropy,
-        lambda given: {"y": torch.nn.functional.cross_entropy(given["x"], given["label"], reduction="none")},
-        _near,
+OPERATORS = {
+    "softmax": Mistaken(
+        softmax, _inputs, lambda given: {"y": given["x"].softmax(1)},
+        ("stride of the block", "zero for minus infinity", "maximum not subtracted"),
     ),
-    "quantize": (quantize, lambda given: {"q": given["x"], "scale": given["x"]}, _quantized),
-    "transpose": (transpose, lambda given: {"y": given["x"].t().contiguous()}, _exact),
-    "column_sums": (column_sums, lambda given: {"y": given["x"].sum(0)}, _near),
-    "gather": (gather, lambda given: {"y": given["x"][given["index"]]}, _exact),
-}
-MISTAKES = {
-    "softmax": ("stride of the block", "zero for minus infinity", "maximum not subtracted"),
-    "layernorm": ("mean over the block", "variance without mask", "unbiased variance", "epsilon outside of the root",
-                  "weight of the row"),
-    "rope": ("position of the program", "mask of all columns", "sign"),
-    "cross_entropy": ("sum not rescaled", "ignored label is read"),
-    "quantize": ("amax of the tile", "zeros divided by zero", "truncation", "inverse scale"),
-    "transpose": ("swapped mask", "mask of one axis"),
-    "column_sums": ("rest of the rows", "sum without atomics", "sums not zeroed"),
-    "gather": ("32 bits", "first block alone"),
+    "layernorm": Mistaken(
+        layernorm, _inputs, _layernorm_reference,
+        ("mean over the block", "variance without mask", "unbiased variance", "epsilon outside of the root", "weight of the row"),
+    ),
+    "rope": Mistaken(rope, _inputs, _rope_reference, ("position of the program", "mask of all columns", "sign")),
+    "cross_entropy": Mistaken(
+        cross_entropy, _inputs,
+        lambda given: {"y": torch.nn.functional.cross_entropy(given["x"], given["label"], reduction="none")},
+        ("sum not rescaled", "ignored label is read"),
+    ),
+    "quantize": Mistaken(
+        quantize, _inputs, lambda given: {"q": given["x"], "scale": given["x"]},
+        ("amax of the tile", "zeros divided by zero", "truncation", "inverse scale"), _quantized,
+    ),
+    "transpose": Mistaken(
+        transpose, _inputs, lambda given: {"y": given["x"].t().contiguous()}, ("swapped mask", "mask of one axis"), _exact
+    ),
+    "column_sums": Mistaken(
+        column_sums, _inputs, lambda given: {"y": given["x"].sum(0)},
+        ("rest of the rows", "sum without atomics", "sums not zeroed"),
+    ),
+    "gather": Mistaken(
+        gather, _inputs, lambda given: {"y": given["x"][given["index"]]}, ("32 bits", "first block alone"), _exact
+    ),
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def covering_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check no pairs beyond the covering pairs, which must suffice."""
-    monkeypatch.setattr(pairs, "FURTHER_S", 0.0)
-
-
-def findings(name: str, mistake: str) -> list[str]:
-    """Check an operator as `sweep --check-only` does: defaults, pairs, addresses of a large case."""
-    launch, reference, compare = OPERATORS[name]
-    space: Any = {"rows": (1, 2, 4), "block": (16, 64, 512), "warps": (1, 4)}
-    variant = Variant("optimized", partial(launch, mistake), Knobs, lambda _case: space, default=lambda _case: Knobs(1, 512, 4))
-    op = Op(
-        name=name, axes=("M", "N"), dtypes=("float32",), inputs=_inputs, reference=reference, compare=compare,
-        traffic=lambda case: Traffic(4 * case["M"] * case["N"], 4 * case["M"] * case["N"]), variants=(variant,), module=__name__,
-    )  # fmt: skip
-    found = [line for case in CASES for line in Checker(op, case, "cpu").errors(variant, variant.default_config(case))]
-    outcomes = pairs.check_pairs(op, variant, CASES, lambda case: 1.0 + case["M"] * case["N"])
-    found += [outcome.reason for outcome in outcomes if outcome.status == "failed"]
-    return found + address_errors(op, LARGE, variant, variant.default_config(LARGE))
-
-
-@pytest.mark.parametrize(("name", "mistake"), [(name, mistake) for name, of_op in MISTAKES.items() for mistake in of_op])
+@pytest.mark.parametrize(("name", "mistake"), mistakes_of(OPERATORS))
 def test_check_finds_a_mistake(name: str, mistake: str) -> None:
-    assert findings(name, mistake)
+    assert OPERATORS[name].findings(mistake)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_check_finds_nothing_in_a_right_operator(name: str) -> None:
-    assert findings(name, "") == []
+    assert OPERATORS[name].findings("") == []

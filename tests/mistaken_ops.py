@@ -1,0 +1,78 @@
+"""What a check without a GPU says of operators with planted mistakes, written as docs/your_own_kernel.md says."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from kerneltune.kernel_lib.agreement import close
+from kerneltune.kernel_lib.check_values import vary_rows
+from kerneltune.measuring import pairs
+from kerneltune.measuring.check import Checker, address_errors
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+
+
+def case_of(name: str, M: int, N: int) -> Case:
+    return Case(name, (("M", M), ("N", N)), "float32")
+
+
+CASES = [case_of("one", 1, 2), case_of("odd", 13, 34), case_of("wide", 8, 260)]
+LARGE = case_of("large", 200_000, 20_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Knobs:
+    """parts: rows of a program, or parts of a sum; block: columns of a tile."""
+
+    parts: int
+    block: int
+
+
+def values(seed: int, device: str, *shape: int) -> torch.Tensor:
+    if device == "meta":
+        return torch.empty(shape, device=device)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rows_of(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    x = values(seed, device, case["M"], case["N"])
+    return {"x": x if device == "meta" else vary_rows(x)}
+
+
+def all_close(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    return [line for name in expected for line in close(name, outputs[name], expected[name], 1e-3, 1e-4)]
+
+
+@dataclass(frozen=True)
+class Mistaken:
+    """Hold an operator whose launch takes the name of a mistake, empty for none."""
+
+    launch: Callable[[str, Inputs, Knobs], Outputs]
+    inputs: Callable[..., Inputs]
+    reference: Callable[[Inputs], Outputs]
+    mistakes: tuple[str, ...]
+    compare: Callable[..., list[str]] = all_close
+
+    def findings(self, mistake: str) -> list[str]:
+        """Check default configs, covering pairs and the addresses of a large case, as `sweep --check-only` does."""
+        space: Any = {"parts": (1, 2, 4), "block": (16, 64, 512)}
+        run = partial(self.launch, mistake)
+        variant = Variant("optimized", run, Knobs, lambda _case: space, default=lambda _case: Knobs(1, 512))
+        op = Op(
+            name="mistaken", axes=("M", "N"), dtypes=("float32",), inputs=self.inputs, reference=self.reference,
+            compare=self.compare, traffic=lambda case: Traffic(4 * case["M"] * case["N"], 4 * case["M"] * case["N"]),
+            variants=(variant,), module=__name__,
+        )  # fmt: skip
+        found = [line for case in CASES for line in Checker(op, case, "cpu").errors(variant, variant.default_config(case))]
+        with patch.object(pairs, "FURTHER_S", 0.0):
+            outcomes = pairs.check_pairs(op, variant, CASES, lambda case: 1.0 + case["M"] * case["N"])
+        found += [outcome.reason for outcome in outcomes if outcome.status == "failed"]
+        return found + address_errors(op, LARGE, variant, variant.default_config(LARGE))
+
+
+def mistakes_of(operators: dict[str, Mistaken]) -> list[tuple[str, str]]:
+    """Return the name of each operator with each of its mistakes."""
+    return [(name, mistake) for name, operator in operators.items() for mistake in operator.mistakes]
