@@ -10,6 +10,8 @@ PLACE = "place_in_kernel"
 _LONGEST = 200
 _TRITON_PLACE = re.compile(r"at \d+:\d+:")
 """First line of Triton's CompilationError; the kernel's code, a caret and the reason follow."""
+_INTERPRETERS = re.compile(r"/triton/|/kerneltune/kernel_lib/(bounds|faults|interpreted|races)\.py$")
+"""Files of Triton's interpreter, and of this package where it corrects the interpreter."""
 _MANY, _MOST = 24, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")
 _PLACE = re.compile(r" \((?>/[^()\n]*/(?:site|dist)-packages/)[^()]*\)")
@@ -47,7 +49,7 @@ def place_in_kernel(chain: list[BaseException]) -> str:
 
     for error in reversed(chain):
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "triton" not in Path(frame.filename).parts]
+        own = [frame for frame in frames if not _INTERPRETERS.search(frame.filename)]
         if said := getattr(error, PLACE, ""):
             return str(said)
         if own:

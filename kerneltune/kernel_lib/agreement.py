@@ -17,7 +17,7 @@ with a difference of 36 to 100 % (docs/notes/checks.md)."""
 _LEANING_ROWS, _ROWS_SHARE = 16, 0.9
 """Against a reference, the elements of a row may lean as a rounded factor of the row does: most rows must lean."""
 _SCALE_ROUNDING = 1e-5
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def close(name: str, got: torch.Tensor, want: torch.Tensor, rtol: float, atol: float | torch.Tensor) -> list[str]:
@@ -59,6 +59,8 @@ def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
     wrong = got.view(bits) != want.view(bits)
     if not bool(wrong.any()):
         return []  # without the memory of fp32 copies
+    if not got.is_floating_point():
+        return _report(name, wrong, got, want)
     got32, want32 = got.float(), want.float()
     return _report(name, wrong & ~(got32.isnan() & want32.isnan()), got32, want32)
 

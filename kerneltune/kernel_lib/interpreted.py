@@ -156,18 +156,30 @@ class _Whole(int):
         return interpreter._implicit_cvt(int(self)).to(dtype)
 
 
-def _whole(name: str) -> Callable[[Any, Any], Any]:
-    operation = getattr(int, name)
+def _towards_zero(left: int, right: int) -> int:
+    """Divide as compiled kernels do: Python divides whole numbers towards minus infinity."""
+    return abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
 
+
+_OF_WHOLE: dict[str, Callable[[int, int], int]] = {
+    "add": int.__add__, "sub": int.__sub__, "mul": int.__mul__, "floordiv": _towards_zero,
+    "mod": lambda left, right: left - right * _towards_zero(left, right),
+}  # fmt: skip
+"""Operations whose result a compiled kernel keeps in a tensor."""
+
+
+def _whole(operation: Callable[[int, int], int], is_reversed: bool) -> Callable[[Any, Any], Any]:
     def computed(left: Any, right: Any) -> Any:
-        found = operation(left, right)
-        return _Whole(found) if type(found) is int else found
+        if not isinstance(right, int):
+            return NotImplemented
+        return _Whole(operation(int(right), int(left)) if is_reversed else operation(int(left), int(right)))
 
     return computed
 
 
-for _name in ("__add__", "__sub__", "__mul__", "__floordiv__", "__mod__"):
-    setattr(_Whole, _name, _whole(_name))
+for _name, _operation in _OF_WHOLE.items():
+    setattr(_Whole, f"__{_name}__", _whole(_operation, is_reversed=False))
+    setattr(_Whole, f"__r{_name}__", _whole(_operation, is_reversed=True))
 
 
 class _Real(float):

@@ -70,3 +70,10 @@ def test_rowwise_and_tensorwise_compare_scales_and_values(pow2: bool) -> None:
         )
     whole_tile = x.abs().amax().expand(8, 1) / 448
     assert rowwise("y", (x / whole_tile).to(E4M3), whole_tile, x)
+
+
+def test_whole_numbers_of_64_bits_are_compared_exactly() -> None:
+    want = torch.tensor([1 << 60, 5])
+    assert same_bits("y", want, want.clone()) == close("y", want, want.clone(), 0.0, 0.0) == []
+    for found in (same_bits("y", want + 1, want), close("y", want + 1, want, 1e-2, 0.0)):
+        assert found == [f"y: 2 of 2 wrong, first at (0,): {(1 << 60) + 1}, expected {1 << 60}"]

@@ -195,3 +195,22 @@ def test_sums_and_products_of_a_loop_are_cast() -> None:
     with mended():
         _sums_of_a_loop[(1,)](y, 11)
     assert y.tolist() == [-1, 3, 7]
+
+
+@triton.jit
+def _divided(y_ptr):
+    for i in range(0, 8):
+        tl.store(y_ptr + i * 4, (i - 5) // 3)
+        tl.store(y_ptr + i * 4 + 1, (i - 5) % 3)
+        tl.store(y_ptr + i * 4 + 2, (2 - i) // 3)
+        tl.store(y_ptr + i * 4 + 3, (2 - i) % 3)
+
+
+def test_loop_indices_are_divided_towards_zero_as_in_compiled_kernels() -> None:
+    y = torch.empty(8, 4, dtype=torch.int32)
+    with mended():
+        _divided[(1,)](y)
+    i = torch.arange(8)
+    for column, values in enumerate((i - 5, 2 - i)):
+        assert y[:, 2 * column].tolist() == torch.div(values, 3, rounding_mode="trunc").tolist()
+        assert y[:, 2 * column + 1].tolist() == torch.fmod(values, 3).tolist()
