@@ -17,7 +17,7 @@ from kerneltune import device, records
 from kerneltune.files import replace_text
 from kerneltune.measuring.check import LAUNCH_FAILURE, Outcome
 from kerneltune.measuring.compare import ceiling_task, check_only, checked_record
-from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job
+from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job, refusals
 from kerneltune.measuring.jobs import Job, address_job, case_job, case_label, check_cost, mutation_job, pairs_job, run_jobs
 from kerneltune.measuring.pairs import configs_by_case, covering
 from kerneltune.records import Key, Record
@@ -26,7 +26,7 @@ from kerneltune.run_options import Plan, Progress, finished_rows, journalled, re
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import SweepCase
-from kerneltune.table import pairs
+from kerneltune.table import counted, pairs
 from kerneltune.tune.candidates import config_for
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 
@@ -81,6 +81,7 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         if first_table is not None and not only_checks and not resumes:
             campaign.measure_first(bench, first_table)
         checked = campaign.check(work, [] if is_gpu or is_quick else _further_jobs(plan)) if is_checked else []
+        checked += [] if is_gpu else campaign.check_compiled(work)
         if only_checks:
             path = plan.journal("check")
             records.merge(path, checked)
@@ -229,6 +230,26 @@ class _Campaign:
                 self.coverage.append(outcome.reason)
         self._doubt_references(found)
         return found
+
+    def check_compiled(self, work: Sequence[Runs]) -> list[Record]:
+        """Compile default configs of other projects' operators, each on the largest check case of each mode.
+
+        Return a record of each refusal: the interpreter runs all of Python, Triton's compiler a part of it. This project's
+        operators are left out, as its tests compile all of their configs.
+        """
+        largest: dict[tuple[str, str, str], Run] = {}
+        for run in sorted((run for runs in work for run in runs), key=lambda run: run[0].op.traffic(run[0].case).total):
+            task = run[0]
+            is_shipped = task.op.module.startswith("kerneltune.") and not task.op.origin
+            if not is_shipped and not task.variant.unsupported(task.case):
+                largest[task.op.name, task.variant.name, task.case.quant] = run
+        if not (runs := list(largest.values())):
+            return []
+        self.progress.stage("compile", 1)
+        refused = refusals([compile_job(*run) for run in runs], self.plan.options.workers)
+        self.progress.advance(counted(len(runs), "config"))
+        family = self.plan.family
+        return [checked_record(family, runs[number], Outcome("failed", reason)) for number, reason in refused.items()]
 
     def _doubt_references(self, checked: Sequence[Record]) -> None:
         """Pass a note to the progress for each operator with several variants whose outputs all disagree with the reference."""

@@ -61,6 +61,23 @@ def test_compile_workers_find_a_module_of_the_working_folder(guide: Path) -> Non
     assert done.stdout == "['_swiglu']\n", done.stderr
 
 
+def test_kernel_that_python_runs_and_triton_refuses_fails_its_check(guide: Path) -> None:
+    plugin = guide / "swiglu.py"
+    text = plugin.read_text().replace(
+        "    mask = offsets < count\n", "    mask = offsets < count\n    is_small = 0 <= count < 5\n"
+    )
+    plugin.write_text(text)
+    line = 1 + text.splitlines().index("    is_small = 0 <= count < 5")
+    done = shell(guide, "kerneltune --plugin swiglu.py sweep ./swiglu.yaml --check-only --case one")
+    assert done.returncode == 1, done.stderr
+    failures = " ".join(done.stderr.partition("failed: ")[2].split())
+    assert failures.startswith(
+        "optimized (block=1024 warps=4) one swiglu M=1 N=1 bfloat16 none cold: does not compile for sm_90: "
+    )
+    assert f"swiglu.py:{line}: UnsupportedLanguageConstruct: " in failures
+    assert "simultaneous multiple comparison is not supported" in failures
+
+
 def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: pytest.MonkeyPatch, configs_dir: Path) -> None:
     monkeypatch.setenv(ops.PLUGINS, str(guide / "swiglu.py"))
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -5,6 +5,7 @@ kernels in Triton's disk cache.
 """
 
 import os
+import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -12,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
@@ -26,6 +28,10 @@ from kerneltune.spec import Config
 Inputs = Mapping[str, Any]
 
 COMPILE_TIMEOUT_S = 90.0
+_FOR_A_WORKER = 4
+"""Fewest jobs for which a further worker pays: it starts in the time of some compilations."""
+_REFUSALS = ("CompilationError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure", "OutOfResources", "NameError")
+"""Errors of Triton's compiler. Any other error may be of host code that needs values, which meta tensors lack."""
 _MAX_THREADS = 1024
 """Threads of the largest program, on every target."""
 
@@ -185,6 +191,36 @@ class CompilePool:
             yield job.result()
 
 
+def refusals(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[int, str]:
+    """Return by number of a job why Triton's compiler refuses its kernels on every target, as it refuses code that is no Triton.
+
+    Jobs that no other process can import are left out.
+    """
+    found: dict[int, str] = {}
+    left = [number for number, job in enumerate(jobs) if _is_picklable(job)]
+    for name, target in TARGETS.items():
+        if not left:
+            break
+        with CompilePool(target, min(workers or 2, -(-len(left) // _FOR_A_WORKER))) as pool:
+            errors = [result.error for result in pool.compile([jobs[number] for number in left])]
+        refused = {number: error for number, error in zip(left, errors, strict=True) if _is_refusal(error)}
+        found = {number: found.get(number, f"does not compile for {name}: {error}") for number, error in refused.items()}
+        left = list(refused)
+    return found
+
+
+def _is_picklable(job: CompileJob) -> bool:
+    try:
+        pickle.dumps(job)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
+
+
+def _is_refusal(error: str) -> bool:
+    return any(f"{kind}:" in error for kind in _REFUSALS)
+
+
 def know_triton() -> None:
     """Make Triton hash its own files now, which takes 0.3 s and otherwise delays the first kernel of a process."""
     with suppress(ImportError):  # a Triton with `triton_key` elsewhere hashes at the first kernel
@@ -283,10 +319,24 @@ def _compile(job: CompileJob) -> CompileResult:
     try:
         job.run(job.make_inputs(device="meta"), job.config)
     except Exception as exception:  # any error of a compiler is a property of the config, and is recorded
-        error = first_line(exception)
+        error = f"{_place(exception)}{first_line(exception)}"
     else:
         error = next((_wrong_code(kernel) for kernel in active.utils.launched if kernel.stray_stores), "")
     return CompileResult(tuple(active.utils.launched), time.perf_counter() - started, error)
+
+
+def _place(error: Exception) -> str:
+    """Return `FILE:LINE: ` of the kernel's line that a compilation failed at; empty if unknown."""
+    from triton.compiler.code_generator import get_jit_fn_file_line
+    from triton.runtime.jit import JITFunction
+
+    line = getattr(getattr(error, "node", None), "lineno", None)
+    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    kernels = [owner for owner in owners if isinstance(owner, JITFunction)]
+    if line is None or not kernels:
+        return ""
+    file, first = get_jit_fn_file_line(kernels[-1])
+    return f"{Path(file).name}:{first + line - 1}: "
 
 
 def _wrong_code(kernel: Kernel) -> str:
