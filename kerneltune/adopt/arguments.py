@@ -21,32 +21,32 @@ class NotRecordableError(ValueError):
     """Report a value that JSON cannot hold as data."""
 
 
-def encode(value: Any) -> Any:
+def encode_value(value: Any) -> Any:
     """Return a value as JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, tuple | list):
-        return {"tuple": [encode(item) for item in value]}
+        return {"tuple": [encode_value(item) for item in value]}
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ == "dtype":
         return {"torch": str(value).removeprefix("torch.")}
     if kind.__module__.startswith("triton.language") and kind.__name__ == "dtype":
         return {"triton": str(value)}
     if kind.__module__.startswith("triton.language") and kind.__name__ == "constexpr":
-        return encode(value.value)
+        return encode_value(value.value)
     raise NotRecordableError(f"a value of type {kind.__module__}.{kind.__qualname__}")
 
 
-def decode(value: Any) -> Any:
-    """Return the value from the JSON of `encode`."""
+def decode_value(value: Any) -> Any:
+    """Return the value from the JSON of `encode_value`."""
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, dict) and len(value) == 1:
         (kind, what), *_ = value.items()
         if kind == "tuple" and isinstance(what, list):
-            return tuple(decode(item) for item in what)
+            return tuple(decode_value(item) for item in what)
         if kind == "float" and what in _NOT_FINITE:
             return float(what)
         if kind == "torch" and isinstance(what, str):
@@ -74,7 +74,7 @@ ALIGNMENT = 16
 
 
 @cache
-def dtype_name(dtype: Any) -> str:
+def element_type(dtype: Any) -> str:
     """Return the name of an element type, without its module."""
     return str(dtype).removeprefix("torch.")
 
@@ -90,7 +90,7 @@ def is_descriptor(value: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TensorLayout:
     """Describe a tensor's layout. Tensors with the same `storage` share memory; `offset` is in bytes from the storage's start."""
 
     dtype: str
@@ -144,7 +144,7 @@ class Argument:
     name: str
     kind: Literal["value", "tensor", "descriptor"]
     value: Any = None
-    tensor: Tensor | None = None
+    tensor: TensorLayout | None = None
     block: tuple[tuple[int, ...], ...] = ()
     is_positional: bool = True
 
@@ -191,7 +191,7 @@ def holds_tensor(value: Any) -> bool:
     return any(map(holds_tensor, value)) if isinstance(value, tuple | list) else is_tensor(value) or is_descriptor(value)
 
 
-def joined(named: Mapping[str, Any]) -> dict[str, Any]:
+def with_tuples(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by name; items of `parts`, such as `x[0]` and `x[1]`, are joined to tuples again."""
     found: dict[str, Any] = {}
     for name, value in named.items():
@@ -215,7 +215,7 @@ def _split_storages(arguments: Sequence[Argument], buffers: Sequence[Any]) -> tu
 
     Because a replay makes all memory between the views of a storage, two small views of a buffer of 3 GiB took 9.8 GB.
     """
-    numbers: dict[Tensor, int] = {}
+    numbers: dict[TensorLayout, int] = {}
     found: dict[tuple[int, int], Any] = {}
     for number, live in enumerate(buffers):
         begin = end = covered = 0
@@ -238,19 +238,19 @@ def _argument(name: str, value: Any, live: dict[int, Any], is_positional: bool) 
     if is_tensor(value):
         return Argument(name, "tensor", None, _tensor(value, live), (), is_positional)
     try:
-        return Argument(name, "value", encode(value), None, (), is_positional)
+        return Argument(name, "value", encode_value(value), None, (), is_positional)
     except NotRecordableError as error:
         raise NotRecordableError(f"argument {name}: {error}") from None
 
 
-def _tensor(tensor: Any, live: dict[int, Any]) -> Tensor:
+def _tensor(tensor: Any, live: dict[int, Any]) -> TensorLayout:
     inner = tensor.base if type(tensor).__name__ == "TensorWrapper" else tensor  # triton.reinterpret wraps tensors
     live.setdefault(address := int(inner.untyped_storage().data_ptr()), inner)
     size = int(inner.element_size())
     offset = int(inner.storage_offset()) * size  # tensors without elements give no pointer
     shape, stride = tuple(int(n) for n in inner.shape), tuple(int(n) for n in inner.stride())
     whole = not (inner.is_floating_point() or inner.is_complex())
-    return Tensor(dtype_name(tensor.dtype), shape, stride, list(live).index(address), offset, size, whole)
+    return TensorLayout(element_type(tensor.dtype), shape, stride, list(live).index(address), offset, size, whole)
 
 
 def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:
@@ -283,12 +283,12 @@ def counting_argument(launches: Sequence[Sequence[Argument]], keys: Collection[s
     return (name, left[name]) if name and 2 * left[name] < len(launches) else ("", len(launches))
 
 
-def views(arguments: Sequence[Argument], storage: int) -> list[Tensor]:
+def views(arguments: Sequence[Argument], storage: int) -> list[TensorLayout]:
     """Return the tensors among arguments that lie in a storage."""
     return [a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == storage]
 
 
-def span(tensors: Sequence[Tensor]) -> tuple[int, int]:
+def span(tensors: Sequence[TensorLayout]) -> tuple[int, int]:
     """Return the begin and the end of the bytes of a storage that its tensors cover."""
     return min(tensor.offset for tensor in tensors), max(tensor.end for tensor in tensors)
 
@@ -321,11 +321,6 @@ class Values:
         """Return bytes that are kept."""
         return sum(int(tensor.numel()) for tensor in self.tensors.values())
 
-    @classmethod
-    def missing(cls, count: int) -> "Values":
-        """Return the values of a launch whose memory may not be read: none."""
-        return cls(kinds=tuple({"kept": "missing"} for _ in range(count)))
-
 
 def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: int, sample_bytes_left: int) -> Values:
     """Copy values of a launch's memory, before the launch changes them. Waits for the GPU.
@@ -339,7 +334,7 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
     """
     values = Values()
     kinds: dict[int, dict[str, Any]] = {}
-    data: list[tuple[int, Any, int, int, Tensor]] = []
+    data: list[tuple[int, Any, int, int, TensorLayout]] = []
     for number, live in enumerate(storages):
         tensors = views(arguments, number)
         begin, end = span(tensors)
@@ -349,13 +344,14 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
         is_affordable = end - begin <= bytes_left - values.bytes
         kinds[number] = {"kept": "values" if is_affordable else "missing", "bytes": end - begin}
         if is_affordable and end > begin:
-            values.tensors[f"storage.{number}"] = _raw(live, begin, end - begin)
+            values.tensors[f"storage.{number}"] = _elements(live, "uint8", begin, end - begin).cpu().clone()
         elif not is_affordable:
             values.left_out += end - begin
     for number, live, begin, end, tensor in data:
         wanted = min(end - begin, SAMPLE_BYTES)
         is_affordable = wanted <= min(bytes_left - values.bytes, sample_bytes_left - values.sampled)
-        raw = _raw(live, begin, wanted if is_affordable else min(wanted, _STATISTICS_BYTES))
+        kept = wanted if is_affordable else min(wanted, _STATISTICS_BYTES)
+        raw = _elements(live, "uint8", begin, kept).cpu().clone()
         kinds[number] = {"kept": "sample" if is_affordable else "statistics", "bytes": end - begin}
         kinds[number]["statistics"] = statistics(raw[:_STATISTICS_BYTES], tensor.dtype)
         if is_affordable and wanted:
@@ -365,7 +361,7 @@ def collect(arguments: Sequence[Argument], storages: Sequence[Any], bytes_left: 
     return values
 
 
-def _are_indices(live: Any, begin: int, end: int, tensors: Sequence[Tensor]) -> bool:
+def _are_indices(live: Any, begin: int, end: int, tensors: Sequence[TensorLayout]) -> bool:
     """Return whether a storage holds whole numbers that a kernel may read as indices, so that all of them must be kept.
 
     Few bytes are kept in any case. Many bytes of 8-bit whole numbers are weights.
@@ -400,11 +396,6 @@ def holds_addresses(arguments: Sequence[Argument], values: Values) -> str:
             if whole.numel() and bool(((whole >= _LEAST_ADDRESS) & (whole < _LARGEST_ADDRESS)).all()):
                 return argument.name
     return ""
-
-
-def _raw(tensor: Any, begin: int, count: int) -> Any:
-    """Return bytes of a tensor's storage, on the CPU."""
-    return _elements(tensor, "uint8", begin, count).cpu().clone()
 
 
 def _elements(tensor: Any, dtype: str, begin: int, count: int) -> Any:

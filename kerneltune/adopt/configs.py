@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from kerneltune.adopt.arguments import NotRecordableError, decode, encode
+from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value
 from kerneltune.adopt.kernels import PLAIN_MARK, Call, functions_of, jit_of, values_of_module
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -77,7 +77,7 @@ def config_key(config: Any) -> tuple[Any, ...]:
 def encode_config(config: Any) -> dict[str, Any]:
     """Return a config as JSON; its pre_hook as true or false."""
     options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
-    kwargs = {name: encode(value) for name, value in config.kwargs.items()}
+    kwargs = {name: encode_value(value) for name, value in config.kwargs.items()}
     return {"kwargs": kwargs, **options, "pre_hook": getattr(config, "pre_hook", None) is not None}
 
 
@@ -88,7 +88,7 @@ def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) ->
     for name, value in options.items():
         if name != "ir_override" and type(value) is not int:
             raise ValueError(f"config: {name}: {value!r}: expected a whole number")
-    return make({name: decode(value) for name, value in stored["kwargs"].items()}, **options, pre_hook=pre_hook)
+    return make({name: decode_value(value) for name, value in stored["kwargs"].items()}, **options, pre_hook=pre_hook)
 
 
 def config_label(stored: Mapping[str, Any]) -> str:
@@ -250,7 +250,7 @@ def changed_blocks(program: Mapping[str, Any], config: Mapping[str, Any]) -> Col
     return {name for name, size in config["kwargs"].items() if program["kwargs"].get(name) != size}
 
 
-def widened(configs: Sequence[Any], most: int = MOST) -> list[Any]:
+def around_list(configs: Sequence[Any], most: int = MOST) -> list[Any]:
     """Return up to `most` configs that are not in a list and differ in a single knob from a config of the list.
 
     None if the configs of the list have different pre_hooks.

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.adopt.arguments import is_descriptor, joined, torch_dtype
+from kerneltune.adopt.arguments import is_descriptor, torch_dtype, with_tuples
 from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.replay import Launch, LaunchEffects, ReplayError, grid_of, live_arguments, live_kernel
 from kerneltune.errors import first_line, place_of
@@ -42,15 +42,10 @@ def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
     state.restore(launch.storages)
     if reference is not None:
         _use_reference(launch, state, reference)
-    if not state.expected and not _is_empty(launch, stored):
+    is_empty = 0 in (grid_of(launch.launch, stored) or ()) or not any(map(torch.numel, _tensors(launch.named).values()))
+    if not state.expected and not is_empty:
         raise ReplayError(f"{launch.launch.kernel.text}: the author's first config writes to no argument: nothing to compare")
     return state
-
-
-def _is_empty(launch: Launch, stored: Mapping[str, Any]) -> bool:
-    """Return whether a launch has no program or no element, so that it has nothing to write."""
-    is_without_elements = not any(tensor.numel() for tensor in _tensors(launch.named).values())
-    return is_without_elements or 0 in (grid_of(launch.launch, stored) or ())
 
 
 def _run(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:
@@ -107,7 +102,7 @@ def _use_reference(launch: Launch, state: LaunchEffects, reference: Callable[...
     """Compare results with the author's reference, which gets copies of the arguments."""
     refused = f"reference of {launch.launch.kernel.text}: "
     try:
-        given = reference(joined(live_arguments(launch.launch, [storage.clone() for storage in launch.storages])))
+        given = reference(with_tuples(live_arguments(launch.launch, [storage.clone() for storage in launch.storages])))
     except Exception as error:  # the author's own code
         raise ReplayError(f"{place_of(reference, error)}{refused}{first_line(error)}") from error
     try:
@@ -151,7 +146,7 @@ def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> 
         state.before[number] = torch.full_like(before, _POISON)
         try:
             _run(launch, state, stored)
-            matters = bool(differences(launch, state, {}))
+            matters = bool(wrong_results(launch, state, {}))
         except RuntimeError:
             state.before[number] = before
             raise
@@ -164,7 +159,7 @@ def results(launch: Launch, state: LaunchEffects) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in _tensors(launch.named).items() if name in state.expected}
 
 
-def differences(launch: Launch, state: LaunchEffects, outputs: Mapping[str, Any]) -> list[str]:
+def wrong_results(launch: Launch, state: LaunchEffects, outputs: Mapping[str, Any]) -> list[str]:
     """Return one line for each output or argument that disagrees with the author's first config or reference.
 
     An argument that the first config does not write must keep its bytes.
@@ -232,9 +227,13 @@ def disagreement(
     if other := int((torch.isnan(expected.float()) != torch.isnan(found.float())).sum()):
         return f"NaN in other places: {other} of {expected.numel()} elements"
     if expected.element_size() == 1 and expected.numel() and not noise:
-        return "; ".join(within_a_step("fp8", _without_cancelled(expected, found), expected))
+        a, b = expected.float(), found.float()
+        is_cancelled = (a - b).abs() <= _CANCELLED * a.nan_to_num(0.0, 0.0, 0.0).abs().max()
+        codes = torch.where(is_cancelled, expected.view(torch.uint8), found.view(torch.uint8))
+        return "; ".join(within_a_step("fp8", codes.view(expected.dtype), expected))
     rms, largest = difference(expected, found, by_element=has_reference)
-    epsilon = _epsilon(expected, captured)
+    inside = [torch.finfo(kind).eps for kind in map(torch_dtype, captured.dtypes) if kind in (torch.bfloat16, torch.float16)]
+    epsilon = float(max(torch.finfo(expected.dtype).eps, _LEAST_EPSILON, *inside))
     allowed = max(_NOISE_FACTOR * noise, _ROUNDINGS * epsilon)
     allowed_largest = max(8 * _NOISE_FACTOR * noise, _LARGEST_ROUNDINGS * epsilon)
     if rms <= allowed and largest <= allowed_largest:
@@ -242,13 +241,6 @@ def disagreement(
     of_largest = "an element, or of the rms if larger" if has_reference else "the largest"
     largest_text = f"{largest:.2e} of {of_largest} (allowed {allowed_largest:.2e})"
     return f"differs by {rms:.2e} of the rms (allowed {allowed:.2e}), at most {largest_text}"
-
-
-def _without_cancelled(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return fp8 results, with the expected value where the difference is as small as that of a sum in another order."""
-    a, b = expected.float(), found.float()
-    near = (a - b).abs() <= _CANCELLED * a.nan_to_num(0.0, 0.0, 0.0).abs().max()
-    return torch.where(near, expected.view(torch.uint8), found.view(torch.uint8)).view(expected.dtype)
 
 
 def difference(expected: torch.Tensor, found: torch.Tensor, by_element: bool = False) -> tuple[float, float]:
@@ -266,13 +258,6 @@ def difference(expected: torch.Tensor, found: torch.Tensor, by_element: bool = F
     if by_element and scale:
         return rms / scale, float((gaps / a.abs().clamp(min=scale)).max())
     return (rms / scale if scale else rms), (largest / peak if peak else largest)
-
-
-def _epsilon(expected: torch.Tensor, captured: LaunchClass) -> float:
-    """Return the rounding of a result: of its own type, or of a 16-bit type among the arguments, which kernels compute in."""
-    kinds = {torch_dtype(name) for name in captured.dtypes}
-    inside = [torch.finfo(kind).eps for kind in kinds & {torch.bfloat16, torch.float16}]
-    return float(max(torch.finfo(expected.dtype).eps, _LEAST_EPSILON, *inside))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -299,11 +299,10 @@ def remove_stale(root: Path, launched: Collection[str]) -> list[LaunchClass]:
 
 def write_notes(root: Path, process: str, notes: ProcessNotes) -> None:
     """Write the notes of a process, as a whole."""
-    folder = root / LAUNCHES
-    folder.mkdir(parents=True, exist_ok=True)
-    part = folder / f".{process}.part"
+    (root / LAUNCHES).mkdir(parents=True, exist_ok=True)
+    part = root / LAUNCHES / f".{process}.part"
     part.write_bytes(msgspec.json.encode(notes))
-    os.replace(part, folder / f"{process}.json")
+    os.replace(part, root / LAUNCHES / f"{process}.json")
 
 
 def processes(root: Path) -> list[Path]:

@@ -167,7 +167,7 @@ def named_function(field: str, name: str, folder: str) -> tuple[Any, str, Callab
 
 
 @dataclass(slots=True)
-class Call:
+class ProgramCall:
     """A call of the program that asks a getter.
 
     Attributes:
@@ -237,7 +237,7 @@ def operators(folder: str) -> tuple[Op, ...]:
     return (op,)
 
 
-def case_of(facts: GetterFacts, one: CallCase) -> Case:
+def call_case(facts: GetterFacts, one: CallCase) -> Case:
     """Return the case of a call, named by the sizes that differ between calls."""
     differing = [f"{name}={size}" for name, size in one.sizes.items() if len({each.sizes[name] for each in facts.cases}) > 1]
     return Case(" ".join(differing) or _CALL, tuple(one.sizes.items()), facts.dtype)
@@ -302,7 +302,7 @@ def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) ->
         if device != "meta":
             raise
         function = dict  # it needs values: the kernels are compiled when they are launched
-    return {_CALL: Call(getter, function, own, device == "meta"), **tensors_of(function)}
+    return {_CALL: ProgramCall(getter, function, own, device == "meta"), **tensors_of(function)}
 
 
 def run_call(inputs: Inputs, config: Config) -> Outputs:

@@ -8,18 +8,16 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from kerneltune import device
-from kerneltune.adopt.getter import FACTS, CallCase, case_of, given_knobs, operators, read_facts
+from kerneltune.adopt.getter import FACTS, CallCase, call_case, given_knobs, operators, read_facts
+from kerneltune.adopt.tuning import Searched, search_tasks, searched
 from kerneltune.measuring.check import Checker
-from kerneltune.run_options import Options, Plan, Progress, Selection
-from kerneltune.search.task import Evaluation, Task, knobs_of
+from kerneltune.run_options import Options, Progress
+from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config
-from kerneltune.sweep import Sweep, SweepCase
-from kerneltune.tune.candidates import cached, open_store
-from kerneltune.tune.fleet import run_tune
 
 ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 """Keys of the engines' tables. A table holds all of them, because engines look up the nearest key, however far."""
@@ -50,29 +48,24 @@ class TunedCall:
 def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedCall]:
     """Tune the calls of a folder; return all calls, also the calls that are wanted for their own config only."""
     facts, (op,) = read_facts(root), operators(str(root))
-    options = replace(options, configs=root / "configs", results=root / "results")
-    chosen = [SweepCase(op.name, case_of(facts, one), "bench") for one in facts.cases if one.is_tuned and not one.problem]
-    calls = Sweep("getter", root / FACTS, (), tuple(chosen), {})
-    run_tune(Plan({op.name: op}, calls, Selection(calls.family), options), progress)
-    store = open_store(op, op.variants[0], root / "results")
-    tasks = [Task(op, case_of(facts, one), op.variants[0], options.policy) for one in facts.cases]
-    return [_outcome(task, one, store.of_task(task), root) for task, one in zip(tasks, facts.cases, strict=True)]
+    tasks = [Task(op, call_case(facts, one), op.variants[0], options.policy) for one in facts.cases]
+    wanted = [task for task, one in zip(tasks, facts.cases, strict=True) if one.is_tuned and not one.problem]
+    search_tasks(root, "getter", root / FACTS, wanted, options, progress)
+    return [_tuned_call(*each) for each in zip(tasks, facts.cases, searched(root, tasks), strict=True)]
 
 
-def _outcome(task: Task, one: CallCase, tried: Mapping[Config, Evaluation], root: Path) -> TunedCall:
+def _tuned_call(task: Task, one: CallCase, found: Searched) -> TunedCall:
+    tried, stored = found
     failed = tuple(each.detail for each in tried.values() if each.status in _PROBLEMS)
-    own, stored = (
-        one.own | given_knobs(task.default),
-        cached(task, root / "configs") if one.is_tuned and not one.problem else None,
-    )
-    if stored is None:
+    own = one.own | given_knobs(task.default)
+    if stored is None or one.problem or not one.is_tuned:
         reason = one.problem or ("no config passed its check" if tried else "it was not searched")
         return TunedCall(one, own if one.own else {}, failed=failed, skipped=reason if one.is_tuned else "")
-    evidence = stored[0].evidence
-    default_us, (low, high) = evidence.get("default_us"), evidence.get("over_default") or (1.0, 1.0)
+    entry, best = stored
+    default_us, (low, high) = entry.evidence.get("default_us"), entry.evidence.get("over_default") or (1.0, 1.0)
     if low <= 1.0:
         return TunedCall(one, own, default_us, default_us, failed=failed)
-    return TunedCall(one, one.own | given_knobs(stored[1]), default_us, evidence["time_us"], (low, high), failed)
+    return TunedCall(one, one.own | given_knobs(best), default_us, entry.evidence["time_us"], (low, high), failed)
 
 
 def check_getter(root: Path) -> list[tuple[CallCase, int, list[str]]]:
@@ -84,7 +77,7 @@ def check_getter(root: Path) -> list[tuple[CallCase, int, list[str]]]:
     facts, (op,) = read_facts(root), operators(str(root))
     found = []
     for one in (each for each in facts.cases if each.is_tuned and not each.problem):
-        case, variant = case_of(facts, one), op.variants[0]
+        case, variant = call_case(facts, one), op.variants[0]
         configs = _neighbours(variant.default_config(case), variant.configs(case))
         checker = Checker(op, case, "cpu")
         lines = [f"{label}: {text}" for label, config in configs.items() for text in checker.errors(variant, config)[:1]]

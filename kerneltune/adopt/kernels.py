@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from kerneltune.adopt import arguments
-from kerneltune.adopt.arguments import NotRecordableError, encode, is_descriptor, is_tensor, parts
+from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_tensor, parts
 from kerneltune.identity import code_digest
 
 NO_ARGUMENT = ("grid", "warmup")
@@ -119,7 +119,7 @@ def read_globals(function: Any) -> dict[str, Any]:
     for each in functions_of(function):
         for name in _globals_named(each):
             with suppress(NotRecordableError, KeyError):
-                found[f"{each.__name__}.{name}"] = encode(each.__globals__[name])
+                found[f"{each.__name__}.{name}"] = encode_value(each.__globals__[name])
     return found
 
 
@@ -293,14 +293,14 @@ class Call:
             if name in named:
                 value = named[name]
                 try:
-                    key.append(encode(value))
+                    key.append(encode_value(value))
                 except NotRecordableError:
                     key.append(f"{getattr(value, 'dtype', type(value).__name__)}{list(getattr(value, 'shape', ()))}")
         return key
 
     def dtypes(self) -> list[str]:
         """Return the names of the tensors' element types, as a `LaunchClass` has them."""
-        return [arguments.dtype_name(value.dtype) for _, value in self._parts() if is_tensor(value)]
+        return [arguments.element_type(value.dtype) for _, value in self._parts() if is_tensor(value)]
 
     def sizes(self) -> dict[str, int]:
         """Return the sizes of the launch by name, as a `LaunchClass` has them."""
@@ -438,6 +438,6 @@ def _other_key(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(float if type(item) is float else _other_key(item) for item in value)
     try:
-        return str(encode(value))
+        return str(encode_value(value))
     except NotRecordableError:
         return id(value)

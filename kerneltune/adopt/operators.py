@@ -53,7 +53,7 @@ def operators_of(capture: Capture, widen: bool = False) -> tuple[Op, ...]:
     return tuple(_operator(root, launches, widen) for launches in capture.kernels().values())
 
 
-def write_sweep(root: Path) -> Path:
+def write_capture_sweep(root: Path) -> Path:
     """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find its launches."""
     capture = read_capture(root)
     replace_text(root / SWEEP, sweep_text(capture.classes, operators_of(capture)))
@@ -288,7 +288,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
     """Return one line for each written argument that disagrees."""
-    from kerneltune.adopt.effects import differences
+    from kerneltune.adopt.effects import wrong_results
 
     launch = inputs[_LAUNCH]
-    return list(differences(launch, launch.state, outputs))
+    return list(wrong_results(launch, launch.state, outputs))

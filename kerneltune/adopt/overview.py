@@ -66,15 +66,11 @@ class Capture:
         return sorted({kernel for one in self.said for kernel in one.plain} - captured)
 
     def own_runs(self) -> dict[str, list[str]]:
-        """Return subclass of Autotuner -> its kernels that were never seen, because the subclass has a `run` of its own."""
-        seen = {launch.kernel.text for launch in self.classes} | set(self.refused())
-        found: dict[str, list[str]] = {}
-        for one in self.said:
-            for kernel, subclass in one.made.items():
-                if subclass and kernel not in seen and kernel not in found.setdefault(subclass, []):
-                    found[subclass].append(kernel)
-        seen_subclasses = {kind for one in self.said for kernel, kind in one.made.items() if kernel in seen}
-        return {subclass: kernels for subclass, kernels in found.items() if kernels and subclass not in seen_subclasses}
+        """Return subclass of Autotuner -> its kernels, where the subclass has a `run` of its own and no kernel of it was seen."""
+        seen, found = {launch.kernel.text for launch in self.classes} | set(self.refused()), dict[str, list[str]]()
+        for kernel, subclass in sorted({item for one in self.said for item in one.made.items() if item[1]}):
+            found.setdefault(subclass, []).append(kernel)
+        return {subclass: kernels for subclass, kernels in found.items() if seen.isdisjoint(kernels)}
 
 
 def read_capture(root: Path) -> Capture:

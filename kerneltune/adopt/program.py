@@ -3,6 +3,7 @@
 The module asks the torch and triton that the program has loaded, and imports neither.
 """
 
+import logging
 import os
 import shutil
 import signal
@@ -14,6 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import device
+
+log = logging.getLogger("kerneltune.adopt")
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Log a warning, once in a process."""
+    log.warning("kerneltune: %s", text)
 
 
 def describe_error(error: BaseException) -> str:
@@ -36,12 +45,8 @@ def is_interpreted() -> bool:
 def device_slug() -> str:
     """Return the GPU's name as a folder; `interpreter` where kernels are interpreted or there is no GPU."""
     torch: Any = sys.modules.get("torch")
-    return device.INTERPRETER if torch is None or is_interpreted() else _slug_of_torch(torch)  # torch may be imported later
-
-
-@cache
-def _slug_of_torch(torch: Any) -> str:
-    return device.slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else device.INTERPRETER
+    has_gpu = torch is not None and not is_interpreted() and torch.cuda.is_available()  # torch may be imported later
+    return device.slug(torch.cuda.get_device_name()) if has_gpu else device.INTERPRETER
 
 
 def early_device_slug() -> str:
@@ -78,7 +83,7 @@ def version_of(module: str) -> str:
     return version if isinstance(version, str) else ""
 
 
-def versions(module: str) -> dict[str, str]:
+def package_versions(module: str) -> dict[str, str]:
     """Return the versions of Python, of triton, of torch and of the package that holds a module."""
     packages = {"triton": version_of("triton"), "torch": version_of("torch"), "package": version_of(module)}
     return {"python": python_version(), **packages}

@@ -86,7 +86,6 @@ class Recorder:
         self._lock = RLock()
         self._notes = ProcessNotes({})
         self._classes: dict[str, int] = {}
-        self._said: set[str] = set()
         self._launched: set[Any] = set()
         self._tuned: set[Any] = set()
         self._codes: dict[tuple[str, str], str] = {}
@@ -164,16 +163,12 @@ class Recorder:
             found = keys.find(args, kwargs)
             if found is None:
                 call = Call(autotuner, args, kwargs)
-                deciding = kernels.all_but_floats(call.names, call.values) - self._ignored_of(autotuner)
+                deciding = kernels.all_but_floats(call.names, call.values) - self.ignored.difference(autotuner.keys)
                 with self._lock:
                     found = keys.find(args, kwargs) or keys.remember(call, deciding, self._first(call), True)
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), describe_error(error))
         return found
-
-    def _ignored_of(self, autotuner: Any) -> frozenset[str]:
-        """Return the arguments whose values make no classes: the ignored arguments that are not in the author's key."""
-        return self.ignored.difference(autotuner.keys)
 
     def _first(self, call: Call) -> KnownLaunches:
         """Record the class of a launch that this process has not seen before."""
@@ -189,7 +184,7 @@ class Recorder:
             return self.refuse_misnamed(name, problem)
         try:
             allowed = self._pruned(call)
-            launch, storages = describe_launch(call, allowed, self._ignored_of(tuner))
+            launch, storages = describe_launch(call, allowed, self.ignored.difference(tuner.keys))
             self._arguments.setdefault(name.text, []).append(launch.arguments)
         except NotRecordableError as error:
             return self._refuse(name, f"not captured: {error}")
@@ -222,15 +217,12 @@ class Recorder:
         except Exception as error:  # the author's own code
             if not program.is_interpreted():
                 raise
-            text = f"{call.name.text}: pruning fails without a GPU ({describe_error(error)}): no config is pruned"
-            if text not in self._said:
-                self._said.add(text)
-                log.warning("kerneltune: %s", text)
+            program.warn_once(f"{call.name.text}: pruning fails without a GPU ({describe_error(error)}): no config is pruned")
             return list(call.autotuner.configs)
 
     def _values(self, launch: LaunchClass, storages: Sequence[Any]) -> Values:
         if program.is_capturing():
-            return Values.missing(len(storages))
+            return Values(kinds=({"kept": "missing"},) * len(storages))
         values = arguments.collect(launch.arguments, storages, self._bytes_left, self._sample_bytes_left)
         self._bytes_left -= values.bytes
         self._sample_bytes_left -= values.sampled
@@ -347,7 +339,8 @@ def describe_launch(call: Call, allowed: Sequence[Any], ignored: Collection[str]
     """
     tuner, name, function = call.autotuner, call.name, call.autotuner.base_fn
     module, home = main_name(name.module), kernels.home_of(tuner)
-    home_file = _file_of(home.module) if home is not None else ""
+    file = getattr(sys.modules[home.module], "__file__", None) if home is not None else None
+    home_file = os.path.abspath(file) if file else ""
     described, storages = arguments.describe(tuner.arg_names, call.args, call.given)
     candidates = _candidates(call, allowed)
     source, listed = kernels.source_digest(function), configs.configs_digest(tuner.configs)
@@ -362,7 +355,7 @@ def describe_launch(call: Call, allowed: Sequence[Any], ignored: Collection[str]
         configs=listed,
         list_size=len(tuner.configs),
         device=program.device_slug(),
-        versions=program.versions(name.module),
+        versions=program.package_versions(name.module),
         keys=tuple(tuner.keys),
         key=call.author_key(),
         arguments=tuple(described),
@@ -372,7 +365,7 @@ def describe_launch(call: Call, allowed: Sequence[Any], ignored: Collection[str]
         argv=tuple(sys.argv),
         path=program.import_folders(),
         globals=read,
-        problem=_problem(name, home, home_file) or _unlaunchable(candidates),
+        problem=_problem(name, home, home_file, candidates),
         is_plain=is_plain(tuner),
     )
     return launch, storages
@@ -387,7 +380,7 @@ def _candidates(call: Call, allowed: Sequence[Any]) -> list[Candidate]:
         space = getattr(call.autotuner, "kerneltune_space", None)
         offered = [*allowed, *(configs.of_space(listed, space) if space else ())]
         known = set(map(configs.config_key, offered))
-        around = [config for config in configs.widened(listed) if configs.config_key(config) not in known]
+        around = [config for config in configs.around_list(listed) if configs.config_key(config) not in known]
     return [_candidate(call, config, is_author) for group, is_author in ((offered, True), (around, False)) for config in group]
 
 
@@ -401,25 +394,14 @@ def _candidate(call: Call, config: Any, is_author: bool) -> Candidate:
         return Candidate(encoded, is_author, None, problem=describe_error(error))
 
 
-def _file_of(module: str) -> str:
-    """Return the absolute path of a module's file; empty where the module has none."""
-    file = getattr(sys.modules[module], "__file__", None)
-    return os.path.abspath(file) if file else ""
-
-
-def _problem(name: KernelName, home: KernelName | None, file: str) -> str:
-    """Return why a replay could not find a kernel; empty if it can."""
+def _problem(name: KernelName, home: KernelName | None, file: str, candidates: Sequence[Candidate]) -> str:
+    """Return why a replay could not find a kernel, or could launch none of the author's configs; empty if it can."""
     if kernels.FACTORY in name.name:
         return "a function made the kernel, so that it cannot be imported by name"
     if home is None:
         return "no module holds its autotuner by a name, so that it cannot be imported"
     if main_name(home.module) == "__main__" and not os.path.isfile(file):
         return "the program is no file, so that the kernel cannot be loaded again"
-    return ""
-
-
-def _unlaunchable(candidates: Sequence[Candidate]) -> str:
-    """Return why no config of the author's can be launched; empty if a config can."""
     by_author = [candidate for candidate in candidates if candidate.is_author]
     if any(candidate.grid is not None for candidate in by_author):
         return ""

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
 from kerneltune.adopt import kernels
-from kerneltune.adopt.arguments import Argument, Tensor, decode, joined, span, torch_dtype, views
+from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
 from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, live_config, plain_tuner, stored_key
 from kerneltune.adopt.folder import VALUES, LaunchClass
 from kerneltune.adopt.kernels import KernelName, bytecode_digest
@@ -166,14 +166,11 @@ def _decorated(statements: Sequence[ast.stmt], bound: Sequence[set[str]], name: 
         if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call):
             inside = list(_outside_definitions([one.value]))
             given = {node.id for call in inside if isinstance(call, ast.Call) for node in call.args if isinstance(node, ast.Name)}
-            called = {node.attr if isinstance(node, ast.Attribute) else node.id for node in inside if _is_name(node)}
+            called = {node.attr for node in inside if isinstance(node, ast.Attribute)}
+            called |= {node.id for node in inside if isinstance(node, ast.Name)}
             if given & found and any(_DECORATOR.search(text) for text in called):
                 found |= names
     return found
-
-
-def _is_name(node: ast.AST) -> TypeGuard[ast.Attribute | ast.Name]:
-    return isinstance(node, ast.Attribute | ast.Name)
 
 
 def _bound(statement: ast.stmt) -> set[str]:
@@ -276,10 +273,10 @@ class Launch:
         config = live_config(config_index(autotuner.configs), stored, triton.Config)
         if config is None or grid is None:
             raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {dict(stored)}")
-        args = list(joined({a.name: self.named[a.name] for a in captured.arguments if a.is_positional}).values())
-        kwargs = joined({a.name: self.named[a.name] for a in captured.arguments if not a.is_positional})
+        args = list(with_tuples({a.name: self.named[a.name] for a in captured.arguments if a.is_positional}).values())
+        kwargs = with_tuples({a.name: self.named[a.name] for a in captured.arguments if not a.is_positional})
         options = config.all_kwargs()
-        named, hook, run = {**joined(self.named), **options}, config.pre_hook, autotuner.fn.run
+        named, hook, run = {**with_tuples(self.named), **options}, config.pre_hook, autotuner.fn.run
         given = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too
 
         def call(warmup: bool) -> Any:
@@ -353,19 +350,18 @@ def _aligned(begin: int) -> int:
 
 @cache
 def _read_values(path: Path) -> dict[str, torch.Tensor]:
-    if not path.is_file():
-        return {}
     from safetensors.torch import load_file
 
     try:
-        return dict(load_file(path))
+        return dict(load_file(path)) if path.is_file() else {}
     except Exception as error:  # SafetensorError, OSError
         raise ReplayError(f"{path}: {describe_error(error)}") from error
 
 
 def _storage(
-    kept: torch.Tensor | None, about: Mapping[str, Any], tensors: Sequence[Tensor], device: str, seed: int, guard_bytes: int
+    kept: torch.Tensor | None, about: Mapping[str, Any], tensors: Sequence[TensorLayout], device: str, seed: int, guard_bytes: int
 ) -> torch.Tensor:
+    """Return a storage with the kept bytes, repeated, or with normal values that have the captured statistics."""
     begin, end = span(tensors)
     count = end - begin
     size = _aligned(begin) + count + guard_bytes
@@ -376,23 +372,16 @@ def _storage(
         repeats = -(-count // sample.numel())
         values.copy_(sample.repeat(repeats)[:count] if repeats > 1 else sample[:count])
     elif count and isinstance(about.get("statistics"), dict):
-        values.copy_(_random(about["statistics"], tensors[0], count, seed).to(device))
+        normal = torch.randn(-(-count // tensors[0].element_bytes), generator=torch.Generator().manual_seed(seed))
+        mean, std, least, largest = (float(about["statistics"][name]) for name in ("mean", "std", "least", "largest"))
+        floats = (normal * std + mean).clamp(least, largest).to(torch_dtype(tensors[0].dtype))
+        values.copy_(floats.view(torch.uint8)[:count].to(device))
     return whole
-
-
-def _random(statistics: Mapping[str, Any], tensor: Tensor, count: int, seed: int) -> torch.Tensor:
-    """Return bytes of normal values with the captured mean, deviation and limits."""
-    kind = torch_dtype(tensor.dtype)
-    elements = -(-count // tensor.element_bytes)
-    generator = torch.Generator().manual_seed(seed)
-    floats = torch.randn(elements, generator=generator) * float(statistics["std"]) + float(statistics["mean"])
-    floats = floats.clamp(float(statistics["least"]), float(statistics["largest"])).to(kind)
-    return floats.view(torch.uint8)[:count]
 
 
 def _live(argument: Argument, captured: LaunchClass, storages: Sequence[torch.Tensor]) -> Any:
     if argument.tensor is None:
-        return decode(argument.value)
+        return decode_value(argument.value)
     tensor = argument.tensor
     begin, _ = span(views(captured.arguments, tensor.storage))
     storage = storages[tensor.storage]

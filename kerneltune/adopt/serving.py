@@ -5,12 +5,12 @@ sizes that decide between rows of the table. The key of a kernel without an auto
 arguments that the capture ignored: a launch that the table lacks stays unchanged.
 """
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import RLock
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import kernels, program
@@ -26,14 +26,12 @@ from kerneltune.adopt.configs import (
 )
 from kerneltune.adopt.folder import Counters
 from kerneltune.adopt.kernels import OTHER_KIND, Call, KernelName, LaunchKeys, kernel_name, of_list
-from kerneltune.adopt.program import describe_error
-from kerneltune.adopt.table import Group, RowFinder, ServingRow, ServingTable, TableKernel, read_table
+from kerneltune.adopt.program import describe_error, log, warn_once
+from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
 
 if TYPE_CHECKING:
     from kerneltune.adopt.ahead import Preparation
     from kerneltune.adopt.recorder import Recorder
-
-log = logging.getLogger("kerneltune.adopt")
 
 SERVED, MISSED = "served", "missed"
 """Kinds of launches, with a config of the table or of the miss policy. The name of their count is `KIND KERNEL`."""
@@ -72,7 +70,6 @@ class ServingState:
         deciding: arguments that are part of `keys`: the arguments of the author's key, and the sizes that decide between rows.
         keys: the served configs by the keys of launches.
         finders: the table's rows by the author's keys and element types of launches.
-        groups: the table's groups by author's key and element types.
         index: configs by their values.
         rows: the configs of the table's rows, by identity of the row.
         lists: states for lists that the program assigned later.
@@ -85,38 +82,27 @@ class ServingState:
     counters: tuple[int, int]
     deciding: set[str]
     keys: LaunchKeys[Served] = field(default_factory=LaunchKeys)
-    finders: LaunchKeys[RowFinder | None] = field(default_factory=LaunchKeys)
-    groups: dict[str, Group] = field(default_factory=dict)
+    finders: LaunchKeys[RowFinder] = field(default_factory=LaunchKeys)
     index: dict[str, Any] = field(default_factory=dict)
     rows: dict[int, Served] = field(default_factory=dict)
     lists: "dict[Any, ServingState]" = field(default_factory=dict)
     choices: dict[Any, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Index the configs and the groups."""
+        """Index the configs."""
         self.index = config_index(self.configs)
         for group in self.kernel.groups if self.kernel is not None else ():
-            self.groups.setdefault(repr((group.key, list(group.dtypes))), group)
             self.deciding.update(name.partition(".")[0] for name in group.split)
 
     def row(self, call: Call) -> ServingRow | None:
         """Return the table's row of a launch; None where the table has none for its author's key and element types."""
-        if not self.groups:
+        if self.kernel is None:
             return None
         finder = self.finders.find(call.args, call.kwargs)
         if finder is None:
-            group = self.groups.get(repr((call.author_key(), call.dtypes())))
-            finder = self.finders.remember(call, call.autotuner.keys, None if group is None else RowFinder(group))
-        return None if finder is None else finder.nearest({name: call.size(name) for name in finder.names})
-
-
-@dataclass(slots=True)
-class Counts:
-    """Count the keys that were found in the table, the keys that were not found, and the runs of the author's tuning."""
-
-    hits: int = 0
-    misses: int = 0
-    tunings: int = 0
+            finder = self.kernel.finder(call.author_key(), call.dtypes())
+            self.finders.remember(call, call.autotuner.keys, finder)
+        return finder.nearest({name: call.size(name) for name in finder.names})
 
 
 class Server:
@@ -147,19 +133,14 @@ class Server:
         """
         self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
         self._as_missed = f"its launches follow --miss {miss}, as if they were not tuned"
-        self.counts, self.counters = Counts(), counters or Counters(None)
+        self.counters = counters or Counters(None)
+        self.counts = SimpleNamespace(hits=0, misses=0, tunings=0)
+        """Keys with and without a row of the table, and runs of the author's tuning."""
         self._make_config, self._preparing, self._lock = make_config, preparing, RLock()
         self._table: ServingTable | None = None
         self._read_for = ""
-        self._said: set[str] = set()
         self._plain: dict[Any, LaunchKeys[Served] | None] = {}
         self._described: dict[Any, list[tuple[Any, ServingState]]] = {}
-
-    def say(self, text: str) -> None:
-        """Log a warning, unless the same text was logged before."""
-        if text not in self._said:
-            self._said.add(text)
-            log.warning("kerneltune: %s", text)
 
     @property
     def _is_strict(self) -> bool:
@@ -187,12 +168,12 @@ class Server:
         except ValueError as error:
             if self._is_strict:
                 raise
-            self.say(f"nothing is served: {error}")
+            warn_once(f"nothing is served: {error}")
             return None
         if table is None:
             found = sorted(path.stem for path in (self.root / "served").glob("*.json") if path.stem != "manifest")
             others = f", only for {', '.join(found)}" if found else ""
-            self.say(f"nothing is served: {self.root} has no table for {device}{others}")
+            warn_once(f"nothing is served: {self.root} has no table for {device}{others}")
         digest = table.digest if table else "none"
         if self.manifest and not digest.startswith(self.manifest):
             raise ValueError(f"manifest: {self.manifest}: the table in {self.root} has SHA-256 {digest}")
@@ -208,12 +189,12 @@ class Server:
         same = [one for one in found if one.bytecode == kernels.bytecode_digest(function)]
         same = same or [one for one in found if one.source == kernels.source_digest(function)]  # another Python, or other code
         if found and not same:
-            self.say(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
+            warn_once(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
         here = program.version_of(name.module)
         fitting = [one for one in same if not here or one.package in ("", here)]
         if same and not fitting:
             tuned = f"tuned with version {same[0].package} of its package, here is {here}"
-            self.say(f"{name.text}: {tuned}: {self._as_missed}")
+            warn_once(f"{name.text}: {tuned}: {self._as_missed}")
         return fitting
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,7 +263,7 @@ class Server:
                 if not program.is_launch_failure(error):
                     raise
                 name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
-                self.say(f"{name}: {options} fail here ({type(error).__name__}): the program's options")
+                warn_once(f"{name}: {options} fail here ({type(error).__name__}): the program's options")
                 served.options = {}
                 rest = {name: value for name, value in kwargs.items() if name not in options}
                 return original(kernel, *args, **rest, **served.own)
@@ -300,7 +281,7 @@ class Server:
                 except Exception as error:  # a damaged table must not end the user's program
                     if self._is_strict:
                         raise
-                    self.say(f"{name}: not served: {describe_error(error)}")
+                    warn_once(f"{name}: not served: {describe_error(error)}")
                 served, missed = (self.counters.slot(f"{kind} {name}") for kind in (SERVED, MISSED))
                 state = ServingState(kernel, autotuner.configs, autotuner.configs, (served, missed), set(autotuner.keys))
                 if kernel is not None and kernel.portfolio and self.portfolio:
@@ -362,7 +343,7 @@ class Server:
             try:  # with the author's list rather than the portfolio
                 self.missing.record(call.twin(state.configs), call.args, call.kwargs)
             except Exception as error:  # a log that cannot be written is no reason to stop
-                self.say(f"misses are not recorded: {error}")
+                warn_once(f"misses are not recorded: {error}")
         policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
         if policy == "error":
             raise LookupError(f"{call.name.text}: no config for {call.sizes()} {call.dtypes()} on {program.device_slug()}")
@@ -400,13 +381,13 @@ class Server:
         near = None if nearest is None else self._allowed(call, state, nearest)
         label = "" if near is None else label_of(near.config)
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
-        self.say(f"{call.name.text}: a launch that was not tuned: served with {used}")
+        warn_once(f"{call.name.text}: a launch that was not tuned: served with {used}")
         return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(state.configs)]
 
     def _by_author(self, original: Callable[..., Any], call: Call, state: ServingState) -> tuple[Any]:
         """Let the author's autotuner tune if necessary and launch, and remember its choice."""
         self.counters.add(state.counters[1])
-        self.say(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
+        warn_once(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
         alone = call.twin(state.configs)
         if state.choices is not None:
             alone.cache = state.choices
@@ -425,7 +406,7 @@ class Server:
             bad, served.config = served.config, served.fallbacks.pop(0)
             served.options, served.hook = served.config.all_kwargs(), served.config.pre_hook
             labels = f"config {label_of(bad)} fails here ({describe_error(error)}): falling back to {label_of(served.config)}"
-            self.say(f"{kernel_name(autotuner).text}: {labels}")
+            warn_once(f"{kernel_name(autotuner).text}: {labels}")
             try:
                 return kernels.launch_config(autotuner, served.config, args, kwargs)
             except Exception as later:  # as in `run`
@@ -442,7 +423,7 @@ class Server:
         try:
             options = self._plain_options(found, call)
         except Exception as error:  # an argument of an unknown type must not end the user's program
-            self.say(f"{name}: a launch is not served: {describe_error(error)}")
+            warn_once(f"{name}: a launch is not served: {describe_error(error)}")
         counter = self.counters.slot(f"{SERVED if options else MISSED} {name}")
         own = {name: call.kwargs[name] for name in options if name in call.kwargs}
         deciding = {*OPTIONS, "grid", *(key for one in found for key in one.keys)}

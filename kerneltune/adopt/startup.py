@@ -237,11 +237,11 @@ def _patch_kernels(make_run: Callable[..., Any], only_interpreted: bool = False)
     """Replace `run` of kernels as soon as Triton's modules are imported."""
     for name, kind in _KERNELS.items():
         if name == INTERPRETER or not only_interpreted:
-            when_imported(name, functools.partial(_replace_run, kind, make_run))
 
+            def act(module: ModuleType, kind: str = kind) -> None:
+                replace_method(getattr(module, kind), "run", make_run)
 
-def _replace_run(kind: str, make_run: Callable[..., Any], module: ModuleType) -> None:
-    replace_method(getattr(module, kind), "run", make_run)
+            when_imported(name, act)
 
 
 def _patch(autotuning: ModuleType, make_run: Callable[..., Any], made: Callable[[Any], None]) -> None:

@@ -62,28 +62,25 @@ class Group:
         if not self.rows:
             raise ValueError("rows: none")
 
-    def nearest(self, sizes: Mapping[str, int]) -> ServingRow:
-        """Return the row whose deciding sizes are the nearest."""
-        return RowFinder(self).nearest(sizes)
-
 
 class RowFinder:
     """Find the nearest row of a group in microseconds, as launches of new sizes need it."""
 
-    def __init__(self, group: Group) -> None:
-        self.names = group.split
-        rows = [([log2_of(row.sizes.get(name)) for name in group.split], row) for row in group.rows]
+    def __init__(self, group: Group | None) -> None:
+        """group: None for a finder without rows."""
+        self.names = group.split if group is not None else ()
+        rows = [([log2_of(row.sizes.get(name)) for name in self.names], row) for row in (group.rows if group is not None else ())]
         self._rows = sorted(rows, key=lambda row: row[0][:1])
-        self._first = [logs[0] for logs, _ in self._rows] if group.split else []
+        self._first = [logs[0] for logs, _ in self._rows] if self.names else []
 
-    def nearest(self, sizes: Mapping[str, int | None]) -> ServingRow:
-        """Return the row whose deciding sizes are the nearest."""
+    def nearest(self, sizes: Mapping[str, int | None]) -> ServingRow | None:
+        """Return the row whose deciding sizes are the nearest; None if the finder has no row."""
         wanted = [log2_of(sizes.get(name)) for name in self.names]
         rows = self._rows
         if len(wanted) == 1:  # the usual case: only the neighbours of the size can be the nearest
             place = bisect.bisect_left(self._first, wanted[0])
             rows = rows[max(place - 1, 0) : place + 1]
-        return min(rows, key=lambda row: sum(map(abs, map(operator.sub, row[0], wanted))))[1]
+        return min(rows, key=lambda row: sum(map(abs, map(operator.sub, row[0], wanted))), default=(None, None))[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +109,10 @@ class TableKernel:
         """Raise ValueError for a config without values by name."""
         require_values(self.portfolio)
 
-    def row(self, key: Sequence[Any], sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
-        """Return the row of an author's key whose deciding sizes are the nearest, None where the key has no row."""
+    def finder(self, key: Sequence[Any], dtypes: Sequence[str]) -> RowFinder:
+        """Return the finder of the rows for an author's key and element types; without rows where the table has none."""
         wanted = repr((list(key), list(dtypes)))  # because True == 1
-        group = next((group for group in self.groups if repr((group.key, group.dtypes)) == wanted), None)
-        return None if group is None else group.nearest(sizes)
+        return RowFinder(next((group for group in self.groups if repr((group.key, group.dtypes)) == wanted), None))
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch, by log2 distance, with these element types; None if none has them."""
@@ -145,7 +141,7 @@ class ServingTable:
     digest: str = ""
 
 
-def path_of(root: Path, device: str) -> Path:
+def table_path(root: Path, device: str) -> Path:
     """Return the file of a GPU model's table."""
     return root / "served" / f"{device}.json"
 
@@ -155,7 +151,7 @@ def write_table(root: Path, table: ServingTable) -> str:
 
     Equal tables have equal files.
     """
-    path = path_of(root, table.device)
+    path = table_path(root, table.device)
     text = json.dumps({"format": FORMAT, **asdict(table), "digest": ""}, indent=1, sort_keys=True) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
     manifest = path.parent / MANIFEST
@@ -170,7 +166,7 @@ def write_table(root: Path, table: ServingTable) -> str:
 
 def read_table(root: Path, device: str) -> ServingTable | None:
     """Return the table of a GPU model; None if the folder has no table for it."""
-    path = path_of(root, device)
+    path = table_path(root, device)
     if not path.is_file():
         return None
     data = read_bytes(path, _LARGEST)

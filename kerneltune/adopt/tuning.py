@@ -31,11 +31,11 @@ from kerneltune.adopt.operators import (
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.program import LAUNCH_FAILURES
 from kerneltune.adopt.replay import ReplayError, grid_of, live_kernel, make_launch
-from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, path_of, write_table
+from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
 from kerneltune.files import replace_text
 from kerneltune.run_options import Options, Plan, Progress, Selection
 from kerneltune.search.loop import times_of
-from kerneltune.search.task import Task
+from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Config, Op
 from kerneltune.stats import Samples, ratio_interval
@@ -81,7 +81,7 @@ class TunedClass:
 
 
 @dataclass(slots=True)
-class Outcome:
+class TunedCapture:
     """Hold the written table and its SHA-256, the tuned classes, a line for each other class, seconds of wall time."""
 
     table: Path
@@ -111,9 +111,13 @@ def forecast(root: Path, share: float, widen: bool, workers: int | None) -> Tuni
     skipped = list(capture.problems)
     chosen = _chosen(capture, share, skipped, device_slug=None)
     configs = sum(len(offered(launch, widen)) for launch in chosen)
-    cores = workers or len(os.sched_getaffinity(0))
-    seconds = configs * (_COMPILE_S / cores + _TRIAL_S) + len(chosen) * _CLASS_S
-    return TuningForecast(len(chosen), configs, seconds, skipped)
+    return TuningForecast(len(chosen), configs, _seconds(chosen, widen, workers), skipped)
+
+
+def _seconds(launches: Sequence[LaunchClass], widen: bool, workers: int | None) -> float:
+    """Estimate the seconds that tuning classes takes."""
+    configs = sum(len(offered(launch, widen)) for launch in launches)
+    return configs * (_COMPILE_S / (workers or len(os.sched_getaffinity(0))) + _TRIAL_S) + len(launches) * _CLASS_S
 
 
 class _OutOfTimeError(Exception):
@@ -141,7 +145,7 @@ def tune_capture(
     widen: bool = False,
     force: bool = False,
     workers: int | None = None,
-) -> Outcome:
+) -> TunedCapture:
     """Tune the classes of a capture, the most expensive first, and write the table that serving reads.
 
     Args:
@@ -163,25 +167,48 @@ def tune_capture(
         capture = read_capture(root)
         by_digest = {launch.digest: launch for launch in capture.classes}
         chosen = [by_digest[launch.digest] for launch in chosen]
-    options = Options(configs=root / "configs", results=root / "results", workers=workers, force=force)
+    options = Options(workers=workers, force=force)
     limited = _limited(progress, began + budget_s if budget_s else float("inf"))
     by_name = {op.name: op for op in operators_of(capture, widen)}
     replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
     try:
-        for policy in dict.fromkeys(map(policy_of, chosen)):
-            tasks = [task for task in (_task(by_name, launch) for launch in chosen) if task.policy == policy]
-            entries = tuple(sweep.SweepCase(task.op.name, task.case, "bench") for task in tasks)
-            cases = sweep.Sweep(FAMILY, root / SWEEP, (), entries, {})
-            selection = Selection(FAMILY, variants=(TUNED,))
-            run_tune(Plan(by_name, cases, selection, replace(options, policy=policy)), limited)
+        search_tasks(root, FAMILY, root / SWEEP, [_task(by_name, launch) for launch in chosen], options, limited)
     except _OutOfTimeError:
-        progress.note(f"the budget of {budget_s:g} s is used: classes that are left keep what they have")
+        cache.clear()
+        left = [launch for launch in chosen if cached(_task(by_name, launch), root / "configs") is None]
+        needed = f"the command again takes about {max(_seconds(left, widen, workers), 1):.0f} s more"
+        progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
     cache.clear()
-    tuned = _collect(capture, by_name, options, skipped)
+    tuned = _collect(capture, by_name, skipped)
     table = _table(tuned)
     digest = write_table(root, table)
     _keep_compiled(root, table, tuned, progress)
-    return Outcome(path_of(root, table.device), digest, tuned, skipped, time.monotonic() - began)
+    return TunedCapture(table_path(root, table.device), digest, tuned, skipped, time.monotonic() - began)
+
+
+def search_tasks(root: Path, family: str, file: Path, tasks: Sequence[Task], options: Options, progress: Progress) -> None:
+    """Search tasks into a folder, the tasks of each timing policy together.
+
+    family, file: name and file of the sweep that the tasks stand for.
+    """
+    by_name = {task.op.name: task.op for task in tasks}
+    for policy in dict.fromkeys(task.policy for task in tasks):
+        entries = tuple(sweep.SweepCase(task.op.name, task.case, "bench") for task in tasks if task.policy == policy)
+        here = replace(options, configs=root / "configs", results=root / "results", policy=policy)
+        run_tune(Plan(by_name, sweep.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), here), progress)
+
+
+Searched = tuple[Mapping[Config, Evaluation], tuple[cache.CacheEntry, Config] | None]
+"""The trials of a task, and the entry of the best config with the config; None if there is none."""
+
+
+def searched(root: Path, tasks: Sequence[Task]) -> Iterator[Searched]:
+    """Yield the results of each task that was searched into a folder."""
+    stores: dict[str, TrialStore] = {}
+    for task in tasks:
+        if (name := task.op.name) not in stores:
+            stores[name] = open_store(task.op, task.variant, root / "results")
+        yield stores[name].of_task(task), cached(task, root / "configs")
 
 
 def probe_blocks(capture: Capture, launches: Sequence[LaunchClass]) -> bool:
@@ -218,15 +245,10 @@ def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> 
     return "" if passed else f"{name}: no other value can be launched"
 
 
-def policy_of(launch: LaunchClass) -> str:
-    """Return the timing policy of a class: `cold`; `hot` if its arguments are smaller than `_COLD_BYTES`."""
-    return "cold" if launch.argument_bytes >= _COLD_BYTES else "hot"
-
-
 def _task(by_name: Mapping[str, Op], launch: LaunchClass) -> Task:
     """Return the task of tuning a class."""
-    op = by_name[operator_name(launch)]
-    return Task(op, case_of(launch, op.axes), op.variant(TUNED), policy_of(launch))
+    op, policy = by_name[operator_name(launch)], "cold" if launch.argument_bytes >= _COLD_BYTES else "hot"
+    return Task(op, case_of(launch, op.axes), op.variant(TUNED), policy)
 
 
 def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str | None) -> list[LaunchClass]:
@@ -238,14 +260,14 @@ def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str
             skipped.append(f"{launch.label}: below --share {share:g}: keeps the author's choice")
             continue
         covered += shares[launch.digest]
-        if reason := obstacle(launch, device_slug):
+        if reason := why_untunable(launch, device_slug):
             skipped.append(f"{launch.label}: {reason}")
         else:
             found.append(launch)
     return found
 
 
-def obstacle(launch: LaunchClass, device_slug: str | None = None) -> str:
+def why_untunable(launch: LaunchClass, device_slug: str | None = None) -> str:
     """Return why a class cannot be tuned on a GPU; empty if it can; device_slug: folder name of the GPU, None for any GPU."""
     if device_slug not in (None, launch.device):
         return f"captured on {launch.device}, this is {device_slug}: capture again here"
@@ -265,27 +287,19 @@ def obstacle(launch: LaunchClass, device_slug: str | None = None) -> str:
     return ""
 
 
-def _collect(capture: Capture, by_name: Mapping[str, Op], options: Options, skipped: list[str]) -> list[TunedClass]:
-    """Return the config that the engine has found for each class, with the times of all its configs."""
+def _collect(capture: Capture, by_name: Mapping[str, Op], skipped: list[str]) -> list[TunedClass]:
+    """Return the config that the search has found for each class, with the times of all its configs."""
     found = []
-    assert options.results is not None
-    stores: dict[str, TrialStore] = {}
-    for launch in capture.classes:
-        task = _task(by_name, launch)
-        name, variant = task.op.name, task.variant
-        if name not in stores:
-            stores[name] = open_store(task.op, variant, options.results)
-        tried = stores[name].of_task(task)
-        stored = cached(task, options.configs)
+    tasks = [_task(by_name, launch) for launch in capture.classes]
+    for launch, task, (tried, stored) in zip(capture.classes, tasks, searched(capture.root, tasks), strict=True):
         if stored is None:
             reason = "no config passed its check" if tried else "not reached: run the command again"
             if not any(line.startswith(f"{launch.label}:") for line in skipped):
                 skipped.append(f"{launch.label}: {reason}")
             continue
         entry, best = stored
-        times = {variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
-        author = variant.default_config(task.case)
-        found.append(TunedClass(launch, task, best, author, times, dict(entry.evidence), capture.cost_us(launch)))
+        times = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
+        found.append(TunedClass(launch, task, best, task.default, times, dict(entry.evidence), capture.cost_us(launch)))
     return found
 
 
@@ -297,7 +311,7 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
         by_kernel.setdefault(operator_name(each.launch), []).append(each)
     with GpuWorker() as worker:
         for classes in by_kernel.values():
-            groups = tuple(groups_of(classes, worker))
+            groups = tuple(table_groups(classes, worker))
             launch = classes[0].launch
             kernels.append(
                 TableKernel(
@@ -331,7 +345,7 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     names, launchers = [], []
     for launch in (each.launch for each in tuned):
         served = by_name[launch.kernel.module, launch.kernel.name, launch.configs]
-        row = served.row(launch.key, launch.sizes, launch.dtypes)
+        row = served.finder(launch.key, launch.dtypes).nearest(launch.sizes)
         if row is not None:
             kernel = make_launch(launch, root, "meta", 0).compile(row.configs[0])
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
@@ -347,7 +361,7 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
         progress.note(f"compiled kernels are not kept: {error}")
 
 
-def groups_of(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
+def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
     groups: dict[str, list[TunedClass]] = {}
     for one in classes:

@@ -55,7 +55,7 @@ def command(
     its kernel lacks. The program's output is untouched; messages of this command go to standard error.
     """
     from kerneltune.adopt.folder import CLASSES, processes, read_notes, remove_stale
-    from kerneltune.adopt.operators import write_sweep
+    from kerneltune.adopt.operators import write_capture_sweep
     from kerneltune.adopt.program import require_program, run_program
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
     from kerneltune.cli.adopt import show_capture
@@ -95,7 +95,8 @@ def command(
         if stale := remove_stale(out, launched):
             note(f"removed {counted(len(stale), 'class', 'classes')} of kernels whose source has changed since")
         show_capture(out, to_messages=True)
-        note(f"wrote {write_sweep(out)}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
+        file = write_capture_sweep(out)
+        note(f"wrote {file}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
     except ValueError as error:
         error_line(f"nothing was captured: {error}")
     raise typer.Exit(code)

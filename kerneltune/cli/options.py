@@ -155,7 +155,8 @@ def refuse(expected: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None and value is not False and value not in ("", [], ()):
             first = value[0] if isinstance(value, list | tuple) else str(value) if isinstance(value, Path) else value
-            raise ValueError(f"{name.replace('_', '-')}: {first!r}: {expected}")
+            shown = "" if value is True else f"{first!r}: "
+            raise ValueError(f"{name.replace('_', '-')}: {shown}{expected}")
 
 
 def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> list[str]:

@@ -12,10 +12,10 @@ import triton.language as tl
 
 from kerneltune import sweep
 from kerneltune.adopt import startup
-from kerneltune.adopt.effects import differences, disagreement, learn
+from kerneltune.adopt.effects import disagreement, learn, wrong_results
 from kerneltune.adopt.folder import CLASSES
 from kerneltune.adopt.kernels import Call
-from kerneltune.adopt.operators import operators, write_sweep
+from kerneltune.adopt.operators import operators, write_capture_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import Launch, ReplayError, make_launch
 
@@ -68,14 +68,14 @@ def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Pat
     for config, found in ((right, []), (wrong, ["y_ptr"])):
         launch.state.restore(launch.storages)
         launch.run(config)
-        assert [line.partition(":")[0] for line in differences(launch, launch.state, {})] == found
+        assert [line.partition(":")[0] for line in wrong_results(launch, launch.state, {})] == found
 
 
 def test_an_argument_that_is_called_as_a_field_of_every_case_is_no_axis(tmp_path: Path) -> None:
     replayed(tmp_path, scaled, torch.ones(128), torch.ones(128), 128, 2, 3)
     (op,) = operators(str(tmp_path))
     assert op.axes == ("N",)
-    (entry, *_) = sweep.load(write_sweep(tmp_path), {op.name: op}).check
+    (entry, *_) = sweep.load(write_capture_sweep(tmp_path), {op.name: op}).check
     assert (entry.case["N"], entry.case.dtype) == (128, "float32")
 
 
@@ -85,7 +85,7 @@ def test_replay_poisons_an_output_so_that_what_is_not_written_shows(tmp_path: Pa
     launch.state.restore(launch.storages)
     assert torch.isnan(launch.named["y_ptr"]).all()
     launch.run(wrong)
-    assert differences(launch, launch.state, {}) == ["y_ptr: 64 of 128 elements never written"]
+    assert wrong_results(launch, launch.state, {}) == ["y_ptr: 64 of 128 elements never written"]
 
 
 def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_path: Path) -> None:

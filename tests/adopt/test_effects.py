@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.adopt import startup
-from kerneltune.adopt.effects import differences, learn
+from kerneltune.adopt.effects import learn, wrong_results
 from kerneltune.adopt.folder import CLASSES
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import ReplayError, make_launch
@@ -67,7 +67,7 @@ def lines(folder: Path, kernel: Any, grid: int | None = None, y: torch.Tensor | 
     for config in configs:
         state.restore(launch.storages)
         launch.run(config)
-        found.append(differences(launch, state, {}))
+        found.append(wrong_results(launch, state, {}))
     return found
 
 

@@ -41,7 +41,7 @@ from pathlib import Path
 assert not {"torch", "triton"} & sys.modules.keys()
 from kerneltune.adopt.operators import *
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.tuning import obstacle
+from kerneltune.adopt.tuning import why_untunable
 from kerneltune.adopt.replay import make_launch
 assert "triton" not in sys.modules
 root = Path(sys.argv[1])
@@ -49,7 +49,7 @@ for launch in sorted(read_capture(root).classes, key=lambda one: one.kernel.name
     if sys.argv[2:] and launch.kernel.name not in sys.argv[2:]:
         continue
     make_launch(launch, root, "cpu", 0)
-    print(launch.kernel.name, obstacle(launch) or "found")
+    print(launch.kernel.name, why_untunable(launch) or "found")
 """
 
 

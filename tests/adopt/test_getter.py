@@ -430,10 +430,10 @@ def test_call_that_needs_values_compiles_nothing_ahead(tmp_path: Path) -> None:
     write_facts(tmp_path, probed(file))
     (op,) = operators(str(tmp_path))
     case = next(iter(read_facts(tmp_path).cases))
-    from kerneltune.adopt.getter import case_of
+    from kerneltune.adopt.getter import call_case
 
-    inputs = op.inputs(case_of(read_facts(tmp_path), case), device="meta")
-    assert op.variants[0].run(inputs, op.variants[0].default_config(case_of(read_facts(tmp_path), case))) == {}
+    inputs = op.inputs(call_case(read_facts(tmp_path), case), device="meta")
+    assert op.variants[0].run(inputs, op.variants[0].default_config(call_case(read_facts(tmp_path), case))) == {}
 
 
 def test_all_keys_of_the_engines_are_in_order() -> None:

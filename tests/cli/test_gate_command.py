@@ -111,7 +111,7 @@ def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Pa
 def test_what_only_a_run_takes(write: Callable[..., Path]) -> None:
     path = write("a.jsonl", *both())
     assert refused("gate", path, path, "--save", path) == f"error: save: '{path}': expected only with --run"
-    assert refused("gate", path, path, "--update") == "error: update: True: expected only with --run"
+    assert refused("gate", path, path, "--update") == "error: update: expected only with --run"
     assert refused("gate", path, "--run", "rmsnorm", "--processes", "0") == "error: processes: 0: expected 1 or more"
     assert refused("gate", path, "--run", "nothing").startswith("error: family: 'nothing': expected one of ")
     assert refused("gate", "HEAD", "--run", "rmsnorm", "--update") == (
