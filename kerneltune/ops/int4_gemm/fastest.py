@@ -5,13 +5,14 @@ copy in e4m3. The product is a knob, so that a search on a GPU finds from how ma
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from kerneltune import cache
 from kerneltune.compat import scaled_mm
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like
+from kerneltune.kernel_lib.arguments import check_like
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.kernel_lib.tl_lib import INTERPRETED, since_sm_90
 from kerneltune.ops.int4_gemm import configs, fp8_gemm, gemm, peers, reference
@@ -118,7 +119,10 @@ def fastest_gemm(
     gemm.check(x, weight, bias)
     if not (INTERPRETED or since_sm_90()):
         return gemm.int4_gemm(x, weight, bias)
-    c: ProductConfig = _best_config(x, weight, bias is not None, fp8_weight is not None) if config is None else config
+    if config is None:
+        options = {"bias": bias is not None, "fp8_copy": fp8_weight is not None}
+        config = gemm.look_up(_choose, x.shape[0], weight, x.dtype, **options)
+    c: ProductConfig = config
     if c.product == "int4_gemm":
         return gemm.int4_gemm(x, weight, bias)
     if c.product == "int4_fp8_gemm":
@@ -128,13 +132,6 @@ def fastest_gemm(
     check_like("fp8_weight.q", fp8_weight.q, (weight.rows, weight.depth), torch.float8_e4m3fn, x.device)
     check_like("fp8_weight.scale", fp8_weight.scale, (weight.rows,), torch.float32, x.device)
     return (_fp8_product if c.product == "fp8" else _scaled_fp8_product)(x, fp8_weight, bias)
-
-
-def _best_config(x: torch.Tensor, weight: Int4Weight, bias: bool, fp8_copy: bool) -> Any:
-    """Return the cached product for these sizes, or the default."""
-    axes = (("N", x.shape[0]), ("M", weight.rows), ("K", weight.depth))
-    options = (("group", gemm.group_option(weight)), ("zeros", weight.zeros is not None), ("bias", bias), ("fp8_copy", fp8_copy))
-    return _choose(axes, DTYPE_NAMES[x.dtype], "int4", options)
 
 
 def space(_case: Case) -> Space:
@@ -190,19 +187,9 @@ def run(inputs: Inputs, config: ProductConfig | None) -> Outputs:
     return {"y": y} if config is not None and config.product == "int4_gemm" else {"y": y, "rounding": reference.E4M3_ROUNDING}
 
 
-def run_on_16_bits(inputs: Inputs, _config: None) -> Outputs:
-    """Run `int4_gemm`, which does not cast x."""
-    return run(inputs, ProductConfig("int4_gemm"))
-
-
-def run_on_fp8(inputs: Inputs, _config: None) -> Outputs:
-    """Run `int4_fp8_gemm`, the cast of x included."""
-    return run(inputs, ProductConfig("int4_fp8_gemm"))
-
-
-def scaled_mm_rowwise(inputs: Inputs, _config: None) -> Outputs:
-    """Run torch's product with a scale for every token and every row of w, the cast of x included."""
-    return run(inputs, ProductConfig("fp8"))
+def run_product(product: str, inputs: Inputs, _config: None) -> Outputs:
+    """Run a product of `PRODUCTS`."""
+    return run(inputs, ProductConfig(product))
 
 
 def scaled_mm_static(inputs: Inputs, _config: None) -> Outputs:
@@ -238,11 +225,11 @@ OP = Op(
     compare=reference.compare,
     traffic=reference.traffic,
     variants=(
-        Variant("baseline", run_on_16_bits, unsupported=configs.unsupported),
+        Variant("baseline", partial(run_product, "int4_gemm"), unsupported=configs.unsupported),
         Variant("optimized", run, ProductConfig, space, valid, default, configs.unsupported),
-        Variant("int4_fp8", run_on_fp8, unsupported=configs.unsupported),
+        Variant("int4_fp8", partial(run_product, "int4_fp8_gemm"), unsupported=configs.unsupported),
         Variant("dequantised", peers.dequantised, unsupported=reference.not_empty, requires=("torch",)),
-        Variant("scaled_mm_rowwise", scaled_mm_rowwise, unsupported=_not_in_fp8, requires=("torch",)),
+        Variant("scaled_mm_rowwise", partial(run_product, "fp8"), unsupported=_not_in_fp8, requires=("torch",)),
         Variant("scaled_mm_static", scaled_mm_static, unsupported=peers.not_scaled_mm, requires=("torch",)),
     ),
     module=__name__,

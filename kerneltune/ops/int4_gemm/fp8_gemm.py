@@ -12,15 +12,14 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kerneltune import cache
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, check_matrix
+from kerneltune.kernel_lib.arguments import check_like, check_matrix
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, INTERPRETED, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import configs, gemm, reference
 from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, cast_rows
 from kerneltune.ops.int4_gemm.kernels.fp8 import int4_fp8_gemm as kernel
-from kerneltune.ops.int4_gemm.kernels.warps import Weight
-from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight
+from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, Int4Weight
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
@@ -102,39 +101,23 @@ def cast_tokens(x: torch.Tensor, *, reorder: bool = True) -> Fp8Tokens:
     return Fp8Tokens(q, scale, K, x.dtype)
 
 
-def _multiply(tokens: Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None, c: Int4Fp8Config) -> torch.Tensor:
-    """Multiply checked operands.
+def descriptors(tokens: Fp8Tokens, weight: Int4Weight, c: Any) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return what TMA copies: the tokens and the codes of a program's step.
+
+    Args:
+        c: a config with `tokens` and `blocks`.
 
     Raises:
-        ValueError: an address that TMA cannot copy from, or a config that does not fit.
+        ValueError: an address that TMA cannot copy from.
     """
-    q, scale, K, dtype = tokens
-    N, M, depth = q.shape[0], weight.rows, cdiv(K, DEPTH)
-    y = torch.empty((N, M), dtype=dtype, device=q.device)
-    for name, t in (("x.q", q), ("weight.packed", weight.packed)):
+    q, w = tokens.q, weight.packed.view(torch.uint8)
+    for name, t in (("x.q", q), ("weight.packed", w)):
         if t.data_ptr() % 16:
             raise ValueError(f"{name} must begin at a multiple of 16 bytes, got address {t.data_ptr():#x}")
-    steps = cdiv(depth, c.splits)
-    if (c.splits - 1) * steps >= depth:
-        raise ValueError(f"config={c}: {c.splits} programs along {depth} blocks of k")
-    tiles, token_tiles = cdiv(M, ROWS * c.blocks), cdiv(N, c.tokens)
-    words = (c.splits - 1) * tiles * token_tiles * (ROWS * c.blocks * c.tokens)  # of four bytes
-    early = c.early and since_sm_90()
-    groups = weight.scales.shape[3]
-    w = weight.packed.view(torch.uint8)
-    zeros = weight.scales if weight.zeros is None else weight.zeros
-    with counters(cdiv(words, 2), q.device) if words else nullcontext(y) as parts:
-        kernel[(c.splits, tiles, token_tiles)](
-            TensorDescriptor(q, [N, DEPTH * depth], [DEPTH * depth, 1], [c.tokens, DEPTH // groups]),
-            TensorDescriptor(w, [w.numel() // DEPTH, DEPTH], [DEPTH, 1], [ROWS // 2 * c.blocks, DEPTH]),
-            scale, w, weight.scales, zeros, y if bias is None else bias, y, parts, N, M, K, steps, int(scale.shape[0] > 1),
-            WEIGHT=Weight.of(
-                groups=groups, one_group=weight.group not in GROUPS, zeros=weight.zeros is not None, bias=bias is not None
-            ),
-            WORK=Fp8Work.of(tokens=c.tokens, blocks=c.blocks, splits=c.splits, stages=c.stages),
-            EARLY=early, LEAD=_LEAD, num_warps=c.warps, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
-    return y
+    return (
+        TensorDescriptor(q, list(q.shape), [q.shape[1], 1], [c.tokens, DEPTH // weight.scales.shape[3]]),
+        TensorDescriptor(w, [w.numel() // DEPTH, DEPTH], [DEPTH, 1], [ROWS // 2 * c.blocks, DEPTH]),
+    )
 
 
 @on_its_device
@@ -144,7 +127,7 @@ def int4_fp8_gemm(
     """Return x · wᵀ + bias with weights of four bits and x cast to e4m3, fp32 inside.
 
     Args:
-        x: (N, K) fp16 or bf16, or what `cast_tokens` made of that.
+        x: (N, K) fp16 or bf16, or the result of `cast_tokens`.
         weight: w (M, K), from `pack`, with scales and zero points of x's type.
         bias: (M,) of x's type, or None.
         config: None takes the best known config.
@@ -155,27 +138,51 @@ def int4_fp8_gemm(
     Raises:
         ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the weight.
     """
+    N, M, depth = check("int4_fp8_gemm", x, weight, bias), weight.rows, cdiv(weight.depth, DEPTH)
+    y = torch.empty((N, M), dtype=x.dtype, device=weight.packed.device)
+    if not N:
+        return y
+    c: Int4Fp8Config = gemm.look_up(_choose, N, weight, x.dtype, bias=bias is not None) if config is None else config
+    steps = cdiv(depth, c.splits)
+    if (c.splits - 1) * steps >= depth:
+        raise ValueError(f"config={c}: {c.splits} programs along {depth} blocks of k")
+    tokens = x if isinstance(x, Fp8Tokens) else cast_tokens(x)
+    scale, scales = tokens.scale, weight.scales
+    tiles, token_tiles = cdiv(M, ROWS * c.blocks), cdiv(N, c.tokens)
+    words = (c.splits - 1) * tiles * token_tiles * (ROWS * c.blocks * c.tokens)  # of four bytes
+    early = c.early and since_sm_90()
+    with counters(cdiv(words, 2), y.device) if words else nullcontext(y) as parts:
+        kernel[(c.splits, tiles, token_tiles)](
+            *descriptors(tokens, weight, c), scale, weight.packed.view(torch.uint8), scales,
+            scales if weight.zeros is None else weight.zeros, y if bias is None else bias, y, parts,
+            N, M, weight.depth, steps, int(scale.shape[0] > 1), WEIGHT=gemm.constants(weight, bias is not None),
+            WORK=Fp8Work.of(tokens=c.tokens, blocks=c.blocks, splits=c.splits, stages=c.stages),
+            EARLY=early, LEAD=_LEAD, num_warps=c.warps, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+    return y
+
+
+def check(op: str, x: torch.Tensor | Fp8Tokens, weight: Int4Weight, bias: torch.Tensor | None) -> int:
+    """Check the operands of an operator, and return the number of tokens.
+
+    Raises:
+        ValueError: operands that do not fit each other, or a GPU before Hopper.
+    """
+    tokens = x.q if isinstance(x, Fp8Tokens) else x
     if isinstance(x, Fp8Tokens):
-        check_tokens(x, weight)
-        gemm.check(torch.empty((0, x.depth), dtype=x.dtype, device=x.q.device), weight, bias)
-    else:
-        gemm.check(x, weight, bias)
-    where, count = weight.packed.device, x.q.shape[0] if isinstance(x, Fp8Tokens) else x.shape[0]
+        _check_tokens(x)
+        x = torch.empty((0, x.depth), dtype=x.dtype, device=x.q.device)
+    gemm.check(x, weight, bias)
     if not (INTERPRETED or since_sm_90()):
-        raise ValueError(
-            f"int4_fp8_gemm needs an NVIDIA GPU of compute capability 9.0 or newer, x is on another {where.type} device"
-        )
-    if not count:
-        return torch.empty((0, weight.rows), dtype=x.dtype, device=where)
-    chosen: Int4Fp8Config = _best_config(count, weight, bias is not None, x.dtype) if config is None else config
-    return _multiply(x if isinstance(x, Fp8Tokens) else cast_tokens(x), weight, bias, chosen)
+        raise ValueError(f"{op} needs an NVIDIA GPU of compute capability 9.0 or newer, x is on another: {weight.packed.device}")
+    return tokens.shape[0]
 
 
-def check_tokens(x: Fp8Tokens, weight: Int4Weight) -> None:
+def _check_tokens(x: Fp8Tokens) -> None:
     """Check cast tokens.
 
     Raises:
-        ValueError: tokens that `cast_tokens` does not make for the weight.
+        ValueError: tokens that `cast_tokens` does not make.
     """
     if not isinstance(x.q, torch.Tensor) or x.q.ndim != 2 or not x.q.is_contiguous():
         raise ValueError(f"x.q must be a contiguous matrix, got {x.q if not isinstance(x.q, torch.Tensor) else x.q.stride()}")
@@ -185,13 +192,6 @@ def check_tokens(x: Fp8Tokens, weight: Int4Weight) -> None:
     check_like("x.scale", x.scale, (scales,), torch.float32, x.q.device)
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"x.dtype must be float16 or bfloat16, got {x.dtype}")
-
-
-def _best_config(N: int, weight: Int4Weight, bias: bool, dtype: torch.dtype) -> Any:
-    """Return the cached config for these sizes, or the default."""
-    axes = (("N", N), ("M", weight.rows), ("K", weight.depth))
-    options = (("group", gemm.group_option(weight)), ("zeros", weight.zeros is not None), ("bias", bias))
-    return _choose(axes, DTYPE_NAMES[dtype], "int4", options)
 
 
 def space(case: Case) -> Space:

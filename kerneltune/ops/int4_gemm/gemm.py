@@ -36,7 +36,7 @@ from kerneltune.ops.int4_gemm.kernels.warpgroups import int4_gemm_by_warpgroups
 from kerneltune.ops.int4_gemm.kernels.warps import Weight, Work, int4_gemm_by_warps
 from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight, block_shape, check_sizes, scale_shape
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Inputs, Op, Outputs, Variant
+from kerneltune.spec import Inputs, Op, Option, Outputs, Variant
 
 
 @on_its_device
@@ -62,7 +62,7 @@ def int4_gemm(
     y = torch.empty((N, M), dtype=x.dtype, device=x.device)
     if not N:
         return y
-    c: Int4Config = best_config(x, weight, bias is not None) if config is None else config
+    c: Int4Config = look_up(_choose, N, weight, x.dtype, bias=bias is not None) if config is None else config
     if c.splits > 1 and not (is_cuda() or INTERPRETED):
         c = replace(c, splits=1)  # programs wait for each other's parts
     zeros, steps = weight.zeros, steps_of(K, c)
@@ -73,9 +73,7 @@ def int4_gemm(
     sizes = (N, M, K, x.stride(0))
     rows, along = (16, 1) if c.warpgroup else (c.rows, c.along)
     common = {
-        "WEIGHT": Weight.of(
-            groups=weight.scales.shape[3], one_group=weight.group not in GROUPS, zeros=zeros is not None, bias=bias is not None
-        ),
+        "WEIGHT": constants(weight, bias is not None),
         "WORK": Work.of(tokens=c.tokens, rows=rows, along=along, steps=steps, splits=c.splits, blocks=c.blocks),
         "LEAD": _lead(c) if prefetch else 0, "num_warps": warps_of(c), "num_stages": 1,
         **({"launch_pdl": True} if prefetch else {}),
@@ -165,16 +163,25 @@ def check(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> Non
             raise ValueError(f"{name} must be contiguous, got strides {t.stride()}")
 
 
-def best_config(x: torch.Tensor, weight: Int4Weight, bias: bool) -> Any:
-    """Return the cached config for these sizes, or the default."""
-    axes = (("N", x.shape[0]), ("M", weight.rows), ("K", weight.depth))
-    options = (("group", group_option(weight)), ("zeros", weight.zeros is not None), ("bias", bias))
-    return _choose(axes, DTYPE_NAMES[x.dtype], "int4", options)
+def look_up(
+    choose: cache.Chooser, tokens: int, weight: Int4Weight, dtype: torch.dtype, *, experts: int = 0, **options: Option
+) -> Any:
+    """Return the cached config of an operator for tokens and a weight, or the default.
+
+    Args:
+        experts: weights that `weight` has one below the other; 0 for an operator without groups of tokens.
+        options: the operator's options behind group and zeros, in order.
+    """
+    axes = (("N", tokens), ("M", weight.rows // (experts or 1)), ("K", weight.depth), ("E", experts))
+    group = weight.group if weight.group in GROUPS else 0
+    of_weight = ("group", group), ("zeros", weight.zeros is not None)
+    return choose(axes if experts else axes[:3], DTYPE_NAMES[dtype], "int4", (*of_weight, *options.items()))
 
 
-def group_option(weight: Int4Weight) -> int:
-    """Return the group size as a case gives it: 0 for one group that is all of k."""
-    return weight.group if weight.group in GROUPS else 0
+def constants(weight: Int4Weight, bias: bool) -> Weight:
+    """Return the compile-time constants of a weight."""
+    one_group = weight.group not in GROUPS
+    return Weight.of(groups=weight.scales.shape[3], one_group=one_group, zeros=weight.zeros is not None, bias=bias)
 
 
 def run(inputs: Inputs, config: Int4Config | None) -> Outputs:

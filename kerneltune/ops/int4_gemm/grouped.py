@@ -6,23 +6,19 @@ N tokens of all groups, M rows of each weight, K summed over, E groups. The weig
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kerneltune import cache
 from kerneltune.compat import assert_group_ends
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, debugging
+from kerneltune.kernel_lib.arguments import check_like, debugging
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
-from kerneltune.kernel_lib.tl_lib import INTERPRETED, since_sm_90
+from kerneltune.kernel_lib.tl_lib import since_sm_90
 from kerneltune.ops.int4_gemm import configs, fastest, fp8_gemm, gemm, packing, peers, reference
 from kerneltune.ops.int4_gemm.fp8_gemm import Fp8Tokens, cast_tokens
 from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, int4_fp8_groups
-from kerneltune.ops.int4_gemm.kernels.warps import Weight
-from kerneltune.ops.int4_gemm.packing import DEPTH, GROUPS, ROWS, Int4Weight
-from kerneltune.rounding import cdiv
+from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, Int4Weight
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _FEW_PROGRAMS = 264
@@ -66,62 +62,29 @@ def int4_fp8_grouped_gemm(
     Raises:
         ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the weight.
     """
-    count = _check(x, weight, offs)
-    E, depth = offs.shape[0], cdiv(weight.depth, DEPTH)
+    count = fp8_gemm.check("int4_fp8_grouped_gemm", x, weight, None)
+    E = offs.numel() if isinstance(offs, torch.Tensor) else 0
+    check_like("offs", offs, (E,), torch.int32, weight.packed.device)
+    if not E or weight.rows % (ROWS * E):
+        raise ValueError(f"weight must have a multiple of {ROWS} rows for each of {E} groups, got {weight.rows} rows")
+    if debugging():
+        assert_group_ends(offs, count)
     M = weight.rows // E
     y = torch.empty((count, M), dtype=x.dtype, device=offs.device)
     if not count:
         return y
-    c: Int4GroupedConfig = _best_config(count, M, E, weight, x.dtype) if config is None else config
+    c: Int4GroupedConfig = gemm.look_up(_choose, count, weight, x.dtype, experts=E, groups="routed") if config is None else config
     if M % (ROWS * c.blocks):
         raise ValueError(f"config={c}: {c.blocks} blocks of {ROWS} rows, of which {M} rows are no multiple")
-    q, scale, _, _ = x if isinstance(x, Fp8Tokens) else cast_tokens(x)
-    for name, t in (("x.q", q), ("weight.packed", weight.packed)):
-        if t.data_ptr() % 16:
-            raise ValueError(f"{name} must begin at a multiple of 16 bytes, got address {t.data_ptr():#x}")
-    w, groups, early = weight.packed.view(torch.uint8), weight.scales.shape[3], c.early and since_sm_90()
+    tokens, early = x if isinstance(x, Fp8Tokens) else cast_tokens(x), c.early and since_sm_90()
     int4_fp8_groups[(M // (ROWS * c.blocks), E)](
-        TensorDescriptor(q, [count, DEPTH * depth], [DEPTH * depth, 1], [c.tokens, DEPTH // groups]),
-        TensorDescriptor(w, [w.numel() // DEPTH, DEPTH], [DEPTH, 1], [ROWS // 2 * c.blocks, DEPTH]),
-        scale, weight.scales, weight.scales if weight.zeros is None else weight.zeros, offs, y, M, weight.depth,
-        int(scale.shape[0] > 1),
-        WEIGHT=Weight.of(groups=groups, one_group=weight.group not in GROUPS, zeros=weight.zeros is not None, bias=False),
+        *fp8_gemm.descriptors(tokens, weight, c), tokens.scale, weight.scales,
+        weight.scales if weight.zeros is None else weight.zeros, offs, y, M, weight.depth, int(tokens.scale.shape[0] > 1),
+        WEIGHT=gemm.constants(weight, False),
         WORK=Fp8Work.of(tokens=c.tokens, blocks=c.blocks, splits=1, stages=c.stages),
         EARLY=early, num_warps=c.warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return y
-
-
-def _check(x: torch.Tensor | Fp8Tokens, weight: Int4Weight, offs: torch.Tensor) -> int:
-    """Check operands, and return how many tokens there are.
-
-    Raises:
-        ValueError: operands that do not fit each other, or a GPU before Hopper.
-    """
-    if isinstance(x, Fp8Tokens):
-        fp8_gemm.check_tokens(x, weight)
-        gemm.check(torch.empty((0, x.depth), dtype=x.dtype, device=x.q.device), weight, None)
-    else:
-        gemm.check(x, weight, None)
-    E = offs.numel() if isinstance(offs, torch.Tensor) else 0
-    check_like("offs", offs, (E,), torch.int32, weight.packed.device)
-    count = x.q.shape[0] if isinstance(x, Fp8Tokens) else x.shape[0]
-    if not E or weight.rows % (ROWS * E):
-        raise ValueError(f"weight must have a multiple of {ROWS} rows for each of {E} groups, got {weight.rows} rows")
-    if not (INTERPRETED or since_sm_90()):
-        raise ValueError(
-            f"int4_fp8_grouped_gemm needs an NVIDIA GPU of compute capability 9.0 or newer, offs is on {offs.device}"
-        )
-    if debugging():
-        assert_group_ends(offs, count)
-    return count
-
-
-def _best_config(N: int, M: int, E: int, weight: Int4Weight, dtype: torch.dtype) -> Any:
-    """Return the cached config for these sizes, or the default."""
-    axes = (("N", N), ("M", M), ("K", weight.depth), ("E", E))
-    options = (("group", gemm.group_option(weight)), ("zeros", weight.zeros is not None), ("groups", "routed"))
-    return _choose(axes, DTYPE_NAMES[dtype], "int4", options)
 
 
 def space(_case: Case) -> Space:
