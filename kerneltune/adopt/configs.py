@@ -25,6 +25,7 @@ OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Options of a launch that tuning may change without a change of the program around the kernel."""
 CONFIG_OPTIONS = (*OPTIONS, "ir_override")
 DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
+"""Options of a launch that gives none, on NVIDIA GPUs."""
 MOST = 64
 """Most configs around a list that are tried."""
 _STAGES, _MOST_WARPS = (1, 2, 3, 4), 32
@@ -250,36 +251,29 @@ def changed_blocks(program: Mapping[str, Any], config: Mapping[str, Any]) -> Col
     return {name for name, size in config["kwargs"].items() if program["kwargs"].get(name) != size}
 
 
-def around_list(configs: Sequence[Any], most: int = MOST) -> list[Any]:
-    """Return up to `most` configs that are not in a list and differ in a single knob from a config of the list.
+def around_list(configs: Sequence[Any]) -> list[Any]:
+    """Return up to `MOST` configs that are not in a list and differ in a single knob from a config of the list.
 
     None if the configs of the list have different pre_hooks.
     """
     if len({getattr(config, "pre_hook", None) for config in configs}) > 1:
         return []
-    seen = {config_key(config) for config in configs}
-    found: list[Any] = []
-    for config in configs:
-        for other in _neighbours(config):
-            key = config_key(other)
-            if key not in seen and len(found) < most:
-                seen.add(key)
-                found.append(other)
-    return found
+    return without(configs, (other for config in configs for other in _neighbours(config)))[:MOST]
 
 
 def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Return the configs of a space, each knob not named in it as in the first config; without the configs of the list."""
-    seen = {config_key(config) for config in configs}
     found = []
     for values in itertools.product(*space.values()):
-        given = dict(zip(space, values, strict=True))
-        options = {name: given.pop(name) for name in list(given) if name in CONFIG_OPTIONS}
-        other = _changed(configs[0], kwargs={**configs[0].kwargs, **given}, **options)
-        if config_key(other) not in seen:
-            seen.add(config_key(other))
-            found.append(other)
-    return found
+        kwargs = {**configs[0].kwargs, **dict(zip(space, values, strict=True))}
+        found.append(_changed(configs[0], kwargs=kwargs, **{name: kwargs.pop(name) for name in CONFIG_OPTIONS if name in kwargs}))
+    return without(configs, found)
+
+
+def without(configs: Sequence[Any], others: Iterable[Any]) -> list[Any]:
+    """Return other configs than the configs of a list, each once."""
+    known = set(map(config_key, configs))
+    return [other for key, other in {config_key(other): other for other in others}.items() if key not in known]
 
 
 def _neighbours(config: Any) -> Iterator[Any]:
@@ -290,10 +284,9 @@ def _neighbours(config: Any) -> Iterator[Any]:
         if 1 <= stages <= _MOST_LISTED_STAGES:
             yield _changed(config, num_stages=stages)
     for name, value in config.kwargs.items():
-        if _is_block(value, _LARGEST_LISTED_BLOCK):
-            for other in (value * 2, value // 2):
-                if _is_block(other, _LARGEST_LISTED_BLOCK):
-                    yield _changed(config, kwargs={**config.kwargs, name: other})
+        for other in (value * 2, value // 2) if _is_block(value, _LARGEST_LISTED_BLOCK) else ():
+            if _is_block(other, _LARGEST_LISTED_BLOCK):
+                yield _changed(config, kwargs={**config.kwargs, name: other})
 
 
 def _changed(config: Any, **fields: Any) -> Any:

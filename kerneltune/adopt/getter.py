@@ -20,10 +20,11 @@ import msgspec
 from kerneltune import cache, device
 from kerneltune.adopt.arguments import torch_dtype
 from kerneltune.adopt.configs import DEFAULTS
+from kerneltune.adopt.folder import read_json
 from kerneltune.adopt.getter_calls import make_call, tensors_of
 from kerneltune.adopt.operators import TUNED, made_class
 from kerneltune.errors import first_line, meant
-from kerneltune.files import decode, read_bytes, replace_text
+from kerneltune.files import replace_text
 from kerneltune.search.task import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 
@@ -78,14 +79,14 @@ class GetterFacts(msgspec.Struct, frozen=True):
 
 
 def write_facts(root: Path, facts: GetterFacts) -> None:
-    """Write what `read_facts` returns."""
+    """Write the facts of a folder."""
     replace_text(root / FACTS, msgspec.json.format(msgspec.json.encode(facts), indent=1).decode() + "\n")
     operators.cache_clear()
 
 
 def read_facts(root: Path) -> GetterFacts:
     """Return the facts of a folder."""
-    return decode(read_bytes(root / FACTS), GetterFacts)
+    return read_json(root / FACTS, GetterFacts)
 
 
 @dataclass(slots=True)
@@ -194,9 +195,8 @@ class ProgramCall:
             return {}  # the host needs values: the kernels are compiled when they are launched
         finally:
             self.getter.knobs = None
-        parts = (
-            result.items() if isinstance(result, dict) else enumerate(result if isinstance(result, tuple | list) else [result])
-        )
+        listed = result if isinstance(result, dict | list | tuple) else [result]
+        parts = listed.items() if isinstance(listed, dict) else enumerate(listed)
         return {f"output {name}": value for name, value in parts if hasattr(value, "untyped_storage")}
 
 

@@ -379,8 +379,7 @@ def _candidates(call: Call, allowed: Sequence[Any]) -> list[Candidate]:
     else:
         space = getattr(call.autotuner, "kerneltune_space", None)
         offered = [*allowed, *(configs.of_space(listed, space) if space else ())]
-        known = set(map(configs.config_key, offered))
-        around = [config for config in configs.around_list(listed) if configs.config_key(config) not in known]
+        around = configs.without(offered, configs.around_list(listed))
     return [_candidate(call, config, is_author) for group, is_author in ((offered, True), (around, False)) for config in group]
 
 

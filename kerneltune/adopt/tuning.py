@@ -432,20 +432,21 @@ def _row(one: TunedClass, chosen: Config, gain: float | None = None) -> ServingR
 
 def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
     """Return the fewest configs, as JSON, with which every class is within 3 % of its best; first the best config for all."""
-    tables = [
-        (one.cost_us or 1.0, {stored_key(stored_of_config(c, one.launch)): loss for c, loss in one.losses.items()})
-        for one in classes
-    ]
-    stored = {stored_key(config): config for one in classes for c in one.times for config in [stored_of_config(c, one.launch)]}
+    stored: dict[str, dict[str, Any]] = {}
+    losses: list[tuple[float, dict[str, float]]] = []
+    for one in classes:
+        configs = {config: stored_of_config(config, one.launch) for config in one.times}
+        stored |= {stored_key(config): config for config in configs.values()}
+        losses.append((one.cost_us or 1.0, {stored_key(configs[config]): loss for config, loss in one.losses.items()}))
+
+    def least(keys: Sequence[str]) -> list[tuple[float, float]]:
+        """Return the cost of each class and its least loss by these configs; log 16 where none of them is correct."""
+        return [(cost, min((of[key] for key in keys if key in of), default=math.log(16))) for cost, of in losses]
+
     chosen: list[str] = []
     while len(chosen) < min(_MOST_PORTFOLIO, len(stored)):
         rest = [key for key in stored if key not in chosen]
-        chosen.append(min(rest, key=lambda key: sum(cost * loss for cost, loss in _losses(tables, [*chosen, key]))))
-        if max(loss for _, loss in _losses(tables, chosen)) <= math.log(LEAST_GAIN):
+        chosen.append(min(rest, key=lambda key: sum(cost * loss for cost, loss in least([*chosen, key]))))
+        if max(loss for _, loss in least(chosen)) <= math.log(LEAST_GAIN):
             break
     return [stored[key] for key in chosen]
-
-
-def _losses(tables: Sequence[tuple[float, dict[str, float]]], chosen: Sequence[str]) -> list[tuple[float, float]]:
-    """Return the cost of each class and its least loss by a chosen config; log 16 where no chosen config is correct."""
-    return [(cost, min((of[key] for key in chosen if key in of), default=math.log(16))) for cost, of in tables]

@@ -171,12 +171,22 @@ def test_served_plain_kernels_change_options_of_captured_launches_alone(
     for size, scale in ((64, 2.0), (64, 5.0), (96, 2.0)):
         assert launch(module, size, scale).tolist() == [scale * n for n in range(size)]
     launch(module, 64, num_warps=2)  # the program's options are others than the captured options
-    served = {"num_warps": 16, "num_stages": 3, "num_ctas": 1}
-    assert given == [served, served, {}, {"num_warps": 2}]
+    assert given == [{"num_warps": 16}, {"num_warps": 16}, {}, {"num_warps": 2}]
     assert sorted(server.counters.by_name().items()) == [
         ("missed of_plain_kernels.doubled", 2),
         ("served of_plain_kernels.doubled", 2),
     ]
+
+
+def test_served_plain_kernels_whose_own_options_are_the_fastest_launch_as_before(
+    tmp_path: Path, module: Any, given: list[dict[str, Any]]
+) -> None:
+    launches = captured(tmp_path / "cap", module, 64)
+    given.clear()
+    server = serve(tmp_path / "cap", launches, 4)
+    launch(module, 64)
+    assert given == [{}]
+    assert server.counters.by_name() == {"served of_plain_kernels.doubled": 1}
 
 
 def test_served_options_that_fail_give_way_to_the_programs(
@@ -221,7 +231,7 @@ def test_tune_of_a_plain_kernel_serves_the_fastest_options(
         startup.install(folder, miss="error", misses=None)
         given.clear()
         assert launch(module, 96).tolist() == [2.0 * n for n in range(96)]
-    assert given == [{"num_warps": 2, "num_stages": 3, "num_ctas": 1}]
+    assert given == [{"num_warps": 2}]
 
 
 class CheckedBench(PlainBench):
