@@ -63,9 +63,6 @@ def fp8_colwise_3d(
 
     Returns:
         q (E, K, N) fp8, strides of w; scales (E, 1, N) fp32. NaN and infinity as in `fp8_rowwise_2d`.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or value, which it names.
     """
     check_weights("w", w)
     cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape

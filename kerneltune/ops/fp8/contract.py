@@ -210,21 +210,13 @@ class Cast:
 
 
 def fp8_dtype(fp8_format: str, device: torch.device) -> torch.dtype:
-    """Return torch's type of an fp8 format.
-
-    Raises:
-        ValueError: the format is unknown, or the device does not support it.
-    """
+    """Return torch's type of an fp8 format."""
     check_format(fp8_format, FP8, device)
     return FP8[fp8_format]
 
 
 def check_weights(name: str, w: torch.Tensor) -> None:
-    """Check expert weights (E, K, N) of bf16, fp16 or fp32 in column-major order.
-
-    Raises:
-        ValueError: another shape, dtype or order.
-    """
+    """Check expert weights (E, K, N) of bf16, fp16 or fp32 in column-major order."""
     if w.ndim != 3 or w.dtype not in DTYPE_NAMES:
         raise ValueError(f"{name} must be (E, K, N) of {', '.join(DTYPE_NAMES.values())}, got shape {tuple(w.shape)} {w.dtype}")
     if w.numel() and not w.transpose(1, 2).is_contiguous():
@@ -235,9 +227,6 @@ def check_offs(offs: torch.Tensor, M: int, device: torch.device) -> None:
     """Check group ends (G,) int32: on the device, contiguous, at least one group.
 
     Under TRITON_DEBUG=1 the device asserts that they are ends within M rows.
-
-    Raises:
-        ValueError: another shape, dtype, device or stride.
     """
     if offs.ndim != 1 or offs.shape[0] == 0 or offs.dtype != torch.int32 or offs.device != device:
         raise ValueError(f"offs must be (G,) int32 on {device}, got {tuple(offs.shape)} {offs.dtype} on {offs.device}")
@@ -250,11 +239,7 @@ def check_offs(offs: torch.Tensor, M: int, device: torch.device) -> None:
 def contiguous_result(
     name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a new contiguous tensor, or the given tensor.
-
-    Raises:
-        ValueError: the given tensor has another form.
-    """
+    """Return a new contiguous tensor, or the given tensor."""
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return _checked(name, given, given, shape, dtype, device, "contiguous")
@@ -263,11 +248,7 @@ def contiguous_result(
 def column_major_result(
     name: str, given: torch.Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a new tensor of this shape whose last two axes are column-major, or the given tensor.
-
-    Raises:
-        ValueError: the given tensor has another form.
-    """
+    """Return a new tensor of this shape whose last two axes are column-major, or the given tensor."""
     if given is None:
         return torch.empty((shape[0], shape[2], shape[1]), dtype=dtype, device=device).transpose(1, 2)
     return _checked(name, given, given.transpose(-2, -1), shape, dtype, device, "column-major")

@@ -88,9 +88,6 @@ def fp8_group_both(
     Returns:
         q (M, K), contiguous, and scale (M, 1) of every row; q_t (M, K), strides (1, M), and scale_t (G K,) of the columns of
         every group, group by group.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device or value, which it names.
     """
     check_matrix("x", x)
     check_transposable("x", x.shape[0])

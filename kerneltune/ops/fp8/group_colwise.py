@@ -122,9 +122,6 @@ def fp8_group_colwise(
     Returns:
         q (M, N) fp8, strides (1, M); scales (G N,) fp32, group by group. NaN makes its scale and all under it NaN; infinity
         makes its scale 0.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device or value, which it names.
     """
     check_matrix("x", x)
     check_transposable("x", x.shape[0])

@@ -69,9 +69,6 @@ def fp8_group_colwise_dual(
 
     Returns:
         q and scales of x1, then q and scales of x2, each pair as `fp8_group_colwise` returns it.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device or value, which it names.
     """
     for name, x in (("x1", x1), ("x2", x2)):
         check_matrix(name, x)

@@ -170,9 +170,6 @@ def fp8_rowwise_3d_both(
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
         out: tensors that receive the results, in place of new tensors.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or value, which it names.
     """
     check_weights("w", w)
     cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape

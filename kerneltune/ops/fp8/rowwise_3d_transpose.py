@@ -74,9 +74,6 @@ def fp8_rowwise_3d_transpose(
     Returns:
         q (E, N, K) fp8, column-major: strides (N K, 1, N); scales (E, K) fp32. NaN makes its scale and all under it NaN;
         infinity makes its scale 0.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or value, which it names.
     """
     check_weights("w", w)
     cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape

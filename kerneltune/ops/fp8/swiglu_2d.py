@@ -126,21 +126,13 @@ def traffic(case: Case) -> Traffic:
 
 
 def check_layout(layout: str) -> None:
-    """Check that a gated cast has this layout.
-
-    Raises:
-        ValueError: the layout is not offered.
-    """
+    """Check that a gated cast has this layout."""
     if layout not in OPTIONS["layout"]:
         raise ValueError(f"layout must be row or both, got {layout=}")
 
 
 def check_operands(x: torch.Tensor, offs: torch.Tensor) -> None:
-    """Check x (M, 2N) and the group ends of its rows.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or device.
-    """
+    """Check x (M, 2N) and the group ends of its rows."""
     check_matrix("x", x)
     if x.shape[1] % 2:
         raise ValueError(f"x must be (M, 2N), got {tuple(x.shape)}")
@@ -170,9 +162,6 @@ def fp8_swiglu_2d(
 
     Returns:
         q (M, N), contiguous; q_t (aligned_size, N), strides (1, aligned_size), or None: aligned groups; the inverse scale (1,).
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or value, which it names.
     """
     check_operands(x, offs)
     M, width = x.shape

@@ -110,9 +110,6 @@ def fp8_swiglu_bwd_2d(
 
     Returns:
         q (M, 2N), contiguous; q_t (aligned_size, 2N), strides (1, aligned_size), or None: aligned groups; the inverse scale (1,).
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or value, which it names.
     """
     swiglu_2d.check_operands(x, offs)
     check_matrix("dy", dy)

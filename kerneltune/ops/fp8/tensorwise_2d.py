@@ -128,11 +128,7 @@ def traffic(case: Case) -> Traffic:
 
 
 def check_layout(layout: str) -> None:
-    """Check that the layout is offered.
-
-    Raises:
-        ValueError: the layout is not offered.
-    """
+    """Check that the layout is offered."""
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout=}")
 
@@ -176,9 +172,6 @@ def fp8_tensorwise_2d(
     Returns:
         q (M, K) fp8, contiguous, or None; q_t (M, K), strides (1, M), or None; scale (1,) fp32. With offs q_t is
         (aligned_size, K), strides (1, aligned_size).
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or value, which it names.
     """
     check_matrix("x", x)
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
@@ -222,9 +215,6 @@ def fp8_delayed_2d(
 
     Returns:
         What `fp8_tensorwise_2d` returns with offs; its scale is 1 / scale.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device or value, which it names.
     """
     check_matrix("x", x)
     M, K = x.shape

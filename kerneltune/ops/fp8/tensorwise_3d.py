@@ -65,9 +65,6 @@ def fp8_tensorwise_3d(
 
     Returns:
         q (E, K, N) fp8, strides of w, or None; q_t (E, N, K), strides (N K, 1, N), or None; scale (E,) fp32.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype or value, which it names.
     """
     check_weights("w", w)
     cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape

@@ -67,9 +67,6 @@ def fp8_tensorwise_group(
 
     Returns:
         q and q_t as from `fp8_tensorwise_2d`; scale (G,) fp32.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device or value, which it names.
     """
     check_matrix("x", x)
     tensorwise_2d.check_layout(layout)

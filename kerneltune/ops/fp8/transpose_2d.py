@@ -97,9 +97,6 @@ def fp8_transpose_2d(x: torch.Tensor, *, config: TransposeConfig | None = None) 
 
     Returns:
         (N, M) of x's type, contiguous.
-
-    Raises:
-        ValueError: a wrong shape, stride or dtype, which it names.
     """
     if x.ndim != 2 or x.dtype not in FP8.values():
         raise ValueError(f"x must be a matrix of an fp8 type ({', '.join(FP8)}), got shape {tuple(x.shape)} {x.dtype}")

@@ -198,9 +198,6 @@ def fp8_grouped_gemm(
     Returns:
         (M, N), zeros in rows past the last group; or (E, N, K), zeros for empty groups.
 
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device or value, which it names.
-
     Source: torch's _scaled_grouped_mm, its layouts and alignments.
     """
     p = check_operands(a, b, offs, aligned)

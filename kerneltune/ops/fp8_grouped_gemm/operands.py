@@ -51,11 +51,7 @@ class Product:
 
 
 def check_operands(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor, aligned: bool) -> Product:
-    """Check the operands of a product, and return its sizes.
-
-    Raises:
-        ValueError: shapes, types, devices or strides that do not fit.
-    """
+    """Check the operands of a product, and return its sizes."""
     for name, x, ranks in (("a", a, (2,)), ("b", b, (2, 3))):
         if x.dtype != torch.float8_e4m3fn or x.ndim not in ranks:
             raise ValueError(
@@ -116,11 +112,7 @@ def _check_rows(name: str, x: torch.Tensor) -> None:
 
 
 def scale_modes(p: Product, a: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> tuple[int, int]:
-    """Return how many values each scale has: 0 the tensor, 1 every group, 2 every row of a or column of b of every group.
-
-    Raises:
-        ValueError: shapes, types, devices or strides that do not fit.
-    """
+    """Return how many values each scale has: 0 the tensor, 1 every group, 2 every row of a or column of b of every group."""
     E, M = p.groups, p.tokens
     of_rows: tuple[tuple[int, ...], ...] = ((E, p.rows), (E * p.rows,)) if p.rows else ((M,), (M, 1))
     of_columns: tuple[tuple[int, ...], ...] = ((E, p.cols), (E * p.cols,)) if p.rows else ((E, p.cols), (E, 1, p.cols))

@@ -70,11 +70,7 @@ def sorted_pairs(ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, tor
 
 
 def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = tuple(DTYPE_NAMES)) -> None:
-    """Check a matrix of rows whose elements are adjacent.
-
-    Raises:
-        ValueError: the type or the form does not fit.
-    """
+    """Check a matrix of rows whose elements are adjacent."""
     if x.ndim != 2 or x.dtype not in dtypes:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be a matrix of {known}, got {tuple(x.shape)} {x.dtype}")
@@ -83,11 +79,7 @@ def check_rows(name: str, x: torch.Tensor, dtypes: tuple[torch.dtype, ...] = tup
 
 
 def check_index(name: str, index: torch.Tensor, shape: tuple[int | None, ...], where: torch.device) -> None:
-    """Check a contiguous int32 index; None in its shape stands for any size.
-
-    Raises:
-        ValueError: another shape, type or device.
-    """
+    """Check a contiguous int32 index; None in its shape stands for any size."""
     fits = index.ndim == len(shape) and all(size is None or size == found for size, found in zip(shape, index.shape, strict=True))
     if not fits or index.dtype != torch.int32 or index.device != where or not index.is_contiguous():
         wanted = "(" + ", ".join("any" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "") + ")"
@@ -97,11 +89,7 @@ def check_index(name: str, index: torch.Tensor, shape: tuple[int | None, ...], w
 
 
 def check_router_weights(weights: torch.Tensor | None, places: torch.Tensor) -> None:
-    """Check that weights, unless they are None, fit the places: the same shape and device, contiguous.
-
-    Raises:
-        ValueError: the weights do not fit the places.
-    """
+    """Check that weights, unless they are None, fit the places: the same shape and device, contiguous."""
     if weights is None:
         return
     fits = weights.shape == places.shape and weights.dtype in DTYPE_NAMES and weights.device == places.device

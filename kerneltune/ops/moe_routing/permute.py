@@ -107,9 +107,6 @@ def moe_permute(x: torch.Tensor, places: torch.Tensor, offs: torch.Tensor, *, co
 
     Returns:
         (T K, H) of x's type: y[places[t, j]] = x[t], and zeros behind the last expert's rows.
-
-    Raises:
-        ValueError: a wrong shape, type, device or stride, which it names.
     """
     check_rows("x", x)
     T, H = x.shape

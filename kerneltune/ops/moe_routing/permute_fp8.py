@@ -122,9 +122,6 @@ def moe_permute_fp8(
         offs: (E,) int32, where each expert's rows end.
         top_k: choices of a token.
         config: None takes the best known config.
-
-    Raises:
-        ValueError: a wrong shape, type, device, stride or number, which it names.
     """
     check_rows("x", x, _FP8)
     check_index("pairs", pairs, (None,), x.device)

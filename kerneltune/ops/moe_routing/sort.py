@@ -72,9 +72,6 @@ def moe_sort(ids: torch.Tensor, num_experts: int) -> SortedPairs:
     Args:
         ids: (T, K) int32 or int64, contiguous, the experts of each token; an id outside [0, num_experts) is no expert.
         num_experts: E, 1 to 1024.
-
-    Raises:
-        ValueError: a wrong shape, type, stride or number, which it names.
     """
     if ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or not ids.is_contiguous() or not ids.shape[1]:
         raise ValueError(

@@ -97,9 +97,6 @@ def moe_unpermute(
 
     Returns:
         (T, H) of y's type.
-
-    Raises:
-        ValueError: a wrong shape, type, device or stride, which it names.
     """
     check_rows("y", y)
     check_index("places", places, (None, None), y.device)

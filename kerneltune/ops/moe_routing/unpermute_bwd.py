@@ -109,9 +109,6 @@ def moe_unpermute_bwd(
     Returns:
         dy (M, H) of y's type, zeros behind the last expert's rows; dweights (T, K) of the weights' type, summed in fp32, 0 for
         a pair of no expert.
-
-    Raises:
-        ValueError: a wrong shape, type, device or stride, which it names.
     """
     check_rows("dout", dout)
     check_rows("y", y)

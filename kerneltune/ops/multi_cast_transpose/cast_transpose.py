@@ -245,9 +245,6 @@ def multi_cast_transpose(
         skip: (1,) fp32 on the device: a value other than 0, when the launch runs, leaves all outputs as they are. Takes outputs
             and scale_inv, and matrices that are not empty.
         config: None takes the best known config.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device or value, which it names.
     """
     _check(xs, scales, amaxes)
     check_format(fp8_format, FP8_DTYPES, xs[0].device)

@@ -107,9 +107,6 @@ def rmsnorm_add_bwd(
         zero_centered: as in `rmsnorm_bwd`.
         with_dgamma: as in `rmsnorm_bwd`.
         config: None takes the best known config.
-
-    Raises:
-        ValueError: a wrong shape, dtype, device or config, which it names.
     """
     if dtotal is None:
         return rmsnorm_bwd(dz, total, rsigma, weight, zero_centered=zero_centered, with_dgamma=with_dgamma, config=config)

@@ -128,9 +128,6 @@ def rmsnorm_add_fwd(
         fp8_format: as in `rmsnorm_fwd`.
         zero_centered: as in `rmsnorm_fwd`.
         config: None takes the best known config.
-
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device, value or config, which it names.
     """
     fwd.check(x, weight, eps, quant, scale, amax, fp8_format, None, zero_centered)
     check_matrix("residual", residual)

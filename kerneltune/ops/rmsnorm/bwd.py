@@ -187,9 +187,6 @@ def rmsnorm_bwd(
 
     Returns:
         dx, and dgamma of the weight's dtype, None without a weight.
-
-    Raises:
-        ValueError: a wrong shape, dtype, device or config, which it names.
     """
     check(dz, x, rsigma, weight, zero_centered)
     if config is not None:
@@ -200,11 +197,7 @@ def rmsnorm_bwd(
 
 
 def check(dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, weight: torch.Tensor | None, zero_centered: bool) -> None:
-    """Check the arguments of a backward.
-
-    Raises:
-        ValueError: the first that does not fit.
-    """
+    """Check the arguments of a backward."""
     check_matrix("x", x)
     check_like("dz", dz, tuple(x.shape), x.dtype, x.device)
     check_like("rsigma", rsigma, (x.shape[0],), torch.float32, x.device)

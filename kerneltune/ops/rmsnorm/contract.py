@@ -90,11 +90,7 @@ def gamma_of(inputs: Inputs) -> torch.Tensor | float:
 
 
 def check_weight(weight: torch.Tensor | None, x: torch.Tensor, zero_centered: bool) -> None:
-    """Check the weight (N,) of x's dtype or fp32, or None.
-
-    Raises:
-        ValueError: another shape, dtype or device, or zero_centered without a weight.
-    """
+    """Check the weight (N,) of x's dtype or fp32, or None."""
     if weight is None:
         if zero_centered:
             raise ValueError("zero_centered needs a weight, got weight=None")

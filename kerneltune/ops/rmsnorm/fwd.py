@@ -284,9 +284,6 @@ def rmsnorm_fwd(
         out_dtype: type of y without quantization; None for x's. fp32 x may become bf16 or fp16.
         config: None takes the best known config.
 
-    Raises:
-        ValueError: a wrong shape, stride, dtype, device, value or config, which it names.
-
     Source: the contract of ROCm/TransformerEngine's te_rmsnorm_fwd_triton.
     """
     check(x, weight, eps, quant, scale, amax, fp8_format, out_dtype, zero_centered)
@@ -311,11 +308,7 @@ def check(
     out_dtype: torch.dtype | None,
     zero_centered: bool,
 ) -> None:
-    """Check the arguments of a forward.
-
-    Raises:
-        ValueError: the first that does not fit.
-    """
+    """Check the arguments of a forward."""
     check_matrix("x", x)
     where = x.device
     check_weight(weight, x, zero_centered)

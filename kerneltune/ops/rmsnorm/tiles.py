@@ -69,11 +69,7 @@ class Tiles:
 
 
 def check_config(config: Any, kind: type[Tiles], least_ctas: int) -> None:
-    """Check that a config is of this class, and its sizes powers of two, 16 columns at least.
-
-    Raises:
-        ValueError: a field that does not fit.
-    """
+    """Check that a config is of this class, and its sizes powers of two, 16 columns at least."""
     if not isinstance(config, kind):
         raise ValueError(f"config must be a {kind.__name__} or None, got {config!r}")
     for name, least in (("rows", 1), ("cols", 16), ("warps", 1)):

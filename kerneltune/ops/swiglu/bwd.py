@@ -124,9 +124,6 @@ def swiglu_bwd(dy: torch.Tensor, x: torch.Tensor, *, config: SwigluConfig | None
 
     Returns:
         (M, 2N) of x's type, contiguous.
-
-    Raises:
-        ValueError: a wrong shape, type, device or stride, which it names.
     """
     check_matrix("x", x)
     check_matrix("dy", dy)
