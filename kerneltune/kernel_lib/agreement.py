@@ -5,6 +5,8 @@ The module knows no operator.
 
 import torch
 
+from kerneltune.spec import Case, Inputs, Outputs
+
 _SHARE = 0.1
 """Share of elements that may be a step off: results rounded to bf16 before the cast to fp8 leave a sixteenth a step off."""
 _BIASED_SHARE = 0.01
@@ -63,6 +65,11 @@ def same_bits(name: str, got: torch.Tensor, want: torch.Tensor) -> list[str]:
         return _report(name, wrong, got, want)
     got32, want32 = got.float(), want.float()
     return _report(name, wrong & ~(got32.isnan() & want32.isnan()), got32, want32)
+
+
+def all_same_bits(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
+    """Require `same_bits` of every output, as the `compare` of an operator; return a line per wrong output."""
+    return [line for name, want in expected.items() for line in same_bits(name, outputs[name], want)]
 
 
 def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float = _SHARE) -> list[str]:

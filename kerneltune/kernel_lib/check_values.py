@@ -1,4 +1,6 @@
-"""Give inputs of checks rows that show mistakes which normal values hide. The module knows no operator."""
+"""Draw inputs of checks, and give them rows that show mistakes which normal values hide. The module knows no operator."""
+
+from typing import Any
 
 import torch
 
@@ -7,6 +9,14 @@ _TINY = 2.0**-10
 """Squares of tiny rows are as large as the usual epsilon, 1e-6."""
 _OFFSET, _LARGE = 4.0, 48.0
 """The exponential of a large row overflows unless its maximum is subtracted; products of two fit in fp16."""
+
+
+def drawn(draw: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, *bounds: Any) -> torch.Tensor:
+    """Return a new tensor, filled by a method of torch such as `uniform_` with its bounds; without values on device `meta`."""
+    x = torch.empty(shape, dtype=dtype, device=device)
+    if device != "meta" and x.numel():
+        getattr(x, draw)(*bounds, generator=torch.Generator(device=device).manual_seed(seed))
+    return x
 
 
 def vary_rows(x: torch.Tensor, large: float = _LARGE) -> torch.Tensor:

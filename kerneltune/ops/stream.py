@@ -15,9 +15,12 @@ import triton
 import triton.language as tl
 
 from kerneltune.device import sm_count
+from kerneltune.kernel_lib.agreement import all_same_bits
+from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.functions import constant
 from kerneltune.kernel_lib.tl_lib import wide
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +44,10 @@ _MOST_FOLDED = 256
 would be thousands of loads."""
 
 
-def space(_case: Case) -> Space:
-    """Offer four to sixteen words per thread."""
-    return {"block": (512, 1024, 2048, 4096), "warps": (4, 8), "ctas": (0, 8)}
-
-
 def valid(_case: Case, config: StreamConfig) -> str | None:
     """Refuse less than a 16-byte load per thread, and more than four."""
     words = config.block // (32 * config.warps)
     return None if 4 <= words <= 16 else f"{words} words per thread"
-
-
-def default(_case: Case) -> StreamConfig:
-    """Return a config for any sizes."""
-    return StreamConfig(block=1024, warps=8, ctas=0)
 
 
 def mix(read: int, write: int) -> tuple[int, int, int]:
@@ -103,9 +96,7 @@ def stream(src: torch.Tensor, writes: int, fold: int, config: StreamConfig) -> t
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw src (reads, words) int32 of `read` bytes in all, how many rows to write, and how many words to fold to a word."""
     reads, writes, fold = mix(case["read"], case["write"])
-    src = torch.empty((reads, _words(case)), dtype=torch.int32, device=device)
-    if device != "meta":
-        src.random_(0, 1 << 30, generator=torch.Generator(device=device).manual_seed(seed))
+    src = drawn("random_", (reads, _words(case)), torch.int32, device, seed, 0, 1 << 30)
     return {"src": src, "writes": writes, "fold": fold}
 
 
@@ -113,12 +104,6 @@ def reference(inputs: Inputs) -> Outputs:
     """Return the exclusive or of the rows and of neighbours, `writes` times."""
     word = reduce(torch.bitwise_xor, inputs["src"].unbind(0))
     return {"dst": reduce(torch.bitwise_xor, word.view(-1, inputs["fold"]).unbind(1)).expand(inputs["writes"], -1)}
-
-
-def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare every word; return a line if any is wrong."""
-    wrong = int((outputs["dst"] != expected["dst"]).sum())
-    return [f"dst: {wrong} of {expected['dst'].numel()} words wrong"] if wrong else []
 
 
 def traffic(case: Case) -> Traffic:
@@ -138,6 +123,8 @@ def run(inputs: Inputs, config: StreamConfig) -> Outputs:
     return {"dst": stream(inputs["src"], inputs["writes"], inputs["fold"], config)}
 
 
+_SPACE = constant({"block": (512, 1024, 2048, 4096), "warps": (4, 8), "ctas": (0, 8)})
+"""Loads of four to sixteen words per thread, a program per block or a loop over blocks."""
 OP = Op(
     name="stream",
     axes=("read", "write"),
@@ -145,8 +132,8 @@ OP = Op(
     dtypes=("int32",),
     inputs=inputs,
     reference=reference,
-    compare=compare,
+    compare=all_same_bits,
     traffic=traffic,
-    variants=(Variant("baseline", run, StreamConfig, space, valid, default),),
+    variants=(Variant("baseline", run, StreamConfig, _SPACE, valid, constant(StreamConfig(block=1024, warps=8, ctas=0))),),
     module=__name__,
 )

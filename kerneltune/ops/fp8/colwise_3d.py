@@ -12,26 +12,16 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CAST, FP8, TUNED, Cast, Pair, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, Pair, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.rows import cast_rows
 from kerneltune.ops.fp8.rowwise_2d import RowConfig, default, space, valid
-from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.spec import Inputs, Op, Outputs, Variant
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Cast over the middle axis, expert by expert."""
-    w = inputs["w"]
-    E, K, N = w.shape
-    q = torch.empty((E, N, K), dtype=FP8[inputs["fp8_format"]], device=w.device).transpose(1, 2)
-    scale = torch.empty((E, 1, N), dtype=torch.float32, device=w.device)
-    for expert in range(E):
-        q[expert], scale[expert] = contract.quantized(w[expert], 0, inputs)
+    """Cast over the middle axis."""
+    q, scale = contract.quantized(inputs["w"], 1, inputs)
     return {"q": q, "scale": scale}
-
-
-def traffic(case: Case) -> Traffic:
-    """Return the bytes of w read, and of q and the scales written."""
-    return contract.cast_traffic(case, scales=case["E"] * case["N"])
 
 
 def _results(w: torch.Tensor, fp8_format: str, out: Pair | None = None) -> Pair:
@@ -78,7 +68,7 @@ OP = Op(
     axes=("E", "K", "N"),
     free_axes=("E", "N"),
     reference=reference,
-    traffic=traffic,
+    traffic=lambda case: contract.cast_traffic(case, scales=case["E"] * case["N"]),
     variants=(
         torchao.COLUMNS_OF_WEIGHTS,
         Variant("optimized", run_of(fp8_colwise_3d, "q", "scale"), RowConfig, space, valid, default),

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from kerneltune.compat import assert_group_ends
-from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.kernel_lib.agreement import all_same_bits
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_format, debugging
 from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
-from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
+from kerneltune.spec import Case, Inputs, Option, Traffic
 
 FP8 = {
     "e4m3": torch.float8_e4m3fn,
@@ -125,13 +125,8 @@ def quantized_groups(x: torch.Tensor, inputs: Inputs) -> Pair:
     return q, torch.cat([scale.reshape(-1) for _, scale in parts])
 
 
-def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare every bit of every output; return a line per wrong output."""
-    return [line for name, want in expected.items() for line in same_bits(name, outputs[name], want)]
-
-
 def cast_traffic(case: Case, scales: int, copies: int = 1) -> Traffic:
-    """Return the bytes of input and group ends read once, and of so many copies and fp32 scales written."""
+    """Return the bytes of input and group ends read once, and of so many copies of the cast and fp32 scales written."""
     sizes = dict(case.axes)
     if "E" in sizes:
         elements = sizes["E"] * sizes["K"] * sizes["N"]
@@ -144,7 +139,7 @@ CONTRACT: dict[str, Any] = {
     "dtypes": ("bfloat16", "float16", "float32"),
     "quants": ("fp8",),
     "inputs": inputs,
-    "compare": compare,
+    "compare": all_same_bits,
 }
 """The fields of `Op` that all casts share."""
 
@@ -210,7 +205,7 @@ class Cast:
 
 
 def fp8_dtype(fp8_format: str, device: torch.device) -> torch.dtype:
-    """Return torch's type of an fp8 format."""
+    """Return torch's type of an fp8 format, which the device must support."""
     check_format(fp8_format, FP8, device)
     return FP8[fp8_format]
 
@@ -239,7 +234,7 @@ def check_offs(offs: torch.Tensor, M: int, device: torch.device) -> None:
 def contiguous_result(
     name: str, given: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a new contiguous tensor, or the given tensor."""
+    """Return a new contiguous tensor, or the given tensor, whose form is checked."""
     if given is None:
         return torch.empty(shape, dtype=dtype, device=device)
     return _checked(name, given, given, shape, dtype, device, "contiguous")
@@ -248,7 +243,7 @@ def contiguous_result(
 def column_major_result(
     name: str, given: torch.Tensor | None, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return a new tensor of this shape whose last two axes are column-major, or the given tensor."""
+    """Return a new tensor whose last two axes are column-major, or the given tensor, whose form is checked."""
     if given is None:
         return torch.empty((shape[0], shape[2], shape[1]), dtype=dtype, device=device).transpose(1, 2)
     return _checked(name, given, given.transpose(-2, -1), shape, dtype, device, "column-major")

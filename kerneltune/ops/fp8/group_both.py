@@ -19,7 +19,7 @@ from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, check_of
 from kerneltune.ops.fp8.kernels.both import TILE_ROWS, cast_into_both
 from kerneltune.ops.fp8.rowwise_3d_both import MANY_ROWS, BothConfig, BothLayouts, config_for_rows, space, valid
 from kerneltune.rounding import next_power_of_2
-from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 
 def default(case: Case) -> BothConfig:
@@ -49,11 +49,6 @@ def run_separately(inputs: Inputs, _config: None) -> Outputs:
     q, scale = rowwise_2d.fp8_rowwise_2d(**{name: value for name, value in inputs.items() if name != "offs"})
     q_t, scale_t = group_colwise.fp8_group_colwise(**inputs)
     return {"q": q, "scale": scale, "q_t": q_t, "scale_t": scale_t}
-
-
-def traffic(case: Case) -> Traffic:
-    """Return the bytes of x and offs read, and of both layouts and both sets of scales written."""
-    return contract.cast_traffic(case, scales=case["M"] + case["G"] * case["K"], copies=2)
 
 
 def _results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, aligned: bool) -> BothLayouts:
@@ -114,7 +109,7 @@ OP = Op(
     axes=("M", "K", "G"),
     free_axes=("M", "G"),
     reference=reference,
-    traffic=traffic,
+    traffic=lambda case: contract.cast_traffic(case, scales=case["M"] + case["G"] * case["K"], copies=2),
     variants=(
         Variant("baseline", run_separately),
         Variant("optimized", run_of(fp8_group_both), BothConfig, space, valid, default),

@@ -16,7 +16,7 @@ from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
 from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, Pair, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.columns import cast_columns
-from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +84,6 @@ def reference(inputs: Inputs) -> Outputs:
     return {"q": q, "scale": scale}
 
 
-def traffic(case: Case) -> Traffic:
-    """Return the bytes of x and offs read, and of q and the scales written."""
-    return contract.cast_traffic(case, scales=case["G"] * case["N"])
-
-
 def empty_results(x: torch.Tensor, offs: torch.Tensor, fp8_format: str, aligned: bool) -> Pair:
     """Allocate the results of a matrix."""
     rows = aligned_size(x.shape[0], offs.shape[0]) if aligned else x.shape[0]
@@ -142,7 +137,7 @@ OP = Op(
     axes=("M", "N", "G"),
     free_axes=("M", "G"),
     reference=reference,
-    traffic=traffic,
+    traffic=lambda case: contract.cast_traffic(case, scales=case["G"] * case["N"]),
     variants=(
         torchao.GROUPS,
         Variant("optimized", run_of(fp8_group_colwise, "q", "scale"), GroupConfig, space, valid, default),

@@ -15,7 +15,7 @@ from kerneltune.ops.fp8.baselines import torchao
 from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, Pair, check_offs
 from kerneltune.ops.fp8.group_colwise import GroupConfig, empty_results, space, valid
 from kerneltune.ops.fp8.kernels.columns import cast_columns
-from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 
 def default(case: Case) -> GroupConfig:
@@ -34,11 +34,6 @@ def reference(inputs: Inputs) -> Outputs:
     """Cast both matrices over the rows, group by group."""
     (q1, scale1), (q2, scale2) = (contract.quantized_groups(inputs[name], inputs) for name in ("x1", "x2"))
     return {"q1": q1, "scale1": scale1, "q2": q2, "scale2": scale2}
-
-
-def traffic(case: Case) -> Traffic:
-    """Return the bytes of x1, x2 and offs read, and of both casts and their scales written."""
-    return contract.cast_traffic(case, scales=case["G"] * (case["N1"] + case["N2"]))
 
 
 def _results(x1: torch.Tensor, x2: torch.Tensor, offs: torch.Tensor, fp8_format: str, aligned: bool) -> tuple[Pair, Pair]:
@@ -95,7 +90,7 @@ OP = Op(
     axes=("M", "N1", "N2", "G"),
     free_axes=("M", "G"),
     reference=reference,
-    traffic=traffic,
+    traffic=lambda case: contract.cast_traffic(case, scales=case["G"] * (case["N1"] + case["N2"])),
     variants=(
         torchao.TWO_OF_GROUPS,
         Variant(

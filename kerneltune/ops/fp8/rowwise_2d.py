@@ -16,7 +16,7 @@ from kerneltune.ops.fp8.baselines import torchao
 from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, Pair, fp8_dtype
 from kerneltune.ops.fp8.kernels.rows import cast_rows
 from kerneltune.rounding import cdiv, next_power_of_2
-from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
 _MOST_CHUNKS = 16
 """Loads of a row that a program holds: of 16 bytes a thread, 16 loads take the 64 registers that `_held_valid` allows."""
@@ -120,11 +120,6 @@ def reference(inputs: Inputs) -> Outputs:
     return {"q": q, "scale": scale}
 
 
-def traffic(case: Case) -> Traffic:
-    """Return the bytes of x read, and of q and the scales written."""
-    return contract.cast_traffic(case, scales=case["M"])
-
-
 def _results(x: torch.Tensor, fp8_format: str) -> Pair:
     (M, K), device = x.shape, x.device
     q = torch.empty((M, K), dtype=fp8_dtype(fp8_format, device), device=device)
@@ -168,7 +163,7 @@ OP = Op(
     axes=("M", "K"),
     free_axes=("M",),
     reference=reference,
-    traffic=traffic,
+    traffic=lambda case: contract.cast_traffic(case, scales=case["M"]),
     variants=(
         torchao.ROWS,
         Variant("optimized", run_of(fp8_rowwise_2d, "q", "scale"), RowConfig, space, valid, default),

@@ -16,7 +16,7 @@ from kerneltune.ops.fp8 import colwise_3d, contract, peers, rowwise_3d_transpose
 from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.both import TILE_ROWS, abreast, cast_into_both
 from kerneltune.rounding import cdiv, next_power_of_2
-from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
+from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
 _MOST_STEP = 16
 """Rows at a time, where rows are so short that the registers would take more."""
@@ -137,11 +137,6 @@ def run_separately(inputs: Inputs, _config: None) -> Outputs:
     return {"q": q, "scale": scale, "q_t": q_t, "scale_t": scale_t}
 
 
-def traffic(case: Case) -> Traffic:
-    """Return the bytes of w read, and of both layouts and both sets of scales written."""
-    return contract.cast_traffic(case, scales=case["E"] * (case["K"] + case["N"]), copies=2)
-
-
 def _results(w: torch.Tensor, fp8_format: str, out: BothLayouts | None = None) -> BothLayouts:
     (E, K, N), dtype, device = w.shape, fp8_dtype(fp8_format, w.device), w.device
     q, scale, q_t, scale_t = out or (None, None, None, None)
@@ -192,7 +187,7 @@ OP = Op(
     axes=("E", "K", "N"),
     free_axes=("E",),
     reference=reference,
-    traffic=traffic,
+    traffic=lambda case: contract.cast_traffic(case, scales=case["E"] * (case["K"] + case["N"]), copies=2),
     variants=(
         Variant("baseline", run_separately),
         Variant("optimized", run_of(fp8_rowwise_3d_both), BothConfig, space, valid, default),

@@ -12,10 +12,10 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CAST, FP8, TUNED, Cast, Pair, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, Pair, check_weights, fp8_dtype
 from kerneltune.ops.fp8.group_colwise import GroupConfig, space, valid
 from kerneltune.ops.fp8.kernels.columns import cast_columns
-from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 
 def default(case: Case) -> GroupConfig:
@@ -31,20 +31,9 @@ def default(case: Case) -> GroupConfig:
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Cast over the last axis, expert by expert."""
-    w = inputs["w"]
-    E, K, N = w.shape
-    q = torch.empty((E, K, N), dtype=FP8[inputs["fp8_format"]], device=w.device)
-    scale = torch.empty((E, K), dtype=torch.float32, device=w.device)
-    for expert in range(E):
-        q[expert], scales = contract.quantized(w[expert], 1, inputs)
-        scale[expert] = scales[:, 0]
-    return {"q": q.transpose(1, 2), "scale": scale}
-
-
-def traffic(case: Case) -> Traffic:
-    """Return the bytes of w read, and of q and the scales written."""
-    return contract.cast_traffic(case, scales=case["E"] * case["K"])
+    """Cast over the last axis."""
+    q, scale = contract.quantized(inputs["w"], 2, inputs)
+    return {"q": q.transpose(1, 2), "scale": scale[:, :, 0]}
 
 
 def _results(w: torch.Tensor, fp8_format: str, out: Pair | None = None) -> Pair:
@@ -91,7 +80,7 @@ OP = Op(
     axes=("E", "K", "N"),
     free_axes=("E",),
     reference=reference,
-    traffic=traffic,
+    traffic=lambda case: contract.cast_traffic(case, scales=case["E"] * case["K"]),
     variants=(
         torchao.TRANSPOSED_WEIGHTS,
         torchao.TRANSPOSED_WEIGHTS_BY_REDUCTION,

@@ -103,9 +103,9 @@ class SegmentOutput(NamedTuple):
 
 
 def quantized(x: torch.Tensor, inputs: Inputs) -> Pair:
-    """Cast a segment (rows, columns), made finite, under the inputs' options; return the cast and its scale (1,)."""
-    q, scale = contract.quantized(torch.nan_to_num(x).reshape(1, -1), 1, inputs)
-    return q.view(x.shape), scale.view(1)
+    """Cast segments (segments, rows, columns), made finite, under the inputs' options; return the cast and the scales."""
+    q, scale = contract.quantized(torch.nan_to_num(x).flatten(1), 1, inputs)
+    return q.view(x.shape), scale[:, 0]
 
 
 def in_layout(inputs: Inputs, q: torch.Tensor, q_t: torch.Tensor, scale: torch.Tensor) -> Outputs:
@@ -116,8 +116,8 @@ def in_layout(inputs: Inputs, q: torch.Tensor, q_t: torch.Tensor, scale: torch.T
 
 def reference(inputs: Inputs) -> Outputs:
     """Cast a segment."""
-    q, scale = quantized(inputs["x"], inputs)
-    return in_layout(inputs, q, q, scale)
+    q, scale = quantized(inputs["x"][None], inputs)
+    return in_layout(inputs, q[0], q[0], scale)
 
 
 def traffic(case: Case) -> Traffic:

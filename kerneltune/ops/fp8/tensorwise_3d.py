@@ -11,20 +11,15 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, peers, tensorwise_2d
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
-from kerneltune.ops.fp8.contract import CONTRACT, FP8, OPTIONS, TUNED, Cast, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CONTRACT, OPTIONS, TUNED, Cast, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
 from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, default, space, traffic, valid
 from kerneltune.spec import Inputs, Op, Outputs, Variant
 
 
 def reference(inputs: Inputs) -> Outputs:
-    """Cast expert by expert."""
-    w = inputs["w"].transpose(1, 2)
-    q = torch.empty(w.shape, dtype=FP8[inputs["fp8_format"]], device=w.device)
-    scale = torch.empty(w.shape[0], dtype=torch.float32, device=w.device)
-    for expert in range(w.shape[0]):
-        q[expert], scales = tensorwise_2d.quantized(w[expert], inputs)
-        scale[expert] = scales[0]
+    """Cast every expert as a segment."""
+    q, scale = tensorwise_2d.quantized(inputs["w"].transpose(1, 2), inputs)
     return tensorwise_2d.in_layout(inputs, q.transpose(1, 2), q, scale)
 
 

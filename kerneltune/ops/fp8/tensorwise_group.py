@@ -33,8 +33,8 @@ def default(case: Case) -> SegmentConfig:
 
 def reference(inputs: Inputs) -> Outputs:
     """Cast group by group."""
-    parts = [tensorwise_2d.quantized(inputs["x"][start:end], inputs) for start, end in bounds(inputs["offs"])]
-    q = torch.cat([q.view(torch.uint8) for q, _ in parts]).view(parts[0][0].dtype)
+    parts = [tensorwise_2d.quantized(inputs["x"][None, start:end], inputs) for start, end in bounds(inputs["offs"])]
+    q = torch.cat([q[0].view(torch.uint8) for q, _ in parts]).view(parts[0][0].dtype)
     return tensorwise_2d.in_layout(inputs, q, q, torch.cat([scale for _, scale in parts]))
 
 

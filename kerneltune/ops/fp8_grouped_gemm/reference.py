@@ -11,6 +11,7 @@ import torch
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import ITEMSIZE
+from kerneltune.kernel_lib.check_values import drawn
 from kerneltune.kernel_lib.groups import align_groups, aligned_size, aligned_starts, bounds, group_ends
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
@@ -39,33 +40,31 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw the arguments of `fp8_grouped_gemm`."""
     M, N, K, E = (case[axis] for axis in ("M", "N", "K", "E"))
     weights, rowwise = case.option("product") == "weights", case.option("scales") == "rowwise"
-    generator = torch.Generator(device=device).manual_seed(seed) if device != "meta" else None
     exact = case.option("values") == "integers"
     offs = group_ends(case, E, device, seed)
     aligned = weights and case.option("groups") == "routed"
     if weights:
-        a, b = (_columns(_values((M, size), exact, device, generator), offs, aligned) for size in (N, K))
+        a, b = (_columns(_values((M, size), exact, device, seed + i), offs, aligned) for i, size in enumerate((N, K)))
         a, b = a, b.t()
     else:
-        a = _values((M, K), exact, device, generator)
-        b = _values((E, N, K), exact, device, generator).transpose(-2, -1)
+        a = _values((M, K), exact, device, seed)
+        b = _values((E, N, K), exact, device, seed + 1).transpose(-2, -1)
     if weights:
         sizes: tuple[tuple[int, ...], tuple[int, ...]] = ((E, N), (E, K)) if rowwise else ((E,), (E,))
     else:
         sizes = ((M,), (E, N)) if rowwise else ((1,), (E,))
-    scale_a, scale_b = (_scales(size, device, generator) for size in sizes)
+    scale_a, scale_b = (_scales(size, device, seed + i) for i, size in enumerate(sizes))
     return {
         "a": a, "b": b, "scale_a": scale_a, "scale_b": scale_b, "offs": offs, "aligned": aligned,
         "out_dtype": getattr(torch, case.dtype),
     }  # fmt: skip
 
 
-def _values(shape: tuple[int, ...], exact: bool, device: str, generator: torch.Generator | None) -> torch.Tensor:
+def _values(shape: tuple[int, ...], exact: bool, device: str, seed: int) -> torch.Tensor:
     """Draw values as wide as quantization makes them: N(0, 64), or whole numbers from -2 to 2."""
-    x = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    if generator is not None and x.numel():
-        x = x.random_(0, 5, generator=generator).sub_(2) if exact else x.normal_(0, 64, generator=generator).clamp_(-448, 448)
-    return x.to(torch.float8_e4m3fn)
+    if exact:
+        return drawn("random_", shape, torch.bfloat16, device, seed, 0, 5).sub_(2).to(torch.float8_e4m3fn)
+    return drawn("normal_", shape, torch.bfloat16, device, seed, 0, 64).clamp_(-448, 448).to(torch.float8_e4m3fn)
 
 
 def _columns(x: torch.Tensor, offs: torch.Tensor, aligned: bool) -> torch.Tensor:
@@ -79,12 +78,9 @@ def _columns(x: torch.Tensor, offs: torch.Tensor, aligned: bool) -> torch.Tensor
     return rows
 
 
-def _scales(shape: tuple[int, ...], device: str, generator: torch.Generator | None) -> torch.Tensor:
+def _scales(shape: tuple[int, ...], device: str, seed: int) -> torch.Tensor:
     """Draw powers of two, so that products with them are exact."""
-    scale = torch.empty(shape, dtype=torch.float32, device=device)
-    if generator is not None and scale.numel():
-        scale = torch.exp2(scale.random_(-3, 4, generator=generator)) * _SCALE
-    return scale
+    return torch.exp2(drawn("random_", shape, torch.float32, device, seed, -3, 4)) * _SCALE
 
 
 def reference(inputs: Inputs) -> Outputs:

@@ -98,11 +98,3 @@ def check_router_weights(weights: torch.Tensor | None, places: torch.Tensor) -> 
             f"weights must be contiguous {tuple(places.shape)} of {', '.join(DTYPE_NAMES.values())} on {places.device}, "
             f"got {tuple(weights.shape)} {weights.dtype} on {weights.device}, strides {weights.stride()}"
         )
-
-
-def values(shape: tuple[int, ...], dtype: str, device: str, seed: int) -> torch.Tensor:
-    """Draw from a normal distribution."""
-    x = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-    if device != "meta" and x.numel():
-        x.normal_(generator=torch.Generator(device=device).manual_seed(seed))
-    return x

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from kerneltune import cache
-from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.kernel_lib.agreement import all_same_bits
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE
+from kerneltune.kernel_lib.check_values import drawn
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers
-from kerneltune.ops.moe_routing.contract import CALLED, ROWS, check_index, check_rows, routed, values
+from kerneltune.ops.moe_routing.contract import CALLED, ROWS, check_index, check_rows, routed
 from kerneltune.ops.moe_routing.kernels.rows import scatter_rows
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
@@ -64,7 +65,7 @@ def default(case: Case) -> RowsConfig:
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw x (T, H), places (T, K) and offs (E,)."""
     index = routed(case, device, seed)
-    x = values((case["T"], case["H"]), case.dtype, device, seed)
+    x = drawn("normal_", (case["T"], case["H"]), getattr(torch, case.dtype), device, seed)
     return {"x": x, "places": index["places"], "offs": index["offs"]}
 
 
@@ -77,11 +78,6 @@ def reference(inputs: Inputs) -> Outputs:
     y = x.new_zeros((T * K, x.shape[1]))
     y[flat[there]] = x.repeat_interleave(K, 0)[there]
     return {"y": y}
-
-
-def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare every bit."""
-    return same_bits("y", outputs["y"], expected["y"])
 
 
 def traffic(case: Case) -> Traffic:
@@ -127,7 +123,7 @@ OP = Op(
     name="moe_permute",
     inputs=inputs,
     reference=reference,
-    compare=compare,
+    compare=all_same_bits,
     traffic=traffic,
     variants=(
         peers.PERMUTE.eager,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.kernel_lib.agreement import all_same_bits
 from kerneltune.kernel_lib.functions import torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers
@@ -32,11 +32,6 @@ def reference(inputs: Inputs) -> Outputs:
     """Sort by torch."""
     pairs, places, offs = sorted_pairs(inputs["ids"], inputs["num_experts"])
     return {"pairs": pairs, "places": places, "offs": offs}
-
-
-def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare every index."""
-    return [error for name in expected for error in same_bits(name, outputs[name], expected[name])]
 
 
 def traffic(case: Case) -> Traffic:
@@ -108,7 +103,7 @@ OP = Op(
     dtypes=("int64",),
     inputs=inputs,
     reference=reference,
-    compare=compare,
+    compare=all_same_bits,
     traffic=traffic,
     variants=(peers.SORT.eager, Variant("optimized", _run), peers.SORT.compiled),
     module=__name__,

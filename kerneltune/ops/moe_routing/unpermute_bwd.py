@@ -10,10 +10,11 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like
+from kerneltune.kernel_lib.check_values import drawn
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers, permute
-from kerneltune.ops.moe_routing.contract import CALLED, ROWS, check_index, check_router_weights, check_rows, routed, values
+from kerneltune.ops.moe_routing.contract import CALLED, ROWS, check_index, check_router_weights, check_rows, routed
 from kerneltune.ops.moe_routing.kernels.rows import spread_gradient
 from kerneltune.ops.moe_routing.permute import RowsConfig
 from kerneltune.rounding import cdiv
@@ -41,13 +42,13 @@ def default(case: Case) -> RowsConfig:
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw dout (T, H), y (T K, H), places (T, K), weights (T, K) fp32 and offs (E,)."""
-    T, H, K = case["T"], case["H"], case["K"]
+    T, H, K, dtype = case["T"], case["H"], case["K"], getattr(torch, case.dtype)
     index = routed(case, device, seed)
     return {
-        "dout": values((T, H), case.dtype, device, seed),
-        "y": values((T * K, H), case.dtype, device, seed + 1),
+        "dout": drawn("normal_", (T, H), dtype, device, seed),
+        "y": drawn("normal_", (T * K, H), dtype, device, seed + 1),
         "places": index["places"],
-        "weights": values((T, K), "float32", device, seed + 2),
+        "weights": drawn("normal_", (T, K), torch.float32, device, seed + 2),
         "offs": index["offs"],
     }
 

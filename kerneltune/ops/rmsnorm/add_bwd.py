@@ -10,19 +10,9 @@ from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like
 from kerneltune.kernel_lib.functions import run_of
 from kerneltune.kernel_lib.launch import on_its_device
-from kerneltune.ops.rmsnorm import bwd, peers
+from kerneltune.ops.rmsnorm import bwd, contract, peers
 from kerneltune.ops.rmsnorm.bwd import BwdConfig, rmsnorm_bwd
-from kerneltune.ops.rmsnorm.contract import (
-    CONTRACT,
-    ROUNDING,
-    SUM_OPTIONS,
-    rsigma_of,
-    sum_as_called,
-    sum_options,
-    uniform,
-    weight_bytes,
-    weight_of,
-)
+from kerneltune.ops.rmsnorm.contract import CONTRACT, ROUNDING, SUM_OPTIONS, sum_options, uniform
 from kerneltune.ops.rmsnorm.kernels.backward import gradients
 from kerneltune.ops.rmsnorm.tiles import check_config, first_valid, sum_too_large
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
@@ -51,8 +41,8 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         "dz": uniform((M, N), -1.0, 1.0, dtype, device, seed + 3),
         "dtotal": uniform((M, N), -1.0, 1.0, dtype, device, seed + 4),
         "total": total,
-        "rsigma": rsigma_of(total),
-        "weight": weight_of(case, device, seed + 1),
+        "rsigma": contract.rsigma_of(total),
+        "weight": contract.weight_of(case, device, seed + 1),
         "zero_centered": case.option("zero_centered"),
     }
 
@@ -81,7 +71,7 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
 def traffic(case: Case) -> Traffic:
     """Return the bytes of dz, dtotal, total, weight and rsigma read; of dx and dgamma written."""
     M, N, size = case["M"], case["N"], ITEMSIZE[case.dtype]
-    return Traffic(read=3 * size * M * N + weight_bytes(case) + 4 * M, write=size * M * N + weight_bytes(case))
+    return Traffic(read=3 * size * M * N + contract.weight_bytes(case) + 4 * M, write=size * M * N + contract.weight_bytes(case))
 
 
 @on_its_device
@@ -131,7 +121,7 @@ OP = Op(
     name="rmsnorm_add_bwd",
     options=SUM_OPTIONS,
     free_options=tuple(SUM_OPTIONS),
-    as_called=sum_as_called,
+    as_called=contract.sum_as_called,
     inputs=inputs,
     reference=reference,
     compare=compare,

@@ -12,19 +12,8 @@ from kerneltune.kernel_lib.agreement import same_bits
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
 from kerneltune.kernel_lib.functions import run_of
 from kerneltune.kernel_lib.launch import on_its_device
-from kerneltune.ops.rmsnorm import fwd, peers
-from kerneltune.ops.rmsnorm.contract import (
-    CONTRACT,
-    EPS,
-    QUANTS,
-    SUM_OPTIONS,
-    scalars,
-    sum_as_called,
-    sum_options,
-    uniform,
-    weight_bytes,
-    weight_of,
-)
+from kerneltune.ops.rmsnorm import contract, fwd, peers
+from kerneltune.ops.rmsnorm.contract import CONTRACT, EPS, SUM_OPTIONS, sum_options, uniform
 from kerneltune.ops.rmsnorm.fwd import FwdConfig, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.kernels.forward import normalize
 from kerneltune.ops.rmsnorm.tiles import check_config, first_valid, sum_too_large
@@ -54,13 +43,13 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     drawn = {
         "x": uniform((M, N), -2.0, 1.0, dtype, device, seed),
         "residual": uniform((M, N), -1.0, 2.0, dtype, device, seed + 4),
-        "weight": weight_of(case, device, seed + 1),
+        "weight": contract.weight_of(case, device, seed + 1),
         "eps": EPS,
         "quant": case.quant,
         "fp8_format": "e4m3",
         "zero_centered": case.option("zero_centered"),
     }
-    return {**drawn, **scalars(case, device, seed)}
+    return {**drawn, **contract.scalars(case, device, seed)}
 
 
 def reference(inputs: Inputs) -> Outputs:
@@ -80,7 +69,7 @@ def traffic(case: Case) -> Traffic:
     """Return the bytes of x, residual and weight read; of y, its transpose, total and rsigma written."""
     M, N, size = case["M"], case["N"], ITEMSIZE[case.dtype]
     write = (fwd.output_bytes(case) + size) * M * N + 4 * M
-    return Traffic(read=2 * size * M * N + weight_bytes(case), write=write)
+    return Traffic(read=2 * size * M * N + contract.weight_bytes(case), write=write)
 
 
 class RMSNormSum(NamedTuple):
@@ -151,10 +140,10 @@ def _two_launches(inputs: Inputs, _config: None) -> Outputs:
 
 OP = Op(
     name="rmsnorm_add_fwd",
-    quants=QUANTS,
+    quants=contract.QUANTS,
     options=SUM_OPTIONS,
     free_options=tuple(SUM_OPTIONS),
-    as_called=sum_as_called,
+    as_called=contract.sum_as_called,
     inputs=inputs,
     reference=reference,
     compare=compare,

@@ -10,24 +10,11 @@ from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, check_matrix
 from kerneltune.kernel_lib.functions import run_of
 from kerneltune.kernel_lib.launch import on_its_device
-from kerneltune.ops.rmsnorm import peers
+from kerneltune.ops.rmsnorm import peers, tiles
 from kerneltune.ops.rmsnorm.baselines import te
 from kerneltune.ops.rmsnorm.contract import CONTRACT, ROUNDING, check_weight, gamma_of, rsigma_of, uniform
 from kerneltune.ops.rmsnorm.kernels.backward import gradients
-from kerneltune.ops.rmsnorm.tiles import (
-    FEW_ROWS,
-    LONG,
-    MAX_PARTS,
-    SHORT,
-    Tiles,
-    check_config,
-    first_valid,
-    invalid_loads,
-    invalid_tile,
-    power_of_two,
-    rows_of_short,
-    tile_rows,
-)
+from kerneltune.ops.rmsnorm.tiles import Tiles, check_config
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
@@ -50,10 +37,10 @@ class BwdConfig(Tiles):
 
 def space(case: Case) -> Space:
     """Offer tiles of up to four rows, of many rows that are short; one program to a row or several."""
-    whole = power_of_two(case["N"])
-    if whole <= SHORT:
+    whole = tiles.power_of_two(case["N"])
+    if whole <= tiles.SHORT:
         return {
-            "rows": rows_of_short(whole, 8192),
+            "rows": tiles.rows_of_short(whole, 8192),
             "cols": (whole,),
             "split": (False,),
             "warps": (2, 4, 8),
@@ -76,24 +63,24 @@ def valid(case: Case, config: BwdConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     if not config.ctas:
         return "dγ takes programs that loop over tiles: ctas must not be 0"
-    reason = invalid_loads(case, config)
+    reason = tiles.invalid_loads(case, config)
     if reason is not None:
         return reason
     loads = cdiv(case["N"], config.cols)
     if not config.split and loads > 8:
         return f"{loads} loads to a row"
     most = 64 if config.sum_rows(ITEMSIZE[case.dtype]) * 4 <= config.rows else 32  # the sums take registers too
-    return invalid_tile(case, config, tensors=2, most=most)
+    return tiles.invalid_tile(case, config, tensors=2, most=most)
 
 
 def default(case: Case) -> BwdConfig:
     """Return a config for any shape, by rule: the first valid config among the fastest at rows of about this length."""
-    return first_valid(case, likely(case), valid)
+    return tiles.first_valid(case, likely(case), valid)
 
 
 def likely(case: Case) -> Iterator[BwdConfig]:
     """Generate configs, the likeliest first; the last runs anything."""
-    M, N, whole = case["M"], case["N"], power_of_two(case["N"])
+    M, N, whole = case["M"], case["N"], tiles.power_of_two(case["N"])
     if whole <= 4096:
         yield from _likely_short(M, N, whole)
     if 4096 < N <= 6144:
@@ -103,12 +90,12 @@ def likely(case: Case) -> Iterator[BwdConfig]:
         yield BwdConfig(1, 2048, False, warps=8, ctas=1, stages=3)
     if 8192 < N <= 12288:
         yield BwdConfig(1, 4096, False, warps=16, ctas=1, stages=3)
-    for rows in (4, 2, 1) if M >= 4 * FEW_ROWS else (2, 1):
+    for rows in (4, 2, 1) if M >= 4 * tiles.FEW_ROWS else (2, 1):
         for stages in (3, 2):
-            cols = max(2048, whole // MAX_PARTS)
-            yield BwdConfig(rows, cols, cols < N, max(4 if whole > LONG else 8, cols // 512), ctas=2, stages=stages)
+            cols = max(2048, whole // tiles.MAX_PARTS)
+            yield BwdConfig(rows, cols, cols < N, max(4 if whole > tiles.LONG else 8, cols // 512), ctas=2, stages=stages)
     for cols, warps in ((4096, 16), (8192, 16)):
-        yield BwdConfig(1, max(cols, whole // MAX_PARTS), cols < N, warps, ctas=1, stages=2)
+        yield BwdConfig(1, max(cols, whole // tiles.MAX_PARTS), cols < N, warps, ctas=1, stages=2)
     yield BwdConfig(1, whole, False, warps=4, ctas=1, stages=2)
 
 
@@ -116,11 +103,11 @@ def _likely_short(M: int, N: int, whole: int) -> Iterator[BwdConfig]:
     """Generate the likeliest configs of rows of up to 4096 elements."""
     if whole <= 1024:
         for elements, ctas in ((2048, 4), (1024, 2)):
-            yield BwdConfig(tile_rows(M, max(1, elements // whole)), whole, False, warps=4, ctas=ctas, stages=3)
+            yield BwdConfig(tiles.tile_rows(M, max(1, elements // whole)), whole, False, warps=4, ctas=ctas, stages=3)
     if whole == 2048:
-        yield BwdConfig(tile_rows(M, 2), 2048, False, warps=4, ctas=2, stages=3)
+        yield BwdConfig(tiles.tile_rows(M, 2), 2048, False, warps=4, ctas=2, stages=3)
     if 3584 < N <= 4096:
-        yield BwdConfig(tile_rows(M, 2), 4096, False, warps=8, ctas=1, stages=3)
+        yield BwdConfig(tiles.tile_rows(M, 2), 4096, False, warps=8, ctas=1, stages=3)
     if 1024 < whole <= 4096:
         for stages in (4, 3, 2):
             yield BwdConfig(1, 1024, False, warps=4, ctas=2, stages=stages)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like
+from kerneltune.kernel_lib.check_values import drawn
 from kerneltune.spec import Case, Inputs, Option
 
 EPS = 1e-5
@@ -35,10 +36,7 @@ SUM_OPTIONS: dict[str, tuple[Option, ...]] = {"zero_centered": (False, True), "w
 
 def uniform(shape: tuple[int, ...], low: float, high: float, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
     """Draw values between low and high, the same for the same seed; none on device `meta`."""
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    if device == "meta":
-        return tensor
-    return tensor.uniform_(low, high, generator=torch.Generator(device=device).manual_seed(seed))
+    return drawn("uniform_", shape, dtype, device, seed, low, high)
 
 
 def sum_as_called(case: Case) -> Case:
@@ -90,7 +88,7 @@ def gamma_of(inputs: Inputs) -> torch.Tensor | float:
 
 
 def check_weight(weight: torch.Tensor | None, x: torch.Tensor, zero_centered: bool) -> None:
-    """Check the weight (N,) of x's dtype or fp32, or None."""
+    """Check the weight: (N,) of x's dtype or fp32, or None, which goes without zero_centered."""
     if weight is None:
         if zero_centered:
             raise ValueError("zero_centered needs a weight, got weight=None")

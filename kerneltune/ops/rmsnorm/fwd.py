@@ -12,39 +12,11 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_format,
 from kerneltune.kernel_lib.functions import run_of
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
-from kerneltune.ops.rmsnorm import peers
+from kerneltune.ops.rmsnorm import contract, peers, tiles
 from kerneltune.ops.rmsnorm.baselines import te
-from kerneltune.ops.rmsnorm.contract import (
-    CONTRACT,
-    EPS,
-    FP8,
-    QUANTS,
-    ROUNDING,
-    check_weight,
-    gamma_of,
-    rsigma_of,
-    scalars,
-    uniform,
-)
+from kerneltune.ops.rmsnorm.contract import CONTRACT, EPS, FP8, ROUNDING, check_weight, gamma_of, rsigma_of
 from kerneltune.ops.rmsnorm.kernels.forward import normalize, transposes_at_once
-from kerneltune.ops.rmsnorm.tiles import (
-    FEW_ROWS,
-    LONG,
-    MANY_TILES,
-    MAX_PARTS,
-    REGISTERS,
-    SHARING,
-    SHORT,
-    TRANSPOSED_ROWS,
-    Tiles,
-    check_config,
-    first_valid,
-    invalid_loads,
-    invalid_tile,
-    power_of_two,
-    rows_of_short,
-    tile_rows,
-)
+from kerneltune.ops.rmsnorm.tiles import Tiles, check_config
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
@@ -67,11 +39,11 @@ class FwdConfig(Tiles):
 
 def space(case: Case) -> Space:
     """Offer loads from half a row, or an eighth of a long or uneven row, to a whole row; tiles of many rows that are short."""
-    whole = power_of_two(case["N"])
-    if whole <= SHORT:
+    whole = tiles.power_of_two(case["N"])
+    if whole <= tiles.SHORT:
         transposed = case.quant == "fp8_t"
         return {
-            "rows": (32, 64, 128, 256) if transposed else rows_of_short(whole, 16384),
+            "rows": (32, 64, 128, 256) if transposed else tiles.rows_of_short(whole, 16384),
             "cols": (whole,),
             "split": (False,),
             "warps": (2, 4, 8, 16) if transposed else (1, 2, 4, 8),
@@ -80,7 +52,7 @@ def space(case: Case) -> Space:
             "reload": (False,),
         }
     long = whole > 8192
-    in_part = whole > LONG
+    in_part = whole > tiles.LONG
     smallest = max(4096, whole >> 4) if in_part else max(512, whole >> 3 if case["N"] % 8 or long else whole >> 1)
     return {
         "rows": (1, 2, 4, 8) if whole <= 1024 else (1, 2, 4) if whole <= 2048 else (1,) if long else (1, 2),
@@ -97,7 +69,7 @@ def valid(case: Case, config: FwdConfig) -> str | None:
     """Say why a config cannot run, or cannot be worth running."""
     loads = cdiv(case["N"], config.cols)
     in_part = config.reload and not config.ctas and config.stages > 1
-    reason = invalid_loads(case, config)
+    reason = tiles.invalid_loads(case, config)
     if reason is not None:
         return reason
     if loads > (16 if in_part else 8) and (not config.split or config.cols < 8192):
@@ -110,9 +82,9 @@ def valid(case: Case, config: FwdConfig) -> str | None:
         return "a pipeline of loads needs a loop over tiles, and the loop needs the pipeline"
     if config.stages > 3:
         return f"{config.stages} tiles in the pipeline"
-    if case.quant == "fp8_t" and case["N"] <= SHORT and not transposes_at_once(case["N"], config):
-        return f"short rows are transposed where they are held, {TRANSPOSED_ROWS} at least"
-    return invalid_tile(case, config, tensors=1, most=64, held=1 if config.reload else None)
+    if case.quant == "fp8_t" and case["N"] <= tiles.SHORT and not transposes_at_once(case["N"], config):
+        return f"short rows are transposed where they are held, {tiles.TRANSPOSED_ROWS} at least"
+    return tiles.invalid_tile(case, config, tensors=1, most=64, held=1 if config.reload else None)
 
 
 def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
@@ -121,45 +93,45 @@ def _invalid_in_part(case: Case, c: FwdConfig, loads: int) -> str | None:
     H200, 2026-11-22: wide programs, two per SM, that load 8 elements per thread won at long rows.
     """
     registers = 2 * ITEMSIZE[case.dtype] * (c.stages + 2)  # of the held elements, the load ahead and the weight
-    if case["N"] <= LONG:
-        return f"rows of at most {LONG} are held or read again as a whole"
+    if case["N"] <= tiles.LONG:
+        return f"rows of at most {tiles.LONG} are held or read again as a whole"
     if c.stages > loads:
         return f"{c.stages - 1} of {loads} loads held leave none to read again"
     if c.warps < 16 or c.rows * c.cols != 256 * c.warps:
         return "rows are held in part by at least 16 warps, 8 elements of a load per thread"
-    if registers * 8 > REGISTERS // (SHARING * 32 * c.warps) * 5:
+    if registers * 8 > tiles.REGISTERS // (tiles.SHARING * 32 * c.warps) * 5:
         return f"{registers} registers per thread for loads"
     return None
 
 
 def default(case: Case) -> FwdConfig:
     """Return a config for any shape, by rule: the first valid config among the fastest at rows of about this length."""
-    return first_valid(case, likely(case, reload=True), valid)
+    return tiles.first_valid(case, likely(case, reload=True), valid)
 
 
 def likely(case: Case, reload: bool) -> Iterator[FwdConfig]:
     """Generate configs, the likeliest first; the last runs anything. reload: whether x may be read again."""
-    M, whole = case["M"], power_of_two(case["N"])
-    if whole <= SHORT and case.quant == "fp8_t":
-        rows = max(TRANSPOSED_ROWS, tile_rows(M, min(128, 16384 // whole)))
+    M, whole = case["M"], tiles.power_of_two(case["N"])
+    if whole <= tiles.SHORT and case.quant == "fp8_t":
+        rows = max(tiles.TRANSPOSED_ROWS, tiles.tile_rows(M, min(128, 16384 // whole)))
         yield FwdConfig(rows, whole, False, max(1, rows * whole // 2048), ctas=0, stages=1, reload=False)
     if whole <= 1024:
-        rows = tile_rows(M, max(1, 2048 // whole))
-        warps = 2 if case.quant != "none" or 128 < whole <= SHORT else 4
+        rows = tiles.tile_rows(M, max(1, 2048 // whole))
+        warps = 2 if case.quant != "none" or 128 < whole <= tiles.SHORT else 4
         yield FwdConfig(rows, whole, False, min(warps, max(1, rows * whole // 512)), ctas=0, stages=1, reload=False)
-    if M < FEW_ROWS and whole > 4096:
-        yield FwdConfig(1, max(4096, whole // MAX_PARTS), True, warps=8, ctas=2, stages=2, reload=False)
+    if M < tiles.FEW_ROWS and whole > 4096:
+        yield FwdConfig(1, max(4096, whole // tiles.MAX_PARTS), True, warps=8, ctas=2, stages=2, reload=False)
     if case.quant != "none" and whole <= 8192:
         cols = 4096 if whole == 8192 else 2048
         yield FwdConfig(
-            2 if 2 * MANY_TILES <= M else 1, cols, False, cols // 1024, ctas=0, stages=1, reload=reload and whole > 2048
+            2 if 2 * tiles.MANY_TILES <= M else 1, cols, False, cols // 1024, ctas=0, stages=1, reload=reload and whole > 2048
         )
-    if whole > LONG and reload:
+    if whole > tiles.LONG and reload:
         for cols, stages in ((4096, 5), (4096, 3), (8192, 2)):
             yield FwdConfig(1, cols, False, cols // 256, ctas=0, stages=stages, reload=True)
-    if whole > LONG:
+    if whole > tiles.LONG:
         for cols in (4096, 8192):
-            yield FwdConfig(1, max(cols, whole // MAX_PARTS), True, warps=cols // 512, ctas=1, stages=2, reload=False)
+            yield FwdConfig(1, max(cols, whole // tiles.MAX_PARTS), True, warps=cols // 512, ctas=1, stages=2, reload=False)
     cols, warps = (min(whole, 2048), 4) if whole <= 4096 else (4096, 8 if whole <= 8192 else 16)
     large = M * case["N"] >= _LARGE
     for again in (True, False) if reload and large and whole > 2048 else (False,):
@@ -173,13 +145,13 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     pad = int(case.option("row_pad"))
     inputs = {
         "eps": EPS,
-        "x": uniform((M, N + pad), -2.0, 1.0, dtype, device, seed)[:, :N],
-        "weight": uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
+        "x": contract.uniform((M, N + pad), -2.0, 1.0, dtype, device, seed)[:, :N],
+        "weight": contract.uniform((N,), 0.5, 1.5, dtype, device, seed + 1),
         "quant": case.quant,
         "fp8_format": case.option("fp8_format"),
         "zero_centered": case.option("zero_centered"),
     }
-    return {**inputs, **scalars(case, device, seed)}
+    return {**inputs, **contract.scalars(case, device, seed)}
 
 
 def reference(inputs: Inputs) -> Outputs:
@@ -331,7 +303,7 @@ def check(
 
 OP = Op(
     name="rmsnorm_fwd",
-    quants=QUANTS,
+    quants=contract.QUANTS,
     options={"zero_centered": (False, True), "fp8_format": tuple(FP8), "row_pad": (0, 3, 8)},
     free_options=("zero_centered", "fp8_format", "row_pad"),
     inputs=inputs,

@@ -308,41 +308,25 @@ _GROUP_SPACE = constant({"rows": (64, 128, 256), "cols": (32, 64, 128), "warps":
 """torchao's 36 configs."""
 _GROUP_DEFAULT = constant(TorchaoTileConfig(rows=128, cols=32, warps=4, stages=3))
 """torchao's config of before it searched."""
+_ROW_SPACE = constant({"block": (128, 256), "warps": (4, 8), "stages": (2, 4)})
+_ROW_DEFAULT = constant(LoopConfig(block=128, warps=4, stages=4))
+"""torchao's configs on NVIDIA and AMD, and its only config on NVIDIA."""
+_WEIGHT_SPACE = constant({"rows": (64, 128), "cols": (128, 256), "warps": (4, 8), "stages": (4,)})
+"""torchao's configs."""
+_ATOMIC_SPACE = constant({"rows": (64, 128), "cols": (64, 128), "warps": (4, 8), "stages": (4,)})
+"""torchao's only config on NVIDIA, and the configs that the experiments of its pull requests list."""
+_REDUCTION_SPACE = constant({"rows": (64,), "cols": (64, 128), "warps": (4, 8), "stages": (3, 6)})
+"""torchao's configs, and half their pipeline."""
 
-ROWS = Variant(  # torchao's configs, on NVIDIA and AMD; torchao's only config on NVIDIA
-    "baseline",
-    run_rows,
-    LoopConfig,
-    constant({"block": (128, 256), "warps": (4, 8), "stages": (2, 4)}),
-    default=constant(LoopConfig(block=128, warps=4, stages=4)),
-    unsupported=nothing_to_do,
+ROWS = Variant("baseline", run_rows, LoopConfig, _ROW_SPACE, default=_ROW_DEFAULT, unsupported=nothing_to_do)
+COLUMNS_OF_WEIGHTS = Variant(
+    "baseline", run_weights, TorchaoTileConfig, _WEIGHT_SPACE, tile_valid, weights_default, nothing_to_do
 )
-COLUMNS_OF_WEIGHTS = Variant(  # torchao's configs
-    "baseline",
-    run_weights,
-    TorchaoTileConfig,
-    constant({"rows": (64, 128), "cols": (128, 256), "warps": (4, 8), "stages": (4,)}),
-    tile_valid,
-    weights_default,
-    nothing_to_do,
+TRANSPOSED_WEIGHTS = Variant(
+    "baseline", run_atomic, TorchaoTileConfig, _ATOMIC_SPACE, tile_valid, tile_default, atomics_pass_nan_over
 )
-TRANSPOSED_WEIGHTS = Variant(  # torchao's only config on NVIDIA, and the configs that the experiments of its pull requests list
-    "baseline",
-    run_atomic,
-    TorchaoTileConfig,
-    constant({"rows": (64, 128), "cols": (64, 128), "warps": (4, 8), "stages": (4,)}),
-    tile_valid,
-    tile_default,
-    atomics_pass_nan_over,
-)
-TRANSPOSED_WEIGHTS_BY_REDUCTION = Variant(  # torchao's configs, and half their pipeline
-    "reduction",
-    run_reduction,
-    TorchaoTileConfig,
-    constant({"rows": (64,), "cols": (64, 128), "warps": (4, 8), "stages": (3, 6)}),
-    tile_valid,
-    reduction_default,
-    nothing_to_do,
+TRANSPOSED_WEIGHTS_BY_REDUCTION = Variant(
+    "reduction", run_reduction, TorchaoTileConfig, _REDUCTION_SPACE, tile_valid, reduction_default, nothing_to_do
 )
 GROUPS = Variant("baseline", run_group, TorchaoTileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)
 TWO_OF_GROUPS = Variant("baseline", run_dual, TorchaoTileConfig, _GROUP_SPACE, tile_valid, _GROUP_DEFAULT, nothing_to_do)

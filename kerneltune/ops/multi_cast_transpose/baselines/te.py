@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kerneltune.kernel_lib.functions import constant
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, FP8_MAX, quantize, reciprocal, wide
 from kerneltune.rounding import cdiv
-from kerneltune.spec import Case, Inputs, Outputs, Space, Variant
+from kerneltune.spec import Case, Inputs, Outputs, Variant
 
 _PUBLISHED = {64: (1, 8), 128: (8,)}
 """Row groups that were published for a tile."""
@@ -98,20 +99,10 @@ def run(inputs: Inputs, config: TeCastConfig) -> Outputs:
     return outputs
 
 
-def space(_case: Case) -> Space:
-    """Offer the three published configs."""
-    return {"block": (64, 128), "group": (1, 8), "warps": (4, 8)}
-
-
 def valid(_case: Case, config: TeCastConfig) -> str | None:
     """Say whether a config was published."""
     published = config.group in _PUBLISHED[config.block] and config.warps == config.block // 16
     return None if published else "not among the published configs"
-
-
-def default(_case: Case) -> TeCastConfig:
-    """Return the first published config."""
-    return TeCastConfig(64, 1, 4)
 
 
 def unsupported(case: Case) -> str | None:
@@ -121,4 +112,6 @@ def unsupported(case: Case) -> str | None:
     return None if case["T"] <= 256 else "one launch per matrix is recorded for 256 matrices at most"
 
 
-BASELINE = Variant("baseline", run, TeCastConfig, space, valid, default, unsupported)
+_SPACE = constant({"block": (64, 128), "group": (1, 8), "warps": (4, 8)})
+"""The sizes of the three published configs."""
+BASELINE = Variant("baseline", run, TeCastConfig, _SPACE, valid, constant(TeCastConfig(64, 1, 4)), unsupported)

@@ -314,41 +314,20 @@ def _nothing_to_do(case: Case) -> str | None:
     return "no rows" if case["M"] == 0 else None
 
 
+_FWD_SPACE = constant({"warps": (4, 8, 16)})
+_BWD_SPACE = constant({"warps": (8,), "reduce_rows": (128,), "reduce_cols": (64,), "reduce_warps": (4,)})
+_PR593_BWD_SPACE = constant(
+    {"warps": (4, 8, 16), "reduce_rows": (64, 128, 256), "reduce_cols": (64, 128), "reduce_warps": (4, 8)}
+)
+"""The published lists, without waves_per_eu, which exists on AMD only."""
+_PR593_FWD_DEFAULT = constant(TePr593FwdConfig(8, 64, 64, 4))
+_BWD_DEFAULT = constant(TeBwdConfig(8, 128, 64, 4))
+"""Eight warps, and a tile of the published lists."""
 FORWARD = (
-    Variant(
-        "baseline",
-        run_baseline_fwd,
-        TeFwdConfig,
-        constant({"warps": (4, 8, 16)}),  # the published list's waves_per_eu exists on AMD only
-        default=constant(TeFwdConfig(8)),
-        unsupported=_nothing_to_do,
-    ),
-    Variant(
-        "pr593",
-        run_pr593_fwd,
-        TePr593FwdConfig,
-        _pr593_fwd_space,
-        _pr593_fwd_valid,
-        constant(TePr593FwdConfig(8, 64, 64, 4)),
-        _nothing_to_do,
-    ),
+    Variant("baseline", run_baseline_fwd, TeFwdConfig, _FWD_SPACE, default=constant(TeFwdConfig(8)), unsupported=_nothing_to_do),
+    Variant("pr593", run_pr593_fwd, TePr593FwdConfig, _pr593_fwd_space, _pr593_fwd_valid, _PR593_FWD_DEFAULT, _nothing_to_do),
 )
 BACKWARD = (
-    Variant(
-        "baseline",
-        run_baseline_bwd,
-        TeBwdConfig,
-        constant({"warps": (8,), "reduce_rows": (128,), "reduce_cols": (64,), "reduce_warps": (4,)}),
-        default=constant(TeBwdConfig(8, 128, 64, 4)),
-        unsupported=_nothing_to_do,
-    ),
-    Variant(
-        "pr593",
-        run_pr593_bwd,
-        TeBwdConfig,
-        constant({"warps": (4, 8, 16), "reduce_rows": (64, 128, 256), "reduce_cols": (64, 128), "reduce_warps": (4, 8)}),
-        _pr593_bwd_valid,
-        constant(TeBwdConfig(8, 128, 64, 4)),
-        _nothing_to_do,
-    ),
+    Variant("baseline", run_baseline_bwd, TeBwdConfig, _BWD_SPACE, default=_BWD_DEFAULT, unsupported=_nothing_to_do),
+    Variant("pr593", run_pr593_bwd, TeBwdConfig, _PR593_BWD_SPACE, _pr593_bwd_valid, _BWD_DEFAULT, _nothing_to_do),
 )
