@@ -1,7 +1,7 @@
-"""Streaming read and write: the ceiling that memory-bound operators are held against.
+"""Read and write streams: the ceiling of memory-bound operators.
 
-Reads `read` bytes and writes `write` bytes, every byte once, with nothing to compute but an exclusive or. Tuned like any
-other operator, it is the fastest that this GPU moves that many bytes at that mix of reads and writes.
+Reads `read` bytes and writes `write` bytes, every byte once, and computes an exclusive or alone. Tuned like any other operator,
+its time is the least in which this GPU moves so many bytes at this mix of reads and writes.
 Source: kerneltune.
 """
 

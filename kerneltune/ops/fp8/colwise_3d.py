@@ -1,6 +1,6 @@
-"""Expert weights in fp8 for the forward product, one scale per expert and column, in the layout they have.
+"""Cast expert weights to fp8 for the forward product, in the layout of the weights, with a scale per expert and column.
 
-Takes the config, space, validity and default of `fp8_rowwise_2d`, whose kernel casts the columns, which are rows in memory.
+Shares config, space, validity, default and kernel with `fp8_rowwise_2d`: a column of the weights is a row in memory.
 Source: torchao's triton_fp8_colwise_3d_scale_and_cast.
 """
 
@@ -41,11 +41,11 @@ def fp8_colwise_3d(
     out: Pair | None = None,
     config: RowConfig | None = None,
 ) -> Pair:
-    """Cast expert weights to fp8 with one scale per expert and column of `w`, in the layout they have.
+    """Cast expert weights to fp8 with a scale per expert and column of `w`, in the layout of `w`.
 
     Args:
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
-        fp8_format: as in `fp8_rowwise_2d`, and so are pow2, inverse and config.
+        fp8_format: as in `fp8_rowwise_2d`.
         pow2: round scales down to powers of two.
         inverse: return 1 / scale instead of the multiplier.
         out: tensors that receive the results, in place of new tensors.

@@ -1,6 +1,6 @@
-"""Token groups in both layouts, row by row for the product and column by column of every group for wgrad, in one launch.
+"""Cast token groups into both layouts: rows for the product, the columns of every group for wgrad; in one launch.
 
-Takes the config and the kernel of `fp8_rowwise_3d_both`. Source: torchao's triton_fp8_rowwise_2d_scale_and_cast and
+Shares config and kernel with `fp8_rowwise_3d_both`. Source: torchao's triton_fp8_rowwise_2d_scale_and_cast and
 triton_fp8_per_group_colwise_scales, which read the tokens each.
 """
 
@@ -76,8 +76,7 @@ def fp8_group_both(
     Args:
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
         offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
-        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size): what `fp8_grouped_gemm(aligned=True)`
-            takes, whatever the sizes of the groups.
+        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size), for `fp8_grouped_gemm(aligned=True)`.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Token groups in fp8 for wgrad: column-major, one scale per group and column.
+"""Cast token groups to column-major fp8 for wgrad, with a scale per group and column.
 
 Source: torchao's triton_fp8_per_group_colwise_scales.
 """
@@ -30,7 +30,7 @@ class GroupConfig:
         ctas: programs per SM, each looping over tiles.
         stages: depth of that loop's load pipeline.
         ahead: tiles by which the amax runs ahead of the cast.
-        reload: read the tile once more, from L2, instead of holding it, which takes ahead = 1.
+        reload: whether the tile is read a second time, from L2, instead of held in registers, which needs ahead = 1.
     """
 
     rows: int
@@ -110,13 +110,12 @@ def fp8_group_colwise(
         offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
             the last are not written. The host does not wait for the GPU to check it; under TRITON_DEBUG=1 the device asserts it.
             Where ends decrease or exceed M, results are undefined, and nothing outside the tensors is read or written.
-        aligned: write q as aligned groups, (aligned_size, N), strides (1, aligned_size): what `fp8_grouped_gemm(aligned=True)`
-            takes, whatever the sizes of the groups.
+        aligned: write q as aligned groups, (aligned_size, N), strides (1, aligned_size), for `fp8_grouped_gemm(aligned=True)`.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
-        q (M, N) fp8, strides (1, M); scales (G N,) fp32, group by group. NaN makes its scale and all under it NaN; infinity
-        makes its scale 0.
+        q (M, N) fp8, strides (1, M); scales (G N,) fp32, group by group. NaN makes its scale and all values under this
+        scale NaN; infinity makes its scale 0.
     """
     check_matrix("x", x)
     check_transposable("x", x.shape[0])

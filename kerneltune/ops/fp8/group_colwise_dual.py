@@ -1,6 +1,6 @@
-"""Two matrices with the same token groups in fp8 for wgrad, in one launch.
+"""Cast two matrices with the same token groups to fp8 for wgrad, in one launch.
 
-Takes the config, space and validity of `fp8_group_colwise`. Source: torchao's
+Shares config, space and validity with `fp8_group_colwise`. Source: torchao's
 triton_fp8_per_group_colwise_scales_dual.
 """
 

@@ -1,4 +1,4 @@
-"""Activations in fp8 with one scale per row, for the forward product.
+"""Cast activations to fp8 with a scale per row, for the forward product.
 
 Source: torchao's triton_fp8_rowwise_2d_scale_and_cast.
 """
@@ -24,7 +24,7 @@ _MOST_CHUNKS = 16
 
 @dataclass(frozen=True, slots=True)
 class RowConfig:
-    """Config of a cast of rows.
+    """Hold the config of a cast of rows.
 
     Attributes:
         rows: rows of a tile.
@@ -32,7 +32,7 @@ class RowConfig:
         warps: warps of a program.
         ctas: programs per SM, each looping over tiles; 0 for a program per tile.
         stages: depth of the load pipeline of the program's loop: over tiles or, with reload, over the loads of a row.
-        reload: read the row once more, from L2, instead of holding it.
+        reload: whether the program reads the row a second time, from L2, instead of holding it in registers.
     """
 
     rows: int

@@ -1,6 +1,6 @@
-"""Expert weights in both layouts, for the forward product and for dgrad, each with its own scales, in one launch.
+"""Cast expert weights into both layouts, for the forward product and for dgrad, each with its own scales, in one launch.
 
-Source: torchao's pull request 4389 for the idea, with a scale per row and column instead of one in all.
+Source: the idea is of torchao's pull request 4389, which has a single scale; here each row and each column has a scale.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
 _MOST_STEP = 16
-"""Rows at a time, where rows are so short that the registers would take more."""
+"""Most rows that a program casts at a time: the registers would hold more rows if rows are short."""
 
 MANY_ROWS = 4 * 132 * 32
-"""In all: 32 for each of four programs of every SM of an H200."""
+"""Rows of all experts that give each of four programs per SM of an H200 32 rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class BothConfig:
-    """Config of a cast of weights into both layouts.
+    """Hold the config of a cast of weights into both layouts.
 
     Attributes:
         rows: rows of a row program.
-        step: rows that it casts at a time.
+        step: rows that a row program casts at a time.
         cols: columns of a load; a row takes several loads.
-        warps: warps of a program of either kind; a transpose program's tile is the wider the more there are.
-        lag: row programs per SM that go ahead of the transpose programs, with weights beside all of an expert.
+        warps: warps of a program of either kind; a transpose program's tile has 16 columns per warp.
+        lag: row programs per SM that begin before the first transpose program; for weights the row programs of an expert as well.
     """
 
     rows: int
@@ -45,7 +45,7 @@ class BothConfig:
 
 
 def space(case: Case) -> Space:
-    """Offer 16 to 64 rows of a program, as many at a time as fill 17 to 64 registers; loads of 8 or 16 elements of a thread."""
+    """Offer 16 to 64 rows per program; rows at a time that fill 17 to 64 registers; loads of 8 or 16 elements per thread."""
     return {
         "rows": (16, 32, 64),
         "step": (1, 2, 4, 8, 16),

@@ -1,6 +1,6 @@
-"""Expert weights in fp8, transposed for dgrad, one scale per expert and row over the last axis.
+"""Cast expert weights to fp8 and transpose them for dgrad, with a scale per expert and row over the last axis.
 
-Takes the config and the kernel of `fp8_group_colwise`: an expert is a group of N rows in memory, whose columns the kernel casts.
+Shares config and kernel with `fp8_group_colwise`: an expert is a group of N rows in memory, whose columns the kernel casts.
 Source: torchao's triton_fp8_rowwise_3d_transpose_rhs.
 """
 
@@ -61,8 +61,8 @@ def fp8_rowwise_3d_transpose(
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
-        q (E, N, K) fp8, column-major: strides (N K, 1, N); scales (E, K) fp32. NaN makes its scale and all under it NaN;
-        infinity makes its scale 0.
+        q (E, N, K) fp8, column-major: strides (N K, 1, N); scales (E, K) fp32. NaN makes its scale and all values under the
+        scale NaN; infinity makes its scale 0.
     """
     check_weights("w", w)
     cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape

@@ -1,8 +1,8 @@
-"""Token groups gated by SwiGLU and cast with one scale, for the second product of experts and, transposed, its weight gradient.
+"""Gate token groups by SwiGLU and cast them with one scale, for the experts' second product and, transposed, its weight gradient.
 
     y = silu(gate) * up, rounded to x's type      q = fp8(y' * s) as `fp8_tensorwise_2d` casts y, s from the rows of all groups
 
-The gated values are not written. Takes the config of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
+The gated values are not written. Shares the config of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
 """
 
 from functools import partial
@@ -45,7 +45,7 @@ CONTRACT: dict[str, Any] = {
 
 
 def space(case: Case) -> Space:
-    """Offer tiles whose rows divide an aligned group's, of 64 to 256 columns."""
+    """Offer tiles of 64 to 256 columns, whose rows divide the alignment of groups."""
     return {
         "rows": (16, 32, 64, 128) if case.option("layout") == "row" else (32, 64, 128),
         "cols": (64, 128, 256),
@@ -155,8 +155,8 @@ def fp8_swiglu_2d(
 
     Args:
         x: (M, 2N) bf16, fp16 or fp32; rows hold gate, then up, and may be less than 2^24 elements apart.
-        offs: (G,) int32, where groups of rows end, not decreasing, at most M. Rows behind the last group are not written. Where
-            they are in disorder results are undefined, and nothing outside the tensors is read or written.
+        offs: (G,) int32, where groups of rows end, not decreasing, at most M. Rows behind the last group are not written. If
+            offs decreases or exceeds M, results are undefined, but nothing outside the tensors is read or written.
         layout: `row`, or `both`: q_t as well.
         config: None takes the best known config.
 

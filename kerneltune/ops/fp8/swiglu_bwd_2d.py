@@ -1,8 +1,8 @@
-"""The gradient of SwiGLU of token groups, cast with one scale, for the first product's gradients of experts.
+"""Differentiate SwiGLU of token groups and cast the result with one scale, for the gradients of the experts' first product.
 
     dx = swiglu_bwd(dy, x), rounded to x's type      q = fp8(dx' * s), as `fp8_tensorwise_2d` casts dx with one scale
 
-The gradient is not written in x's type. Takes the config of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
+The gradient is not written in x's type. Shares the config of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 
 def space(case: Case) -> Space:
-    """Offer tiles whose rows divide an aligned group's, and whose columns a half's."""
+    """Offer tiles whose rows divide the alignment of groups, and whose columns divide a half of a row."""
     return {
         "rows": (16, 32, 64, 128),
         "cols": tuple(cols for cols in (256, 128, 64, 32, 16) if case["N"] % cols == 0)[:3] or (1,),
@@ -61,7 +61,7 @@ def default(case: Case) -> SegmentConfig:
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    """Draw dy (M, N) and what `fp8_swiglu_2d` takes."""
+    """Draw dy (M, N) and the inputs of `fp8_swiglu_2d`."""
     dy = contract.values((case["M"], case["N"]), getattr(torch, case.dtype), device, seed + 1)
     return {"dy": dy, **swiglu_2d.inputs(case, device=device, seed=seed)}
 
@@ -75,7 +75,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare as `fp8_swiglu_2d` does; terms that cancel leave what fp32 rounds of them."""
+    """Compare as `fp8_swiglu_2d` does; terms that cancel leave their fp32 rounding errors."""
     terms = torch.cat([expected["terms"], torch.zeros_like(expected["terms"])], dim=1)
     return swiglu_2d.compare_cast(inputs["offs"], outputs, expected["y"], 1e-6 * terms.double())
 

@@ -1,10 +1,10 @@
-"""A matrix in fp8 with one scale, of elements made finite first.
+"""Cast a matrix to fp8 with one scale, after its elements are made finite.
 
     x' = 0 for NaN, ± the largest finite value of x's type for ± infinity      q = fp8(x' * s), s from max |x'|
 
-Two launches, no host sync. Where scales are powers of two they read x once, and again the tiles that were cast too early: how
-many depends on where the largest elements lie, at worst all; else they read x twice. Source: torchao pull request 4179's
-fp8_tensorwise_quantize_2d, 4389's dual layout.
+Two launches, no host sync. If scales are powers of two, the launches read x once, and a second time the tiles that were cast too
+early: their number depends on where the largest elements lie, at worst all. Other scales read x twice.
+Source: torchao pull request 4179's fp8_tensorwise_quantize_2d, 4389's dual layout.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""Expert weights in fp8 with one scale per expert, of elements made finite first, for the forward product, dgrad, or both.
+"""Cast expert weights to fp8 with a scale per expert, after elements are made finite, for the forward product, dgrad, or both.
 
-Takes the config and the kernels of `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_quantize_3d.
+Shares config and kernels with `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_quantize_3d.
 """
 
 import torch
@@ -52,9 +52,9 @@ def fp8_tensorwise_3d(
     Args:
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
         layout: `row`, as w lies in memory; `col`, transposed; `both`.
-        amax: (E,) fp32, the largest magnitudes expected, 0 where nothing is known; the largest found take their place. The
-            results do not depend on it: where a scale comes out as expected, no tile of the expert is cast twice. Without pow2
-            it is left alone.
+        amax: (E,) fp32, the expected largest magnitudes, 0 for an unknown one; overwritten by the largest magnitudes of w. The
+            results do not depend on amax: if a scale is as expected, no tile of the expert is cast twice. Without pow2 amax is
+            neither read nor written.
         out: tensors that receive the results, in place of new tensors.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 

@@ -1,6 +1,6 @@
-"""Token groups in fp8 with one scale per group, of elements made finite first.
+"""Cast token groups to fp8 with a scale per group, after elements are made finite.
 
-Takes the config and the kernels of `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_per_group_quantize.
+Shares config and kernels with `fp8_tensorwise_2d`. Source: torchao pull request 4179's fp8_tensorwise_per_group_quantize.
 """
 
 import torch
@@ -61,8 +61,7 @@ def fp8_tensorwise_group(
         x: (M, K) as in `fp8_tensorwise_2d`.
         offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
         layout: `row`, `col` or `both`, from one pass.
-        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size): what `fp8_grouped_gemm(aligned=True)`
-            takes, whatever the sizes of the groups.
+        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size), for `fp8_grouped_gemm(aligned=True)`.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Transpose of an fp8 matrix, bytes as they are: the layout that the other operand of a scaled product wants.
+"""Transpose an fp8 matrix byte by byte, into the layout that the second operand of a scaled product needs.
 
 Source: the copy that torchao makes after its tensor-wise casts.
 """

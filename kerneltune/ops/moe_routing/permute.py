@@ -22,11 +22,11 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 @dataclass(frozen=True, slots=True)
 class RowsConfig:
-    """Config of the cut of a matrix of tokens.
+    """Hold the part of a matrix of tokens that a program copies.
 
     Attributes:
         rows: tokens of a program.
-        cols: columns that it takes at a time, a power of two.
+        cols: columns that a program copies at a time, a power of two.
         warps: warps of a program.
     """
 
@@ -36,7 +36,7 @@ class RowsConfig:
 
 
 def space(case: Case) -> Space:
-    """Offer 1 to 8 tokens and 256 columns to a whole row of a program."""
+    """Offer 1 to 8 tokens per program, and from 256 columns to a whole row."""
     whole = max(256, next_power_of_2(case["H"]))
     return {
         "rows": (1, 2, 4, 8),

@@ -27,12 +27,12 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 
 @dataclass(frozen=True, slots=True)
 class PermuteFp8Config:
-    """Config of the cut of the rows.
+    """Hold the tile that a program copies.
 
     Attributes:
         rows: rows of a tile, 64 or 128.
         cols: columns of a tile.
-        warps: warps of a program, which takes one tile.
+        warps: warps of a program.
     """
 
     rows: int

@@ -1,4 +1,4 @@
-"""Sort the (token, choice) pairs of a router by expert: where every row goes, and where every expert's rows end.
+"""Sort the (token, choice) pairs of a router by expert; give the row of every pair, and the end of every expert's rows.
 
 Source: the permute of MoE training frameworks, by their contract.
 """
@@ -19,8 +19,8 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 _BLOCK = 128
 _MOST_BLOCKS = 1 << 16
 _MOST_EXPERTS = 1024
-"""Pairs of a program; programs whose counts one program of `sum_blocks` adds up, for 8 million pairs in all; experts, whose
-counts a program holds."""
+"""Pairs per program; most programs whose counts a program of `sum_blocks` adds, for 8 million pairs in all; most experts whose
+counts a program holds in registers."""
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

@@ -1,6 +1,6 @@
 """Sum the rows of each token's experts, times the router's weights: a gather, so that nothing is accumulated in memory.
 
-Takes the config, space, validity and default of `moe_permute`. Source: the unpermute of MoE training frameworks.
+Shares config, space, validity and default with `moe_permute`. Source: the unpermute of MoE training frameworks.
 """
 
 from dataclasses import replace
@@ -30,7 +30,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 _OPTIONS = {**OPTIONS, "weighted": (True, False)}
 _EXPERTS = 64
-"""Experts of the case that a call looks up, which does not know them; a token's choices where these are more."""
+"""Experts of the case that a call looks up, because a call does not know their number; at least the choices of a token."""
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -68,7 +68,7 @@ def traffic(case: Case) -> Traffic:
 
 
 def as_called(case: Case) -> Case:
-    """Return the case that a call looks up: it knows neither the experts nor how tokens fall to them."""
+    """Return the case that a call looks up: a call knows neither the number of experts nor how tokens fall to them."""
     options = (*CALLED, ("weighted", case.option("weighted")))
     return replace(case, axes=_called_sizes(case["T"], case["H"], case["K"]), options=options)
 

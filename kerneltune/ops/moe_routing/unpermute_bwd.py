@@ -1,6 +1,6 @@
 """Differentiate `moe_unpermute`: the gradients of the experts' rows and of the router's weights, every row read once.
 
-Takes the config and the space of `moe_permute`. Source: the unpermute of MoE training frameworks.
+Shares config and space with `moe_permute`. Source: the unpermute of MoE training frameworks.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ _MOST_BYTES = 256
 
 
 def valid(case: Case, config: RowsConfig) -> str | None:
-    """Say why a config cannot be worth running: a thread loads its columns of a token's K rows at once."""
+    """Say why a config cannot be worth running: a thread loads its columns of all K rows of a token at once."""
     per_row = config.rows * config.cols * ITEMSIZE[case.dtype] // (32 * config.warps)
     if per_row > 16 and case["K"] * per_row > _MOST_BYTES:
         return f"{case['K'] * per_row} bytes of a token's rows per thread"
@@ -97,7 +97,7 @@ def moe_unpermute_bwd(
     *,
     config: RowsConfig | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of what `moe_unpermute` summed with weights.
+    """Return the gradients of the rows and the weights of a weighted `moe_unpermute`.
 
     Args:
         dout: (T, H), the gradient of the sums; elements of a row adjacent.

@@ -40,7 +40,7 @@ _MOST_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class MultiCastConfig:
-    """Config of a cast and transpose of many matrices.
+    """Hold the config of a cast and transpose of many matrices.
 
     Attributes:
         rows: rows of a tile.
@@ -96,7 +96,7 @@ def as_called(case: Case) -> Case:
 
 
 def shapes(case: Case) -> list[tuple[int, int]]:
-    """Return the shapes of a case's matrices: (M, N) each, or unless `same` from a quarter of it to all, some odd."""
+    """Return the shapes of a case's matrices: (M, N) under `same`, else from a quarter of (M, N) to (M, N), some odd."""
     M, N = case["M"], case["N"]
     if case.option("shapes") == "same":
         return [(M, N)] * case["T"]

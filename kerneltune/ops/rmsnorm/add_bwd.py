@@ -1,4 +1,4 @@
-"""Gradient of RMSNorm of a sum: the gradient of the sum is added in the launch of RMSNorm's backward.
+"""Differentiate RMSNorm of a sum: the launch of RMSNorm's backward adds the gradient of the sum.
 
 d x = d residual = rmsnorm_bwd(dz, total) + d total
 """

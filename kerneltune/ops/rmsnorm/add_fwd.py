@@ -1,4 +1,4 @@
-"""RMSNorm of a sum: a residual is added to x in the same launch.
+"""Add a residual to x and compute RMSNorm of the sum, in one launch.
 
 total = x + residual, rounded      y = rmsnorm(total)
 """

@@ -36,7 +36,7 @@ class BwdConfig(Tiles):
 
 
 def space(case: Case) -> Space:
-    """Offer tiles of up to four rows, of many rows that are short; one program to a row or several."""
+    """Offer tiles of up to eight rows, of more rows if rows are short; a row per program, or several programs per row."""
     whole = tiles.power_of_two(case["N"])
     if whole <= tiles.SHORT:
         return {

@@ -38,7 +38,7 @@ class FwdConfig(Tiles):
 
 
 def space(case: Case) -> Space:
-    """Offer loads from half a row, or an eighth of a long or uneven row, to a whole row; tiles of many rows that are short."""
+    """Offer loads from half a row, or an eighth of a long or uneven row, to a whole row; tiles of many rows if rows are short."""
     whole = tiles.power_of_two(case["N"])
     if whole <= tiles.SHORT:
         transposed = case.quant == "fp8_t"

@@ -49,7 +49,7 @@ class Tiles:
     Attributes:
         rows: rows of a tile.
         cols: columns of a load.
-        split: whether programs share a row, each with one load; else one program loops over the loads of its row.
+        split: whether programs share a row, a load each; else a program loops over the loads of its row.
         warps: warps of a program.
         ctas: programs per SM, each looping over tiles; 0 for a program per tile.
         stages: depth of the load pipeline in the loop over tiles.
@@ -82,7 +82,7 @@ def check_config(config: Any, kind: type[Tiles], least_ctas: int) -> None:
 
 
 def rows_of_short(whole: int, most: int) -> tuple[int, ...]:
-    """Return how many rows of `whole` elements a tile of at most so many elements may have."""
+    """Return the possible numbers of rows of `whole` elements in a tile of at most `most` elements."""
     return tuple(1 << k for k in range(9) if _MANY_ROWS <= whole << k <= most)
 
 
@@ -131,7 +131,7 @@ def sum_too_large(case: Case, config: Tiles, tensors: int) -> str | None:
 
 
 def _too_much_loaded(case: Case, elements: int, c: Tiles, tensors: int) -> str | None:
-    """Say why tiles of `elements` of so many tensors, all stages but one of them in shared memory, do not fit."""
+    """Say why the stages of a pipeline, all but the first in shared memory, do not fit; `elements` of each of `tensors`."""
     return too_much_shared(max(1, c.ctas) * max(0, c.stages - 1) * elements * ITEMSIZE[case.dtype] * tensors)
 
 

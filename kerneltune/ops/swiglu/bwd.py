@@ -24,7 +24,7 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 @dataclass(frozen=True, slots=True)
 class SwigluConfig:
-    """Cut a matrix.
+    """Hold the part of a matrix that a program differentiates.
 
     Attributes:
         rows: rows of a program.
@@ -81,7 +81,7 @@ def reference(inputs: Inputs) -> Outputs:
 
 
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare within two roundings of the result's type, and what fp32 leaves of terms that cancel."""
+    """Compare within two roundings of the result's type, and the fp32 rounding errors of terms that cancel."""
     want = expected["dx"]
     if outputs["dx"].dtype != want.dtype:
         return [f"dx: {outputs['dx'].dtype}, expected {want.dtype}"]
