@@ -93,14 +93,7 @@ OP = Op(
     traffic=lambda case: contract.cast_traffic(case, scales=case["G"] * (case["N1"] + case["N2"])),
     variants=(
         torchao.TWO_OF_GROUPS,
-        Variant(
-            "optimized",
-            run_of(fp8_group_colwise_dual, "q1", "scale1", "q2", "scale2"),
-            GroupConfig,
-            space,
-            valid,
-            default,
-        ),
+        Variant("optimized", run_of(fp8_group_colwise_dual, "q1", "scale1", "q2", "scale2"), GroupConfig, space, valid, default),
         *peers.TWO_OF_GROUPS,
     ),
     module=__name__,

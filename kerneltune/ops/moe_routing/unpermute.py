@@ -14,15 +14,7 @@ from kerneltune.kernel_lib.check_values import drawn
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers
-from kerneltune.ops.moe_routing.contract import (
-    CALLED,
-    OPTIONS,
-    ROWS,
-    check_index,
-    check_router_weights,
-    check_rows,
-    routed,
-)
+from kerneltune.ops.moe_routing.contract import CALLED, OPTIONS, ROWS, check_index, check_router_weights, check_rows, routed
 from kerneltune.ops.moe_routing.kernels.rows import combine_rows
 from kerneltune.ops.moe_routing.permute import RowsConfig, default, space, valid
 from kerneltune.rounding import cdiv
