@@ -11,11 +11,11 @@ _OFFSET, _LARGE = 4.0, 48.0
 """The exponential of a large row overflows unless its maximum is subtracted; products of two fit in fp16."""
 
 
-def drawn(draw: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, *bounds: Any) -> torch.Tensor:
-    """Return a new tensor, filled by a method of torch such as `uniform_` with its bounds; without values on device `meta`."""
+def draw(method: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, *bounds: Any) -> torch.Tensor:
+    """Return a new tensor, filled by a method of torch such as `uniform_` and its bounds; without values on device `meta`."""
     x = torch.empty(shape, dtype=dtype, device=device)
     if device != "meta" and x.numel():
-        getattr(x, draw)(*bounds, generator=torch.Generator(device=device).manual_seed(seed))
+        getattr(x, method)(*bounds, generator=torch.Generator(device=device).manual_seed(seed))
     return x
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kerneltune.device import sm_count
 from kerneltune.kernel_lib.agreement import all_same_bits
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import constant
 from kerneltune.kernel_lib.tl_lib import wide
 from kerneltune.rounding import cdiv
@@ -96,7 +96,7 @@ def stream(src: torch.Tensor, writes: int, fold: int, config: StreamConfig) -> t
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw src (reads, words) int32 of `read` bytes in all, how many rows to write, and how many words to fold to a word."""
     reads, writes, fold = mix(case["read"], case["write"])
-    src = drawn("random_", (reads, _words(case)), torch.int32, device, seed, 0, 1 << 30)
+    src = draw("random_", (reads, _words(case)), torch.int32, device, seed, 0, 1 << 30)
     return {"src": src, "writes": writes, "fold": fold}
 
 

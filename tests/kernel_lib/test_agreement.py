@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from kerneltune.kernel_lib.agreement import close, rowwise, same_bits, tensorwise, within_a_step
+from kerneltune.kernel_lib.agreement import all_same_bits, close, rowwise, same_bits, tensorwise, within_a_step
+from kerneltune.kernel_lib.check_values import draw
+from kerneltune.spec import Case
 
 INF, NAN = float("inf"), float("nan")
 
@@ -77,3 +79,20 @@ def test_whole_numbers_of_64_bits_are_compared_exactly() -> None:
     assert same_bits("y", want, want.clone()) == close("y", want, want.clone(), 0.0, 0.0) == []
     for found in (same_bits("y", want + 1, want), close("y", want + 1, want, 1e-2, 0.0)):
         assert found == [f"y: 2 of 2 wrong, first at (0,): {(1 << 60) + 1}, expected {1 << 60}"]
+
+
+def test_all_same_bits_names_each_wrong_output() -> None:
+    expected = {"q": torch.zeros(4), "scale": torch.ones(2), "q_t": torch.zeros(3)}
+    outputs = expected | {"q": torch.tensor([0.0, -0.0, 1.0, 0.0]), "scale": torch.ones(3)}
+    wrong = all_same_bits(Case("", (), "float32"), {}, outputs, expected)
+    assert [line.partition(":")[0] for line in wrong] == ["q", "scale"]
+    assert "2 of 4 wrong" in wrong[0]
+
+
+def test_draw_repeats_a_seed_within_its_bounds() -> None:
+    first, again, other = (draw("random_", (1000,), torch.int32, "cpu", seed, 3, 6) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert set(first.tolist()) == {3, 4, 5}
+    assert draw("normal_", (2, 0), torch.float32, "cpu", 0).shape == (2, 0)
+    assert draw("normal_", (2,), torch.int8, "meta", 0).is_meta

@@ -9,7 +9,7 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import same_bits
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import constant, run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.kernel_lib.tl_transpose import transpose_bytes
@@ -44,7 +44,7 @@ def valid(_case: Case, config: TransposeConfig) -> str | None:
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw x (M, N) out of all bytes."""
-    x = drawn("random_", (case["M"], case["N"]), torch.uint8, device, seed, 0, 256)
+    x = draw("random_", (case["M"], case["N"]), torch.uint8, device, seed, 0, 256)
     return {"x": x.view(FP8[str(case.option("fp8_format"))])}
 
 

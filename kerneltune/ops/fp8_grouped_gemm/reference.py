@@ -11,7 +11,7 @@ import torch
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import ITEMSIZE
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.groups import align_groups, aligned_size, aligned_starts, bounds, group_ends
 from kerneltune.spec import Case, Inputs, Option, Outputs, Traffic
 
@@ -63,8 +63,8 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 def _values(shape: tuple[int, ...], exact: bool, device: str, seed: int) -> torch.Tensor:
     """Draw values as wide as quantization makes them: N(0, 64), or whole numbers from -2 to 2."""
     if exact:
-        return drawn("random_", shape, torch.bfloat16, device, seed, 0, 5).sub_(2).to(torch.float8_e4m3fn)
-    return drawn("normal_", shape, torch.bfloat16, device, seed, 0, 64).clamp_(-448, 448).to(torch.float8_e4m3fn)
+        return draw("random_", shape, torch.bfloat16, device, seed, 0, 5).sub_(2).to(torch.float8_e4m3fn)
+    return draw("normal_", shape, torch.bfloat16, device, seed, 0, 64).clamp_(-448, 448).to(torch.float8_e4m3fn)
 
 
 def _columns(x: torch.Tensor, offs: torch.Tensor, aligned: bool) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _columns(x: torch.Tensor, offs: torch.Tensor, aligned: bool) -> torch.Tensor
 
 def _scales(shape: tuple[int, ...], device: str, seed: int) -> torch.Tensor:
     """Draw powers of two, so that products with them are exact."""
-    return torch.exp2(drawn("random_", shape, torch.float32, device, seed, -3, 4)) * _SCALE
+    return torch.exp2(draw("random_", shape, torch.float32, device, seed, -3, 4)) * _SCALE
 
 
 def reference(inputs: Inputs) -> Outputs:

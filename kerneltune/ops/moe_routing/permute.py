@@ -10,7 +10,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import all_same_bits
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers
@@ -65,7 +65,7 @@ def default(case: Case) -> RowsConfig:
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw x (T, H), places (T, K) and offs (E,)."""
     index = routed(case, device, seed)
-    x = drawn("normal_", (case["T"], case["H"]), getattr(torch, case.dtype), device, seed)
+    x = draw("normal_", (case["T"], case["H"]), getattr(torch, case.dtype), device, seed)
     return {"x": x, "places": index["places"], "offs": index["offs"]}
 
 

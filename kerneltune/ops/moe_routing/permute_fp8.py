@@ -11,7 +11,7 @@ import torch
 
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import same_bits
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import constant, run_of, torch_operator
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, align_groups, aligned_size, aligned_starts, bounds
 from kerneltune.kernel_lib.launch import on_its_device, resident
@@ -50,7 +50,7 @@ def valid(_case: Case, config: PermuteFp8Config) -> str | None:
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw x (T, H) of bytes, pairs (T K,) and offs (E,)."""
-    x = drawn("random_", (case["T"], case["H"]), torch.uint8, device, seed, 0, 256)
+    x = draw("random_", (case["T"], case["H"]), torch.uint8, device, seed, 0, 256)
     index = routed(case, device, seed)
     return {"x": x, "pairs": index["pairs"], "offs": index["offs"], "top_k": case["K"]}
 

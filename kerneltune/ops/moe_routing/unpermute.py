@@ -10,7 +10,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers
@@ -28,8 +28,8 @@ _EXPERTS = 64
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw y (T K, H), places (T, K) and, if weighted, weights (T, K) fp32."""
     T, H, K = case["T"], case["H"], case["K"]
-    weights = drawn("normal_", (T, K), torch.float32, device, seed + 1) if case.option("weighted") else None
-    y = drawn("normal_", (T * K, H), getattr(torch, case.dtype), device, seed)
+    weights = draw("normal_", (T, K), torch.float32, device, seed + 1) if case.option("weighted") else None
+    y = draw("normal_", (T * K, H), getattr(torch, case.dtype), device, seed)
     return {"y": y, "places": routed(case, device, seed)["places"], "weights": weights}
 
 

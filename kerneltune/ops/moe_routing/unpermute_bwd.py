@@ -10,7 +10,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers, permute
@@ -45,10 +45,10 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     T, H, K, dtype = case["T"], case["H"], case["K"], getattr(torch, case.dtype)
     index = routed(case, device, seed)
     return {
-        "dout": drawn("normal_", (T, H), dtype, device, seed),
-        "y": drawn("normal_", (T * K, H), dtype, device, seed + 1),
+        "dout": draw("normal_", (T, H), dtype, device, seed),
+        "y": draw("normal_", (T * K, H), dtype, device, seed + 1),
         "places": index["places"],
-        "weights": drawn("normal_", (T, K), torch.float32, device, seed + 2),
+        "weights": draw("normal_", (T, K), torch.float32, device, seed + 2),
         "offs": index["offs"],
     }
 

@@ -22,7 +22,7 @@ from kerneltune.kernel_lib.arguments import (
     check_matrix,
     check_transposable,
 )
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import torch_operator
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES
@@ -106,8 +106,8 @@ def shapes(case: Case) -> list[tuple[int, int]]:
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw x0, x1, … (M_t, N_t), scales (T,) and amaxes (T,); under `special` with NaN, infinities, or NaN alone."""
     sizes = shapes(case)
-    flat = drawn("normal_", (sum(m * n for m, n in sizes),), getattr(torch, case.dtype), device, seed)
-    scales = drawn("uniform_", (len(sizes),), torch.float32, device, seed, 20.0, 200.0)
+    flat = draw("normal_", (sum(m * n for m, n in sizes),), getattr(torch, case.dtype), device, seed)
+    scales = draw("uniform_", (len(sizes),), torch.float32, device, seed, 20.0, 200.0)
     parts = flat.split([m * n for m, n in sizes])
     xs = {f"x{i}": part.view(size) for i, (part, size) in enumerate(zip(parts, sizes, strict=True))}
     if case.option("shapes") != "same":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.spec import Case, Inputs, Option
 
 EPS = 1e-5
@@ -36,7 +36,7 @@ SUM_OPTIONS: dict[str, tuple[Option, ...]] = {"zero_centered": (False, True), "w
 
 def uniform(shape: tuple[int, ...], low: float, high: float, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
     """Draw values between low and high, the same for the same seed; none on device `meta`."""
-    return drawn("uniform_", shape, dtype, device, seed, low, high)
+    return draw("uniform_", shape, dtype, device, seed, low, high)
 
 
 def sum_as_called(case: Case) -> Case:

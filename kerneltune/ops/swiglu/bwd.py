@@ -13,7 +13,7 @@ import torch
 from kerneltune import cache
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_apart, check_matrix
-from kerneltune.kernel_lib.check_values import drawn
+from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.compiled import DEFAULT, EAGER, torch_run
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
@@ -69,7 +69,7 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw dy (M, N) and x (M, 2N)."""
     M, N, dtype = case["M"], case["N"], getattr(torch, case.dtype)
     sizes = {"dy": (M, N), "x": (M, 2 * N)}
-    return {name: drawn("normal_", size, dtype, device, seed + i) for i, (name, size) in enumerate(sizes.items())}
+    return {name: draw("normal_", size, dtype, device, seed + i) for i, (name, size) in enumerate(sizes.items())}
 
 
 def reference(inputs: Inputs) -> Outputs:
