@@ -1,7 +1,6 @@
 """Convert existing models to fp8 training in one call, and back.
 
-This module chooses the modules and gives each module that stays a reason. `converted.py` changes the class of the chosen modules
-and holds their forward passes, whose products are of `fp8_products.py`.
+This module chooses the modules and gives each module that stays a reason. `converted.py` changes the chosen modules.
 """
 
 import re
@@ -16,10 +15,11 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.converted import (
     Converted,
+    FeedingNorm,
     change_class,
-    convert_experts,
+    convert_module,
     expert_weights,
-    family_of,
+    has_known_products,
     is_converted,
     revert,
     why_not_reverted,
@@ -141,13 +141,11 @@ def convert_to_fp8_training(
     for name, module in layers.items():
         _check(module, name)
     notes = _notes(model, layers | linears, fresh)
-    for name, module in layers.items():
-        convert_experts(module, name, fresh)
-    for linear in linears.values():
-        Fp8Linear.from_linear(linear, fresh)  # type: ignore[arg-type]
+    for name, module in (layers | linears).items():
+        convert_module(module, name, fresh)
     feeding = _chosen(_feeding_norms(model), filter_fn, skipped) if norms else {}
     for norm in feeding.values():
-        change_class(norm, "norm")
+        change_class(norm, FeedingNorm)
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return Conversion([*layers, *linears, *feeding], skipped, notes)
@@ -241,8 +239,7 @@ def _experts_of(model: nn.Module) -> _Reasons:
 
 
 def _why_not_experts(module: nn.Module) -> str | None:
-    is_known = isinstance(module, GroupedLinear | Converted) or family_of(module) is not None
-    if is_known or not _PRODUCTS.isdisjoint(names_in_forward(module)):
+    if has_known_products(module) or not _PRODUCTS.isdisjoint(names_in_forward(module)):
         return None
     return f"the code of {type(module).__name__}.forward makes no grouped or batched product with its weights of three axes"
 
@@ -304,7 +301,7 @@ def _feeding_norms(model: nn.Module) -> _Reasons:
 
 
 def _why_not_fed(layer: nn.Module, norm: nn.Module, readers: tuple[str, ...]) -> str | None:
-    cls = type(norm).__mro__[2] if isinstance(norm, Converted) else type(norm)
+    cls = type(norm).__bases__[1] if isinstance(norm, Converted) else type(norm)
     if cls.__module__ != type(layer).__module__ or not cls.__name__.endswith("RMSNorm") or "forward" in vars(norm):
         return f"a {cls.__name__}, which may have a forward of its own"
     if has_hooks(norm):

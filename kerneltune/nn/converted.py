@@ -1,8 +1,8 @@
-"""Let modules multiply in fp8 by another class: the products and state of a converted module, and the forward pass of its class.
+"""Let modules multiply in fp8 by another class: the products and state of a converted module, and the classes of conversion.
 
-Conversion gives a module a subclass of its class and a child `fp8`, the `ConvertedProducts`. For the families `fused` (experts of
-`transformers`), `grouped` (torchtitan) and `norm`, the subclass has a forward pass of this package. For any other module the
-subclass runs the module's own forward pass, which sees the expert weights as `ExpertOperand`.
+Conversion gives a module a child `fp8`, the `ConvertedProducts`, and a class with two bases: a kind, which is a subclass of
+`Converted`, and the module's own class. `FusedExperts`, `GroupedExperts` and `FeedingNorm` have forward passes of this package.
+`UnknownExperts` runs the module's own forward pass, which sees the expert weights as `ExpertOperand`.
 """
 
 import inspect
@@ -41,20 +41,18 @@ from kerneltune.nn.swiglu import is_plain_silu, swiglu
 
 
 class ConvertedProducts(nn.Module):
-    """Hold the recipe of a converted module and the scaling state of each of its weights.
+    """Multiply by the weights of a converted module, and hold the recipe and the scaling state of each weight.
 
     A child module of the converted module, named `fp8`, so that it moves, prints and is saved with it.
 
     Args:
         recipe: a Recipe, or `delayed`.
         weights: parameters (E, …) of three axes, by name.
+        module: name of the converted module, for messages.
 
     Attributes:
-        recipe: a Recipe, or `delayed`.
-        module: name of the converted module, for messages.
-        weights: names of the parameters.
         multiplied: names of the weights with which the watched forward pass under way has multiplied in fp8; None outside of the
-            pass. Families' own forward passes never set it, because torch.compile guards on a set that a forward pass changes.
+            pass. Forward passes of this package never set it, because torch.compile guards on a set that a forward pass changes.
     """
 
     def __init__(self, recipe: Recipe | str, weights: dict[str, Tensor], module: str) -> None:
@@ -130,12 +128,6 @@ class ConvertedProducts(nn.Module):
         except ValueError as error:
             raise ValueError(f"{self.module}.{names}: {error}") from None
 
-    def batched(self, batches: Tensor, weight: Tensor, name: str) -> Tensor:
-        """Multiply batches (E, m, K) with weight (E, K, N)."""
-        E, m, K = batches.shape
-        offs = torch.arange(1, E + 1, device=batches.device, dtype=torch.int32) * m
-        return self.grouped(batches.reshape(E * m, K), weight, offs, name).view(E, m, weight.shape[2])
-
     def extra_repr(self) -> str:
         """Return the recipe, for `print(module)`."""
         return f"recipe={self.recipe}"
@@ -166,17 +158,12 @@ class ExpertOperand(Tensor):
     ) -> Any:
         """Run a function of torch; grouped and batched products with the weight as the second operand run in fp8."""
         kwargs = kwargs or {}
-        # tuples, because torch.compile does not find functions in a dict
-        product = _grouped_product if func in _GROUPED_PRODUCTS else _batched_product if func in _BATCHED_PRODUCTS else None
-        if product is not None:
+        if func in _PRODUCTS:
             operands = [*args, *(kwargs[name] for name in _OPERANDS if name in kwargs)]
             options = {name: value for name, value in kwargs.items() if name not in _OPERANDS}
             is_by_weight = len(operands) > 1 and isinstance(operands[1], cls) and not isinstance(operands[0], cls)
-            made = product(*operands, **options) if is_by_weight else None
+            made = _product_by_operand(*operands, **options) if is_by_weight else None
             if made is not None:
-                multiplied = operands[1].fp8_products.multiplied
-                if multiplied is not None:
-                    multiplied.add(operands[1].product_name)
                 return made
         with plain_tensors():
             out = func(*args, **kwargs)
@@ -188,7 +175,39 @@ class ExpertOperand(Tensor):
         return _still_operand(out, first)
 
 
-def _marked(plain: Tensor, products: ConvertedProducts, name: str) -> ExpertOperand:
+# a tuple, because torch.compile does not find functions in a dict
+_PRODUCTS = (grouped_mm, F.grouped_mm, torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_OPERANDS = ("input", "self", "mat_a", "mat2", "other", "mat_b")
+"""Names of the first operand of these products, then of the second."""
+
+
+def _product_by_operand(
+    a: Tensor,
+    b: ExpertOperand,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor | None:
+    """Multiply rows (M, K) in groups that end at offs, or batches (E, m, K), in fp8; None for a product of other shapes."""
+    is_batched = offs is None and bias is None and a.ndim == 3 and a.shape[0] == b.shape[0]
+    if b.ndim != 3 or not (is_batched or (offs is not None and a.ndim == 2)):
+        return None
+    products, name = b.fp8_products, b.product_name
+    if products.multiplied is not None:
+        products.multiplied.add(name)
+    with plain_tensors():
+        weight = b.view(b.shape)  # torch.compile does not trace `as_subclass(Tensor)`
+    if offs is None:
+        E, m, K = a.shape
+        ends = torch.arange(1, E + 1, device=a.device, dtype=torch.int32) * m
+        y = products.grouped(a.reshape(E * m, K), weight, ends, name).view(E, m, weight.shape[2])
+    else:
+        y = products.grouped(a, weight, offs, name)
+    y = y if bias is None else y + bias
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def _operand(plain: Tensor, products: ConvertedProducts, name: str) -> ExpertOperand:
     """Return an alias of a tensor that gradients flow through."""
     operand = plain.as_subclass(ExpertOperand)
     operand.fp8_products, operand.product_name = products, name
@@ -198,77 +217,60 @@ def _marked(plain: Tensor, products: ConvertedProducts, name: str) -> ExpertOper
 def _still_operand(out: Any, source: ExpertOperand) -> Any:
     if not isinstance(out, Tensor) or out.ndim != 3 or out.layout != torch.strided:
         return out
-    return _marked(out, source.fp8_products, source.product_name)
+    return _operand(out, source.fp8_products, source.product_name)
 
 
-def _plain(operand: ExpertOperand) -> Tensor:
-    with plain_tensors():
-        return operand.view(operand.shape)  # torch.compile does not trace `as_subclass(Tensor)`
+class Converted:
+    """Mark the classes that conversion makes, and pickle their modules by the two bases.
 
+    A kind defines `forward` alone, because any other name could hide a parameter of the module.
 
-def _grouped_product(
-    a: Tensor,
-    b: ExpertOperand,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor | None:
-    if offs is None:
-        return _batched_product(a, b) if bias is None and a.ndim == 3 else None
-    if a.ndim != 2 or b.ndim != 3:
-        return None
-    y = b.fp8_products.grouped(a, _plain(b), offs, b.product_name)
-    y = y if bias is None else y + bias
-    return y if out_dtype is None else y.to(out_dtype)
-
-
-def _batched_product(a: Tensor, b: ExpertOperand) -> Tensor | None:
-    if a.ndim != 3 or b.ndim != 3 or a.shape[0] != b.shape[0]:
-        return None
-    return b.fp8_products.batched(a, _plain(b), b.product_name)
-
-
-_GROUPED_PRODUCTS = (grouped_mm, nn.functional.grouped_mm)
-_BATCHED_PRODUCTS = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
-_OPERANDS = ("input", "self", "mat_a", "mat2", "other", "mat_b")
-"""Names of the first operand of these products, then of the second."""
-
-
-def fused_weight_names(module: nn.Module) -> list[str]:
-    """Return the names of the weights in the order of their products."""
-    return ["gate_up_proj" if cast(Any, module).has_gate else "up_proj", "down_proj"]
-
-
-def fused_experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Send tokens (T, H) through the experts that the router chose, as every `experts_implementation` of the library does.
-
-    Args:
-        hidden_states: (T, H).
-        top_k_index: (T, k), experts; an expert of another rank is out of range, as the library marks it, and has weight 0.
-        top_k_weights: (T, k).
-
-    Returns:
-        (T, H) of the type of hidden_states.
+    Attributes:
+        fp8_operands: names of parameters that a forward pass sees as `ExpertOperand`, each with its name in `ConvertedProducts`.
     """
-    up, down = fused_weight_names(module)
-    routing = sort_tokens(top_k_index, getattr(module, up).shape[0])
-    products: ConvertedProducts = module.fp8
-    is_plain = module.has_gate and module.fp8_default_gate and not has_own_gate(module)
-    has_swiglu = is_plain and is_plain_silu(module.act_fn)
-    weights = [(name, _weight_of_products(module, name)) for name in (up, down)]
-    if has_swiglu and not module.has_bias and products.has_swiglu:
-        x = products.routed(hidden_states, weights, routing)
-    else:
-        x = _with_bias(module, up, products.routed(hidden_states, weights[:1], routing), routing.offs)
-        x = swiglu(x) if has_swiglu else apply_gate(module, x) if module.has_gate else module.act_fn(x)
-        x = _with_bias(module, down, products.grouped(x, weights[1][1], routing.offs, down), routing.offs)
-    return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
+
+    fp8_operands: tuple[tuple[str, str], ...]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        made = type(self)
+        if not _is_made(made):
+            return super().__reduce_ex__(protocol)
+        return _empty, (*made.__bases__, made.fp8_operands), cast(Any, self).__getstate__()
 
 
-def _weight_of_products(module: Any, name: str) -> Tensor:
-    """Return the local part of a weight as (E, K, N)."""
-    weight = local_part(getattr(module, name))
-    return weight if module.is_transposed else weight.transpose(1, 2)
+class FusedExperts(Converted):
+    """Run experts of `transformers`, whatever their `experts_implementation` is."""
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Send tokens (T, H) through the experts that the router chose.
+
+        Args:
+            hidden_states: (T, H).
+            top_k_index: (T, k), experts; an expert of another rank is out of range, as the library marks it, and has weight 0.
+            top_k_weights: (T, k).
+
+        Returns:
+            (T, H) of the type of hidden_states.
+        """
+        up, down = _fused_weights(self)
+        routing = sort_tokens(top_k_index, getattr(self, up).shape[0])
+        products: ConvertedProducts = self.fp8
+        is_plain = self.has_gate and self.fp8_has_default_gate and not has_own_gate(self)
+        has_swiglu = is_plain and is_plain_silu(self.act_fn)
+        locals_ = [(name, local_part(getattr(self, name))) for name in (up, down)]
+        weights = [(name, weight if self.is_transposed else weight.transpose(1, 2)) for name, weight in locals_]
+        if has_swiglu and not self.has_bias and products.has_swiglu:
+            x = products.routed(hidden_states, weights, routing)
+        else:
+            x = _with_bias(self, up, products.routed(hidden_states, weights[:1], routing), routing.offs)
+            x = swiglu(x) if has_swiglu else apply_gate(self, x) if self.has_gate else self.act_fn(x)
+            x = _with_bias(self, down, products.grouped(x, weights[1][1], routing.offs, down), routing.offs)
+        return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
+
+
+def _fused_weights(module: Any) -> list[str]:
+    """Return the names of the weights in the order of their products."""
+    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
 
 
 def _with_bias(module: Any, name: str, y: Tensor, offs: Tensor) -> Tensor:
@@ -279,11 +281,34 @@ def _with_bias(module: Any, name: str, y: Tensor, offs: Tensor) -> Tensor:
     return y + bias[torch.searchsorted(offs, rows, right=True).clamp_(max=offs.shape[0] - 1)].to(y.dtype)
 
 
+class GroupedExperts(Converted):
+    """Run torchtitan's grouped experts."""
+
+    def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        """Send rows x (M, K), sorted by expert, through their experts.
+
+        Args:
+            x: (M, K); rows beyond the counted rows become 0, as token dispatchers pad.
+            num_tokens_per_expert: (E,) integers.
+
+        Returns:
+            (M, K) of the type of x.
+        """
+        products: ConvertedProducts = self.fp8
+        w1, w2, w3 = (local_part(getattr(self, name)).transpose(1, 2) for name in _GROUPED_WEIGHTS)
+        ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        is_counted = torch.arange(x.shape[0], device=x.device)[:, None] < ends[-1]
+        offs = torch.cat([ends[:-1], torch.full_like(ends[:1], x.shape[0])])
+        rows = torch.where(is_counted, x, 0).bfloat16()
+        hidden = F.silu(products.grouped(rows, w1, offs, "w1")) * products.grouped(rows, w3, offs, "w3")
+        return products.grouped(hidden, w2, offs, "w2").to(x.dtype)
+
+
 _GROUPED_WEIGHTS = ("w1", "w2", "w3")
 _OTHER_ACTIVATIONS = {"gelu", "relu", "sigmoid", "tanh", "elu", "mish", "softplus", "clamp", "clip"}
 
 
-def is_grouped_experts(module: nn.Module) -> bool:
+def _is_grouped_experts(module: nn.Module) -> bool:
     """Return whether a module has w1, w2 and w3 alone, and a forward of x and num_tokens_per_expert with SiLU alone."""
     weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     if set(weights) != set(_GROUPED_WEIGHTS) or any(w.ndim != 3 for w in weights.values()):
@@ -294,56 +319,20 @@ def is_grouped_experts(module: nn.Module) -> bool:
     return "silu" in names and names.isdisjoint(_OTHER_ACTIVATIONS)
 
 
-def grouped_experts_forward(module: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-    """Send rows x (M, K), sorted by expert, through their experts.
+class FeedingNorm(Converted):
+    """Run a normalization that linear layers in fp8 alone read."""
 
-    Args:
-        x: (M, K); rows beyond the counted rows become 0, as token dispatchers pad.
-        num_tokens_per_expert: (E,) integers.
-
-    Returns:
-        (M, K) of the type of x.
-    """
-    products: ConvertedProducts = module.fp8
-    w1, w2, w3 = (local_part(getattr(module, name)).transpose(1, 2) for name in _GROUPED_WEIGHTS)
-    ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-    is_counted = torch.arange(x.shape[0], device=x.device)[:, None] < ends[-1]
-    offs = torch.cat([ends[:-1], torch.full_like(ends[:1], x.shape[0])])
-    rows = torch.where(is_counted, x, 0).bfloat16()
-    hidden = F.silu(products.grouped(rows, w1, offs, "w1")) * products.grouped(rows, w3, offs, "w3")
-    return products.grouped(hidden, w2, offs, "w2").to(x.dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        """Write the fp8 operands of the linear layers, see `feeding_norm_forward`."""
+        return feeding_norm_forward(self, x)
 
 
-class _Family(NamedTuple):
-    """Describe a family of modules for which this package has a forward pass."""
-
-    is_member: Callable[[nn.Module], bool]
-    weight_names: Callable[[nn.Module], Sequence[str]]
-    forward: Callable[..., Any]
+class UnknownExperts(Converted):
+    """Run a module's own forward pass, to which the parameters in `fp8_operands` are `ExpertOperand`."""
 
 
-_FAMILIES = {
-    "fused": _Family(is_gated_experts, fused_weight_names, fused_experts_forward),
-    "norm": _Family(lambda _: False, lambda _: (), feeding_norm_forward),
-    "grouped": _Family(is_grouped_experts, lambda _: _GROUPED_WEIGHTS, grouped_experts_forward),
-}
-
-
-def family_of(module: nn.Module) -> str | None:
-    """Return the name of a module's family, or None for a module whose own forward pass runs on `ExpertOperand` weights."""
-    kind = getattr(type(module), "fp8_kind", None)
-    if kind is not None:
-        return kind if isinstance(kind, str) else None
-    return next((name for name, family in _FAMILIES.items() if family.is_member(module)), None)
-
-
-def expert_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's own expert weights by name: parameters (E, N, K), also in containers such as a ParameterList."""
-    if isinstance(module, GroupedLinear):
-        return {"weight": module.weight}
-    family = family_of(module)
-    if family is not None:
-        return {name: getattr(module, name) for name in _FAMILIES[family].weight_names(module)}
+def _own_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters (E, N, K) of a module and of containers in it, such as a ParameterList, by name."""
     if not has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
         return {}
     return {prefix + name: p for prefix, part in _named_parts(module) for name, p in _expert_parameters(part)}
@@ -367,51 +356,64 @@ def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from _named_parts(child, f"{prefix}{name}_")
 
 
-class Converted:
-    """Mark classes that conversion made, and pickle their modules by base class and kind."""
+class _Family(NamedTuple):
+    """Describe a family of modules with expert weights: the kind of their converted class, and how weights are found."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        made: Any = type(self)
-        if not _is_own_class(made):
-            return super().__reduce_ex__(protocol)
-        return _empty, (made.__mro__[2], made.fp8_kind), self.__getstate__()
+    kind: type[Converted]
+    is_member: Callable[[nn.Module], bool]
+    weights: Callable[[Any], dict[str, Tensor]]
 
 
-def _empty(base: type[nn.Module], kind: str | tuple[tuple[str, str], ...]) -> nn.Module:
+_FAMILIES = (
+    _Family(FusedExperts, is_gated_experts, lambda module: {name: getattr(module, name) for name in _fused_weights(module)}),
+    _Family(GroupedExperts, _is_grouped_experts, lambda module: {name: getattr(module, name) for name in _GROUPED_WEIGHTS}),
+    _Family(UnknownExperts, lambda module: True, _own_weights),
+)
+
+
+def _family_of(module: nn.Module) -> _Family:
+    """Return the family of a module, converted or not."""
+    is_converted = isinstance(module, Converted)
+    found = (f for f in _FAMILIES if (isinstance(module, f.kind) if is_converted else f.is_member(module)))
+    return next(found, _FAMILIES[-1])
+
+
+def has_known_products(module: nn.Module) -> bool:
+    """Return whether the products of a module with expert weights need no look at the code of its forward pass."""
+    return isinstance(module, GroupedLinear | Converted) or _family_of(module).kind is not UnknownExperts
+
+
+def expert_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's own expert weights (E, N, K) by name."""
+    return {"weight": module.weight} if isinstance(module, GroupedLinear) else _family_of(module).weights(module)
+
+
+def _is_made(cls: type) -> bool:
+    """Return whether conversion made a class, which is no subclass of such a class."""
+    return "fp8_operands" in vars(cls)
+
+
+def _empty(kind: type[Converted], base: type[nn.Module], operands: tuple[tuple[str, str], ...]) -> nn.Module:
     """Return a converted module without state, for unpickling and copies."""
-    cls = _subclass(cast(Any, base), kind)
+    cls = _made_class(kind, cast(Any, base), operands)
     return cls.__new__(cls)
 
 
 @cache
-def _subclass(base: type[nn.Module], kind: str | tuple[tuple[str, str], ...]) -> type[nn.Module]:
-    """Return the subclass whose forward multiplies in fp8: the same for all modules of a kind, so that they share compiled code.
-
-    Args:
-        base: the module's class.
-        kind: the name of a family, or names of parameters and of their state in `ConvertedProducts`.
-    """
-    members: dict[str, Any] = {"fp8_kind": kind, "fp8_default_gate": has_default_gate(base)}
-    if isinstance(kind, str):
-        replacement = _FAMILIES[kind].forward
-
-        @wraps(base.forward)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return replacement(self, *args, **kwargs)
-
-        members["forward"] = forward
-    else:
-        members |= {attribute: _operand(attribute, name) for attribute, name in kind}
-        if base.forward is not nn.Module.forward:
-            members["forward"] = _checked(base.forward)
-    return type(f"Fp8{base.__name__}", (Converted, base), members)
+def _made_class(kind: type[Converted], base: type[nn.Module], operands: tuple[tuple[str, str], ...]) -> type[nn.Module]:
+    """Return the class of a kind and a base: the same for all modules, so that they share compiled code."""
+    members: dict[str, Any] = {attribute: _operand_property(attribute, name) for attribute, name in operands}
+    members |= {"fp8_operands": operands, "fp8_has_default_gate": has_default_gate(base)}
+    if kind is UnknownExperts and base.forward is not nn.Module.forward:
+        members["forward"] = _checked(base.forward)
+    return type(f"Fp8{base.__name__}", (kind, base), members)
 
 
-def _operand(attribute: str, name: str) -> property:
+def _operand_property(attribute: str, name: str) -> property:
     def get(self: Any) -> Tensor:
-        owner, parameter = self.__dict__.get("_fp8_owner", self), own_parameter(self, attribute)
-        in_forward = owner.fp8.multiplied is not None or in_backward()
-        return _marked(local_part(parameter), owner.fp8, name) if in_forward else parameter
+        parameter = own_parameter(self, attribute)
+        in_forward = self.fp8.multiplied is not None or in_backward()
+        return _operand(local_part(parameter), self.fp8, name) if in_forward else parameter
 
     return property(get)
 
@@ -427,54 +429,51 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     return checked if "bmm" in names and "_grouped_mm" not in names else untraced(checked)
 
 
-def _is_own_class(cls: type) -> bool:
-    return "fp8_kind" in vars(cls)
-
-
 def is_converted(module: nn.Module) -> bool:
     """Return whether a module multiplies in fp8 because it was converted."""
     if isinstance(module, GroupedLinear):
         return module.recipe is not None
-    return isinstance(module, Fp8Linear) or (isinstance(module, Converted) and "_fp8_owner" not in vars(module))
+    return isinstance(module, Fp8Linear) or (isinstance(module, Converted) and "fp8" not in vars(module))
 
 
-def convert_experts(module: Any, name: str, recipe: Recipe | str) -> None:
-    """Let a module with expert weights multiply in fp8.
+def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
+    """Let a module multiply in fp8, in place.
 
     Args:
-        module: module to change in place.
+        module: a linear layer, or a module with expert weights.
         name: name of the module in the model, for messages.
         recipe: a Recipe, or `delayed`.
     """
     if isinstance(module, GroupedLinear):
         module.set_recipe(recipe)
         return
-    module.fp8 = ConvertedProducts(recipe, expert_weights(module), name or type(module).__name__)
-    if isinstance(module, Converted):
+    if isinstance(module, nn.Linear):
+        Fp8Linear.from_linear(module, recipe)
         return
-    family = family_of(module)
-    if family is not None:
-        change_class(module, family)
+    module.fp8 = ConvertedProducts(recipe, expert_weights(module), name or type(module).__name__)
+    kind = _family_of(module).kind
+    if kind is not UnknownExperts:
+        change_class(module, kind)
         return
     for prefix, part in list(_named_parts(module)):
         own = tuple((attribute, prefix + attribute) for attribute, _ in _expert_parameters(part))
         if part is not module and own:
-            vars(part)["_fp8_owner"] = module
+            vars(part)["fp8"] = module.fp8  # no child of the part, so that it has its place in the state once
         if part is module or own:
-            change_class(part, own)
+            change_class(part, kind, own)
 
 
-def change_class(module: nn.Module, kind: str | tuple[tuple[str, str], ...]) -> None:
-    """Give a module the subclass of a kind, unless it has it."""
+def change_class(module: nn.Module, kind: type[Converted], operands: tuple[tuple[str, str], ...] = ()) -> None:
+    """Give a module the class of a kind, unless it is converted."""
     if not isinstance(module, Converted):
-        module.__class__ = _subclass(cast(Any, type(module)), kind)
+        module.__class__ = _made_class(kind, cast(Any, type(module)), operands)
 
 
 def why_not_reverted(module: nn.Module) -> str | None:
     """Return why a converted module cannot be changed back, or None."""
     if "forward" in vars(module):
         return "has a forward set on the object"
-    if isinstance(module, GroupedLinear) or type(module) is Fp8Linear or _is_own_class(type(module)):
+    if isinstance(module, GroupedLinear) or type(module) is Fp8Linear or _is_made(type(module)):
         return None
     return f"is a {type(module).__name__}"
 
@@ -488,8 +487,8 @@ def revert(module: nn.Module) -> None:
         module.to_linear()
         return
     for _, part in list(_named_parts(module)):
-        if _is_own_class(type(part)):
-            part.__class__ = type(part).__mro__[2]
-            vars(part).pop("_fp8_owner", None)
+        if _is_made(type(part)):
+            part.__class__ = type(part).__bases__[1]
+            vars(part).pop("fp8", None)
     if hasattr(module, "fp8"):
         del module.fp8
