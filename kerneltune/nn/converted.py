@@ -33,7 +33,7 @@ from kerneltune.nn.forward_code import names_in_forward
 from kerneltune.nn.fp8_linear import Fp8Linear
 from kerneltune.nn.fp8_products import in_autocast
 from kerneltune.nn.grouped_linear import GroupedLinear
-from kerneltune.nn.grouped_mm import ExpertWeights, fp8_grouped_mm, fp8_routed_mm
+from kerneltune.nn.grouped_mm import fp8_grouped_mm, fp8_routed_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens
@@ -92,9 +92,10 @@ class ConvertedProducts(nn.Module):
         Args:
             name: name of the parameter behind the weight.
         """
-        how, w = self._prepared(name, weight)
-        options = {"recipe": how, "weights": w.weights, "amax": w.amax}
-        return self._named(name, fp8_grouped_mm, row_major(in_autocast(rows)), w.b_t, offs, **options)
+        kept: Any = getattr(self, f"{name}_kept")
+        recipe = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
+        rows = row_major(in_autocast(rows))
+        return self._named(name, fp8_grouped_mm, rows, _in_order(weight), offs, recipe=recipe, weights=kept)
 
     def routed(self, tokens: Tensor, weights: Sequence[tuple[str, Tensor]], routing: Routing) -> Tensor:
         """Multiply tokens (T, K), copied to their experts, with a weight (E, K, N); with a second weight after SwiGLU, if given.
@@ -105,21 +106,16 @@ class ConvertedProducts(nn.Module):
         if not isinstance(self.recipe, Recipe) or self.recipe.scaling != "tensorwise":
             ((name, weight),) = weights
             return self.grouped(permute_tokens(in_autocast(tokens), routing), weight, routing.offs, name)
-        up, *down = [self._prepared(name, weight)[1] for name, weight in weights]
-        names = ", ".join([name for name, _ in weights])
-        return self._named(names, fp8_routed_mm, row_major(in_autocast(tokens)), up, routing, self.recipe, *down)
+        up, down = [_in_order(weight) for _, weight in weights] + [None] * (2 - len(weights))
+        names = [name for name, _ in weights]
+        options = {"down_t": down, "weights": [getattr(self, f"{name}_kept") for name in names]}
+        rows = row_major(in_autocast(tokens))
+        return self._named(", ".join(names), fp8_routed_mm, rows, up, routing, self.recipe, **options)
 
     @property
     def has_swiglu(self) -> bool:
         """Return whether the recipe lets experts with SwiGLU run as one function."""
         return isinstance(self.recipe, Recipe) and self.recipe.scaling == "tensorwise" and self.recipe.pow2
-
-    def _prepared(self, name: str, weight: Tensor) -> tuple[Any, ExpertWeights]:
-        """Return the recipe or scaling, and the weight in a supported order with its kept casts."""
-        kept: Any = getattr(self, f"{name}_kept")
-        how = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
-        weight = weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
-        return how, ExpertWeights(weight, **kept.options(weight, how))
 
     def _named(self, names: str, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         """Call a product; its ValueError names the module and the parameters."""
@@ -131,6 +127,11 @@ class ConvertedProducts(nn.Module):
     def extra_repr(self) -> str:
         """Return the recipe, for `print(module)`."""
         return f"recipe={self.recipe}"
+
+
+def _in_order(weight: Tensor) -> Tensor:
+    """Return a weight (E, K, N) in an order that products support."""
+    return weight if weight.is_contiguous() or weight.mT.is_contiguous() else weight.contiguous()
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -395,12 +396,12 @@ def _is_made(cls: type) -> bool:
 
 def _empty(kind: type[Converted], base: type[nn.Module], operands: tuple[tuple[str, str], ...]) -> nn.Module:
     """Return a converted module without state, for unpickling and copies."""
-    cls = _made_class(kind, cast(Any, base), operands)
+    cls = _made_class(kind, base, operands)
     return cls.__new__(cls)
 
 
 @cache
-def _made_class(kind: type[Converted], base: type[nn.Module], operands: tuple[tuple[str, str], ...]) -> type[nn.Module]:
+def _made_class(kind: Any, base: Any, operands: tuple[tuple[str, str], ...]) -> type[nn.Module]:
     """Return the class of a kind and a base: the same for all modules, so that they share compiled code."""
     members: dict[str, Any] = {attribute: _operand_property(attribute, name) for attribute, name in operands}
     members |= {"fp8_operands": operands, "fp8_has_default_gate": has_default_gate(base)}
@@ -466,7 +467,7 @@ def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
 def change_class(module: nn.Module, kind: type[Converted], operands: tuple[tuple[str, str], ...] = ()) -> None:
     """Give a module the class of a kind, unless it is converted."""
     if not isinstance(module, Converted):
-        module.__class__ = _made_class(kind, cast(Any, type(module)), operands)
+        module.__class__ = _made_class(kind, type(module), operands)
 
 
 def why_not_reverted(module: nn.Module) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kerneltune.compat import apply_to_tensors
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
-from kerneltune.nn.fp8_products import Fp8Weights, Operand
+from kerneltune.nn.recipes import Fp8Operand, Recipe, recipe_of
 from kerneltune.ops import fp8
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 
@@ -42,6 +42,8 @@ class DelayedScaling(nn.Module):
 
     scales: Tensor
     history: Tensor
+    # as of a Recipe
+    keep_weights, is_rowwise, uses_amax = True, False, False
 
     def __init__(self, num_experts: int, history: int = 16, *, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -71,40 +73,50 @@ class DelayedScaling(nn.Module):
         self.history[0].zero_()
         self.known = self.known or usable.is_meta or bool(usable.all())
 
-    def cast_rows(self, x: Tensor, offs: Tensor, is_gradient: bool) -> Operand:
-        """Cast x (M, K), rows or their gradient in groups that end at offs, in both layouts."""
+    def cast_rows(
+        self, x: Tensor, offs: Tensor | None, along: bool = True, down: bool = True, is_gradient: bool = False
+    ) -> Fp8Operand:
+        """Cast x (M, K), rows or their gradient in groups that end at offs, in both layouts whatever is asked for."""
         mine = slice(GRADS, GRADS + 1) if is_gradient else slice(ROWS, ROWS + 1)
         if self.known:
+            assert offs is not None
             cast = fp8.fp8_delayed_2d(x, offs, self.scales[mine], self.history[0, mine])
         else:
             cast = fp8.fp8_tensorwise_2d(x, layout="both", pow2=False, inverse=True, offs=offs)
             self._remember(mine, cast.scale)
-        return Operand(cast.q, cast.scale, cast.q_t, cast.scale)
+        return Fp8Operand(cast.q, cast.scale, cast.q_t, cast.scale)
 
-    def cast_weights(self, weight: Tensor, into: Fp8Weights | None = None, skip: Tensor | None = None) -> Fp8Weights:
-        """Return weight (E, N, K), contiguous or column-major, in fp8 in both layouts.
-
-        into: tensors to write; skip: (1,) fp32, not 0 to leave `into` as it is. Both are None until the scales are known.
-        """
-        if not weight.is_contiguous() and weight.mT.is_contiguous():
-            return self.cast_weights(weight.mT, into and into.transposed(), skip).transposed()
-        mine = slice(WEIGHTS, None)
+    def cast_weights(self, b: Tensor, both: bool = True, amax: Tensor | None = None) -> Fp8Operand:
+        """Cast a weight b (E, K, N) of either order in both layouts, whatever is asked for."""
+        if b.is_contiguous():
+            return self.cast_weights(b.mT).transposed()
         if not self.known:
-            assert into is None and skip is None
-            fresh = fp8.fp8_tensorwise_3d(weight.transpose(1, 2), layout="both", pow2=False, inverse=True)
-            assert fresh.q is not None and fresh.q_t is not None
-            self._remember(mine, fresh.scale)
-            return Fp8Weights(fresh.q, fresh.scale, fresh.q_t, fresh.scale)
-        if into is None:
-            E, N, K = weight.shape
-            q, q_t = (weight.new_empty(shape, dtype=torch.float8_e4m3fn).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
-            scale = weight.new_empty(E, dtype=torch.float32)
-            into = Fp8Weights(q, scale, q_t, scale)
-        outputs = list(zip(into.q.transpose(1, 2).unbind(0), into.q_t.transpose(1, 2).unbind(0), strict=True))
+            fresh = fp8.fp8_tensorwise_3d(b, layout="both", pow2=False, inverse=True)
+            self._remember(slice(WEIGHTS, None), fresh.scale)
+            return Fp8Operand(fresh.q, fresh.scale, fresh.q_t, fresh.scale)
+        E, K, N = b.shape
+        q, q_t = (b.new_empty(shape, dtype=torch.float8_e4m3fn).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
+        scale = b.new_empty(E, dtype=torch.float32)
+        made = Fp8Operand(q, scale, q_t, scale)
+        self.write_weights(made, b)
+        return made
+
+    def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Overwrite the tensors of an earlier cast of a weight of this size by b (E, K, N) of either order.
+
+        Takes known scales. skip: one value, not 0 to leave `into` as it is.
+        """
+        if b.is_contiguous():
+            b, into = b.mT, into.transposed()
+        mine = slice(WEIGHTS, None)
         multi_cast_transpose(
-            weight.unbind(0), self.scales[mine], self.history[0, mine], outputs=outputs, scale_inv=into.scale, skip=skip
+            b.mT.unbind(0),
+            self.scales[mine],
+            self.history[0, mine],
+            outputs=list(zip(into.q.transpose(1, 2).unbind(0), into.q_t.transpose(1, 2).unbind(0), strict=True)),
+            scale_inv=into.scale,
+            skip=None if skip is None else skip.reshape(1).float(),
         )
-        return into
 
     def _remember(self, mine: slice, scale_inv: Tensor) -> None:
         seen = self.history[0, mine]
@@ -134,6 +146,14 @@ class DelayedScaling(nn.Module):
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""
         return f"{self.num_experts}, history={self.history.shape[0]}"
+
+
+AnyRecipe = Recipe | DelayedScaling
+
+
+def new_recipe(recipe: str | Recipe, num_experts: int, device: torch.device) -> AnyRecipe:
+    """Return a Recipe, or for `delayed` a new DelayedScaling."""
+    return DelayedScaling(num_experts, device=device) if recipe == "delayed" else recipe_of(recipe, "delayed")
 
 
 def update_scales(model: nn.Module) -> int:

@@ -15,7 +15,7 @@ from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.fp8_linear import feed
-from kerneltune.nn.fp8_products import Operand
+from kerneltune.nn.recipes import Fp8Operand
 from kerneltune.nn.rmsnorm import rmsnorm_bwd
 from kerneltune.ops import rmsnorm
 
@@ -34,7 +34,7 @@ def feeding_norm_forward(module: Any, x: Tensor) -> Tensor:
     bound = math.sqrt(rows.shape[1]) * module.weight.detach().float().abs().amax().clamp(min=1e-12)
     scale = torch.exp2(torch.floor(torch.log2(FP8_MAX["e4m3"] / bound))).reshape(1)
     y, q, y_t, scale_inv, _ = rmsnorm_feed(rows, module.weight, scale, eps)
-    return feed(y.view(x.shape), Operand(q, scale_inv, y_t.t(), scale_inv))
+    return feed(y.view(x.shape), Fp8Operand(q, scale_inv, y_t.t(), scale_inv))
 
 
 @custom_op("kerneltune::rmsnorm_feed")

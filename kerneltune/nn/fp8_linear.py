@@ -10,10 +10,10 @@ from kerneltune.compat import untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Operand, fp8_product, one_group, output_dtype
-from kerneltune.nn.grouped_mm import checked_weights, fp8_grouped_mm
+from kerneltune.nn.fp8_products import fp8_product, output_dtype
+from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
-from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.nn.recipes import Fp8Operand, Recipe, one_group, recipe_of
 
 LEAST_SIZE = 350
 """Least N K / (N + K) at which fp8 is faster than bf16. Per token, products save 4e-15 s for each of N K values, and casts cost
@@ -95,7 +95,7 @@ class Fp8Linear(nn.Linear):
         if not isinstance(how, Recipe):
             return _delayed_product(self, x, dtype)
         b_t = self.weight.t()[None]
-        w = checked_weights(x, b_t, how, **self.fp8_kept.options(b_t, how))
+        w = self.fp8_kept.cast(b_t, how, x.requires_grad)
         return fp8_product(x, b_t, how, dtype, casts=(getattr(x, "kerneltune_fed", None), w, None))
 
     def extra_repr(self) -> str:
@@ -109,8 +109,7 @@ def _delayed_product(layer: Fp8Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
     rows = x.reshape(-1, layer.in_features)
     offs = one_group(rows)
     scaling: Any = layer.fp8_scaling
-    w = layer.fp8_kept.weights(layer.weight.t()[None], scaling)
-    y = fp8_grouped_mm(rows.to(dtype), layer.weight.t()[None], offs, recipe=scaling, weights=w)
+    y = fp8_grouped_mm(rows.to(dtype), layer.weight.t()[None], offs, recipe=scaling, weights=layer.fp8_kept)
     return y.view(*x.shape[:-1], layer.out_features)
 
 
@@ -128,7 +127,7 @@ def why_not_fp8(linear: nn.Linear) -> str | None:
     return None
 
 
-def feed(carrier: Tensor, casts: Operand) -> Tensor:
-    """Attach to a tensor the Operand that Fp8Linear layers read instead of the tensor; gradients flow to the tensor."""
+def feed(carrier: Tensor, casts: Fp8Operand) -> Tensor:
+    """Attach to a tensor the Fp8Operand that Fp8Linear layers read instead of the tensor; gradients flow to the tensor."""
     carrier.kerneltune_fed = casts  # type: ignore[attr-defined]
     return carrier

@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.delayed import AnyRecipe, DelayedScaling, new_recipe
 from kerneltune.nn.grouped_mm import check_operands, fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
-from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.nn.recipes import Fp8Operand, Recipe
 
 
 class GroupedLinear(nn.Module):
@@ -61,14 +61,13 @@ class GroupedLinear(nn.Module):
         Raises:
             ValueError: an unknown recipe, or a DelayedScaling of another number of experts. The layer stays as it is.
         """
-        if recipe == "delayed":
-            recipe = DelayedScaling(self.num_experts, device=self.weight.device)
-        if not isinstance(recipe, DelayedScaling):
-            self._fresh, self.delayed = None if recipe is None else recipe_of(recipe, "delayed"), None
-        elif recipe.num_experts == self.num_experts:
-            self._fresh, self.delayed = None, recipe
+        if isinstance(recipe, DelayedScaling):
+            how: AnyRecipe | None = recipe
         else:
-            raise ValueError(f"recipe must scale {self.num_experts} experts, got {recipe.num_experts}")
+            how = None if recipe is None else new_recipe(recipe, self.num_experts, self.weight.device)
+        if isinstance(how, DelayedScaling) and how.num_experts != self.num_experts:
+            raise ValueError(f"recipe must scale {self.num_experts} experts, got {how.num_experts}")
+        self._fresh, self.delayed = (None, how) if isinstance(how, DelayedScaling) else (how, None)
         self.kept.clear()
 
     def reset_parameters(self) -> None:
@@ -95,12 +94,11 @@ class GroupedLinear(nn.Module):
         if recipe is None:
             check_operands(x, b_t, offs, Recipe())
             return nn.functional.grouped_mm(x, b_t.to(x.dtype), offs=offs)
-        if (is_first_microbatch, self.kept.is_first_microbatch) != (None, None):
+        weights: KeptWeights | Fp8Operand = self.kept
+        if is_first_microbatch is not None:
             check_operands(x, b_t, offs, recipe)  # before the weight is cast
-        if is_first_microbatch is None:
-            return fp8_grouped_mm(x, b_t, offs, recipe=recipe, **self.kept.options(b_t, recipe))
-        cast = self.kept.current(self.weight, recipe, update=is_first_microbatch, skip=skip_update)
-        return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=cast)
+            weights = self.kept.current(self.weight, recipe, update=is_first_microbatch, skip=skip_update)
+        return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=weights)
 
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""

@@ -3,8 +3,7 @@
 Casts and products run on a GPU and in Triton's interpreter.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,9 +11,10 @@ from torch import Tensor
 from kerneltune.compat import assert_group_ends, untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, debugging
 from kerneltune.nn.alignment import ALIGNED, is_row_major
-from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import AnyOperand, Fp8Weights, cast_weights, fp8_product
-from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
+from kerneltune.nn.fp8_products import fp8_product
+from kerneltune.nn.kept_weights import KeptWeights
+from kerneltune.nn.recipes import Fp8Operand, Recipe, recipe_of
 from kerneltune.nn.routing import Routing
 from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
 
@@ -28,7 +28,7 @@ def fp8_grouped_mm(
     *,
     recipe: str | Recipe | DelayedScaling = "tensorwise",
     out_dtype: torch.dtype | None = None,
-    weights: Fp8Weights | None = None,
+    weights: Fp8Operand | KeptWeights | None = None,
     amax: Tensor | None = None,
     check_offs: bool = False,
 ) -> Tensor:
@@ -44,7 +44,7 @@ def fp8_grouped_mm(
             Rows behind the last group have no part in scales and gradients; the result has zeros there.
         recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks.
         out_dtype: type of the result; None for A's type.
-        weights: an earlier cast of B_t by the same recipe, as GroupedLinear keeps it; None casts B_t here.
+        weights: an earlier cast of B_t by the same recipe, or the KeptWeights that cast B_t; None casts B_t here.
         amax: (E,) fp32, the largest magnitudes of B_t at the last cast, zeros at first; the caller keeps the tensor from step to
             step, and the cast updates it. Under `tensorwise` with powers of two, a cast reads B_t once instead of twice while
             the scales stay. No result depends on it. Used only where the backward pass needs the weights' transpose.
@@ -59,7 +59,7 @@ def fp8_grouped_mm(
     """
     how = recipe if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
     check_operands(A, B_t, offs, how, out_dtype)
-    cast = checked_weights(A, B_t, how, weights, amax)
+    cast = _earlier_cast(A, B_t, how, weights, amax)
     if (check_offs or offs.device.type == "cpu") and type(offs) is Tensor and not torch.compiler.is_compiling():
         _check_ends(offs, A.shape[0])
     elif debugging():
@@ -69,22 +69,16 @@ def fp8_grouped_mm(
     return multiply(A, B_t, how, dtype, routing=(None, None, offs), casts=(None, cast, None))
 
 
-class ExpertWeights(NamedTuple):
-    """Hold the weight of a product, its fp8 cast and its expected magnitudes.
-
-    Attributes:
-        b_t: (E, K, N) as `fp8_grouped_mm` takes it.
-        weights: b_t in fp8, or None.
-        amax: the largest magnitudes expected of b_t, or None.
-    """
-
-    b_t: Tensor
-    weights: Fp8Weights | None = None
-    amax: Tensor | None = None
-
-
-def fp8_routed_mm(x: Tensor, up: ExpertWeights, routing: Routing, recipe: Recipe, down: ExpertWeights | None = None) -> Tensor:
-    """Multiply each token by the matrices of its experts, in fp8, x W or swiglu(x W) V; differentiable once in x and both b_t.
+def fp8_routed_mm(
+    x: Tensor,
+    b_t: Tensor,
+    routing: Routing,
+    recipe: Recipe,
+    *,
+    down_t: Tensor | None = None,
+    weights: Sequence[Fp8Operand | KeptWeights | None] = (None, None),
+) -> Tensor:
+    """Multiply each token by the matrices of its experts, in fp8, x W or swiglu(x W) V; differentiable once in x, b_t and down_t.
 
     Because one `tensorwise` scale serves all copies of a token, tokens are cast before they are copied to their experts: the copy
     moves bytes in place of bf16 values, and a K-th of the rows is cast. Where every token has an expert, x W has the bits of
@@ -92,44 +86,43 @@ def fp8_routed_mm(x: Tensor, up: ExpertWeights, routing: Routing, recipe: Recipe
 
     Args:
         x: (T, K) bf16, fp16 or fp32, rows contiguous.
-        up: b_t (E, K, N); with `down` (E, K, 2I), whose columns hold gate, then up.
+        b_t: W, (E, K, N); with down_t (E, K, 2I), whose columns hold gate, then up.
         routing: routing of the same tokens.
-        recipe: recipe with tensorwise scaling, and with powers of two if `down` is given. The scale covers tokens without an
+        recipe: recipe with tensorwise scaling, and with powers of two if down_t is given. The scale covers tokens without an
             expert, too.
-        down: b_t (E, I, N), or None.
+        down_t: V, (E, I, N), or None.
+        weights: of `fp8_grouped_mm`, for b_t and down_t.
 
     Returns:
         (T k, N) in the order of `routing`, of x's type.
     """
-    check_operands(x, up.b_t, routing.offs, recipe)
-    if down is not None:
-        half = x.new_empty((0, up.b_t.shape[2] // 2))
-        if up.b_t.shape[2] % 2 or down.b_t.shape[1] != half.shape[1]:
-            shapes = f"{tuple(up.b_t.shape)} and {tuple(down.b_t.shape)}"
-            raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {shapes}")
-        check_operands(half, down.b_t, routing.offs, recipe)
-    casts = [None if w is None else checked_weights(x, w.b_t, recipe, w.weights, w.amax) for w in (up, down)]
-    v = None if down is None else down.b_t
-    return fp8_product(x, up.b_t, recipe, x.dtype, v=v, routing=routing, casts=(None, *casts))
+    check_operands(x, b_t, routing.offs, recipe)
+    if down_t is not None:
+        half = x.new_empty((0, b_t.shape[2] // 2))
+        if b_t.shape[2] % 2 or down_t.shape[1] != half.shape[1]:
+            raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {tuple(b_t.shape)} and {tuple(down_t.shape)}")
+        check_operands(half, down_t, routing.offs, recipe)
+    of_b = _earlier_cast(x, b_t, recipe, weights[0])
+    of_down = None if down_t is None else _earlier_cast(x, down_t, recipe, weights[1])
+    return fp8_product(x, b_t, recipe, x.dtype, v=down_t, routing=routing, casts=(None, of_b, of_down))
 
 
-def checked_weights(
-    A: Tensor, B_t: Tensor, recipe: Recipe | DelayedScaling, weights: Fp8Weights | None, amax: Tensor | None
-) -> AnyOperand | None:
-    """Return the checked weights, or B_t cast with `amax` if `fp8_grouped_mm` uses `amax`; None lets the product cast B_t."""
+def _earlier_cast(
+    A: Tensor, B_t: Tensor, recipe: AnyRecipe, weights: Fp8Operand | KeptWeights | None, amax: Tensor | None = None
+) -> Fp8Operand | None:
+    """Return B_t in fp8 by the arguments `weights` and `amax` of `fp8_grouped_mm`; None lets the product cast B_t."""
+    if isinstance(weights, KeptWeights):
+        return weights.cast(B_t, recipe, A.requires_grad)
     if weights is not None:
         _check_weights(weights, B_t, recipe)
     elif amax is not None:
         check_like("amax", amax, (B_t.shape[0],), torch.float32, B_t.device)
-        is_used = isinstance(recipe, Recipe) and recipe.scaling == "tensorwise" and recipe.pow2 and recipe.keep_weights
-        if is_used and torch.is_grad_enabled() and A.requires_grad:
-            return cast_weights("tensorwise", True, B_t.detach(), True, amax)
+        if recipe.uses_amax and torch.is_grad_enabled() and A.requires_grad:
+            return recipe.cast_weights(B_t.detach(), amax=amax)
     return weights
 
 
-def check_operands(
-    A: Tensor, B_t: Tensor, offs: Tensor, recipe: Recipe | DelayedScaling, out_dtype: torch.dtype | None = None
-) -> None:
+def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: AnyRecipe, out_dtype: torch.dtype | None = None) -> None:
     """Check the arguments of `fp8_grouped_mm`, except for values on the device."""
     for name, t in (("A", A), ("B_t", B_t), ("offs", offs)):
         if not isinstance(t, Tensor):
@@ -183,17 +176,16 @@ def _check_ends(offs: Tensor, M: int) -> None:
         raise ValueError(f"offs decrease or exceed M: expected ends from 0 to {M} in order, got {shown}")
 
 
-def _check_weights(weights: Fp8Weights, B_t: Tensor, recipe: Recipe | DelayedScaling) -> None:
+def _check_weights(weights: Fp8Operand, B_t: Tensor, recipe: AnyRecipe) -> None:
     """Check that the weights can be B_t (E, K, N) in fp8 by a recipe."""
-    if not isinstance(weights, Fp8Weights):
-        raise ValueError(f"weights must be Fp8Weights, got {type(weights).__name__}")
+    if not isinstance(weights, Fp8Operand):
+        raise ValueError(f"weights must be an Fp8Operand, got {type(weights).__name__}")
     E, K, N = B_t.shape
-    per_column = isinstance(recipe, Recipe) and recipe.scaling == "rowwise"
     wanted = {
         "q": ((E, K, N), torch.float8_e4m3fn),
-        "scale": ((E, N) if per_column else (E,), torch.float32),
+        "scale": ((E, N) if recipe.is_rowwise else (E,), torch.float32),
         "q_t": ((E, N, K), torch.float8_e4m3fn),
-        "scale_t": ((E, K) if per_column else (E,), torch.float32),
+        "scale_t": ((E, K) if recipe.is_rowwise else (E,), torch.float32),
     }
     for name, (shape, dtype) in wanted.items():
         t = getattr(weights, name)

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kerneltune.compat import apply_to_tensors, preserved_versions, untraced, version
-from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Fp8Weights, fp8_weights, write_weights
-from kerneltune.nn.recipes import Recipe
+from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
+from kerneltune.nn.recipes import Fp8Operand
 
 
 class _LastCall:
@@ -54,7 +53,7 @@ class _LastCall:
         return _LastCall, ()
 
     @contextmanager
-    def ordered(self, device: torch.device, read: Fp8Weights | None) -> Iterator[None]:
+    def ordered(self, device: torch.device, read: Fp8Operand | None) -> Iterator[None]:
         """Let the current CUDA stream wait for the last write before it reads buffers, and for all readers before it writes.
 
         During a capture nothing waits, because a capture may not wait for work from outside.
@@ -98,18 +97,18 @@ class KeptWeights(nn.Module):
         super().__init__()
         self.is_first_microbatch: bool | None = None
         self.register_buffer("amax", torch.zeros(num_experts, dtype=torch.float32, device=device), persistent=False)
-        for name in Fp8Weights._fields:
+        for name in Fp8Operand._fields:
             self.register_buffer(name, None, persistent=False)
         self._last = _LastCall()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the weights in fp8."""
-        return vars(self) | {"_buffers": dict.fromkeys(Fp8Weights._fields) | {"amax": self.amax}}
+        return vars(self) | {"_buffers": dict.fromkeys(Fp8Operand._fields) | {"amax": self.amax}}
 
     @property
-    def held(self) -> Fp8Weights | None:
+    def held(self) -> Fp8Operand | None:
         """Return the fp8 weights in the buffers, or None."""
-        return None if self.q is None else Fp8Weights(*(getattr(self, name) for name in Fp8Weights._fields))
+        return None if self.q is None else Fp8Operand(*(getattr(self, name) for name in Fp8Operand._fields))
 
     @property
     def nbytes(self) -> int:
@@ -119,25 +118,18 @@ class KeptWeights(nn.Module):
     def clear(self) -> None:
         """Release the memory."""
         with self._last.lock:
-            for name in Fp8Weights._fields:
+            for name in Fp8Operand._fields:
                 setattr(self, name, None)
         self._last = _LastCall()
 
-    def options(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> dict[str, Any]:
-        """Return the arguments `weights` and `amax` of `fp8_grouped_mm` for a weight (E, K, N); traced by torch.compile.
+    def cast(self, b_t: Tensor, recipe: AnyRecipe, has_gradient: bool) -> Fp8Operand | None:
+        """Return a weight (E, K, N) in fp8 by the model's setting, or None for the product to cast it; traced by torch.compile.
 
-        The weights are None if every forward pass casts; amax is None if the last cast's magnitudes are of no use.
+        has_gradient: whether the product's rows take a gradient, which needs the transpose of the weight.
         """
-        kept = self.weights(b_t, recipe)
-        return {
-            "weights": kept,
-            "amax": self._amax_on(b_t.device) if kept is None and b_t.shape[0] == self.amax.shape[0] else None,
-        }
-
-    def weights(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights | None:
-        """Return a weight (E, K, N) in fp8 by the model's setting, or None where every pass casts; traced by torch.compile."""
         if self.is_first_microbatch is None:
-            return None
+            is_expected = recipe.uses_amax and has_gradient and torch.is_grad_enabled() and b_t.shape[0] == self.amax.shape[0]
+            return self._cast(b_t, recipe) if is_expected else None
         held = self._fitting(b_t, recipe)
         if held is None:
             return self._allocate(b_t, recipe)
@@ -146,7 +138,7 @@ class KeptWeights(nn.Module):
         return held
 
     @untraced
-    def current(self, weight: Tensor, recipe: Recipe | DelayedScaling, *, update: bool, skip: Tensor | None = None) -> Fp8Weights:
+    def current(self, weight: Tensor, recipe: AnyRecipe, *, update: bool, skip: Tensor | None = None) -> Fp8Operand:
         """Return weight (E, N, K), contiguous or column-major, in fp8. The first call allocates, later calls write in place.
 
         Args:
@@ -184,45 +176,39 @@ class KeptWeights(nn.Module):
             self.amax = torch.zeros_like(self.amax, device=device)
         return self.amax
 
-    def _fitting(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights | None:
+    def _fitting(self, b_t: Tensor, recipe: AnyRecipe) -> Fp8Operand | None:
         """Return the buffers if b_t (E, K, N) fits them, else None."""
-        held, is_rowwise = self.held, isinstance(recipe, Recipe) and recipe.scaling == "rowwise"
-        if held is None or held.q.shape != b_t.shape or held.q.device != b_t.device or (held.scale.ndim == 2) != is_rowwise:
+        held = self.held
+        if held is None or held.q.shape != b_t.shape or held.q.device != b_t.device:
             return None
-        return held
+        return held if (held.scale.ndim == 2) == recipe.is_rowwise else None
 
-    def _allocate(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights:
+    def _allocate(self, b_t: Tensor, recipe: AnyRecipe) -> Fp8Operand:
         """Make the buffers of b_t (E, K, N) in fp8."""
         with torch.inference_mode(False):  # because training also reads the buffers that an evaluation fills
             made = self._cast(b_t, recipe)
-            for name, t in zip(Fp8Weights._fields, made, strict=True):
+            for name, t in zip(Fp8Operand._fields, made, strict=True):
                 setattr(self, name, t)
         return made
 
-    def _write(self, held: Fp8Weights, b_t: Tensor, recipe: Recipe | DelayedScaling, skip: Tensor | None = None) -> None:
+    def _write(self, held: Fp8Operand, b_t: Tensor, recipe: AnyRecipe, skip: Tensor | None = None) -> None:
         """Write b_t (E, K, N) into the buffers, which get a new version; not where the flag on the device is set."""
-        is_traced = torch.compiler.is_compiling()
-        if not is_traced and isinstance(recipe, DelayedScaling) and recipe.known:
-            recipe.cast_weights(b_t.detach().mT, held, None if skip is None else skip.reshape(1).float())
-        elif not is_traced and isinstance(recipe, Recipe) and skip is None:
-            write_weights(held, b_t.detach(), recipe, self._amax_on(b_t.device))
-        else:
-            with torch.no_grad():
-                for t, new in zip(held, self._cast(b_t, recipe), strict=True):
-                    if skip is None:
-                        t.copy_(new)
-                    else:
-                        bits = torch.uint8 if t.dtype.itemsize == 1 else t.dtype  # because torch.where does not support fp8
-                        torch.where(skip != 0, t.view(bits), new.view(bits), out=t.view(bits))
+        can_write = recipe.known if isinstance(recipe, DelayedScaling) else skip is None
+        if can_write and not torch.compiler.is_compiling():
+            recipe.write_weights(held, b_t.detach(), self._amax_on(b_t.device), skip)  # type: ignore[arg-type]
+            torch.autograd.graph.increment_version(list(held))
             return
-        torch.autograd.graph.increment_version(list(held))
+        with torch.no_grad():
+            for t, new in zip(held, self._cast(b_t, recipe), strict=True):
+                if skip is None:
+                    t.copy_(new)
+                else:
+                    bits = torch.uint8 if t.dtype.itemsize == 1 else t.dtype  # because torch.where does not support fp8
+                    torch.where(skip != 0, t.view(bits), new.view(bits), out=t.view(bits))
 
-    def _cast(self, b_t: Tensor, recipe: Recipe | DelayedScaling) -> Fp8Weights:
+    def _cast(self, b_t: Tensor, recipe: AnyRecipe) -> Fp8Operand:
         """Return b_t (E, K, N) in fp8 in new tensors, by operators that torch.compile traces."""
-        b_t = b_t.detach()
-        if isinstance(recipe, DelayedScaling):
-            return recipe.cast_weights(b_t.mT)
-        return fp8_weights(b_t, recipe, self._amax_on(b_t.device))
+        return recipe.cast_weights(b_t.detach(), amax=self._amax_on(b_t.device))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.clear()

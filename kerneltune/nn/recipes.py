@@ -1,8 +1,36 @@
-"""Name the recipes by which the operands of products are scaled to fp8."""
+"""Cast rows and weights to fp8 by a recipe with fresh scales; `delayed.py` has the scales of past steps."""
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kerneltune.kernel_lib.functions import custom_op
+from kerneltune.kernel_lib.tl_lib import INTERPRETED
+from kerneltune.ops import fp8
 
 SCALINGS = ("tensorwise", "rowwise")
+
+
+class Fp8Operand(NamedTuple):
+    """Hold rows, or a weight (E, K, N), in fp8 for two products; a tensor that no product reads is None.
+
+    Attributes:
+        q: values for the product that gives Y; of dY for the product that gives dX. Of a weight (E, K, N), strides (K N, 1, K).
+        scale: factors of the values of q: of a weight (E,) or (E, N) fp32.
+        q_t: values for the other product, which gives dW, or dX of a weight. Of a weight (E, N, K), strides (N K, 1, N).
+        scale_t: factors of the values of q_t: of a weight (E,) or (E, K) fp32; may be scale.
+    """
+
+    q: Any = None
+    scale: Any = None
+    q_t: Any = None
+    scale_t: Any = None
+
+    def transposed(self) -> "Fp8Operand":
+        """Return the operand of the transposed weight."""
+        return Fp8Operand(self.q_t, self.scale_t, self.q, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +54,78 @@ class Recipe:
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling must be one of {', '.join(SCALINGS)}, got {self.scaling!r}")
 
+    @property
+    def is_rowwise(self) -> bool:
+        """Return whether a weight has a scale for each column."""
+        return self.scaling == "rowwise"
+
+    @property
+    def uses_amax(self) -> bool:
+        """Return whether a cast of weights in both layouts is faster with the largest magnitudes of the cast before."""
+        return self.scaling == "tensorwise" and self.pow2 and self.keep_weights
+
+    def cast_rows(
+        self, x: Tensor, offs: Tensor | None, along: bool = True, down: bool = True, is_gradient: bool = False
+    ) -> Fp8Operand:
+        """Cast x (M, K) along its rows for the product with a weight, and down its columns for dW.
+
+        Rows behind the last group have no part in any scale. With offs the cast for dW holds aligned groups.
+        """
+        ops, options = torch.ops.kerneltune, {"pow2": self.pow2, "inverse": True}
+        if not self.is_rowwise:
+            layout = "both" if along and down else "row" if along else "col"
+            *made, scale = ops.fp8_tensorwise_2d(x, layout=layout, offs=offs, **options)
+            return Fp8Operand(made[0] if along else None, scale, made[-1] if down else None, scale)
+        if not down:
+            q, scale = ops.fp8_rowwise_2d(x, **options)
+            return Fp8Operand(q, scale.view(-1))
+        ends = one_group(x) if offs is None else offs
+        shape, options["aligned"] = (ends.shape[0], x.shape[1]), offs is not None
+        if not along:
+            q_t, scale_t = ops.fp8_group_colwise(x, ends, **options)
+            return Fp8Operand(q_t=q_t, scale_t=scale_t.view(shape))
+        q, scale, q_t, scale_t = ops.fp8_group_both(x, ends, **options)
+        return Fp8Operand(q, scale.view(-1), q_t, scale_t.view(shape))
+
+    def cast_weights(self, b: Tensor, both: bool = True, amax: Tensor | None = None) -> Fp8Operand:
+        """Cast a weight b (E, K, N) of either order for the forward product, and with `both` for dX.
+
+        amax: of `fp8_tensorwise_3d`; ignored under `rowwise`, and without `both` or pow2.
+        """
+        if not torch.compiler.is_compiling() and not (b.is_cuda or INTERPRETED or b.is_meta):
+            raise ValueError(f"weights must be on a GPU, or kernels interpreted (TRITON_INTERPRET=1), got weights on {b.device}")
+        is_contiguous, ops, options = b.is_contiguous(), torch.ops.kerneltune, {"pow2": self.pow2, "inverse": True}
+        w = b.mT if is_contiguous else b
+        E, _, N = w.shape
+        if both:
+            if self.is_rowwise:
+                q, scale, q_t, scale_t = ops.fp8_rowwise_3d_both(w, **options)
+                made = Fp8Operand(q, scale.view(E, N), q_t, scale_t)
+            elif amax is not None and self.pow2:
+                q, scale, q_t = expected_weights(w, amax)
+                made = Fp8Operand(q, scale, q_t, scale)
+            else:
+                q, q_t, scale = ops.fp8_tensorwise_3d(w, layout="both", **options)
+                made = Fp8Operand(q, scale, q_t, scale)
+            return made.transposed() if is_contiguous else made
+        if not self.is_rowwise:
+            return Fp8Operand(*ops.fp8_tensorwise_3d(w, layout="col" if is_contiguous else "row", **options))
+        if is_contiguous:
+            return Fp8Operand(*ops.fp8_rowwise_3d_transpose(w, **options))
+        q, scale = ops.fp8_colwise_3d(w, **options)
+        return Fp8Operand(q, scale.view(E, N))
+
+    def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor, skip: None = None) -> None:
+        """Overwrite the tensors of an earlier cast of a weight of this size by b (E, K, N) of either order."""
+        if b.is_contiguous():
+            b, into = b.mT, into.transposed()
+        if self.is_rowwise:
+            layouts = fp8.BothLayouts(into.q, into.scale.unsqueeze(1), into.q_t, into.scale_t)
+            fp8.fp8_rowwise_3d_both(b, pow2=self.pow2, inverse=True, out=layouts)
+        else:
+            out = fp8.SegmentOutput(into.q, into.q_t, into.scale)
+            fp8.fp8_tensorwise_3d(b, layout="both", pow2=self.pow2, inverse=True, amax=amax, out=out)
+
 
 def recipe_of(recipe: str | Recipe, *others: str) -> Recipe:
     """Return the recipe, or the default recipe of a scaling's name; the error message also lists the names in `others`."""
@@ -34,3 +134,22 @@ def recipe_of(recipe: str | Recipe, *others: str) -> Recipe:
     if recipe not in SCALINGS:
         raise ValueError(f"recipe must be one of {', '.join((*SCALINGS, *others))} or a Recipe, got {recipe!r}")
     return Recipe(recipe)
+
+
+def one_group(rows: Tensor) -> Tensor:
+    """Return the end of all rows as a single group."""
+    return torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)
+
+
+@custom_op("kerneltune::fp8_expected_weights", mutates_args=("amax",))
+def expected_weights(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast w (E, K, N) tensor-wise per expert and write its largest magnitudes to amax: q, scale and q_t."""
+    made = fp8.fp8_tensorwise_3d(w, layout="both", inverse=True, amax=amax)
+    assert made.q is not None and made.q_t is not None
+    return made.q, made.scale, made.q_t
+
+
+@expected_weights.register_fake
+def _(w: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, q_t, scale = torch.ops.kerneltune.fp8_tensorwise_3d(w, layout="both", inverse=True)
+    return q, scale, q_t

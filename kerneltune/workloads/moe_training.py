@@ -17,11 +17,10 @@ from torch import Tensor
 from kerneltune.kernel_lib.compiled import compiled_for
 from kerneltune.kernel_lib.groups import bounds, group_ends
 from kerneltune.nn.alignment import ALIGNED
-from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.fp8_products import Fp8Weights, cast_rows, fp8_weights
+from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
-from kerneltune.nn.recipes import SCALINGS, Recipe
+from kerneltune.nn.recipes import SCALINGS, Fp8Operand, Recipe
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
@@ -110,7 +109,7 @@ def run_step(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     return _step(partial(fp8_grouped_mm, recipe=_how(recipe, inputs), amax=_amax(inputs)), inputs)
 
 
-def _how(recipe: str, inputs: Inputs) -> Recipe | DelayedScaling:
+def _how(recipe: str, inputs: Inputs) -> AnyRecipe:
     """Return a recipe; `delayed` has its scales from a step before."""
 
     def known() -> DelayedScaling:
@@ -119,7 +118,7 @@ def _how(recipe: str, inputs: Inputs) -> Recipe | DelayedScaling:
         scaling.update()
         return scaling
 
-    how: Recipe | DelayedScaling = _once(inputs, "delayed scaling", known) if recipe == "delayed" else Recipe(recipe)
+    how: AnyRecipe = _once(inputs, "delayed scaling", known) if recipe == "delayed" else Recipe(recipe)
     return how
 
 
@@ -150,11 +149,8 @@ def run_cached(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     return _step(partial(fp8_grouped_mm, recipe=_how(recipe, inputs), weights=weights), inputs)
 
 
-def _weights(recipe: str, inputs: Inputs) -> Fp8Weights:
-    how = _how(recipe, inputs)
-    if isinstance(how, DelayedScaling):
-        return how.cast_weights(inputs["w"])
-    return fp8_weights(inputs["w"].transpose(1, 2), how, _amax(inputs))
+def _weights(recipe: str, inputs: Inputs) -> Fp8Operand:
+    return _how(recipe, inputs).cast_weights(inputs["w"].transpose(1, 2), amax=_amax(inputs))
 
 
 def run_refresh(recipe: str, inputs: Inputs, _config: None) -> Outputs:
@@ -164,17 +160,14 @@ def run_refresh(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     return {"w": _cast_of_w(kept.current(w, _how(recipe, inputs), update=True))}
 
 
-def _cast_of_w(weights: Fp8Weights) -> tuple[Tensor, Tensor]:
+def _cast_of_w(weights: Fp8Operand) -> tuple[Tensor, Tensor]:
     return weights.q.transpose(1, 2), weights.scale.view(*weights.scale.shape[:2], *[1] * (3 - weights.scale.ndim))
 
 
 def _casts(recipe: str, inputs: Inputs) -> dict[str, list[Tensor]]:
     """Run all casts of a step: of a, w and dy for Y and dA, and of a and dy for dW, each as fp8 and scale."""
     a, dy, offs, how = inputs["a"], inputs["dy"], inputs["offs"], _how(recipe, inputs)
-    if isinstance(how, DelayedScaling):
-        rows, gradient = how.cast_rows(a, offs, False), how.cast_rows(dy, offs, True)
-    else:
-        rows, gradient = (cast_rows(recipe, True, t, offs, True, True) for t in (a, dy))
+    rows, gradient = how.cast_rows(a, offs), how.cast_rows(dy, offs, is_gradient=True)
     made = {"a": rows[:2], "w": _weights(recipe, inputs), "dy": gradient[:2], "a_t": rows[2:], "dy_t": gradient[2:]}
     return {name: [t for t in operand if t is not None] for name, operand in made.items()}
 
@@ -183,7 +176,7 @@ def run_casts(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """Run all casts of a step, no product."""
     casts = _casts(recipe, inputs)
     a, dy = ((q, scale.view(-1, 1)) for q, scale in (casts["a"], casts["dy"]))
-    return {"a": a, "dy": dy, "w": _cast_of_w(Fp8Weights(*casts["w"]))}
+    return {"a": a, "dy": dy, "w": _cast_of_w(Fp8Operand(*casts["w"]))}
 
 
 def run_gemms(recipe: str, inputs: Inputs, _config: None) -> Outputs:

@@ -1,6 +1,7 @@
 """Experts as one function: the products of rows that SwiGLU gates, up to a rounding of the gate."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn import Recipe, fp8_grouped_mm, sort_tokens
-from kerneltune.nn.fp8_products import fp8_weights
-from kerneltune.nn.grouped_mm import ExpertWeights, fp8_routed_mm
+from kerneltune.nn.grouped_mm import fp8_routed_mm
+from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.routing import Routing
 from kerneltune.nn.swiglu import swiglu
 
@@ -38,12 +39,12 @@ def step(experts: Experts, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def as_one(routing: Routing, recipe: Recipe = TENSORWISE) -> Experts:
-    return lambda x, up, down: fp8_routed_mm(x, ExpertWeights(up), routing, recipe, ExpertWeights(down))
+    return lambda x, up, down: fp8_routed_mm(x, up, routing, recipe, down_t=down)
 
 
 def by_parts(routing: Routing, recipe: Recipe = TENSORWISE) -> Experts:
     def run(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        return fp8_grouped_mm(swiglu(fp8_routed_mm(x, ExpertWeights(up), routing, recipe)), down, routing.offs, recipe=recipe)
+        return fp8_grouped_mm(swiglu(fp8_routed_mm(x, up, routing, recipe)), down, routing.offs, recipe=recipe)
 
     return run
 
@@ -74,15 +75,12 @@ def test_gradients_that_are_not_asked_for_change_no_other(frozen: tuple[int, ...
 def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
     tensors, routing = operands()
     want = step(as_one(routing), tensors)
-    cast = [fp8_weights(t.detach().transpose(1, 2), TENSORWISE) for t in tensors[1:]]
-    amax = [torch.zeros(E, device=DEVICE) for _ in range(2)]
-    for options in ([{"weights": w} for w in cast], [{"amax": a} for a in amax], [{"amax": a} for a in amax]):
+    cast = [TENSORWISE.cast_weights(t.detach().transpose(1, 2)) for t in tensors[1:]]
+    kept = [KeptWeights(E, torch.device(DEVICE)) for _ in range(2)]
+    for weights in (cast, kept, kept):
 
-        def run(
-            x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, options: list[dict[str, object]] = options
-        ) -> torch.Tensor:
-            first, second = (ExpertWeights(w, **given) for w, given in zip((up, down), options, strict=True))  # type: ignore[arg-type]
-            return fp8_routed_mm(x, first, routing, TENSORWISE, second)
+        def run(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, weights: list[Any] = weights) -> torch.Tensor:
+            return fp8_routed_mm(x, up, routing, TENSORWISE, down_t=down, weights=weights)
 
         for a, b in zip(step(run, tensors), want, strict=True):
             assert torch.equal(a, b)

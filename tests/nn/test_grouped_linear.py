@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kerneltune import cache, device
 from kerneltune.compat import preserved_versions, sleep_on_gpu
-from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, kept_weights, set_first_microbatch, update_scales
+from kerneltune.nn import GroupedLinear, Recipe, fp8_grouped_mm, set_first_microbatch, update_scales
 from kerneltune.ops.fp8_grouped_gemm import gemm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,12 +40,12 @@ def addresses(module: GroupedLinear) -> list[int]:
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that gets a name with each cast of kept weights, in place or into new tensors."""
+    """Return a list that gets a name with each cast of weights, in place or into new tensors."""
     casts: list[str] = []
-    for name in ("fp8_weights", "write_weights"):
-        cast = getattr(kept_weights, name)
+    for name in ("cast_weights", "write_weights"):
+        cast = getattr(Recipe, name)
         monkeypatch.setattr(
-            kept_weights, name, lambda *args, name=name, cast=cast, **options: casts.append(name) or cast(*args, **options)
+            Recipe, name, lambda *args, name=name, cast=cast, **options: casts.append(name) or cast(*args, **options)
         )
     return casts
 
@@ -91,7 +91,7 @@ def test_a_weight_in_column_major_order(recipe: str) -> None:
 def test_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     casts = counted(monkeypatch)
     module, (x, offs) = layer(), batch()
-    for first, so_far in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 2), (False, 2)):
+    for first, so_far in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 3), (False, 3)):
         module(x, offs, is_first_microbatch=first)
         assert len(casts) == so_far
 
@@ -226,7 +226,7 @@ def test_a_cast_that_failed_is_made_by_the_next_call(monkeypatch: pytest.MonkeyP
     module(x, offs, is_first_microbatch=True)
     change(module)
     with monkeypatch.context() as patched, pytest.raises(torch.OutOfMemoryError):
-        patched.setattr(kept_weights, "write_weights", fail)
+        patched.setattr(Recipe, "write_weights", fail)
         module(x, offs, is_first_microbatch=False)
     assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
 

@@ -12,7 +12,7 @@ from training_step import DEVICE, RECIPES, expected, leaves, offsets, products, 
 
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, fp8_grouped_mm, fp8_products
-from kerneltune.nn.fp8_products import cast_rows, fp8_weights
+from kerneltune.nn.recipes import expected_weights
 
 ENDS = {"even": [32, 64, 96], "uneven": [16, 80, 96], "empty": [0, 96, 96]}
 RAGGED = {"ragged": [5, 38, 91], "one row": [95, 95, 96], "short": [1, 2, 3]}
@@ -146,7 +146,7 @@ def test_weights_of_either_order(recipe: str | Recipe) -> None:
 def test_weights_cast_before_give_the_same(recipe: str) -> None:
     a, w = leaves(32, 32, 16, 2)
     offs, dy = offsets([16, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
-    cast = fp8_weights(w.detach().transpose(1, 2), Recipe(recipe))
+    cast = Recipe(recipe).cast_weights(w.detach().transpose(1, 2))
     for got, want in zip(
         products(a, w, offs, dy, recipe=recipe, weights=cast), products(a, w, offs, dy, recipe=recipe), strict=True
     ):
@@ -254,14 +254,14 @@ def test_the_largest_weights_of_the_step_before(column_major: bool) -> None:
         assert every(torch.equal(*pair) for pair in zip(torch.autograd.grad(y, (a, w), dy), gradients, strict=True))
     assert torch.equal(amax, w.detach().abs().amax((1, 2)).float())
     assert torch.equal(amax, traced)
-    torch.library.opcheck(fp8_products.expected_weights, (w.detach().mT, amax), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(expected_weights, (w.detach().mT, amax), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("scaling", RECIPES)
 def test_operators_that_fp8_weights_or_rows_late_keep_torch_s_rules(scaling: str) -> None:
     a, w = (t.detach() for t in leaves(32, 48, 16, 2))
     dy, tests = torch.randn(32, 16, device=DEVICE).bfloat16(), ["test_faketensor"]  # other tests sum fp8 values
-    q, scale, q_t, scale_t = cast_rows(scaling, True, dy, None, True, True)
+    q, scale, q_t, scale_t = Recipe(scaling).cast_rows(dy, None)
     for b, offs in ((w.mT, offsets([16, 32])), (w[:1].mT, None)):
         arguments = (q, scale, b, offs, scaling, True, torch.bfloat16)
         torch.library.opcheck(fp8_products.input_gradient, arguments, test_utils=tests)
@@ -348,13 +348,13 @@ def test_compiled_autograd(recipe: str) -> None:
 def test_what_is_refused_is_refused_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     a, w = leaves(40, 32, 16, 2)
     b_t, offs = w.mT, offsets([16, 32])
-    cast = fp8_weights(b_t.detach(), Recipe("tensorwise"))
+    cast = Recipe("tensorwise").cast_weights(b_t.detach())
     many = torch.empty(1025, 16, 16, device=DEVICE).bfloat16()
-    monkeypatch.setattr(fp8_products, "cast_rows", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr(Recipe, "cast_rows", lambda *_, **__: pytest.fail("launched"))
     for arguments, options, message in (
         ((a[:32], b_t, offs.repeat_interleave(2)[::2]), {}, r"offs must be contiguous, got strides \(2,\)"),
         ((a[:, :16].contiguous(), many, offsets([16] * 1025)), {}, r"offs must be of 1 to 1024 groups, got \(1025,\)"),
-        ((a[:32], b_t, offs), {"weights": tuple(cast)}, "weights must be Fp8Weights, got tuple"),
+        ((a[:32], b_t, offs), {"weights": tuple(cast)}, "weights must be an Fp8Operand, got tuple"),
         ((a[:32], b_t, offs), {"amax": a[0]}, r"amax must be \(2,\) torch.float32 on"),
         ((a[:32], b_t, offs), {"weights": cast._replace(q_t=cast.q_t.contiguous())}, r"weights\.q_t must be column-major, got"),
         ((a[:32], b_t, offs), {"weights": cast._replace(scale=cast.scale.repeat(2)[::2])}, r"weights\.scale must be contiguous"),
@@ -389,4 +389,4 @@ def test_bad_arguments() -> None:
     with pytest.raises(ValueError, match="scaling must be one of tensorwise, rowwise, got 'mx'"):
         Recipe("mx")
     with pytest.raises(ValueError, match=r"weights\.scale must be \(2, 16\) .* got \(2,\)"):
-        fp8_grouped_mm(a, b_t, offs, recipe="rowwise", weights=fp8_weights(b_t.detach(), Recipe("tensorwise")))
+        fp8_grouped_mm(a, b_t, offs, recipe="rowwise", weights=Recipe("tensorwise").cast_weights(b_t.detach()))

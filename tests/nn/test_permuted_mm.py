@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kerneltune.nn import Recipe, fp8_grouped_mm, permute_tokens, sort_tokens
-from kerneltune.nn.fp8_products import fp8_weights
-from kerneltune.nn.grouped_mm import ExpertWeights, fp8_routed_mm
+from kerneltune.nn.grouped_mm import fp8_routed_mm
+from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.routing import Routing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,7 +38,7 @@ def of_copies(routing: Routing, recipe: Recipe) -> Product:
 def test_tokens_cast_before_they_are_copied_give_the_bits_of_copies(recipe: Recipe) -> None:
     x, weight, routing = operands()
     want = step(of_copies(routing, recipe), x, weight)
-    got = step(lambda x, b_t: fp8_routed_mm(x, ExpertWeights(b_t), routing, recipe), x, weight)
+    got = step(lambda x, b_t: fp8_routed_mm(x, b_t, routing, recipe), x, weight)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
@@ -46,12 +46,10 @@ def test_tokens_cast_before_they_are_copied_give_the_bits_of_copies(recipe: Reci
 def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
     x, weight, routing = operands()
     want = step(of_copies(routing, TENSORWISE), x, weight)
-    cast = fp8_weights(weight.detach().transpose(1, 2), TENSORWISE)
-    amax = torch.zeros(E, device=DEVICE)
-    for options in ({"weights": cast}, {"amax": amax}, {"amax": amax}):
-        got = step(
-            lambda x, b_t, options=options: fp8_routed_mm(x, ExpertWeights(b_t, **options), routing, TENSORWISE), x, weight
-        )  # type: ignore[misc]
+    cast = TENSORWISE.cast_weights(weight.detach().transpose(1, 2))
+    kept = KeptWeights(E, weight.device)
+    for weights in (cast, kept, kept):
+        got = step(lambda x, b_t, weights=weights: fp8_routed_mm(x, b_t, routing, TENSORWISE, weights=[weights]), x, weight)  # type: ignore[misc]
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
 
@@ -60,7 +58,7 @@ def test_product_of_tokens_compiles_without_a_graph_break() -> None:
     x, weight, routing = operands()
 
     def product(x: torch.Tensor, b_t: torch.Tensor) -> torch.Tensor:
-        return fp8_routed_mm(x, ExpertWeights(b_t), routing, TENSORWISE)
+        return fp8_routed_mm(x, b_t, routing, TENSORWISE)
 
     want = step(product, x, weight)
     got = step(torch.compile(product, backend="aot_eager", fullgraph=True), x, weight)
@@ -72,7 +70,7 @@ def test_tokens_of_no_expert_have_no_gradient() -> None:
     x, weight, _ = operands()
     ids = torch.full((T, TOP_K), E, device=DEVICE)
     ids[:5] = torch.tensor([0, 2], device=DEVICE)
-    y, dx, _ = step(lambda x, b_t: fp8_routed_mm(x, ExpertWeights(b_t), sort_tokens(ids, E), TENSORWISE), x, weight)
+    y, dx, _ = step(lambda x, b_t: fp8_routed_mm(x, b_t, sort_tokens(ids, E), TENSORWISE), x, weight)
     assert not y[5 * TOP_K :].any()
     assert not dx[5:].any()
     assert dx[:5].any()
@@ -81,4 +79,4 @@ def test_tokens_of_no_expert_have_no_gradient() -> None:
 def test_tokens_of_another_width_are_refused() -> None:
     x, weight, routing = operands()
     with pytest.raises(ValueError, match="takes A"):
-        fp8_routed_mm(x[:, :16], ExpertWeights(weight.transpose(1, 2)), routing, TENSORWISE)
+        fp8_routed_mm(x[:, :16], weight.transpose(1, 2), routing, TENSORWISE)
