@@ -19,12 +19,11 @@ from kerneltune.nn.converted import (
     change_class,
     convert_module,
     expert_weights,
-    has_known_products,
     is_converted,
     revert,
+    why_not_experts,
     why_not_reverted,
 )
-from kerneltune.nn.forward_code import names_in_forward
 from kerneltune.nn.fp8_linear import Fp8Linear, why_not_fp8
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.recipes import Recipe, recipe_of
@@ -32,8 +31,6 @@ from kerneltune.nn.recipes import Recipe, recipe_of
 Filter = Callable[[nn.Module, str], bool]
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-
-_PRODUCTS = {"@", "bmm", "matmul", "_grouped_mm", "grouped_mm"}
 
 _ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _DENSE = {"input_layernorm": _ATTENTION, "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")}
@@ -232,16 +229,10 @@ def _experts_of(model: nn.Module) -> _Reasons:
     found: _Reasons = {}
     for name, module in model.named_modules():
         if expert_weights(module):
-            found[name] = module, _why_not_experts(module)
+            found[name] = module, why_not_experts(module)
         elif "expert" in type(module).__name__.lower() and any(p.ndim > 1 for p in module.parameters(recurse=False)):
             found[name] = module, f"a {type(module).__name__} without weights of three axes (E, N, K)"
     return found
-
-
-def _why_not_experts(module: nn.Module) -> str | None:
-    if has_known_products(module) or not _PRODUCTS.isdisjoint(names_in_forward(module)):
-        return None
-    return f"the code of {type(module).__name__}.forward makes no grouped or batched product with its weights of three axes"
 
 
 def _linears_of(model: nn.Module) -> _Reasons:

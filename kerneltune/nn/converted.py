@@ -178,6 +178,7 @@ class ExpertOperand(Tensor):
 
 # a tuple, because torch.compile does not find functions in a dict
 _PRODUCTS = (grouped_mm, F.grouped_mm, torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
+_NAMES_OF_PRODUCTS = {"@", "bmm", "matmul", "_grouped_mm", "grouped_mm"}
 _OPERANDS = ("input", "self", "mat_a", "mat2", "other", "mat_b")
 """Names of the first operand of these products, then of the second."""
 
@@ -379,9 +380,12 @@ def _family_of(module: nn.Module) -> _Family:
     return next(found, _FAMILIES[-1])
 
 
-def has_known_products(module: nn.Module) -> bool:
-    """Return whether the products of a module with expert weights need no look at the code of its forward pass."""
-    return isinstance(module, GroupedLinear | Converted) or _family_of(module).kind is not UnknownExperts
+def why_not_experts(module: nn.Module) -> str | None:
+    """Return why a module with expert weights cannot multiply by them in fp8, or None."""
+    is_known = isinstance(module, GroupedLinear | Converted) or _family_of(module).kind is not UnknownExperts
+    if is_known or not _NAMES_OF_PRODUCTS.isdisjoint(names_in_forward(module)):
+        return None
+    return f"the code of {type(module).__name__}.forward makes no grouped or batched product with its weights of three axes"
 
 
 def expert_weights(module: nn.Module) -> dict[str, Tensor]:

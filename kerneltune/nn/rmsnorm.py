@@ -43,6 +43,8 @@ def rms_norm(
         y (…, N) of x's dtype, contiguous; with a residual y and x + residual, rounded to x's dtype.
     """
     _check(x, weight, eps, zero_centered, residual)
+    if not _has_kernels(x):
+        return _plain(x, weight, eps, zero_centered, residual)
     y, total, _ = rmsnorm_fwd(_rows(x), None if residual is None else _rows(residual), weight, eps, zero_centered)
     return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total.reshape(x.shape))
 
@@ -116,13 +118,19 @@ def rmsnorm_fwd(
 
     Without a residual the sum has no elements.
     """
-    if not _has_kernels(x):
-        return _plain_fwd(x, residual, weight, eps, zero_centered)
     if residual is None:
         out = rmsnorm.rmsnorm_fwd(x, weight, eps, zero_centered=zero_centered)
         return out.y, x.new_empty(0), out.rsigma
     summed = rmsnorm.rmsnorm_add_fwd(x, residual, weight, eps, zero_centered=zero_centered)
     return summed.y, summed.total, summed.rsigma
+
+
+@rmsnorm_fwd.register_fake
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.new_empty(0 if residual is None else x.shape)
+    return x.new_empty(x.shape), total, x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @custom_op("kerneltune::rmsnorm_bwd")
@@ -136,10 +144,15 @@ def rmsnorm_bwd(
         dtotal: (M, N), added to dx, or None.
         for_weight: whether dgamma is asked for; else it has no elements.
     """
-    if not _has_kernels(x):
-        return _plain_bwd(dz, dtotal, x, rsigma, weight, zero_centered, for_weight)
     dx, dgamma = rmsnorm.rmsnorm_add_bwd(dz, dtotal, x, rsigma, weight, zero_centered=zero_centered, with_dgamma=for_weight)
     return dx, x.new_empty(0) if dgamma is None else dgamma
+
+
+@rmsnorm_bwd.register_fake
+def _(
+    dz: Tensor, dtotal: Tensor | None, x: Tensor, rsigma: Tensor, weight: Tensor | None, zero_centered: bool, for_weight: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(0) if weight is None or not for_weight else weight.new_empty(weight.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -166,37 +179,17 @@ def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda or bool(INTERPRETED)
 
 
-def _plain_fwd(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    total = x.new_empty(0) if residual is None else (x + residual).contiguous()
-    x32 = (x if residual is None else total).float()
-    rsigma = torch.rsqrt(x32.square().mean(dim=1) + eps)
-    y = x32 * rsigma[:, None] * _gamma(weight, zero_centered)
-    return y.to(x.dtype).contiguous(), total, rsigma
+def _plain(
+    x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, residual: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    total = x if residual is None else x + residual
+    x32 = total.float()
+    y32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    y32 = y32 if weight is None else y32 * (weight.float() + int(zero_centered))
+    y = y32.to(x.dtype).contiguous()
+    return y if residual is None else (y, total.contiguous())
 
 
-def _plain_bwd(
-    dz: Tensor, dtotal: Tensor | None, x: Tensor, rsigma: Tensor, weight: Tensor | None, zero_centered: bool, for_weight: bool
-) -> tuple[Tensor, Tensor]:
-    x32, dz32, r = x.float(), dz.float(), rsigma[:, None]
-    dzg = dz32 * _gamma(weight, zero_centered)
-    correction = r.square() * (dzg * x32).mean(dim=1, keepdim=True)
-    dx = r * (dzg - correction * x32)
-    if dtotal is not None:
-        dx = dx + dtotal.float()
-    dgamma = x.new_empty(0) if weight is None or not for_weight else (dz32 * x32 * r).sum(0).to(weight.dtype)
-    return dx.to(x.dtype).contiguous(), dgamma
-
-
-def _gamma(weight: Tensor | None, zero_centered: bool) -> Tensor | float:
-    if weight is None:
-        return 1.0
-    return weight.float() + 1.0 if zero_centered else weight.float()
-
-
-rmsnorm_fwd.register_fake(_plain_fwd)
-rmsnorm_bwd.register_fake(_plain_bwd)
 rmsnorm_fwd.register_autograd(_backward, setup_context=_save)
 
 

@@ -112,7 +112,7 @@ def test_what_cannot_scale_keeps_what_there_was() -> None:
     def update(rows: float, grads: float, weights: float) -> list[float]:
         for is_gradient, value in ((False, rows), (True, grads)):
             offs = torch.tensor([16], dtype=torch.int32, device=DEVICE)
-            scaling.cast_rows(torch.full((16, 16), value, dtype=torch.float32, device=DEVICE), offs, is_gradient)
+            scaling.cast_rows(torch.full((16, 16), value, dtype=torch.float32, device=DEVICE), offs, is_gradient=is_gradient)
         scaling.cast_weights(torch.full((1, 16, 16), weights, dtype=torch.float32, device=DEVICE))
         scaling.update()
         assert not scaling.history.any()

@@ -131,7 +131,6 @@ def test_compiles_without_a_graph_break(dynamic: bool) -> None:
         assert torch.equal(eager, traced)
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("rows", [0, 5])
 def test_operators_keep_torch_s_rules(rows: int) -> None:
     x, weight = leaves(rows, 32, dtype=torch.bfloat16)
