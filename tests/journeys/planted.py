@@ -115,9 +115,9 @@ PLANTS = (
     ),
     Plant(
         "gpu_refused",
-        "kerneltune/nn/fp8_products.py",
-        "if not (w.is_cuda or INTERPRETED or w.is_meta):",
-        "if not (INTERPRETED or w.is_meta):",
+        "kerneltune/nn/recipes.py",
+        "is_compiling() and not (b.is_cuda or INTERPRETED or b.is_meta):",
+        "is_compiling() and not (INTERPRETED or b.is_meta):",
         "train_experts",
     ),
     Plant(  # the interpreter has a branch of its own

@@ -17,7 +17,7 @@ from kerneltune.nn import (
     Recipe,
     convert_to_fp8_training,
     fp8_linear,
-    fp8_products,
+    recipes,
     revert_from_fp8_training,
     set_first_microbatch,
     update_scales,
@@ -387,7 +387,7 @@ def test_delayed_scaling_of_a_dense_layer_uses_scales_of_the_last_step() -> None
 def test_layer_where_no_kernel_runs_raises(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = linear()
     Fp8Linear.from_linear(layer, recipe)
-    monkeypatch.setattr(fp8_products, "INTERPRETED", False)
+    monkeypatch.setattr(recipes, "INTERPRETED", False)
     with pytest.raises(
         ValueError, match=r"weights must be on a GPU, or kernels interpreted \(TRITON_INTERPRET=1\), got weights on cpu"
     ):
