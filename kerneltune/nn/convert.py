@@ -93,20 +93,18 @@ def convert_to_fp8_training(
 ) -> Conversion:
     """Let the expert layers of a model, and its dense layers, multiply in fp8 from now on, in place: forward and backward.
 
-    - A GroupedLinear multiplies by the recipe.
-    - An expert module of `transformers` runs in fp8 whatever its `experts_implementation` is, and so do torchtitan's grouped
-      experts with w1, w2 and w3.
-    - Any other module with expert weights of its own, which are parameters of three axes, also in a ParameterList, sees them as
-      tensors whose grouped and batched products (`torch._grouped_mm`, `torch.bmm`, `torch.matmul`) run in fp8. Conversion skips
-      a module whose forward pass names none of these products. A forward pass that makes none with one of the weights raises a
-      ValueError: nothing stays in bf16 unnoticed.
+    - GroupedLinear, experts of `transformers` with any `experts_implementation`, and torchtitan's grouped experts multiply by
+      the recipe.
+    - Any other module with expert weights of its own, which are parameters of three axes, runs its own forward pass, whose
+      grouped and batched products with the weights (`torch._grouped_mm`, `torch.bmm`, `torch.matmul`) run in fp8. Conversion
+      skips a module whose forward pass names none of these products. A forward pass that makes none with one of the weights
+      raises a ValueError: nothing stays in bf16 unnoticed.
     - With `dense`, each `nn.Linear` that is large enough for fp8 to pay becomes an `Fp8Linear`. Output layers and routers stay.
     - With `norms`, RMS normalizations of known decoder layers write the fp8 operands of the linear layers that alone read them;
       their own result is NaN. Compile a decoder layer with these norms as a whole, or not at all.
 
-    Groups may have any size. Parameters, their names and all hooks stay. The forward passes compile without a graph break, but
-    for `delayed` and modules of other kinds that call `torch._grouped_mm`. Activation checkpoints may be anywhere. Converted
-    modules can be copied and pickled. `revert_from_fp8_training` undoes it.
+    Parameters, their names and all hooks stay. The forward passes compile without a graph break, but for `delayed` and modules of
+    other kinds that call `torch._grouped_mm`. Converted modules can be copied and pickled. `revert_from_fp8_training` undoes it.
 
     Args:
         model: model to convert; the model itself may be converted, too.
@@ -259,7 +257,7 @@ def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _routers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return linear layer -> reason to stay, for the layers beside experts that have one output for each expert."""
+    """Return linear layer -> reason to stay, for the layers beside experts that have an output for each expert."""
     found: dict[nn.Module, str] = {}
     for parent in model.modules():
         for name, child in parent.named_children():

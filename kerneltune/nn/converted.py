@@ -6,7 +6,7 @@ Conversion gives a module a child `fp8`, the `ConvertedProducts`, and a class wi
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any, NamedTuple, cast
@@ -97,25 +97,23 @@ class ConvertedProducts(nn.Module):
         rows = row_major(in_autocast(rows))
         return self._named(name, fp8_grouped_mm, rows, _in_order(weight), offs, recipe=recipe, weights=kept)
 
-    def routed(self, tokens: Tensor, weights: Sequence[tuple[str, Tensor]], routing: Routing) -> Tensor:
+    def routed(self, tokens: Tensor, weights: dict[str, Tensor], routing: Routing) -> Tensor:
         """Multiply tokens (T, K), copied to their experts, with a weight (E, K, N); with a second weight after SwiGLU, if given.
 
         Args:
-            weights: of either order, each with the name of the parameter behind it; two only where `has_swiglu`.
+            weights: weights of either order, by the names of the parameters behind them; two only where `has_swiglu`.
         """
-        if not isinstance(self.recipe, Recipe) or self.recipe.scaling != "tensorwise":
-            ((name, weight),) = weights
+        if not isinstance(self.recipe, Recipe) or self.recipe.is_rowwise:
+            ((name, weight),) = weights.items()
             return self.grouped(permute_tokens(in_autocast(tokens), routing), weight, routing.offs, name)
-        up, down = [_in_order(weight) for _, weight in weights] + [None] * (2 - len(weights))
-        names = [name for name, _ in weights]
-        options = {"down_t": down, "weights": [getattr(self, f"{name}_kept") for name in names]}
+        matrices, kept = [_in_order(w) for w in weights.values()], [getattr(self, f"{name}_kept") for name in weights]
         rows = row_major(in_autocast(tokens))
-        return self._named(", ".join(names), fp8_routed_mm, rows, up, routing, self.recipe, **options)
+        return self._named(", ".join(weights), fp8_routed_mm, rows, matrices, routing, self.recipe, weights=kept)
 
     @property
     def has_swiglu(self) -> bool:
-        """Return whether the recipe lets experts with SwiGLU run as one function."""
-        return isinstance(self.recipe, Recipe) and self.recipe.scaling == "tensorwise" and self.recipe.pow2
+        """Return whether experts with SwiGLU run as one function under the recipe."""
+        return isinstance(self.recipe, Recipe) and not self.recipe.is_rowwise and self.recipe.pow2
 
     def _named(self, names: str, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         """Call a product; its ValueError names the module and the parameters."""
@@ -259,14 +257,14 @@ class FusedExperts(Converted):
         products: ConvertedProducts = self.fp8
         is_plain = self.has_gate and self.fp8_has_default_gate and not has_own_gate(self)
         has_swiglu = is_plain and is_plain_silu(self.act_fn)
-        locals_ = [(name, local_part(getattr(self, name))) for name in (up, down)]
-        weights = [(name, weight if self.is_transposed else weight.transpose(1, 2)) for name, weight in locals_]
+        local = (local_part(getattr(self, name)) for name in (up, down))
+        w, v = [weight if self.is_transposed else weight.transpose(1, 2) for weight in local]
         if has_swiglu and not self.has_bias and products.has_swiglu:
-            x = products.routed(hidden_states, weights, routing)
+            x = products.routed(hidden_states, {up: w, down: v}, routing)
         else:
-            x = _with_bias(self, up, products.routed(hidden_states, weights[:1], routing), routing.offs)
+            x = _with_bias(self, up, products.routed(hidden_states, {up: w}, routing), routing.offs)
             x = swiglu(x) if has_swiglu else apply_gate(self, x) if self.has_gate else self.act_fn(x)
-            x = _with_bias(self, down, products.grouped(x, weights[1][1], routing.offs, down), routing.offs)
+            x = _with_bias(self, down, products.grouped(x, v, routing.offs, down), routing.offs)
         return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
 
 
@@ -324,9 +322,7 @@ def _is_grouped_experts(module: nn.Module) -> bool:
 class FeedingNorm(Converted):
     """Run a normalization that linear layers in fp8 alone read."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Write the fp8 operands of the linear layers, see `feeding_norm_forward`."""
-        return feeding_norm_forward(self, x)
+    forward = feeding_norm_forward
 
 
 class UnknownExperts(Converted):
@@ -394,11 +390,11 @@ def expert_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_made(cls: type) -> bool:
-    """Return whether conversion made a class, which is no subclass of such a class."""
+    """Return whether conversion made a class; a subclass that `fully_shard` makes of the class does not count."""
     return "fp8_operands" in vars(cls)
 
 
-def _empty(kind: type[Converted], base: type[nn.Module], operands: tuple[tuple[str, str], ...]) -> nn.Module:
+def _empty(kind: Any, base: Any, operands: tuple[tuple[str, str], ...]) -> nn.Module:
     """Return a converted module without state, for unpickling and copies."""
     cls = _made_class(kind, base, operands)
     return cls.__new__(cls)
@@ -468,7 +464,7 @@ def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
             change_class(part, kind, own)
 
 
-def change_class(module: nn.Module, kind: type[Converted], operands: tuple[tuple[str, str], ...] = ()) -> None:
+def change_class(module: Any, kind: Any, operands: tuple[tuple[str, str], ...] = ()) -> None:
     """Give a module the class of a kind, unless it is converted."""
     if not isinstance(module, Converted):
         module.__class__ = _made_class(kind, type(module), operands)

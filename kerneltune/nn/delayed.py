@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kerneltune.compat import apply_to_tensors
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
-from kerneltune.nn.recipes import Fp8Operand, Recipe, recipe_of
+from kerneltune.nn.recipes import Fp8Operand, Recipe
 from kerneltune.ops import fp8
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 
@@ -149,11 +149,6 @@ class DelayedScaling(nn.Module):
 
 
 AnyRecipe = Recipe | DelayedScaling
-
-
-def new_recipe(recipe: str | Recipe, num_experts: int, device: torch.device) -> AnyRecipe:
-    """Return a Recipe, or for `delayed` a new DelayedScaling."""
-    return DelayedScaling(num_experts, device=device) if recipe == "delayed" else recipe_of(recipe, "delayed")
 
 
 def update_scales(model: nn.Module) -> int:

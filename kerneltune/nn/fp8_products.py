@@ -20,11 +20,8 @@ from kerneltune.nn.alignment import ALIGNED, row_major
 from kerneltune.nn.delayed import AnyRecipe
 from kerneltune.nn.recipes import Fp8Operand, Recipe, one_group
 
-Pair = Sequence[Any]
-"""q and scale, the beginning of an operand, or q_t and scale_t, its end."""
 
-
-def multiply(x: Pair, w: Pair, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+def multiply(x: Sequence[Any], w: Sequence[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Multiply rows (M, K), in groups that end at offs, with w (E, K, N), or all rows with w (1, K, N); q and scale of both."""
     (q, scale), (q_w, scale_w) = x[:2], w[:2]
     if offs is None:
@@ -33,7 +30,7 @@ def multiply(x: Pair, w: Pair, offs: Tensor | None, dtype: torch.dtype) -> Tenso
     return y
 
 
-def weight_gradient(dy: Pair, x: Pair, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
+def weight_gradient(dy: Sequence[Any], x: Sequence[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return dW (E, N, K), or (N, K) of all rows, of q_t and scale_t of dY and of X."""
     (dy_t, scale_dy), (x_t, scale_x) = dy[-2:], x[-2:]
     if offs is None:

@@ -5,10 +5,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from kerneltune.nn.delayed import AnyRecipe, DelayedScaling, new_recipe
-from kerneltune.nn.grouped_mm import check_operands, fp8_grouped_mm
+from kerneltune.nn.alignment import ALIGNED
+from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.grouped_mm import check_product, fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
-from kerneltune.nn.recipes import Fp8Operand, Recipe
+from kerneltune.nn.recipes import Fp8Operand, Recipe, recipe_of
 
 
 class GroupedLinear(nn.Module):
@@ -39,9 +40,9 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         sizes = (num_experts, in_features, out_features)
-        if not all(type(size) is int and size > 0 for size in sizes) or in_features % 16 or out_features % 16:
+        if not all(type(size) is int and size > 0 for size in sizes) or in_features % ALIGNED or out_features % ALIGNED:
             raise ValueError(
-                "GroupedLinear takes an expert or more and sizes that are multiples of 16, "
+                f"GroupedLinear takes an expert or more and sizes that are multiples of {ALIGNED}, "
                 f"got {num_experts=} {in_features=} {out_features=}"
             )
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
@@ -61,13 +62,14 @@ class GroupedLinear(nn.Module):
         Raises:
             ValueError: an unknown recipe, or a DelayedScaling of another number of experts. The layer stays as it is.
         """
-        if isinstance(recipe, DelayedScaling):
-            how: AnyRecipe | None = recipe
+        if recipe == "delayed":
+            recipe = DelayedScaling(self.num_experts, device=self.weight.device)
+        if not isinstance(recipe, DelayedScaling):
+            self._fresh, self.delayed = None if recipe is None else recipe_of(recipe, "delayed"), None
+        elif recipe.num_experts == self.num_experts:
+            self._fresh, self.delayed = None, recipe
         else:
-            how = None if recipe is None else new_recipe(recipe, self.num_experts, self.weight.device)
-        if isinstance(how, DelayedScaling) and how.num_experts != self.num_experts:
-            raise ValueError(f"recipe must scale {self.num_experts} experts, got {how.num_experts}")
-        self._fresh, self.delayed = (None, how) if isinstance(how, DelayedScaling) else (how, None)
+            raise ValueError(f"recipe must scale {self.num_experts} experts, got {recipe.num_experts}")
         self.kept.clear()
 
     def reset_parameters(self) -> None:
@@ -92,11 +94,11 @@ class GroupedLinear(nn.Module):
         b_t = self.weight.transpose(1, 2)
         recipe = self.recipe
         if recipe is None:
-            check_operands(x, b_t, offs, Recipe())
+            check_product(x, b_t, offs, Recipe())
             return nn.functional.grouped_mm(x, b_t.to(x.dtype), offs=offs)
         weights: KeptWeights | Fp8Operand = self.kept
         if is_first_microbatch is not None:
-            check_operands(x, b_t, offs, recipe)  # before the weight is cast
+            check_product(x, b_t, offs, recipe)  # before the weight is cast
             weights = self.kept.current(self.weight, recipe, update=is_first_microbatch, skip=skip_update)
         return fp8_grouped_mm(x, b_t, offs, recipe=recipe, weights=weights)
 

@@ -58,7 +58,7 @@ def fp8_grouped_mm(
     Source: torchao's rowwise grouped product for MoE training and its pull requests 4179 and 4389, from their contract.
     """
     how = recipe if isinstance(recipe, DelayedScaling) else recipe_of(recipe)
-    check_operands(A, B_t, offs, how, out_dtype)
+    check_product(A, B_t, offs, how, out_dtype)
     cast = _earlier_cast(A, B_t, how, weights, amax)
     if (check_offs or offs.device.type == "cpu") and type(offs) is Tensor and not torch.compiler.is_compiling():
         _check_ends(offs, A.shape[0])
@@ -71,14 +71,12 @@ def fp8_grouped_mm(
 
 def fp8_routed_mm(
     x: Tensor,
-    b_t: Tensor,
+    matrices: Sequence[Tensor],
     routing: Routing,
     recipe: Recipe,
-    *,
-    down_t: Tensor | None = None,
     weights: Sequence[Fp8Operand | KeptWeights | None] = (None, None),
 ) -> Tensor:
-    """Multiply each token by the matrices of its experts, in fp8, x W or swiglu(x W) V; differentiable once in x, b_t and down_t.
+    """Multiply each token by the matrices of its experts, in fp8, x W or swiglu(x W) V; differentiable once in x, W and V.
 
     Because one `tensorwise` scale serves all copies of a token, tokens are cast before they are copied to their experts: the copy
     moves bytes in place of bf16 values, and a K-th of the rows is cast. Where every token has an expert, x W has the bits of
@@ -86,25 +84,24 @@ def fp8_routed_mm(
 
     Args:
         x: (T, K) bf16, fp16 or fp32, rows contiguous.
-        b_t: W, (E, K, N); with down_t (E, K, 2I), whose columns hold gate, then up.
+        matrices: W (E, K, N); or W (E, K, 2I), whose columns hold gate, then up, and V (E, I, N).
         routing: routing of the same tokens.
-        recipe: recipe with tensorwise scaling, and with powers of two if down_t is given. The scale covers tokens without an
-            expert, too.
-        down_t: V, (E, I, N), or None.
-        weights: of `fp8_grouped_mm`, for b_t and down_t.
+        recipe: recipe with tensorwise scaling, and with powers of two if V is given. The scale covers tokens without an expert,
+            too.
+        weights: of `fp8_grouped_mm`, for each of the matrices.
 
     Returns:
         (T k, N) in the order of `routing`, of x's type.
     """
-    check_operands(x, b_t, routing.offs, recipe)
-    if down_t is not None:
-        half = x.new_empty((0, b_t.shape[2] // 2))
-        if b_t.shape[2] % 2 or down_t.shape[1] != half.shape[1]:
-            raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {tuple(b_t.shape)} and {tuple(down_t.shape)}")
-        check_operands(half, down_t, routing.offs, recipe)
-    of_b = _earlier_cast(x, b_t, recipe, weights[0])
-    of_down = None if down_t is None else _earlier_cast(x, down_t, recipe, weights[1])
-    return fp8_product(x, b_t, recipe, x.dtype, v=down_t, routing=routing, casts=(None, of_b, of_down))
+    w, v = matrices[0], matrices[1] if len(matrices) > 1 else None
+    check_product(x, w, routing.offs, recipe)
+    if v is not None:
+        half = x.new_empty((0, w.shape[2] // 2))
+        if w.shape[2] % 2 or v.shape[1] != half.shape[1]:
+            raise ValueError(f"weights must be (E, K, 2I) and (E, I, N), got {tuple(w.shape)} and {tuple(v.shape)}")
+        check_product(half, v, routing.offs, recipe)
+    casts = [_earlier_cast(x, b_t, recipe, known) for b_t, known in zip(matrices, weights, strict=False)]
+    return fp8_product(x, w, recipe, x.dtype, v=v, routing=routing, casts=(None, *casts, None)[:3])
 
 
 def _earlier_cast(
@@ -122,7 +119,7 @@ def _earlier_cast(
     return weights
 
 
-def check_operands(A: Tensor, B_t: Tensor, offs: Tensor, recipe: AnyRecipe, out_dtype: torch.dtype | None = None) -> None:
+def check_product(A: Tensor, B_t: Tensor, offs: Tensor, recipe: AnyRecipe, out_dtype: torch.dtype | None = None) -> None:
     """Check the arguments of `fp8_grouped_mm`, except for values on the device."""
     for name, t in (("A", A), ("B_t", B_t), ("offs", offs)):
         if not isinstance(t, Tensor):

@@ -1,13 +1,9 @@
 """Keep weights in fp8 from microbatch to microbatch, at the same addresses, so that captured graphs find them there.
 
-The setting of `set_first_microbatch`, or the argument `is_first_microbatch` of a GroupedLinear, decides what a forward pass does:
-
-| None | casts the weight, keeps nothing |
-| True | casts the weight into the buffers |
-| False | reads the buffers |
-
-Every forward pass follows a model's setting, also in compiled graphs. A call with the argument is not traced. With False such a
-call casts again if torch knows that the weight has changed since the last call.
+With None as the setting of `set_first_microbatch`, a forward pass casts the weight and keeps nothing; with True it casts the
+weight into the buffers; with False it reads the buffers. So does every compiled graph. The argument `is_first_microbatch` of a
+GroupedLinear overrides the setting for a call, which is not traced. A call with False casts again if torch knows that the weight
+has changed since the last call.
 """
 
 import threading

@@ -96,13 +96,9 @@ class RMSNorm(nn.Module):
         if self.weight is not None:
             nn.init.constant_(self.weight, 0.0 if self.zero_centered else 1.0)
 
-    @overload
-    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
-    @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Map (…, hidden_size) to y of the same shape; with a residual to y of the sum and the sum."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, residual=residual)
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, residual=residual)  # type: ignore[arg-type]
 
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""

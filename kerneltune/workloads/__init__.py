@@ -7,10 +7,11 @@ records are shown: `OPS`, the operators it is about, and `tables(records)`. May 
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
 
 from kerneltune.listing import OpFacts, listed
 from kerneltune.records import Record
-from kerneltune.spec import Op
+from kerneltune.spec import Inputs, Op
 from kerneltune.table import Table
 
 _SUFFIX = "_table"
@@ -31,6 +32,14 @@ def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts
 def family(name: str) -> tuple[Op, ...]:
     """Import a module and return its workloads."""
     return tuple(importlib.import_module(name).OPS)
+
+
+def once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
+    """Make an object from the inputs at a variant's first call, which is never timed, and keep it with the inputs."""
+    kept = cast(dict[str, Any], inputs)
+    if name not in kept:
+        kept[name] = make()
+    return kept[name]
 
 
 def own_tables(records: Sequence[Record]) -> list[Table]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-MOST = 1 << 24
+_MOST_SIZE = 1 << 24
 """Largest size that is accepted."""
 _MOST_BYTES = 16 << 20
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -244,8 +244,8 @@ class _Fields:
         return int(value)
 
     def checked(self, name: str, value: Any) -> int:
-        if type(value) is not int or not 0 < value <= MOST:
-            self.fail(name, value, f"a whole number from 1 to {MOST}")
+        if type(value) is not int or not 0 < value <= _MOST_SIZE:
+            self.fail(name, value, f"a whole number from 1 to {_MOST_SIZE}")
         return int(value)
 
     def fail(self, name: str, value: Any, expected: str) -> NoReturn:

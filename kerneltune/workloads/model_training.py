@@ -7,13 +7,13 @@ import copy
 import importlib.util
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
-from kerneltune.workloads import models
+from kerneltune.workloads import models, once
 
 _LEAST_COSINE, _LOSS_TOLERANCE = 0.9, 0.02
 _WATCHED = ("lm_head.weight", "input_layernorm.weight", "o_proj.weight")
@@ -55,22 +55,20 @@ def traffic(case: Case) -> Traffic:
 
 def run(convert: Callable[[nn.Module], None], name: str, inputs: Inputs, _config: None) -> Outputs:
     """Run a step of the model that a variant converts."""
-    kept = cast(dict[str, Any], inputs)
-    if name not in kept:
+
+    def make() -> nn.Module:
         base = _base(inputs)
         model = copy.deepcopy(base, {id(p): p for p in base.parameters()})
         convert(model)
         if inputs["compiled"]:
             models.compile_layers(model)
-        kept[name] = model
-    return _step(kept[name], inputs)
+        return model
+
+    return _step(once(inputs, name, make), inputs)
 
 
 def _base(inputs: Inputs) -> nn.Module:
-    kept = cast(dict[str, Any], inputs)
-    if "base" not in kept:
-        kept["base"] = models.build(inputs["model"], str(inputs["ids"].device), seed=inputs["seed"])
-    model: nn.Module = kept["base"]
+    model: nn.Module = once(inputs, "base", lambda: models.build(inputs["model"], str(inputs["ids"].device), seed=inputs["seed"]))
     return model
 
 

@@ -9,7 +9,6 @@ read and write as many bytes as its casts must, so that time at the ceiling is t
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import SCALINGS, Fp8Operand, Recipe
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+from kerneltune.workloads import once
 
 _LEAST_SQNR_DB, _LEAST_CAST_SQNR_DB = 26.0, 28.0
 _INTERPRETER_DB = 12.0
@@ -118,13 +118,13 @@ def _how(recipe: str, inputs: Inputs) -> AnyRecipe:
         scaling.update()
         return scaling
 
-    how: AnyRecipe = _once(inputs, "delayed scaling", known) if recipe == "delayed" else Recipe(recipe)
+    how: AnyRecipe = once(inputs, "delayed scaling", known) if recipe == "delayed" else Recipe(recipe)
     return how
 
 
 def _amax(inputs: Inputs) -> Tensor:
     w = inputs["w"]
-    amax: Tensor = _once(inputs, "amax", lambda: torch.zeros(w.shape[0], dtype=torch.float32, device=w.device))
+    amax: Tensor = once(inputs, "amax", lambda: torch.zeros(w.shape[0], dtype=torch.float32, device=w.device))
     return amax
 
 
@@ -145,7 +145,7 @@ def _product(scaling: str) -> Callable[..., Tensor]:
 
 def run_cached(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """`fp8_grouped_mm` with weights that were cast before: a later microbatch."""
-    weights = _once(inputs, f"{recipe} weights", lambda: _weights(recipe, inputs))
+    weights = once(inputs, f"{recipe} weights", lambda: _weights(recipe, inputs))
     return _step(partial(fp8_grouped_mm, recipe=_how(recipe, inputs), weights=weights), inputs)
 
 
@@ -156,7 +156,7 @@ def _weights(recipe: str, inputs: Inputs) -> Fp8Operand:
 def run_refresh(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """Cast the weights into kept memory, as the first microbatch does."""
     w = inputs["w"]
-    kept: KeptWeights = _once(inputs, f"{recipe} kept", lambda: KeptWeights(w.shape[0], w.device))
+    kept: KeptWeights = once(inputs, f"{recipe} kept", lambda: KeptWeights(w.shape[0], w.device))
     return {"w": _cast_of_w(kept.current(w, _how(recipe, inputs), update=True))}
 
 
@@ -181,21 +181,13 @@ def run_casts(recipe: str, inputs: Inputs, _config: None) -> Outputs:
 
 def run_gemms(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     """Return the three products of a step, of operands that were cast before."""
-    casts = _once(inputs, f"{recipe} casts", lambda: _casts(recipe, inputs))
+    casts = once(inputs, f"{recipe} casts", lambda: _casts(recipe, inputs))
     offs = inputs["offs"]
     (a, s_a), (dy, s_dy), (a_t, s_a_t), (dy_t, s_dy_t) = (casts[name] for name in ("a", "dy", "a_t", "dy_t"))
     q, scale, q_t, scale_t = casts["w"]
     y = fp8_grouped_gemm(a, q, s_a.view(-1), scale, offs)
     da = fp8_grouped_gemm(dy, q_t, s_dy.view(-1), scale_t, offs)
     return {"y": y, "da": da, "dw": fp8_grouped_gemm(dy_t.t(), a_t, s_dy_t, s_a_t, offs, aligned=True)}
-
-
-def _once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
-    """Make an object from the inputs at a variant's first call, which is never timed, and keep it with the inputs."""
-    kept = cast(dict[str, Any], inputs)
-    if name not in kept:
-        kept[name] = make()
-    return kept[name]
 
 
 def empty_groups(case: Case) -> str | None:

@@ -39,12 +39,12 @@ def step(experts: Experts, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def as_one(routing: Routing, recipe: Recipe = TENSORWISE) -> Experts:
-    return lambda x, up, down: fp8_routed_mm(x, up, routing, recipe, down_t=down)
+    return lambda x, up, down: fp8_routed_mm(x, [up, down], routing, recipe)
 
 
 def by_parts(routing: Routing, recipe: Recipe = TENSORWISE) -> Experts:
     def run(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        return fp8_grouped_mm(swiglu(fp8_routed_mm(x, up, routing, recipe)), down, routing.offs, recipe=recipe)
+        return fp8_grouped_mm(swiglu(fp8_routed_mm(x, [up], routing, recipe)), down, routing.offs, recipe=recipe)
 
     return run
 
@@ -80,7 +80,7 @@ def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
     for weights in (cast, kept, kept):
 
         def run(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, weights: list[Any] = weights) -> torch.Tensor:
-            return fp8_routed_mm(x, up, routing, TENSORWISE, down_t=down, weights=weights)
+            return fp8_routed_mm(x, [up, down], routing, TENSORWISE, weights)
 
         for a, b in zip(step(run, tensors), want, strict=True):
             assert torch.equal(a, b)

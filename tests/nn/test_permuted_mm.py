@@ -38,7 +38,7 @@ def of_copies(routing: Routing, recipe: Recipe) -> Product:
 def test_tokens_cast_before_they_are_copied_give_the_bits_of_copies(recipe: Recipe) -> None:
     x, weight, routing = operands()
     want = step(of_copies(routing, recipe), x, weight)
-    got = step(lambda x, b_t: fp8_routed_mm(x, b_t, routing, recipe), x, weight)
+    got = step(lambda x, b_t: fp8_routed_mm(x, [b_t], routing, recipe), x, weight)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
@@ -49,7 +49,7 @@ def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
     cast = TENSORWISE.cast_weights(weight.detach().transpose(1, 2))
     kept = KeptWeights(E, weight.device)
     for weights in (cast, kept, kept):
-        got = step(lambda x, b_t, weights=weights: fp8_routed_mm(x, b_t, routing, TENSORWISE, weights=[weights]), x, weight)  # type: ignore[misc]
+        got = step(lambda x, b_t, weights=weights: fp8_routed_mm(x, [b_t], routing, TENSORWISE, weights=[weights]), x, weight)  # type: ignore[misc]
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)
 
@@ -58,7 +58,7 @@ def test_product_of_tokens_compiles_without_a_graph_break() -> None:
     x, weight, routing = operands()
 
     def product(x: torch.Tensor, b_t: torch.Tensor) -> torch.Tensor:
-        return fp8_routed_mm(x, b_t, routing, TENSORWISE)
+        return fp8_routed_mm(x, [b_t], routing, TENSORWISE)
 
     want = step(product, x, weight)
     got = step(torch.compile(product, backend="aot_eager", fullgraph=True), x, weight)
@@ -70,7 +70,7 @@ def test_tokens_of_no_expert_have_no_gradient() -> None:
     x, weight, _ = operands()
     ids = torch.full((T, TOP_K), E, device=DEVICE)
     ids[:5] = torch.tensor([0, 2], device=DEVICE)
-    y, dx, _ = step(lambda x, b_t: fp8_routed_mm(x, b_t, sort_tokens(ids, E), TENSORWISE), x, weight)
+    y, dx, _ = step(lambda x, b_t: fp8_routed_mm(x, [b_t], sort_tokens(ids, E), TENSORWISE), x, weight)
     assert not y[5 * TOP_K :].any()
     assert not dx[5:].any()
     assert dx[:5].any()
@@ -79,4 +79,4 @@ def test_tokens_of_no_expert_have_no_gradient() -> None:
 def test_tokens_of_another_width_are_refused() -> None:
     x, weight, routing = operands()
     with pytest.raises(ValueError, match="takes A"):
-        fp8_routed_mm(x[:, :16], weight.transpose(1, 2), routing, TENSORWISE)
+        fp8_routed_mm(x[:, :16], [weight.transpose(1, 2)], routing, TENSORWISE)
