@@ -467,7 +467,7 @@ def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
 def change_class(module: Any, kind: Any, operands: tuple[tuple[str, str], ...] = ()) -> None:
     """Give a module the class of a kind, unless it is converted."""
     if not isinstance(module, Converted):
-        module.__class__ = _made_class(kind, type(module), operands)
+        module.__class__ = _made_class(kind, cast(Any, type(module)), operands)
 
 
 def why_not_reverted(module: nn.Module) -> str | None:

@@ -98,7 +98,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Map (…, hidden_size) to y of the same shape; with a residual to y of the sum and the sum."""
-        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, residual=residual)  # type: ignore[arg-type]
+        return rms_norm(x, self.weight, self.eps, zero_centered=self.zero_centered, residual=residual)
 
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""
