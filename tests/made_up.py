@@ -189,7 +189,7 @@ class Setting:
 
 def evaluated(tuner: Tuner, config: Config, compiled: CompileResult) -> Evaluation:
     """As a search has it, on the thread that asks."""
-    return tuner.evaluate(config, compiled, tuner.refusal(config, compiled))
+    return tuner.settle(config, compiled, tuner.refusal(config, compiled))
 
 
 def compiled(_config: object = None) -> "Future[CompileResult]":

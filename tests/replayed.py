@@ -3,45 +3,38 @@
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, make_dataclass
+from typing import Any
 
 import numpy as np
 from kept_trials import TrialBlock
 from numpy.typing import NDArray
 
-from kerneltune.search.loop import Candidates, Search, Started, explore
+from kerneltune.search.loop import Candidates, Search, explore
 from kerneltune.search.task import Evaluation
 from kerneltune.spec import Config
 from kerneltune.stats import Interval, median_interval
 
 
 @dataclass(frozen=True, slots=True)
-class KnownTrial:
-    """A config that the search starts, whose measurement is already known."""
-
-    trial: Evaluation
-
-    def done(self) -> bool:
-        """Return true: the config is compiled."""
-        return True
-
-    def evaluate(self) -> "Future[Evaluation]":
-        """Return the known measurement."""
-        future: Future[Evaluation] = Future()
-        future.set_result(self.trial)
-        return future
-
-    def cancel(self) -> None:
-        """Do nothing: no work is under way."""
-
-
-@dataclass(frozen=True, slots=True)
 class StandIn:
     """An evaluator whose parts a test gives; each part does nothing by default."""
 
-    begin: Callable[[Config], Started]
+    begin: Callable[[Config], Any]
+    evaluate: Callable[[Config, Any], Future[Evaluation]] = lambda _config, begun: begun.evaluate()
     compilers: int = 1
     use_idle_time: Callable[[], None] = lambda: None
     is_ready: Callable[[], bool] = lambda: True
+
+
+def known(trials: Mapping[Config, Evaluation]) -> StandIn:
+    """Return an evaluator for which every config is compiled at once, and its trial is known."""
+
+    def begin(config: Config) -> Future[Evaluation]:
+        future: Future[Evaluation] = Future()
+        future.set_result(trials[config])
+        return future
+
+    return StandIn(begin, lambda _config, begun: begun)
 
 
 def replay(space: TrialBlock, sampler: str, seeds: int, evaluations: int = 200) -> NDArray[np.float64]:
@@ -55,7 +48,7 @@ def search_once(space: TrialBlock, sampler: str, evaluations: int, seed: int) ->
     trials: Mapping[Config, Evaluation] = {make(**dict(knobs)): trial for knobs, trial in space.trials.items()}
     search = Search(trials=min(evaluations, len(trials)), sampler=sampler, seed=seed)
     candidates = Candidates(list(trials), [make(**dict(space.default))])
-    found = explore(candidates, search, StandIn(lambda config: KnownTrial(trials[config])))
+    found = explore(candidates, search, known(trials))
     times = [np.inf if trial.time_us is None else trial.time_us for trial in found.values()]
     return np.asarray(np.minimum.accumulate(times) / min(space.feasible.values()) - 1.0)
 

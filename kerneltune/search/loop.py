@@ -109,16 +109,16 @@ class Candidates:
         return first + sorted(rest, key=lambda config: believed is not None and believed[config] < 0.5)
 
 
-class Started(Protocol):
-    """Hold a config whose evaluation has begun with its compilation."""
+class Compilation(Protocol):
+    """Hold the compilation of a config."""
 
     def done(self) -> bool:
         """Return whether the config is compiled."""
 
-    def evaluate(self) -> "Future[Evaluation]":
-        """Return the evaluation of the compiled config. Until its measurement begins, the future can be cancelled."""
+    def result(self) -> Any:
+        """Wait for the compiler's result, and return it."""
 
-    def cancel(self) -> None:
+    def cancel(self) -> object:
         """Give up compiling; stored results stay."""
 
 
@@ -129,8 +129,11 @@ class Evaluator(Protocol):
     def compilers(self) -> int:
         """Return the number of configs that compile at the same time."""
 
-    def begin(self, config: Config) -> Started:
+    def begin(self, config: Config) -> Compilation:
         """Begin to compile a config."""
+
+    def evaluate(self, config: Config, begun: Compilation) -> "Future[Evaluation]":
+        """Return the evaluation of a compiled config. Until its measurement begins, the future can be cancelled."""
 
     def is_ready(self) -> bool:
         """Return whether a compiled config can be measured now. A budget counts from the first evaluation after that."""
@@ -162,7 +165,7 @@ def explore(
     for config, evaluation in known.items():
         state.tell(config, evaluation.time_us)
     limit = min(search.trials or len(candidates.pool), len(candidates.pool))
-    flying, found = _InFlight(evaluator.compilers), dict(known)
+    flying, found = _InFlight(evaluator), dict(known)
     began: float | None = None  # the time to start a process and to make inputs does not belong to the search
     enough = False
     try:
@@ -171,7 +174,7 @@ def explore(
                 asked = state.ask()
                 if asked is None:
                     break
-                flying.add(asked, evaluator.begin(asked))
+                flying.begin(asked)
             if not flying.length:
                 break
             state.sampler.prepare()
@@ -271,9 +274,9 @@ class SearchState:
 class _InFlight:
     """Hold the configs that compile or wait for their evaluation. A slow compilation delays no other config."""
 
-    def __init__(self, compilers: int) -> None:
-        self._compilers = compilers
-        self._compiling: list[tuple[Config, Started]] = []
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._compiling: list[tuple[Config, Compilation]] = []
         self._waiting: list[tuple[Config, Future[Evaluation]]] = []
 
     @property
@@ -283,17 +286,17 @@ class _InFlight:
 
     def has_room(self, ahead: int) -> bool:
         """Return whether to ask for another config."""
-        return self.length < ahead or (len(self._waiting) <= _READY and len(self._compiling) < self._compilers)
+        return self.length < ahead or (len(self._waiting) <= _READY and len(self._compiling) < self._evaluator.compilers)
 
-    def add(self, config: Config, begun: Started) -> None:
-        """Add a config that begins to compile."""
-        self._compiling.append((config, begun))
+    def begin(self, config: Config) -> None:
+        """Begin to compile a config."""
+        self._compiling.append((config, self._evaluator.begin(config)))
 
     def move(self) -> list[tuple[Config, Evaluation]]:
         """Hand compiled configs to their evaluation and return up to two finished evaluations; wait 1 ms if there are none."""
         for one in [one for one in self._compiling if one[1].done()]:
             self._compiling.remove(one)
-            self._waiting.append((one[0], one[1].evaluate()))
+            self._waiting.append((one[0], self._evaluator.evaluate(*one)))
         ready = [one for one in self._waiting if one[1].done()][:_READY]
         if not ready:
             time.sleep(_POLL_S)

@@ -95,7 +95,7 @@ def _renewed(session: TuningSession, op: Op, entry: CacheEntry, over: set[TaskKe
             tuner.prepare()
             session.queue.fill()
             for one in begun:
-                one.pending.result()
+                one.result()
             trials = tuner.trials(configs)
             if trials[0].time_us is None:
                 raise ValueError(f"{trials[0].status}: {trials[0].detail}")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kerneltune import cache, device
 from kerneltune.measuring.assembly import LIMITS, resident
 from kerneltune.measuring.compiler import CompileResult, PendingCompile
-from kerneltune.search.loop import Candidates, Search, explore, times_of
+from kerneltune.search.loop import Candidates, Compilation, Search, explore, times_of
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of
 from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
@@ -35,37 +35,6 @@ _FINALISTS = 4
 _FINAL_MARGIN = 1.04
 _AHEAD = 256
 """Configs of a later case that are compiled ahead. Large inputs and a paired final leave the compilers much idle time."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompilingConfig:
-    """Hold a config that is being compiled for a tuner, as a `search.loop.Started`."""
-
-    tuner: "Tuner"
-    config: Config
-    pending: PendingCompile
-
-    def done(self) -> bool:
-        """Return whether the config is compiled."""
-        return self.pending.done()
-
-    def evaluate(self) -> "Future[Evaluation]":
-        """Return the evaluation, which is stored when it is done.
-
-        If the compiler refuses the config, the future is done; otherwise it waits for the worker.
-        """
-        self.tuner.began = self.tuner.began or time.monotonic()
-        compiled = self.pending.result()
-        refusal = self.tuner.refusal(self.config, compiled)
-        if refusal is None:
-            return self.tuner.in_turn(self.tuner.evaluate, self.config, compiled, None)
-        refused: Future[Evaluation] = Future()
-        refused.set_result(self.tuner.evaluate(self.config, compiled, refusal))
-        return refused
-
-    def cancel(self) -> None:
-        """Stop compiling."""
-        self.pending.cancel()
 
 
 class Tuner:
@@ -103,9 +72,23 @@ class Tuner:
         """Return whether configs that spill or do not fit an SM are dropped without a measurement."""
         return sum(1 for _ in self.task.variant.configs(self.task.case)) > TRIED_WHOLE
 
-    def begin(self, config: Config) -> CompilingConfig:
+    def begin(self, config: Config) -> PendingCompile:
         """Begin to compile a config."""
-        return CompilingConfig(self, config, self.queue.begin(self.task, config))
+        return self.queue.begin(self.task, config)
+
+    def evaluate(self, config: Config, begun: Compilation) -> "Future[Evaluation]":
+        """Return the evaluation of a config that has begun to compile, which is stored when it is done.
+
+        If the compiler refuses the config, the future is done; otherwise it waits for the worker.
+        """
+        self.began = self.began or time.monotonic()
+        compiled: CompileResult = begun.result()
+        refusal = self.refusal(config, compiled)
+        if refusal is None:
+            return self.in_turn(self.settle, config, compiled, None)
+        refused: Future[Evaluation] = Future()
+        refused.set_result(self.settle(config, compiled, refusal))
+        return refused
 
     def use_idle_time(self) -> None:
         """Compile configs of later cases where a core is idle."""
@@ -116,7 +99,7 @@ class Tuner:
         trial = self.store.get(self.task, config)
         return None if trial is None else self._remember(config, trial)
 
-    def evaluate(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
+    def settle(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
         """Return the stored evaluation of a config, or store its `refusal`, or measure the config and store the result."""
         known = self.known(config)
         if known is None:
@@ -267,7 +250,7 @@ def tune(
         times = times_of(explored)
         before = looked_up(tuner.task, root)
         if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
-            trial = tuner.begin(before.config).evaluate().result()
+            trial = tuner.evaluate(before.config, tuner.begin(before.config)).result()
             times |= {before.config: trial.time_us} if trial.time_us is not None else {}
         return _decide(tuner, before, times, explored, root)
 

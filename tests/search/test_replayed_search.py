@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kept_trials import TrialBlock, whole_spaces
 from numpy.typing import NDArray
-from replayed import KnownTrial, StandIn, gap_at, replay
+from replayed import gap_at, known, replay
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from kerneltune.search.loop import Candidates, Search, SearchState, explore, times_of
@@ -107,7 +107,7 @@ def test_a_search_ends_when_little_is_left_to_gain() -> None:
 
     make = make_dataclass("Knobs", [name for name, _ in configs[0]], frozen=True)
     trials = {make(**dict(knobs)): trial for knobs, trial in SPACE.trials.items()}
-    found = explore(Candidates(list(trials)), Search(until_gain=0.01), StandIn(lambda config: KnownTrial(trials[config])))
+    found = explore(Candidates(list(trials)), Search(until_gain=0.01), known(trials))
     assert 16 <= len(found) < len(trials) / 2
     assert min(times_of(found).values()) <= 1.05 * min(SPACE.feasible.values())
 

@@ -7,7 +7,7 @@ from typing import Any
 import landscapes
 import numpy as np
 import pytest
-from replayed import KnownTrial, StandIn
+from replayed import known as known_trials
 
 from kerneltune.search.loop import Candidates, Search, explore
 from kerneltune.search.task import Evaluation, Task, Trial
@@ -47,7 +47,7 @@ def refused(told: bool, budget_s: float, seed: int) -> list[bool]:
     assert found is not None
     believed = dict(zip(trials, map(float, found), strict=True)) if told else None
     search = Search(sampler="random", seed=seed) if budget_s else Search(trials=100, seed=seed)
-    explored = explore(Candidates(list(trials), (), believed), search, StandIn(lambda one: KnownTrial(trials[one])))
+    explored = explore(Candidates(list(trials), (), believed), search, known_trials(trials))
     return [trial.status in REFUSED for trial in explored.values()]
 
 

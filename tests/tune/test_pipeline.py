@@ -33,7 +33,7 @@ POOL = list(LARGE.configs(CASE))
 
 
 class OnItsWay:
-    """A search.Started that is compiled and evaluated when a test says so."""
+    """A compilation that is compiled and evaluated when a test says so."""
 
     compiled: Callable[[Any], bool] = staticmethod(lambda _config: True)
 
@@ -74,7 +74,7 @@ def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
             raise EnoughError
 
     with pytest.raises(EnoughError):
-        explore(Candidates(POOL, POOL[:1]), Search(budget_s=60.0), StandIn(start, compilers, meanwhile))
+        explore(Candidates(POOL, POOL[:1]), Search(budget_s=60.0), StandIn(start, compilers=compilers, use_idle_time=meanwhile))
     assert every(one.was_cancelled or one.evaluation.cancelled() for one in begun)
     return len(begun)
 
@@ -207,7 +207,7 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
         assert len(ahead) == len(set(ahead)) == 50
         assert {case for case, _ in ahead} == {cases[1], cases[2]}
         assert ahead[0] == (cases[1], Small(256, 4))  # what the search asks for first
-        taken = [later[0].begin(config).pending for config in SMALL.configs(cases[1])]
+        taken = [later[0].begin(config) for config in SMALL.configs(cases[1])]
         assert len(Slow.given) == 51
         assert len(taken) == 25
         session.close(later[1])
