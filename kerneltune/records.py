@@ -3,7 +3,6 @@
 A journal is appended to; a file of results is replaced as a whole. `frame` returns records as a pandas table.
 """
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -104,9 +103,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     flops: _Size | None = None
 
     def __post_init__(self) -> None:
-        if self.samples_us is not None:  # packed: a third of the memory of a list
-            packed = [array("d", rounds) for rounds in self.samples_us]
-            msgspec.structs.force_setattr(self, "samples_us", packed)
         _check_names(self)
         _check_measures(self)
         _check_status(self)
@@ -153,12 +149,11 @@ def load(path: Path) -> list[Record]:
 def parse(lines: Iterable[bytes], name: str) -> list[Record]:
     """Return all records on lines of JSON, oldest first; errors call the lines `name`."""
     records: list[Record] = []
-    texts = _Texts()
     for line in lines:
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("JSON: truncated, the last line has no end")
-            records.append(texts.shared(decode(line[:-1], Record)))
+            records.append(decode(line[:-1], Record))
         except ValueError as error:
             raise ValueError(f"{name}:{len(records) + 1}: {error}") from error
     return records
@@ -254,30 +249,8 @@ _FRAME: dict[str, Any] = {
 }
 
 
-class _Texts:
-    """Keep equal texts and mappings as a single object, because the rows of a file share nearly all of their texts."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, Any] = {}
-
-    def shared(self, record: Record) -> Record:
-        """Return the record with its texts, options and config replaced by equal objects of earlier records."""
-        for name in _TEXTS:
-            value = getattr(record, name)
-            msgspec.structs.force_setattr(record, name, self._known.setdefault(value, value))
-        for name in ("options", "config"):
-            values = getattr(record, name)
-            if values is not None:
-                key = (name, *values.items(), *map(type, values.values()))  # 1 and True are equal
-                msgspec.structs.force_setattr(record, name, self._known.setdefault(key, values))
-        return record
-
-
-_TEXTS = (*_NAMES, "driver", "torch", "triton", "source_hash", "commit", "date", "reason", "unit", "status", "role")
-
-
 def _lines(records: Iterable[Record]) -> bytes:
-    return b"".join(msgspec.json.encode(_finite(record), enc_hook=list) + b"\n" for record in records)
+    return b"".join(msgspec.json.encode(_finite(record)) + b"\n" for record in records)
 
 
 def _finite(record: Record) -> Record:
