@@ -12,10 +12,11 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from kerneltune.errors import PLACE, place_in_kernel, wrapped_by_interpreter
+from kerneltune.processes import end, start
 
 T = TypeVar("T")
 Tell = Callable[[object], None]
@@ -43,16 +44,11 @@ class Fork(Generic[T]):
     """
 
     def __init__(self, work: Callable[[Tell], T]) -> None:
-        sys.stdout.flush()
-        self.pipe, theirs = Pipe(duplex=False)
         self.told: Any = None
         self._answer: tuple[Any, BaseException | None, BaseException | None] | None = None
         with warnings.catch_warnings():  # Python warns of this process's threads, which the fork neither has nor needs
             warnings.simplefilter("ignore", DeprecationWarning)
-            self._child = os.fork()
-        if self._child == 0:
-            _work_and_exit(work, theirs)
-        theirs.close()
+            self._process, self.pipe = start(_work_and_exit, work, method="fork")
 
     def is_done(self) -> bool:
         """Wait for the next message of the fork; return whether the message was its last."""
@@ -72,12 +68,9 @@ class Fork(Generic[T]):
         try:
             while not self.is_done():
                 pass
-        except BaseException:
-            os.kill(self._child, signal.SIGKILL)
-            raise
+            self._process.join()
         finally:
-            self.pipe.close()
-            code = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+            code = self.end() or 0
         if self._answer is None:
             raise ForkCrashedError(f"crashed: {signal.Signals(-code).name if code < 0 else f'exit code {code}'}")
         value, error, cause = self._answer
@@ -85,11 +78,10 @@ class Fork(Generic[T]):
             raise error from cause
         return value  # type: ignore[no-any-return]
 
-    def end(self) -> None:
-        """Kill the fork."""
-        os.kill(self._child, signal.SIGKILL)
-        os.waitpid(self._child, 0)
+    def end(self) -> int | None:
+        """Kill the fork if it runs; return its exit code."""
         self.pipe.close()
+        return end(self._process)
 
 
 def run_forked(work: Callable[[], object]) -> None:
@@ -101,7 +93,7 @@ def run_forked(work: Callable[[], object]) -> None:
     Fork(call).result()
 
 
-def _work_and_exit(work: Callable[[Tell], Any], pipe: Connection) -> None:
+def _work_and_exit(pipe: Connection, work: Callable[[Tell], Any]) -> None:
     """Call a function, send its result or its exception, and end the process without running atexit."""
     import torch
 

@@ -25,7 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kerneltune.interrupts import is_importing
 
@@ -56,22 +56,24 @@ def start(
     work: Callable[..., Any],
     *arguments: Any,
     environment: Mapping[str, str] | None = None,
-    is_fresh: bool = False,
+    method: Literal["server", "spawn", "fork"] = "server",
     is_daemon: bool = False,
 ) -> tuple[BaseProcess, Connection]:
     """Start a process that calls `work(pipe, *arguments)`, and return the process with the other end of the pipe.
 
     Args:
-        work: importable function.
-        arguments: arguments that can be pickled.
+        work: function; importable where the process is no fork of this process.
+        arguments: arguments, which are pickled where the process is no fork of this process.
         environment: `os.environ` of the process; None for the environment of this process.
-        is_fresh: the process imports everything anew; otherwise it is forked from the server.
+        method: the process is forked from the server, imports everything anew, or is forked from this process.
         is_daemon: the process has no children of its own, and need not be waited for.
     """
-    context: Any = multiprocessing.get_context("spawn") if is_fresh else fast_context()
+    context: Any = fast_context() if method == "server" else multiprocessing.get_context(method)
     pipe, theirs = context.Pipe()
-    of_process = dict(os.environ if environment is None else environment)
-    process = context.Process(target=in_environment, args=(of_process, work, theirs, *arguments), daemon=is_daemon)
+    call: tuple[Any, ...] = (work, theirs, *arguments)
+    if method != "fork":
+        call = (in_environment, dict(os.environ if environment is None else environment), *call)
+    process = context.Process(target=call[0], args=call[1:], daemon=is_daemon)
     process.start()
     theirs.close()
     return process, pipe
@@ -89,7 +91,7 @@ def end(process: BaseProcess, grace_s: float = 0.0) -> int | None:
 def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s: float = TIMEOUT_S) -> Iterator[T]:
     """Yield the result of `work(*args)` in each of `count` processes, which run one after another; all values are pickled."""
     for number in range(1, count + 1):
-        process, pipe = start(_answer, work, args, is_fresh=True)
+        process, pipe = start(_answer, work, args, method="spawn")
         try:
             if not pipe.poll(timeout_s):
                 raise ValueError(f"process {number} of {count} took longer than {timeout_s:g} s")
@@ -113,37 +115,51 @@ def start_pool(count: int, begin: Callable[..., None], *arguments: Any) -> "Proc
     return ProcessPool(count, initializer=in_environment, initargs=given, context=fast_context())
 
 
-def git(folder: Path, *arguments: str) -> bytes:
-    """Return the output of git in a folder. Git has a session of its own, so that Ctrl-C does not end git half-way."""
+def run_program(
+    command: Sequence[str], *, timeout_s: float | None = None, must_succeed: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """Run a program to its end and return its output. An interrupt kills it with all processes that it started.
+
+    Args:
+        command: the program and its arguments.
+        timeout_s: seconds after which the program is killed.
+        must_succeed: another exit code than 0 is an error, with the last line that the program says.
+        options: options of subprocess.Popen.
+    """
+    name = Path(command[0]).name
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, start_new_session=True)
+        with subprocess.Popen(command, start_new_session=True, **pipes | options) as process:
+            try:
+                output, errors = process.communicate(timeout=timeout_s)
+            except BaseException:  # an interrupt as well
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"{name} took longer than {error.timeout:g} s") from None
     except OSError as error:
-        raise ValueError(f"git cannot be run: {error.strerror}") from error
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise ValueError(f"git says: {lines[-1] if lines else 'nothing'}")
-    return done.stdout
+        raise ValueError(f"cannot run {command[0]}: {error.strerror}") from error
+    if must_succeed and process.returncode:
+        raise ValueError(f"{name} says: {(os.fsdecode(errors).strip().splitlines() or ['nothing'])[-1]}")
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def git(folder: Path, *arguments: str) -> bytes:
+    """Return the output of git in a folder."""
+    output: bytes = run_program(["git", "-C", str(folder), *arguments], must_succeed=True).stdout
+    return output
 
 
 def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run Python code in a fresh process, with the package of the folder `cwd`, and return its errors and exit code.
 
-    The folders of PYTHONPATH are searched after `cwd`, because they may hold the dependencies.
-
-    The process is killed as soon as the calling thread ends, also by SIGKILL (Linux). If an interrupt ends the wait, the process
-    is killed together with all processes that it started.
+    The folders of PYTHONPATH are searched after `cwd`, because they may hold the dependencies. The process is killed as soon as
+    the calling thread ends, also by SIGKILL (Linux).
     """
     command = [sys.executable, "-c", _BOUND.format(parent=os.getpid()) + code, *arguments]
     env = {**env, "PYTHONPATH": os.pathsep.join([str(cwd), *filter(None, [env.get("PYTHONPATH")])])}
-    with subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                          start_new_session=True) as process:  # fmt: skip
-        try:
-            _, errors = process.communicate()
-        except BaseException:  # an interrupt as well
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, None, errors)
+    return run_program(command, cwd=cwd, env=env, stdout=subprocess.DEVNULL, text=True)
 
 
 def _answer(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:

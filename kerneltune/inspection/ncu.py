@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kerneltune.processes import run_program
+
 _PLACES = ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu", "/usr/local/NVIDIA-Nsight-Compute*/ncu")
 _SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "Occupancy", "LaunchStats", "WarpStateStats", "SourceCounters")
 _TIMEOUT_S = 600.0
@@ -181,13 +183,8 @@ def _number(text: str) -> float | None:
 
 def _run(command: Sequence[str]) -> str:
     """Run a command, and return its output and error streams in a single text."""
-    try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"ncu took longer than {_TIMEOUT_S:g} s") from None
-    except OSError as error:
-        raise ValueError(f"cannot run {command[0]}: {error.strerror}") from error
-    return done.stdout
+    said: str = run_program(command, timeout_s=_TIMEOUT_S, stderr=subprocess.STDOUT, text=True).stdout
+    return said
 
 
 def _last(said: str) -> str:

@@ -1,13 +1,13 @@
 """Read the resources of a compiled kernel from its binary, its assembly and Triton's metadata."""
 
 import struct
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kerneltune.measuring.assembly import Kernel, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
+from kerneltune.processes import run_program
 
 _STORES = {0x386, 0x986, 0x388, 0x988, 0x387, 0x987, 0x385, 0x985, 0x844}
 """The lowest twelve bits of the store instructions of sm_90 and sm_100: STG, STS, STL and ST without and with a uniform base, and
@@ -58,4 +58,4 @@ def _resource_report(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return str(run_program([str(tool), "-res-usage", file.name], must_succeed=True, text=True).stdout)

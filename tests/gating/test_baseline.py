@@ -59,5 +59,5 @@ def test_broken_records_of_a_revision_name_it(repository: Path) -> None:
 
 def test_without_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"^baseline: 'v1': no such file, and git cannot be run: No such file or directory$"):
+    with pytest.raises(ValueError, match=r"^baseline: 'v1': no such file, and cannot run git: No such file or directory$"):
         load_baseline("v1", Path("results/r.jsonl"))
