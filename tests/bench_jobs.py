@@ -112,13 +112,6 @@ def _do(does: str) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
 
-class StartsSlowly(FakeBench):
-    """Open as slowly as a worker that imports much before it can be asked."""
-
-    def __init__(self) -> None:
-        time.sleep(0.5)
-
-
 class NeverOpens(FakeBench):
     """Dies before it comes to a config."""
 

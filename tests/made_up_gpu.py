@@ -54,7 +54,7 @@ class Bench:
     crashed: Callable[[Any], bool] = staticmethod(lambda _config: False)
 
     def __init__(self, *_: object, **__: object) -> None:
-        self.busy: list[tuple[float, float]] = []
+        pass
 
     def __enter__(self) -> "Bench":
         return self
@@ -67,9 +67,6 @@ class Bench:
 
     def begin(self) -> None:
         pass
-
-    def busy_since(self, moment: float) -> float:
-        return sum(seconds for ended, seconds in self.busy if ended >= moment)
 
     def trial(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         return (

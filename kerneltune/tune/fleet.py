@@ -5,7 +5,6 @@ them, under the same locks. If a process dies over a task, another process perfo
 """
 
 import os
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from kerneltune.processes import end, start
 from kerneltune.run_options import Options, Plan, Progress, require_gpu
 from kerneltune.search.task import Task, TaskKey
 from kerneltune.tune.candidates import widened
-from kerneltune.tune.session import TuningSession, Usage
+from kerneltune.tune.session import TuningSession
 from kerneltune.tune.tune_run import Performed, TuningResult, TuningSummary, missing, perform, tell, tune_here
 
 ATTEMPTS = 3
@@ -89,28 +88,23 @@ class Fleet:
         self._reason = ""
         self.finished: list[Performed] = []
 
-    def run(self, tasks: Sequence[Task]) -> Usage:
-        """Perform tasks, each on one GPU."""
+    def run(self, tasks: Sequence[Task]) -> list[Performed]:
+        """Perform tasks, each on one GPU, and return them with their results."""
         self._progress.stage(f"tune on {len(self._gpus)} GPUs", len(tasks))
-        queue, began, took_part = deque(tasks), None, set[int]()
+        queue = deque(tasks)
         for index in range(len(self._gpus)):
             self._start(index)
         while queue or any(one.task is not None for one in self._processes.values()):
             if not self._processes:
                 raise ValueError(f"no GPU is left: {self._reason}")
-            for index, one in self._processes.items():
+            for one in self._processes.values():
                 if queue and one.is_ready and one.task is None:
                     one.task = queue.popleft()
-                    took_part.add(index)
-                    began = began or time.monotonic()
                     ahead = len(self._processes) - 1  # tasks that the other processes will take before
                     with suppress(OSError):  # of a dead process, which `_hear` finds
                         one.pipe.send((one.task, list(queue)[ahead : ahead + 1]))
             self._hear(queue)
-        usages = [done.usage for _, done in self.finished if done.usage is not None]
-        wall_s = time.monotonic() - began if began is not None else 0.0
-        evaluations = sum(usage.evaluations for usage in usages)
-        return Usage(wall_s, sum(usage.busy_s for usage in usages), evaluations, max(1, len(took_part)))
+        return self.finished
 
     def _start(self, index: int) -> None:
         cores, environment = share_of_cores(index, len(self._gpus)), os.environ | {"CUDA_VISIBLE_DEVICES": self._gpus[index]}
@@ -179,12 +173,9 @@ def run_tune(plan: Plan, progress: Progress) -> TuningSummary:
         return TuningSummary(slug, [], kept=kept)
     if gpus:
         with Fleet(gpus, plan.options, progress) as fleet:
-            usage = fleet.run(tasks)
-        finished = fleet.finished
+            finished = fleet.run(tasks)
     else:
-        finished, usage = tune_here(plan, tasks, progress)
-    if usage.evaluations:
-        progress.note(usage.text)
+        finished = tune_here(plan, tasks, progress)
     cache.clear()
     stored = [done.entry for _, done in finished if done.entry is not None]
     return TuningSummary(slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)

@@ -6,7 +6,6 @@ Of a command's processes only the GPU worker launches kernels on a GPU. The work
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -201,7 +200,6 @@ class GpuWorker:
         self.is_asking = False
         self._closed = False
         self.started = 0
-        self._busy: list[tuple[float, float]] = []
 
     def __enter__(self) -> "GpuWorker":
         return self
@@ -217,10 +215,6 @@ class GpuWorker:
     def end(self) -> None:
         """End the process and free its memory; the next request starts another process."""
         self._end()
-
-    def busy_since(self, moment: float) -> float:
-        """Return the seconds since a moment (time.monotonic) that were spent on requests; starting does not count."""
-        return sum(ended - max(began, moment) for began, ended in self._busy if ended > moment)
 
     def begin(self) -> None:
         """Start a process, which opens the GPU while this process does other work."""
@@ -296,8 +290,7 @@ class GpuWorker:
             raise error_type(f"the GPU worker died: exit code {code}", variant) from error
         finally:
             self.is_asking = False
-        answer, problem, busy = said
-        self._busy.append(busy)
+        answer, problem = said
         if problem:
             self._end()
             raise WorkerCrashedError(problem, variant)
@@ -330,7 +323,6 @@ def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int]
             name, arguments = pipe.recv()
         except EOFError:
             return
-        began = time.monotonic()
         if cores and name != "prepare":
             os.sched_setaffinity(0, cores)
         try:
@@ -338,7 +330,7 @@ def _serve(pipe: Connection, make: Callable[[], GpuBench], cores: frozenset[int]
         except Exception as error:  # also missing memory for the inputs: the next config finds a clean process
             answer, problem = None, first_line(error)
         problem = problem or broken_context()
-        pipe.send((answer, problem, (began, time.monotonic())))
+        pipe.send((answer, problem))
         if problem:
             return
 

@@ -103,7 +103,7 @@ def _renewed(session: TuningSession, op: Op, entry: CacheEntry, over: set[TaskKe
             best, evidence = tuner.run_final(timed, configs[-1])
     except WorkerCrashedError as error:
         raise ValueError(f"crashed: {error}") from error
-    session.close(tuner)
+    session.queue.forget(task)
     evidence |= stamp(task.variant)
     if best == configs[0]:
         kept = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}

@@ -2,10 +2,8 @@
 
 import importlib
 import os
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -25,35 +23,6 @@ if TYPE_CHECKING:
 _STORES = "kerneltune.search.trials"
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Hold the time and the number of evaluations of a search, or of all searches of a run.
-
-    Attributes:
-        wall_s: seconds from the first compiled config to the end.
-        busy_s: seconds that the processes on the GPUs spent on inputs, checks and samples.
-        evaluations: number of configs that were evaluated for the first time.
-        gpus: number of GPUs that took part.
-    """
-
-    wall_s: float
-    busy_s: float
-    evaluations: int
-    gpus: int = 1
-
-    @property
-    def idle(self) -> float:
-        """Return the fraction of the time in which a GPU waited."""
-        return max(0.0, 1.0 - self.busy_s / (self.gpus * self.wall_s)) if self.wall_s > 0 else 0.0
-
-    @property
-    def text(self) -> str:
-        """Return the usage on one line."""
-        gpus = "GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
-        share = f"{100 * self.idle:.0f} % of {self.wall_s:.1f} s"
-        return f"{gpus} idle for {share} after the first compiled config, {self.evaluations} evaluations"
-
-
 class TuningSession:
     """Hold the processes, stores and queue of a run on one GPU. Use as a context manager.
 
@@ -69,8 +38,6 @@ class TuningSession:
         of_worker, self._cores = split_cores()
         self.options, self.worker = options, GpuWorker(cores=of_worker)
         self.queue: CompileQueue
-        self._began: float | None = None
-        self._evaluations = 0
         self._stores: dict[tuple[str, str], TrialStore] = {}
 
     def tuner(self, task: Task) -> Tuner:
@@ -100,22 +67,6 @@ class TuningSession:
             yield
         finally:
             os.sched_setaffinity(0, before)
-
-    def close(self, tuner: Tuner) -> Usage:
-        """End the search of a tuner: drop its compilations, and return and count its usage."""
-        self.queue.forget(tuner.task)
-        self._began, self._evaluations = self._began or tuner.began, self._evaluations + tuner.evaluations
-        return self._usage(tuner.began, tuner.evaluations)
-
-    @property
-    def usage(self) -> Usage:
-        """Return the usage of all searches, from the first compiled config until now."""
-        return self._usage(self._began, self._evaluations)
-
-    def _usage(self, began: float | None, evaluations: int) -> Usage:
-        now = time.monotonic()
-        since = began or now
-        return Usage(now - since, self.worker.busy_since(since), evaluations)
 
     def __enter__(self) -> "TuningSession":
         """Start the GPU worker, then the compilers."""

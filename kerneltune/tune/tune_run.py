@@ -16,7 +16,7 @@ from kerneltune.spec import Config
 from kerneltune.table import pairs
 from kerneltune.tune.candidates import cached, changed, checked_space, is_supported, widened
 from kerneltune.tune.gpu_worker import WorkerCrashedError
-from kerneltune.tune.session import TuningSession, Usage
+from kerneltune.tune.session import TuningSession
 from kerneltune.tune.tuner import NothingPassedError, Tuner, first_runs, measure_space, tune
 
 _FROM = {"own": "its own config", "near": "of a near case", "default": "the default"}
@@ -33,14 +33,12 @@ class TuningResult:
         best: best config, or best time of a measured space, in a few words.
         skipped: reason why this GPU cannot run the task, or empty.
         problem: reason for a missing config on a GPU that can run the task; empty where all is well.
-        usage: usage of the search; None if no search began.
     """
 
     entry: cache.CacheEntry | None = None
     best: str = ""
     skipped: str = ""
     problem: str = ""
-    usage: Usage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ def _state(task: Task, options: Options) -> str:
     return "stale" if changed(task.variant, found[0], here=True) else "fresh"
 
 
-def tune_here(plan: Plan, tasks: Sequence[Task], progress: Progress) -> tuple[list[Performed], Usage]:
+def tune_here(plan: Plan, tasks: Sequence[Task], progress: Progress) -> list[Performed]:
     """Perform tasks on the GPU of this process."""
     release_memory()  # the GPU worker needs the memory
     finished: list[Performed] = []
@@ -126,7 +124,7 @@ def tune_here(plan: Plan, tasks: Sequence[Task], progress: Progress) -> tuple[li
         for number, task in enumerate(tasks, start=1):
             finished.append((task, perform(session, task, tasks[number:])))
             tell(progress, *finished[-1])
-        return finished, session.usage
+    return finished
 
 
 def perform(session: TuningSession, task: Task, following: Sequence[Task]) -> TuningResult:
@@ -141,14 +139,14 @@ def perform(session: TuningSession, task: Task, following: Sequence[Task]) -> Tu
     try:
         with session.deciding():
             if session.options.exhaustive:
-                done = TuningResult(best=_best_of_space(tuner, measure_space(tuner)))
-            else:
-                done = _tuned(session, tuner, following)
+                return TuningResult(best=_best_of_space(tuner, measure_space(tuner)))
+            return _tuned(session, tuner, following)
     except NothingPassedError as error:
-        done = TuningResult(problem=str(error))
+        return TuningResult(problem=str(error))
     except WorkerCrashedError as error:
-        done = TuningResult(problem=f"not tuned: {task.label}: {error}")
-    return replace(done, usage=session.close(tuner))
+        return TuningResult(problem=f"not tuned: {task.label}: {error}")
+    finally:
+        session.queue.forget(task)
 
 
 def _tuned(session: TuningSession, tuner: Tuner, following: Sequence[Task]) -> TuningResult:

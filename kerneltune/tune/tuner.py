@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from kerneltune import cache, device
@@ -45,8 +44,6 @@ class Tuner:
     Attributes:
         searches_all: whether the whole space is searched, although the other 16-bit type was searched before.
         resources: registers of all threads of the largest program of every compiled config.
-        began: time (time.monotonic) of the first compiled config; None before.
-        evaluations: number of trials that this tuner has stored.
     """
 
     def __init__(
@@ -55,9 +52,6 @@ class Tuner:
         self.task, self.store, self.worker, self.queue, self.searches_all = task, store, worker, queue, searches_all
         self.resources: dict[Config, int] = {}
         self.samples_per_trial = SCREEN_SAMPLES
-        self.began: float | None = None
-        self.evaluations = 0
-        self._counting = Lock()
         self._best_us: float | None = None
         self._in_turn = ThreadPoolExecutor(1)
         self._preparing: Future[Any] | None = None
@@ -81,7 +75,6 @@ class Tuner:
 
         If the compiler refuses the config, the future is done; otherwise it waits for the worker.
         """
-        self.began = self.began or time.monotonic()
         compiled: CompileResult = begun.result()
         refusal = self.refusal(config, compiled)
         if refusal is None:
@@ -110,8 +103,6 @@ class Tuner:
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
             )
             self.store.put(self.task, config, known)
-            with self._counting:  # refused and measured configs are stored by different threads
-                self.evaluations += 1
         return self._remember(config, known)
 
     def _remember(self, config: Config, trial: Evaluation) -> Evaluation:

@@ -61,7 +61,7 @@ def evaluations(log: Path) -> list[tuple[str, str, str]]:
 
 def test_two_gpus_share_the_cases_and_the_folders(options: Options, log: Path, tmp_path: Path) -> None:
     with fleet_of(["0", "1"], options, progress := Spoken()) as run:
-        usage = run.run(WORKS)
+        run.run(WORKS)
     done = evaluations(log)
     assert Counter(case for case, *_ in done) == {work.case.name: 20 for work in WORKS}
     assert len({pid for *_, pid in done}) == 2
@@ -70,13 +70,10 @@ def test_two_gpus_share_the_cases_and_the_folders(options: Options, log: Path, t
     assert {e.case: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS}
     rows = history(tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log")
     assert Counter(trial.key.case["M"] for trial in rows) == {work.case["M"]: 20 for work in WORKS}
-    assert (usage.gpus, usage.evaluations) == (2, 100)
-    assert usage.busy_s == pytest.approx(1.0)
-    assert 0 <= usage.idle < 1
     assert progress.notes == []
     with fleet_of(["0"], options) as run:
-        assert run.run(WORKS[:2]).evaluations == 0  # nothing is measured twice
-    assert len(evaluations(log)) == 100
+        run.run(WORKS[:2])
+    assert len(evaluations(log)) == 100  # nothing is measured twice
 
 
 def test_a_process_knows_what_was_refused_at_other_sizes(options: Options, log: Path, tmp_path: Path) -> None:
@@ -209,5 +206,4 @@ def test_a_gpu_of_this_host_is_tuned_on(tmp_path: Path) -> None:
     progress = Spoken()
     (entry,) = run_tune(load_plan(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options), progress).entries
     assert entry.evidence["time_us"] <= 1.05 * entry.evidence["default_us"]
-    assert progress.notes[-1].startswith("GPU idle for ")
     assert run_tune(load_plan(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options), progress).entries == []

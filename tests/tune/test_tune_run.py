@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.run_options import Options, Quiet, Selection, load_plan
-from kerneltune.search.task import Evaluation, Task, knob_pairs
+from kerneltune.search.task import Task, knob_pairs
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
 from kerneltune.tune.candidates import widened
@@ -209,25 +208,6 @@ def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selecti
     assert again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
     assert len(notes) == 1
     assert run_tune(load_plan(OPS, selection, replace(options, stale=True)), Quiet()).searched == 0  # what is fresh is left alone
-
-
-def test_a_run_says_how_long_the_gpu_waited(selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every trial takes a hundredth of a second, a tenth of which the bench spends on it."""
-
-    def trial(self: Bench, _task: Task, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
-        time.sleep(0.01)
-        self.busy.append((time.monotonic(), 0.001))
-        return Evaluation("ok", time_us(config))
-
-    monkeypatch.setattr(Bench, "trial", trial)
-    notes: list[str] = []
-    (entry,) = run_tune(load_plan(OPS, selection, options), Spoken(notes)).entries
-    (note,) = notes
-    assert entry.evidence["trials"] > 4
-    assert note.startswith("GPU idle for 9")
-    assert note.endswith(f"after the first compiled config, {entry.evidence['trials']} evaluations")
-    run_tune(load_plan(OPS, selection, options), Spoken(notes))
-    assert len(notes) == 1  # nothing was lacking
 
 
 def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(

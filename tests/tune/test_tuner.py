@@ -248,13 +248,12 @@ def test_a_second_run_over_the_same_store_evaluates_nothing_anew(
 def test_a_cached_config_that_the_space_no_longer_has_is_no_evaluation_where_it_is_known(setting: Setting) -> None:
     setting.tune(first := setting.tuner(SMALL, small_time))
     assert setting.cached() == {"block": 512, "warps": 8}
-    assert first.evaluations == 25
+    assert len(first.evaluated) == 25
     narrow = Variant("optimized", nothing, Small, lambda _: {"block": (256, 1024), "warps": WARPS}, default=SMALL.default)
     again = setting.tuner(narrow, small_time)
     setting.tune(again)
     assert again.finals[0][0] == Small(512, 8)
     assert again.evaluated == []
-    assert again.evaluations == 0
 
 
 def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
