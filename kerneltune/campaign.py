@@ -6,8 +6,7 @@ This module names no operator and prints nothing: a `Progress` shows its stages 
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -22,7 +21,7 @@ from kerneltune.measuring.jobs import Job, address_job, case_job, case_label, ch
 from kerneltune.measuring.pairs import configs_by_case, covering
 from kerneltune.records import Key, Record
 from kerneltune.reporting import tables
-from kerneltune.run_options import Plan, Progress, finished_rows, journalled, require_gpu, results_folder, resume
+from kerneltune.run_options import Plan, Progress, finished_rows, journalled, require_gpu, results_folder
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import SweepCase
@@ -71,7 +70,8 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
     """
     is_gpu, is_quick = device.current().is_gpu, plan.options.quick
     only_checks = plan.options.check_only or not is_gpu
-    with _campaign(plan, progress) as campaign:
+    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
+        campaign = _Campaign(plan, progress, worker)
         bench, check = (plan.headline(), plan.headline("check")) if is_quick else (plan.cases(), plan.cases("check"))
         if is_quick and not bench and not only_checks:
             raise ValueError(f"{plan.sweep.path}: no bench case selected")
@@ -94,7 +94,7 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         if plan.options.tune and not is_quick:
             from kerneltune.tune.fleet import run_tune
 
-            campaign.worker.end()
+            worker.end()
             run_tune(plan, progress)
         measured, files = campaign.measure_and_write(bench)
         return SweepResult([*failed, *measured], files)
@@ -118,8 +118,9 @@ def mutate_outputs(plan: Plan) -> list[Outcome]:
 def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[Key] | None = None) -> list[Record]:
     """Measure the selected variants, interleaved, on the selected bench cases; `keys`, if given, restricts the cases further."""
     require_gpu(command)
-    with _campaign(plan, progress) as campaign:
-        return campaign.measure([entry for entry in plan.cases() if keys is None or plan.key(entry) in keys], None)
+    entries = [entry for entry in plan.cases() if keys is None or plan.key(entry) in keys]
+    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
+        return _Campaign(plan, progress, worker).measure(entries, None)
 
 
 def measure_again(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
@@ -342,15 +343,9 @@ class _Campaign:
         return [rows, markdown, csv]
 
 
-@contextmanager
-def _campaign(plan: Plan, progress: Progress) -> Iterator[_Campaign]:
-    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
-        yield _Campaign(plan, progress, worker)
-
-
 def _known_rows(work: Sequence[Runs], journal: Path | None) -> list[tuple[Runs, list[Record] | None]]:
     """Pair the runs of each case with their rows of an interrupted run; None for a case to be done."""
-    done = resume(journal) if journal else {}
+    done = records.grouped(journalled(journal) if journal else (), lambda record: (record.key, record.variant))
     return [(runs, finished_rows(done, runs)) for runs in work]
 
 

@@ -235,11 +235,6 @@ def require_gpu(command: str) -> None:
         raise ValueError(f"{command} needs a GPU: in the interpreter nothing can be timed")
 
 
-def resume(journal: Path) -> dict[tuple[Key, str], list[Record]]:
-    """Load the rows of an interrupted run by key and variant; see `journalled`."""
-    return records.grouped(journalled(journal), lambda record: (record.key, record.variant))
-
-
 def journalled(journal: Path) -> list[Record]:
     """Load the rows of a journal, except a line that was being written; an empty list without a file."""
     if not journal.exists():

@@ -21,7 +21,7 @@ from kerneltune.run_options import Options, Plan, Progress, Selection
 from kerneltune.search.task import config_values
 from kerneltune.spec import Case, Op
 from kerneltune.sweep import SweepCase
-from kerneltune.tune.candidates import config_for
+from kerneltune.tune.candidates import changed, config_for
 from kerneltune.tune.renew import Renewal, StaleConfig, renew
 
 CONFIG_S = 0.6
@@ -129,8 +129,7 @@ def _selects(selection: Selection, op: str, entry: CacheEntry, uses: _Uses) -> b
 
 
 def _is_stale(op: Op, entry: CacheEntry) -> bool:
-    hashes = [variant.source_hash for variant in op.variants if variant.name == entry.variant]
-    return entry.evidence.get("source_hash") not in hashes
+    return all(changed(variant, entry, here=False) for variant in op.variants if variant.name == entry.variant)
 
 
 def _family(plan: Plan, folder: Path) -> StaleFamily:

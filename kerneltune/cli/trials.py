@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from kerneltune.run_options import Plan, Selection
     from kerneltune.search.insight import Portfolio
     from kerneltune.search.task import Evaluation
-    from kerneltune.search.trials import Searches
+    from kerneltune.spec import Case
 
+Searches = list[tuple["Case", dict[Any, "Evaluation"]]]
+"""Cases with the stored evaluations of their configs."""
 _DEAD = 4
 """Most values of knobs that a short answer names."""
 _WEIGHED = 8
@@ -50,21 +52,37 @@ def command(
         show("")
 
 
-def searches_of(plan: "Plan", gpu: str) -> "dict[str, Searches]":
-    """Return title -> the trials of an operator's variant on the selected bench cases; gpu: folder name of the GPU model."""
-    from kerneltune.search.trials import stored_searches
+def searches_of(plan: "Plan", gpu: str) -> dict[str, Searches]:
+    """Return title -> the stored trials of a variant on the selected bench cases, under their newest fingerprint.
 
-    cases = [(plan.ops[entry.op], entry.case) for entry in plan.cases()]
-    return stored_searches(plan.options.results_root, gpu, cases, plan.selection.takes_variant, plan.options.policy)
+    gpu: folder name of the GPU model.
+    """
+    from kerneltune.search.task import Task, store_path
+    from kerneltune.search.trials import TrialStore, latest_fingerprint
+
+    found: dict[str, Searches] = {}
+    stores: dict[tuple[str, str], TrialStore] = {}
+    for entry in plan.cases():
+        op, case = plan.ops[entry.op], entry.case
+        for variant in op.variants:
+            if variant.config is None or not plan.selection.takes_variant(variant.name):
+                continue
+            if (key := (op.name, variant.name)) not in stores:
+                path = store_path(plan.options.results_root, gpu, op.name)
+                stores[key] = TrialStore(path, **latest_fingerprint(path, variant.name))
+            stored = stores[key].of_task(Task(op, case, variant, plan.options.policy))
+            if any(one.time_us is not None for one in stored.values()):
+                found.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
+    return found
 
 
-def _times(searches: "Searches") -> list[dict[Any, float]]:
+def _times(searches: Searches) -> list[dict[Any, float]]:
     from kerneltune.search.loop import times_of
 
     return [times_of(stored) for _, stored in searches]
 
 
-def show_searches(title: str, searches: "Searches", whole: bool = False) -> None:
+def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     """Summarize the trials in a few lines; whole: with a row per case, all values that never win, and the fewest configs."""
     from kerneltune.search import insight
 
@@ -104,7 +122,7 @@ def _portfolio(few: "Portfolio", cases: int) -> str:
     return f"{count} every case ({cases}) within 2 % of its best (worst {100 * few.worst:.1f} %{how})"
 
 
-def _cases_table(searches: "Searches") -> Table:
+def _cases_table(searches: Searches) -> Table:
     """Return a row per case: its best time, the course of its search, and the knobs that matter."""
     from kerneltune.search import insight
 

@@ -6,8 +6,7 @@ a line that is on disk when `put` returns, so a kill loses at most the running t
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -26,18 +25,14 @@ from optuna.trial import TrialState
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines
 from kerneltune.search.study import choice_order, quiet
-from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of, store_path
-from kerneltune.spec import MOST, Case, Config, Op
+from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of
+from kerneltune.spec import MOST, Case, Config
 
 TRANSIENT = frozenset(("memory", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
 _MOVE = "move the file away to start anew"
-_OLD_SUFFIX = ".jsonl"
 _ABOUT = ("op", "variant", "axes", "dtype", "quant", "options", "policy", "fingerprint")
 _RESULT = ("status", "detail", "resources", "spill_bytes", "shared_bytes", "commit")
-
-Searches = list[tuple[Case, dict[Knobs, Evaluation]]]
-"""Cases with their stored evaluations."""
 
 
 class _TrialRow(msgspec.Struct):
@@ -113,16 +108,11 @@ class TrialStore:
                 user_attrs={name: getattr(stored, name) for name in _RESULT},
             )
             trial.datetime_start = trial.datetime_complete = datetime.fromisoformat(date).astimezone().replace(tzinfo=None)
-            with self._writing():
+            try:
                 self._study(task, offered).add_trial(trial)
+            except OSError as error:
+                raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
             self._found.setdefault(task.key, {})[knob_pairs(config)] = stored
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
 
     def _study(self, task: Task, offered: Mapping[str, Sequence[Any]]) -> optuna.Study:
         """Return the study of a task whose knobs offer these values; create a missing study."""
@@ -198,33 +188,6 @@ def latest_fingerprint(path: Path, variant: str) -> Mapping[str, str]:
     return newest.fingerprint if newest is not None else {}
 
 
-def stored_searches(
-    results: Path, gpu: str, cases: Iterable[tuple[Op, Case]], is_wanted: Callable[[str], bool], policy: str
-) -> dict[str, Searches]:
-    """Return the stored trials of cases under their newest fingerprint, by operator, variant and quant mode.
-
-    Args:
-        results: folder of the records.
-        gpu: folder name of the GPU model.
-        cases: operators with their cases.
-        is_wanted: function that selects variants by name.
-        policy: timing policy of the trials.
-    """
-    found: dict[str, Searches] = {}
-    stores: dict[tuple[str, str], TrialStore] = {}
-    for op, case in cases:
-        for variant in op.variants:
-            if variant.config is None or not is_wanted(variant.name):
-                continue
-            key, path = (op.name, variant.name), store_path(results, gpu, op.name)
-            if key not in stores:
-                stores[key] = TrialStore(path, **latest_fingerprint(path, variant.name))
-            stored = stores[key].of_task(Task(op, case, variant, policy))
-            if any(one.time_us is not None for one in stored.values()):
-                found.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
-    return found
-
-
 def history(path: Path) -> list[Trial]:
     """Return every trial of a store under any fingerprint; an empty list without a store."""
     return list(_trials(_existing(path), path, {}))
@@ -293,11 +256,7 @@ class _JournalFile(JournalFileBackend):
 
 def _existing(path: Path) -> JournalStorage | None:
     """Return the storage of a journal; None without a file."""
-    if path.exists():
-        return _opened(path)
-    if (old := path.with_suffix(_OLD_SUFFIX)).is_file():
-        raise ValueError(f"{old}: trials of a version before 0.1.0: expected {path.name}, an Optuna journal; {_MOVE}")
-    return None
+    return _opened(path) if path.exists() else None
 
 
 def _opened(path: Path) -> JournalStorage:

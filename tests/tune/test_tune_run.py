@@ -350,16 +350,3 @@ def test_a_space_that_makes_no_sense_is_one_line_and_nothing_is_written(
         run_tune(load_plan(broken(**changes), selection, options), Quiet())
     assert re.sub(r"^test_tune_run\.py:\d+: ", "PLACE", str(caught.value)) == message
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_store_of_another_version_is_left_alone(selection: Selection, options: Options) -> None:
-    run_tune(load_plan(OPS, selection, options), Quiet())
-    assert options.results is not None
-    path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
-    old = path.with_suffix(".jsonl")
-    old.write_text('{"schema": 2}\n')
-    path.unlink()
-    with pytest.raises(ValueError, match=r"stream.jsonl: trials of a version before 0.1.0: expected stream.log"):
-        run_tune(load_plan(OPS, selection, replace(options, force=True)), Quiet())
-    assert old.read_text() == '{"schema": 2}\n'
-    assert not path.exists()
