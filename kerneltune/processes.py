@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -42,6 +42,8 @@ _LONGEST = 107 - len(f"/{_PREFIX}12345678/listener-12345678")
 _SHORT = Path("/tmp")
 _SERVER = "KERNELTUNE_FORK_SERVER"
 """Environment variable of the server: its parent's id, a blank, and the folder of its socket where the parent has made it."""
+_STARTING = Lock()
+"""Held while this process starts the server."""
 _LOOK_S = 0.25
 _EXIT_GRACE_S = 5.0
 _BOUND = """import ctypes, os, sys
@@ -209,12 +211,13 @@ def start_server() -> None:
     forkserver.set_forkserver_preload([__name__, "torch", *triton])
     resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    os.environ[_SERVER] = f"{os.getpid()} {_folder_of_sockets()}"
-    try:
-        forkserver.ensure_running()
-    finally:
-        del os.environ[_SERVER]
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with _STARTING:  # another thread may start a process, too
+        os.environ[_SERVER] = f"{os.getpid()} {_folder_of_sockets()}"
+        try:
+            forkserver.ensure_running()
+        finally:
+            del os.environ[_SERVER]
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _folder_of_sockets() -> str:

@@ -11,7 +11,6 @@ ends with 130 then and says nothing of where it was, so that whatever stands on 
 import os
 import sys
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
@@ -22,7 +21,7 @@ from kerneltune.run_options import Options, Quiet
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tune import session, tune_run
-from kerneltune.tune.fleet import Fleet, serve
+from kerneltune.tune.fleet import Fleet, GpuTuner
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
 DEADLY = "KERNELTUNE_TEST_DEADLY"
@@ -46,22 +45,22 @@ class LoggedBench(Bench):
         return super().trial(task, config, best_us, samples)
 
 
-def made_up(pipe: Connection, cores: frozenset[int] | None, options: Options) -> None:
-    """Serve with a GPU that is made up."""
+def made_up(cores: frozenset[int] | None, options: Options) -> GpuTuner:
+    """Return a tuner with a GPU that is made up."""
     unit = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580", unit)
     setattr(device, "current", lambda: gpu)  # noqa: B010
     setattr(session, "CompilePool", Pool)  # noqa: B010
     setattr(session, "GpuWorker", LoggedBench)  # noqa: B010
     setattr(tune_run, "obstacle", lambda *_: None)  # noqa: B010
-    serve(pipe, None, options)
+    return GpuTuner(None, options)
 
 
-def odd(pipe: Connection, cores: frozenset[int] | None, options: Options) -> None:
-    """Serve with another GPU where it is the second of its host."""
+def odd(cores: frozenset[int] | None, options: Options) -> GpuTuner:
+    """Return a tuner with another GPU where it is the second of its host."""
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         os.environ[MODEL] = "NVIDIA A100"
-    made_up(pipe, cores, options)
+    return made_up(cores, options)
 
 
 def main(folder: Path) -> None:
@@ -69,8 +68,7 @@ def main(folder: Path) -> None:
     setattr(device, "current", lambda: H200)  # noqa: B010
     options = Options(results=folder / "results", configs=folder / "configs", until_gain=0.0)
     (folder / "began").touch()
-    with Fleet(["0", "1"], options, Quiet(), made_up) as fleet:
-        fleet.run(WORKS)
+    Fleet(["0", "1"], options, Quiet(), made_up).run(WORKS)
 
 
 if __name__ == "__main__":

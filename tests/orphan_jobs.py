@@ -13,10 +13,8 @@ from bench_jobs import CASE, LOG, OPS, VARIANT, FakeBench, Knobs
 
 from kerneltune import cli
 from kerneltune.measuring.compiler import TARGETS, CompileJob, CompilePool
-from kerneltune.processes import start
-from kerneltune.run_options import Options
+from kerneltune.processes import end, start
 from kerneltune.search.task import Task
-from kerneltune.tune.fleet import GpuProcess
 from kerneltune.tune.gpu_worker import GpuWorker
 
 STARTED = 4
@@ -33,7 +31,7 @@ def compile_for_ever(_inputs: Mapping[str, Any], _config: object) -> None:
     hang()
 
 
-def work_for_ever(_pipe: Connection, _cores: frozenset[int] | None, _options: Options) -> None:
+def work_for_ever(_pipe: Connection) -> None:
     """Hang as a process of a GPU may before it is ready."""
     hang()
 
@@ -52,7 +50,7 @@ def search() -> None:
         CompilePool(TARGETS["sm_90"], 2) as pool,
         GpuWorker(FakeBench) as bench,
     ):
-        stack.callback(GpuProcess(*start(work_for_ever, None, Options())).stop)
+        stack.callback(end, start(work_for_ever)[0])
         for _ in range(2):
             pool.submit(CompileJob(no_inputs, compile_for_ever, None))
         ThreadPoolExecutor(1).submit(bench.trial, Task(OPS[0], CASE, VARIANT), Knobs("hang", 0), None)

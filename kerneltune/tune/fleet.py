@@ -7,156 +7,135 @@ them, under the same locks. If a process dies over a task, another process perfo
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from threading import Lock
 
 from kerneltune import cache, device
-from kerneltune.processes import end, start
 from kerneltune.run_options import Options, Plan, Progress, require_gpu
 from kerneltune.search.task import Task, TaskKey
 from kerneltune.tune.candidates import widened
+from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 from kerneltune.tune.session import TuningSession
 from kerneltune.tune.tune_run import Performed, TuningResult, TuningSummary, missing, perform, tell, tune_here
 
 ATTEMPTS = 3
 """Number of processes that may die over a task, and of times that the process of a GPU is started."""
-_GRACE_S = 10.0
-
-Serve = Callable[[Connection, frozenset[int] | None, Options], None]
-"""`serve`, or an importable function in its place."""
 
 
-def serve(pipe: Connection, cores: frozenset[int] | None, options: Options) -> None:
-    """Perform the tasks that come through a pipe, on the GPU of this process, until the other end of the pipe is closed.
+class GpuTuner:
+    """Perform tasks on the GPU of this process, which a fleet has started."""
 
-    Args:
-        pipe: first sends the name of the GPU; then receives a task with the tasks that probably follow, and sends the result.
-        cores: cores of this process and of the processes that it starts; None for all.
-    """
-    if cores:
-        os.sched_setaffinity(0, cores)
-    with suppress(EOFError, OSError):
-        pipe.send(device.current().name)
-        with TuningSession(options) as session:
-            while True:
-                task, following = pipe.recv()
-                try:
-                    session.refresh()
-                    done = perform(session, task, following)
-                except Exception as error:  # no task may end the process
-                    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-                    done = TuningResult(problem=f"not tuned: {task.op.name} {task.case.name}: {text}")
-                pipe.send(done)
+    def __init__(self, cores: frozenset[int] | None, options: Options) -> None:
+        """Limit this process, and the processes that it will start, to some cores; None for all cores."""
+        if cores:
+            os.sched_setaffinity(0, cores)
+        self._options = options
 
+    @cached_property
+    def _session(self) -> TuningSession:
+        return TuningSession(self._options).__enter__()
 
-@dataclass(slots=True)
-class GpuProcess:
-    """Hold the process of a GPU and the task that it performs.
+    def gpu_name(self) -> str:
+        """Return the name of the GPU."""
+        return device.current().name
 
-    Attributes:
-        process, pipe: the process, and the end of the pipe to it.
-        task: task that the process performs; None before its first task and between tasks.
-        is_ready: whether the process has named its GPU.
-    """
-
-    process: BaseProcess
-    pipe: Connection
-    task: Task | None = None
-    is_ready: bool = False
-
-    def stop(self, is_dead: bool = False) -> int | None:
-        """End the process, by force if it starts or works on a task; return its exit code."""
-        self.pipe.close()
-        return end(self.process, _GRACE_S if is_dead or (self.is_ready and self.task is None) else 0.0)
+    def perform(self, task: Task, following: Sequence[Task]) -> TuningResult:
+        """Perform a task; `following` are the tasks that this process will probably perform next."""
+        try:
+            self._session.refresh()
+            return perform(self._session, task, following)
+        except Exception as error:  # no task may end the process
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return TuningResult(problem=f"not tuned: {task.op.name} {task.case.name}: {text}")
 
 
 class Fleet:
-    """Hold the processes of several GPUs. Use as a context manager.
+    """Perform tasks on several GPUs of this host. A thread for each GPU hands tasks to the GPU's process.
 
     Attributes:
         finished: performed tasks with their results.
     """
 
-    def __init__(self, gpus: Sequence[str], options: Options, progress: Progress, target: Serve = serve) -> None:
-        """Start no process yet; `gpus` are GPUs in the form of CUDA_VISIBLE_DEVICES."""
-        self._gpus, self._options, self._progress, self._target = gpus, options, progress, target
-        self._processes: dict[int, GpuProcess] = {}
-        self._deaths: Counter[int] = Counter()
+    def __init__(
+        self, gpus: Sequence[str], options: Options, progress: Progress, make: Callable[..., GpuTuner] = GpuTuner
+    ) -> None:
+        """Start no process yet.
+
+        Args:
+            gpus: GPUs in the form of CUDA_VISIBLE_DEVICES.
+            options: options of the run.
+            progress: observer of the run.
+            make: importable function that makes the tuner in a GPU's process.
+        """
+        self._progress = progress
+        self._workers: dict[str, GpuWorker] = {}
+        for index, gpu in enumerate(gpus):
+            make_here = partial(make, share_of_cores(index, len(gpus)), options)
+            self._workers[gpu] = GpuWorker(make_here, environment=os.environ | {"CUDA_VISIBLE_DEVICES": gpu}, has_children=True)
+        self._queue: deque[Task] = deque()
+        self._lock = Lock()
+        self._deaths: Counter[str] = Counter()
         self._attempts: Counter[TaskKey] = Counter()
         self._reason = ""
         self.finished: list[Performed] = []
 
     def run(self, tasks: Sequence[Task]) -> list[Performed]:
         """Perform tasks, each on one GPU, and return them with their results."""
-        self._progress.stage(f"tune on {len(self._gpus)} GPUs", len(tasks))
-        queue = deque(tasks)
-        for index in range(len(self._gpus)):
-            self._start(index)
-        while queue or any(one.task is not None for one in self._processes.values()):
-            if not self._processes:
-                raise ValueError(f"no GPU is left: {self._reason}")
-            for one in self._processes.values():
-                if queue and one.is_ready and one.task is None:
-                    one.task = queue.popleft()
-                    ahead = len(self._processes) - 1  # tasks that the other processes will take before
-                    with suppress(OSError):  # of a dead process, which `_hear` finds
-                        one.pipe.send((one.task, list(queue)[ahead : ahead + 1]))
-            self._hear(queue)
+        self._progress.stage(f"tune on {len(self._workers)} GPUs", len(tasks))
+        self._queue.extend(tasks)
+        with ThreadPoolExecutor(len(self._workers)) as threads:
+            try:
+                while self._queue:
+                    alive = [gpu for gpu in self._workers if self._deaths[gpu] < ATTEMPTS]
+                    if not alive:
+                        raise ValueError(f"no GPU is left: {self._reason}")
+                    list(threads.map(self._work, alive))
+            finally:  # also after an interrupt: the threads end with the processes
+                for worker in self._workers.values():
+                    worker.stop()
         return self.finished
 
-    def _start(self, index: int) -> None:
-        cores, environment = share_of_cores(index, len(self._gpus)), os.environ | {"CUDA_VISIBLE_DEVICES": self._gpus[index]}
-        self._processes[index] = GpuProcess(*start(self._target, cores, self._options, environment=environment))
+    def _work(self, gpu: str) -> None:
+        """Perform tasks on a GPU until the queue is empty, or the GPU is of no use."""
+        worker = self._workers[gpu]
+        while self._deaths[gpu] < ATTEMPTS and not worker.is_closed:
+            task: Task | None = None
+            try:
+                if (name := worker.ask("gpu_name")) != device.current().name:
+                    self._reason = f"GPU {gpu} is {name}, expected {device.current().name}"
+                    self._deaths[gpu] = ATTEMPTS
+                    self._progress.note(f"left out: {self._reason}")
+                    return
+                with self._lock:
+                    if not self._queue:
+                        return
+                    ahead = len(self._workers) - 1  # tasks that the other processes will take before
+                    task, following = self._queue.popleft(), list(self._queue)[ahead : ahead + 1]
+                self._finish(task, worker.ask("perform", task, following))
+            except WorkerCrashedError as error:
+                if not worker.is_closed:
+                    self._on_dead(gpu, task, str(error))
 
-    def _hear(self, queue: deque[Task]) -> None:
-        """Wait for a process: it names its GPU, sends a result, or has died."""
-        heard = wait([one.pipe for one in self._processes.values()])[0]
-        index, one = next((index, one) for index, one in self._processes.items() if one.pipe is heard)
-        try:
-            said = one.pipe.recv()
-        except (EOFError, OSError):
-            self._on_dead(index, queue)
+    def _on_dead(self, gpu: str, task: Task | None, reason: str) -> None:
+        """Put the task of a dead process back into the queue, or give the task up."""
+        self._deaths[gpu] += 1
+        self._reason = reason
+        self._progress.note(f"GPU {gpu}: {reason}")
+        if task is None:
             return
-        if one.is_ready:
-            assert one.task is not None
-            self._finish(one.task, said)
-            one.task = None
-        elif said == device.current().name:
-            one.is_ready = True
+        self._attempts[task.key] += 1
+        if self._attempts[task.key] < ATTEMPTS:
+            with self._lock:
+                self._queue.appendleft(task)
         else:
-            self._reason = f"GPU {self._gpus[index]} is {said}, expected {device.current().name}"
-            self._progress.note(f"left out: {self._reason}")
-            self._processes.pop(index).stop()
-
-    def _on_dead(self, index: int, queue: deque[Task]) -> None:
-        """Put the task of a dead process back into the queue, and start the process again."""
-        dead = self._processes.pop(index)
-        task = dead.task
-        self._reason = f"exit code {dead.stop(is_dead=True)}"
-        self._progress.note(f"the process of GPU {self._gpus[index]} died: {self._reason}")
-        self._deaths[index] += 1
-        if task is not None:
-            self._attempts[task.key] += 1
-            if self._attempts[task.key] < ATTEMPTS:
-                queue.appendleft(task)
-            else:
-                problem = f"not tuned: {task.label}: {ATTEMPTS} processes died over it, the last: {self._reason}"
-                self._finish(task, TuningResult(problem=problem))
-        if self._deaths[index] < ATTEMPTS:
-            self._start(index)
+            problem = f"not tuned: {task.label}: {ATTEMPTS} processes died over it, the last: {reason}"
+            self._finish(task, TuningResult(problem=problem))
 
     def _finish(self, task: Task, done: TuningResult) -> None:
-        self.finished.append((task, done))
-        tell(self._progress, task, done)
-
-    def __enter__(self) -> "Fleet":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for one in self._processes.values():
-            one.stop()
+        with self._lock:
+            self.finished.append((task, done))
+            tell(self._progress, task, done)
 
 
 def run_tune(plan: Plan, progress: Progress) -> TuningSummary:
@@ -171,11 +150,7 @@ def run_tune(plan: Plan, progress: Progress) -> TuningSummary:
     tasks, kept = missing(plan, progress)
     if not tasks:
         return TuningSummary(slug, [], kept=kept)
-    if gpus:
-        with Fleet(gpus, plan.options, progress) as fleet:
-            finished = fleet.run(tasks)
-    else:
-        finished = tune_here(plan, tasks, progress)
+    finished = Fleet(gpus, plan.options, progress).run(tasks) if gpus else tune_here(plan, tasks, progress)
     cache.clear()
     stored = [done.entry for _, done in finished if done.entry is not None]
     return TuningSummary(slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)

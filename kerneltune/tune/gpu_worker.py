@@ -181,24 +181,35 @@ class GpuWorker:
 
     Attributes:
         process: the present process; None before the first request and after a crash.
+        is_closed: whether the worker was stopped for good.
         started: number of processes so far.
     """
 
     def __init__(
         self,
-        make: Callable[[], GpuBench] = GpuBench,
+        make: Callable[[], Any] = GpuBench,
         cores: frozenset[int] | None = None,
         trial_timeout_s: float = TRIAL_TIMEOUT_S,
+        environment: Mapping[str, str] | None = None,
+        has_children: bool = False,
     ) -> None:
-        """Start no process yet. The importable function `make` makes the bench; the process uses `cores`, None for all."""
-        self._make, self._cores = make, cores
+        """Start no process yet.
+
+        Args:
+            make: importable function that makes the object that answers, a `GpuBench` for the methods of this class.
+            cores: cores of the process; None for all.
+            trial_timeout_s: seconds after which a trial or a check is given up.
+            environment: `os.environ` of the process; None for the environment of this process.
+            has_children: the process may start processes.
+        """
+        self._start = partial(start, _serve, make, cores, environment=environment, is_daemon=not has_children)
         self.trial_timeout_s, self.variant_timeout_s = trial_timeout_s, VARIANT_TIMEOUT_S
         self.process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
         self._holds_tensors = False
         self._lock = Lock()
         self.is_asking = False
-        self._closed = False
+        self.is_closed = False
         self.started = 0
 
     def __enter__(self) -> "GpuWorker":
@@ -209,7 +220,7 @@ class GpuWorker:
 
     def stop(self) -> None:
         """End the process, even while another thread waits for its answer; no request starts another process."""
-        self._closed = True
+        self.is_closed = True
         self._end(asked_here=False)
 
     def end(self) -> None:
@@ -221,17 +232,17 @@ class GpuWorker:
         if self.process is None:
             with self._lock:
                 self._refuse_if_closed()
-                self.process, self._pipe = start(_serve, self._make, self._cores, is_daemon=True)
+                self.process, self._pipe = self._start()
             self.started += 1
 
     def prepare(self, task: Task) -> None:
         """Make inputs and reference of a task."""
-        self._ask("prepare", FINAL_TIMEOUT_S, task)
+        self.ask("prepare", task, timeout_s=FINAL_TIMEOUT_S)
 
     def check(self, task: Task, config: Config) -> Outcome:
         """Call `GpuBench.check` in the process; the outcome is `failed` if the process crashes."""
         try:
-            return cast(Outcome, self._ask("check", self.trial_timeout_s, task, config))
+            return cast(Outcome, self.ask("check", task, config, timeout_s=self.trial_timeout_s))
         except WorkerCrashedError as error:
             return Outcome("failed", f"crashed: {error}")
 
@@ -239,7 +250,7 @@ class GpuWorker:
         """Call `GpuBench.trial` in the process; the trial is `crashed` if the process ends without a signal from outside."""
         self.prepare(task)
         try:
-            return cast(Evaluation, self._ask("trial", self.trial_timeout_s, task, config, best_us, samples))
+            return cast(Evaluation, self.ask("trial", task, config, best_us, samples, timeout_s=self.trial_timeout_s))
         except WorkerStoppedError:
             raise
         except WorkerCrashedError as error:
@@ -248,24 +259,25 @@ class GpuWorker:
     def time_interleaved(self, task: Task, configs: Sequence[Config]) -> Sequence[Samples | None]:
         """Call `GpuBench.time_interleaved` in the process."""
         self.prepare(task)
-        return cast(Sequence[Samples | None], self._ask("time_interleaved", FINAL_TIMEOUT_S, task, configs))
+        return cast(Sequence[Samples | None], self.ask("time_interleaved", task, configs, timeout_s=FINAL_TIMEOUT_S))
 
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
         """Call `GpuBench.compare` in the process."""
-        return cast(Compared, self._ask("compare", self.variant_timeout_s, runs, ceiling, untimed))
+        return cast(Compared, self.ask("compare", runs, ceiling, untimed, timeout_s=self.variant_timeout_s))
 
     def close(self) -> None:
         """Free the tensors of the process."""
         if self._holds_tensors:
             with suppress(WorkerCrashedError):
-                self._ask("close", self.trial_timeout_s)
+                self.ask("close", timeout_s=self.trial_timeout_s)
             self._holds_tensors = False
 
     def _refuse_if_closed(self) -> None:
-        if self._closed:
+        if self.is_closed:
             raise WorkerStoppedError("the GPU worker was stopped")
 
-    def _ask(self, name: str, timeout_s: float, *arguments: Any) -> Any:
+    def ask(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the object in the process; after `timeout_s` seconds the process is ended."""
         self.begin()
         self._holds_tensors = True
         with self._lock:
@@ -280,7 +292,7 @@ class GpuWorker:
                     self._end()
                     raise WorkerCrashedError(f"took longer than {timeout_s:g} s", variant)
                 said = pipe.recv()
-                if not isinstance(said, str):
+                if isinstance(said, tuple):
                     break
                 variant = said
         except (EOFError, OSError) as error:
