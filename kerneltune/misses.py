@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 
 from kerneltune.device import INTERPRETER
-from kerneltune.files import decode, read_text
+from kerneltune.files import append_lines, decode, read_text
 from kerneltune.spec import Case
 
 _STRICT = "KERNELTUNE_STRICT"
@@ -96,19 +96,14 @@ def forget() -> None:
 
 
 def _append(path: Path, miss: Miss) -> None:
-    """Append a miss in a single write, which no other process can split; warn of a log that cannot be written."""
+    """Append a miss to the log; warn of a log that cannot be written."""
     case = miss.case
     options = dict(case.options)
     row = _Row(miss.op, miss.variant, miss.device, dict(case.axes), case.dtype, case.quant, options, miss.policy)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(file, msgspec.json.encode(row) + b"\n")
-        finally:
-            os.close(file)
-    except OSError as error:
-        warnings.warn(f"cannot write {path}: {error.strerror}", stacklevel=4)
+        append_lines(path, msgspec.json.encode(row) + b"\n")
+    except ValueError as error:
+        warnings.warn(str(error), stacklevel=4)
 
 
 def read(path: Path) -> list[Miss]:

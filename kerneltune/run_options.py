@@ -20,6 +20,7 @@ from kerneltune.spec import Case, Op, Variant
 from kerneltune.sweep import MAX_CASES, Section, Sweep, SweepCase
 
 _HEADLINES = 10
+_TO_A_PERCENT = Search(until_gain=0.01)
 
 
 class Progress(Protocol):
@@ -100,15 +101,12 @@ class Options:
         peers: measure other packages' variants as well.
         fast: leave out the variants that compile for seconds on their first call.
         quick: measure ten headline cases of a sweep with their present configs; check and tune nothing else.
-        budget_s: most seconds of search per case.
-        trials: most configs that a search measures per case.
+        search: limits of each search; `budget_s` is also the limit of timing stale configs.
         check_only: check and time nothing.
         configs, results: folders; None for the usual folders.
         workers: number of compile processes; None for the number of cores.
         force: search cached configs again, and try configs with transient failures again.
         stale: search configs again that were chosen with another source, driver or packages.
-        sampler: a name in search.loop.SAMPLERS.
-        until_gain: stop a search when its remaining configs are expected to gain less than this fraction; 0 for never.
         exhaustive: measure every config of a space, and choose none.
         knobs: knob values, as text, to try in addition to a space.
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
@@ -119,16 +117,13 @@ class Options:
     peers: bool = True
     fast: bool = False
     quick: bool = False
-    budget_s: float | None = None
-    trials: int | None = None
+    search: Search = _TO_A_PERCENT
     check_only: bool = False
     configs: Path | None = None
     results: Path | None = None
     workers: int | None = None
     force: bool = False
     stale: bool = False
-    sampler: str = "ours"
-    until_gain: float | None = 0.01
     exhaustive: bool = False
     knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     gpus: str = ""
@@ -137,11 +132,6 @@ class Options:
     def results_root(self) -> Path:
         """Return the folder of the records: `results`, else the usual folder."""
         return sweep.results_root(self.results)
-
-    @property
-    def search(self) -> Search:
-        """Return the limits of each search."""
-        return Search(self.budget_s, self.trials, self.sampler, until_gain=self.until_gain or None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ def refresh(stale: Stale, progress: Progress) -> Refreshed:
     most the present case, and the next run measures the rest. Headline cases of all families come first, then cases with
     records, then cases that nobody measured.
     """
-    budget_s = stale.plans[0].options.budget_s
+    budget_s = stale.plans[0].options.search.budget_s
     until = math.inf if budget_s is None else time.monotonic() + budget_s
     renewals = []
     if stale.configs:

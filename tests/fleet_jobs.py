@@ -18,6 +18,7 @@ from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
 from kerneltune import device
 from kerneltune.device import Device
 from kerneltune.run_options import Options, Quiet
+from kerneltune.search.loop import Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tune import session, tune_run
@@ -66,7 +67,7 @@ def odd(cores: frozenset[int] | None, options: Options) -> GpuTuner:
 def main(folder: Path) -> None:
     """All works on two GPUs; results and configs are below `folder`, and a file `began`."""
     setattr(device, "current", lambda: H200)  # noqa: B010
-    options = Options(results=folder / "results", configs=folder / "configs", until_gain=0.0)
+    options = Options(results=folder / "results", configs=folder / "configs", search=Search())
     (folder / "began").touch()
     Fleet(["0", "1"], options, Quiet(), made_up).run(WORKS)
 

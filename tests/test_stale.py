@@ -17,6 +17,7 @@ from kerneltune.cli import app
 from kerneltune.measuring.compare import make_record
 from kerneltune.records import Record
 from kerneltune.run_options import Options, Quiet, Selection, load_plan
+from kerneltune.search.loop import Search
 from kerneltune.search.task import Run
 from kerneltune.tune.fleet import run_tune
 
@@ -126,7 +127,7 @@ def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Se
 
 def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selection, options: Options) -> None:
     before, rows = stored(options), recorded(options)
-    done = stale.refresh(find(selection, replace(options, budget_s=0.0)), Quiet())
+    done = stale.refresh(find(selection, replace(options, search=Search(0.0))), Quiet())
     assert done.renewals == ()
     assert (len(done.left.configs), done.left.cases, measured) == (3, 3, [])
     assert (stored(options), recorded(options)) == (before, rows)

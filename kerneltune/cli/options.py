@@ -387,7 +387,10 @@ def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", ma
 
 
 def make_options(policy: str, **given: Any) -> "Options":
-    """Make the options of a run; an option that is None keeps its default."""
+    """Make the options of a run and the limits of its searches; an option that is None keeps its default."""
     from kerneltune.run_options import Options
 
-    return Options(policy=policy, **{name: value for name, value in given.items() if value is not None})
+    chosen = {name: value for name, value in given.items() if value is not None}
+    options = Options(policy)
+    of_search = {name: chosen.pop(name) for name in given if name in chosen and hasattr(options.search, name)}
+    return replace(options, search=replace(options.search, **of_search), **chosen)

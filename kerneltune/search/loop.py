@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 SAMPLERS = ("ours", "random")
 """`ours` is search.FiniteGPSampler. `random` draws every config with the same probability."""
-DEFAULT_SAMPLER = "ours"
 ENUMERATE_UP_TO = 120
 """Largest number of configs of a space that a search without limits tries completely, in order."""
 AHEAD = 8
@@ -58,28 +57,18 @@ class Search:
         trials: largest number of configs.
         sampler: sampler of a space that is too large to be enumerated, a name of SAMPLERS.
         seed: seed of everything that is drawn.
-        until_gain: end when all untried configs are expected to save less than this fraction of the best time.
+        until_gain: end when all untried configs are expected to save less than this fraction of the best time; 0 for never.
     """
 
     budget_s: float | None = None
     trials: int | None = None
-    sampler: str = DEFAULT_SAMPLER
+    sampler: str = "ours"
     seed: int = 0
-    until_gain: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.budget_s is not None and not self.budget_s > 0:
-            raise ValueError(f"budget must be above 0 seconds, got {self.budget_s}")
-        if self.trials is not None and self.trials <= 0:
-            raise ValueError(f"trials must be above 0, got {self.trials}")
-        if self.until_gain is not None and not 0 < self.until_gain < 1:
-            raise ValueError(f"until-gain must be between 0 and 1, got {self.until_gain}")
-        if self.sampler not in SAMPLERS:
-            raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {self.sampler!r}")
+    until_gain: float = 0.0
 
     def enumerates(self, configs: int) -> bool:
         """Return whether a space with this number of configs is tried completely, in order."""
-        unlimited = self.budget_s is None and self.until_gain is None and (self.trials or configs) >= configs
+        unlimited = self.budget_s is None and not self.until_gain and (self.trials or configs) >= configs
         return unlimited and configs <= ENUMERATE_UP_TO
 
 
@@ -259,7 +248,7 @@ class SearchState:
     def is_gain_small(self) -> bool:
         """Return whether the untried configs are expected to gain too little; computed after every fourth told config."""
         timed = sum(time_us is not None for time_us in self._seen.values())
-        if self._least_gain is None or timed < _GAIN_AFTER or len(self._seen) % _GAIN_EVERY:
+        if not self._least_gain or timed < _GAIN_AFTER or len(self._seen) % _GAIN_EVERY:
             return False
         self._surrogate.fit(list(self._seen), list(self._seen.values()))
         return self._surrogate.gain([*self._left, *self._pending]) < self._least_gain

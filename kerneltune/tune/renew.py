@@ -1,5 +1,6 @@
 """Time configs that other code chose against their default, and store the faster."""
 
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,15 +38,16 @@ class Renewal:
 def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> list[Renewal]:
     """Time configs of this GPU against their default in interleaved rounds, and store the faster with new evidence.
 
-    After `options.budget_s` seconds no further config is timed, and the result ends there.
+    After `search.budget_s` seconds no further config is timed, and the result ends there.
     """
-    began, found, ops, options = time.monotonic(), list[Renewal](), plan.ops, plan.options
+    found, ops, options = list[Renewal](), plan.ops, plan.options
+    until = time.monotonic() + (math.inf if options.search.budget_s is None else options.search.budget_s)
     progress.stage("time stale configs", len(configs))
     with TuningSession(options) as session:
         over: set[TaskKey] = set()
         session.queue.look_ahead(_later(ops, configs, over))
         for name, entry in configs:
-            if options.budget_s is not None and time.monotonic() - began >= options.budget_s:
+            if time.monotonic() >= until:
                 break
             try:
                 renewed = _renewed(session, ops[name], entry, over)

@@ -71,7 +71,6 @@ def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     checked before anything is measured or written.
     """
     options, tasks, here = plan.options, _tasks(plan), device.current().slug
-    _ = options.search  # raises for limits out of range
     files = {cache.path_of(task.op.name, here, options.configs) for task in tasks}
     for path in sorted(files if not options.exhaustive else ()):
         if path.exists():

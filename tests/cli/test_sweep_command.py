@@ -23,7 +23,7 @@ def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any
     assert (selection.family, selection.ops, selection.cases) == ("rmsnorm", ("rmsnorm_fwd",), ("te-*", "llama*"))
     assert (selection.dtypes, selection.quants, selection.variants) == (("bfloat16",), ("fp8",), ("optimized",))
     assert (options.policy, options.tune, options.peers, options.check_only) == ("hot", False, False, True)
-    assert (options.budget_s, options.trials, options.workers) == (2.5, 7, 3)
+    assert (options.search.budget_s, options.search.trials, options.workers) == (2.5, 7, 3)
     assert (options.configs, options.results) == (tmp_path / "configs", tmp_path / "results")
     assert result.stdout.splitlines() == [
         "device: NVIDIA H200",
@@ -76,7 +76,7 @@ def test_tune_passes_everything_on(campaign: dict[str, Any], tmp_path: Path) -> 
     result = run("tune", "rmsnorm", "--force", "--sampler", "random", "--trials", "5", "--configs", tmp_path)
     assert result.exit_code == 0, result.output
     options = campaign["options"]
-    assert (options.force, options.sampler, options.trials, options.configs) == (True, "random", 5, tmp_path)
+    assert (options.force, options.search.sampler, options.search.trials, options.configs) == (True, "random", 5, tmp_path)
 
 
 @pytest.mark.usefixtures("campaign")
@@ -122,7 +122,7 @@ def test_tune_passes_whole_spaces_and_the_gain_on(campaign: dict[str, Any], tmp_
     assert run("tune", "rmsnorm", *arguments).exit_code == 0
     options = campaign["options"]
     assert (options.exhaustive, options.knobs) == (True, (("warps", ("1", "2")), ("split", ("true",))))
-    assert options.until_gain == pytest.approx(0.01)
+    assert options.search.until_gain == pytest.approx(0.01)
 
 
 @pytest.mark.usefixtures("campaign")

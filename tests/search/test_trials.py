@@ -222,19 +222,6 @@ def test_a_value_of_another_type_in_a_journal_is_one_line(field: str, value: obj
     assert "\n" not in str(caught.value)
 
 
-def test_store_of_an_unreleased_version_is_refused_by_one_line_and_left_alone(path: Path) -> None:
-    old = path.with_suffix(".jsonl")
-    old.parent.mkdir(parents=True)
-    old.write_text('{"op": "fake"}\n')
-    for read in (open_store, history):
-        with pytest.raises(ValueError, match=rf"^{old}: trials of a version before 0\.1\.0: expected fake\.log, "):
-            read(path)
-    assert [file.name for file in path.parent.iterdir()] == ["fake.jsonl"]
-    old.rename(path.with_name("moved"))
-    filled(path, 2)
-    assert len(open_store(path)) == 2
-
-
 def test_optuna_opens_the_journal_of_a_store(path: Path) -> None:
     store = open_store(path)
     for i in range(6):

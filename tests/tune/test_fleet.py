@@ -18,6 +18,7 @@ from versus_jobs import H200, OP, VARIANT, Knobs
 
 from kerneltune import cache, device, ops
 from kerneltune.run_options import Options, Quiet, Selection, load_plan
+from kerneltune.search.loop import Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, history
 from kerneltune.tune.fleet import Fleet, run_tune, share_of_cores, visible_gpus
@@ -46,7 +47,7 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def options(tmp_path: Path) -> Options:
-    return Options(results=tmp_path / "results", configs=tmp_path / "configs", until_gain=0.0)
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs", search=Search())
 
 
 def fleet_of(gpus: list[str], options: Options, progress: Quiet | None = None) -> Fleet:

@@ -21,6 +21,7 @@ from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.ops.stream import StreamConfig
 from kerneltune.run_options import Options, Quiet, Selection, load_plan
+from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knob_pairs
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
@@ -137,7 +138,7 @@ def test_all_of_the_space_is_searched_where_that_is_asked_for(
     sweep = "family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: [bfloat16, float16]}\n"
     (tmp_path / "made.yaml").write_text(sweep)
     first, second = (Selection(str(tmp_path / "made.yaml"), dtypes=(dtype,)) for dtype in ("bfloat16", "float16"))
-    whole = replace(options, until_gain=0.0)
+    whole = replace(options, search=Search())
     run_tune(load_plan(made, first, whole), Quiet())
     (entry,) = run_tune(load_plan(made, second, replace(whole, **asked)), Quiet()).entries
     assert entry.evidence["trials"] == tried
@@ -274,7 +275,7 @@ def test_stale_entries_of_this_gpu_are_timed_again(
         stale = [("stream", replace(entry, **changes))]
         return [
             (one.status, one.reason)
-            for one in renew(load_plan(OPS, selection, replace(options, budget_s=budget_s)), stale, Quiet())
+            for one in renew(load_plan(OPS, selection, replace(options, search=Search(budget_s))), stale, Quiet())
         ]
 
     def stored() -> cache.CacheEntry:

@@ -382,22 +382,6 @@ def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
 # errors
 
 
-@pytest.mark.parametrize(
-    ("wrong", "text"),
-    [
-        ({"budget_s": 0}, "budget must be above 0 seconds, got 0"),
-        ({"budget_s": -1.5}, "budget must be above 0 seconds, got -1.5"),
-        ({"trials": 0}, "trials must be above 0, got 0"),
-        ({"trials": -3}, "trials must be above 0, got -3"),
-        ({"sampler": "annealing"}, "sampler must be one of ours, random, got 'annealing'"),
-    ],
-)
-def test_a_search_that_makes_no_sense_is_refused(wrong: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError) as caught:
-        Search(**wrong)
-    assert str(caught.value) == text
-
-
 @pytest.mark.parametrize("variant", [SMALL, LARGE], ids=["enumerated", "asked"])
 def test_a_search_in_which_nothing_passes_says_so_and_stores_nothing(setting: Setting, variant: Variant) -> None:
     tuner = setting.tuner(variant, lambda _config: None)
