@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kerneltune import cache, misses, ops, sweep
-from kerneltune.cache import Options
+from kerneltune.cache.entries import CaseOptions
 from kerneltune.cli import app
 from kerneltune.misses import CacheMissWarning, Miss
 from kerneltune.spec import Case
@@ -28,7 +28,7 @@ def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
     return ("M", rows), ("N", columns)
 
 
-def stored(root: Path, rows: int, columns: int, options: Options = OPTIONS, **knobs: Any) -> None:
+def stored(root: Path, rows: int, columns: int, options: CaseOptions = OPTIONS, **knobs: Any) -> None:
     case = Case("", axes(rows, columns), "bfloat16", "none", options)
     config = dataclasses.asdict(OPTIMIZED.default_config(case)) | knobs
     entry = cache.CacheEntry(

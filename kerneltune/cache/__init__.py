@@ -3,7 +3,6 @@
 from kerneltune.cache.chooser import Choice, Chooser, clear
 from kerneltune.cache.entries import (
     CacheEntry,
-    Options,
     entry_from,
     in_order,
     load,
@@ -16,7 +15,7 @@ from kerneltune.cache.entries import (
 )
 
 __all__ = [
-    "CacheEntry", "Choice", "Chooser", "Options", "clear",
+    "CacheEntry", "Choice", "Chooser", "clear",
     "entry_from", "in_order", "load", "load_strict", "path_of", "readable", "roots", "store",
     "store_all",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kerneltune import device, misses
 from kerneltune.cache import entries
-from kerneltune.cache.entries import Axes, CacheEntry, Options, alike, json_text, path_of, roots
+from kerneltune.cache.entries import Axes, CacheEntry, CaseOptions, alike, json_text, path_of, roots
 from kerneltune.files import data_root
 from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
 from kerneltune.spec import Case, Op, Range, Space, Variant, config_from, out_of_range, ranges_of, valid_config
@@ -65,7 +65,7 @@ class Chooser:
         free = op.free_axes, op.max_distance, op.free_options, tuple(op.bands.items())
         return _chooser(op.name, variant, policy, root, *free)
 
-    def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: Options = (), gpu: str | None = None) -> Any:
+    def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: CaseOptions = (), gpu: str | None = None) -> Any:
         """Return the config of `find`, remembered until `clear`.
 
         Any source but `own` is a miss, which is warned of once for all sizes of the free axes.
@@ -225,7 +225,7 @@ def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
 
 
 @lru_cache(maxsize=65536)
-def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, options: Options) -> Any:
+def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, options: CaseOptions) -> Any:
     case = Case("", axes, dtype, quant, options)
     found = chooser.find(case, gpu)
     if found.source != "own":

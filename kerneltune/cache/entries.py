@@ -37,7 +37,7 @@ SCHEMA = 1
 _NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
 """NaN and infinity, which some writers write and JSON lacks: they are read as null, so that only their entry is bad."""
 Axes = tuple[tuple[str, int], ...]
-Options = tuple[tuple[str, Option], ...]
+CaseOptions = tuple[tuple[str, Option], ...]
 
 _LARGEST_BYTES = 64 << 20
 _LARGEST = (1 << 63) - 1
@@ -98,7 +98,7 @@ class CacheEntry:
     axes: Axes
     dtype: str
     quant: str
-    options: Options
+    options: CaseOptions
     policy: str
     config: dict[str, Any]
     evidence: dict[str, Any] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class CacheEntry:
         return Case(self.case, self.axes, self.dtype, self.quant, self.options)
 
     @property
-    def identity(self) -> tuple[str, str, str, str, Options, Axes]:
+    def identity(self) -> tuple[str, str, str, str, CaseOptions, Axes]:
         """Return variant, policy, type, mode, options and sizes, which no other entry of a file shares."""
         return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes
 

@@ -1,7 +1,6 @@
 """`kerneltune cache`: show, check and exchange the configs of the cache."""
 
 import dataclasses
-import fnmatch
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from kerneltune.table import Column, Row, Table, counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
+    from kerneltune.run_options import Selection
 
 _GPU = Column("gpu", shared=True)
 
@@ -43,33 +43,29 @@ def list_(configs: o.Configs = None) -> None:
 
 
 @app.command("show")
-def show_(
-    op: o.OpName,
-    case: o.CaseNames = None,
-    dtype: o.Dtypes = None,
-    quant: o.Quants = None,
-    variant: o.VariantNames = None,
-    gpu: o.Gpu = None,
-    configs: o.Configs = None,
-) -> None:
+@o.selects("op")
+def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Configs = None) -> None:
     """Show the cached configs of an operator."""
     from kerneltune.cache import load
 
     files = _chosen(op, gpu, configs)
     entries = [(path.parent.name, entry) for path in files for entry in load(op, path.parent.name, path.parent.parent)]
-    for name, wanted, among in (("dtype", dtype, o.chosen), ("quant", quant, o.chosen), ("variant", variant, o.matching)):
-        taken = among(name, wanted, [getattr(entry, name) for _, entry in entries])
-        entries = [(where, entry) for where, entry in entries if getattr(entry, name) in taken]
+    for name, values, among in (
+        ("dtype", wanted.dtypes, o.chosen),
+        ("quant", wanted.quants, o.chosen),
+        ("variant", wanted.variants, o.matching),
+    ):
+        among(name, values, [getattr(entry, name) for _, entry in entries])
     rows = []
     for where, entry in entries:
-        if case and not any(fnmatch.fnmatch(entry.case, pattern) for pattern in case):
+        if not (wanted.covers(op, entry.case, entry.dtype, entry.quant) and wanted.takes_variant(entry.variant)):
             continue
         found = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant])
         speedup = entry.evidence.get("speedup")
         gain = float(speedup) if isinstance(speedup, float | int) else None
         rows.append(Row((where, entry.policy, entry.variant, found, pairs(entry.config), gain)))
-    if case and not rows:
-        raise ValueError(f"no entry of {op} with case={', '.join(case)}")
+    if wanted.cases and not rows:
+        raise ValueError(f"no entry of {op} with case={', '.join(wanted.cases)}")
     columns = (
         _GPU,
         Column("policy", shared=True),

@@ -312,15 +312,10 @@ def captured_ops(folder: str = "") -> dict[str, Op]:
     return {op.name: op for op in operators(folder or captured())}
 
 
-def is_capture(family: str) -> bool:
-    """Return whether a family is the folder of a capture."""
-    return Path(family, "classes").is_dir()
-
-
 def capture_of(family: str) -> str:
     """Return the folder of a capture whose folder or sweep file is given as the family; empty for another family."""
     folder = family if Path(family).is_dir() else str(Path(family).parent) if Path(family).name == "sweep.yaml" else ""
-    return folder if folder and is_capture(folder) else ""
+    return folder if folder and Path(folder, "classes").is_dir() else ""
 
 
 def load_facts() -> "Mapping[str, OpFacts]":
@@ -390,7 +385,7 @@ def make_options(policy: str, **given: Any) -> "Options":
     """Make the options of a run and the limits of its searches; an option that is None keeps its default."""
     from kerneltune.run_options import Options
 
-    chosen = {name: value for name, value in given.items() if value is not None}
+    known = {name: value for name, value in given.items() if value is not None}
     options = Options(policy)
-    of_search = {name: chosen.pop(name) for name in given if name in chosen and hasattr(options.search, name)}
-    return replace(options, search=replace(options.search, **of_search), **chosen)
+    of_search = {name: known.pop(name) for name in given if name in known and hasattr(options.search, name)}
+    return replace(options, search=replace(options.search, **of_search), **known)

@@ -66,7 +66,7 @@ def pool_of(task: Task, store: "TrialStore | None" = None) -> list[Config]:
 
 def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> list[Config]:
     """Return the default, the promising configs, and the cached configs of this case and of the nearest cases."""
-    near = sorted(_chooser(task, root).near(task.case, device.current().slug), key=lambda found: found[2])
+    near = sorted(chooser_of(task, root).near(task.case, device.current().slug), key=lambda found: found[2])
     nearest = [config for _, config, _ in near[:_NEIGHBOURS]]
     offered = set(pool)
     found = [config for config in (*task.variant.promising(task.case), *nearest) if config in offered]
@@ -196,21 +196,17 @@ def _why(variant: Variant, case: Case) -> str:
 
 def config_for(task: Task, root: Path | None, gpu: str | None = None) -> Config:
     """Return the config of a call without `config=`, on this GPU or a named GPU; None for a variant without knobs."""
-    return looked_up(task, root, gpu).config if task.variant.config is not None else None
+    return chooser_of(task, root).find(task.op.called(task.case), gpu).config if task.variant.config is not None else None
 
 
-def looked_up(task: Task, root: Path | None, gpu: str | None = None) -> cache.Choice:
-    """Return the config of a call without `config=` and its source, for a variant with knobs."""
-    return _chooser(task, root).find(task.op.called(task.case), gpu)
+def chooser_of(task: Task, root: Path | None) -> cache.Chooser:
+    """Return what looks up the configs of a task's variant."""
+    return cache.Chooser.of(task.op, task.variant, task.policy, root)
 
 
 def cached(task: Task, root: Path | None) -> tuple[cache.CacheEntry, Config] | None:
     """Return the entry of exactly this task on this GPU model and its config; None if there is no valid config."""
-    return _chooser(task, root).own(task.case, device.current().slug)
-
-
-def _chooser(task: Task, root: Path | None) -> cache.Chooser:
-    return cache.Chooser.of(task.op, task.variant, task.policy, root)
+    return chooser_of(task, root).own(task.case, device.current().slug)
 
 
 def present(variant: Variant) -> dict[str, str]:

@@ -22,7 +22,7 @@ from kerneltune.search.loop import Candidates, Compilation, Search, explore, tim
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of
 from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
-from kerneltune.tune.candidates import checked_space, feasibility_of, looked_up, pool_of, stamp, starting_points
+from kerneltune.tune.candidates import checked_space, chooser_of, feasibility_of, pool_of, stamp, starting_points
 from kerneltune.tune.compile_queue import CompileQueue
 from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker, WorkerCrashedError
 
@@ -239,7 +239,7 @@ def tune(
     with tuner:
         explored = _explored(tuner, _candidates(tuner, _pool(tuner), root), search, on_trial)
         times = times_of(explored)
-        before = looked_up(tuner.task, root)
+        before = chooser_of(tuner.task, root).find(tuner.task.op.called(tuner.task.case))
         if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
             trial = tuner.evaluate(before.config, tuner.begin(before.config)).result()
             times |= {before.config: trial.time_us} if trial.time_us is not None else {}
