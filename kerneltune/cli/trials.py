@@ -58,19 +58,14 @@ def searches_of(plan: "Plan", gpu: str) -> dict[str, Searches]:
     gpu: folder name of the GPU model.
     """
     from kerneltune.search.task import Task, store_path
-    from kerneltune.search.trials import TrialStore, latest_fingerprint
+    from kerneltune.search.trials import newest_trials
 
     found: dict[str, Searches] = {}
-    stores: dict[tuple[str, str], TrialStore] = {}
+    kept = {name: newest_trials(store_path(plan.options.results_root, gpu, name)) for name in {e.op for e in plan.cases()}}
     for entry in plan.cases():
         op, case = plan.ops[entry.op], entry.case
-        for variant in op.variants:
-            if variant.config is None or not plan.selection.takes_variant(variant.name):
-                continue
-            if (key := (op.name, variant.name)) not in stores:
-                path = store_path(plan.options.results_root, gpu, op.name)
-                stores[key] = TrialStore(path, **latest_fingerprint(path, variant.name))
-            stored = stores[key].of_task(Task(op, case, variant, plan.options.policy))
+        for variant in filter(lambda variant: plan.selection.takes_variant(variant.name), op.variants):
+            stored = kept[op.name].get(Task(op, case, variant, plan.options.policy).key, {})
             if any(one.time_us is not None for one in stored.values()):
                 found.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
     return found

@@ -1,6 +1,7 @@
 """Samplers of Optuna studies over a finite list of configs. Knows no operator and measures nothing."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import optuna
@@ -131,25 +132,23 @@ class FiniteGPSampler(ListSampler):
         super().__init__(configs)
         self._startup, self._seed = n_startup_trials, seed
         self._feasibility = feasibility
-        self._surrogate: Surrogate | None = None
         self._fitted: dict[int, float | None] = {}
 
     def prepare(self) -> None:
         """Import and set up the model."""
-        self._model()
+        _ = self._model
 
+    @cached_property
     def _model(self) -> "Surrogate":
-        if self._surrogate is None:
-            from kerneltune.search.surrogate import Surrogate
+        from kerneltune.search.surrogate import Surrogate
 
-            self._surrogate = Surrogate(self.configs, self._seed, self._feasibility)
-        return self._surrogate
+        return Surrogate(self.configs, self._seed, self._feasibility)
 
     def choose(self, left: Sequence[int], seen: Seen, pending: Sequence[int]) -> int:
         """Return the place of the untried config with the largest expected improvement; at the start the next in order."""
         if left[0] < self._startup or all(time is None for time in seen.values()):
             return left[0]
-        model = self._model()
+        model = self._model
         if seen != self._fitted:
             model.fit(list(seen), list(seen.values()))
             self._fitted = dict(seen)

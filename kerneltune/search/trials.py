@@ -181,11 +181,15 @@ class TrialStore:
         return sum(map(len, self._found.values()))
 
 
-def latest_fingerprint(path: Path, variant: str) -> Mapping[str, str]:
-    """Return the fingerprint of the newest trial of a variant; empty without a trial."""
-    trials = (trial for trial in history(path) if trial.key.variant == variant)
-    newest = max(trials, key=lambda trial: trial.evaluation.date, default=None)
-    return newest.fingerprint if newest is not None else {}
+def newest_trials(path: Path) -> dict[TaskKey, dict[Knobs, Evaluation]]:
+    """Return the trials of a store by task, the oldest first: of a variant those with the fingerprint of its newest trial."""
+    trials = sorted(history(path), key=lambda trial: trial.evaluation.date)
+    newest = {trial.key.variant: trial.fingerprint for trial in trials}
+    found: dict[TaskKey, dict[Knobs, Evaluation]] = {}
+    for trial in trials:
+        if trial.fingerprint == newest[trial.key.variant]:
+            found.setdefault(trial.key, {})[trial.knobs] = trial.evaluation
+    return found
 
 
 def history(path: Path) -> list[Trial]:
