@@ -158,20 +158,12 @@ def checked_space(task: Task) -> list[Config]:
     """Return the valid configs of a space, each once."""
     case, variant = task.case, task.variant
     with _in_one_line(task):
-        knobs = variant.space(case)
-        for knob, offered in knobs.items():
-            if not offered:
-                raise ValueError(f"space: {knob}: no value")
-            if len(set(offered)) < len(offered):
-                raise ValueError(f"space: {knob}: {offered!r}: a value twice")
-        found = list(variant.configs(case))
-        chosen = [("default", task.default), *(("promising", config) for config in variant.promising(case))]
+        found = list(dict.fromkeys(variant.configs(case)))
+        for config in variant.promising(case):
+            if type(config) is not variant.config:
+                raise ValueError(f"promising: {config!r}: expected a {getattr(variant.config, '__name__', None)}")
     if not found:
         raise ValueError(f"{task.op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
-    with _in_one_line(task):
-        for name, config in chosen:
-            if type(config) is not type(found[0]):
-                raise ValueError(f"{name}: {config!r}: expected a {type(found[0]).__name__}")
     return found
 
 
@@ -186,9 +178,11 @@ def _in_one_line(task: Task) -> Iterator[None]:
 
 
 def _why(variant: Variant, case: Case) -> str:
-    """Return the most frequent reason that `valid` gives."""
+    """Return the knob without a value, else the most frequent reason that `valid` gives."""
     assert variant.config is not None
     space = variant.space(case)
+    if empty := next((knob for knob, offered in space.items() if not offered), ""):
+        return f": {empty}: no value"
     configs = (variant.config(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values()))
     reasons = Counter(variant.valid(case, config) for config in configs)
     return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""

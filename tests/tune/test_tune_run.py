@@ -331,10 +331,9 @@ WHERE = f"stream baseline: {CASE_TEXT}: "
         ),
         ({"default": lambda _: 3}, f"PLACEdefault: 3: expected a StreamConfig, for stream baseline {CASE_TEXT}"),
         ({"promising": raises}, WHERE + "ZeroDivisionError: warps are none"),
-        ({"space": lambda _: {"block": (512,), "warps": (), "ctas": (0,)}}, WHERE + "space: warps: no value"),
         (
-            {"space": lambda _: {"block": (512, 512), "warps": (4,), "ctas": (0,)}},
-            WHERE + "space: block: (512, 512): a value twice",
+            {"space": lambda _: {"block": (512,), "warps": (), "ctas": (0,)}},
+            f"stream baseline: no valid config for {CASE_TEXT}: warps: no value",
         ),
         ({"promising": lambda _: (3,)}, WHERE + "promising: 3: expected a StreamConfig"),
         (
