@@ -79,7 +79,7 @@ def listed(
     return found
 
 
-def write(modules: Mapping[str, Iterable[Op]], path: Path = INDEX) -> None:
+def write_index(modules: Mapping[str, Iterable[Op]], path: Path = INDEX) -> None:
     """Write the index: the operators by module, a line for each operator.
 
     Raises:

@@ -1,8 +1,8 @@
 """Compute medians, bootstrap intervals and ratios of interleaved samples, and shifts between runs of several processes.
 
-Within one process, rounds are resampled (`median_interval`, `ratio_interval`). Such an interval lacks the differences between
-processes: addresses, the order of allocations, the state of the clocks. So a shift between two runs is resampled by process,
-then by round within the process. Each process gives a median of logarithms, and the centre of a run is the mean of these
+Within one process, rounds are resampled (`median_interval`, `ratio_interval`). An interval of one process lacks the differences
+between processes: addresses, the order of allocations, the state of the clocks. So a shift between two runs is resampled by
+process, then by round within the process. Each process gives a median of logarithms, and the centre of a run is the mean of these
 medians. The variance of this bootstrap has a closed form, which is used instead of random numbers:
 
     variance = (spread between the process medians + mean bootstrap variance of the median within a process) / processes
@@ -99,7 +99,7 @@ class Shift:
 
     @property
     def p_slower(self) -> float:
-        """Return the one-sided p-value of the hypothesis that the new side is not slower than the old side."""
+        """Return the one-sided p-value of the hypothesis: the new side is as fast as the old side, or faster."""
         from scipy.special import stdtr
 
         if self.error == 0:

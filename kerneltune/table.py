@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Any
 
-Value = str | float | int | bool | None
+CellValue = str | float | int | bool | None
 
 _LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
 _NUMBER = re.compile(r"[-+]?[0-9.,]*( ?%|x)?")
@@ -55,7 +55,7 @@ class Column:
         """Return the column's name in CSV."""
         return self.key or self.name.replace(" ", "_")
 
-    def cell(self, value: Value) -> str:
+    def cell(self, value: CellValue) -> str:
         """Return a value in print, with no minus before zeros alone; empty for None."""
         if value is None:
             return ""
@@ -68,7 +68,7 @@ class Column:
 class Row:
     """Hold a row: a value per column, and a note, such as the reason why values are missing."""
 
-    values: tuple[Value, ...]
+    values: tuple[CellValue, ...]
     note: str = ""
 
 
@@ -230,7 +230,7 @@ def _noted(line: str, note: str, width: int) -> list[str]:
     return [f"{line}  {words[0]}", *lines[1:]] if is_beside else [line, *lines]
 
 
-def joined(tables: Iterable[Table], style: str, width: int) -> str:
+def join_tables(tables: Iterable[Table], style: str, width: int) -> str:
     """Return tables below each other; CSV has a single heading where the tables have equal columns."""
     listed = list(tables)
     texts = [table.render(style, width) for table in listed]

@@ -20,7 +20,7 @@ from kerneltune.spec import Case, Op, Traffic, Variant
 
 def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:
     known = {name: ops.family(name) for name in ops.families()} | {name: workloads.family(name) for name in workloads.MODULES}
-    listing.write(known, tmp_path / "index.json")
+    listing.write_index(known, tmp_path / "index.json")
     assert listing.INDEX.read_text() == (tmp_path / "index.json").read_text(), "run `kerneltune ops --index`"
     assert ops.facts() == {name: facts_of(op) for name, op in ops.load().items()}
 

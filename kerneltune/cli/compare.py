@@ -61,7 +61,7 @@ def command(
             f"b: {b!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
         )
     from kerneltune.reporting.tables import aa_lines, default_pair
-    from kerneltune.table import joined
+    from kerneltune.table import join_tables
 
     wanted = replace(wanted, family=family or "")
     if run:
@@ -72,7 +72,7 @@ def command(
         records = [] if _is_file(a) and _is_file(b) else _recorded(source, family, results)
         own = _own_tables(records, wanted, policy) if a is None and b is None else []
         if own:
-            deliver(joined(own, style, width()), output)
+            deliver(join_tables(own, style, width()), output)
             return
         if a is None:
             first, second = default_pair([record for record in records if record.role != "part"])
@@ -177,12 +177,12 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
 def _render(names: tuple[str, str], tables: "dict[str, list[Comparison]]", style: str, remarks: list[str]) -> str:
     """Return the tables in a style, the remarks below; for CSV, print the remarks on standard error instead."""
     from kerneltune.reporting.tables import ab_table
-    from kerneltune.table import joined
+    from kerneltune.table import join_tables
 
     if style == "csv":
         for line in remarks:
             note(line)
         return ab_table([row for rows in tables.values() for row in rows], *names).csv()
-    text = joined([ab_table(rows, *names, title=title) for title, rows in tables.items()], style, width())
+    text = join_tables([ab_table(rows, *names, title=title) for title, rows in tables.items()], style, width())
     below = [part for line in remarks for part in ([f"- {line}"] if style == "markdown" else wrapped(line, width()))]
     return "\n".join([text, *below, *([""] if below else [])])

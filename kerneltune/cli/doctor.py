@@ -5,12 +5,15 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
 from kerneltune.table import counted
 
-_Row = tuple[str, str, str]
+if TYPE_CHECKING:
+    from kerneltune.inspection.health import Finding
+
 _DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -20,7 +23,7 @@ def command(configs: o.Configs = None, results: o.Results = None) -> None:
     show_table(("what", "found", "means"), rows)
 
 
-def _software() -> Iterator[_Row]:
+def _software() -> "Iterator[Finding]":
     from importlib import metadata
 
     import torch
@@ -32,7 +35,7 @@ def _software() -> Iterator[_Row]:
     yield "torch build", build or "CPU only", "" if build else "no GPU can be used with this torch"
 
 
-def _gpu() -> Iterator[_Row]:
+def _gpu() -> "Iterator[Finding]":
     from kerneltune import device
 
     here = device.current()
@@ -60,7 +63,7 @@ def _gpu() -> Iterator[_Row]:
         yield from nvml_lines()
 
 
-def nvml_lines() -> Iterator[_Row]:
+def nvml_lines() -> "Iterator[Finding]":
     """Yield clocks, throttling and other processes of the GPU."""
     import pynvml
 
@@ -73,7 +76,7 @@ def nvml_lines() -> Iterator[_Row]:
         yield "NVML", str(error), "clocks and throttling are unknown: a throttled round is not noticed"
 
 
-def _tools() -> Iterator[_Row]:
+def _tools() -> "Iterator[Finding]":
     from kerneltune.inspection.health import counter_line
     from kerneltune.inspection.ncu import find_ncu
 
@@ -83,7 +86,7 @@ def _tools() -> Iterator[_Row]:
         yield counter_line(_text(_DRIVER / "params"), _text(Path("/proc/self/status")) or "")
 
 
-def peer_packages() -> Iterator[_Row]:
+def peer_packages() -> "Iterator[Finding]":
     """List the packages that peers need, and for a missing package the peers that need it."""
     try:
         known = o.load_facts()
@@ -99,7 +102,7 @@ def peer_packages() -> Iterator[_Row]:
         yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {', '.join(ops)}"
 
 
-def journey_lines() -> Iterator[_Row]:
+def journey_lines() -> "Iterator[Finding]":
     """Yield how many journeys of `make gpu` passed with this code on each recorded GPU, and a line for each further journey."""
     from kerneltune.inspection import proof
 
@@ -128,7 +131,7 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _folders(configs: Path | None, results: Path | None) -> Iterator[_Row]:
+def _folders(configs: Path | None, results: Path | None) -> "Iterator[Finding]":
     for name, folder, loss in (
         ("configs", o.configs_root(configs), "tune cannot keep what it finds; set KERNELTUNE_CONFIGS"),
         ("results", o.results_root(results), "sweep cannot keep records; set KERNELTUNE_RESULTS"),

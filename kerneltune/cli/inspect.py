@@ -279,12 +279,12 @@ def _show(found: "Survey") -> None:
 def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
     """Return kernel -> its lines; a second launch of a kernel with other resources is a kernel of its own."""
     from kerneltune.inspection.static import numbered, widths
-    from kerneltune.measuring.assembly import resident
+    from kerneltune.measuring.assembly import occupancy_of
 
     tables: dict[str, list[tuple[str, ...]]] = {}
     for row in same:
         for (name, nth), kernel in numbered(row.kernels).items():
-            held = resident(kernel, row.target)
+            held = occupancy_of(kernel, row.target)
             numbers = map(str, (kernel.registers, kernel.spill_bytes, kernel.shared_bytes, held.programs))
             accesses = (widths(kernel.accesses, "load"), widths(kernel.accesses, "store"))
             line = (row.target, *numbers, f"{held.warps}/{held.of_warps}", held.limiter, *accesses)
@@ -293,13 +293,13 @@ def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
 
 
 def _show_differences(old: "Survey", new: "Survey") -> None:
-    from kerneltune.inspection.static import differences
+    from kerneltune.inspection.static import changed_facts
 
     before = {row.key: row for row in old.rows}
     compared = [(before[row.key], row) for row in new.rows if row.key in before]
     if not compared:
         raise ValueError("nothing compared: the two have no config of one case, variant and target in common")
-    lines = [(f"{a.op} {a.variant} {a.case}", (a.target, *line)) for a, b in compared for line in differences(a, b)]
+    lines = [(f"{a.op} {a.variant} {a.case}", (a.target, *line)) for a, b in compared for line in changed_facts(a, b)]
     for title in dict.fromkeys(title for title, _ in lines):
         show_wrapped(title)
         show_table(("target", "kernel", "what", "A", "B"), [line for other, line in lines if other == title])

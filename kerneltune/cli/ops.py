@@ -61,7 +61,7 @@ def _write_index() -> None:
     from kerneltune import listing, ops, workloads
 
     modules = {name: ops.family(name) for name in ops.families()} | {name: workloads.family(name) for name in workloads.MODULES}
-    listing.write(modules)
+    listing.write_index(modules)
     note(f"wrote {listing.INDEX}: {sum(map(len, modules.values()))} operators")
 
 

@@ -47,7 +47,7 @@ def us_of(record: Record) -> float:
     return record.time_us
 
 
-def place_of(record: Record) -> tuple[str, str]:
+def device_policy(record: Record) -> tuple[str, str]:
     """Return the device and the policy that a record was measured with."""
     return record.device, record.policy
 
@@ -56,7 +56,9 @@ def slower_families(found: Sequence[Change]) -> tuple[list[str], list[str]]:
     """Return a line for each family that is surely slower: first families that fail, then families measured on two GPUs."""
     slower: list[str] = []
     doubtful: list[str] = []
-    for (family, device, policy), rows in grouped(found, lambda met: (met.new.family or met.new.op, *place_of(met.new))).items():
+    for (family, device, policy), rows in grouped(
+        found, lambda met: (met.new.family or met.new.op, met.new.device, met.new.policy)
+    ).items():
         if len(rows) < _FAMILY_ROWS:
             continue
         shift = _family_shift(rows)

@@ -24,7 +24,7 @@ This module does not measure or read files.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -32,7 +32,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from kerneltune.device import INTERPRETER
-from kerneltune.gating.changes import Change, place_of, shifts_by_process, slower_families, us_of
+from kerneltune.gating.changes import Change, device_policy, shifts_by_process, slower_families, us_of
 from kerneltune.gating.rows import Defaults, defaults_of, identity_of, pool
 from kerneltune.records import Key, Record, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift
@@ -156,11 +156,11 @@ def gate(
         return Verdict((), UNUSABLE, obstacle)
     identity = identity_of(baseline, new, defaults)
     of_old, of_new = (newest_rows(side, identity) for side in (baseline, new))
-    old_places, new_places = ({place_of(record) for record in side.values()} for side in (of_old, of_new))
+    old_places, new_places = ({device_policy(record) for record in side.values()} for side in (of_old, of_new))
     pairs = [
         (old, of_new.get(key))
         for key, old in of_old.items()
-        if old.status == "passed" and place_of(old) in new_places and old.device != INTERPRETER
+        if old.status == "passed" and device_policy(old) in new_places and old.device != INTERPRETER
     ]
     found = [_met(old, fresh, by_process) for (old, fresh), by_process in zip(pairs, shifts_by_process(pairs), strict=True)]
     found = _widened(found)
@@ -228,11 +228,10 @@ def _obstacle(baseline: Sequence[Record], new: Sequence[Record]) -> str:
     return ""
 
 
-def _left_out(side: str, records: Iterable[Record], places: Iterable[tuple[str, str]]) -> str:
+def _left_out(side: str, records: Iterable[Record], places: Collection[tuple[str, str]]) -> str:
     """Return a note with the number of timed rows whose GPU or policy is missing on the other side; empty if no row is."""
-    known = set(places)
-    counts = Counter(place_of(record) for record in records if record.status == "passed" and place_of(record) not in known)
-    named = ", ".join(f"{count} of {device} {policy}" for (device, policy), count in sorted(counts.items()))
+    counts = Counter(device_policy(record) for record in records if record.status == "passed")
+    named = ", ".join(f"{count} of {' '.join(place)}" for place, count in sorted(counts.items()) if place not in places)
     return f"rows that only {side} has, left out: {named}" if named else ""
 
 

@@ -37,11 +37,11 @@ found = {
 open(sys.argv[1], "w").write(json.dumps(found))
 """
 _Digests = Mapping[str, Mapping[str, str]]
-_Key = tuple[str, str, str, str]
+_ConfigKey = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class ChangedConfigs:
     """Hold the configs and rows that differ between a revision and this checkout.
 
     Attributes:
@@ -61,7 +61,7 @@ def changes_since(
     gpu: str,
     arguments_of: Callable[[str, str], list[str]],
     progress: Progress,
-) -> Changes:
+) -> ChangedConfigs:
     """Find the configs that differ between a git revision and this checkout, and compile the revision's side.
 
     Args:
@@ -84,10 +84,10 @@ def changes_since(
                 earlier += [row for row in rows if row.key[:4] in changed or row.key[:4] not in keys]
             progress.advance(f"{op} {variant}")
     found = Survey(device.versions()["triton"], tuple(earlier))
-    return Changes(found, tuple(changed.values()), len(keys) - len(changed))
+    return ChangedConfigs(found, tuple(changed.values()), len(keys) - len(changed))
 
 
-def _key(task: Task) -> _Key:
+def _key(task: Task) -> _ConfigKey:
     return task.op.name, task.variant.name, case_text(task.case), task.policy
 
 
@@ -114,7 +114,7 @@ def _digests_of(tree: Path) -> _Digests:
     return found
 
 
-def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_Key, Mapping[str, Any]]:
+def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_ConfigKey, Mapping[str, Any]]:
     """Return the cached configs in the files of a revision as knob values."""
     root = tree / "configs"
     found = ((op, entry) for op in ops if (root / gpu / f"{op}.json").is_file() for entry in cache.load(op, gpu, root))

@@ -12,7 +12,7 @@ from typing import Any
 
 from kerneltune.errors import unknown
 from kerneltune.files import decode_versioned, read_bytes, replace_text
-from kerneltune.measuring.assembly import LIMITS, Access, Kernel, resident, typical_bits
+from kerneltune.measuring.assembly import LIMITS, Access, Kernel, occupancy_of, typical_bits
 
 SCHEMA = 1
 PASS, REGRESSION, UNUSABLE = 0, 1, 2
@@ -110,7 +110,7 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerd
     return _verdict(findings, counts)
 
 
-def differences(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str]]:
+def changed_facts(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str]]:
     """Return (kernel, property, old value, new value) for each property that differs between two rows of a target."""
     found = [("", "error", old.error or "-", new.error or "-")] if old.error != new.error else []
     for first, second in _pairs(old.kernels, new.kernels):
@@ -142,7 +142,7 @@ def _cells(kernel: Kernel | None, target: str) -> list[tuple[str, str]]:
     names = ("warps", "registers", "spill B", "shared B", "programs", "resident warps", "limiter", "loads", "stores")
     if kernel is None:
         return [(name, "-") for name in names]
-    held = resident(kernel, target)
+    held = occupancy_of(kernel, target)
     values = (kernel.warps, kernel.registers, kernel.spill_bytes, kernel.shared_bytes, held.programs, held.warps, held.limiter)
     return list(zip(names, (*map(str, values), widths(kernel.accesses, "load"), widths(kernel.accesses, "store")), strict=True))
 

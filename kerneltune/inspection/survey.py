@@ -10,7 +10,7 @@ from typing import Any
 
 from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
-from kerneltune.measuring.assembly import Kernel, resident
+from kerneltune.measuring.assembly import Kernel, occupancy_of
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job
 from kerneltune.run_options import Progress, Quiet, Selection
 from kerneltune.search.task import Run, Task, config_values
@@ -38,7 +38,7 @@ def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
 
 
 def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Run]:
-    """Return the default configs of an operator for the cases that a variant supports; for a peer only where it is named."""
+    """Return the default configs of an operator for the cases that a variant supports; a peer has configs if it is selected."""
     return [
         (Task(op, case, variant), variant.default_config(case))
         for case in cases
@@ -101,7 +101,7 @@ def _unfit(kernels: Sequence[Kernel], target: str, ctas: int) -> str:
     ctas: programs of a cooperative grid that an SM must hold at once.
     """
     for kernel in kernels:
-        held = resident(kernel, target)
+        held = occupancy_of(kernel, target)
         if not held.programs:
             return f"{kernel.name}: no program fits an SM: {held.limiter}"
         if kernel.cooperative and held.programs < ctas:

@@ -179,7 +179,7 @@ def occupancy(limits: Limits, warps: int, registers: int, shared_bytes: int, sca
     return Occupancy(programs[limiter], programs[limiter] * warps, limits.partitions * limits.warps, limiter)
 
 
-def resident(kernel: Kernel, target: str) -> Occupancy:
+def occupancy_of(kernel: Kernel, target: str) -> Occupancy:
     """Return how many programs of a compiled kernel an SM of the target holds."""
     return occupancy(LIMITS[target], kernel.warps, kernel.registers, kernel.shared_bytes, kernel.scalar_registers)
 

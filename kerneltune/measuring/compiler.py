@@ -7,7 +7,7 @@ kernels in Triton's disk cache.
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,9 +23,7 @@ from kerneltune.measuring.assembly import Kernel
 from kerneltune.measuring.binary import read_kernel
 from kerneltune.processes import start_pool
 from kerneltune.search.task import Task
-from kerneltune.spec import Config
-
-Inputs = Mapping[str, Any]
+from kerneltune.spec import Config, Inputs
 
 COMPILE_TIMEOUT_S = 90.0
 _FOR_A_WORKER = 4

@@ -14,7 +14,7 @@ from kerneltune.records import Record, grouped, newest, other_run
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.spec import short_dtype
-from kerneltune.table import Column, Row, Table, Value, counted, pairs, ratio
+from kerneltune.table import CellValue, Column, Row, Table, counted, pairs, ratio
 
 WIN, LOSS = 1.05, 0.95
 BEST_PEER = "best-peer"
@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def aa_floor(self) -> float | None:
-        """Return the larger noise floor of the two sides, a fraction; None if neither side has one."""
+        """Return the larger noise floor of the two sides, a fraction; None if neither side has a noise floor."""
         return max((f for f in (self.a.aa_floor, self.b.aa_floor) if f is not None), default=None)
 
     @property
@@ -333,13 +333,13 @@ def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:
     return list(options), list(dict.fromkeys(axis for name in cases for axis in name.axes))
 
 
-def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) -> list[Value]:
+def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) -> list[CellValue]:
     """Return the values of the columns that name a row: kind, type, mode, options and sizes."""
     chosen = [str(name.options.get(option, "")) for option in options]
     return [name.kind, name.dtype, name.quant, *chosen, *(name.axes.get(axis) for axis in axes)]
 
 
-def _measures(row: Comparison) -> list[Value]:
+def _measures(row: Comparison) -> list[CellValue]:
     """Return times, speed-up, mark, GB/s, share, interval, noise and bound; nothing where the two are not compared."""
     if row.note:
         return [None] * 10
@@ -350,7 +350,7 @@ def _measures(row: Comparison) -> list[Value]:
     return [*times, row.a.gbps, row.b.gbps, share(row.b, row.bound), interval, noise, row.bound]
 
 
-def _csv_values(row: Comparison) -> list[Value]:
+def _csv_values(row: Comparison) -> list[CellValue]:
     sides = [value for side in (row.a, row.b) for value in (side.variant, side.unit, side.commit)]
     return [row.a.op, row.a.case, pairs(row.a.options), row.a.policy, row.a.device, *sides, *row.speedup_interval]
 
@@ -433,7 +433,7 @@ def _best(group: Iterable[Record]) -> Record | None:
     return min(timed)[2] if timed else None
 
 
-def _of_the_whole(record: Record, group: Sequence[Record]) -> tuple[Value, ...]:
+def _of_the_whole(record: Record, group: Sequence[Record]) -> tuple[CellValue, ...]:
     """Return GB/s, percent of the bound, speed-up over the baseline of the same case, bound; none for a part of the work."""
     best = _best(group)
     if record.role == "part" or best is None:

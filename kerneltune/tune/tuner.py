@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kerneltune import cache, device
-from kerneltune.measuring.assembly import LIMITS, resident
+from kerneltune.measuring.assembly import LIMITS, occupancy_of
 from kerneltune.measuring.compiler import CompileResult, PendingCompile
 from kerneltune.search.loop import Candidates, Compilation, Search, explore, times_of
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of
@@ -206,7 +206,7 @@ def _resident(compiled: CompileResult) -> int:
     GPU with unknown limits every number fits.
     """
     arch = device.current().arch
-    programs = [(kernel.cooperative, resident(kernel, arch).programs) for kernel in compiled.kernels if arch in LIMITS]
+    programs = [(kernel.cooperative, occupancy_of(kernel, arch).programs) for kernel in compiled.kernels if arch in LIMITS]
     together = [fitting for cooperative, fitting in programs if cooperative]
     return min(together) if together else max((fitting for _, fitting in programs), default=sys.maxsize)
 

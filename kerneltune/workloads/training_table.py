@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 
 from kerneltune.records import Record, grouped, other_run
-from kerneltune.table import Column, Row, Table, Value, ratio
+from kerneltune.table import CellValue, Column, Row, Table, ratio
 
 OPS = ("model_step", "moe_step")
 RECIPES = ("tensorwise", "rowwise", "delayed")
@@ -100,7 +100,7 @@ def _layers(rows: Sequence[tuple[_Case, str]], title: str) -> Table:
     return Table(_LAYER_COLUMNS, tuple(lines), tuple(means), (_MEANING,), repeated=2, title=title)
 
 
-def _layer_values(case: _Case, recipe: str) -> dict[str, Value]:
+def _layer_values(case: _Case, recipe: str) -> dict[str, CellValue]:
     """Return the values of a row by the keys of the columns; None where a part has no time."""
     record, base, peer = case[recipe], case.get("baseline"), case.get("torchao_rowwise")
     step, bf16 = record.time_us, _us(record, base)
@@ -132,7 +132,7 @@ def _layer_values(case: _Case, recipe: str) -> dict[str, Value]:
     }
 
 
-def _means(rows: Sequence[dict[str, Value]], recipe: str) -> str:
+def _means(rows: Sequence[dict[str, CellValue]], recipe: str) -> str:
     """Return the geometric means of a recipe's rows; empty if no two records can be compared."""
     parts = []
     for peer in ("bf16", "torchao"):

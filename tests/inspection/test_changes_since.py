@@ -13,7 +13,7 @@ from kerneltune import ops
 from kerneltune.files import data_root
 from kerneltune.identity import code_digest
 from kerneltune.inspection import revision as of_revision
-from kerneltune.inspection.revision import Changes, changes_since
+from kerneltune.inspection.revision import ChangedConfigs, changes_since
 from kerneltune.inspection.static import StaticRow, Survey, static_gate
 from kerneltune.inspection.survey import cached_runs, case_text
 from kerneltune.measuring.assembly import Kernel
@@ -66,7 +66,7 @@ def revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Revision:
     return made
 
 
-def since(runs: Sequence[Run]) -> Changes:
+def since(runs: Sequence[Run]) -> ChangedConfigs:
     return changes_since("main", runs, GPU, lambda *named: list(named), Quiet())
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune.inspection.static import StaticRow, StaticVerdict, Survey, differences, load, save, static_gate
+from kerneltune.inspection.static import StaticRow, StaticVerdict, Survey, changed_facts, load, save, static_gate
 from kerneltune.measuring.assembly import Access, Kernel
 
 WIDE = (Access("load", 128, 4), Access("load", 32, 2), Access("store", 128, 2))
@@ -84,7 +84,7 @@ def test_nothing_compared_is_no_pass() -> None:
 
 
 def test_differences_name_what_changed() -> None:
-    found = differences(row(KERNEL), row(with_(registers=136, accesses=WIDE[:1])))
+    found = changed_facts(row(KERNEL), row(with_(registers=136, accesses=WIDE[:1])))
     assert found == [
         ("_k", "registers", "40", "136"),
         ("_k", "programs", "12", "3"),
@@ -92,8 +92,8 @@ def test_differences_name_what_changed() -> None:
         ("_k", "loads", "128x4 32x2", "128x4"),
         ("_k", "stores", "128x2", "-"),
     ]
-    assert differences(row(KERNEL), row(KERNEL)) == []
-    assert differences(row(KERNEL), row(error="no"))[0] == ("", "error", "-", "no")
+    assert changed_facts(row(KERNEL), row(KERNEL)) == []
+    assert changed_facts(row(KERNEL), row(error="no"))[0] == ("", "error", "-", "no")
 
 
 def test_a_survey_survives_its_file(tmp_path: Path) -> None:
