@@ -97,6 +97,12 @@ class Shift:
         reach = self.error * float(stdtrit(self.freedom, (1 + CONFIDENCE) / 2))
         return float(np.expm1(self.log - reach)), float(np.expm1(self.log + reach))
 
+    def least(self, p: float) -> float:
+        """Return the slowdown that the new side exceeds, but for a probability of `p`."""
+        from scipy.special import stdtrit
+
+        return float(np.expm1(self.log - self.error * float(stdtrit(self.freedom, 1 - p))))
+
     @property
     def p_slower(self) -> float:
         """Return the one-sided p-value of the hypothesis: the new side is as fast as the old side, or faster."""

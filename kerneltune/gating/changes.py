@@ -1,4 +1,4 @@
-"""Compare the two records of a row, and the rows of a family as a whole. This module does not measure or read files."""
+"""Compare the two records of a row, and the rows of a variant as a whole. This module does not measure or read files."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,10 @@ import numpy as np
 from kerneltune.records import Record, grouped, other_run
 from kerneltune.stats import Shift, shifts
 
-_FAMILY_MARGIN, _FAMILY_ROWS = 0.01, 5
-"""A family with at least _FAMILY_ROWS rows fails if the lower bound of its mean slowdown is above _FAMILY_MARGIN."""
+_GROUP_MARGIN, _GROUP_ROWS = 0.01, 5
+"""A group of at least _GROUP_ROWS rows fails if its mean slowdown is surely above _GROUP_MARGIN."""
+_FALSE_ALARM = 0.01
+"""Probability that any group of a run is taken to be slower by chance; each of n groups has an n-th part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +54,34 @@ def device_policy(record: Record) -> tuple[str, str]:
     return record.device, record.policy
 
 
-def slower_families(found: Sequence[Change]) -> tuple[list[str], list[str]]:
-    """Return a line for each family that is surely slower: first families that fail, then families measured on two GPUs."""
+def slower_groups(found: Sequence[Change]) -> tuple[list[str], list[str]]:
+    """Return a line for each group of rows that is surely slower: first groups that fail, then groups measured on two GPUs."""
     slower: list[str] = []
     doubtful: list[str] = []
-    for (family, device, policy), rows in grouped(
-        found, lambda met: (met.new.family or met.new.op, met.new.device, met.new.policy)
-    ).items():
-        if len(rows) < _FAMILY_ROWS:
-            continue
-        shift = _family_shift(rows)
-        low, high = shift.bounds
-        if low > _FAMILY_MARGIN:
+    groups = _groups(found)
+    for (name, device, policy), rows in groups.items():
+        shift = _group_shift(rows)
+        least = shift.least(_FALSE_ALARM / len(groups))
+        if least > _GROUP_MARGIN:
             of_two = any("unit" in other_run(met.old, met.new) for met in rows)
             basis = "" if any(met.basis for met in rows) else "; one process a side"
             line = (
-                f"{family} on {device}, {policy}: slower by {shift.slowdown:.1%} in the geometric mean of {len(rows)} rows "
-                f"({low:+.1%} to {high:+.1%}), tolerated {_FAMILY_MARGIN:.0%}{basis}"
+                f"{name} on {device}, {policy}: slower by {shift.slowdown:.1%} in the geometric mean of {len(rows)} rows "
+                f"(at least {least:+.1%}), tolerated {_GROUP_MARGIN:.0%}{basis}"
             )
             (doubtful if of_two else slower).append(line)
     return slower, doubtful
 
 
-def _family_shift(rows: Sequence[Change]) -> Shift:
+def _groups(found: Sequence[Change]) -> dict[tuple[str, str, str], list[Change]]:
+    """Return the rows of each variant of an operator; variants with few rows are a group of their family."""
+    variants = grouped(found, lambda met: (f"{met.new.op} {met.new.variant}", *device_policy(met.new)))
+    few = [met for rows in variants.values() if len(rows) < _GROUP_ROWS for met in rows]
+    families = grouped(few, lambda met: (met.new.family or met.new.op, *device_policy(met.new)))
+    return {name: rows for name, rows in (variants | families).items() if len(rows) >= _GROUP_ROWS}
+
+
+def _group_shift(rows: Sequence[Change]) -> Shift:
     """Return the geometric mean of the rows' slowdowns.
 
     Its error adds the larger of two spreads over rows (of the slowdowns, of their intervals) and the spread of process means.

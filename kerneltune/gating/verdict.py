@@ -7,9 +7,9 @@ guards the single row. The correction guards the run: by chance, some of 200 row
 A row is ambiguous in three cases: its slowdown may be above the margin; its slowdown is surely above the margin and may be more
 than 0.5 µs; its interval is too wide to tell. An ambiguous row neither fails nor passes: it has to be measured again.
 
-A family fails as a whole if the geometric mean of its rows' slowdowns is surely above 1 %. Without this test, a slowdown of 2 %
-in every row would stay within every row's margin. The gate also fails if the new records were measured with other code than the
-checkout's.
+A variant of an operator fails as a whole if the geometric mean of its rows' slowdowns is surely above 1 %. Without this test, a
+slowdown of 2 % in every row would stay within every row's margin. The gate also fails if the new records were measured with other
+code than the checkout's.
 
 Only changes of our own code can fail the gate. A measurement that is the same on both sides passes, however noisy it is. A
 failure that the baseline has as well is a note. A change of a peer's row is a note unless peers are judged. Rows of a GPU or a
@@ -32,7 +32,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from kerneltune.device import INTERPRETER
-from kerneltune.gating.changes import Change, device_policy, shifts_by_process, slower_families, us_of
+from kerneltune.gating.changes import Change, device_policy, shifts_by_process, slower_groups, us_of
 from kerneltune.gating.rows import Defaults, defaults_of, identity_of, pool
 from kerneltune.records import Key, Record, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift
@@ -93,7 +93,7 @@ class Verdict:
 
     Attributes:
         notes: facts about the comparison as a whole, a line each.
-        failures: lines for failures that no single row shows: stale code, a family that is slower as a whole.
+        failures: lines for failures that no single row shows: stale code, a variant that is slower as a whole.
     """
 
     rows: tuple[GateRow, ...]
@@ -176,8 +176,8 @@ def gate(
         _left_out("baseline", of_old.values(), new_places),
         _left_out("new", of_new.values(), old_places),
     ]
-    families, doubtful = slower_families([met for met in found if isinstance(met, Change) and (peers or not met.is_peer)])
-    return _verdict(tuple(rows), tuple(filter(None, [*notes, *doubtful])), (*stale, *families))
+    groups, doubtful = slower_groups([met for met in found if isinstance(met, Change) and (peers or not met.is_peer)])
+    return _verdict(tuple(rows), tuple(filter(None, [*notes, *doubtful])), (*stale, *groups))
 
 
 def confirm(
