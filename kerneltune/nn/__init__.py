@@ -5,8 +5,6 @@ weights that GroupedLinear keeps from microbatch to microbatch, and converted mo
 `torch._grouped_mm`. The import also registers the casts, `kerneltune::fp8_…` and `kerneltune::multi_cast_transpose`, with torch.
 """
 
-import kerneltune.ops.fp8
-import kerneltune.ops.multi_cast_transpose  # noqa: F401
 from kerneltune.nn.alignment import aligned_groups
 from kerneltune.nn.convert import Conversion, convert_to_fp8_training, revert_from_fp8_training
 from kerneltune.nn.delayed import DelayedScaling, update_scales

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from kerneltune.rounding import cdiv
-
-ALIGNED = 16
+from kerneltune.rounding import ALIGNED, cdiv
 
 
 def is_row_major(x: Tensor) -> bool:

@@ -12,7 +12,6 @@ from torch import nn
 
 from kerneltune.compat import has_hooks, is_compiled
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
-from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.converted import (
     Converted,
     FeedingNorm,
@@ -27,6 +26,7 @@ from kerneltune.nn.converted import (
 from kerneltune.nn.fp8_linear import Fp8Linear, why_not_fp8
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.recipes import Recipe, recipe_of
+from kerneltune.rounding import ALIGNED
 
 Filter = Callable[[nn.Module, str], bool]
 

@@ -26,7 +26,7 @@ from kerneltune.compat import (
     plain_tensors,
     untraced,
 )
-from kerneltune.nn.alignment import ALIGNED, row_major
+from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.feeding_norm import feeding_norm_forward
 from kerneltune.nn.forward_code import names_in_forward
@@ -38,6 +38,7 @@ from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens
 from kerneltune.nn.swiglu import is_plain_silu, swiglu
+from kerneltune.rounding import ALIGNED
 
 
 class ConvertedProducts(nn.Module):
@@ -68,11 +69,7 @@ class ConvertedProducts(nn.Module):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Give a forward pass the weights as `ExpertOperand`, and check that the pass multiplies by every weight.
-
-        Raises:
-            ValueError: the forward pass has not multiplied by each of the weights in fp8.
-        """
+        """Give a forward pass the weights as `ExpertOperand`, and check that the pass multiplies by every weight in fp8."""
         multiplied: set[str] = set()  # torch.compile does not trace set[str]()
         self.multiplied = multiplied
         try:
@@ -87,21 +84,16 @@ class ConvertedProducts(nn.Module):
             )
 
     def grouped(self, rows: Tensor, weight: Tensor, offs: Tensor, name: str) -> Tensor:
-        """Multiply rows (M, K) in groups that end at offs (E,) with weight (E, K, N), of either order.
-
-        Args:
-            name: name of the parameter behind the weight.
-        """
+        """Multiply rows (M, K) in groups that end at offs (E,) with weight (E, K, N), of either order, of the named parameter."""
         kept: Any = getattr(self, f"{name}_kept")
         recipe = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
         rows = row_major(in_autocast(rows))
         return self._named(name, fp8_grouped_mm, rows, _in_order(weight), offs, recipe=recipe, weights=kept)
 
     def routed(self, tokens: Tensor, weights: dict[str, Tensor], routing: Routing) -> Tensor:
-        """Multiply tokens (T, K), copied to their experts, with a weight (E, K, N); with a second weight after SwiGLU, if given.
+        """Multiply tokens (T, K), copied to their experts, with a weight (E, K, N); after SwiGLU with a second weight, if given.
 
-        Args:
-            weights: weights of either order, by the names of the parameters behind them; two only where `has_swiglu`.
+        weights: weights of either order, by the names of their parameters; two only where `has_swiglu`.
         """
         if not isinstance(self.recipe, Recipe) or self.recipe.is_rowwise:
             ((name, weight),) = weights.items()
@@ -242,15 +234,9 @@ class FusedExperts(Converted):
     """Run experts of `transformers`, whatever their `experts_implementation` is."""
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Send tokens (T, H) through the experts that the router chose.
+        """Send tokens (T, H) through the experts (T, k) that the router chose and weighs by (T, k); return (T, H) of their type.
 
-        Args:
-            hidden_states: (T, H).
-            top_k_index: (T, k), experts; an expert of another rank is out of range, as the library marks it, and has weight 0.
-            top_k_weights: (T, k).
-
-        Returns:
-            (T, H) of the type of hidden_states.
+        An expert of another rank is out of range, as the library marks it, and has weight 0.
         """
         up, down = _fused_weights(self)
         routing = sort_tokens(top_k_index, getattr(self, up).shape[0])
@@ -285,14 +271,9 @@ class GroupedExperts(Converted):
     """Run torchtitan's grouped experts."""
 
     def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """Send rows x (M, K), sorted by expert, through their experts.
+        """Send rows x (M, K), sorted by expert, through their experts; return (M, K) of x's type.
 
-        Args:
-            x: (M, K); rows beyond the counted rows become 0, as token dispatchers pad.
-            num_tokens_per_expert: (E,) integers.
-
-        Returns:
-            (M, K) of the type of x.
+        Rows beyond the (E,) counted rows become 0, as token dispatchers pad.
         """
         products: ConvertedProducts = self.fp8
         w1, w2, w3 = (local_part(getattr(self, name)).transpose(1, 2) for name in _GROUPED_WEIGHTS)
@@ -331,7 +312,7 @@ class UnknownExperts(Converted):
 
 def _own_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters (E, N, K) of a module and of containers in it, such as a ParameterList, by name."""
-    if not has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+    if not _has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
         return {}
     return {prefix + name: p for prefix, part in _named_parts(module) for name, p in _expert_parameters(part)}
 
@@ -341,7 +322,7 @@ def _expert_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, p) for name, p in own if p.ndim == 3 and p.shape[0] > 1 and min(p.shape[1:]) >= ALIGNED]
 
 
-def has_forward(module: nn.Module) -> bool:
+def _has_forward(module: nn.Module) -> bool:
     """Return whether a module has a forward pass; containers have none."""
     return type(module).forward is not nn.Module.forward
 
@@ -350,7 +331,7 @@ def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
     """Yield a module and its containers without a forward of their own, such as a ParameterList, with prefixes for names."""
     yield prefix, module
     for name, child in module.named_children():
-        if not has_forward(child) and not isinstance(child, ConvertedProducts):
+        if not _has_forward(child) and not isinstance(child, ConvertedProducts):
             yield from _named_parts(child, f"{prefix}{name}_")
 
 
@@ -438,13 +419,7 @@ def is_converted(module: nn.Module) -> bool:
 
 
 def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
-    """Let a module multiply in fp8, in place.
-
-    Args:
-        module: a linear layer, or a module with expert weights.
-        name: name of the module in the model, for messages.
-        recipe: a Recipe, or `delayed`.
-    """
+    """Let a linear layer, or a module with expert weights, multiply in fp8, in place; messages name the module."""
     if isinstance(module, GroupedLinear):
         module.set_recipe(recipe)
         return

@@ -18,8 +18,8 @@ from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 _FP8_MAX = FP8_MAX["e4m3"]
 _LEAST = 1e-12
 """The least magnitude that a scale is computed from, as in fresh casts."""
-ROWS, GRADS, WEIGHTS = 0, 1, 2
-"""Indices of the scales of the rows, of the gradients, and of the first expert's weights."""
+_ROWS, _GRADS, _WEIGHTS = slice(0, 1), slice(1, 2), slice(2, None)
+"""Places of the scales of the rows, of the gradients, and of the experts' weights."""
 
 
 class DelayedScaling(nn.Module):
@@ -77,7 +77,7 @@ class DelayedScaling(nn.Module):
         self, x: Tensor, offs: Tensor | None, along: bool = True, down: bool = True, is_gradient: bool = False
     ) -> Fp8Operand:
         """Cast x (M, K), rows or their gradient in groups that end at offs, in both layouts whatever is asked for."""
-        mine = slice(GRADS, GRADS + 1) if is_gradient else slice(ROWS, ROWS + 1)
+        mine = _GRADS if is_gradient else _ROWS
         if self.known:
             assert offs is not None
             cast = fp8.fp8_delayed_2d(x, offs, self.scales[mine], self.history[0, mine])
@@ -92,7 +92,7 @@ class DelayedScaling(nn.Module):
             return self.cast_weights(b.mT).transposed()
         if not self.known:
             fresh = fp8.fp8_tensorwise_3d(b, layout="both", pow2=False, inverse=True)
-            self._remember(slice(WEIGHTS, None), fresh.scale)
+            self._remember(_WEIGHTS, fresh.scale)
             return Fp8Operand(fresh.q, fresh.scale, fresh.q_t, fresh.scale)
         E, K, N = b.shape
         q, q_t = (b.new_empty(shape, dtype=torch.float8_e4m3fn).transpose(1, 2) for shape in ((E, N, K), (E, K, N)))
@@ -108,11 +108,10 @@ class DelayedScaling(nn.Module):
         """
         if b.is_contiguous():
             b, into = b.mT, into.transposed()
-        mine = slice(WEIGHTS, None)
         multi_cast_transpose(
             b.mT.unbind(0),
-            self.scales[mine],
-            self.history[0, mine],
+            self.scales[_WEIGHTS],
+            self.history[0, _WEIGHTS],
             outputs=list(zip(into.q.transpose(1, 2).unbind(0), into.q_t.transpose(1, 2).unbind(0), strict=True)),
             scale_inv=into.scale,
             skip=None if skip is None else skip.reshape(1).float(),

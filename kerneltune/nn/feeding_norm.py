@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
-from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.fp8_linear import feed
 from kerneltune.nn.recipes import Fp8Operand
 from kerneltune.nn.rmsnorm import rmsnorm_bwd
 from kerneltune.ops import rmsnorm
+from kerneltune.rounding import ALIGNED
 
 
 def feeding_norm_forward(module: Any, x: Tensor) -> Tensor:

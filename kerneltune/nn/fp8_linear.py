@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from kerneltune.compat import untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
-from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import fp8_product, output_dtype
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Fp8Operand, Recipe, one_group, recipe_of
+from kerneltune.rounding import ALIGNED
 
 LEAST_SIZE = 350
 """Least N K / (N + K) at which fp8 is faster than bf16. Per token, products save 4e-15 s for each of N K values, and casts cost
@@ -85,18 +85,15 @@ class Fp8Linear(nn.Linear):
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         if (padding := -(x.numel() // self.in_features) % ALIGNED) != 0:  # the weight gradient's products contract over rows
             padded = F.pad(x.reshape(-1, self.in_features), (0, 0, 0, padding))
-            y: Tensor = self(padded)[:-padding].view(*x.shape[:-1], self.out_features)
-            return y.clone()  # because FSDP2 loses its hooks where a caller changes a view in place
-        y = self._product(x, output_dtype(x))
+            padded_y: Tensor = self(padded)[:-padding].view(*x.shape[:-1], self.out_features)
+            return padded_y.clone()  # because FSDP2 loses its hooks where a caller changes a view in place
+        b_t, how, dtype = self.weight.t()[None], self.fp8_recipe, output_dtype(x)
+        if isinstance(how, Recipe):
+            casts = getattr(x, "kerneltune_fed", None), self.fp8_kept.cast(b_t, how, x.requires_grad), None
+            y = fp8_product(x, b_t, how, dtype, casts=casts)
+        else:
+            y = _delayed_product(self, x, dtype)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def _product(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        how = self.fp8_recipe
-        if not isinstance(how, Recipe):
-            return _delayed_product(self, x, dtype)
-        b_t = self.weight.t()[None]
-        w = self.fp8_kept.cast(b_t, how, x.requires_grad)
-        return fp8_product(x, b_t, how, dtype, casts=(getattr(x, "kerneltune_fed", None), w, None))
 
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""

@@ -16,9 +16,10 @@ from torch.autograd.function import once_differentiable
 
 from kerneltune.compat import scaled_mm, unsafe_view
 from kerneltune.kernel_lib.functions import custom_op
-from kerneltune.nn.alignment import ALIGNED, row_major
+from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import AnyRecipe
 from kerneltune.nn.recipes import Fp8Operand, Recipe, one_group
+from kerneltune.rounding import ALIGNED
 
 
 def multiply(x: Sequence[Any], w: Sequence[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -112,14 +113,14 @@ class _Product(torch.autograd.Function):
             rows = recipe.cast_rows(rows_of(x, dtype if offs is None else x.dtype), offs, down=for_dw)
         cast = recipe.cast_weights(w, for_x and keep) if of_w is None else of_w
         y = multiply(rows, cast, offs, dtype)
-        kept = [*_kept(cast, w, for_x), *_kept(rows, x, for_w)]
+        kept = [*_for_backward(cast, w, for_x), *_for_backward(rows, x, for_w)]
         h = y if v is not None and for_h else None
         if v is not None:
             del rows, cast  # so that only the operands of the second product are alive, beside the kept tensors
             q, *q_t, scale = torch.ops.kerneltune.fp8_swiglu_2d(y, offs, layout="both" if for_v else "row")
             cast = recipe.cast_weights(v, for_h and keep) if of_v is None else of_v
             y = multiply((q, scale), cast, offs, dtype)
-            kept += [*_kept(cast, v, for_h), *((*q_t, scale) if for_v else (None, None))]
+            kept += [*_for_backward(cast, v, for_h), *((*q_t, scale) if for_v else (None, None))]
         ctx.save_for_backward(offs, places, h, *kept)
         ctx.recipe, ctx.shape = recipe, x.shape
         ctx.dtypes = dtype, x.dtype, w.dtype, None if v is None else v.dtype
@@ -162,7 +163,7 @@ def _cast_tokens(recipe: AnyRecipe, x: Tensor, pairs: Tensor, places: Tensor, of
     return Fp8Operand(q, scale, q_t, scale)
 
 
-def _kept(cast: Fp8Operand, source: Tensor, is_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
+def _for_backward(cast: Fp8Operand, source: Tensor, is_wanted: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensors that the backward pass reads: the cast for it and its scale, or the source, to be cast there."""
     if not is_wanted:
         return None, None
@@ -170,7 +171,7 @@ def _kept(cast: Fp8Operand, source: Tensor, is_wanted: bool) -> tuple[Tensor | N
 
 
 def _input_gradient(recipe: Any, dy: list[Any], w: list[Any], offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return dX (M, K) of cast rows and of a weight as `_kept` returns it; both lists lose their first tensor."""
+    """Return dX (M, K) of cast rows and of a weight as `_for_backward` returns it; both lists lose their first tensor."""
     (q, scale), (w_t, scale_w) = dy[:2], w
     if not torch.compiler.is_compiling():  # torch 2.11 lets traced code change no list of saved tensors
         dy[0] = w[0] = None
@@ -183,7 +184,7 @@ def _input_gradient(recipe: Any, dy: list[Any], w: list[Any], offs: Tensor | Non
 def _weight_gradient(
     recipe: Any, dy: list[Any], x: list[Any], offs: Tensor | None, x_dtype: torch.dtype, dtype: torch.dtype
 ) -> Tensor:
-    """Return dW (E, K, N), column-major, of cast rows and of rows as `_kept` returns them, which are cast in x_dtype here."""
+    """Return dW (E, K, N), column-major, of cast rows and of the rows of `_for_backward`, which are cast in x_dtype here."""
     made: Tensor
     if x[1] is None:
         made = late_weight_gradient(*dy[2:], x[0], recipe.scaling, recipe.pow2, x_dtype, dtype)

@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.grouped_mm import check_product, fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Fp8Operand, Recipe, recipe_of
+from kerneltune.rounding import ALIGNED
 
 
 class GroupedLinear(nn.Module):

@@ -4,11 +4,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kerneltune.rounding import cdiv
+from kerneltune.rounding import ALIGNED, cdiv
 from kerneltune.workloads.model_config import Experts, Model
 
-ALIGNED = 16
-"""Sizes of experts must be multiples of ALIGNED; tokens of experts are rounded up to a multiple."""
 _GROUPS = (64, 32)
 """Values that share a scale in an int4 weight, as wide as the weight's depth allows."""
 _MOST_EXPERTS = 1024

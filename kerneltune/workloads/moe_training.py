@@ -15,12 +15,12 @@ from torch import Tensor
 
 from kerneltune.kernel_lib.compiled import compiled_for
 from kerneltune.kernel_lib.groups import bounds, group_ends
-from kerneltune.nn.alignment import ALIGNED
 from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import SCALINGS, Fp8Operand, Recipe
 from kerneltune.ops.fp8_grouped_gemm import fp8_grouped_gemm
+from kerneltune.rounding import ALIGNED
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 from kerneltune.workloads import once
 

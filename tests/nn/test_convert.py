@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from kerneltune.nn import GroupedLinear, Recipe, convert_to_fp8_training, fp8_grouped_mm
+from kerneltune.nn import GroupedLinear, Recipe, convert_to_fp8_training, fp8_grouped_mm, revert_from_fp8_training
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E, K, N, M = 2, 32, 16, 32
@@ -195,9 +195,19 @@ def test_parameters_in_lists_are_of_the_module_that_has_the_list() -> None:
             return product(x, self.lists[0][0], offs)
 
     model, (x, offs) = nn.ModuleDict({"experts": Lists()}), batch()
+    layer, names, before = model["experts"], list(model.state_dict()), model["experts"](x, offs)
     assert convert_to_fp8_training(model) == ["experts"]
-    layer = model["experts"]
-    assert torch.equal(layer(x, offs), fp8_grouped_mm(x, layer.lists[0][0].mT, offs))
+    want = fp8_grouped_mm(x, layer.lists[0][0].mT, offs)
+    assert torch.equal(layer(x, offs), want)
+    other = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="in fp8 already"):
+        convert_to_fp8_training(model, "rowwise")
+    assert torch.equal(layer(x, offs), fp8_grouped_mm(x, layer.lists[0][0].mT, offs, recipe="rowwise"))
+    assert torch.equal(other["experts"](x, offs), want)
+    assert list(model.state_dict()) == names
+    assert revert_from_fp8_training(model) == ["experts"]
+    assert torch.equal(layer(x, offs), before)
+    assert type(layer.lists[0]) is nn.ParameterList
 
 
 @pytest.mark.parametrize("inner", ["left out", "in bf16", "in bf16, of fp32 weights"])
