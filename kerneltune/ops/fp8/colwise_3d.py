@@ -45,11 +45,8 @@ def fp8_colwise_3d(
 
     Args:
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
-        fp8_format: as in `fp8_rowwise_2d`.
-        pow2: round scales down to powers of two.
-        inverse: return 1 / scale instead of the multiplier.
         out: tensors that receive the results, in place of new tensors.
-        config: None takes the best known config.
+        fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:
         q (E, K, N) fp8, strides of w; scales (E, 1, N) fp32. NaN and infinity as in `fp8_rowwise_2d`.

@@ -147,7 +147,7 @@ CAST: dict[str, Any] = {**CONTRACT, "options": OPTIONS, "free_options": tuple(OP
 """The fields of `Op` that casts of matrices and weights with a scale per row or column share."""
 
 GROUP_DISTANCE = 0.5
-"""Largest log2 distance of a near entry where groups have rows: which config is best turns with the rows of a group, M / G.
+"""Largest log2 distance of a near entry for groups of rows: the best config changes with the rows of a group, M / G.
 
 Leaving shapes out, H200, 2026-11-26, with 0.5 and with 1: `fp8_group_colwise_dual` 1.03 and 1.00 of the tuned speed,
 `fp8_tensorwise_group` 1.00 and 0.99, worst 0.98 and 0.89.

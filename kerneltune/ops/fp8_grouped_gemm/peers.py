@@ -33,7 +33,7 @@ def _expanded(scale: torch.Tensor, groups: int, each: int) -> torch.Tensor:
 
 
 def _emulated(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Return what torch._scaled_grouped_mm answers, for tensors on the CPU."""
+    """Return the result of torch._scaled_grouped_mm for tensors on the CPU."""
     groups = bounds(offs)
     x, y = a.float(), b.float()
     if b.ndim == 3:

@@ -116,7 +116,7 @@ def _product(
 
 
 def compare(case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
-    """Compare exact sums to the last bit; else within what rounding and fast accumulation explain, and 1/64 of the whole."""
+    """Compare exact sums bit by bit; other sums within the errors of rounding and fast accumulation, and 1/64 of the norm."""
     got, want, atol = outputs["out"], expected["out"], expected["atol"]
     if got.shape != want.shape or got.dtype != want.dtype:
         return [f"out: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]

@@ -91,12 +91,8 @@ def rmsnorm_add_bwd(
     Args:
         dz: (M, N), the gradient of y.
         dtotal: (M, N), the gradient of total, or None for zeros.
-        total: as the forward returned it.
-        rsigma: as the forward returned it.
-        weight: as in `rmsnorm_bwd`.
-        zero_centered: as in `rmsnorm_bwd`.
-        with_dgamma: as in `rmsnorm_bwd`.
-        config: None takes the best known config.
+        total, rsigma: as `rmsnorm_add_fwd` returned them.
+        weight, zero_centered, with_dgamma, config: as in `rmsnorm_bwd`.
     """
     if dtotal is None:
         return rmsnorm_bwd(dz, total, rsigma, weight, zero_centered=zero_centered, with_dgamma=with_dgamma, config=config)

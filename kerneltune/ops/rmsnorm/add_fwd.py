@@ -109,14 +109,7 @@ def rmsnorm_add_fwd(
     Args:
         x: (M, N) bf16, fp16 or fp32; rows may be any distance apart, elements of a row must be adjacent.
         residual: (M, N), likewise, of x's dtype.
-        weight: as in `rmsnorm_fwd`.
-        eps: as in `rmsnorm_fwd`.
-        quant: as in `rmsnorm_fwd`.
-        scale: as in `rmsnorm_fwd`.
-        amax: as in `rmsnorm_fwd`.
-        fp8_format: as in `rmsnorm_fwd`.
-        zero_centered: as in `rmsnorm_fwd`.
-        config: None takes the best known config.
+        weight, eps, quant, scale, amax, fp8_format, zero_centered, config: as in `rmsnorm_fwd`.
     """
     fwd.check(x, weight, eps, quant, scale, amax, fp8_format, None, zero_centered)
     check_matrix("residual", residual)

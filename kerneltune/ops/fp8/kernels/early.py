@@ -74,8 +74,8 @@ def cast_with_one_scale(
     Args:
         q, q_t: rows of the cast, and the cast transposed, contiguous; None to leave the output out.
         config: None where x is empty.
-        amax: the largest magnitudes expected, per segment.
-        aligned: q_t holds aligned groups; with one scale that is of all of them.
+        amax: the expected largest magnitude of each segment.
+        aligned: whether q_t holds aligned groups. If there is one scale then, all groups share the scale.
     """
     if config is None or not x.numel():
         scale.fill_(cast.scale_of_nothing)
@@ -151,7 +151,7 @@ def cast_with_one_scale(
 
 
 class _Launches(NamedTuple):
-    """Holds what launches a cast again: the words of its workspace, and its kernels."""
+    """Hold the number of workspace words and the kernels of a cast, with which it is launched again."""
 
     words: int
     early: Launch
@@ -160,7 +160,7 @@ class _Launches(NamedTuple):
 
 _LAUNCHES: dict[Hashable, _Launches] = {}
 _MOST_LAUNCHES = 4096
-"""Because sizes may change with every step, what launches casts of so many is forgotten together."""
+"""Most entries of `_LAUNCHES`. A full dictionary is cleared, because sizes may change with every step."""
 
 
 def _keep(case: Hashable, words: int, early: Launch | None, again: Launch | None) -> None:

@@ -270,7 +270,7 @@ def cast_segments(
     stripes = tl.cdiv(C, TILE.cols)
     scale = 0.0
     of = -1
-    # from the last tile to the first: what `amax_segments` has read last is still in L2
+    # from the last tile to the first: L2 still holds the tiles that `amax_segments` has read last
     for back in tl.range(tl.program_id(0), total, tl.num_programs(0), num_stages=STAGES):
         at = locate_block(total - 1 - back, total, offs_ptr, rows, stripes, G, GROUPS, TILE.rows)
         group, stripe, columns, _first_row, lo, hi = at

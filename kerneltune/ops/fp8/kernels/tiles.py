@@ -48,9 +48,9 @@ class Groups(Constants):
 
     Attributes:
         jagged: whether groups are token groups, which end at `offs`; else all groups have the same number of rows.
-        alignment: the multiple of rows at which a token group begins in the transpose; 0 where groups follow each other.
+        alignment: the multiple of rows at which a token group begins in the transpose; 0 if groups follow each other.
         one: whether all groups share a scale.
-        log2: questions that find a group among all groups.
+        log2: steps of the binary search for a group.
         even: whether the rows of each group are a multiple of a tile's rows.
     """
 

@@ -77,7 +77,7 @@ _captured: list[torch.Tensor] = []
 def table_of(tensors: tuple[tuple[int, ...], ...], where: torch.device, rows: int, cols: int) -> _Table:
     """Return the table for the next launch on the current stream.
 
-    It is built once for the same tensors, and anew in every captured graph, whose memory nobody else may read.
+    The table is built once for the same tensors, and again in every captured graph, because no other launch may read its memory.
     """
     if where.type != "cuda":
         return _build(tensors, where, rows, cols)

@@ -5,9 +5,9 @@ constexprs: gamma hoisted out of the row loop, the transpose written by the norm
 backward's warps and reduce tile tuned, dγ of a single row of partials written at once.
 
 Differences from the published code: 1 / N is hoisted with gamma alone, elsewhere a sum is divided by N; c = r² s / N is one value
-per row in both backwards, where the baseline had r³ x (s / N); the default is eight warps, in the published forward four where it
-is not tuned; the baseline always reduces its partials; no SMs are left free (sm_margin), outputs are not handed in (ln_out) or of
-another type (otype). Triton finds out by itself which addresses are aligned.
+per row in both backwards, where the baseline had r³ x (s / N); the default is eight warps, where the published forward without
+tuning has four; the baseline always reduces its partials; no SMs are left free (sm_margin), outputs are not handed in (ln_out) or
+of another type (otype). Triton finds out by itself which addresses are aligned.
 """
 
 from dataclasses import dataclass
