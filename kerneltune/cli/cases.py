@@ -42,7 +42,7 @@ def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) ->
 
 def text(model: Path, tokens: str, ep: int, batch: str) -> str:
     """Return the sweep file of a model."""
-    from kerneltune.workloads.model_cases import sweep_text
+    from kerneltune.workloads.model_cases import model_sweep_text
     from kerneltune.workloads.model_config import read
 
     counts = sizes_of("tokens", tokens)
@@ -50,7 +50,7 @@ def text(model: Path, tokens: str, ep: int, batch: str) -> str:
     known = read(model)
     if ep > 1 and known.experts is None:
         raise ValueError(f"ep: {ep}: expected 1, as {known.path} has no experts")
-    return sweep_text(known, counts, batches, ep)
+    return model_sweep_text(known, counts, batches, ep)
 
 
 def sizes_of(field: str, given: str) -> list[int]:

@@ -423,10 +423,11 @@ def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
     if isinstance(module, GroupedLinear):
         module.set_recipe(recipe)
         return
-    if isinstance(module, nn.Linear):
+    weights = expert_weights(module)
+    if not weights:
         Fp8Linear.from_linear(module, recipe)
         return
-    module.fp8 = ConvertedProducts(recipe, expert_weights(module), name or type(module).__name__)
+    module.fp8 = ConvertedProducts(recipe, weights, name or type(module).__name__)
     kind = _family_of(module).kind
     if kind is not UnknownExperts:
         change_class(module, kind)

@@ -14,7 +14,7 @@ _FEW = 128
 """Most tokens of int4 products."""
 _LONGEST_NAME = 150
 
-Fields = tuple[tuple[str, object], ...]
+CaseFields = tuple[tuple[str, object], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +29,10 @@ class ModelCase:
 
     layer: str
     op: str
-    fields: Fields
+    fields: CaseFields
 
 
-def sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int = 1) -> str:
+def model_sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int = 1) -> str:
     """Return the sweep of a model's layers: norms, experts, casts of their operands, routing, and int4 projections.
 
     Args:
@@ -43,7 +43,7 @@ def sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: 
     lines = list(_lines(model, tokens, batches, ep))
     if not lines:
         raise ValueError(f"{model.path}: model_type: {model.kind!r}: no layer for which there is an operator")
-    named: dict[tuple[str, Fields], list[str]] = {}
+    named: dict[tuple[str, CaseFields], list[str]] = {}
     for line in lines:
         layers = named.setdefault((line.op, line.fields), [])
         if line.layer not in layers:
@@ -72,7 +72,7 @@ def _read_as(model: Model) -> str:
     return "; ".join(part for part in (f"width {model.hidden}", attention, dense, experts, norms, others) if part)
 
 
-def _joined(layers: Sequence[str], fields: Fields) -> str:
+def _joined(layers: Sequence[str], fields: CaseFields) -> str:
     """Return a name with the layers of a case and the number of its tokens."""
     sizes = dict(fields)
     rows = (

@@ -185,6 +185,20 @@ def test_row_major_parameters() -> None:
     assert torch.equal(module(x, offs), fp8_grouped_mm(x, module.up.mT.contiguous().mT, offs))
 
 
+def test_linear_layer_with_expert_weights_keeps_its_forward() -> None:
+    class Stacked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(K, N, bias=False)
+            self.weight = nn.Parameter(torch.randn(E, N, K, device=DEVICE).bfloat16())
+
+        def forward(self, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+            return product(x, self.weight, offs)
+
+    module, (x, offs) = Stacked(), batch()
+    assert convert_to_fp8_training(module, experts=True) == [""]
+    assert torch.equal(module(x, offs), fp8_grouped_mm(x, module.weight.mT, offs))
+
+
 def test_parameters_in_lists_are_of_the_module_that_has_the_list() -> None:
     class Lists(nn.Module):
         def __init__(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kerneltune import ops, sweep
-from kerneltune.workloads.model_cases import sweep_text
+from kerneltune.workloads.model_cases import model_sweep_text
 from kerneltune.workloads.model_config import Model, read
 
 OPS = ops.load()
@@ -27,7 +27,7 @@ def written(folder: Path, fields: Any) -> Path:
 
 
 def cases(folder: Path, fields: dict[str, Any], ep: int = 1) -> dict[tuple[str, str], dict[str, Any]]:
-    (folder / "made.yaml").write_text(sweep_text(read(written(folder, fields)), [4096], [1, 16], ep))
+    (folder / "made.yaml").write_text(model_sweep_text(read(written(folder, fields)), [4096], [1, 16], ep))
     found = sweep.load(folder / "made.yaml", OPS)
     return {(e.op, e.case.name): {**dict(e.case.axes), **dict(e.case.options), "dtype": e.case.dtype} for e in found.bench}
 
@@ -85,7 +85,7 @@ def test_cases_of_latent_attention_have_its_norms_and_shared_experts(tmp_path: P
 
 
 def test_the_head_of_the_file_says_what_was_read(tmp_path: Path) -> None:
-    head = sweep_text(read(written(tmp_path, EXPERTS)), [4096], [1]).splitlines()[1]
+    head = model_sweep_text(read(written(tmp_path, EXPERTS)), [4096], [1]).splitlines()[1]
     assert head == "# Read as width 2560; 32 heads of 128, 8 of keys and values; 64 experts of 1408, 6 a token; RMSNorm."
 
 
@@ -219,7 +219,7 @@ def test_projections_follow_heads_that_differ_between_layers_values_and_low_rank
 def test_a_bad_config_is_one_line_with_file_field_and_value(tmp_path: Path, fields: Any, text: str) -> None:
     path = written(tmp_path, fields)
     with pytest.raises(ValueError) as caught:
-        sweep_text(read(path), [4096], [1], ep=8)
+        model_sweep_text(read(path), [4096], [1], ep=8)
     assert str(caught.value).startswith(str(path))
     assert text in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kerneltune import ops, sweep
-from kerneltune.workloads.model_cases import sweep_text
+from kerneltune.workloads.model_cases import model_sweep_text
 from kerneltune.workloads.model_config import read
 
 NOT_BUILT = {"bamba", "granitemoehybrid"}
@@ -62,7 +62,7 @@ def test_projections_are_those_of_the_model(kind: str, tmp_path: Path) -> None:
     config.to_json_file(tmp_path / "config.json")
     try:
         read_as = read(tmp_path / "config.json")
-        text = sweep_text(read_as, [4096], [1])
+        text = model_sweep_text(read_as, [4096], [1])
     except ValueError as error:
         pytest.skip(str(error).partition(": ")[2][:150])
     (tmp_path / "made.yaml").write_text(text)
