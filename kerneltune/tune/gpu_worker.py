@@ -229,11 +229,17 @@ class GpuWorker:
 
     def begin(self) -> None:
         """Start a process, which opens the GPU while this process does other work."""
-        if self.process is None:
-            with self._lock:
-                self._refuse_if_closed()
-                self.process, self._pipe = self._start()
+        with self._lock:
+            self._connect()
+
+    def _connect(self) -> Connection:
+        """Return the pipe to the process, which is started if there is none."""
+        if self.is_closed:
+            raise WorkerStoppedError("the GPU worker was stopped")
+        if self.process is None or self._pipe is None:
+            self.process, self._pipe = self._start()
             self.started += 1
+        return self._pipe
 
     def prepare(self, task: Task) -> None:
         """Make inputs and reference of a task."""
@@ -272,18 +278,10 @@ class GpuWorker:
                 self.ask("close", timeout_s=self.trial_timeout_s)
             self._holds_tensors = False
 
-    def _refuse_if_closed(self) -> None:
-        if self.is_closed:
-            raise WorkerStoppedError("the GPU worker was stopped")
-
     def ask(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the object in the process; after `timeout_s` seconds the process is ended."""
-        self.begin()
-        self._holds_tensors = True
         with self._lock:
-            self._refuse_if_closed()
-            pipe, self.is_asking = self._pipe, True
-        assert pipe is not None
+            pipe, self.is_asking, self._holds_tensors = self._connect(), True, True
         variant = ""
         try:
             pipe.send((name, arguments))
@@ -297,9 +295,9 @@ class GpuWorker:
                 variant = said
         except (EOFError, OSError) as error:
             code = self._end()
-            self._refuse_if_closed()
-            error_type = WorkerStoppedError if code in _ENDED_FROM_OUTSIDE else WorkerCrashedError
-            raise error_type(f"the GPU worker died: exit code {code}", variant) from error
+            error_type = WorkerStoppedError if self.is_closed or code in _ENDED_FROM_OUTSIDE else WorkerCrashedError
+            reason = "was stopped" if self.is_closed else f"died: exit code {code}"
+            raise error_type(f"the GPU worker {reason}", variant) from error
         finally:
             self.is_asking = False
         answer, problem = said
