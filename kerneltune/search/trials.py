@@ -73,15 +73,17 @@ class TrialStore:
     Opening a store writes nothing. Threads may share a store, and processes the file.
     """
 
-    def __init__(self, path: Path, commit: str = "", **fingerprint: str) -> None:
+    def __init__(self, path: Path, commit: str = "", retries_transient: bool = False, **fingerprint: str) -> None:
         """Open a store.
 
         Args:
             path: the journal.
             commit: commit that is kept with every new evaluation.
+            retries_transient: trials of a transient status are not found, so that their configs are tried again.
             fingerprint: source hash, driver and packages. Trials with another fingerprint are not found.
         """
         self._path, self._commit, self._fingerprint = path, commit, fingerprint
+        self._hidden = TRANSIENT if retries_transient else frozenset()
         self._found: dict[TaskKey, dict[Knobs, Evaluation]] = {}
         self._choices: dict[TaskKey, dict[str, dict[Any, None]]] = {}
         self._studies: dict[str, optuna.Study] = {}
@@ -150,13 +152,11 @@ class TrialStore:
         found = [trial for trial in _trials(self._storage, self._path, self._read) if trial.fingerprint == self._fingerprint]
         with self._lock:
             for trial in found:
-                self._found.setdefault(trial.key, {})[trial.knobs] = trial.evaluation
-
-    def forget_transient(self) -> None:
-        """Forget trials whose status is transient, so that their configs are tried again; the file keeps the trials."""
-        with self._lock:
-            for key, found in self._found.items():
-                self._found[key] = {knobs: trial for knobs, trial in found.items() if trial.status not in TRANSIENT}
+                of_task = self._found.setdefault(trial.key, {})
+                if trial.evaluation.status in self._hidden:
+                    of_task.pop(trial.knobs, None)
+                else:
+                    of_task[trial.knobs] = trial.evaluation
 
     def of_task(self, task: Task) -> dict[Knobs, Evaluation]:
         """Return the evaluations of a task, in the order of the first evaluation."""

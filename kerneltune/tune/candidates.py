@@ -208,14 +208,15 @@ def present(variant: Variant) -> dict[str, str]:
     return {"driver": device.current().driver, "source_hash": variant.source_hash, **device.versions()}
 
 
-def open_store(op: Op, variant: Variant, results: Path) -> "TrialStore":
+def open_store(op: Op, variant: Variant, results: Path, retries_transient: bool = False) -> "TrialStore":
     """Open the store of an operator's trials on this GPU model, with the present fingerprint of a variant.
 
-    results: folder of the records.
+    results: folder of the records; retries_transient: as in `TrialStore`.
     """
     from kerneltune.search.trials import TrialStore  # imports Optuna, which takes 0.4 s
 
-    return TrialStore(store_path(results, device.current().slug, op.name), commit(), **present(variant))
+    path = store_path(results, device.current().slug, op.name)
+    return TrialStore(path, commit(), retries_transient, **present(variant))
 
 
 def stamp(variant: Variant) -> dict[str, Any]:

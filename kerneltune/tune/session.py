@@ -44,10 +44,8 @@ class TuningSession:
         """Return a tuner of a task that knows the stored trials; `force` forgets transient failures."""
         store = self._stores.get((task.op.name, task.variant.name))
         if store is None:
-            store = open_store(task.op, task.variant, self.options.results_root)
+            store = open_store(task.op, task.variant, self.options.results_root, self.options.force)
             self._stores[task.op.name, task.variant.name] = store
-            if self.options.force:
-                store.forget_transient()
         return Tuner(task, store, self.worker, self.queue, self.options.force or bool(self.options.knobs))
 
     def refresh(self) -> None:
@@ -55,8 +53,6 @@ class TuningSession:
         cache.clear()
         for store in self._stores.values():
             store.refresh()
-            if self.options.force:
-                store.forget_transient()
 
     @contextmanager
     def deciding(self) -> Iterator[None]:

@@ -141,8 +141,7 @@ def test_a_store_that_is_to_try_again_forgets_what_may_pass_until_it_is_tried(pa
     for i, status in enumerate(statuses):
         put(open_store(path), Knobs(i, True), Evaluation("ok", 1.0))  # the last row counts
         put(open_store(path), Knobs(i, True), Evaluation(status, 2.0 if status == "ok" else None))
-    again = open_store(path)
-    again.forget_transient()
+    again = TrialStore(path, retries_transient=True, **FINGERPRINT)
     found = [get(again, Knobs(i, True)) for i in range(len(statuses))]
     assert [trial and trial.status for trial in found] == ["ok", None, None, "compile", "wrong", "failed", "spills"]
     put(again, Knobs(1, True), Evaluation("memory"))
