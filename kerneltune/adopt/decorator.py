@@ -14,11 +14,6 @@ from kerneltune.adopt.startup import recorder, start_from_environment
 from kerneltune.device import may_have_gpu, wants_interpreter
 
 
-def _same_time(_call: Callable[[], Any], quantiles: Sequence[float]) -> list[float]:
-    """Return a time that is equal for all configs, so that the interpreter, which has no times, runs the first config."""
-    return [0.0 for _ in quantiles]
-
-
 class NoGpuError(RuntimeError, SystemExit):
     """Report a launch without a GPU. A program that does not catch the error ends with its line, without a traceback."""
 
@@ -93,7 +88,8 @@ def autotune(
     except TypeError as error:
         raise TypeError(f"autotune: {error}: triton {triton.__version__} takes {', '.join(known.parameters)}") from None
     if wants_interpreter() and "do_bench" in known.parameters and "do_bench" not in given:
-        kwargs["do_bench"] = _same_time
+        # the interpreter has no times: where all are equal, the first config runs
+        kwargs["do_bench"] = lambda _call, quantiles: [0.0 for _ in quantiles]
     decorate = triton.autotune(configs, key, *args, **kwargs)
 
     def decorator(fn: Any) -> Any:

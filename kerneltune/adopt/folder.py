@@ -226,9 +226,17 @@ def read_classes(root: Path, problems: list[str]) -> Iterator[LaunchClass]:
     for folder in sorted(parent.iterdir()):
         if folder.is_dir() and not folder.name.startswith("."):
             try:
-                yield read_class(folder)
+                launch = read_class(folder)
             except ValueError as error:
-                problems.append(f"skipped {error}")
+                problems.append(str(error))
+            else:
+                yield replace(launch, problem=launch.problem or missing_values(launch, folder))
+
+
+def missing_values(launch: LaunchClass, folder: Path) -> str:
+    """Return a line where the values of a class are gone from its folder; empty if they are there."""
+    is_kept = any(about.get("kept") in ("values", "sample") and about.get("bytes") for about in launch.storages)
+    return f"{folder / VALUES}: missing: capture again" if is_kept and not (folder / VALUES).is_file() else ""
 
 
 BLOCKS = "blocks.json"
@@ -273,8 +281,7 @@ def add_misses(root: Path) -> int:
     """Move the launches that serving has recorded into the capture, so that they are tuned with it; returns their number."""
     added = 0
     for part in (LAUNCHES, CLASSES):
-        entries = sorted((root / MISSES / part).glob("[!.]*"))
-        for entry in entries:
+        for entry in sorted((root / MISSES / part).glob("[!.]*")):
             target = root / part / entry.name
             if not target.exists():
                 target.parent.mkdir(exist_ok=True)
@@ -317,7 +324,7 @@ def read_notes(files: Iterable[Path], problems: list[str]) -> list[ProcessNotes]
         try:
             found.append(read_json(path, ProcessNotes))
         except ValueError as error:
-            problems.append(f"skipped {error}")
+            problems.append(str(error))
     return found
 
 

@@ -31,6 +31,10 @@ def make_call(made: Callable[..., Any], sizes: Mapping[str, int], dtype: str, de
         ValueError: a size is missing, or the function returns something else.
     """
     parameters = inspect.signature(made).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    other = [name for name in sizes if name not in (*parameters, *SIZES, ALL_EXPERTS)]
+    if other and not takes_any:
+        raise ValueError(f"call: size {other[0]}: the function takes none: expected one of {', '.join(parameters)}")
     if set(EXPERTS) <= set(parameters):
         return partial(made, **_expert_arguments(set(parameters), sizes, dtype, device, seed))
     given = {**sizes, "dtype": torch_dtype(dtype), "device": device, "seed": seed}

@@ -71,22 +71,22 @@ def bytecode_digest(function: Any) -> str:
 
     Equal digests mean equal code. The bytecode of one source differs between versions of Python.
     """
-    digest = hashlib.sha256()
-    _add_bytecode(function, digest, set())
+    digest, seen = hashlib.sha256(), {function}
+
+    def add(each: Any) -> None:
+        code = each.__code__
+        constants = [constant for constant in code.co_consts if constant != each.__doc__]
+        digest.update(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode())
+        for name in code.co_names:
+            value = each.__globals__.get(name)
+            if isinstance(value, bool | int | float | str):
+                digest.update(repr((name, value)).encode())
+            elif (helper := _helper(each, name)) is not None and helper not in seen:
+                seen.add(helper)
+                add(helper)
+
+    add(function)
     return digest.hexdigest()[:16]
-
-
-def _add_bytecode(function: Any, digest: Any, seen: set[Any]) -> None:
-    seen.add(function)
-    code = function.__code__
-    constants = [constant for constant in code.co_consts if constant != function.__doc__]
-    digest.update(repr((code.co_code, constants, code.co_names, code.co_varnames)).encode())
-    for name in code.co_names:
-        value = function.__globals__.get(name)
-        if isinstance(value, bool | int | float | str):
-            digest.update(repr((name, value)).encode())
-        elif (helper := _helper(function, name)) is not None and helper not in seen:
-            _add_bytecode(helper, digest, seen)
 
 
 def _helper(function: Any, name: str) -> Any:

@@ -92,16 +92,28 @@ def operator_name(launch: LaunchClass) -> str:
 
 def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
     by_digest = {launch.digest: launch for launch in launches}
-    kind = _config_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", launches)
-    about = partial(_of_case, by_digest)
-    author = Variant(name=AUTHOR, run=run_author)
+    kind: Any = _config_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", launches)
+
+    def about(case: Case) -> LaunchClass:
+        return by_digest[str(case.option(CLASS))]
+
+    def space(case: Case) -> Space:
+        configs = [knobs_of_config(one.config, kind, about(case).candidates) for one in offered(about(case), widen)]
+        names = [field.name for field in dataclasses.fields(kind)]
+        return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
+
+    def valid(case: Case, config: Config) -> str | None:
+        found = _candidates(about(case), kind).get(config)
+        is_offered = found is not None and found.grid is not None and (found.is_author or widen)
+        return None if is_offered else "not in the list"
+
     tuned = Variant(
         name=TUNED,
         run=run_config,
         config=kind,
-        space=partial(_space, about, kind, widen),
-        valid=partial(_valid, about, kind, widen),
-        default=partial(_default, about, kind),
+        space=space,
+        valid=valid,
+        default=lambda case: knobs_of_config(author_choice(about(case)), kind, about(case).candidates),
     )
     return Op(
         name=operator_name(launches[0]),
@@ -110,8 +122,8 @@ def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
         inputs=partial(make_inputs, str(root)),
         reference=reference,
         compare=compare,
-        traffic=partial(_traffic, about),
-        variants=(author, tuned),
+        traffic=lambda case: Traffic(about(case).argument_bytes, 0),  # the written bytes are not known before a launch
+        variants=(Variant(AUTHOR, run_author), tuned),
         module=__name__,
         origin=(str(root), widen),
         options={CLASS: tuple(by_digest), BYTES: (BYTES_OF,)},
@@ -141,17 +153,9 @@ def _axes(launches: Sequence[LaunchClass]) -> tuple[str, ...]:
     return tuple(name for name in first if all(launch.sizes.get(name, 0) >= 1 for launch in launches))
 
 
-def _of_case(by_digest: Mapping[str, LaunchClass], case: Case) -> LaunchClass:
-    return by_digest[str(case.option(CLASS))]
-
-
 def offered(launch: LaunchClass, widen: bool) -> list[Candidate]:
     """Return the candidates of a class that have a grid: the author's configs, and with `widen` the configs around them."""
-    return [each for each in launch.candidates if _is_offered(each, widen)]
-
-
-def _is_offered(candidate: Candidate, widen: bool) -> bool:
-    return candidate.grid is not None and (candidate.is_author or widen)
+    return [each for each in launch.candidates if each.grid is not None and (each.is_author or widen)]
 
 
 def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
@@ -211,23 +215,6 @@ def stored_of_config(config: Config, launch: LaunchClass) -> dict[str, Any]:
     return found.config
 
 
-def _space(about: Any, kind: type[Any], widen: bool, case: Case) -> Space:
-    launch = about(case)
-    configs = [knobs_of_config(one.config, kind, launch.candidates) for one in offered(launch, widen)]
-    names = [field.name for field in dataclasses.fields(kind)]
-    return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
-
-
-def _valid(about: Any, kind: Any, widen: bool, case: Case, config: Config) -> str | None:
-    found = _candidates(about(case), kind).get(config)
-    return None if found is not None and _is_offered(found, widen) else "not in the list"
-
-
-def _default(about: Any, kind: type[Any], case: Case) -> Config:
-    launch = about(case)
-    return knobs_of_config(author_choice(launch), kind, launch.candidates)
-
-
 def author_choice(launch: LaunchClass) -> dict[str, Any]:
     """Return the author's choice if the program tuned the kernel, else the author's first config; as JSON."""
     return launch.choice or first_config(launch)
@@ -239,11 +226,6 @@ def first_config(launch: LaunchClass) -> dict[str, Any]:
         reason = next((one.problem for one in launch.candidates if one.problem), "the launch has no grid")
         raise ValueError(f"{launch.label}: no config can be launched: {reason}")
     return found[0].config
-
-
-def _traffic(about: Any, case: Case) -> Traffic:
-    """Return the bytes of the arguments, as read: the written bytes are not known before a launch."""
-    return Traffic(about(case).argument_bytes, 0)
 
 
 def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:

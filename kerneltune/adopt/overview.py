@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kerneltune.adopt.arguments import counting_argument
 from kerneltune.adopt.configs import config_label, stored_key
@@ -78,6 +79,8 @@ def read_capture(root: Path) -> Capture:
     problems: list[str] = []
     blocks = read_blocks(root)
     classes = [judged(launch, blocks.get(launch.digest, {})) for launch in read_classes(root, problems)]
+    if problems and not classes:
+        raise ValueError(f"{problems[0]}: no class can be read, of {len(problems)}")
     said = read_notes(processes(root), problems)
     return Capture(root, classes, counts_of(root, said), said, problems)
 
@@ -119,8 +122,12 @@ def findings(capture: Capture) -> list[str]:
     wins, wrong, failed = _chosen_configs(capture.root), _wrong_trials(capture.root), _failed_checks(capture.root)
     found: list[str] = []
     for launches in capture.kernels().values():
-        texts = [*_of_kernel(launches, wins, wrong), *(text for launch in launches for text in failed.get(launch.digest, ()))]
-        found += [f"{launches[0].kernel.text}: {text}" for text in texts]
+        by_reason: dict[str, list[str]] = {}
+        for reason, checks in (item for launch in launches for item in failed.get(launch.digest, {}).items()):
+            by_reason.setdefault(reason, []).extend(checks)
+        more = {reason: f" (and {len(checks) - 1} more)" if len(checks) > 1 else "" for reason, checks in by_reason.items()}
+        texts = [f"{checks[0]}{more[reason]}: {reason}" for reason, checks in by_reason.items()]
+        found += [f"{launches[0].kernel.text}: {text}" for text in (*_of_kernel(launches, wins, wrong), *texts)]
     return [*found, *_several_lists(capture.classes), *capture.problems]
 
 
@@ -139,6 +146,8 @@ def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
 def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong: dict[str, list[str]]) -> Iterator[str]:
     first = launches[0]
     present = {argument.name for argument in first.arguments}
+    if first.problem:
+        yield f"cannot be tuned: {first.problem}"
     if unknown := [name for name in first.keys if name not in present]:
         yield f"key names no argument: {', '.join(unknown)}"
     counting, left = counting_argument([launch.arguments for launch in launches], first.keys)
@@ -164,25 +173,24 @@ def _chosen_configs(root: Path) -> dict[str, set[str]]:
     for path in sorted((root / "served").glob("*.json")):
         with suppress(ValueError):
             table = read_table(root, path.stem)
-            for group in (group for kernel in (table.kernels if table is not None else ()) for group in kernel.groups):
-                for row in group.rows:
-                    found.setdefault(str(row.evidence.get("class")), set()).update(map(stored_key, row.configs[:1]))
+            groups = [group for kernel in (table.kernels if table is not None else ()) for group in kernel.groups]
+            for row in (row for group in groups for row in group.rows):
+                found.setdefault(str(row.evidence.get("class")), set()).add(stored_key(row.configs[0]))
     return found
 
 
-def _failed_checks(root: Path) -> dict[str, list[str]]:
-    """Return a line for each check that failed the last time `sweep` made it, by class."""
-    failed: dict[tuple[str, str], str] = {}
+def _failed_checks(root: Path) -> dict[str, dict[str, list[str]]]:
+    """Return reason -> the checks that failed for it the last time `sweep` made them, by class."""
+    last: dict[str, dict[str, Any]] = {}
     for path in sorted((root / "results" / "runs").glob("*/captured.check.jsonl")):
         with suppress(ValueError):
             for record in load(path):
-                text = f"the check of {record.variant} failed: {record.case}: {record.reason}"
-                key = str(record.options.get("launch")), f"{record.variant} {record.config}"
-                failed[key] = text if record.status == "failed" else ""
-    found: dict[str, list[str]] = {}
-    for (digest, _), text in failed.items():
-        if text:
-            found.setdefault(digest, []).append(text)
+                last.setdefault(str(record.options.get("launch")), {})[f"{record.variant} {record.config}"] = record
+    found: dict[str, dict[str, list[str]]] = {}
+    for digest, records in last.items():
+        for record in (each for each in records.values() if each.status == "failed"):
+            reasons = found.setdefault(digest, {})
+            reasons.setdefault(record.reason, []).append(f"the check of {record.variant} failed: {record.case}")
     return found
 
 

@@ -23,7 +23,7 @@ import torch
 from kerneltune.adopt import kernels
 from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
 from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, live_config, plain_tuner, stored_key
-from kerneltune.adopt.folder import VALUES, LaunchClass
+from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
 from kerneltune.adopt.kernels import KernelName, bytecode_digest
 from kerneltune.adopt.program import describe_error, is_interpreted, python_version
 from kerneltune.forked import run_forked, shared_bytes
@@ -51,6 +51,9 @@ def live_kernel(captured: LaunchClass) -> Any:
     if tuners and not same:
         raise ReplayError(f"{name}: its source has changed since it was captured: capture again")
     if not same:
+        jits = [kernels.jit_of(value) for value in held.values()]
+        if not any(jit.fn.__qualname__ == captured.kernel.name for jit in jits if jit is not None):
+            raise ReplayError(f"{name}: {file} has no kernel of this name: capture again")
         raise ReplayError(f"{name}: {file} does not autotune it here: set the environment variables of the program")
     present = kernels.read_globals(same[0].base_fn)
     for read, value in captured.globals.items():
@@ -325,6 +328,8 @@ def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> 
     """Make a class's arguments: indices as captured, data from the sample or the statistics; on device `meta` without values."""
     storages = []
     guard_bytes = _GUARD_BYTES if captured.is_plain and device not in ("cpu", "meta") else 0  # the interpreter checks accesses
+    if device != "meta" and (problem := missing_values(captured, folder)):
+        raise ReplayError(problem)
     kept = _read_values(folder / VALUES) if device != "meta" else {}
     for number, about in enumerate(captured.storages):
         tensors = views(captured.arguments, number)

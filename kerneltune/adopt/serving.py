@@ -252,13 +252,11 @@ class Server:
                 served = self._resolve_plain(keys, Call(kernel, args, kwargs))
             count(served.counter)
             options = served.options
-            if not options:
-                return original(kernel, *args, **kwargs)
             kwargs.update(options)
             try:
                 return original(kernel, *args, **kwargs)
             except Exception as error:  # Triton's launch errors share no type
-                if not program.is_launch_failure(error):
+                if not options or not program.is_launch_failure(error):
                     raise
                 name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
                 warn_once(f"{name}: {options} fail here ({type(error).__name__}): the program's options")
@@ -454,17 +452,13 @@ class Server:
 
         Another place of the program may launch this kernel with a grid that does not read the blocks.
         """
-        config = row.configs[0]
+        config, grid = row.configs[0], call.kwargs.get("grid")
         changed = {name for name, size in config["kwargs"].items() if call.named.get(name) != size}
-        if not changed:
-            return True
-        if not callable(call.kwargs.get("grid")) or not changed <= call.kwargs.keys():
-            return False
-        try:
-            grid = call.grid(decode_config(config, self._make_config))
-        except Exception:  # the program's own code
-            return False
-        return grid is not None and list(grid) == row.evidence.get("grid")
+        if not changed or not callable(grid) or not changed <= call.kwargs.keys():
+            return not changed
+        with suppress(Exception):  # of the program's own grid
+            return list(call.grid(decode_config(config, self._make_config)) or ()) == row.evidence.get("grid")
+        return False
 
 
 def _served(configs: Sequence[Any], counter: int) -> Served:

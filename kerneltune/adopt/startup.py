@@ -198,12 +198,11 @@ def _prepared(root: Path, autotuning: ModuleType) -> Any:
     knobs: Any = getattr(autotuning, "knobs", None)
     if knobs is None or knobs.runtime.interpret or not knobs.cache.dir:
         return None
-    given = 0
     try:
-        given = give(root, Path(knobs.cache.dir))
+        return Preparation(root, is_cache_new=give(root, Path(knobs.cache.dir)) > 0)
     except OSError as error:
         logging.getLogger("kerneltune.adopt").warning("kerneltune: compiled kernels are not used: %s", error)
-    return Preparation(root, is_cache_new=given > 0)
+        return Preparation(root, is_cache_new=False)
 
 
 def server() -> Any:

@@ -305,28 +305,15 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], skipped: list[str]) ->
 
 def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     """Return the table of the tuned classes."""
-    kernels = []
-    by_kernel: dict[str, list[TunedClass]] = {}
+    kernels, by_kernel = [], dict[str, list[TunedClass]]()
     for each in tuned:
         by_kernel.setdefault(operator_name(each.launch), []).append(each)
     with GpuWorker() as worker:
         for classes in by_kernel.values():
-            groups = tuple(table_groups(classes, worker))
-            launch = classes[0].launch
-            kernels.append(
-                TableKernel(
-                    module=launch.kernel.module,
-                    name=launch.kernel.name,
-                    source=launch.source,
-                    bytecode=launch.bytecode,
-                    configs=launch.configs,
-                    package=launch.versions.get("package", ""),
-                    keys=launch.keys,
-                    groups=groups,
-                    portfolio=() if launch.is_plain else tuple(portfolio_of(classes)),
-                    is_plain=launch.is_plain,
-                )
-            )
+            of, groups = classes[0].launch, tuple(table_groups(classes, worker))
+            digests = (of.source, of.bytecode, of.configs, of.versions.get("package", ""))
+            portfolio = () if of.is_plain else tuple(portfolio_of(classes))
+            kernels.append(TableKernel(of.kernel.module, of.kernel.name, *digests, of.keys, groups, portfolio, of.is_plain))
     here = device.current()
     return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))
 
@@ -366,21 +353,16 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
     groups: dict[str, list[TunedClass]] = {}
     for one in classes:
         groups.setdefault(repr((one.launch.key, one.launch.dtypes)), []).append(one)
-    return (_group(members, worker) for members in groups.values())
-
-
-def _group(members: Sequence[TunedClass], worker: GpuWorker) -> Group:
-    launch = members[0].launch
-    shared = shared_config(members)
-    if len(members) == 1 or shared is None:
-        split = differing(members) if len(members) > 1 else ()
-        return Group(launch.key, launch.dtypes, split, tuple(_row(one, one.best) for one in members))
-    gains = [own_gain(one, shared, worker) for one in members]
-    if all(gain is None for gain in gains):
-        heaviest = max(members, key=lambda one: one.cost_us)
-        return Group(launch.key, launch.dtypes, (), (_row(heaviest, shared),))
-    rows = [_row(one, shared if gain is None else one.best, gain) for one, gain in zip(members, gains, strict=True)]
-    return Group(launch.key, launch.dtypes, differing(members), tuple(rows))
+    for members in groups.values():
+        launch, shared, split = members[0].launch, shared_config(members), differing(members) if len(members) > 1 else ()
+        if len(members) == 1 or shared is None:
+            rows = [_row(one, one.best) for one in members]
+        else:
+            gains = [own_gain(one, shared, worker) for one in members]
+            rows = [_row(one, shared if gain is None else one.best, gain) for one, gain in zip(members, gains, strict=True)]
+            if all(gain is None for gain in gains):
+                rows, split = [_row(max(members, key=lambda one: one.cost_us), shared)], ()
+        yield Group(launch.key, launch.dtypes, split, tuple(rows))
 
 
 def shared_config(members: Sequence[TunedClass]) -> Config | None:

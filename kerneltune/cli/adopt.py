@@ -28,6 +28,8 @@ app = typer.Typer(
 )
 _SHOWN = 5
 """Kernels that are named."""
+_MANY_CALLS = 8
+"""Calls in the interpreter beyond which a line says that they take long."""
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture.")]
 
 
@@ -94,7 +96,7 @@ def getter_command(
         raise ValueError(f"named: {named!r}: expected fields such as dtype=fp8_w8a8,block_shape=[128,128]")
     o.require_writable(out)
     device.select_backend()
-    cases = _call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None)
+    cases = _called_here(_call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None))
     began = time.monotonic()
     given = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, _read_space(space))
     try:
@@ -156,6 +158,18 @@ def _call_cases(
     return [CallCase(one, is_tuned=not is_table or one["tokens"] in tuned) for one in combined]
 
 
+def _called_here(cases: "list[CallCase]") -> "list[CallCase]":
+    """Return the cases that are called on this machine: without a GPU, which times nothing, only the cases to tune."""
+    from kerneltune import device
+
+    if device.current().is_gpu:
+        return cases
+    wanted = [one for one in cases if one.is_tuned]
+    if len(wanted) > _MANY_CALLS:
+        note(f"no GPU: {len(wanted)} calls in the interpreter, where thousands of tokens take minutes: --tokens chooses others")
+    return wanted
+
+
 def _read_space(path: Path | None) -> dict[str, list[int]]:
     """Return the values of knobs that the user gave; empty without a file."""
     import yaml
@@ -205,6 +219,8 @@ def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None)
     for line in found.skipped:
         note(f"skipped: {line}")
     classes, configs = counted(found.classes, "class", "classes"), counted(found.configs, "config")
+    if not found.classes:
+        raise ValueError(f"{folder}: no class can be tuned")
     show(f"{classes}, {configs}: about {max(found.seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet")
 
 
@@ -264,7 +280,7 @@ def show_capture(folder: Path, to_messages: bool = False) -> None:
     capture = read_capture(folder)
     show_table(*table_of(capture), console.messages if to_messages else console.console)
     for text in capture.problems:
-        error_line(text)
+        error_line(f"skipped: {text}")
     for kernel, reason in capture.refused().items():
         note(f"{kernel}: {reason}")
     if plain := capture.plain():

@@ -40,6 +40,8 @@ def command(
     from kerneltune.adopt.folder import SUFFIX, read_counts
     from kerneltune.adopt.program import run_program
 
+    if not configs.is_dir():
+        raise ValueError(f"configs: {configs}: no such folder")
     if not (configs / "served").is_dir():
         raise ValueError(f"{configs}: no tuned configs: run `kerneltune tune {configs}` first")
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:

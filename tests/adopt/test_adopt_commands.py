@@ -68,12 +68,12 @@ def test_list_of_a_folder_that_is_no_capture_says_so(tmp_path: Path) -> None:
     ],
 )
 def test_list_skips_a_damaged_class_with_one_line(tmp_path: Path, change: dict[str, object], text: str) -> None:
-    captured(tmp_path, pattern="row_sum")
-    (path,) = (tmp_path / CLASSES).glob(f"*/{META}")
+    captured(tmp_path, (4, 96), (4, 128), pattern="row_sum")
+    path = sorted((tmp_path / CLASSES).glob(f"*/{META}"))[0]
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     result = run("adopt", "list", tmp_path)
     assert result.exit_code == 0
-    assert f"skipped {path}: {text}" in result.stderr.replace("\n", " ")
+    assert f"skipped: {path}: {text}" in result.stderr.replace("\n", " ")
 
 
 def test_list_skips_damaged_counts_with_one_line(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_list_skips_damaged_counts_with_one_line(tmp_path: Path) -> None:
     (path.parent / "9-0.json").write_text('{"launches": {"0123": [1, "slow"]}}')
     result = run("adopt", "list", tmp_path)
     assert result.stdout.splitlines()[1].split()[:3] == ["row_sum", "1", "1"]
-    assert f"skipped {path.parent}/9-0.json: launches[1]: expected `float | null`" in result.stderr.replace("\n", " ")
+    assert f"skipped: {path.parent}/9-0.json: launches[1]: expected `float | null`" in result.stderr.replace("\n", " ")
 
 
 def test_lint_reports_keys_and_configs_that_never_win(tmp_path: Path) -> None:
@@ -334,3 +334,8 @@ def test_commands_of_a_capture_use_its_folders_and_name_its_operators_alone(
     assert run("--captured", tmp_path, "cache", "list").stdout == f"no entries in {tmp_path}/configs\n"
     said = f"error: nothing to compile: {name} has no variant with knobs of such a name: baseline\n"
     assert run("--captured", tmp_path, "inspect", name, "--variant", "baseline").stderr == said
+
+
+def test_serve_of_a_folder_that_does_not_exist_says_so(tmp_path: Path) -> None:
+    result = run("serve", "--configs", tmp_path / "nowhere", "--", "true")
+    assert (result.exit_code, result.stderr) == (2, f"error: configs: {tmp_path / 'nowhere'}: no such folder\n")

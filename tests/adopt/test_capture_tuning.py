@@ -17,9 +17,10 @@ from made_up_gpu import Bench
 from typer.testing import CliRunner
 
 from kerneltune.adopt import program, startup, tuning
-from kerneltune.adopt.folder import CLASSES, META
+from kerneltune.adopt.folder import CLASSES, META, VALUES, read_class
 from kerneltune.adopt.operators import TUNED, case_of, operators
 from kerneltune.adopt.overview import read_capture
+from kerneltune.adopt.replay import ReplayError, make_launch
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.cli import app, console
@@ -202,7 +203,35 @@ def test_tune_skips_a_damaged_class_with_one_line(tmp_path: Path, h200: type[Siz
     outcome = tune_capture(tmp_path, Quiet())
     assert len(outcome.tuned) == 1
     assert len(outcome.skipped) == 1
-    assert outcome.skipped[0].startswith(f"skipped {path}: JSON: input data was truncated")
+    assert outcome.skipped[0].startswith(f"{path}: JSON: input data was truncated")
+
+
+def test_class_whose_values_are_gone_is_skipped_by_name_and_fails_its_checks(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96), (4, 128))
+    folder = sorted((tmp_path / CLASSES).iterdir())[0]
+    (folder / VALUES).unlink()
+    (line,) = tune_capture(tmp_path, Quiet()).skipped
+    assert line.endswith(f"{folder / VALUES}: missing: capture again")
+    with pytest.raises(ReplayError, match="missing: capture again"):
+        make_launch(read_class(folder), folder, "cpu", 0)
+
+
+def test_capture_of_damaged_classes_alone_is_one_line(tmp_path: Path) -> None:
+    capture_sums(tmp_path, (4, 96))
+    (folder,) = (tmp_path / CLASSES).iterdir()
+    (folder / META).write_text("{")
+    result = CliRunner().invoke(app, ["tune", str(tmp_path), "--dry-run"])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"error: {folder / META}: JSON: ")
+
+
+def test_tune_of_a_kernel_that_the_module_has_no_more_says_so(tmp_path: Path, h200: type[SizedBench]) -> None:
+    capture_sums(tmp_path, (4, 96))
+    (folder,) = (tmp_path / CLASSES).iterdir()
+    stored = json.loads((folder / META).read_text())
+    gone = {"module": stored["kernel"]["module"], "name": "row_gone"}
+    (folder / META).write_text(json.dumps(stored | {"kernel": gone, "home": gone}))
+    assert "has no kernel of this name: capture again" in tune_capture(tmp_path, Quiet()).skipped[0]
 
 
 def test_tune_of_a_class_without_index_values_says_so(tmp_path: Path, h200: type[SizedBench]) -> None:

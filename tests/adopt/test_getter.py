@@ -130,6 +130,7 @@ BAD = {
     + "@functools.cache\ndef kept(): return get_config()\ndef case(rows): return lambda: torch.ones(kept()['BLOCK'])\n",
     "call: FILE: fails with its own config: ZeroDivisionError: integer ": GOOD + "def case(rows): return lambda: 1 // 0\n",
     "call: argument columns: missing: give --size columns=VALUE": GOOD + "def case(rows, columns): return None\n",
+    "call: size rows: the function takes none: expected one of columns": GOOD + "def case(columns=1): return None\n",
     "call: returned int: expected a function without arguments, such as a partial": GOOD + "def case(rows): return 3\n",
     "getter: FILE: importing fails: NameError: name 'missing' is not defined": "missing\n",
     "call: 'FILE': FILE has no function case": GOOD,
