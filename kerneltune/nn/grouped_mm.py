@@ -132,7 +132,10 @@ def check_product(A: Tensor, B_t: Tensor, offs: Tensor, recipe: AnyRecipe, out_d
     if A.device != B_t.device or A.device != offs.device:
         raise ValueError(f"A, B_t and offs must be on one device, got {A.device}, {B_t.device} and {offs.device}")
     if isinstance(recipe, DelayedScaling):
-        _check_delayed(recipe, A, B_t.shape[0])
+        if recipe.num_experts != B_t.shape[0]:
+            raise ValueError(f"recipe must scale {B_t.shape[0]} experts, got {recipe.num_experts}")
+        if recipe.scales.device != A.device:
+            raise ValueError(f"recipe must be on {A.device} as A is, got {recipe.scales.device}")
 
 
 def _check_matrices(A: Tensor, B_t: Tensor, out_dtype: torch.dtype) -> None:
@@ -157,13 +160,6 @@ def _check_offsets(offs: Tensor, E: int) -> None:
         raise ValueError(f"offs must be of 1 to {MOST_GROUPS} groups, got {tuple(offs.shape)}")
     if offs.stride(0) != 1:
         raise ValueError(f"offs must be contiguous, got strides {offs.stride()}")
-
-
-def _check_delayed(recipe: DelayedScaling, A: Tensor, E: int) -> None:
-    if recipe.num_experts != E:
-        raise ValueError(f"recipe must scale {E} experts, got {recipe.num_experts}")
-    if recipe.scales.device != A.device:
-        raise ValueError(f"recipe must be on {A.device} as A is, got {recipe.scales.device}")
 
 
 def _check_ends(offs: Tensor, M: int) -> None:

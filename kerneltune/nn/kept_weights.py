@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
 from kerneltune.nn.recipes import Fp8Operand
 
 
+@dataclass(eq=False)
 class _LastCall:
     """Hold the facts of the last call with the argument `is_first_microbatch`. A copy holds no facts.
 
@@ -36,14 +38,13 @@ class _LastCall:
         streams: CUDA streams that have used the buffers since.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.weight: weakref.ref[Tensor] | None = None
-        self.state: tuple[object, ...] = ()
-        self.steps = 0
-        self.may_be_old = False
-        self.written: torch.cuda.Event | None = None
-        self.streams: list[torch.cuda.Stream] = []
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    weight: weakref.ref[Tensor] | None = None
+    state: tuple[object, ...] = ()
+    steps: int = 0
+    may_be_old: bool = False
+    written: torch.cuda.Event | None = None
+    streams: list[torch.cuda.Stream] = field(default_factory=list)
 
     def __reduce__(self) -> Any:
         return _LastCall, ()
