@@ -227,7 +227,13 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
 
     files = [Path(paths)] if isinstance(paths, Path | str) else [Path(path) for path in paths]
     rows = [(str(path), record) for path in files for record in load(path)]
-    columns: dict[str, Any] = {name: pd.Series([getattr(r, name) for _, r in rows], dtype=of) for name, of in _FRAME.items()}
+    dtypes = dict.fromkeys((*_REQUIRED_MEASURES, *_OPTIONAL_MEASURES), "float64")
+    dtypes |= {"n": "Int64", "flops": "Int64", "samples_us": "object"}
+    columns: dict[str, Any] = {
+        name: pd.Series([getattr(record, name) for _, record in rows], dtype=dtypes.get(name, "string"))
+        for name in Record.__struct_fields__
+        if name not in ("axes", "options", "config")
+    }
     columns["date"] = pd.to_datetime(columns["date"], format="ISO8601", utc=True)
     columns["file"] = pd.Series([file for file, _ in rows], dtype="string")
     for group, of in (("axes", "Int64"), ("options", "object"), ("config", "object")):
@@ -235,18 +241,6 @@ def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":
         for name in dict.fromkeys(name for part in parts for name in part):
             columns[f"{group}.{name}"] = pd.Series([part.get(name, pd.NA) for part in parts], dtype=of)
     return pd.DataFrame(columns)
-
-
-_FRAME: dict[str, Any] = {
-    **dict.fromkeys(("op", "variant", "role", "family", "case", "dtype", "quant", "policy", "status", "device"), "string"),
-    **dict.fromkeys(("time_us", "ci_low_us", "ci_high_us", "p10_us", "p90_us"), "float64"),
-    **dict.fromkeys(("gbps", "ceiling_gbps", "pct_ceiling", "aa_floor"), "float64"),
-    **dict.fromkeys(("n", "flops"), "Int64"),
-    **dict.fromkeys(("unit", "driver", "torch", "triton", "source_hash", "commit"), "string"),
-    "date": "string",
-    "reason": "string",
-    "samples_us": "object",
-}
 
 
 def _lines(records: Iterable[Record]) -> bytes:

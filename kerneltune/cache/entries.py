@@ -109,6 +109,11 @@ class CacheEntry:
         return Case(self.case, self.axes, self.dtype, self.quant, self.options)
 
     @property
+    def label(self) -> str:
+        """Name the entry on one line."""
+        return f"{self.variant} {self.case} {self.dtype} {self.quant}"
+
+    @property
     def identity(self) -> tuple[str, str, str, str, CaseOptions, Axes]:
         """Return variant, policy, type, mode, options and sizes, which no other entry of a file shares."""
         return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes

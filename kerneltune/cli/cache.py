@@ -77,10 +77,6 @@ def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Confi
     show(Table(columns, tuple(rows)).text(width()))
 
 
-def _named(entry: "CacheEntry") -> str:
-    return f"{entry.variant} {entry.case} {entry.dtype} {entry.quant}"
-
-
 @app.command()
 def explain(
     op: o.OpName,
@@ -261,7 +257,7 @@ def check(configs: o.Configs = None) -> None:
     show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
     beside = [(path, entry, over) for path, entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
     slower = [
-        f"{path.stem} {_named(entry)}: {over[0]:.3f} to {over[1]:.3f} of its default's speed"
+        f"{path.stem} {entry.label}: {over[0]:.3f} to {over[1]:.3f} of its default's speed"
         for path, entry, over in beside
         if over[1] < 1.0
     ]

@@ -56,7 +56,7 @@ def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> lis
             else:
                 cache.store(name, device.current().slug, renewed, options.configs)
                 found.append(Renewal(name, entry, "good" if renewed.config == entry.config else "slower"))
-            progress.advance(f"{name} {entry.variant} {entry.case} {entry.dtype} {entry.quant}")
+            progress.advance(f"{name} {entry.label}")
     return found
 
 

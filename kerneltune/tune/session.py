@@ -20,8 +20,6 @@ from kerneltune.tune.tuner import Tuner
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
 
-_STORES = "kerneltune.search.trials"
-
 
 class TuningSession:
     """Hold the processes, stores and queue of a run on one GPU. Use as a context manager.
@@ -69,7 +67,7 @@ class TuningSession:
         with ExitStack() as entered:
             entered.enter_context(self.worker)
             self.worker.begin()  # the worker and this process open the driver, which takes long, at the same time
-            Thread(target=importlib.import_module, args=(_STORES,), daemon=True).start()  # Optuna takes 0.4 s
+            Thread(target=importlib.import_module, args=("kerneltune.search.trials",), daemon=True).start()  # Optuna takes 0.4 s
             here = device.current()
             target = TARGETS.get(here.arch)
             if target is None:
