@@ -17,7 +17,7 @@ class _Layout:
     """Say which variants of an operator the columns show.
 
     Attributes:
-        products: name of a product -> its variants, of which the fastest counts.
+        products: name of a product -> its variants; the fastest variant counts.
         ours: the product, or chosen product, whose time is compared.
         against: names of the products that it is compared with.
         peers: names of the products that are left out where the fastest is named.

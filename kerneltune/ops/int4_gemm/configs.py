@@ -68,6 +68,7 @@ class Int4Config:
 _Estimate = tuple[float, tuple[int, int, int, int, bool, int, bool]]
 """The estimated time of a config, and its knobs in order."""
 _LENGTH = itemgetter(0)
+"""Gives the time of an estimate."""
 
 
 class _Sizes(NamedTuple):
