@@ -97,15 +97,18 @@ def guarded() -> Iterator[None]:
     from triton.runtime import interpreter
 
     guard = _Guard(interpreter)
+    methods: dict[tuple[Any, str], Callable[..., Any]] = {
+        (interpreter.GridExecutor, "_init_args_hst"): guard.name_arguments,
+        (interpreter.GridExecutor, "__call__"): guard.launch,
+        (interpreter.InterpreterBuilder, "set_grid_dim"): guard.begin_launch,
+        (interpreter.InterpreterBuilder, "set_grid_idx"): guard.begin_program,
+        (interpreter.TritonSemantic, "_load_legacy"): guard.note_options_of_load,
+        (interpreter.InterpreterBuilder, "create_masked_load"): guard.load_under_mask,
+    }
     replaced = {
+        **{place: _as_method(function) for place, function in methods.items()},
         (interpreter, "_implicit_cvt"): guard.converted,
         (interpreter, "_interpreter"): _Accesses(interpreter._interpreter, guard),
-        (interpreter.GridExecutor, "_init_args_hst"): guard.named_arguments,
-        (interpreter.GridExecutor, "__call__"): guard.launched,
-        (interpreter.InterpreterBuilder, "set_grid_dim"): guard.grid_known,
-        (interpreter.InterpreterBuilder, "set_grid_idx"): guard.program_begun,
-        (interpreter.TritonSemantic, "_load_legacy"): guard.loaded,
-        (interpreter.InterpreterBuilder, "create_masked_load"): guard.loaded_under_mask,
         (interpreter.InterpreterBuilder, "create_assert"): _asserted,
         (interpreter.InterpreterBuilder, "create_fp_to_si"): _cast_to_whole,
         (interpreter.InterpreterBuilder, "create_fp_to_ui"): _cast_to_whole,
@@ -122,8 +125,13 @@ def guarded() -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that a class binds to its instances, which a bound method is not."""
+    return lambda owner, *args, **kwargs: function(owner, *args, **kwargs)
+
+
 class _Guard:
-    """Hold the regions of the kernel that runs."""
+    """Hold the regions of the kernel that runs; public methods stand for methods of the interpreter, whose owner they take."""
 
     def __init__(self, interpreter: Any) -> None:
         self._interpreter = interpreter
@@ -142,97 +150,59 @@ class _Guard:
         self.deadline = 0.0
         self.program_begin = 0.0
 
-    @property
-    def named_arguments(self) -> Callable[..., Any]:
-        """Stand for GridExecutor._init_args_hst: remember the name of every tensor argument."""
-        guard = self
+    def name_arguments(self, executor: Any, args: Any, kwargs: Any) -> Any:
+        """Remember the name of every tensor argument."""
+        positional, named = self._arguments(executor, args, kwargs)
+        self._regions.clear()
+        self._names = {id(value): name for name, value in (*zip(executor.arg_names, positional, strict=False), *named.items())}
+        return positional, named
 
-        def init(executor: Any, args: Any, kwargs: Any) -> Any:
-            positional, named = guard._arguments(executor, args, kwargs)
-            guard._regions.clear()
-            guard._names = {
-                id(value): name for name, value in (*zip(executor.arg_names, positional, strict=False), *named.items())
-            }
-            return positional, named
+    def begin_launch(self, builder: Any, *sizes: int) -> None:
+        """Note the grid of a launch."""
+        self._set_grid_dim(builder, *sizes)
+        self._grid = tuple(int(size) for size in sizes)  # a grid computed from arguments holds tensors
+        self._races.begin_launch(math.prod(self._grid))
 
-        return init
+    def begin_program(self, builder: Any, *at: int) -> None:
+        """Note the program that begins, and the time."""
+        self._set_grid_idx(builder, *at)
+        self.program_begin = time.monotonic()
+        self._races.begin_program((at[0] * self._grid[1] + at[1]) * self._grid[2] + at[2])
 
-    @property
-    def grid_known(self) -> Callable[..., Any]:
-        """Stand for InterpreterBuilder.set_grid_dim: a launch begins."""
-        guard = self
+    def note_options_of_load(self, semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        """Note a load's options, which the interpreter's own code drops."""
+        cache, is_volatile = str(rest[2]), rest[4]
+        self._loading = _Loading(other is not None, bool(is_volatile), cache.endswith((".CG", ".CV")))
+        try:
+            return self._load(semantic, pointer, mask, other, *rest)
+        finally:
+            self._loading = _Loading()
 
-        def begin(builder: Any, *sizes: int) -> None:
-            guard._set_grid_dim(builder, *sizes)
-            guard._grid = tuple(int(size) for size in sizes)  # a grid computed from arguments holds tensors
-            guard._races.begin_launch(math.prod(guard._grid))
+    def load_under_mask(self, builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
+        """Load garbage for elements that the mask leaves out, unless the load has an `other`."""
+        taken = np.asarray(mask.data)  # of a block pointer, a plain array whose `data` is its memory
+        if other is None and not self._loading.has_other and not taken.all():
+            kind = pointers.get_element_ty()
+            other = self._interpreter.TensorHandle(_garbage(taken, kind, self._interpreter._get_np_dtype(kind)), kind)
+        return self._masked_load(builder, pointers, mask, other, *rest, **named)
 
-        return begin
-
-    @property
-    def program_begun(self) -> Callable[..., Any]:
-        """Stand for InterpreterBuilder.set_grid_idx: a program begins."""
-        guard = self
-
-        def begin(builder: Any, *at: int) -> None:
-            guard._set_grid_idx(builder, *at)
-            guard.program_begin = time.monotonic()
-            guard._races.begin_program((at[0] * guard._grid[1] + at[1]) * guard._grid[2] + at[2])
-
-        return begin
-
-    @property
-    def loaded(self) -> Callable[..., Any]:
-        """Stand for TritonSemantic._load_legacy: note the load's options, which the interpreter's own code drops."""
-        guard = self
-
-        def load(semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
-            cache, is_volatile = str(rest[2]), rest[4]
-            guard._loading = _Loading(other is not None, bool(is_volatile), cache.endswith((".CG", ".CV")))
-            try:
-                return guard._load(semantic, pointer, mask, other, *rest)
-            finally:
-                guard._loading = _Loading()
-
-        return load
-
-    @property
-    def loaded_under_mask(self) -> Callable[..., Any]:
-        """Stand for InterpreterBuilder.create_masked_load: without `other`, elements that the mask leaves out hold garbage."""
-        guard, interpreter = self, self._interpreter
-
-        def load(builder: Any, pointers: Any, mask: Any, other: Any, *rest: Any, **named: Any) -> Any:
-            taken = np.asarray(mask.data)  # of a block pointer, a plain array whose `data` is its memory
-            if other is None and not guard._loading.has_other and not taken.all():
-                kind = pointers.get_element_ty()
-                other = interpreter.TensorHandle(_garbage(taken, kind, interpreter._get_np_dtype(kind)), kind)
-            return guard._masked_load(builder, pointers, mask, other, *rest, **named)
-
-        return load
-
-    @property
-    def launched(self) -> Callable[..., Any]:
-        """Stand for GridExecutor.__call__: launch on device `meta` the programs at the corners of the grid alone."""
-        guard = self
-
-        def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
-            check_keywords(executor, kwargs)
-            if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
-                with Watchdog(guard, executor.fn.__name__):
-                    return guard._call(executor, *args, **kwargs)
-            guard.deadline = time.monotonic() + _LAUNCH_SECONDS
-            names = inspect.getfullargspec(executor.fn).args
-            given = {name: value for name, value in kwargs.items() if name in names}
-            guard._regions.clear()
-            bound = inspect.getcallargs(executor.fn, *args, **given)
-            guard._names = {id(value): name for name, value in bound.items()}
-            scope = guard._interpreter._patch_lang(executor.fn)
-            try:
-                guard._run_corners(executor, bound)
-            finally:
-                scope.restore()
-
-        return call
+    def launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Launch a kernel; on device `meta`, the programs at the corners of the grid alone."""
+        check_keywords(executor, kwargs)
+        if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
+            with Watchdog(self, executor.fn.__name__):
+                return self._call(executor, *args, **kwargs)
+        self.deadline = time.monotonic() + _LAUNCH_SECONDS
+        names = inspect.getfullargspec(executor.fn).args
+        given = {name: value for name, value in kwargs.items() if name in names}
+        self._regions.clear()
+        bound = inspect.getcallargs(executor.fn, *args, **given)
+        self._names = {id(value): name for name, value in bound.items()}
+        scope = self._interpreter._patch_lang(executor.fn)
+        try:
+            self._run_corners(executor, bound)
+        finally:
+            scope.restore()
 
     def _run_corners(self, executor: Any, bound: dict[str, Any]) -> None:
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}
