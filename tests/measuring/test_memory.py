@@ -247,7 +247,9 @@ def test_what_the_machine_can_give(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def checked_op(inputs: Any = lambda _case, **_: {}) -> Op:
     variant = Variant("optimized", run_checked, Knobs, space, default=lambda _: Knobs(0))
-    return Op("made", ("M",), ("bfloat16",), inputs, lambda _: {"y": 0}, lambda *_: [], lambda _: Traffic(1, 1), (variant,), __name__)
+    return Op(
+        "made", ("M",), ("bfloat16",), inputs, lambda _: {"y": 0}, lambda *_: [], lambda _: Traffic(1, 1), (variant,), __name__
+    )
 
 
 CASE = Case("a", (("M", 8),), "bfloat16")
