@@ -38,7 +38,7 @@ _MOST_DOUBLINGS = 2
 
 
 def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()) -> str:
-    """Return a line about the first name in a config, the key or the space that the kernel does not have; empty without one.
+    """Return a line about the first name in a config, the key or the space that the kernel does not have; empty if it has all.
 
     A config may also name an option of any backend, such as AMD's `waves_per_eu`. The interpreter would ignore a wrong name.
     """

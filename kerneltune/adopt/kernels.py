@@ -69,7 +69,7 @@ def source_digest(function: Any) -> str:
 def bytecode_digest(function: Any) -> str:
     """Return a digest of the bytecode of a kernel and of its helpers, 1000 times faster than the digest of the source.
 
-    Equal digests mean equal code. The bytecode of one source differs between versions of Python.
+    Equal digests mean equal code. Each version of Python compiles a source to other bytecode.
     """
     digest, seen = hashlib.sha256(), {function}
 

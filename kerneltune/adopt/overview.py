@@ -80,7 +80,8 @@ def read_capture(root: Path) -> Capture:
     blocks = read_blocks(root)
     classes = [judged(launch, blocks.get(launch.digest, {})) for launch in read_classes(root, problems)]
     if problems and not classes:
-        raise ValueError(f"{problems[0]}: no class can be read, of {len(problems)}")
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"{problems[0]}{more}: no class can be read")
     said = read_notes(processes(root), problems)
     return Capture(root, classes, counts_of(root, said), said, problems)
 

@@ -134,7 +134,7 @@ class Server:
         """
         self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
         self._is_strict = bool(manifest) or miss == "error"
-        """Whether the program asked for this table alone, so that a damaged table ends it."""
+        """The program asked for this table alone, so that a damaged table ends the program."""
         self._as_missed = f"its launches follow --miss {miss}, as if they were not tuned"
         self.counters = counters or Counters(None)
         self.counts = SimpleNamespace(hits=0, misses=0, tunings=0)
