@@ -3,17 +3,18 @@
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
-from kerneltune.table import counted
 
 if TYPE_CHECKING:
     from kerneltune.inspection.health import Finding
 
+_NAMED = 2
+"""Operators or journeys that a line names; the rest is counted."""
 _DRIVER = Path("/proc/driver/nvidia")
 
 
@@ -99,11 +100,11 @@ def peer_packages() -> "Iterator[Finding]":
             needed.setdefault(package, {})[op.name] = None
     for package, ops in needed.items():
         found = importlib.util.find_spec(package) is not None
-        yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {', '.join(ops)}"
+        yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {_first([*ops])}"
 
 
 def journey_lines() -> "Iterator[Finding]":
-    """Yield how many journeys of `make gpu` passed with this code on each recorded GPU, and a line for each further journey."""
+    """Yield how many journeys of `make gpu` passed with this code, and which failed or passed with older code, for each GPU."""
     from kerneltune.inspection import proof
 
     files = proof.proof_files()
@@ -116,12 +117,18 @@ def journey_lines() -> "Iterator[Finding]":
             yield "journeys", "no proof", str(error)
             continue
         changed = {name: len(proof.changed_modules(found, name)) for name in found.journeys}
-        unproven = {name: run for name, run in found.journeys.items() if changed[name] or not run.passed}
-        passed = f"{len(changed) - len(unproven)} of {len(changed)} passed on {found.gpu}"
-        yield "journeys", passed, "not proven with this code are:" if unproven else ""
-        for name, run in unproven.items():
-            state = f"{'passed' if run.passed else 'failed'} {run.date[:10]}"
-            yield name, state, f"{counted(changed[name], 'module')} changed since" if changed[name] else ""
+        failed = [name for name, run in found.journeys.items() if not run.passed]
+        older = [name for name, count in changed.items() if count and name not in failed]
+        passed = f"{len(changed) - len(failed) - len(older)} of {len(changed)} passed with this code on {found.gpu}"
+        states = [f"failed: {', '.join(failed)}"] if failed else []
+        states += [f"passed with older code: {_first(older)}"] if older else []
+        yield "journeys", passed, "; ".join(states)
+
+
+def _first(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more it has."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _text(path: Path) -> str | None:

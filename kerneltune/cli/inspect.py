@@ -1,6 +1,7 @@
 """`kerneltune inspect`: show the facts of compiled configs on a machine without a GPU; `gate --static` judges them (`judge`)."""
 
 import fnmatch
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,8 @@ from kerneltune.cli.console import error_line, note, show, show_table, show_wrap
 from kerneltune.cli.files import swept
 from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
-from kerneltune.spec import Op
+from kerneltune.files import data_root, in_checkout
+from kerneltune.spec import PLUGINS, Op
 from kerneltune.table import counted, pairs
 
 if TYPE_CHECKING:
@@ -39,6 +41,16 @@ def _compiled(runs: "Sequence[Run]", targets: list[str], workers: int | None) ->
 
     with reporter() as progress:
         return survey(runs, targets, workers, progress)
+
+
+def _require_own_revision(revision: str | None) -> None:
+    """Raise ValueError for a git revision outside of kerneltune's own checkout, or beside operators that no revision has."""
+    is_own = in_checkout() and Path.cwd().resolve().is_relative_to(data_root("kerneltune").parent)
+    if revision is not None and (not is_own or os.environ.get(PLUGINS) or o.captured()):
+        raise ValueError(
+            f"revision: {revision!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
+            "there, save the other side by `inspect OP --save FILE`; then `gate FILE --static --op OP`"
+        )
 
 
 def _arguments(wanted: "Selection", sizes: Sequence[str] = (), **given: Any) -> list[str]:
@@ -85,6 +97,7 @@ def command(
     """
     if against is not None and against_rev is not None:
         raise ValueError("--against and --against-rev: expected one of them")
+    _require_own_revision(against_rev)
     captured = tuple(o.captured_ops())
     wanted = replace(wanted, ops=(op,) if op else captured)
     targets = _targets(target)
@@ -148,8 +161,10 @@ def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers:
     from kerneltune.inspection.static import load, static_gate
 
     targets, unchanged = _targets(target), 0
+    is_file = baseline.endswith(".json") or Path(baseline).is_file()
+    _require_own_revision(None if is_file else baseline)
     runs = _runs(wanted, [], _GPU, configs, any_case=False)
-    if baseline.endswith(".json") or Path(baseline).is_file():
+    if is_file:
         earlier = load(Path(baseline))
     else:
 

@@ -236,6 +236,20 @@ def test_what_the_static_gate_refuses(arguments: list[str], message: str, compil
     assert compiled == []
 
 
+def test_a_revision_is_refused_outside_of_the_checkout_and_beside_plugins(
+    compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "error: revision: 'HEAD': only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
+    for arguments in (("gate", "HEAD", "--static"), ("inspect", "rmsnorm_fwd", "--against-rev", "HEAD")):
+        with monkeypatch.context() as patch:
+            patch.setenv("KERNELTUNE_PLUGINS", "mine")
+            assert refused(*arguments).startswith(said)
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            assert refused(*arguments).startswith(said)
+    assert compiled == []
+
+
 def test_an_entry_that_its_operator_does_not_know(compiled: list[Any], tmp_path: Path) -> None:
     values = {"variant": "fast", "case": "c", "axes": {"M": 1, "N": 8}, "dtype": "bfloat16", "quant": "none", "options": {}}
     entry = {**values, "policy": "cold", "config": {}, "evidence": {}}
