@@ -188,8 +188,8 @@ class Table:
         widths = [max(map(len, texts)) for texts in zip(names, *cells, strict=True)]
 
         def narrowed(at: int) -> tuple[int, int]:
-            """Return the words that a narrower column breaks, and the column's width: the least of both columns first."""
-            return sum(length >= widths[at] for length in lengths[at]), -widths[at]
+            """Return how many words a narrower column breaks that are whole now, and the negative of its width."""
+            return lengths[at].count(widths[at]), -widths[at]
 
         while sum(widths) + gap * (len(shown) - 1) > width and any(widths[at] > 1 for at in wrapping):
             widths[min(filter(lambda at: widths[at] > 1, wrapping), key=narrowed)] -= 1
