@@ -105,7 +105,7 @@ def _columns(layout: _Layout) -> tuple[Column, ...]:
     timed = (Column(f"{name} µs", digits=1, key=f"{key(name)}_us", rank=rank.get(name, 2)) for name in layout.products)
     product = (Column("chosen"),) if layout.ours == "chosen" else ()
     compared = (Column(f"x {name}", digits=2, suffix="x", key=f"times_{key(name)}") for name in layout.against)
-    return Column("layer"), Column("n", digits=0), *timed, *product, *compared
+    return Column("layer", wraps=True), Column("n", digits=0), *timed, *product, *compared
 
 
 def _layer(record: Record) -> str:
