@@ -96,8 +96,8 @@ def command(
             sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus,
         )  # fmt: skip
         return tune_folder(Path(family), budget, share, widen, force, workers, dry_run)
-    o.refuse("expected only with the folder of a capture", share=share, widen=widen, dry_run=dry_run)
     results = o.results_root(results, family)
+    o.refuse("expected only with the folder of a capture", share=share, widen=widen, dry_run=dry_run)
     for root in (o.configs_root(configs), results):
         o.require_writable(root)
     from kerneltune.processes import start_server

@@ -125,6 +125,7 @@ def convert_to_fp8_training(
     for name, p in model.named_parameters():
         if isinstance(p, nn.UninitializedParameter):
             raise ValueError(f"{name} has no shape before the model's first forward pass: convert after that")
+    _check_switches(dense=dense, norms=norms, experts=experts)
     fresh: Recipe | str = "delayed" if recipe == "delayed" else recipe_of(recipe, "delayed")
     if norms and not dense:
         raise ValueError("norms=True takes dense=True: normalizations feed linear layers that multiply in fp8")
@@ -170,6 +171,13 @@ def _chosen(found: _Reasons, filter_fn: Filter | None, skipped: dict[str, str]) 
         else:
             skipped[name] = why
     return chosen
+
+
+def _check_switches(**given: object) -> None:
+    """Raise ValueError for an option that is neither True nor False."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: {value!r}: expected True or False")
 
 
 def _nothing_to_convert(model: nn.Module, experts: bool, dense: bool, skipped: dict[str, str]) -> str:

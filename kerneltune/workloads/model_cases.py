@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kerneltune.rounding import ALIGNED, cdiv
 from kerneltune.workloads.model_config import Experts, Model
 
-_GROUPS = (64, 32)
-"""Values that share a scale in an int4 weight, as wide as the weight's depth allows."""
+_GROUPS = (128, 64, 32)
+"""Values that share a scale in an int4 weight, as many as `Int4Linear` takes unless told, if the weight's depth allows."""
 _MOST_EXPERTS = 1024
 _FEW = 128
 """Most tokens of int4 products."""

@@ -376,3 +376,9 @@ def test_compilation() -> None:
     hidden = model.experts(x, offs)
     whole = torch.compile(lambda x: model.dense(model.grouped(x, offs)), fullgraph=True, backend="aot_eager")
     assert torch.equal(whole(hidden), want)
+
+
+@pytest.mark.parametrize("field", ["dense", "experts", "norms"])
+def test_option_that_is_no_bool_is_named(field: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{field}: 'no': expected True or False$"):
+        convert_to_fp8_training(torch.nn.Linear(64, 64), **{field: "no"})
