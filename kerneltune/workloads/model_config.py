@@ -25,7 +25,9 @@ _PARTS = ("attn_config", "ffn_config")
 """Objects inside a file that hold a part of its sizes, as DBRX has them."""
 _TRAITS: Mapping[str, tuple[str, ...]] = {
     # RMSNorm though no field says so; no RMSNorm though a field says so
-    "rms": ("lfm2", "nanochat", "step3"),
+    "rms": (
+        "deepseek_v", "gemma", "gpt_oss", "lfm2", "llama", "mistral", "mixtral", "nanochat", "phi3", "qwen2", "qwen3", "step3",
+    ),
     "layer norm": ("phimoe",),
     # queries and keys normalized head by head; all heads together; weights that are added to 1
     "head norms": (

@@ -97,6 +97,12 @@ def test_cases_of_a_model_with_layer_norm_have_no_rms_norm(tmp_path: Path) -> No
     assert {op for op, _ in cases(tmp_path, fields)} == {"int4_gemm"}
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss"])
+def test_norms_of_a_type_that_has_rms_norms_are_read_without_their_epsilon(tmp_path: Path, kind: str) -> None:
+    fields = {key: value for key, value in EXPERTS.items() if key != "rms_norm_eps"} | {"model_type": kind}
+    assert read(written(tmp_path, fields)).has_rms_norm
+
+
 def test_cases_of_an_unknown_type_are_read_by_their_fields_and_of_a_picture_model_from_its_text_part(tmp_path: Path) -> None:
     found = cases(tmp_path, {"model_type": "new_vl", "vision_config": {}, "text_config": {**SMALL, "model_type": "new_text"}})
     assert found["rmsnorm_fwd", "norm-4096"]["N"] == 2560
