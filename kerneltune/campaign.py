@@ -201,7 +201,10 @@ class _Campaign:
     until: float = math.inf
 
     def check(self, work: Sequence[Runs], further: Sequence[Job] = ()) -> list[Record]:
-        """Check every case, and run the `further` jobs; a journal keeps the cases' records until all checks are done."""
+        """Check every case, and run the `further` jobs, of which a GPU has none.
+
+        A journal keeps the cases' records until all checks are done.
+        """
         is_gpu, family, journal = device.current().is_gpu, self.plan.family, self.plan.journal("check.journal")
         known = _known_rows(work, journal)
         rows = [found for _runs, found in known]

@@ -81,7 +81,7 @@ class Stale:
 
     @property
     def cases(self) -> int:
-        """Return the number of cases with stale records."""
+        """Return the number of cases with stale records, of all families."""
         return sum(len(family.stale) for family in self.families)
 
 

@@ -190,8 +190,8 @@ def _folder(op: str, gpu: str, root: Path | None) -> str:
     places = [root or roots(), *([data_root("configs")] if root is None and not os.environ.get("KERNELTUNE_CONFIGS") else [])]
     others = sorted({path.parent.name for place in places for path in place.glob(f"*/{op}.json")})
     maker, number = _architecture(gpu)
-    alike = [(abs(_architecture(other)[1] - number), other) for other in others if _architecture(other)[0] == maker]
-    return min(alike)[1] if alike and maker else gpu
+    of_maker = [(abs(_architecture(other)[1] - number), other) for other in others if _architecture(other)[0] == maker]
+    return min(of_maker)[1] if of_maker and maker else gpu
 
 
 def _architecture(gpu: str) -> tuple[str, int]:

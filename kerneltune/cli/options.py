@@ -261,10 +261,10 @@ def require_writable(folder: Path) -> None:
 def require_tunable(configs: Path | None, results: Path) -> None:
     """Raise ValueError where a search on this machine could not keep its configs or its trials."""
     from kerneltune import device
-    from kerneltune.search.task import store_path
+    from kerneltune.search.task import store_folder
 
     here = device.current().slug
-    for folder in (configs_root(configs) / here, store_path(results, here, "").parent):
+    for folder in (configs_root(configs) / here, store_folder(results, here)):
         require_writable(folder)
 
 

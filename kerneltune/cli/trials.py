@@ -38,13 +38,13 @@ def command(
     known = o.load_ops()
     from kerneltune import device
     from kerneltune.run_options import load_plan
-    from kerneltune.search.task import store_path
+    from kerneltune.search.task import store_folder
 
     selection = o.make_selection(known, family, replace(wanted, variants=(variant,)))
     gpu, options = gpu or device.current().slug, o.make_options(policy, results=o.results_root(results, family))
     found = searches_of(load_plan(known, selection, options), gpu)
     if not found:
-        folder = store_path(options.results_root, gpu, "").parent
+        folder = store_folder(options.results_root, gpu)
         show_wrapped(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
         return
     for title, searches in found.items():

@@ -40,12 +40,12 @@ def run_gate(
     """
     ops = load_ops()
     require_gpu(_COMMAND)
-    plan = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
-    kept = [record for record in baseline if _selected(record, ops, plan, selection, options)]
+    family = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
+    kept = [record for record in baseline if _selected(record, ops, family, selection, options)]
     obstacle = _obstacle(kept)
     if obstacle:
         return Verdict((), UNUSABLE, obstacle), []
-    tolerated = plan.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
+    tolerated = family.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
 
     def remeasure(suspects: frozenset[RowKey]) -> list[Record]:
         progress.note(f"measuring {counted(len(suspects), 'suspect row')} again")
@@ -92,14 +92,14 @@ def _obstacle(baseline: Sequence[Record]) -> str:
     return "" if devices == [here] else f"not comparable: baseline has device {', '.join(devices)}, this is {here}"
 
 
-def _selected(record: Record, ops: Mapping[str, Op], plan: sweep.Sweep, selection: Selection, options: Options) -> bool:
+def _selected(record: Record, ops: Mapping[str, Op], family: sweep.Sweep, selection: Selection, options: Options) -> bool:
     """Return whether the run must have a row of the baseline: yes for a removed variant, no for a peer that is not selected."""
-    of_plan = record.family == plan.family or (not record.family and record.op in {entry.op for entry in plan.bench})
+    of_family = record.family == family.family or (not record.family and record.op in {entry.op for entry in family.bench})
     op = ops.get(record.op)
     known = {variant.name: variant for variant in op.variants} if op else {}
     peer = record.variant in known and known[record.variant].is_peer
     return (
-        of_plan
+        of_family
         and record.policy == options.policy
         and selection.covers(record.op, record.case, record.dtype, record.quant)
         and (selection.names(record.variant) if selection.variants else options.peers or not peer)

@@ -44,8 +44,8 @@ MIN_CHANGE_US = 0.5
 ALPHA = 0.05
 _BLIND = 0.03
 """If the interval of a slowdown is wider than ± this fraction (or the margin), the row is ambiguous."""
-_SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 8, 0.03, 3.0
 _SIGMAS_PER_MAD = 1.4826
+_SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 8, 0.03, 3.0
 """From _SPREAD_ROWS rows on, intervals of one process a side are widened by _SPREADS times min(spread, _MOST_SPREAD)."""
 _BETWEEN_UNITS_PERCENT = 5.5
 """Largest difference between two H200s that was measured for the same code (docs/notes/gate.md)."""
@@ -69,7 +69,8 @@ class GateRow:
 
     Attributes:
         record: the new record of the row; the baseline's record if there is no new record.
-        verdict: `slower` is surely slower, but within the margin; `missing` and `failed` rows were not compared.
+        verdict: `slower` is surely slower, but within the margin or by less than 0.5 µs; `missing` and `failed` rows were not
+            compared.
         change: the compared records and their difference, `p` Holm-corrected over the rows; None if the row was not compared.
         reason: the reason for a verdict other than `pass`, and the number of processes behind it; may be empty.
         note: the reason why the verdict does not count: `a peer` or `fails in the baseline as well`; empty if it counts.

@@ -16,7 +16,7 @@ from kerneltune import device
 from kerneltune.compat import sleep_on_gpu
 from kerneltune.stats import Samples, ratio_interval
 
-Run = Callable[[int], Any]
+Call = Callable[[int], Any]
 """Function that runs one call on input set `i` and returns its outputs."""
 
 _MIN_CALLS = 10
@@ -74,7 +74,7 @@ class Contender:
 
     def __init__(
         self,
-        run: Run,
+        run: Call,
         sets: int,
         policy: Policy,
         sample_us: float = _MIN_SAMPLE_US,

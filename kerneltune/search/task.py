@@ -145,6 +145,11 @@ class Trial:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
 
 
+def store_folder(results: Path, gpu: str) -> Path:
+    """Return the folder of a GPU model's trials; see `store_path`."""
+    return results / "runs" / "trials" / gpu
+
+
 def store_path(results: Path, gpu: str, op: str) -> Path:
     """Return the file of an operator's trials on a GPU model.
 
@@ -152,4 +157,4 @@ def store_path(results: Path, gpu: str, op: str) -> Path:
         results: folder of the records.
         gpu: folder name of the GPU model.
     """
-    return results / "runs" / "trials" / gpu / f"{op}.log"
+    return store_folder(results, gpu) / f"{op}.log"

@@ -105,11 +105,11 @@ class Tuner:
             self.store.put(self.task, config, known)
         return self._remember(config, known)
 
-    def _remember(self, config: Config, trial: Evaluation) -> Evaluation:
-        self.resources[config] = trial.resources
-        if trial.time_us is not None:
-            self._best_us = min(trial.time_us, self._best_us or trial.time_us)
-        return trial
+    def _remember(self, config: Config, found: Evaluation) -> Evaluation:
+        self.resources[config] = found.resources
+        if found.time_us is not None:
+            self._best_us = min(found.time_us, self._best_us or found.time_us)
+        return found
 
     def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
         """Return the evaluation of a config that is refused after its compilation; None for a config to be measured."""
@@ -241,8 +241,8 @@ def tune(
         times = times_of(explored)
         before = chooser_of(tuner.task, root).find(tuner.task.op.called(tuner.task.case))
         if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
-            trial = tuner.evaluate(before.config, tuner.begin(before.config)).result()
-            times |= {before.config: trial.time_us} if trial.time_us is not None else {}
+            evaluated = tuner.evaluate(before.config, tuner.begin(before.config)).result()
+            times |= {before.config: evaluated.time_us} if evaluated.time_us is not None else {}
         return _decide(tuner, before, times, explored, root)
 
 
@@ -282,7 +282,7 @@ def _candidates(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> Cand
 
 
 def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Evaluation]:
-    return {config: trial for config in pool if (trial := tuner.known(config)) is not None}
+    return {config: known for config in pool if (known := tuner.known(config)) is not None}
 
 
 def _decide(
