@@ -48,21 +48,6 @@ def code_digest(target: Any) -> str:
     return writer.digest()
 
 
-@functools.cache
-def module_digest(name: str) -> str:
-    """Return 12 hexadecimal digits that identify all statements of a module, with all that they use of its package.
-
-    Raises:
-        ValueError: the module has no source file.
-    """
-    module = _required(name)
-    writer = _Writer({"kerneltune", name.partition(".")[0]})
-    for statement in module.tree.body:
-        if not isinstance(statement, ast.Import | ast.ImportFrom):
-            writer.node(statement, _Scope(module))
-    return writer.digest()
-
-
 @dataclass(frozen=True, eq=False)
 class _Module:
     """Hold a source file.
