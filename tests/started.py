@@ -26,8 +26,8 @@ def wait_for(happened: Callable[[], bool]) -> None:
 def running(group: int) -> list[str]:
     """Return the processes of a group; an ended process may stay listed until somebody asks what became of it."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
-            state, _, its, *_ = path.read_text().rpartition(")")[2].split()
-            found += [path.parent.name] if state != "Z" and int(its) == group else []
+            state, _, its, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            found += [folder.name] if state != "Z" and int(its) == group else []
     return found

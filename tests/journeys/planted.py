@@ -88,8 +88,8 @@ PLANTS = (
     Plant(  # the script's kernel depends on a variable
         "child_without_environment",
         "kerneltune/processes.py",
-        "of_process = dict(os.environ if environment is None else environment)",
-        "of_process = dict(environment or {})",
+        "dict(os.environ if environment is None else environment)",
+        "dict(environment or {})",
         "adopt_script",
     ),
     Plant(  # the branch of the CPU has memory of its own

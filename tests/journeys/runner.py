@@ -214,10 +214,10 @@ def end_marked(process: "subprocess.Popen[bytes]", mark: str) -> None:
 def _marked(mark: str) -> set[int]:
     """Return the processes that have a mark in their environment."""
     found, wanted = set(), f"{_MARK}={mark}".encode()
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has just ended, or is another user's
-            if wanted in path.read_bytes().split(b"\0"):
-                found.add(int(path.parent.name))
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.add(int(folder.name))
     return found
 
 

@@ -203,7 +203,9 @@ def test_command_names_what_is_wrong(tmp_path: Path) -> None:
     broken.write_text('{"op": 1}\n')
     assert run("report", broken).stderr == f"error: {broken}:1: op: 1: expected str\n"
     assert run("report", tmp_path / "none.jsonl").exit_code == 2
-    assert run("report", RECORDED, "--dtype", "int8").stderr == "error: dtype: 'int8': expected one of float16, bfloat16\n"
+    assert (
+        run("report", RECORDED, "--dtype", "int8").stderr == "error: dtype: 'int8': expected one of float16, bfloat16, float32\n"
+    )
     assert (
         run("report", RECORDED, "--a", "fast")
         .stderr.splitlines()[-1]
