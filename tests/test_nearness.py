@@ -1,0 +1,51 @@
+"""The order of stored configs by their distance to a case."""
+
+import pytest
+
+from kerneltune.nearness import Place, ranked
+
+WANTED: Place = ({"M": 1024, "N": 4096}, "bfloat16", {"group": 64, "zeros": False})
+
+
+def place(M: int = 1024, N: int = 4096, dtype: str = "bfloat16", **options: object) -> Place:
+    return {"M": M, "N": N}, dtype, {"group": 64, "zeros": False} | options
+
+
+def order(stored: dict[str, Place], bands: dict[str, tuple[int, ...]] | None = None, max_distance: float = 4.0) -> list[str]:
+    """Rank entries by name, where M and both options are free."""
+    found = ranked(WANTED, [(at, name) for name, at in stored.items()], {"M"}, {"group", "zeros"}, bands or {}, max_distance)
+    return [name for _, name in found]
+
+
+def test_entries_of_the_case_s_type_come_first_then_those_of_its_sizes_then_the_nearest() -> None:
+    stored = {
+        "far": place(M=8192), "other type": place(dtype="float16"), "near": place(M=2048), "other option": place(group=128),
+        "switched": place(zeros=True), "itself": place(),
+    }  # fmt: skip
+    assert order(stored) == ["itself", "other option", "switched", "near", "far", "other type"]
+
+
+def test_entries_at_one_distance_stay_in_their_order() -> None:
+    assert order({"above": place(M=2048), "below": place(M=512)}) == ["above", "below"]
+    assert order({"below": place(M=512), "above": place(M=2048)}) == ["below", "above"]
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        pytest.param(place(N=2048), id="fixed axis"),
+        pytest.param(place(dtype="float32"), id="32 bits"),
+        pytest.param(place(M=2048, group=128), id="size and option"),
+        pytest.param(place(M=1024 * 17), id="beyond the distance"),
+        pytest.param(place(M=2049), id="another band"),
+        pytest.param(place(bias=True), id="unknown option"),
+        pytest.param(({"M": 1024}, *place()[1:]), id="missing axis"),
+    ],
+)
+def test_entries_that_cannot_serve_are_left_out(refused: Place) -> None:
+    assert order({"refused": refused, "kept": place(M=2048)}, bands={"M": (2048,)}) == ["kept"]
+
+
+def test_a_size_of_zero_has_a_distance() -> None:
+    assert order({"none": place(M=0)}, max_distance=10.0) == ["none"]
+    assert order({"none": place(M=0)}, max_distance=9.9) == []
