@@ -1,4 +1,4 @@
-"""What a check without a GPU says of operators with planted mistakes, written as docs/your_own_kernel.md says."""
+"""Check operators with planted mistakes without a GPU; they are declared as docs/your_own_kernel.md says."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -242,6 +242,7 @@ class Server:
                 keys = by_function[kernel.fn] = LaunchKeys() if self._kernels_of(kernel.fn, is_plain=True) else None
             if keys is None:
                 return original(kernel, *args, **kwargs)
+            # as in make_run: a function of both would cost each launch a call
             for plan in keys.plans:
                 try:
                     served = plan.found[plan.key(args, kwargs)]
