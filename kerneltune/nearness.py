@@ -37,8 +37,8 @@ def ranked(
     differs in both does not serve the case: the default is better than two guesses at once.
     """
     free = frozenset(free_axes), frozenset(free_options), bands, max_distance
-    found = [(_nearness(wanted, place, *free), entry) for place, entry in stored]
-    return sorted(((near, entry) for near, entry in found if near is not None), key=lambda pair: pair[0])
+    compared = [(_nearness(wanted, place, *free), entry) for place, entry in stored]
+    return sorted(((near, entry) for near, entry in compared if near is not None), key=lambda pair: pair[0])
 
 
 def _nearness(
@@ -66,13 +66,17 @@ def _along_axes(axes: Mapping[str, int], sizes: Mapping[str, int], free: frozens
     """Return the log2 distance between sizes; None if a fixed axis or a band differs."""
     if sizes.keys() != axes.keys():
         return None
-    distance = 0.0
-    for axis, size in axes.items():
-        if (there := sizes[axis]) != size:
-            if axis not in free or (axis in bands and band_of(bands[axis], size) != band_of(bands[axis], there)):
-                return None
-            distance += abs(math.log2(max(size, 1) / max(there, 1)))
-    return distance
+    changed = [axis for axis, size in axes.items() if sizes[axis] != size]
+    if not free.issuperset(changed):
+        return None
+    if any(band_of(bands[axis], axes[axis]) != band_of(bands[axis], sizes[axis]) for axis in changed if axis in bands):
+        return None
+    return log2_distance([max(axes[axis], 1) for axis in changed], [max(sizes[axis], 1) for axis in changed])
+
+
+def log2_distance(sizes: Iterable[float], others: Iterable[float]) -> float:
+    """Return the sum of the log2 distances between positive sizes and other sizes, pair by pair."""
+    return sum([abs(math.log2(size / other)) for size, other in zip(sizes, others, strict=True)])
 
 
 def _along_options(options: Mapping[str, Any], values: Mapping[str, Any], free: frozenset[str]) -> float | None:
@@ -90,4 +94,4 @@ def band_of(ends: tuple[int, ...], size: int) -> int:
 
 def _value_distance(a: object, b: object) -> float:
     """Return the log2 distance between positive integers; a fixed distance for other values, such as 0, often a switch."""
-    return abs(math.log2(a / b)) if type(a) is int and type(b) is int and min(a, b) > 0 else _NO_NUMBER
+    return log2_distance([a], [b]) if type(a) is int and type(b) is int and min(a, b) > 0 else _NO_NUMBER

@@ -7,7 +7,6 @@ and timed. `getter.json` of a folder names getter, call and sizes, from which an
 import functools
 import importlib
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any, cast
 
 import msgspec
 
-from kerneltune import cache, device
+from kerneltune import device
 from kerneltune.adopt.arguments import torch_dtype
 from kerneltune.adopt.configs import DEFAULTS
 from kerneltune.adopt.folder import read_json
@@ -37,7 +36,6 @@ _LEAST_BLOCK = 16
 _STAGES, _GROUPS = (2, 3, 4, 5), (1, 4, 16, 64)
 _ACCUMULATORS, _SHARED_BYTES = 128, 232_448
 """Most elements of a product's result in a thread: with more, kernels spill. Bytes of shared memory of a program on sm_90."""
-_NEAR = 3
 
 
 class CallCase(msgspec.Struct, frozen=True):
@@ -220,11 +218,12 @@ def operators(folder: str) -> tuple[Op, ...]:
         space=functools.partial(_space, facts, kind),
         valid=_valid,
         default=functools.partial(_own_config, by_sizes, kind),
-        promising=functools.partial(_promising, folder, name, kind),
     )
     op = Op(
         name=name,
         axes=tuple(facts.cases[0].sizes),
+        free_axes=tuple(facts.cases[0].sizes),
+        max_distance=0.0,  # a call keeps the program's config until its own search; the search begins at configs of near calls
         dtypes=(facts.dtype,),
         inputs=functools.partial(make_inputs, folder),
         reference=reference,
@@ -278,17 +277,6 @@ def _valid(case: Case, config: Config) -> str | None:
         return "more elements of the result than registers"
     shared_bytes = (m + n) * k * torch_dtype(case.dtype).itemsize * (knobs["num_stages"] - 1)
     return "more shared memory than a program has" if shared_bytes > _SHARED_BYTES else None
-
-
-def _promising(folder: str, name: str, kind: type[Any], case: Case) -> tuple[Config, ...]:
-    """Return the configs of the nearest calls that are tuned already."""
-    entries = cache.load(name, device.current_slug(), Path(folder) / "configs")
-
-    def distance(entry: cache.CacheEntry) -> float:
-        return sum(abs(math.log2(size / case[axis])) for axis, size in entry.axes)
-
-    nearest = sorted((entry for entry in entries if set(entry.config) == set(kind.__dataclass_fields__)), key=distance)
-    return tuple(dict.fromkeys(kind(**entry.config) for entry in nearest[:_NEAR]))
 
 
 def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:

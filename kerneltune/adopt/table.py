@@ -6,9 +6,7 @@ Tuning writes the table. A manifest beside the table holds its SHA-256, so that 
 import bisect
 import hashlib
 import json
-import math
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,12 @@ import msgspec
 from kerneltune.adopt.configs import require_values
 from kerneltune.adopt.folder import FORMAT, read_json
 from kerneltune.files import read_bytes, replace_text
+from kerneltune.nearness import log2_distance
 
 MANIFEST = "manifest.json"
 _LARGEST = 256 << 20
-_FAR = -16.0
-
-
-def log2_of(size: int | None) -> float:
-    """Return the log2 of a size, by which sizes are compared; a size that is missing or below 1 is far from every other size."""
-    return math.log2(size) if size is not None and size > 0 else _FAR
+_MISSING = 2.0**-16
+"""Size in place of a size that is missing or below 1: it is far from every other size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +61,22 @@ class Group:
 class RowFinder:
     """Find the nearest row of a group in microseconds, as launches of new sizes need it."""
 
-    def __init__(self, group: Group | None) -> None:
-        """group: None for a finder without rows."""
-        self.names = group.split if group is not None else ()
-        rows = [([log2_of(row.sizes.get(name)) for name in self.names], row) for row in (group.rows if group is not None else ())]
-        self._rows = sorted(rows, key=lambda row: row[0][:1])
-        self._first = [logs[0] for logs, _ in self._rows] if self.names else []
+    def __init__(self, names: Iterable[str], rows: Iterable[ServingRow]) -> None:
+        """names: the sizes that decide between the rows."""
+        self.names = tuple(names)
+        self._rows = sorted([(self._deciding(row.sizes), row) for row in rows], key=lambda row: row[0][:1])
+        self._first = [sizes[0] for sizes, _ in self._rows] if self.names else []
+
+    def _deciding(self, sizes: Mapping[str, int | None]) -> list[float]:
+        return [size if (size := sizes.get(name)) is not None and size > 0 else _MISSING for name in self.names]
 
     def nearest(self, sizes: Mapping[str, int | None]) -> ServingRow | None:
         """Return the row whose deciding sizes are the nearest; None if the finder has no row."""
-        wanted = [log2_of(sizes.get(name)) for name in self.names]
-        rows = self._rows
+        wanted, rows = self._deciding(sizes), self._rows
         if len(wanted) == 1:  # the usual case: only the neighbours of the size can be the nearest
             place = bisect.bisect_left(self._first, wanted[0])
             rows = rows[max(place - 1, 0) : place + 1]
-        return min(rows, key=lambda row: sum(map(abs, map(operator.sub, row[0], wanted))), default=(None, None))[1]
+        return min(rows, key=lambda row: log2_distance(row[0], wanted), default=(None, None))[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +108,14 @@ class TableKernel:
     def finder(self, key: Sequence[Any], dtypes: Sequence[str]) -> RowFinder:
         """Return the finder of the rows for an author's key and element types; without rows where the table has none."""
         wanted = repr((list(key), list(dtypes)))  # because True == 1
-        return RowFinder(next((group for group in self.groups if repr((group.key, group.dtypes)) == wanted), None))
+        found = [group for group in self.groups if repr((group.key, group.dtypes)) == wanted]
+        return RowFinder(found[0].split, found[0].rows) if found else RowFinder((), ())
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch, by log2 distance, with these element types; None if none has them."""
-
-        def distance(row: ServingRow) -> float:
-            names = row.sizes.keys() | sizes.keys()
-            return sum(abs(log2_of(row.sizes.get(name)) - log2_of(sizes.get(name))) for name in names)
-
         rows = [row for group in self.groups if group.dtypes == list(dtypes) for row in group.rows]
-        return min(rows, key=distance, default=None)
+        names = set(sizes).union(*(row.sizes for row in rows))
+        return RowFinder(sorted(names), rows).nearest(sizes)
 
 
 class _Manifest(msgspec.Struct):
