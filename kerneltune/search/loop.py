@@ -79,23 +79,18 @@ class Candidates:
     Attributes:
         pool: all configs, each once.
         first: configs of the pool to begin with, such as the default and the best config of the nearest case.
-        feasibility: probability that each config of the pool compiles without a refusal; None where nothing is known.
     """
 
     pool: Sequence[Config]
     first: Sequence[Config] = ()
-    feasibility: Mapping[Config, float] | None = None
 
     def in_order(self, search: Search) -> list[Config]:
-        """Return all configs in the order in which a search tries them before the first times are known.
-
-        Configs that are probably refused come last.
-        """
-        first, believed = list(dict.fromkeys(self.first)), self.feasibility
+        """Return all configs in the order in which a search tries them before the first times are known."""
+        first = list(dict.fromkeys(self.first))
         rest = [config for config in self.pool if config not in set(first)]
         if not search.enumerates(len(self.pool)):
             rest = _drawn(rest, () if search.sampler == "random" else first, search.seed)
-        return first + sorted(rest, key=lambda config: believed is not None and believed[config] < 0.5)
+        return first + rest
 
 
 class Compilation(Protocol):
@@ -215,14 +210,13 @@ class SearchState:
         """Set up the sampler of a search."""
         from kerneltune.search.study import FiniteGPSampler, ListSampler
 
-        self._order, believed = candidates.in_order(search), candidates.feasibility
+        self._order = candidates.in_order(search)
         knobs = [knobs_of(config) for config in self._order]
         is_blind = search.sampler == "random" or search.enumerates(len(knobs))
         self.ahead = _AHEAD_BLIND if is_blind else AHEAD
         self.sampler = ListSampler(knobs)
         if not is_blind:
-            likely = None if believed is None else [believed[config] for config in self._order]
-            self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, search.seed, likely)
+            self.sampler = FiniteGPSampler(knobs, len(set(candidates.first)) + _FIRST, search.seed)
         self._least_gain, self._seed = search.until_gain, search.seed
         self._place = {config: place for place, config in enumerate(self._order)}
         self._left = dict.fromkeys(self._place.values())

@@ -114,24 +114,16 @@ class FiniteGPSampler(ListSampler):
                 study.tell(trial, measure(**trial.params))
     """
 
-    def __init__(
-        self,
-        configs: Sequence[Mapping[str, Any]],
-        n_startup_trials: int = 10,
-        seed: int = 0,
-        feasibility: Sequence[float] | None = None,
-    ) -> None:
+    def __init__(self, configs: Sequence[Mapping[str, Any]], n_startup_trials: int = 10, seed: int = 0) -> None:
         """Take the configs in the order in which to begin with them.
 
         Args:
             configs: knob values by name, good guesses first, then the other configs in random order.
             n_startup_trials: number of first configs that are tried before the model decides.
             seed: seed of the model's draws.
-            feasibility: probability, in [0, 1], that each config does not fail; None without prior knowledge.
         """
         super().__init__(configs)
         self._startup, self._seed = n_startup_trials, seed
-        self._feasibility = feasibility
         self._fitted: dict[int, float | None] = {}
 
     def prepare(self) -> None:
@@ -142,7 +134,7 @@ class FiniteGPSampler(ListSampler):
     def _model(self) -> "Surrogate":
         from kerneltune.search.surrogate import Surrogate
 
-        return Surrogate(self.configs, self._seed, self._feasibility)
+        return Surrogate(self.configs, self._seed)
 
     def choose(self, left: Sequence[int], seen: Seen, pending: Sequence[int]) -> int:
         """Return the place of the untried config with the largest expected improvement; at the start the next in order."""

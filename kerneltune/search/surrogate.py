@@ -49,18 +49,15 @@ class Surrogate:
     The kernel is Matérn 5/2 with a length scale per knob. The scales are fitted to the known times, under a prior.
     """
 
-    def __init__(
-        self, pool: Sequence[Mapping[str, Any]], seed: int = 0, feasibility: Sequence[float] | None = None, worst: float = NEAR
-    ) -> None:
+    def __init__(self, pool: Sequence[Mapping[str, Any]], seed: int = 0, worst: float = NEAR) -> None:
         """Take the space.
 
         Args:
             pool: knob values of every config.
             seed: seed of the draws.
-            feasibility: prior probability that each config gives a time; None without prior knowledge.
             worst: distance above the best log time at which log times are cut.
         """
-        self._feasibility, self._worst = None if feasibility is None else np.asarray(feasibility), worst
+        self._worst = worst
         self._points = _coordinates(pool)
         self._rng = np.random.default_rng(seed)
         self._theta = np.concatenate([np.full(self._points.shape[1], np.log(0.5)), [0.0, np.log(0.05)]])
@@ -104,10 +101,9 @@ class Surrogate:
 
     def _chance(self, wanted: NDArray[np.int_]) -> Array:
         """Return the probability that configs give a time, from the same process over successes and failures."""
-        believed = np.full(len(self._points), np.mean(self._worked)) if self._feasibility is None else self._feasibility
+        mean = np.mean(self._worked)
         factor = cho_factor(self._covariance(self._tried) + 0.1 * np.eye(len(self._tried)))
-        surprise = cho_solve(factor, self._worked - believed[self._tried])
-        chance = believed[wanted] + self._kernel(self._tried, wanted).T @ surprise
+        chance = mean + self._kernel(self._tried, wanted).T @ cho_solve(factor, self._worked - mean)
         bounded: Array = np.clip(chance, 0.02, 1.0)
         return bounded
 

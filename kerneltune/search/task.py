@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +16,6 @@ class TaskKey(NamedTuple):
     variant: str
     case: Case
     policy: str
-
-    def differs_in_sizes(self, other: "TaskKey") -> bool:
-        """Return whether another key differs in its sizes, and in nothing but sizes and policy."""
-        same_sizes = replace(other.case, axes=self.case.axes)
-        return self[:2] == other[:2] and self.case == same_sizes and self.case != other.case
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +93,6 @@ def config_values(config: Config) -> dict[str, Any] | None:
     return None if config is None else knobs_of(config)
 
 
-Sizes = tuple[tuple[str, int], ...]
 Knobs = tuple[tuple[str, Any], ...]
 
 

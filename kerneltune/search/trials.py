@@ -163,15 +163,6 @@ class TrialStore:
         with self._lock:
             return dict(self._found.get(task.key, {}))
 
-    def of_other_sizes(self, task: Task) -> list[Trial]:
-        """Return the trials of tasks that differ in sizes, and perhaps in policy, oldest first."""
-        return [trial for trial in self._all() if task.key.differs_in_sizes(trial.key)]
-
-    def _all(self) -> list[Trial]:
-        with self._lock:
-            found = [Trial(key, knobs, one) for key, of_key in self._found.items() for knobs, one in of_key.items()]
-        return sorted(found, key=lambda trial: trial.evaluation.date)
-
     def ranked(self, task: Task) -> list[dict[str, Any]]:
         """Return the knobs of a task's configs that have a time, fastest first."""
         timed = [(one.time_us, knobs) for knobs, one in self.of_task(task).items() if one.time_us]

@@ -1,46 +1,30 @@
-"""Choose the candidates of a search, its first configs and their feasibility, from stored trials and the cache.
+"""Choose the candidates of a search and its first configs, from stored trials and the cache.
 
 A cached config may be older than the present knobs and limits of its variant, so only valid configs count.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kerneltune import cache, device
 from kerneltune.errors import unknown
 from kerneltune.measuring.compare import commit
-from kerneltune.search.task import Sizes, Task, knobs_of, store_path
+from kerneltune.search.task import Task, store_path
 from kerneltune.spec import Case, Config, Op, Space, Variant, knobs_of_class
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
 
-REFUSED = frozenset(("compile", "spills", "occupancy"))
-
-OtherSizeTrials = Sequence[tuple[Sizes, Mapping[str, Any], bool]]
-"""Trials of other cases: sizes, knobs of the config, and whether the compiler refused it."""
-
-_PER_DOUBLING = 2.0
-"""A trial's weight falls by e to this power for every knob of twice the value."""
-_SIZES_COUNT = 0.2
-"""Distance of an axis of twice the size, where a knob of twice the value has 1."""
-_DOUBT = 0.02
-"""Weight of the mean over all trials, beside the weights of near trials."""
 _NEIGHBOURS = 3
 """Near entries of the cache whose configs a search tries first."""
 _TRANSFERRED = 16
 """Fastest configs of the other 16-bit type that are searched in place of the whole space."""
-MOST_OTHER_SIZES = 2000
-"""Newest trials of other sizes that the feasibility is computed from. More trials take longer than they save."""
 
 
 def neighbour_dtype(task: Task) -> Task | None:
@@ -66,57 +50,12 @@ def pool_of(task: Task, store: "TrialStore | None" = None) -> list[Config]:
 
 def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> list[Config]:
     """Return the default, the promising configs, and the cached configs of this case and of the nearest cases."""
-    near = sorted(chooser_of(task, root).near(task.case, device.current().slug), key=lambda found: found[2])
-    nearest = [config for _, config, _ in near[:_NEIGHBOURS]]
+    near = chooser_of(task, root).near(task.case, device.current().slug)
+    nearest = [config for _, config, _ in itertools.islice(near, _NEIGHBOURS)]
     offered = set(pool)
-    found = [config for config in (*task.variant.promising(task.case), *nearest) if config in offered]
-    return list(dict.fromkeys([pool[0], *found]))
-
-
-def feasibility_of(task: Task, store: "TrialStore", pool: Sequence[Config]) -> dict[Config, float] | None:
-    """Return the probability that each config is not refused, from trials of other sizes; None without trials."""
-    told = [
-        (trial.key.case.axes, dict(trial.knobs), trial.evaluation.status in REFUSED)
-        for trial in store.of_other_sizes(task)[-MOST_OTHER_SIZES:]
-        if list(dict(trial.knobs)) == list(knobs_of(pool[0]))
-    ]
-    found = probabilities(task.case.axes, [knobs_of(config) for config in pool], told)
-    return None if found is None else dict(zip(pool, map(float, found), strict=True))
-
-
-def probabilities(sizes: Sizes, configs: Sequence[Mapping[str, Any]], trials: OtherSizeTrials) -> NDArray[np.float64] | None:
-    """Return the probability (configs,) that each config is not refused; None without trials of other cases.
-
-    The probability is a weighted share of the accepted configs. A trial's weight falls with its distance: by e^-2 for a knob of
-    twice the value or another word, and by e^-0.4 for an axis of twice the size.
-    """
-    if not trials:
-        return None
-    numbers, names = _split([knobs for _, knobs, _ in trials] + list(configs))
-    axes = np.log2([[max(1, size) for _, size in place] for place in (*(s for s, _, _ in trials), *[sizes] * len(configs))])
-    numbers = np.hstack([numbers, _SIZES_COUNT * axes])
-    known = len(trials)
-    accepted = np.array([not refused for _, _, refused in trials], dtype=float)
-    found = np.empty(len(configs))
-    for i in range(len(configs)):
-        distance = np.abs(numbers[:known] - numbers[known + i]).sum(axis=1) + (names[:known] != names[known + i]).sum(axis=1)
-        weight = np.exp(-_PER_DOUBLING * distance)
-        found[i] = (weight @ accepted + _DOUBT * accepted.mean()) / (weight.sum() + _DOUBT)
-    return found
-
-
-def _split(configs: Sequence[Mapping[str, Any]]) -> tuple[NDArray[np.float64], NDArray[np.int_]]:
-    """Return the log2 of the numeric knobs, and the place of each value of the other knobs."""
-    numbers, names = [], []
-    for knob in configs[0]:
-        values = [config[knob] for config in configs]
-        if all(isinstance(value, bool | int | float) for value in values):
-            numbers.append(np.log2(np.maximum(np.array(values, dtype=float), 0.0) + 0.5))
-        else:
-            places = {value: place for place, value in enumerate(dict.fromkeys(map(repr, values)))}
-            names.append(np.array([places[repr(value)] for value in values]))
-    empty = np.empty((len(configs), 0))
-    return (np.column_stack(numbers) if numbers else empty), (np.column_stack(names) if names else empty.astype(int))
+    return list(
+        dict.fromkeys([pool[0], *(config for config in (*task.variant.promising(task.case), *nearest) if config in offered)])
+    )
 
 
 KnobOverrides = Sequence[tuple[str, tuple[str, ...]]]

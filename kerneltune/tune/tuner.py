@@ -22,7 +22,7 @@ from kerneltune.search.loop import Candidates, Compilation, Search, explore, tim
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of
 from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
-from kerneltune.tune.candidates import checked_space, chooser_of, feasibility_of, pool_of, stamp, starting_points
+from kerneltune.tune.candidates import checked_space, chooser_of, pool_of, stamp, starting_points
 from kerneltune.tune.compile_queue import CompileQueue
 from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker, WorkerCrashedError
 
@@ -278,7 +278,7 @@ def _pool(tuner: Tuner) -> list[Config]:
 
 
 def _candidates(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> Candidates:
-    return Candidates(pool, starting_points(tuner.task, pool, root), feasibility_of(tuner.task, tuner.store, pool))
+    return Candidates(pool, starting_points(tuner.task, pool, root))
 
 
 def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Evaluation]:
