@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -58,46 +58,20 @@ class SweepResult:
 
 
 def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = None) -> SweepResult:
-    """Run all stages of a sweep, or with `quick` measure ten headline cases with their present configs.
+    """Run the mode of a sweep that the options ask for; without a GPU only check.
 
-    Without a GPU, and with `check_only`, check cases run and nothing is timed. On a GPU the records, the table, Markdown and CSV
-    are written under results/, also if the measurement is interrupted. The next run does not repeat the cases that were checked
-    or measured before the interruption.
+    The records are written under results/, on a GPU also the table as Markdown and CSV, also if the run is interrupted. The next
+    run does not repeat the cases that were checked or measured before the interruption.
 
     Args:
         first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
             variants that compile for seconds; not called when an interrupted run continues.
     """
-    is_gpu, is_quick = device.current().is_gpu, plan.options.quick
-    only_checks = plan.options.check_only or not is_gpu
     with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
         campaign = _Campaign(plan, progress, worker)
-        bench, check = (plan.headline(), plan.headline("check")) if is_quick else (plan.cases(), plan.cases("check"))
-        if is_quick and not bench and not only_checks:
-            raise ValueError(f"{plan.sweep.path}: no bench case selected")
-        is_checked = only_checks or not is_quick
-        work = _to_check(plan, check, only_checks) if is_checked else []
-        resumes = any(plan.journal(name).exists() for name in ("journal", "check.journal"))
-        if first_table is not None and not only_checks and not resumes:
-            campaign.measure_first(bench, first_table)
-        checked = campaign.check(work, [] if is_gpu or is_quick else _further_jobs(plan)) if is_checked else []
-        checked += [] if is_gpu else campaign.check_compiled(work)
-        if only_checks:
-            path = plan.journal("check")
-            records.merge(path, checked)
-            return SweepResult(checked, [path], "\n".join(campaign.coverage))
-        failed = [record for record in checked if record.status == "failed"]
-        for record in failed:
-            what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
-            config = f" with {pairs(record.config)}" if record.config else ""
-            progress.note(f"failed its check: {what}{config}: {record.reason}")
-        if plan.options.tune and not is_quick:
-            from kerneltune.tune.fleet import run_tune
-
-            worker.end()
-            run_tune(plan, progress)
-        measured, files = campaign.measure_and_write(bench)
-        return SweepResult([*failed, *measured], files)
+        if plan.options.check_only or not device.current().is_gpu:
+            return campaign.check_alone()
+        return campaign.measure_headline(first_table) if plan.options.quick else campaign.check_tune_and_measure(first_table)
 
 
 def mutate_outputs(plan: Plan) -> list[Outcome]:
@@ -147,13 +121,9 @@ def _by_op(entries: Sequence[SweepCase]) -> dict[str, list[Case]]:
     return {op: [entry.case for entry in of_op] for op, of_op in records.grouped(entries, lambda entry: entry.op).items()}
 
 
-def _to_check(plan: Plan, entries: Sequence[SweepCase], only_checks: bool) -> list[Runs]:
-    """Return the runs of each check case: every own variant's default config, and on a GPU covering pairs as well.
-
-    A peer is checked when it is measured. If only checks run, the peers that the selection names are included here.
-    """
-    is_gpu, with_peers = device.current().is_gpu, only_checks and plan.selection.variants
-    work = []
+def _to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = False) -> list[Runs]:
+    """Return the runs of each check case: every own variant's default config, and on a GPU covering pairs as well."""
+    is_gpu, work = device.current().is_gpu, []
     for op, cases in _by_op(entries).items():
         wanted = [variant for variant in plan.variants(op) if not variant.is_peer or with_peers]
         further = {v.name: _covering_configs(plan.ops[op], v, cases) if is_gpu else {} for v in wanted}
@@ -161,13 +131,6 @@ def _to_check(plan: Plan, entries: Sequence[SweepCase], only_checks: bool) -> li
             tasks = [Task(plan.ops[op], case, variant, _CHECK_POLICY) for variant in wanted]
             runs = [(task, config) for task in tasks for config in (task.default, *further[task.variant.name].get(case, ()))]
             work += [runs] if runs else []
-    if only_checks and not work:
-        check, bench = len(plan.cases("check")), len(plan.cases())
-        alone = "bench cases are no checks" if is_gpu else "bench cases need a GPU"
-        why = f"no check case among the {bench} selected: {alone}"
-        raise ValueError(
-            f"{plan.sweep.path}: {f'no installed variant to check in the {check} check cases selected' if check else why}"
-        )
     return work
 
 
@@ -190,50 +153,93 @@ class _Campaign:
     """Run the stages of a sweep; checks and comparisons share a GPU worker.
 
     Attributes:
-        coverage: a line for each variant whose configs were checked on several cases.
         until: time of the monotonic clock in s; after it, no further case is measured.
     """
 
     plan: Plan
     progress: Progress
     worker: GpuWorker
-    coverage: list[str] = field(default_factory=list)
     until: float = math.inf
 
-    def check(self, work: Sequence[Runs], further: Sequence[Job] = ()) -> list[Record]:
-        """Check every case, and run the `further` jobs, of which a GPU has none.
+    def check_alone(self) -> SweepResult:
+        """Check the check cases, with `quick` ten of them, and time nothing. A peer is checked if the selection names variants.
 
-        A journal keeps the cases' records until all checks are done.
+        Without a GPU also check pairs of config and case, and addresses; both take long, so `quick` leaves them out.
+        """
+        plan, is_gpu, is_quick = self.plan, device.current().is_gpu, self.plan.options.quick
+        work = _to_check(plan, plan.headline("check") if is_quick else plan.cases("check"), bool(plan.selection.variants))
+        if not work:
+            check, bench = len(plan.cases("check")), len(plan.cases())
+            alone = "bench cases are no checks" if is_gpu else "bench cases need a GPU"
+            why = f"no check case among the {bench} selected: {alone}"
+            raise ValueError(
+                f"{plan.sweep.path}: {f'no installed variant to check in the {check} check cases selected' if check else why}"
+            )
+        checked, coverage = self.check(work, [] if is_gpu or is_quick else _further_jobs(plan))
+        checked += [] if is_gpu else self.check_compiled(work)
+        path = plan.journal("check")
+        records.merge(path, checked)
+        return SweepResult(checked, [path], "\n".join(coverage))
+
+    def measure_headline(self, first_table: FirstTable | None) -> SweepResult:
+        """Measure ten headline cases with their present configs; check and tune nothing."""
+        if not (entries := self.plan.headline()):
+            raise ValueError(f"{self.plan.sweep.path}: no bench case selected")
+        self.measure_first(entries, first_table)
+        return SweepResult(*self.measure_and_write(entries))
+
+    def check_tune_and_measure(self, first_table: FirstTable | None) -> SweepResult:
+        """Check the check cases, tune configs that the cache lacks, and measure the bench cases; a peer is checked there."""
+        plan, entries = self.plan, self.plan.cases()
+        self.measure_first(entries, first_table)
+        checked, _ = self.check(_to_check(plan, plan.cases("check")))
+        failed = [record for record in checked if record.status == "failed"]
+        for record in failed:
+            what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
+            config = f" with {pairs(record.config)}" if record.config else ""
+            self.progress.note(f"failed its check: {what}{config}: {record.reason}")
+        if plan.options.tune:
+            from kerneltune.tune.fleet import run_tune
+
+            self.worker.end()
+            run_tune(plan, self.progress)
+        measured, files = self.measure_and_write(entries)
+        return SweepResult([*failed, *measured], files)
+
+    def check(self, work: Sequence[Runs], further: Sequence[Job] = ()) -> tuple[list[Record], list[str]]:
+        """Check every case, and run the `further` jobs, of which a GPU has none. A journal keeps the cases' records until then.
+
+        Return the records, and a line for each variant whose configs were checked on several cases.
         """
         is_gpu, family, journal = device.current().is_gpu, self.plan.family, self.plan.journal("check.journal")
         known = _known_rows(work, journal)
-        rows = [found for _runs, found in known]
-        lacking = [number for number, found in enumerate(rows) if found is None]
+        lacking = [runs for runs, rows in known if rows is None]
         if lacking and is_gpu:
-            self._compile([work[number] for number in lacking], "check")
+            self._compile(lacking, "check")
         self.progress.stage("check", len(work) + len(further), len(work) - len(lacking))
-        jobs = [*further, *(case_job(work[number]) for number in lacking)]
-        on_gpu = (check_only(work[number], self.worker.check) for number in lacking)
-        of_further: dict[int, list[Outcome]] = {}
-        for number, outcomes in enumerate(on_gpu) if is_gpu else run_jobs(jobs):
-            if number < len(further):
-                of_further[number] = outcomes
+        jobs = [*further, *map(case_job, lacking)]
+        done: dict[int, list[Outcome]] = {}
+        made: dict[int, list[Record]] = {}
+        for number, outcomes in enumerate(check_only(runs, self.worker.check) for runs in lacking) if is_gpu else run_jobs(jobs):
+            case = number - len(further)
+            if case < 0:
+                done[number] = outcomes
             else:
-                case = lacking[number - len(further)]
-                made = [checked_record(family, run, one) for run, one in zip(work[case], outcomes, strict=True)]
-                records.append(journal, made)
-                rows[case] = made
+                made[case] = [checked_record(family, run, one) for run, one in zip(lacking[case], outcomes, strict=True)]
+                records.append(journal, made[case])
             self.progress.advance(jobs[number].label)
         journal.unlink(missing_ok=True)
-        found = [row for of_case in rows for row in of_case or ()]
-        for job, outcome in ((jobs[number], one) for number in sorted(of_further) for one in of_further[number]):
+        new = (made[case] for case in range(len(lacking)))
+        checked = [row for _, rows in known for row in (next(new) if rows is None else rows)]
+        coverage = []
+        for job, outcome in ((jobs[number], one) for number in sorted(done) for one in done[number]):
             if outcome.status == "failed":
                 run = replace(job.task, case=outcome.case or job.task.case), outcome.config
-                found.append(checked_record(family, run, outcome))
+                checked.append(checked_record(family, run, outcome))
             else:
-                self.coverage.append(outcome.reason)
-        self._doubt_references(found)
-        return found
+                coverage.append(outcome.reason)
+        self._doubt_references(checked)
+        return checked, coverage
 
     def check_compiled(self, work: Sequence[Runs]) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.
@@ -263,16 +269,16 @@ class _Campaign:
             if len(variants) > 1 and disagree:
                 self.progress.note(f"{op}: all {len(variants)} variants disagree with the reference: is the reference right?")
 
-    def measure_first(self, entries: Sequence[SweepCase], first_table: FirstTable) -> None:
+    def measure_first(self, entries: Sequence[SweepCase], first_table: FirstTable | None) -> None:
         """Measure and show the headline cases without variants that compile for seconds, unless that is the whole run."""
         headlines = self.plan.headline()
         slow = dict.fromkeys(v.name for entry in headlines for v in self.plan.variants(entry.op) if v.compiles)
-        if not slow and len(entries) <= len(headlines):
+        resumes = any(self.plan.journal(name).exists() for name in ("journal", "check.journal"))
+        if first_table is None or resumes or (not slow and len(entries) <= len(headlines)):
             return
         without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""
         self.progress.note(f"first table: {len(headlines)} cases{without}; then all of {len(entries)}")
-        fast = replace(self, plan=replace(self.plan, options=replace(self.plan.options, fast=True)))
-        measured = fast.measure(headlines, None, "measure the first table")
+        measured = self.measure(headlines, None, "measure the first table", slow)
         self.write(measured)
         first_table(measured)
 
@@ -289,9 +295,12 @@ class _Campaign:
         journal.unlink(missing_ok=True)
         return measured, files
 
-    def measure(self, entries: Sequence[SweepCase], journal: Path | None, stage: str = "measure") -> list[Record]:
-        """Measure every case beside its peers; a case that the journal has is not measured again."""
-        known = _known_rows(list(filter(None, map(self._runs, entries))), journal)
+    def measure(
+        self, entries: Sequence[SweepCase], journal: Path | None, stage: str = "measure", without: Collection[str] = ()
+    ) -> list[Record]:
+        """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again."""
+        runs_of = [[run for run in self._runs(entry) if run[0].variant.name not in without] for entry in entries]
+        known = _known_rows(list(filter(None, runs_of)), journal)
         lacking = [runs for runs, rows in known if rows is None]
         ceilings = [self._ceiling(runs[0]) for runs in lacking]
         to_compile = [*lacking, *([run] for run in ceilings if run is not None)]

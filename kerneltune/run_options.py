@@ -99,7 +99,6 @@ class Options:
         policy: timing policy: `cold`, `hot` or `eager`.
         tune: search missing configs before a sweep measures.
         peers: measure other packages' variants as well.
-        fast: leave out the variants that compile for seconds on their first call.
         quick: measure ten headline cases of a sweep with their present configs; check and tune nothing else.
         search: limits of each search; `budget_s` is also the limit of timing stale configs.
         check_only: check and time nothing.
@@ -115,7 +114,6 @@ class Options:
     policy: str = "cold"
     tune: bool = True
     peers: bool = True
-    fast: bool = False
     quick: bool = False
     search: Search = _TO_A_PERCENT
     check_only: bool = False
@@ -173,7 +171,6 @@ class Plan:
             for variant in self.ops[op].variants
             if selection.takes_variant(variant.name)
             and not (variant.is_peer and not options.peers and not selection.names(variant.name))
-            and not (options.fast and variant.compiles)
             and not variant.missing()
         ]
 
