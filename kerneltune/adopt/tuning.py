@@ -5,7 +5,6 @@ All classes of an author's key share a config, unless a paired comparison shows 
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,6 +42,7 @@ from kerneltune.table import counted
 from kerneltune.tune.candidates import cached, open_store
 from kerneltune.tune.fleet import run_tune
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
+from kerneltune.tune.tune_run import seconds_of
 
 FAMILY = "captured"
 _MOST_CONFIGS = 4
@@ -101,8 +101,8 @@ class TuningForecast:
     skipped: list[str]
 
 
-_COMPILE_S, _TRIAL_S, _CLASS_S = 1.5, 0.06, 1.2
-"""Seconds of a core for a config, of the GPU for a config, and for a class. H200, 16 cores: 13 classes, 278 configs took 44 s."""
+_CLASS_S = 1.2
+"""Seconds for a class beside its configs. H200, 16 cores: 13 classes, 278 configs took 44 s."""
 
 
 def forecast(root: Path, share: float, widen: bool, workers: int | None) -> TuningForecast:
@@ -117,7 +117,7 @@ def forecast(root: Path, share: float, widen: bool, workers: int | None) -> Tuni
 def _seconds(launches: Sequence[LaunchClass], widen: bool, workers: int | None) -> float:
     """Estimate the seconds that tuning classes takes."""
     configs = sum(len(offered(launch, widen)) for launch in launches)
-    return configs * (_COMPILE_S / (workers or len(os.sched_getaffinity(0))) + _TRIAL_S) + len(launches) * _CLASS_S
+    return seconds_of(configs, workers) + len(launches) * _CLASS_S
 
 
 class _OutOfTimeError(Exception):

@@ -8,12 +8,13 @@ import typer
 
 from kerneltune.cli import cases
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show
+from kerneltune.cli.console import error_line, note, show, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.cli.trials import searches_of, show_searches
+from kerneltune.table import counted
 
 if TYPE_CHECKING:
-    from kerneltune.run_options import Selection
+    from kerneltune.run_options import Plan, Selection
     from kerneltune.tune.tune_run import TuningSummary
 
 _MODEL_GAIN = "1%"
@@ -66,7 +67,9 @@ def command(
         typer.Option("--share", metavar="FRACTION", help="In a capture, tune classes until they cover this part of the time."),
     ] = None,
     widen: Annotated[bool, typer.Option("--widen", help="Of a capture: also configs around the authors' lists.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Of a capture: only say how many configs there are.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say how many configs there are, and about how long they take.")
+    ] = False,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
@@ -97,16 +100,15 @@ def command(
         )  # fmt: skip
         return tune_folder(Path(family), budget, share, widen, force, workers, dry_run)
     results = o.results_root(results, family)
-    o.refuse("expected only with the folder of a capture", share=share, widen=widen, dry_run=dry_run)
-    for root in (o.configs_root(configs), results):
-        o.require_writable(root)
-    from kerneltune.processes import start_server
+    o.refuse("expected only with the folder of a capture", share=share, widen=widen)
+    if not dry_run:
+        for root in (o.configs_root(configs), results):
+            o.require_writable(root)
+        from kerneltune.processes import start_server
 
-    start_server()  # its imports run beside the imports of this process and take as long
+        start_server()  # its imports run beside the imports of this process and take as long
     known = o.load_ops()
-    o.require_tunable(configs, results)
     from kerneltune.run_options import load_plan
-    from kerneltune.tune.fleet import run_tune
 
     selection = o.make_selection(known, family, wanted, max_cases)
     options = o.make_options(
@@ -116,6 +118,11 @@ def command(
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
     plan = load_plan(known, selection, options)
+    if dry_run:
+        return _show_forecast(plan)
+    o.require_tunable(configs, results)
+    from kerneltune.tune.fleet import run_tune
+
     with reporter() as progress:
         tuned = run_tune(plan, progress)
     if tuned.entries:
@@ -124,6 +131,21 @@ def command(
     _show_outcome(tuned, configs)
     if tuned.failed:
         raise typer.Exit(1)
+
+
+def _show_forecast(plan: "Plan") -> None:
+    """Print the cases and configs that `tune` would search on this machine, by variant, and about how long it takes."""
+    from kerneltune import device, records
+    from kerneltune.run_options import Quiet
+    from kerneltune.tune.tune_run import expected_work, missing
+
+    tasks, kept = missing(plan, Quiet())
+    works = [(f"{task.op.name} {task.variant.name}", *expected_work(task, plan.options)) for task in tasks]
+    for variant, of_variant in records.grouped(works, lambda work: work[0]).items():
+        show_wrapped(f"{variant}: {counted(len(of_variant), 'case')}, {sum(configs for _, configs, _ in of_variant)} configs")
+    seconds = sum(seconds for *_, seconds in works)
+    here = f"{counted(kept, 'case')} keep their config for {device.current().slug}"
+    show_wrapped(f"about {seconds:.0f} s for {counted(len(tasks), 'case')} on a GPU like H200; {here}")
 
 
 def _show_outcome(tuned: "TuningSummary", configs: Path | None) -> None:

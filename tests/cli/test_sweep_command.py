@@ -1,6 +1,8 @@
 """sweep and tune: what they hand to the engine, what they refuse, what progress shows."""
 
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from command_line import NO_TIMES, both, operators, record, refused, run
 
 from kerneltune.campaign import SweepResult
 from kerneltune.cli import console, progress
+from kerneltune.cli.options import load_ops
 
 
 def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any], tmp_path: Path) -> None:
@@ -283,3 +286,41 @@ def test_mutations_of_a_right_variant_are_listed_and_need_check_only() -> None:
     assert "fp8_transpose_2d q: compare refuses one element, " in result.stdout
     assert "one element: x as 2x + 1, a whole number by 64; one row: as the first; " in result.stdout
     assert result.stdout.endswith("compare checks all 1 output\n")
+
+
+def test_tune_with_dry_run_counts_the_configs_of_a_family_and_of_a_model(tmp_path: Path) -> None:
+    from kerneltune.run_options import Selection, load_plan
+
+    wanted = "--results", tmp_path, "--configs", tmp_path, "--op", "rmsnorm_fwd", "--variant", "optimized", "--dry-run"
+    plan = load_plan(
+        load_ops(), Selection("rmsnorm", ("rmsnorm_fwd",), ("te-8192x4096",), ("bfloat16",), ("none",), ("optimized",))
+    )
+    (entry,) = plan.cases()
+    (variant,) = plan.variants("rmsnorm_fwd")
+    configs = sum(1 for _ in variant.configs(entry.case))
+    assert configs > 7
+    one_case = "tune", "rmsnorm", "--case", "te-8192x4096", "--dtype", "bf16", "--quant", "none"
+    for limit, expected in (((), configs), (("--trials", "7"), 7)):
+        result = run(*one_case, *wanted, *limit)
+        assert result.exit_code == 0, result.output
+        assert f"rmsnorm_fwd optimized: 1 case, {expected} configs\n" in result.stdout
+        assert re.search(r"about [1-9]\d* s for 2 cases on a GPU like H200; 0 cases keep their config", result.stdout)
+    whole, few = (
+        re.search(r"about (\d+) s for 1 case ", run(*one_case, *wanted, "--exhaustive", "--workers", workers).stdout)
+        for workers in ("1", "100")
+    )
+    assert whole is not None
+    assert few is not None
+    assert int(whole[1]) > 10 * int(few[1]) > 0
+    config = {
+        "model_type": "llama",
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run("tune", "--model", tmp_path / "config.json", "--tokens", "512", *wanted)
+    assert result.exit_code == 0, result.output
+    assert "rmsnorm_fwd optimized: 1 case, " in result.stdout
+    assert not list(tmp_path.rglob("*.log"))
