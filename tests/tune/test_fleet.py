@@ -14,13 +14,12 @@ import fleet_jobs
 import pytest
 from fleet_jobs import DEADLY, DIE, LOG, WORKS
 from started import TESTS, environment, running, wait_for
-from versus_jobs import H200, OP, VARIANT, Knobs
+from versus_jobs import H200
 
 from kerneltune import cache, device, ops
 from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Evaluation, Task
-from kerneltune.search.trials import TrialStore, history
+from kerneltune.search.trials import history
 from kerneltune.tune.fleet import Fleet, run_tune, share_of_cores, visible_gpus
 
 
@@ -75,21 +74,6 @@ def test_two_gpus_share_the_cases_and_the_folders(options: Options, log: Path, t
     run = fleet_of(["0"], options)
     run.run(WORKS[:2])
     assert len(evaluations(log)) == 100  # nothing is measured twice
-
-
-def test_a_process_knows_what_was_refused_at_other_sizes(options: Options, log: Path, tmp_path: Path) -> None:
-    path = tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log"
-    store = TrialStore(path, source_hash=VARIANT.source_hash, driver=H200.driver, **device.versions())
-    likely = [Knobs(3, 8), Knobs(4, 8)]
-    for config in VARIANT.configs(WORKS[2].case):
-        found = Evaluation("spills") if config in likely else Evaluation("ok", 10.0)
-        store.put(Task(OP, WORKS[2].case, VARIANT), config, found)
-    run = fleet_of(["0"], options)
-    run.run(WORKS[1:2])
-    asked = [config for case, config, _ in evaluations(log) if case == "m16"]
-    assert len(asked) == 20
-    assert asked[0] == "0 1"
-    assert asked[-2:] == ["3 8", "4 8"]
 
 
 def test_a_process_that_dies_costs_one_evaluation_and_its_case_goes_on(options: Options, log: Path, tmp_path: Path) -> None:
