@@ -29,7 +29,7 @@ def command(
         return
     listed = o.load_facts()
     if name is None:
-        head = ("op", "axes", "dtypes", "quants", "variants", "peers")
+        head = ("op", "axes", "types", "modes", "variants", "peers")
         show_table(head, [_row(op) for op in listed.values()])
         missing = dict.fromkeys(package for op in listed.values() for variant in op.variants for package in variant.missing())
         if missing:
@@ -66,9 +66,10 @@ def _write_index() -> None:
 
 
 def _row(op: OpFacts) -> tuple[str, ...]:
-    own = ", ".join(variant.name for variant in op.variants if variant.role != "peer")
-    peers = ", ".join(f"{v.name}{'*' if v.missing() else ''}" for v in op.variants if v.role == "peer")
-    return op.name, " ".join(op.axes), ", ".join(map(short_dtype, op.dtypes)), ", ".join(op.quants), own, peers or "-"
+    own = [variant.name for variant in op.variants if variant.role != "peer"]
+    peers = [f"{v.name}{'*' if v.missing() else ''}" for v in op.variants if v.role == "peer"]
+    lists = (op.axes, map(short_dtype, op.dtypes), op.quants, own, peers or "-")
+    return op.name, *map(" ".join, lists)  # without commas the table fits 80 columns
 
 
 def _lacking(variant: Variant | VariantFacts) -> str:

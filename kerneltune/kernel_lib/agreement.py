@@ -19,6 +19,9 @@ with a difference of 36 to 100 % (docs/notes/checks.md)."""
 _LEANING_ROWS, _ROWS_SHARE = 16, 0.9
 """Against a reference, the elements of a row may lean as a rounded factor of the row does: most rows must lean."""
 _SCALE_ROUNDING = 1e-5
+_POISON = (0x7FC00000, 0x7FF00000, 0x7FE00000)
+"""Bits of poisoned memory after a cast to fp32: from 16 bits or more, from e4m3, from e5m2. Processors compute NaN with other
+bits, except a GPU in e4m3."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -169,15 +172,20 @@ def _scaled(name: str, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor, am
     return within_a_step(name, q, (quotient if q.is_floating_point() else quotient.round()).to(q.dtype))
 
 
+def _nan_hint(values: torch.Tensor) -> str:
+    """Return how many wrong results are NaN, and whether they have the bits of poisoned memory; empty for no NaN."""
+    poisoned = sum(int((values.float().view(torch.int32) == bits).sum()) for bits in _POISON)
+    hint = f"; {poisoned} are NaN, as elements that are never written, or loaded under a mask without `other`" if poisoned else ""
+    computed = values.numel() - poisoned
+    return f"{hint}; {computed} are NaN that the kernel computes, such as 0 / 0 or inf - inf" if computed else hint
+
+
 def _report(name: str, wrong: torch.Tensor, got: torch.Tensor, want: torch.Tensor) -> list[str]:
     count = int(wrong.sum())
     if not count:
         return []
     first = tuple(int(i) for i in wrong.nonzero()[0])
-    unwritten = int((wrong & got.isnan() & ~want.isnan()).sum())
-    hint = (
-        f"; {unwritten} are NaN, as elements that are never written, or loaded under a mask without `other`" if unwritten else ""
-    )
+    hint = _nan_hint(got[wrong & got.isnan() & ~want.isnan()])
     digits = ".12g" if got.dtype == torch.float64 else ".6g" if got.is_floating_point() else "d"
     values = ", expected ".join(f"{tensor[first].item():{digits}}" for tensor in (got, want))
     return [f"{name}: {count} of {wrong.numel()} wrong, first at {first}: {values}{hint}"]

@@ -423,7 +423,10 @@ def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
         if source.name not in ("fp32", "bf16", "fp16") or dtype is None or rounding == ROUNDING_MODE.RTZ:
             return convert(data, source, target, rounding)
         exact = (data.astype(np.uint32) << 16).view(np.float32) if source.name == "bf16" else data.astype(np.float32)
-        return torch.from_numpy(exact).to(dtype).view(bits[dtype.itemsize]).numpy()
+        found = torch.from_numpy(exact).to(dtype).view(bits[dtype.itemsize]).numpy()
+        if target.name == "bf16" and np.isnan(exact).any():  # torch drops the sign, which tells computed from poisoned NaN
+            found = np.where(np.isnan(exact), np.where(np.signbit(exact), 0xFFC0, 0x7FC0).astype(np.uint16), found)
+        return found
 
     return rounded
 

@@ -16,9 +16,6 @@ from kerneltune import device
 from kerneltune.compat import sleep_on_gpu
 from kerneltune.stats import Samples, ratio_interval
 
-Call = Callable[[int], Any]
-"""Function that runs one call on input set `i` and returns its outputs."""
-
 _MIN_CALLS = 10
 """Fewest calls in a sample."""
 _LONG_SAMPLES = 4
@@ -68,13 +65,14 @@ def rotation(policy: Policy, set_bytes: int, l2_bytes: int, free_bytes: int) -> 
 class Contender:
     """Time `calls` calls that walk over `sets` input sets, as a single CUDA graph or as eager launches.
 
-    The outputs of a set live until the next call on the set, so that outputs rotate as inputs do. `after` takes the number of
-    calls and enqueues further work of the sample behind the last call.
+    `run` takes the number of an input set and returns the outputs of a call. The outputs of a set live until the next call on
+    the set, so that outputs rotate as inputs do. `after` takes the number of calls and enqueues further work of the sample
+    behind the last call.
     """
 
     def __init__(
         self,
-        run: Call,
+        run: Callable[[int], Any],
         sets: int,
         policy: Policy,
         sample_us: float = _MIN_SAMPLE_US,

@@ -11,9 +11,10 @@ from started import environment
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
-from kerneltune.kernel_lib.agreement import same_bits
+from kerneltune.kernel_lib.agreement import close, same_bits
 from kerneltune.kernel_lib.interpreted import mend, mended
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, TL_FP8
+from kerneltune.measuring.check import poisoned_memory
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
 
@@ -214,3 +215,20 @@ def test_loop_indices_are_divided_towards_zero_as_in_compiled_kernels() -> None:
     for column, values in enumerate((i - 5, 2 - i)):
         assert y[:, 2 * column].tolist() == torch.div(values, 3, rounding_mode="trunc").tolist()
         assert y[:, 2 * column + 1].tolist() == torch.fmod(values, 3).tolist()
+
+
+@triton.jit
+def _half_poisoned(x_ptr, y_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))  # 1 and infinity; memory that was never written in the second half of x
+    tl.store(y_ptr + tl.arange(0, N), (x - x).to(y_ptr.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_computed_nan_is_told_from_poisoned_memory(dtype: torch.dtype) -> None:
+    with mended(), poisoned_memory():
+        x, y = torch.empty(16), torch.empty(16, dtype=dtype)
+        x[:8] = torch.tensor([1.0, 1.0, float("inf"), 1.0, 1.0, float("inf"), float("inf"), 1.0])
+        _half_poisoned[(1,)](x, y, 16)
+    (line,) = close("y", y, torch.zeros(16), 0.0, 0.0)
+    assert "; 8 are NaN, as elements that are never written" in line
+    assert line.endswith("; 3 are NaN that the kernel computes, such as 0 / 0 or inf - inf")

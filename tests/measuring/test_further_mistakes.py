@@ -19,7 +19,8 @@ def _softmax(x_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
     at = tl.arange(0, BLOCK)
     row = tl.program_id(0).to(tl.int64) * (BLOCK if MISTAKE == "stride of the block" else N)
     x = tl.load(x_ptr + row + at, at < N, other=0.0 if MISTAKE == "zero for minus infinity" else -float("inf"))
-    e = tl.exp(x if MISTAKE == "maximum not subtracted" else x - tl.max(x, 0))
+    top = tl.max(tl.where(at < N, x, 0.0) if MISTAKE == "maximum with zero" else x, 0)
+    e = tl.exp(x if MISTAKE == "maximum not subtracted" else x - top)
     tl.store(y_ptr + row + at, e / tl.sum(e, 0), at < N)
 
 
@@ -227,7 +228,7 @@ def _quantized(_case: Case, given: Inputs, got: Outputs, _want: Outputs) -> list
 OPERATORS = {
     "softmax": Mistaken(
         softmax, _inputs, lambda given: {"y": given["x"].softmax(1)},
-        ("stride of the block", "zero for minus infinity", "maximum not subtracted"),
+        ("stride of the block", "zero for minus infinity", "maximum with zero", "maximum not subtracted"),
     ),
     "layernorm": Mistaken(
         layernorm, _inputs, _layernorm_reference,
