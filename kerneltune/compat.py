@@ -6,6 +6,7 @@ files use their names themselves: `ops/*/peers.py`, because the digests of peers
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,16 @@ PRIVATE_NAMES = (
         "torch._C:DisableTorchFunctionSubclass",
         "calls a function of torch on the memory of a tensor subclass",
         "converted modules of unknown kinds cannot multiply",
+    ),
+    PrivateName(
+        "torch._dynamo.config:fail_on_recompile_limit_hit",
+        "lets a training step fail where torch.compile would run a layer eagerly, so that no such time is recorded",
+        "compiled training steps are not measured",
+    ),
+    PrivateName(
+        "torch._dynamo.config:recompile_limit",
+        "lets the variants of a model keep their compiled layers beside each other",
+        "compiled training steps are not measured",
     ),
     PrivateName(
         "torch.nn:Module._apply",
@@ -223,6 +234,14 @@ def assert_group_ends(offs: torch.Tensor, M: int) -> None:
 def sleep_on_gpu(cycles: int) -> None:
     """Launch a kernel that spins for so many cycles on the current stream."""
     torch.cuda._sleep(cycles)
+
+
+def fails_on_recompile_limit(num_graphs: int) -> AbstractContextManager[None]:
+    """Let torch.compile keep so many graphs of a function, and raise an error before it runs the function eagerly."""
+    from torch._dynamo import config
+
+    patched: AbstractContextManager[None] = config.patch(recompile_limit=num_graphs, fail_on_recompile_limit_hit=True)
+    return patched
 
 
 def in_backward() -> bool:

@@ -96,7 +96,7 @@ class Options:
     """Hold the settings of a run.
 
     Attributes:
-        policy: timing policy: `cold`, `hot` or `eager`.
+        policy: timing policy: `hot`, `eager`, or `cold` for the policy of each operator.
         tune: search missing configs before a sweep measures.
         peers: measure other packages' variants as well.
         quick: measure ten headline cases of a sweep with their present configs; check and tune nothing else.
@@ -174,13 +174,17 @@ class Plan:
             and not variant.missing()
         ]
 
+    def policy(self, op: str) -> str:
+        """Return the timing policy of an operator: the policy of the options, or the operator's policy in place of `cold`."""
+        return self.ops[op].policy if self.options.policy == "cold" else self.options.policy
+
     def tasks(self, op: str, case: Case, policy: str = "") -> list[Task]:
-        """Return a task for each selected variant of a case; an empty policy stands for the policy of the options."""
-        return [Task(self.ops[op], case, variant, policy or self.options.policy) for variant in self.variants(op)]
+        """Return a task for each selected variant of a case; an empty policy stands for `self.policy`."""
+        return [Task(self.ops[op], case, variant, policy or self.policy(op)) for variant in self.variants(op)]
 
     def key(self, entry: SweepCase) -> Key:
         """Return the key of a case's records."""
-        return key_of_case(entry.op, entry.case, self.options.policy)
+        return key_of_case(entry.op, entry.case, self.policy(entry.op))
 
     def journal(self, name: str) -> Path:
         """Return the journal of a stage on this device."""

@@ -252,6 +252,7 @@ class Op:
             groups; the call looks up a config for their first value. None for all free options.
         as_called: case -> the case that a call looks up; None if the two differ in unseen options alone.
         bands: free axis -> the last size of each band except the last band; a cached config serves sizes of its own band only.
+        policy: timing policy in place of `cold`; `eager` if no CUDA graph can hold a call.
         flops: case -> floating-point operations of one call, for a roofline; None for an operator that is only bound by memory.
         inputs: (case, device=…, seed=…) -> inputs by name; on device `meta` without values.
         reference: (inputs) -> outputs by name, plain torch, fp32 inside.
@@ -279,6 +280,7 @@ class Op:
     unseen_options: tuple[str, ...] | None = None
     as_called: Callable[[Case], Case] | None = None
     bands: Bands = field(default_factory=lambda: NO_BANDS)
+    policy: str = "cold"
     flops: Callable[[Case], int] | None = None
     origin: tuple[Any, ...] | None = None
 

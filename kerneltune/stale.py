@@ -28,8 +28,8 @@ CONFIG_S = 0.6
 """Seconds of a paired final. H200, 2026-11-23: 96 configs took 54 s."""
 _CASE_S = 8.0
 """Seconds of measuring a case of a family without records. H200: 1 to 14 s, by family."""
-_LONGEST_GAP_S = 120.0
-"""Seconds between two records of a run, at most."""
+_LONGEST_GAP_S = 300.0
+"""Seconds between two records of a run, at most: the longest case, a compiled step of a model, takes about 150 s."""
 _AT_ONCE = 16
 """Cases whose configs are compiled before the first of the cases is measured."""
 _Uses = Mapping[tuple[str, Case], int]
@@ -134,7 +134,8 @@ def _is_stale(op: Op, entry: CacheEntry) -> bool:
 
 def _family(plan: Plan, folder: Path) -> StaleFamily:
     path = folder / f"{plan.family}.jsonl"
-    recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy == plan.options.policy]
+    policies = {plan.policy(entry.op) for entry in plan.sweep.bench}
+    recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy in policies]
     rows = {(row.key, row.variant): row for row in recorded}
     entries = sorted(plan.cases(), key=lambda entry: not plan.sweep.headlines(entry))
     stale = tuple(entry for entry in entries if not _is_fresh(plan, entry, rows, folder.name))

@@ -65,7 +65,7 @@ def searches_of(plan: "Plan", gpu: str) -> dict[str, Searches]:
     for entry in plan.cases():
         op, case = plan.ops[entry.op], entry.case
         for variant in filter(lambda variant: plan.selection.takes_variant(variant.name), op.variants):
-            stored = kept[op.name].get(Task(op, case, variant, plan.options.policy).key, {})
+            stored = kept[op.name].get(Task(op, case, variant, plan.policy(entry.op)).key, {})
             if any(one.time_us is not None for one in stored.values()):
                 found.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
     return found

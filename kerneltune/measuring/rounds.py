@@ -5,6 +5,7 @@ The module knows no operator and does not interpret the times.
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,10 @@ _MIN_CALLS = 10
 _LONG_SAMPLES = 4
 """Factor by which a sample may become longer than asked for, so that it has `_MIN_CALLS` calls."""
 _MIN_SAMPLE_US = 800.0
+_ROUNDS_S = 40.0
+"""Seconds after which rounds stop: a round of whole training steps takes 4 s, so that 60 rounds would take 4 minutes a case."""
+_FEWEST_ROUNDS = 7
+"""Number of rounds that are timed even if they take longer than `_ROUNDS_S`."""
 _WARM_MS = 200.0
 """Milliseconds of samples that warm the GPU up before the first round."""
 _QUEUE_AHEAD_CYCLES = 300_000
@@ -135,8 +140,8 @@ def interleave(
 ) -> dict[str, Samples]:
     """Time all contenders in every round, in a new random order, until the ratios to the first contender are precise.
 
-    Rounds stop when the interval of every ratio is narrower than ±`half_width`, or at `max_rounds`. A round in which
-    `throttled()` returns true is repeated, at most `max_rounds` times in all.
+    Rounds stop when the interval of every ratio is narrower than ±`half_width`, at `max_rounds`, or after `_ROUNDS_S`. A round in
+    which `throttled()` returns true is repeated, at most `max_rounds` times in all.
 
     Returns:
         For each contender an array (rounds,) of microseconds per call, paired by round.
@@ -147,7 +152,7 @@ def interleave(
     warm = 0.0
     while warm < _WARM_MS:
         warm += sum(c.sample_us() * c.calls for c in contenders.values()) / 1e3
-    discarded = 0
+    discarded, started = 0, time.monotonic()
     while len(times[names[0]]) < max_rounds:
         order = rng.sample(names, len(names))
         sleep_on_gpu(_QUEUE_AHEAD_CYCLES)
@@ -160,6 +165,8 @@ def interleave(
             times[name].append(start.elapsed_time(end) * 1e3 / contenders[name].calls)
         rounds = len(times[names[0]])
         if rounds >= min_rounds and rounds % 5 == 0 and _settled(times, half_width):
+            break
+        if rounds >= _FEWEST_ROUNDS and time.monotonic() - started > _ROUNDS_S:
             break
     return {name: np.asarray(values) for name, values in times.items()}
 

@@ -107,7 +107,7 @@ def _tasks(plan: Plan) -> list[Task]:
         op = plan.ops[entry.op]
         case = entry.case if whole else op.called(entry.case)
         wanted = [task for task in plan.tasks(entry.op, case) if task.variant.config is not None and is_supported(task)]
-        ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.options.policy)
+        ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.policy(entry.op))
         found |= {task.key: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
     return list(found.values())
 

@@ -110,10 +110,14 @@ def tokens(name: str, device: str, *, seed: int = 0, vocabulary: int | None = No
     return torch.randint(0, most, (total // length, length), generator=generator, device=device)
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Let torch.compile each decoder layer for itself, as training frameworks do."""
+def compile_layers(model: nn.Module, **options: Any) -> None:
+    """Let torch.compile each decoder layer for itself, as training frameworks do.
+
+    Args:
+        options: options of `torch.compile`.
+    """
     for layer in model.get_submodule("model.layers").children():
-        layer.compile()
+        layer.compile(**options)
 
 
 def step(model: nn.Module, ids: Tensor) -> Tensor:

@@ -1,15 +1,21 @@
 """Training steps of models: the workload's comparison, its table, and what is known of the models without building them."""
 
 import importlib.util
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from kerneltune.measuring.check import poisoned_memory
+from kerneltune.run_options import Options, Selection, load_plan
 from kerneltune.spec import Case
-from kerneltune.workloads import models
-from kerneltune.workloads.model_training import OPS, compare, inputs, traffic
+from kerneltune.workloads import model_training, models
+from kerneltune.workloads.model_training import OPS, compare, inputs, run, traffic
 
+needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 CASE = Case("tiny", (("T", 40),), "bfloat16", "fp8", (("model", "tiny-experts"), ("compiled", False)))
 
 
@@ -31,7 +37,7 @@ def test_step_is_compared_by_loss_and_direction_of_gradients(got: dict[str, Any]
     assert compare(CASE, {}, got, outcome(2.0, [1.0, 0.0])) == errors
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+@needs_transformers
 @pytest.mark.parametrize("name", models.SHAPES)
 def test_number_of_parameters_is_about_that_of_the_model(name: str) -> None:
     model = models.build(name, "meta")
@@ -49,3 +55,71 @@ def test_inputs_are_token_ids_of_the_model() -> None:
 def test_variants_without_transformers_are_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert {variant.unsupported(CASE) for variant in OPS[0].variants} == {"transformers is not installed"}
+
+
+def test_variants_for_experts_alone_are_skipped_for_a_model_without_experts() -> None:
+    case = Case("llama", (("T", 16384),), "bfloat16", "fp8", (("model", "llama-3-8b"), ("compiled", True)))
+    reasons = {variant.name: variant.unsupported(case) for variant in OPS[0].variants}
+    assert {name for name, reason in reasons.items() if reason == "llama-3-8b has no experts"} == {
+        "tensorwise",
+        "rowwise",
+        "torchao",
+    }
+
+
+def test_steps_are_timed_launch_by_launch_unless_hot_is_asked_for() -> None:
+    ops = {"model_step": OPS[0]}
+    for asked, policy in (("cold", "eager"), ("hot", "hot")):
+        plan = load_plan(ops, Selection("model_training"), Options(policy=asked))
+        entry = plan.cases()[0]
+        assert {task.policy for task in plan.tasks(entry.op, entry.case)} == {policy}
+        assert plan.key(entry)[-1] == policy
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list of graphs that torch.compile makes of layers from now on, and let it run them as they are."""
+    torch.compiler.reset()
+    made: list[Any] = []
+    monkeypatch.setattr(
+        models, "compile_layers", partial(models.compile_layers, backend=lambda graph, _: made.append(graph) or graph.forward)
+    )
+    return made
+
+
+def with_epsilon(epsilon: float, model: nn.Module) -> None:
+    """Change a constant of the first layer, so that it has a graph of its own."""
+    model.get_submodule("model.layers.0.input_layernorm").variance_epsilon = epsilon  # type: ignore[assignment]
+
+
+@needs_transformers
+def test_variants_compile_once_each_for_all_inputs_also_where_memory_is_poisoned(graphs: list[Any]) -> None:
+    case = Case("tiny", (("T", 40),), "bfloat16", "fp8", (("model", "tiny-experts"), ("compiled", True)))
+    runs = [partial(run, partial(with_epsilon, epsilon), str(epsilon)) for epsilon in (1e-5, 1e-3)]
+    with poisoned_memory():
+        for step in runs:
+            step(inputs(case, device="cpu"), None)
+    assert len(graphs) == 2
+    losses = [float(step(inputs(case, device="cpu", seed=1), None)["loss"]) for step in (*runs, *runs)]
+    assert len(graphs) == 2
+    assert losses[:2] == losses[2:]
+    assert losses[0] != losses[1]
+
+
+@needs_transformers
+def test_variant_that_torch_would_run_eagerly_fails(graphs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("tiny", (("T", 40),), "bfloat16", "fp8", (("model", "tiny-experts"), ("compiled", True)))
+    monkeypatch.setattr(model_training, "MOST_GRAPHS", 1)
+    run(partial(with_epsilon, 1e-2), "first", inputs(case, device="cpu"), None)
+    with pytest.raises(Exception, match="fail_on_recompile_limit_hit"):
+        run(partial(with_epsilon, 2e-2), "second", inputs(case, device="cpu"), None)
+
+
+@needs_transformers
+def test_models_of_a_case_are_freed_with_the_next_case(graphs: list[Any]) -> None:
+    alive: list[weakref.ref[nn.Module]] = []
+    for is_compiled in (True, False):
+        case = Case("tiny", (("T", 40),), "bfloat16", "fp8", (("model", "tiny-experts"), ("compiled", is_compiled)))
+        graphs.clear()
+        run(lambda model: alive.append(weakref.ref(model)), "seen", inputs(case, device="cpu"), None)
+    assert [model() is None for model in alive] == [True, False]
