@@ -56,9 +56,11 @@ def test_what_is_given_up_costs_no_worker(answers: dict[str, Any]) -> None:
     assert [(one["error"], one["seconds"] >= 0.5) for one in answers["given up"]] == [("", True)] * 2
 
 
-def test_every_cast_compiles_into_the_fnuz_types_for_gfx942(answers: dict[str, Any]) -> None:
+def test_kernels_of_casts_compile_into_the_fnuz_types_for_gfx942(answers: dict[str, Any]) -> None:
     assert {c["error"] for c in answers["fnuz"]} == {""}
-    assert len(answers["fnuz"]) >= 10
+    assert {kernel["name"] for c in answers["fnuz"] for kernel in c["kernels"]} >= {
+        "_cast_rows", "cast_both_groups", "_cast_transpose_groups", "gate_early", "gate_again", "cast_early", "cast_again",
+    }  # fmt: skip
     assert every(c["kernels"] for c in answers["fnuz"])
 
 
