@@ -20,51 +20,19 @@ import optuna
 from optuna.distributions import CategoricalDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines
 from kerneltune.search.study import choice_order, quiet
 from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of
-from kerneltune.spec import MOST, Case, Config
+from kerneltune.spec import MOST, Config
 
 TRANSIENT = frozenset(("memory", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
 _MOVE = "move the file away to start anew"
 _ABOUT = ("op", "variant", "axes", "dtype", "quant", "options", "policy", "fingerprint")
 _RESULT = ("status", "detail", "resources", "spill_bytes", "shared_bytes", "commit")
-
-
-class _TrialRow(msgspec.Struct):
-    """Hold a trial as a journal has it; journals of older versions lack the last six fields."""
-
-    op: str
-    variant: str
-    axes: dict[str, int]
-    dtype: str
-    quant: str
-    options: dict[str, bool | int | float | str]
-    policy: str
-    config: dict[str, bool | int | float | str]
-    fingerprint: dict[str, str]
-    status: str
-    detail: str
-    time_us: float | None
-    resources: int = 0
-    spill_bytes: int = 0
-    shared_bytes: int = 0
-    date: str = ""
-    commit: str = ""
-    case: str = ""
-
-    @property
-    def trial(self) -> Trial:
-        """Return the row as a trial."""
-        case = Case(self.case, tuple(self.axes.items()), self.dtype, self.quant, tuple(self.options.items()))
-        measured = (self.resources, self.spill_bytes, self.shared_bytes, self.date, self.commit)
-        status = "crashed" if self.status == "lost" else self.status  # the word of journals before 2026-11-26
-        evaluation = Evaluation(status, self.time_us, self.detail, *measured)
-        return Trial(TaskKey(self.op, self.variant, case, self.policy), tuple(self.config.items()), evaluation, self.fingerprint)
 
 
 class TrialStore:
@@ -206,34 +174,33 @@ def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) ->
     for study in storage.get_all_studies():
         if not study.user_attrs.keys() >= set(_ABOUT):
             continue  # another program's study, or a study that was interrupted before its first trial
-        about = {name: study.user_attrs[name] for name in (*_ABOUT, "case") if name in study.user_attrs}
         number = storage.get_study_id_from_name(study.study_name)
         trials = storage.get_all_trials(number, deepcopy=False)
         begin, read[number] = read.get(number, 0), len(trials)
         for trial in trials[begin:]:
-            if not trial.state.is_finished() or "status" not in trial.user_attrs:
-                continue
-            ended = trial.datetime_complete
-            yield _row(
-                {
-                    **about,
-                    **{name: trial.user_attrs[name] for name in _RESULT if name in trial.user_attrs},
-                    "config": dict(trial.params),
-                    "time_us": trial.value if trial.state is TrialState.COMPLETE else None,
-                    "date": ended.astimezone(UTC).isoformat(timespec="seconds") if ended else "",
-                },
-                path,
-            )
+            if trial.state.is_finished() and "status" in trial.user_attrs:
+                yield _trial(study.user_attrs, trial, path)
 
 
-def _row(row: Mapping[str, Any], path: Path) -> Trial:
+def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
+    """Return a stored trial of a study that is described by its user attributes."""
+    evaluation = {name: stored.user_attrs[name] for name in _RESULT if name in stored.user_attrs}
+    if evaluation["status"] == "lost":  # the word of journals before 2026-11-26
+        evaluation["status"] = "crashed"
+    evaluation["time_us"] = time_us = stored.value if stored.state is TrialState.COMPLETE else None
+    if ended := stored.datetime_complete:
+        evaluation["date"] = ended.astimezone(UTC).isoformat(timespec="seconds")
     try:
-        checked = msgspec.convert(row, _TrialRow)
+        axes, options = (list(msgspec.convert(about[name], dict[str, Any]).items()) for name in ("axes", "options"))
+        case = {"name": about.get("case", ""), "axes": axes, "dtype": about["dtype"], "quant": about["quant"], "options": options}
+        key = about["op"], about["variant"], case, about["policy"]
+        row = {"key": key, "knobs": list(stored.params.items()), "evaluation": evaluation, "fingerprint": about["fingerprint"]}
+        trial = msgspec.convert(row, Trial)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: not a trial: {error}; {_MOVE}") from error
-    if checked.time_us is not None and not 0 < checked.time_us < MOST:
-        raise ValueError(f"{path}: not a trial: time_us: {checked.time_us!r}: expected microseconds above 0, or null; {_MOVE}")
-    return checked.trial
+    if time_us is not None and not 0 < time_us < MOST:
+        raise ValueError(f"{path}: not a trial: time_us: {time_us!r}: expected microseconds above 0, or null; {_MOVE}")
+    return trial
 
 
 class _JournalFile(JournalFileBackend):
