@@ -86,7 +86,7 @@ def mutate_outputs(plan: Plan) -> list[Outcome]:
         if own is None:
             raise ValueError(f"{name}: only variants of other packages: expected one of this package to perturb")
         jobs.append(mutation_job(Task(op, cases[0], own), cases))
-    return [outcome for _number, found in sorted(run_jobs(jobs), key=itemgetter(0)) for outcome in found]
+    return [outcome for _number, outcomes in sorted(run_jobs(jobs), key=itemgetter(0)) for outcome in outcomes]
 
 
 def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[Key] | None = None) -> list[Record]:
@@ -104,7 +104,7 @@ def measure_again(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress:
         batches: the plan of a family and some of its cases, in the order in which they are measured.
         until: time of the monotonic clock in s; after it, no further case begins.
     """
-    found: list[Record] = []
+    measured: list[Record] = []
     done, total = 0, sum(len(entries) for _, entries in batches)
     with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
         for plan, entries in batches:
@@ -112,8 +112,8 @@ def measure_again(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress:
                 break
             done += len(entries)
             campaign = _Campaign(plan, progress, worker, until=until)
-            found += campaign.measure_and_write(entries, f"measure {plan.family}, to {done} of {total}")[0]
-    return found
+            measured += campaign.measure_and_write(entries, f"measure {plan.family}, to {done} of {total}")[0]
+    return measured
 
 
 def _by_op(entries: Sequence[SweepCase]) -> dict[str, list[Case]]:
@@ -326,8 +326,8 @@ class _Campaign:
     def _runs(self, entry: SweepCase) -> Runs:
         """Pair the variants of a case with their configs; a variant that the selection names twice is paired twice."""
         named = self.plan.selection.variants
-        found = [(task, config_for(task, self.plan.options.configs)) for task in self.plan.tasks(entry.op, entry.case)]
-        return [run for run in found for _ in range(max(1, named.count(run[0].variant.name)))]
+        runs = [(task, config_for(task, self.plan.options.configs)) for task in self.plan.tasks(entry.op, entry.case)]
+        return [run for run in runs for _ in range(max(1, named.count(run[0].variant.name)))]
 
     def _ceiling(self, run: Run) -> Run | None:
         """Return the streaming operator that is the upper bound of a run's bandwidth, and its config."""
@@ -369,8 +369,8 @@ def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> 
 
 def _covering_configs(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
     """Return the configs of the first covering pairs by case, on average `_CONFIGS_PER_CASE` configs per case."""
-    found: dict[Case, list[Config]] = {}
+    by_case: dict[Case, list[Config]] = {}
     chosen = covering(configs_by_case(variant, cases), partial(check_cost, op))
     for config, case in itertools.islice(chosen, _CONFIGS_PER_CASE * len(cases)):
-        found.setdefault(case, []).append(config)
-    return found
+        by_case.setdefault(case, []).append(config)
+    return by_case

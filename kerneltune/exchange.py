@@ -32,15 +32,15 @@ def configs(policy="cold", dtype=None, quant=None):
     """Return a triton.Config for every distinct config of the table: for `@triton.autotune(configs=configs(), key=KEY)`."""
     import triton
 
-    found = {}
+    distinct = {}
     for entry in ENTRIES:
         wanted = entry["policy"] == policy and dtype in (None, entry["dtype"]) and quant in (None, entry["quant"])
         knobs = entry["config"]
-        if wanted and repr(knobs) not in found:
+        if wanted and repr(knobs) not in distinct:
             meta = {NAMES.get(name, name): value for name, value in knobs.items() if name not in WORDS}
             words = {WORDS[name]: value for name, value in knobs.items() if name in WORDS}
-            found[repr(knobs)] = triton.Config(meta, **words)
-    return list(found.values())
+            distinct[repr(knobs)] = triton.Config(meta, **words)
+    return list(distinct.values())
 '''
 
 
@@ -68,8 +68,8 @@ def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=la
         for entry in ENTRIES
         if (entry["variant"], entry["quant"], entry["policy"]) == (variant, quant, wanted)
     ]
-    found = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS, MAX_DISTANCE)
-    return next((dict(config) for _, config in found if valid(config)), None)
+    near = ranked((dict(axes), dtype, dict(options)), stored, FREE_AXES, FREE_OPTIONS, BANDS, MAX_DISTANCE)
+    return next((dict(config) for _, config in near if valid(config)), None)
 '''
 
 
@@ -118,8 +118,8 @@ def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
     Raises:
         ValueError: a file of another format, operator or GPU, or a file that cannot be read.
     """
-    found, entries = _from_json(path) if path.suffix == ".json" else _from_source(path)
-    for field, of, expected in (("op", found[0], op.name), ("device", found[1], device or found[1])):
+    of_file, entries = _from_json(path) if path.suffix == ".json" else _from_source(path)
+    for field, of, expected in (("op", of_file[0], op.name), ("device", of_file[1], device or of_file[1])):
         if of != expected:
             raise ValueError(f"{path}: {field}: {of!r}: expected {expected!r}")
     if not entries:
@@ -179,8 +179,8 @@ def _rows(entries: Sequence[CacheEntry]) -> list[str]:
 
 def _module(name: str) -> str:
     """Return a name that Python can import."""
-    found = _IDENTIFIER.sub("_", name).strip("_") or "configs"
-    return f"_{found}" if found[0].isdigit() else found
+    identifier = _IDENTIFIER.sub("_", name).strip("_") or "configs"
+    return f"_{identifier}" if identifier[0].isdigit() else identifier
 
 
 def _unique(name: str, content: Mapping[str, Any], files: Mapping[str, Mapping[str, Any]]) -> str:
@@ -188,9 +188,9 @@ def _unique(name: str, content: Mapping[str, Any], files: Mapping[str, Mapping[s
     stem = ",".join(_IN_NAME.sub("_", part) for part in name.split(",")).lstrip(".-") or "configs"
     case = {**content["case"], "case": ""}
     for n in range(len(files) + 1):
-        found = f"{stem}{f'_{n}' if n else ''}.json"
-        if found not in files or {**files[found]["case"], "case": ""} == case:
-            return found
+        file = f"{stem}{f'_{n}' if n else ''}.json"
+        if file not in files or {**files[file]["case"], "case": ""} == case:
+            return file
     raise AssertionError
 
 

@@ -107,11 +107,11 @@ def decode_versioned(data: bytes | str, kind: type[T], version: int, **expected:
     """Return the content of a file that has this version and these values of some fields."""
     if (schema := decode(data, Versioned).schema) != version:
         raise bad("schema", schema, repr(version))
-    found = decode(data, kind)
+    content = decode(data, kind)
     for name, value in expected.items():
-        if getattr(found, name) != value:
-            raise bad(name, getattr(found, name), repr(value))
-    return found
+        if getattr(content, name) != value:
+            raise bad(name, getattr(content, name), repr(value))
+    return content
 
 
 def checked(values: object, schema: type[T], field: str = "") -> T:
@@ -263,9 +263,9 @@ def _append(descriptor: int, data: bytes, size: int) -> None:
 
 def _explained(error: msgspec.ValidationError, data: object) -> str:
     """Return the error of msgspec as `field: value: expected …`."""
-    found = _AT.match(str(error))
-    assert found is not None
-    what, path = found["what"], found["path"] or "$"
+    parts = _AT.match(str(error))
+    assert parts is not None
+    what, path = parts["what"], parts["path"] or "$"
     steps = [step["name"] or int(step["index"]) for step in _STEP.finditer(path) if step["index"] != "..."]
     named = _FIELD.match(what)
     if named is not None and "missing" in what:
@@ -284,12 +284,12 @@ def _explained(error: msgspec.ValidationError, data: object) -> str:
 
 def _placed(message: str, data: bytes | str) -> str:
     """Return msgspec's message with a line in place of the byte, where the text has several."""
-    found = _BYTE.search(message)
+    place = _BYTE.search(message)
     raw = data.encode(errors="replace") if isinstance(data, str) else data
-    if found is None or b"\n" not in raw:
+    if place is None or b"\n" not in raw:
         return message
-    line = raw.count(b"\n", 0, int(found[1])) + 1
-    return f"{message[: found.start()]}at line {line}"
+    line = raw.count(b"\n", 0, int(place[1])) + 1
+    return f"{message[: place.start()]}at line {line}"
 
 
 def _joined(steps: list[Any]) -> str:

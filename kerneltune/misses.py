@@ -108,15 +108,15 @@ def _append(path: Path, miss: Miss) -> None:
 
 def read(path: Path) -> list[Miss]:
     """Load the misses of a log, each once."""
-    found: dict[Miss, None] = {}
+    misses: dict[Miss, None] = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         try:
             row = decode(line, _Row)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
         case = Case("", tuple(row.axes.items()), row.dtype, row.quant, tuple(row.options.items()))
-        found[Miss(row.op, row.variant, row.device, case, row.policy)] = None
-    return list(found)
+        misses[Miss(row.op, row.variant, row.device, case, row.policy)] = None
+    return list(misses)
 
 
 def sweep_text(misses: Sequence[Miss]) -> str:

@@ -102,7 +102,8 @@ class Options:
         quick: measure ten headline cases of a sweep with their present configs; check and tune nothing else.
         search: limits of each search; `budget_s` is also the limit of timing stale configs.
         check_only: check and time nothing.
-        configs, results: folders; None for the usual folders.
+        configs: folder of the config cache; None for the usual folder.
+        results: folder of the records.
         workers: number of compile processes; None for the number of cores.
         force: search cached configs again, and try configs with transient failures again.
         stale: search configs again that were chosen with another source, driver or packages.
@@ -118,18 +119,13 @@ class Options:
     search: Search = _TO_A_PERCENT
     check_only: bool = False
     configs: Path | None = None
-    results: Path | None = None
+    results: Path = field(default_factory=lambda: sweep.results_root(None))
     workers: int | None = None
     force: bool = False
     stale: bool = False
     exhaustive: bool = False
     knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     gpus: str = ""
-
-    @property
-    def results_root(self) -> Path:
-        """Return the folder of the records: `results`, else the usual folder."""
-        return sweep.results_root(self.results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,7 @@ class Plan:
     ops: Mapping[str, Op]
     sweep: Sweep
     selection: Selection
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
 
     @property
     def family(self) -> str:
@@ -160,8 +156,9 @@ class Plan:
     def headline(self, section: Section = "bench") -> list[SweepCase]:
         """Return at most ten selected headline cases; if the family has none, at most ten selected cases across the file."""
         chosen = self.cases(section)
-        found = list(filter(self.sweep.headlines, chosen)) or chosen
-        return [found[at * len(found) // _HEADLINES] for at in range(_HEADLINES)] if len(found) > _HEADLINES else found
+        entries = list(filter(self.sweep.headlines, chosen)) or chosen
+        count = min(_HEADLINES, len(entries))
+        return [entries[at * len(entries) // count] for at in range(count)]
 
     def variants(self, op: str) -> list[Variant]:
         """Return the selected variants of an operator whose packages are installed."""
@@ -188,7 +185,7 @@ class Plan:
 
     def journal(self, name: str) -> Path:
         """Return the journal of a stage on this device."""
-        return self.options.results_root / "runs" / device.current().slug / f"{self.family}.{name}.jsonl"
+        return self.options.results / "runs" / device.current().slug / f"{self.family}.{name}.jsonl"
 
 
 def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | None = None) -> Plan:
@@ -217,7 +214,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
 def results_folder(options: Options) -> Path:
     """Return results/<device> for a GPU; results/runs/interpreter, which git ignores, for the interpreter."""
     here = device.current()
-    return options.results_root / (here.slug if here.is_gpu else f"runs/{here.slug}")
+    return options.results / (here.slug if here.is_gpu else f"runs/{here.slug}")
 
 
 def require_gpu(command: str) -> None:
@@ -241,11 +238,11 @@ def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Sequen
     """
     gpu = device.current()
     here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}
-    found = []
+    finished = []
     for task, config in runs:
         key = key_of_case(task.op.name, task.case, task.policy)
         wanted = {**here, "source_hash": task.variant.source_hash, "config": config_values(config)}
         kept = (row for row in done.get((key, task.variant.name), ()) if row.status != "failed")
         rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
-        found += rows[-1:]
-    return found if len(found) == len(runs) else None
+        finished += rows[-1:]
+    return finished if len(finished) == len(runs) else None

@@ -97,7 +97,7 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
     A GPU without any records has no stale records; on other GPUs a family without records is stale.
     """
     first = plans[0]
-    folder = first.options.results_root / gpu
+    folder = first.options.results / gpu
     families = [_family(plan, folder) for plan in plans] if any(folder.glob("*.jsonl")) else []
     uses = _uses(plans)
     known: Counter[str] = Counter()

@@ -229,11 +229,11 @@ class _Reader:
         check, bench = (tuple(self.section(section, items.get(section))) for section in _SMALLEST)
         if not check and not bench:
             self.fail(root, "check", "missing", "at least one entry in check or bench")
-        found = Sweep(family, self.path, check, bench, self.gate(items.get("gate")), self.headline(items.get("headline")))
-        if found.headline and not any(map(found.headlines, bench)):
-            shown = ", ".join(f"{key} {' '.join(patterns)}" for key, patterns in found.headline.items())
+        loaded = Sweep(family, self.path, check, bench, self.gate(items.get("gate")), self.headline(items.get("headline")))
+        if loaded.headline and not any(map(loaded.headlines, bench)):
+            shown = ", ".join(f"{key} {' '.join(patterns)}" for key, patterns in loaded.headline.items())
             self.fail(items["headline"].value, "headline", shown, "what at least one bench case has")
-        return found
+        return loaded
 
     def family(self, root: yaml.Node) -> str:
         """Return the family that the file names."""
@@ -422,15 +422,15 @@ class _Reader:
         children = node.value if isinstance(node, yaml.SequenceNode) else [node]
         if not children:
             self.fail(node, field, "[]", "at least one value")
-        found: list[tuple[yaml.Node, Any]] = []
+        distinct: list[tuple[yaml.Node, Any]] = []
         seen: set[tuple[type, object]] = set()
         for child in children:
             value = self.scalar(child, field)
             if (type(value), value) in seen:
                 self.fail(child, field, repr(value), "each value once")
             seen.add((type(value), value))
-            found.append((child, value))
-        return found
+            distinct.append((child, value))
+        return distinct
 
     def name(self, node: yaml.Node, field: str, placeholders: bool = False) -> str:
         value = self.scalar(node, field)

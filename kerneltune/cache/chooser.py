@@ -227,10 +227,10 @@ def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
 @lru_cache(maxsize=65536)
 def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, options: CaseOptions) -> Any:
     case = Case("", axes, dtype, quant, options)
-    found = chooser.find(case, gpu)
-    if found.source != "own":
-        misses.report(misses.Miss(chooser.op, chooser.variant, gpu, case, chooser.policy), found.describe, chooser.free_axes)
-    return found.config
+    choice = chooser.find(case, gpu)
+    if choice.source != "own":
+        misses.report(misses.Miss(chooser.op, chooser.variant, gpu, case, chooser.policy), choice.describe, chooser.free_axes)
+    return choice.config
 
 
 def _described(case: Case, entry: CacheEntry, distance: float, policy: str, gpu: str) -> str:

@@ -229,8 +229,8 @@ def _loaded(path: Path) -> tuple[CacheEntry, ...]:
 def alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, CacheEntry], ...]:
     """Return (sizes, type and options; entry) of all entries of a variant and mode, by `in_order`, entries of `cold` last."""
     of_variant = [e for e in _loaded(path) if (e.variant, e.quant) == (variant, quant)]
-    found = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in of_variant if e.policy == wanted)]
-    return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in found)
+    in_turn = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in of_variant if e.policy == wanted)]
+    return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in in_turn)
 
 
 def _size(entry: CacheEntry) -> int:

@@ -120,12 +120,12 @@ def _holders(option: str) -> str:
     commands = dict(whole.commands)
     for name in ("cache", "adopt"):
         commands |= {f"{name} {inner}": command for inner, command in commands.pop(name).commands.items()}
-    found = [
+    having = [
         name for name, command in commands.items() if any(option in each.opts for each in command.params) and name != "profiled"
     ]
-    if not found or len(found) > _MANY_COMMANDS:
+    if not having or len(having) > _MANY_COMMANDS:
         return ""
-    return f"; {' and '.join(filter(None, [', '.join(found[:-1]), found[-1]]))} {'has' if len(found) == 1 else 'have'} it"
+    return f"; {' and '.join(filter(None, [', '.join(having[:-1]), having[-1]]))} {'has' if len(having) == 1 else 'have'} it"
 
 
 _value_type: Any = getattr(TyperOption, "display_type_rich", None)

@@ -60,10 +60,10 @@ def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Confi
     for where, entry in entries:
         if not (wanted.covers(op, entry.case, entry.dtype, entry.quant) and wanted.takes_variant(entry.variant)):
             continue
-        found = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant])
+        case = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant])
         speedup = entry.evidence.get("speedup")
         gain = float(speedup) if isinstance(speedup, float | int) else None
-        rows.append(Row((where, entry.policy, entry.variant, found, pairs(entry.config), gain)))
+        rows.append(Row((where, entry.policy, entry.variant, case, pairs(entry.config), gain)))
     if wanted.cases and not rows:
         raise ValueError(f"no entry of {op} with case={', '.join(wanted.cases)}")
     columns = (
@@ -104,13 +104,13 @@ def explain(
     asked = chosen.called(_case(known, chosen, ",".join(case), dtype, quant))
     if (reason := of.unsupported(asked)) is not None:
         raise ValueError(f"case: {asked.label}: unsupported: {reason}")
-    found = cache.Chooser.of(chosen, of, "cold", configs).find(asked, slug)
+    choice = cache.Chooser.of(chosen, of, "cold", configs).find(asked, slug)
     sources = {
         "own": "the cache's entry for exactly this case" + _staleness(of, asked, cache.load(op, slug, configs)),
-        "near": f"the cache's nearest entry, {found.describe().partition(': ')[0]}",
+        "near": f"the cache's nearest entry, {choice.describe().partition(': ')[0]}",
         "default": f"the default: {slug} has no entry for this case or near it{_reach(chosen)}",
     }
-    for word, text in (("case", asked.label), ("config", pairs(knobs_of(found.config))), ("from", sources[found.source])):
+    for word, text in (("case", asked.label), ("config", pairs(knobs_of(choice.config))), ("from", sources[choice.source])):
         show_wrapped(f"{word:<10}{text}", " " * 10)
 
 
@@ -199,15 +199,15 @@ def _author_names(op: Op, variant: str) -> dict[str, str]:
     chosen = op.variant(variant)
     knobs = {field.name for field in dataclasses.fields(chosen.config)} if chosen.config is not None else set()
     package = chosen.run.__module__.rpartition(".")[0]
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name, module in sorted(sys.modules.items()):
         if name != package and not name.startswith(f"{package}."):
             continue
         for kernel in vars(module).values():
             for parameter in getattr(kernel, "params", None) or () if hasattr(kernel, "arg_names") else ():
                 if parameter.is_constexpr and parameter.name.lower() in knobs:
-                    found.setdefault(parameter.name.lower(), parameter.name)
-    return found
+                    names.setdefault(parameter.name.lower(), parameter.name)
+    return names
 
 
 @app.command("import")

@@ -19,7 +19,7 @@ from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 
 if TYPE_CHECKING:
     from kerneltune.listing import OpFacts
-    from kerneltune.run_options import Options, Selection
+    from kerneltune.run_options import Options, Plan, Selection
 
 POLICIES = ("cold", "hot", "eager")
 SAMPLERS = ("ours", "random")
@@ -379,6 +379,14 @@ def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", ma
     chosen("quant", wanted.quants, (quant for op in among for quant in op.quants))
     matching("variant", wanted.variants, (variant.name for op in among for variant in op.variants))
     return replace(wanted, family=family, max_cases=max_cases or wanted.max_cases)
+
+
+def make_plan(family: str, wanted: "Selection", max_cases: int | None, policy: str, **options: Any) -> "Plan":
+    """Return the plan of a command: the selected part of a family, with the options of `make_options`."""
+    from kerneltune.run_options import load_plan
+
+    known = load_ops()
+    return load_plan(known, make_selection(known, family, wanted, max_cases), make_options(policy, **options))
 
 
 def make_options(policy: str, **given: Any) -> "Options":

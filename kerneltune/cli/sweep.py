@@ -61,49 +61,34 @@ def command(
 
     Exit code 1 if one of our own variants fails, or a stale config no longer runs.
     """
-    asked, folder = family, o.capture_of(family)
+    folder = o.capture_of(family)
+    given = {"peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials)
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --stale` takes a capture")
         known = o.load_ops()
-    else:
-        if folder:
-            o.use_capture(folder)
-            configs, results = configs or Path(folder, "configs"), results or Path(folder, "results")
-            family = str(Path(folder, "sweep.yaml"))
-        results = _results_of(family, results)
-        known = o.load_ops()
-        _require_writable(configs, results, check_only, tune and not quick)
-    selection = o.make_selection(known, family, wanted, max_cases)
-    options = o.make_options(
-        policy, tune=tune, quick=quick, peers=peers, budget_s=budget, trials=trials, check_only=check_only,
-        configs=configs, results=results, workers=workers,
-    )  # fmt: skip
-    from kerneltune.run_options import load_plan
-
-    if stale:
-        _refresh(known, selection, options)
-    elif mutate:
-        _show_mutations(load_plan(known, selection, options))
-    else:
-        _run(load_plan(known, selection, options), asked, folder)
-
-
-def _results_of(family: str, results: Path | None) -> Path:
-    """Check and return the folder of a family's records, and let the server of processes start in the background."""
+        selection = o.make_selection(known, family, wanted, max_cases)
+        return _refresh(known, selection, o.make_options(policy, configs=configs, results=results, **given))
     if not family:
         from kerneltune.cli import without_family
 
         raise ValueError(without_family("sweep"))
-    results = o.results_root(results, family)
+    file = family
+    if folder:
+        o.use_capture(folder)
+        configs, results, file = configs or Path(folder, "configs"), results or Path(folder, "results"), f"{folder}/sweep.yaml"
+    results = o.results_root(results, file)
     o.require_writable(results)
     from kerneltune import device
     from kerneltune.processes import start_server
 
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
-    return results
+    given |= {"tune": tune, "quick": quick, "trials": trials}
+    plan = o.make_plan(file, wanted, max_cases, policy, configs=configs, results=results, **given)
+    _require_writable(plan.options, tunes=tune and not quick)
+    return _show_mutations(plan) if mutate else _run(plan, family, folder)
 
 
 def _run(plan: "Plan", asked: str, capture: str) -> None:
@@ -135,16 +120,16 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
     gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in o.config_files(options.configs)})
     if works:
         o.require_writable(o.configs_root(options.configs))
-        _require_writable(options.configs, options.results_root, check_only=False, tune=False)
+        _require_writable(options, tunes=False)
     plans = stale.plans_of(known, selection, options)
-    found = [stale.find(plans, gpu) for gpu in gpus]
-    if (table := _stale_table(found)).rows:
+    by_gpu = [stale.find(plans, gpu) for gpu in gpus]
+    if (table := _stale_table(by_gpu)).rows:
         show(table.text(width()))
-    for family in (family for one in found for family in one.families if family.orphans):
+    for family in (family for one in by_gpu for family in one.families if family.orphans):
         note(f"{family.plan.family}: {counted(family.orphans, 'record')} of no case of {family.plan.sweep.path}")
     if not works:
         return
-    (one,) = found
+    (one,) = by_gpu
     with reporter() as progress:
         done = stale.refresh(one, progress)
     counts = Counter(one.status for one in done.renewals)
@@ -163,12 +148,12 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
         raise typer.Exit(1)
 
 
-def _stale_table(found: "Sequence[Stale]") -> Table:
+def _stale_table(by_gpu: "Sequence[Stale]") -> Table:
     """Return a row per operator with its stale configs and per family with its stale cases."""
     from kerneltune.stale import CONFIG_S
 
     rows = []
-    for one in found:
+    for one in by_gpu:
         of_op = Counter(op for op, _ in one.configs)
         stale = [("configs", op, of_op[op], known, CONFIG_S * of_op[op]) for op, known in sorted(one.known.items())]
         stale += [("cases", f.plan.family, len(f.stale), f.cases, f.seconds_a_case * len(f.stale)) for f in one.families]
@@ -243,13 +228,13 @@ def _show_recorded(plan: "Plan", asked: str) -> None:
     )
 
 
-def _require_writable(configs: Path | None, results: Path, check_only: bool, tune: bool) -> None:
+def _require_writable(options: "Options", tunes: bool) -> None:
     """Raise ValueError for a folder of this device that could not be written when the work is done."""
     from kerneltune import device
 
     here = device.current()
-    o.require_writable(results / "runs" / here.slug)
-    if here.is_gpu and not check_only:
-        o.require_writable(results / here.slug)
-        if tune:
-            o.require_tunable(configs, results)
+    o.require_writable(options.results / "runs" / here.slug)
+    if here.is_gpu and not options.check_only:
+        o.require_writable(options.results / here.slug)
+        if tunes:
+            o.require_tunable(options.configs, options.results)

@@ -35,19 +35,18 @@ def command(
     results: o.Results = None,
 ) -> None:
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
-    known = o.load_ops()
     from kerneltune import device
-    from kerneltune.run_options import load_plan
     from kerneltune.search.task import store_folder
 
-    selection = o.make_selection(known, family, replace(wanted, variants=(variant,)))
-    gpu, options = gpu or device.current().slug, o.make_options(policy, results=o.results_root(results, family))
-    found = searches_of(load_plan(known, selection, options), gpu)
-    if not found:
-        folder = store_folder(options.results_root, gpu)
+    results = o.results_root(results, family)
+    plan = o.make_plan(family, replace(wanted, variants=(variant,)), None, policy, results=results)
+    gpu = gpu or device.current().slug
+    by_title = searches_of(plan, gpu)
+    if not by_title:
+        folder = store_folder(results, gpu)
         show_wrapped(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
         return
-    for title, searches in found.items():
+    for title, searches in by_title.items():
         show_searches(title, searches, whole=True)
         show("")
 
@@ -60,15 +59,15 @@ def searches_of(plan: "Plan", gpu: str) -> dict[str, Searches]:
     from kerneltune.search.task import Task, store_path
     from kerneltune.search.trials import newest_trials
 
-    found: dict[str, Searches] = {}
-    kept = {name: newest_trials(store_path(plan.options.results_root, gpu, name)) for name in {e.op for e in plan.cases()}}
+    by_title: dict[str, Searches] = {}
+    kept = {name: newest_trials(store_path(plan.options.results, gpu, name)) for name in {e.op for e in plan.cases()}}
     for entry in plan.cases():
         op, case = plan.ops[entry.op], entry.case
         for variant in filter(lambda variant: plan.selection.takes_variant(variant.name), op.variants):
             stored = kept[op.name].get(Task(op, case, variant, plan.policy(entry.op)).key, {})
             if any(one.time_us is not None for one in stored.values()):
-                found.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
-    return found
+                by_title.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
+    return by_title
 
 
 def _times(searches: Searches) -> list[dict[Any, float]]:

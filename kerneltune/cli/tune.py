@@ -107,17 +107,12 @@ def command(
         from kerneltune.processes import start_server
 
         start_server()  # its imports run beside the imports of this process and take as long
-    known = o.load_ops()
-    from kerneltune.run_options import load_plan
-
-    selection = o.make_selection(known, family, wanted, max_cases)
-    options = o.make_options(
-        policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
+    plan = o.make_plan(
+        family, wanted, max_cases, policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
         exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus,
         configs=configs, results=results, workers=workers,
     )  # fmt: skip
-    plan = load_plan(known, selection, options)
     if dry_run:
         return _show_forecast(plan)
     o.require_tunable(configs, results)

@@ -104,6 +104,6 @@ def portfolio(cases: Sequence[Mapping[Knobs, float]]) -> Portfolio:
     )
     count = 1.0 + np.minimum(gaps, 1.0).mean(axis=0) / len(configs)  # between sets of equal size, prefer smaller gaps
     covered = LinearConstraint((gaps <= NEAR).astype(float), lb=1)
-    found = milp(count, integrality=1, bounds=Bounds(0, 1), constraints=covered, options={"time_limit": _MOST_S})
-    chosen = np.flatnonzero(found.x > 0.5)
-    return Portfolio(tuple(configs[i] for i in chosen), float(gaps[:, chosen].min(axis=1).max()), found.status == 0)
+    solved = milp(count, integrality=1, bounds=Bounds(0, 1), constraints=covered, options={"time_limit": _MOST_S})
+    chosen = np.flatnonzero(solved.x > 0.5)
+    return Portfolio(tuple(configs[i] for i in chosen), float(gaps[:, chosen].min(axis=1).max()), solved.status == 0)

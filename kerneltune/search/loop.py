@@ -149,12 +149,12 @@ def explore(
     for config, evaluation in known.items():
         state.tell(config, evaluation.time_us)
     limit = min(search.trials or len(candidates.pool), len(candidates.pool))
-    flying, found = _InFlight(evaluator), dict(known)
+    flying, evaluations = _InFlight(evaluator), dict(known)
     began: float | None = None  # the time to start a process and to make inputs does not belong to the search
     enough = False
     try:
         while True:
-            while not enough and flying.has_room(state.ahead) and len(found) + flying.length < limit:
+            while not enough and flying.has_room(state.ahead) and len(evaluations) + flying.length < limit:
                 asked = state.ask()
                 if asked is None:
                     break
@@ -164,7 +164,7 @@ def explore(
             state.sampler.prepare()
             evaluator.use_idle_time()
             for config, evaluation in flying.move():
-                found[config] = evaluation
+                evaluations[config] = evaluation
                 state.tell(config, evaluation.time_us)
                 on_trial(config, evaluation)
                 began = time.monotonic() if began is None and evaluator.is_ready() else began
@@ -174,12 +174,12 @@ def explore(
                 flying.give_up()
     finally:
         flying.give_up()
-    return found
+    return evaluations
 
 
-def times_of(found: Mapping[Config, Evaluation]) -> dict[Config, float]:
+def times_of(evaluations: Mapping[Config, Evaluation]) -> dict[Config, float]:
     """Return config -> time; configs without a time are left out."""
-    return {config: evaluation.time_us for config, evaluation in found.items() if evaluation.time_us is not None}
+    return {config: evaluation.time_us for config, evaluation in evaluations.items() if evaluation.time_us is not None}
 
 
 def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:

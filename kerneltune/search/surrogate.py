@@ -160,8 +160,8 @@ class Surrogate:
             slope = np.concatenate([shrink * np.tensordot(apart, nearer, 2), [np.sum(slopes * kernel), of_noise]])
             return float(self._values @ weights / 2 + np.sum(np.log(np.diag(factor))) + off @ off / 2), slope + off
 
-        found = minimize(cost, self._theta, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 25})
-        self._theta = np.asarray(found.x)
+        fitted = minimize(cost, self._theta, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": 25})
+        self._theta = np.asarray(fitted.x)
 
 
 def _matern(distance: Array, theta: Array) -> Array:

@@ -67,8 +67,8 @@ def _named_task(module: str, origin: tuple[Any, ...] | None, op_name: str, varia
         return Task(made[op_name], case, made[op_name].variant(variant), policy)
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
-        found = importlib.import_module(".".join(parts[:length]))
-        for op in (*getattr(found, "OPS", ()), getattr(found, "OP", None)):
+        imported = importlib.import_module(".".join(parts[:length]))
+        for op in (*getattr(imported, "OPS", ()), getattr(imported, "OP", None)):
             if op is not None and op.name == op_name:
                 return Task(op, case, op.variant(variant), policy)
     raise ValueError(f"no operator {op_name} in OP or OPS of {module} or of a package that holds it")

@@ -117,9 +117,9 @@ class TrialStore:
     def refresh(self) -> None:
         """Read the trials that other processes have added to the file by now."""
         self._storage = self._storage or _existing(self._path)
-        found = [trial for trial in _trials(self._storage, self._path, self._read) if trial.fingerprint == self._fingerprint]
+        read = [trial for trial in _trials(self._storage, self._path, self._read) if trial.fingerprint == self._fingerprint]
         with self._lock:
-            for trial in found:
+            for trial in read:
                 of_task = self._found.setdefault(trial.key, {})
                 if trial.evaluation.status in self._hidden:
                     of_task.pop(trial.knobs, None)
@@ -144,11 +144,11 @@ def newest_trials(path: Path) -> dict[TaskKey, dict[Knobs, Evaluation]]:
     """Return the trials of a store by task, the oldest first: of a variant those with the fingerprint of its newest trial."""
     trials = sorted(history(path), key=lambda trial: trial.evaluation.date)
     newest = {trial.key.variant: trial.fingerprint for trial in trials}
-    found: dict[TaskKey, dict[Knobs, Evaluation]] = {}
+    by_task: dict[TaskKey, dict[Knobs, Evaluation]] = {}
     for trial in trials:
         if trial.fingerprint == newest[trial.key.variant]:
-            found.setdefault(trial.key, {})[trial.knobs] = trial.evaluation
-    return found
+            by_task.setdefault(trial.key, {})[trial.knobs] = trial.evaluation
+    return by_task
 
 
 def history(path: Path) -> list[Trial]:

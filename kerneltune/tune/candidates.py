@@ -97,13 +97,13 @@ def checked_space(task: Task) -> list[Config]:
     """Return the valid configs of a space, each once."""
     case, variant = task.case, task.variant
     with _in_one_line(task):
-        found = list(dict.fromkeys(variant.configs(case)))
+        configs = list(dict.fromkeys(variant.configs(case)))
         for config in variant.promising(case):
             if type(config) is not variant.config:
                 raise ValueError(f"promising: {config!r}: expected a {getattr(variant.config, '__name__', None)}")
-    if not found:
+    if not configs:
         raise ValueError(f"{task.op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
-    return found
+    return configs
 
 
 @contextmanager

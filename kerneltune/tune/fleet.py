@@ -169,11 +169,11 @@ def visible_gpus(wanted: str) -> list[str]:
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
-        found = [str(index) for index in range(torch.cuda.device_count())]
+        visible = [str(index) for index in range(torch.cuda.device_count())]
     else:
-        found = [name for name in given.split(",") if name]  # torch may have counted before the variable was set
-    if wanted == "all" and found:
-        return found
-    if not wanted.isdecimal() or not 0 < int(wanted) <= len(found):
-        raise ValueError(f"gpus: {wanted!r}: expected all or a number of GPUs, {len(found)} here")
-    return found[: int(wanted)]
+        visible = [name for name in given.split(",") if name]  # torch may have counted before the variable was set
+    if wanted == "all" and visible:
+        return visible
+    if not wanted.isdecimal() or not 0 < int(wanted) <= len(visible):
+        raise ValueError(f"gpus: {wanted!r}: expected all or a number of GPUs, {len(visible)} here")
+    return visible[: int(wanted)]

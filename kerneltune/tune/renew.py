@@ -40,7 +40,7 @@ def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> lis
 
     After `search.budget_s` seconds no further config is timed, and the result ends there.
     """
-    found, ops, options = list[Renewal](), plan.ops, plan.options
+    renewals, ops, options = list[Renewal](), plan.ops, plan.options
     until = time.monotonic() + (math.inf if options.search.budget_s is None else options.search.budget_s)
     progress.stage("time stale configs", len(configs))
     with TuningSession(options) as session:
@@ -52,12 +52,12 @@ def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> lis
             try:
                 renewed = _renewed(session, ops[name], entry, over)
             except ValueError as error:
-                found.append(Renewal(name, entry, "invalid", str(error)))
+                renewals.append(Renewal(name, entry, "invalid", str(error)))
             else:
                 cache.store(name, device.current().slug, renewed, options.configs)
-                found.append(Renewal(name, entry, "good" if renewed.config == entry.config else "slower"))
+                renewals.append(Renewal(name, entry, "good" if renewed.config == entry.config else "slower"))
             progress.advance(f"{name} {entry.label}")
-    return found
+    return renewals
 
 
 def _runs_of(op: Op, entry: CacheEntry) -> tuple[Task, list[Config]]:

@@ -42,7 +42,7 @@ class TuningSession:
         """Return a tuner of a task that knows the stored trials; `force` forgets transient failures."""
         store = self._stores.get((task.op.name, task.variant.name))
         if store is None:
-            store = open_store(task.op, task.variant, self.options.results_root, self.options.force)
+            store = open_store(task.op, task.variant, self.options.results, self.options.force)
             self._stores[task.op.name, task.variant.name] = store
         return Tuner(task, store, self.worker, self.queue, self.options.force or bool(self.options.knobs))
 

@@ -102,22 +102,22 @@ def _tasks(plan: Plan) -> list[Task]:
 
     If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
     """
-    whole, found = plan.options.exhaustive, dict[TaskKey, Task]()
+    whole, tasks = plan.options.exhaustive, dict[TaskKey, Task]()
     for entry in sorted(plan.cases(), key=lambda e: e.case.dtype != "bfloat16"):
         op = plan.ops[entry.op]
         case = entry.case if whole else op.called(entry.case)
         wanted = [task for task in plan.tasks(entry.op, case) if task.variant.config is not None and is_supported(task)]
         ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.policy(entry.op))
-        found |= {task.key: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
-    return list(found.values())
+        tasks |= {task.key: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
+    return list(tasks.values())
 
 
 def _state(task: Task, options: Options) -> str:
     """Return the state of a task's config in the cache: `lacking`, `stale` or `fresh`."""
-    found = cached(task, options.configs)
-    if found is None:
+    own = cached(task, options.configs)
+    if own is None:
         return "lacking"
-    return "stale" if changed(task.variant, found[0], here=True) else "fresh"
+    return "stale" if changed(task.variant, own[0], here=True) else "fresh"
 
 
 def expected_work(task: Task, options: Options) -> tuple[int, float]:

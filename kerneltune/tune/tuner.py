@@ -105,11 +105,11 @@ class Tuner:
             self.store.put(self.task, config, known)
         return self._remember(config, known)
 
-    def _remember(self, config: Config, found: Evaluation) -> Evaluation:
-        self.resources[config] = found.resources
-        if found.time_us is not None:
-            self._best_us = min(found.time_us, self._best_us or found.time_us)
-        return found
+    def _remember(self, config: Config, evaluation: Evaluation) -> Evaluation:
+        self.resources[config] = evaluation.resources
+        if evaluation.time_us is not None:
+            self._best_us = min(evaluation.time_us, self._best_us or evaluation.time_us)
+        return evaluation
 
     def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
         """Return the evaluation of a config that is refused after its compilation; None for a config to be measured."""
