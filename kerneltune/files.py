@@ -10,11 +10,12 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import stat
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -208,8 +209,13 @@ def _wait(descriptor: int, path: Path) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    _remove_abandoned(path.parent)
-    part, descriptor = _new_file(path.parent)
+    def touch() -> Path:
+        new = path.parent / f".{secrets.token_hex(8)}.tmp"
+        new.touch(exist_ok=False)
+        return new
+
+    remove_abandoned(other for other in path.parent.glob(".*.tmp") if _NEW.fullmatch(other.name))
+    part, descriptor = new_locked(touch)
     try:
         with os.fdopen(descriptor, "wb") as file:
             if path.exists():
@@ -223,31 +229,35 @@ def _replace(path: Path, content: bytes) -> None:
         raise
 
 
-def _new_file(folder: Path) -> tuple[Path, int]:
-    """Return a new file of a random name and its descriptor, which holds the file's lock until it is closed."""
+def new_locked(make: Callable[[], Path]) -> tuple[Path, int]:
+    """Return a new file or folder, and the descriptor that keeps it locked until it is closed or its process ends."""
     while True:
-        part = folder / f".{secrets.token_hex(8)}.tmp"
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if os.fstat(descriptor).st_nlink:  # else another process found the file before it was locked, and removed it
-            return part, descriptor
-        os.close(descriptor)
+        path = make()
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = _opened_itself(path)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if path.exists():  # else another process saw it before it was locked, and removed it
+                return path, descriptor
+            os.close(descriptor)
 
 
-def _remove_abandoned(folder: Path) -> None:
-    """Remove the new files of a folder that killed processes left: nobody holds their locks."""
-    names: list[str] = []
-    with contextlib.suppress(OSError):  # a folder that may be written but not read
-        names = os.listdir(folder)
-    for name in filter(_NEW.fullmatch, names):
-        with contextlib.suppress(OSError):  # held, gone, or not ours
-            descriptor = os.open(folder / name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+def remove_abandoned(paths: Iterable[Path]) -> None:
+    """Remove the files and folders that killed processes left: nobody holds their locks."""
+    for path in paths:
+        with contextlib.suppress(OSError):  # locked, gone, a link, or of another user
+            descriptor = _opened_itself(path)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(folder / name)
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
             finally:
                 os.close(descriptor)
+
+
+def _opened_itself(path: Path) -> int:
+    """Return the descriptor of a file or folder; a link is an error."""
+    kind = os.O_RDONLY | os.O_DIRECTORY if path.is_dir() else os.O_WRONLY
+    return os.open(path, kind | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _append(descriptor: int, data: bytes, size: int) -> None:

@@ -7,7 +7,6 @@ The server of `fast_context` imports this module first, which binds the server t
 """
 
 import atexit
-import fcntl
 import multiprocessing
 import os
 import shutil
@@ -306,38 +305,10 @@ def process_folder() -> Path:
 
 def _new_folder(parent: Path) -> tuple[Path, int]:
     """Return a new folder, and the descriptor that keeps it locked. Removes abandoned folders of the parent first."""
-    remove_abandoned(parent)
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        with suppress(FileNotFoundError, BlockingIOError):  # another process took the folder for abandoned
-            lock = _locked(folder)
-            if folder.exists():
-                return folder, lock
-            os.close(lock)
+    from kerneltune.files import new_locked, remove_abandoned  # not above: the server imports this module alone
 
-
-def remove_abandoned(parent: Path) -> None:
-    """Remove this user's temporary folders that no process keeps locked."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # in use, gone, or of another user
-            lock = _locked(folder)
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(lock)
-
-
-def _locked(folder: Path) -> int:
-    """Lock a folder and return the descriptor that holds the lock.
-
-    Raises:
-        OSError: another process holds the lock, or the folder is a link.
-    """
-    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
-    return lock
+    remove_abandoned(parent.glob(f"{_PREFIX}*"))
+    return new_locked(lambda: Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)))
 
 
 if _SERVER in os.environ:

@@ -77,7 +77,8 @@ def command(
     file = family
     if folder:
         o.use_capture(folder)
-        configs, results, file = configs or Path(folder, "configs"), results or Path(folder, "results"), f"{folder}/sweep.yaml"
+        configs, results = configs or Path(folder, "configs"), results or Path(folder, "results")
+        file = str(Path(folder, "sweep.yaml"))
     results = o.results_root(results, file)
     o.require_writable(results)
     from kerneltune import device
