@@ -38,15 +38,15 @@ def facts(before_import: Callable[[], None] = lambda: None) -> dict[str, OpFacts
     Raises:
         ValueError: as `load`, of plug-ins.
     """
-    found = listed(families(), family, before_import)
+    facts = listed(families(), family, before_import)
     plugins = os.environ.get(PLUGINS, "")
     if plugins or importlib.metadata.entry_points(group=GROUP):
         before_import()
         for op in _plugged_in(plugins):
-            if op.name in found:
+            if op.name in facts:
                 load()  # says where both are
-            found[op.name] = facts_of(op)
-    return found
+            facts[op.name] = facts_of(op)
+    return facts
 
 
 def families() -> list[str]:
@@ -57,36 +57,36 @@ def families() -> list[str]:
 @cache
 def load_with(plugins: str) -> dict[str, Op]:
     """Load all operators, with plug-ins separated as paths are."""
-    found: dict[str, Op] = {}
+    loaded: dict[str, Op] = {}
     for op in (*itertools.chain.from_iterable(map(family, families())), *_plugged_in(plugins)):
-        known = found.setdefault(op.name, op)
+        known = loaded.setdefault(op.name, op)
         if known is not op:
             raise ValueError(f"two operators are called {op.name!r}: in {known.module} and in {op.module}")
-    return found
+    return loaded
 
 
 def family(name: str) -> tuple[Op, ...]:
     """Import a module or a folder of modules and return the operators in it."""
     module = importlib.import_module(name)
     if hasattr(module, "OPS") or hasattr(module, "OP"):
-        found = tuple(getattr(module, "OPS", ())) or (module.OP,)
+        operators = tuple(getattr(module, "OPS", ())) or (module.OP,)
     else:
         names = sorted(inside.name for inside in pkgutil.iter_modules(module.__path__, f"{name}.") if not inside.ispkg)
-        found = tuple(inside.OP for inside in map(importlib.import_module, names) if hasattr(inside, "OP"))
-    for op in found:
+        operators = tuple(inside.OP for inside in map(importlib.import_module, names) if hasattr(inside, "OP"))
+    for op in operators:
         check_contract(op)
-    return found
+    return operators
 
 
 def _plugged_in(plugins: str) -> tuple[Op, ...]:
     """Return the operators of other packages."""
-    found: tuple[Op, ...] = ()
+    operators: tuple[Op, ...] = ()
     for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda p: (p.name, p.value)):
         package = f" of package {point.dist.name}" if point.dist else ""
-        found += _plugged(f"{point.name}{package}", point.load)
+        operators += _plugged(f"{point.name}{package}", point.load)
     for name in dict.fromkeys(filter(None, plugins.split(os.pathsep))):
-        found += _plugged(name, partial(_module, name))
-    return found
+        operators += _plugged(name, partial(_module, name))
+    return operators
 
 
 def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:

@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, Pair, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CALL_OPTIONS, CAST, Cast, Pair, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.rows import cast_rows
 from kerneltune.ops.fp8.rowwise_2d import RowConfig, default, space, valid
 from kerneltune.spec import Inputs, Op, Outputs, Variant
@@ -55,7 +55,7 @@ def fp8_colwise_3d(
     cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape
     q, scale = _results(w, fp8_format, out)
     if config is None and w.numel():
-        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", TUNED)
+        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", CALL_OPTIONS)
     cast_rows(w.transpose(1, 2).reshape(E * N, K), q, scale, cast, config)
     return q, scale
 

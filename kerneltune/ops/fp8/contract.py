@@ -40,11 +40,14 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
 GROUP_OPTIONS: dict[str, tuple[Option, ...]] = {**OPTIONS, "groups": ("balanced", "zipf", "ragged")}
 """The options of token groups: the options of every cast, and how unequal the groups are."""
 
-TUNED: tuple[tuple[str, Option], ...] = tuple((name, values[0]) for name, values in OPTIONS.items())
-"""The options under which configs are looked up. Only pow2 may change which is best: without it tensor-wise casts read twice."""
+CALL_OPTIONS: tuple[tuple[str, Option], ...] = tuple((name, values[0]) for name, values in OPTIONS.items())
+"""The options under which a call looks its config up.
 
-TUNED_GROUPS: tuple[tuple[str, Option], ...] = tuple((name, values[0]) for name, values in GROUP_OPTIONS.items())
-"""The options under which configs of token groups are looked up: the host does not know the sizes of the groups."""
+Of the other values only pow2=False may change the best config, because tensor-wise casts then read x twice.
+"""
+
+GROUP_CALL_OPTIONS: tuple[tuple[str, Option], ...] = tuple((name, values[0]) for name, values in GROUP_OPTIONS.items())
+"""The options under which a call on token groups looks its config up: the host does not know the sizes of the groups."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A cast and its scales."""

@@ -15,7 +15,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers, rowwise_2d
-from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, check_offs, fp8_dtype
+from kerneltune.ops.fp8.contract import GROUP_CALL_OPTIONS, GROUP_CAST, Cast, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.both import TILE_ROWS, cast_into_both
 from kerneltune.ops.fp8.rowwise_3d_both import MANY_ROWS, BothConfig, BothLayouts, config_for_rows, space, valid
 from kerneltune.rounding import next_power_of_2
@@ -93,7 +93,7 @@ def fp8_group_both(
             scales.fill_(cast.scale_of_nothing)
         return found
     if config is None:
-        config = _choose((("M", M), ("K", K), ("G", G)), DTYPE_NAMES[x.dtype], "fp8", TUNED_GROUPS)
+        config = _choose((("M", M), ("K", K), ("G", G)), DTYPE_NAMES[x.dtype], "fp8", GROUP_CALL_OPTIONS)
     # a group has a slot more than it has multiples of a block's rows
     blocks, tile_blocks = M // config.rows + G, M // TILE_ROWS + G
     outputs = (found.q, found.q_t, found.scale, found.scale_t)

@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, Pair, check_offs, fp8_dtype
+from kerneltune.ops.fp8.contract import GROUP_CALL_OPTIONS, GROUP_CAST, Cast, Pair, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
 
@@ -126,7 +126,7 @@ def fp8_group_colwise(
         scale.fill_(cast.scale_of_nothing)
     elif N:
         if config is None:
-            config = _choose((("M", M), ("N", N), ("G", offs.shape[0])), DTYPE_NAMES[x.dtype], "fp8", TUNED_GROUPS)
+            config = _choose((("M", M), ("N", N), ("G", offs.shape[0])), DTYPE_NAMES[x.dtype], "fp8", GROUP_CALL_OPTIONS)
         cast_columns(((x, q, scale),), offs, offs.shape[0], M, cast, config, aligned)
     return q, scale
 

@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import GROUP_CAST, TUNED_GROUPS, Cast, Pair, check_offs
+from kerneltune.ops.fp8.contract import GROUP_CALL_OPTIONS, GROUP_CAST, Cast, Pair, check_offs
 from kerneltune.ops.fp8.group_colwise import GroupConfig, empty_results, space, valid
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
@@ -80,7 +80,7 @@ def fp8_group_colwise_dual(
     elif N1 or N2:
         if config is None:
             axes = (("M", M), ("N1", N1), ("N2", N2), ("G", offs.shape[0]))
-            config = _choose(axes, DTYPE_NAMES[x1.dtype], "fp8", TUNED_GROUPS)
+            config = _choose(axes, DTYPE_NAMES[x1.dtype], "fp8", GROUP_CALL_OPTIONS)
         cast_columns(((x1, q1, scale1), (x2, q2, scale2)), offs, offs.shape[0], M, cast, config, aligned)
     return (q1, scale1), (q2, scale2)
 

@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, Pair, fp8_dtype
+from kerneltune.ops.fp8.contract import CALL_OPTIONS, CAST, Cast, Pair, fp8_dtype
 from kerneltune.ops.fp8.kernels.rows import cast_rows
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
@@ -153,7 +153,7 @@ def fp8_rowwise_2d(
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
     q, scale = _results(x, fp8_format)
     if config is None and x.numel():
-        config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", TUNED)
+        config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", CALL_OPTIONS)
     cast_rows(x, q, scale, cast, config)
     return q, scale
 

@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import colwise_3d, contract, peers, rowwise_3d_transpose
-from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CALL_OPTIONS, CAST, Cast, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.both import TILE_ROWS, abreast, cast_into_both
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Variant
@@ -168,18 +168,18 @@ def fp8_rowwise_3d_both(
     """
     check_weights("w", w)
     cast, (E, K, N) = Cast(fp8_format, pow2, inverse), w.shape
-    found = _results(w, fp8_format, out)
+    results = _results(w, fp8_format, out)
     if not w.numel():
-        for scales in (found.scale, found.scale_t):
+        for scales in (results.scale, results.scale_t):
             scales.fill_(cast.scale_of_nothing)
-        return found
+        return results
     if config is None:
-        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", TUNED)
+        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", CALL_OPTIONS)
     x = w.transpose(1, 2).view(E * N, K)
     blocks, tile_blocks = cdiv(N, config.rows), E * cdiv(N, TILE_ROWS)
-    outputs = (found.q, found.q_t, found.scale, found.scale_t)
+    outputs = (results.q, results.q_t, results.scale, results.scale_t)
     cast_into_both(x, outputs, E, E * blocks, tile_blocks, cast, config, ahead=blocks, N=N)
-    return found
+    return results
 
 
 OP = Op(

@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, group_colwise, peers
 from kerneltune.ops.fp8.baselines import torchao
-from kerneltune.ops.fp8.contract import CAST, TUNED, Cast, Pair, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CALL_OPTIONS, CAST, Cast, Pair, check_weights, fp8_dtype
 from kerneltune.ops.fp8.group_colwise import GroupConfig, space, valid
 from kerneltune.ops.fp8.kernels.columns import cast_columns
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
@@ -70,7 +70,7 @@ def fp8_rowwise_3d_transpose(
     if not w.numel():
         return q, scale.fill_(cast.scale_of_nothing)
     if config is None:
-        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", TUNED)
+        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", CALL_OPTIONS)
     cast_columns(((w.transpose(1, 2).view(E * N, K), q, scale),), None, E, N, cast, config)
     return q, scale
 

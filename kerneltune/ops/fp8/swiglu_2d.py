@@ -29,8 +29,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "groups": ("routed", "balanced", "ragged"),
     "special": (False, True),
 }
-CALLED: tuple[tuple[str, Option], ...] = (("groups", "routed"), ("special", False))
-"""The options of a call's case: the host does not know the groups."""
+CALL_OPTIONS: tuple[tuple[str, Option], ...] = (("groups", "routed"), ("special", False))
+"""The options, beside the layout, under which a call looks its config up: the host does not know the groups."""
 
 CONTRACT: dict[str, Any] = {
     "axes": ("M", "N", "G"),
@@ -172,7 +172,7 @@ def fp8_swiglu_2d(
         return found
     if config is None:
         sizes = (("M", M), ("N", width // 2), ("G", offs.shape[0]))
-        config = _choose(sizes, DTYPE_NAMES[x.dtype], "fp8", (("layout", layout), *CALLED))
+        config = _choose(sizes, DTYPE_NAMES[x.dtype], "fp8", (("layout", layout), *CALL_OPTIONS))
     assert found.q is not None
     gate_and_cast(None, x, offs, found.q, found.q_t, found.scale, cast, config)
     return found

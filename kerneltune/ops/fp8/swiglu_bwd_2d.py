@@ -19,7 +19,7 @@ from kerneltune.ops.fp8 import contract, swiglu_2d
 from kerneltune.ops.fp8.contract import Cast, fp8_dtype
 from kerneltune.ops.fp8.kernels.gated import gate_and_cast
 from kerneltune.ops.fp8.peers import not_torch
-from kerneltune.ops.fp8.swiglu_2d import CALLED, CONTRACT
+from kerneltune.ops.fp8.swiglu_2d import CALL_OPTIONS, CONTRACT
 from kerneltune.ops.fp8.tensorwise_2d import SegmentConfig, SegmentOutput
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
@@ -118,16 +118,16 @@ def fp8_swiglu_bwd_2d(
     if N % 16:
         raise ValueError(f"x must be (M, 2N), N a multiple of 16, got {tuple(x.shape)}")
     check_transposable("x", M)
-    found, cast = _results(x, offs, layout), Cast("e4m3", pow2=True, inverse=True)
+    results, cast = _results(x, offs, layout), Cast("e4m3", pow2=True, inverse=True)
     if not x.numel():
-        found.scale.fill_(cast.scale_of_nothing)
-        return found
+        results.scale.fill_(cast.scale_of_nothing)
+        return results
     if config is None:
         sizes = (("M", M), ("N", N), ("G", offs.shape[0]))
-        config = _choose(sizes, DTYPE_NAMES[x.dtype], "fp8", (("layout", layout), *CALLED))
-    assert found.q is not None
-    gate_and_cast(dy, x, offs, found.q, found.q_t, found.scale, cast, config)
-    return found
+        config = _choose(sizes, DTYPE_NAMES[x.dtype], "fp8", (("layout", layout), *CALL_OPTIONS))
+    assert results.q is not None
+    gate_and_cast(dy, x, offs, results.q, results.q_t, results.scale, cast, config)
+    return results
 
 
 def _differentiated(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from kerneltune.kernel_lib.groups import aligned_size
 from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.ops.fp8 import contract, peers
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
-from kerneltune.ops.fp8.contract import CONTRACT, OPTIONS, TUNED, Cast, Pair, check_offs, fp8_dtype
+from kerneltune.ops.fp8.contract import CALL_OPTIONS, CONTRACT, OPTIONS, Cast, Pair, check_offs, fp8_dtype
 from kerneltune.ops.fp8.kernels.early import cast_with_known_scale, cast_with_one_scale
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
@@ -181,7 +181,7 @@ def fp8_tensorwise_2d(
     if layout != "row":
         check_transposable("x", M)
     if config is None and x.numel():
-        config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", (*TUNED, ("layout", layout)))
+        config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", (*CALL_OPTIONS, ("layout", layout)))
     cast_with_one_scale(x, offs, *found, cast, config, aligned=offs is not None)
     return found
 
@@ -228,7 +228,7 @@ def fp8_delayed_2d(
         torch.reciprocal(scale, out=found.scale)
         return found
     if config is None:
-        config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", (*TUNED, ("layout", layout)))
+        config = _choose((("M", M), ("K", K)), DTYPE_NAMES[x.dtype], "fp8", (*CALL_OPTIONS, ("layout", layout)))
     cast_with_known_scale(x, offs, *found, scale, amax, fp8_format, config)
     return found
 

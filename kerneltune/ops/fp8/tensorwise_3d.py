@@ -11,7 +11,7 @@ from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import contract, peers, tensorwise_2d
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
-from kerneltune.ops.fp8.contract import CONTRACT, OPTIONS, TUNED, Cast, check_weights, fp8_dtype
+from kerneltune.ops.fp8.contract import CALL_OPTIONS, CONTRACT, OPTIONS, Cast, check_weights, fp8_dtype
 from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
 from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, default, space, traffic, valid
 from kerneltune.spec import Inputs, Op, Outputs, Variant
@@ -67,7 +67,7 @@ def fp8_tensorwise_3d(
     if amax is not None:
         check_like("amax", amax, (E,), torch.float32, w.device)
     if config is None and w.numel():
-        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", (*TUNED, ("layout", layout)))
+        config = _choose((("E", E), ("K", K), ("N", N)), DTYPE_NAMES[w.dtype], "fp8", (*CALL_OPTIONS, ("layout", layout)))
     q_rows = None if found.q is None else found.q.transpose(1, 2)
     cast_with_one_scale(w.transpose(1, 2).reshape(E * N, K), None, q_rows, found.q_t, found.scale, cast, config, amax)
     return found

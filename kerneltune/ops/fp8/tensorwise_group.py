@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.groups import bounds
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.fp8 import peers, tensorwise_2d
 from kerneltune.ops.fp8.baselines import torchao_tensorwise
-from kerneltune.ops.fp8.contract import CONTRACT, GROUP_DISTANCE, GROUP_OPTIONS, OPTIONS, TUNED, Cast, check_offs
+from kerneltune.ops.fp8.contract import CALL_OPTIONS, CONTRACT, GROUP_DISTANCE, GROUP_OPTIONS, OPTIONS, Cast, check_offs
 from kerneltune.ops.fp8.kernels.early import cast_with_one_scale
 from kerneltune.ops.fp8.tensorwise_2d import LAYOUTS, SegmentConfig, SegmentOutput, space, traffic, valid
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
@@ -71,14 +71,14 @@ def fp8_tensorwise_group(
     tensorwise_2d.check_layout(layout)
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape
     check_offs(offs, M, x.device)
-    found = _results(x, offs, fp8_format, layout, aligned)
+    results = _results(x, offs, fp8_format, layout, aligned)
     if layout != "row":
         check_transposable("x", M)
     if config is None and x.numel():
-        axes, options = (("M", M), ("K", K), ("G", offs.shape[0])), (*TUNED, ("layout", layout), ("groups", "balanced"))
+        axes, options = (("M", M), ("K", K), ("G", offs.shape[0])), (*CALL_OPTIONS, ("layout", layout), ("groups", "balanced"))
         config = _choose(axes, DTYPE_NAMES[x.dtype], "fp8", options)
-    cast_with_one_scale(x, offs, *found, cast, config, aligned=aligned)
-    return found
+    cast_with_one_scale(x, offs, *results, cast, config, aligned=aligned)
+    return results
 
 
 OP = Op(

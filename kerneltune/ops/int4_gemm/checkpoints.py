@@ -31,11 +31,11 @@ def from_gptq(
     zeros = None
     if qzeros is not None:
         zeros = (out_of_words(qzeros).reshape(qzeros.shape[0], -1) + (0 if v2 else 1)).t().contiguous()
-    found = Codes(codes.contiguous(), scales.t().contiguous(), zeros)
-    _, depth, group = check_codes(*found)
+    quantised = Codes(codes.contiguous(), scales.t().contiguous(), zeros)
+    _, depth, group = check_codes(*quantised)
     if g_idx is not None:
         _check_order(g_idx, depth, group)
-    return found
+    return quantised
 
 
 def to_gptq(codes: Codes, *, v2: bool = False) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -75,9 +75,9 @@ def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.T
     zeros = None
     if qzeros is not None:
         zeros = out_of_words(qzeros)[..., back].reshape(qzeros.shape[0], -1).t().contiguous()
-    found = Codes(codes, scales.t().contiguous(), zeros)
-    check_codes(*found)
-    return found
+    quantised = Codes(codes, scales.t().contiguous(), zeros)
+    check_codes(*quantised)
+    return quantised
 
 
 def to_awq(codes: Codes) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:

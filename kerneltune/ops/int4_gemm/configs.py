@@ -242,8 +242,8 @@ def _default(sizes: _Sizes) -> Int4Config:
     of_tiles = (_by_warps(sizes, rows, tokens) for rows in (32, 64) for tokens in sizes.tokens if rows * tokens <= 1024)
     length, knobs = next(filter(None, (min(offered, default=None, key=_LENGTH) for offered in of_tiles)))
     again = _READ_AGAIN if knobs[0] < sizes.N else 1.0
-    found = [(length * again, knobs), *(_by_warpgroups(sizes) if sizes.N > 8 else ())]
-    return Int4Config(*min(found, key=_LENGTH)[1])
+    offers = [(length * again, knobs), *(_by_warpgroups(sizes) if sizes.N > 8 else ())]
+    return Int4Config(*min(offers, key=_LENGTH)[1])
 
 
 def _by_warps(sizes: _Sizes, rows: int, tokens: int) -> Iterable[_Estimate]:

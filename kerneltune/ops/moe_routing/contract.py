@@ -15,7 +15,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {"routing": ("routed", "one", "dropped"
 """The experts of a case's tokens: drawn, so that some experts are more popular; the first K for all tokens; drawn, a quarter of
 the choices of no expert."""
 
-CALLED: tuple[tuple[str, Option], ...] = (("routing", "routed"),)
+CALL_OPTIONS: tuple[tuple[str, Option], ...] = (("routing", "routed"),)
 """The options under which configs are looked up: the host does not know how tokens fall to experts."""
 
 CONTRACT: dict[str, Any] = {

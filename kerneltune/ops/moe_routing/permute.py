@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers
-from kerneltune.ops.moe_routing.contract import CALLED, ROWS, check_index, check_rows, routed
+from kerneltune.ops.moe_routing.contract import CALL_OPTIONS, ROWS, check_index, check_rows, routed
 from kerneltune.ops.moe_routing.kernels.rows import scatter_rows
 from kerneltune.rounding import cdiv, next_power_of_2
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
@@ -112,7 +112,7 @@ def moe_permute(x: torch.Tensor, places: torch.Tensor, offs: torch.Tensor, *, co
     y = _results(x, places)
     if y.numel():
         sizes = (("T", T), ("H", H), ("E", E), ("K", K))
-        c = _choose(sizes, DTYPE_NAMES[x.dtype], "none", CALLED) if config is None else config
+        c = _choose(sizes, DTYPE_NAMES[x.dtype], "none", CALL_OPTIONS) if config is None else config
         scatter_rows[(cdiv(T, c.rows), cdiv(H, c.cols))](
             x, y, places, offs[-1:], T, T * K, x.stride(0), K=K, H=H, ROWS=c.rows, COLS=c.cols, num_warps=c.warps
         )

@@ -16,7 +16,7 @@ from kerneltune.kernel_lib.functions import constant, run_of, torch_operator
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, align_groups, aligned_size, aligned_starts, bounds
 from kerneltune.kernel_lib.launch import on_its_device, resident
 from kerneltune.ops.moe_routing import peers
-from kerneltune.ops.moe_routing.contract import CALLED, CONTRACT, check_index, check_rows, routed
+from kerneltune.ops.moe_routing.contract import CALL_OPTIONS, CONTRACT, check_index, check_rows, routed
 from kerneltune.ops.moe_routing.kernels.both import clear_rest, gather_both
 from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
@@ -120,7 +120,7 @@ def moe_permute_fp8(
         raise ValueError(f"pairs must be {T} tokens times {top_k=}, got {M}")
     q, q_t = _results(x, pairs, offs)
     if q.numel():
-        c = config or _choose((("T", T), ("H", H), ("E", G), ("K", top_k)), "uint8", "fp8", CALLED)
+        c = config or _choose((("T", T), ("H", H), ("E", G), ("K", top_k)), "uint8", "fp8", CALL_OPTIONS)
         width = q_t.shape[0]
         blocks = width // c.rows
         as_bytes = [t.view(torch.uint8) for t in (x, q, q_t.t())]

@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers
-from kerneltune.ops.moe_routing.contract import CALLED, OPTIONS, ROWS, check_index, check_router_weights, check_rows, routed
+from kerneltune.ops.moe_routing.contract import CALL_OPTIONS, OPTIONS, ROWS, check_index, check_router_weights, check_rows, routed
 from kerneltune.ops.moe_routing.kernels.rows import combine_rows
 from kerneltune.ops.moe_routing.permute import RowsConfig, default, space, valid
 from kerneltune.rounding import cdiv
@@ -61,7 +61,7 @@ def traffic(case: Case) -> Traffic:
 
 def as_called(case: Case) -> Case:
     """Return the case that a call looks up: a call knows neither the number of experts nor how tokens fall to them."""
-    options = (*CALLED, ("weighted", case.option("weighted")))
+    options = (*CALL_OPTIONS, ("weighted", case.option("weighted")))
     return replace(case, axes=_called_sizes(case["T"], case["H"], case["K"]), options=options)
 
 
@@ -97,7 +97,7 @@ def moe_unpermute(
     out = _results(y, places)
     if out.numel():
         if config is None:
-            options = (*CALLED, ("weighted", weights is not None))
+            options = (*CALL_OPTIONS, ("weighted", weights is not None))
             config = _choose(_called_sizes(T, H, K), DTYPE_NAMES[y.dtype], "none", options)
         combine_rows[(cdiv(T, config.rows), cdiv(H, config.cols))](
             y, out, places, y if weights is None else weights, T, M, y.stride(0),

@@ -14,7 +14,7 @@ from kerneltune.kernel_lib.check_values import draw
 from kerneltune.kernel_lib.functions import run_of, torch_operator
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.moe_routing import peers, permute
-from kerneltune.ops.moe_routing.contract import CALLED, ROWS, check_index, check_router_weights, check_rows, routed
+from kerneltune.ops.moe_routing.contract import CALL_OPTIONS, ROWS, check_index, check_router_weights, check_rows, routed
 from kerneltune.ops.moe_routing.kernels.rows import spread_gradient
 from kerneltune.ops.moe_routing.permute import RowsConfig
 from kerneltune.rounding import cdiv
@@ -123,7 +123,7 @@ def moe_unpermute_bwd(
         return dy, dweights.zero_()
     if config is None:
         sizes = (("T", T), ("H", H), ("E", offs.shape[0]), ("K", K))
-        config = _choose(sizes, DTYPE_NAMES[y.dtype], "none", CALLED)
+        config = _choose(sizes, DTYPE_NAMES[y.dtype], "none", CALL_OPTIONS)
     spread_gradient[(cdiv(T, config.rows),)](
         dout, y, places, weights, offs[-1:], dy, dweights, T, T * K, dout.stride(0), y.stride(0),
         K=K, H=H, ROWS=config.rows, COLS=config.cols, LANES=16 // y.element_size(), num_warps=config.warps,

@@ -31,8 +31,8 @@ from kerneltune.ops.multi_cast_transpose.baselines import te
 from kerneltune.ops.multi_cast_transpose.kernels.tiles import cast_transpose_all
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
-_TUNED = (("fp8_format", "e4m3"), ("shapes", "same"))
-"""The options under which configs are looked up."""
+_CALL_OPTIONS = (("fp8_format", "e4m3"), ("shapes", "same"))
+"""The options under which a call looks its config up."""
 
 _MOST_ROWS = 256
 """Most rows of a tile."""
@@ -92,7 +92,7 @@ def as_called(case: Case) -> Case:
     """Return the case that a call looks up: matrices of the same sizes, the largest."""
     sizes = shapes(case) or [(case["M"], case["N"])]
     axes = (("T", case["T"]), ("M", max(rows for rows, _ in sizes)), ("N", max(columns for _, columns in sizes)))
-    return replace(case, axes=axes, options=_TUNED)
+    return replace(case, axes=axes, options=_CALL_OPTIONS)
 
 
 def shapes(case: Case) -> list[tuple[int, int]]:
@@ -262,7 +262,7 @@ def multi_cast_transpose(
         return result
     if config is None:
         axes = (("T", len(xs)), ("M", max(x.shape[0] for x in xs)), ("N", max(x.shape[1] for x in xs)))
-        config = _choose(axes, DTYPE_NAMES[xs[0].dtype], "fp8", _TUNED)
+        config = _choose(axes, DTYPE_NAMES[xs[0].dtype], "fp8", _CALL_OPTIONS)
     cast_transpose_all(xs, *result, scales, amaxes, skip, fp8_format, config)
     return result
 

@@ -179,7 +179,7 @@ def rmsnorm_bwd(
     if config is not None:
         check_config(config, BwdConfig, least_ctas=1)
     elif x.numel():
-        config = _choose((("M", x.shape[0]), ("N", x.shape[1])), DTYPE_NAMES[x.dtype], "none", _CALLED)
+        config = _choose((("M", x.shape[0]), ("N", x.shape[1])), DTYPE_NAMES[x.dtype], "none", _CALL_OPTIONS)
     return gradients(dz, x, rsigma, weight, None, zero_centered, with_dgamma, config)
 
 
@@ -207,6 +207,6 @@ OP = Op(
     module=__name__,
     **CONTRACT,
 )
-_CALLED = tuple((option, values[0]) for option, values in OP.options.items())
+_CALL_OPTIONS = tuple((option, values[0]) for option, values in OP.options.items())
 """The options under which a call looks its config up."""
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -262,7 +262,7 @@ def rmsnorm_fwd(
     if config is not None:
         check_config(config, FwdConfig, least_ctas=0)
     elif x.numel():
-        config = _choose((("M", x.shape[0]), ("N", x.shape[1])), DTYPE_NAMES[x.dtype], quant, _CALLED)
+        config = _choose((("M", x.shape[0]), ("N", x.shape[1])), DTYPE_NAMES[x.dtype], quant, _CALL_OPTIONS)
     y, _, rsigma, y_t, scale_inv = normalize(
         x, None, weight, eps, quant, scale, amax, fp8_format, zero_centered, out_dtype, config
     )
@@ -318,6 +318,6 @@ OP = Op(
     module=__name__,
     **CONTRACT,
 )
-_CALLED = tuple((option, values[0]) for option, values in OP.options.items())
+_CALL_OPTIONS = tuple((option, values[0]) for option, values in OP.options.items())
 """The options under which a call looks its config up."""
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -48,8 +48,8 @@ def _fwd_fp8_formula(
     y = _norm(total, weight, zero_centered)
     limit = torch.finfo(dtype).max
     q = (y * scale).clamp(-limit, limit).to(dtype)
-    found = (q, y.abs().amax().reshape(1), scale.reciprocal())
-    return (*found, *(() if residual is None else (total,)), *((q.t().contiguous(),) if transpose else ()))
+    results = (q, y.abs().amax().reshape(1), scale.reciprocal())
+    return (*results, *(() if residual is None else (total,)), *((q.t().contiguous(),) if transpose else ()))
 
 
 def _bwd_formula(
