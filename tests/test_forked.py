@@ -13,7 +13,7 @@ import triton.language as tl
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import make_launch
+from kerneltune.adopt.replay import make_replay
 from kerneltune.forked import ForkCrashedError, run_forked, shared_bytes
 
 
@@ -69,13 +69,13 @@ def test_launch_that_crashes_costs_itself_alone(tmp_path: Path) -> None:
     followed[(1,)](table, torch.empty(0), 0)
     startup.uninstall()
     (launch,) = read_capture(tmp_path).classes
-    made = make_launch(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    made = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
     made.named["N"] = 8
     with pytest.raises(ForkCrashedError, match=r"^crashed: SIGSEGV$"):
         made.run(launch.candidates[0].config)
     made.named["table_ptr"].fill_(x.data_ptr())
     made.named["y_ptr"] = y = shared_bytes(32).view(torch.float32)
-    second = make_launch(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    second = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
     second.named |= made.named
     second.run(launch.candidates[0].config)
     assert y.tolist() == x.tolist()

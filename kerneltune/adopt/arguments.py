@@ -8,10 +8,11 @@ import importlib
 import json
 import math
 import sys
+from collections import namedtuple
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 PLAIN = (bool, int, float, str, type(None))
 _NOT_FINITE = ("inf", "-inf", "nan")
@@ -28,7 +29,8 @@ def encode_value(value: Any) -> Any:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, tuple | list):
-        return {"tuple": [encode_value(item) for item in value]}
+        items = [encode_value(item) for item in value]
+        return {"fields": dict(zip(value._fields, items, strict=True))} if _is_named(value) else {"tuple": items}
     kind = type(value)
     if kind.__module__ == "torch" and kind.__name__ == "dtype":
         return {"torch": str(value).removeprefix("torch.")}
@@ -47,6 +49,8 @@ def decode_value(value: Any) -> Any:
         (kind, what), *_ = value.items()
         if kind == "tuple" and isinstance(what, list):
             return tuple(decode_value(item) for item in what)
+        if kind == "fields" and isinstance(what, dict):
+            return namedtuple("Fields", what)(*map(decode_value, what.values()))
         if kind == "float" and what in _NOT_FINITE:
             return float(what)
         if kind == "torch" and isinstance(what, str):
@@ -177,10 +181,15 @@ def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any
     return _split_storages(arguments, list(live.values()))
 
 
+def _is_named(value: Any) -> TypeGuard[Any]:
+    """Return whether a tuple has names of its items, which a kernel may read."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
 def parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of an argument; of a tuple with tensors each item, as `x[0]`, `x[1]`."""
+    """Yield (name, value) of an argument; of a tuple with tensors each item, as `x[0]`, `x[1]`, or by the names of its items."""
     if isinstance(value, tuple | list) and any(map(holds_tensor, value)):
-        for place, item in enumerate(value):
+        for place, item in zip(value._fields if _is_named(value) else range(len(value)), value, strict=True):
             yield from parts(f"{name}[{place}]", item)
     else:
         yield name, value
@@ -195,15 +204,20 @@ def with_tuples(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by name; items of `parts`, such as `x[0]` and `x[1]`, are joined to tuples again."""
     found: dict[str, Any] = {}
     for name, value in named.items():
-        argument, *places = name.replace("]", "").split("[")
-        if not places:
-            found[name] = value
-            continue
-        items = found.setdefault(argument, [])
-        for _ in places[:-1]:
-            raise NotRecordableError(f"argument {argument}: a tuple of tuples of tensors")
-        items.append(value)
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        place, *inner = name.replace("]", "").split("[")
+        items = found
+        for next_place in inner:
+            items, place = items.setdefault(place, {}), next_place
+        items[place] = value
+    return {name: _joined(value) for name, value in found.items()}
+
+
+def _joined(value: Any) -> Any:
+    """Return the tuple of a dict of items by place or by name, the value itself if it is no dict."""
+    if not isinstance(value, dict):
+        return value
+    items = {name: _joined(item) for name, item in value.items()}
+    return tuple(items.values()) if all(map(str.isdecimal, items)) else namedtuple("Fields", items)(**items)
 
 
 _MOST_SPREAD = 2

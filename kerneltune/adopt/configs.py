@@ -9,6 +9,7 @@ allocate by the block size. For a kernel without an autotuner, tuning changes on
 import copy
 import dataclasses
 import hashlib
+import importlib
 import inspect
 import itertools
 import json
@@ -19,13 +20,13 @@ from functools import cache
 from typing import Any
 
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value
-from kerneltune.adopt.kernels import PLAIN_MARK, Call, functions_of, jit_of, values_of_module
+from kerneltune.adopt.kernels import PLAIN_MARK, KernelCall, functions_of, jit_of, values_of_module
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Options of a launch that tuning may change without a change of the program around the kernel."""
 CONFIG_OPTIONS = (*OPTIONS, "ir_override")
 DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
-"""Options of a launch that gives none, on NVIDIA GPUs."""
+"""Options of a config that gives none; on NVIDIA GPUs also of a launch that gives none, see `launch_defaults`."""
 MOST = 64
 """Most configs around a list that are tried."""
 _STAGES, _MOST_WARPS = (1, 2, 3, 4), 32
@@ -145,6 +146,17 @@ def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) 
     return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
 
 
+def launch_defaults() -> dict[str, int]:
+    """Return the options of a launch that gives none, by the backend of the GPU in use; without a GPU as on NVIDIA GPUs."""
+    compiler: Any = importlib.import_module("triton.compiler")
+    runtime: Any = importlib.import_module("triton.runtime.driver")
+    try:
+        options = compiler.make_backend(runtime.driver.active.get_current_target()).parse_options({})
+    except RuntimeError:  # Triton has no driver
+        return DEFAULTS
+    return {name: getattr(options, name, default) for name, default in DEFAULTS.items()}
+
+
 def split_options(kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of a launch, None for an option that it does not give, and its other arguments by name."""
     return {name: kwargs.get(name) for name in OPTIONS}, {name: kwargs[name] for name in kwargs if name not in OPTIONS}
@@ -161,7 +173,8 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
         keys: names of the arguments whose values make classes of launches.
     """
     module = sys.modules["triton.runtime.autotuner"]
-    own = {**DEFAULTS, **{name: options[name] for name in OPTIONS if options.get(name) is not None}}
+    given = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+    own = {**(launch_defaults() if DEFAULTS.keys() - given.keys() else {}), **given}
     stages, warps = dict.fromkeys((own["num_stages"], *(_STAGES if _has_product(kernel.fn) else ()))), own["num_warps"]
     counts = [warps, *(count for count in (warps // 2, warps * 2, warps // 4, warps * 4) if 1 <= count <= _MOST_WARPS)]
     tried = [{**own, "num_warps": count, "num_stages": stage} for count in counts for stage in stages]
@@ -181,7 +194,7 @@ def _has_product(function: Any) -> bool:
     return any(name in ("dot", "dot_scaled") for inner in functions_of(function) for name in inner.__code__.co_names)
 
 
-def plain_configs(call: Call) -> list[Any]:
+def plain_configs(call: KernelCall) -> list[Any]:
     """Return the configs that tuning may try for a launch of a kernel without an autotuner, the program's first.
 
     All of them name the blocks that the grid reads. Configs with other blocks come last, with the program's stages.
@@ -210,7 +223,7 @@ def _is_block(value: Any, largest: int = _LARGEST_BLOCK) -> bool:
     return type(value) is int and _LEAST_BLOCK <= value <= largest and value & (value - 1) == 0
 
 
-def grid_blocks(call: Call) -> dict[str, int]:
+def grid_blocks(call: KernelCall) -> dict[str, int]:
     """Return the constexprs that the grid of a launch reads, powers of two that the program gives by name.
 
     The grid must be a function. No heuristic may read them, because its value has become an argument of the launch.
@@ -222,7 +235,7 @@ def grid_blocks(call: Call) -> dict[str, int]:
     return {name: size for name, size in given.items() if _changes_grid_alone(call, name, size)}
 
 
-def _changes_grid_alone(call: Call, name: str, size: int) -> bool:
+def _changes_grid_alone(call: KernelCall, name: str, size: int) -> bool:
     """Return whether another value of a constexpr gives another grid, and the same values of heuristics."""
     config, changed = type(call.autotuner.configs[0]), False
     try:
@@ -237,7 +250,7 @@ def _changes_grid_alone(call: Call, name: str, size: int) -> bool:
     return changed
 
 
-def _heuristics(call: Call) -> Iterator[tuple[str, Any]]:
+def _heuristics(call: KernelCall) -> Iterator[tuple[str, Any]]:
     """Yield the heuristics around a kernel by the name of their argument."""
     for layer in values_of_module(call.name.module).values():
         while layer is not call.autotuner.fn and jit_of(layer) is call.autotuner.fn:

@@ -7,59 +7,63 @@ import torch
 
 from kerneltune.adopt.arguments import is_descriptor, torch_dtype, with_tuples
 from kerneltune.adopt.folder import LaunchClass
-from kerneltune.adopt.replay import Launch, LaunchEffects, ReplayError, grid_of, live_arguments, live_kernel
+from kerneltune.adopt.replay import Replay, ReplayError, grid_of, live_arguments, live_kernel
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.agreement import close, leaning, within_a_step
 from kerneltune.kernel_lib.check_values import vary_rows
 
 
-def learn(launch: Launch, stored: Mapping[str, Any]) -> LaunchEffects:
-    """Launch the author's first config several times; return its results and how much they vary.
+def learn(replay: Replay, stored: Mapping[str, Any]) -> list[str]:
+    """Launch the author's first config several times; note its results and how much they vary, and return the written arguments.
 
     An argument is written if a launch changes the captured values, or filled values in their place. An argument whose old values
     do not change the results is poisoned before all later launches.
     """
-    reference = getattr(live_kernel(launch.launch), "kerneltune_reference", None)
+    reference = getattr(live_kernel(replay.launch), "kerneltune_reference", None)
     if reference is not None:
-        _vary(launch)
-    state = LaunchEffects([storage.clone() for storage in launch.storages])
-    _run(launch, state, stored)
-    changed = _changed(launch, state.before)
-    state.expected = {name: tensor.clone() for name, tensor in _tensors(launch.named).items()}
-    changed |= _hidden_writes(launch, state, stored, changed)
-    state.written = [name for name in state.expected if name in changed]
-    state.expected = {name: state.expected[name] for name in state.written}
+        _vary(replay)
+    replay.before = [storage.clone() for storage in replay.storages]
+    _run(replay, stored)
+    changed = _changed(replay)
+    results = {name: tensor.clone() for name, tensor in _tensors(replay.named).items()}
+    changed |= _hidden_writes(replay, stored, changed)
+    replay.expected = {name: results[name] for name in results if name in changed}
+    written = list(replay.expected)
     for _ in range(2):
-        _run(launch, state, stored)
-        for name, tensor in _tensors(launch.named).items():
-            if name in changed:
-                rms, _ = difference(state.expected[name], tensor)
-                state.noise[name] = max(state.noise.get(name, 0.0), rms)
-    _poison(launch, state, stored)
-    if launch.guard_bytes:
-        _run(launch, state, stored)
-        state.behind = [storage[-launch.guard_bytes :].clone() for storage in launch.storages]
-    state.restore(launch.storages)
+        _run(replay, stored)
+        for name, tensor in results_of(replay).items():
+            rms, _ = difference(replay.expected[name], tensor)
+            replay.noise[name] = max(replay.noise.get(name, 0.0), rms)
+    _poison(replay, stored, written)
+    if replay.guard_bytes:
+        _run(replay, stored)
+        replay.behind = [storage[-replay.guard_bytes :].clone() for storage in replay.storages]
+    replay.restore()
     if reference is not None:
-        _use_reference(launch, state, reference)
-    is_empty = 0 in (grid_of(launch.launch, stored) or ()) or not any(map(torch.numel, _tensors(launch.named).values()))
-    if not state.expected and not is_empty:
-        raise ReplayError(f"{launch.launch.kernel.text}: the author's first config writes to no argument: nothing to compare")
-    return state
+        _use_reference(replay, reference, written)
+    is_empty = 0 in (grid_of(replay.launch, stored) or ()) or not any(map(torch.numel, _tensors(replay.named).values()))
+    if not replay.expected and not is_empty:
+        raise ReplayError(f"{replay.launch.kernel.text}: the author's first config changes no argument: nothing to compare")
+    return written
 
 
-def _run(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:
+def _run(replay: Replay, stored: Mapping[str, Any]) -> None:
     """Restore the storages, launch a config and wait for it."""
-    state.restore(launch.storages)
-    launch.run(stored)
-    if any(storage.is_cuda for storage in launch.storages):
+    replay.restore()
+    replay.run(stored)
+    if any(storage.is_cuda for storage in replay.storages):
         torch.cuda.synchronize()
 
 
-def _changed(launch: Launch, before: Sequence[torch.Tensor]) -> set[str]:
+def _earlier(replay: Replay) -> dict[str, torch.Tensor]:
+    """Return the tensors among the arguments as they are before a launch."""
+    return _tensors(live_arguments(replay.launch, replay.before or ()))
+
+
+def _changed(replay: Replay) -> set[str]:
     """Return the arguments that hold other bytes than before."""
-    earlier = _tensors(live_arguments(launch.launch, before))
-    return {name for name, tensor in _tensors(launch.named).items() if not torch.equal(_bytes(tensor), _bytes(earlier[name]))}
+    earlier = _earlier(replay)
+    return {name for name, tensor in _tensors(replay.named).items() if not torch.equal(_bytes(tensor), _bytes(earlier[name]))}
 
 
 _POISON = 0xFF
@@ -68,20 +72,23 @@ _LEAST_FILL, _FILLS = 0x31, 16
 """First of the bytes that make small positive values in every floating-point type, and the number of these bytes."""
 
 
-def _hidden_writes(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any], changed: set[str]) -> set[str]:
+def _hidden_writes(replay: Replay, stored: Mapping[str, Any], changed: set[str]) -> set[str]:
     """Return the arguments that a launch writes with the bytes that they held already, such as zeros over zeros.
 
     To find them, each storage of floating-point values that did not change is filled with another value before a launch. Whole
     numbers stay, because they may be indices.
     """
-    storages = {a.name: a.tensor.storage for a in launch.launch.arguments if a.tensor is not None}
+    storages = {a.name: a.tensor.storage for a in replay.launch.arguments if a.tensor is not None}
     known = {storages[name] for name in changed}
-    filled = LaunchEffects(list(state.before))
-    for number, about in enumerate(launch.launch.storages):
+    captured = replay.before or []
+    replay.before = list(captured)
+    for number, about in enumerate(replay.launch.storages):
         if number not in known and _is_floating(about):
-            filled.before[number] = torch.full_like(state.before[number], _LEAST_FILL + number % _FILLS)
-    _run(launch, filled, stored)
-    return {name for name in _changed(launch, filled.before) if storages[name] not in known}
+            replay.before[number] = torch.full_like(captured[number], _LEAST_FILL + number % _FILLS)
+    _run(replay, stored)
+    hidden = {name for name in _changed(replay) if storages[name] not in known}
+    replay.before = captured
+    return hidden
 
 
 def _is_floating(about: Mapping[str, Any]) -> bool:
@@ -89,31 +96,31 @@ def _is_floating(about: Mapping[str, Any]) -> bool:
     return about.get("kept") != "values"
 
 
-def _vary(launch: Launch) -> None:
+def _vary(replay: Replay) -> None:
     """Vary the rows of inputs whose values are not kept, so that the author's reference sees more than values around zero."""
-    for name, tensor in _tensors(launch.named).items():
-        argument = next(a for a in launch.launch.arguments if a.name == name)
-        is_data = argument.tensor is not None and _is_floating(launch.launch.storages[argument.tensor.storage])
+    for name, tensor in _tensors(replay.named).items():
+        argument = next(a for a in replay.launch.arguments if a.name == name)
+        is_data = argument.tensor is not None and _is_floating(replay.launch.storages[argument.tensor.storage])
         if is_data and tensor.is_floating_point() and tensor.element_size() > 1 and tensor.ndim > 1 and tensor.is_contiguous():
             vary_rows(tensor, large=1.0)  # a large row would hide differences elsewhere: they are relative to all elements
 
 
-def _use_reference(launch: Launch, state: LaunchEffects, reference: Callable[..., Any]) -> None:
+def _use_reference(replay: Replay, reference: Callable[..., Any], written: Sequence[str]) -> None:
     """Compare results with the author's reference, which gets copies of the arguments."""
-    refused = f"reference of {launch.launch.kernel.text}: "
+    refused = f"reference of {replay.launch.kernel.text}: "
     try:
-        given = reference(with_tuples(live_arguments(launch.launch, [storage.clone() for storage in launch.storages])))
+        given = reference(with_tuples(live_arguments(replay.launch, [storage.clone() for storage in replay.storages])))
     except Exception as error:  # the author's own code
         raise ReplayError(f"{place_of(reference, error)}{refused}{first_line(error)}") from error
     try:
-        values = _expected_values(given, _tensors(launch.named))
-        if missing := [name for name in state.written if name not in values]:
+        values = _expected_values(given, _tensors(replay.named))
+        if missing := [name for name in written if name not in values]:
             raise ValueError(f"no value for {missing[0]}, which the kernel writes")
     except ValueError as error:
         raise ReplayError(f"{place_of(reference)}{refused}{error}") from error
-    state.expected |= values
-    state.has_reference = True
-    state.tolerance = getattr(live_kernel(launch.launch), "kerneltune_tolerance", None)
+    replay.expected |= values
+    replay.has_reference = True
+    replay.tolerance = getattr(live_kernel(replay.launch), "kerneltune_tolerance", None)
 
 
 def _expected_values(given: object, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -135,51 +142,50 @@ def _expected_values(given: object, like: Mapping[str, torch.Tensor]) -> dict[st
     return {name: value.to(like[name]) for name, value in given.items()}
 
 
-def _poison(launch: Launch, state: LaunchEffects, stored: Mapping[str, Any]) -> None:
+def _poison(replay: Replay, stored: Mapping[str, Any], written: Sequence[str]) -> None:
     """Poison each written storage whose content before the launch does not matter."""
-    captured = launch.launch
-    written = {a.tensor.storage for a in captured.arguments if a.tensor is not None and a.name in state.written}
-    for number in sorted(written):
+    captured, contents = replay.launch, replay.before or []
+    written_storages = {a.tensor.storage for a in captured.arguments if a.tensor is not None and a.name in written}
+    for number in sorted(written_storages):
         if not _is_floating(captured.storages[number]):
             continue
-        before = state.before[number]
-        state.before[number] = torch.full_like(before, _POISON)
+        before = contents[number]
+        contents[number] = torch.full_like(before, _POISON)
         try:
-            _run(launch, state, stored)
-            matters = bool(wrong_results(launch, state, {}))
+            _run(replay, stored)
+            matters = bool(wrong_results(replay, {}))
         except RuntimeError:
-            state.before[number] = before
+            contents[number] = before
             raise
         if matters:
-            state.before[number] = before
+            contents[number] = before
 
 
-def results(launch: Launch, state: LaunchEffects) -> dict[str, torch.Tensor]:
+def results_of(replay: Replay) -> dict[str, torch.Tensor]:
     """Return the arguments that hold results, as they are now."""
-    return {name: tensor for name, tensor in _tensors(launch.named).items() if name in state.expected}
+    return {name: tensor for name, tensor in _tensors(replay.named).items() if name in replay.expected}
 
 
-def wrong_results(launch: Launch, state: LaunchEffects, outputs: Mapping[str, Any]) -> list[str]:
+def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
     """Return one line for each output or argument that disagrees with the author's first config or reference.
 
     An argument that the first config does not write must keep its bytes.
     """
-    earlier = _tensors(live_arguments(launch.launch, state.before))
-    changed = _changed(launch, state.before)
+    earlier, changed = _earlier(replay), _changed(replay)
     found = []
-    for name, tensor in {**_tensors(launch.named), **outputs}.items():
-        if name in state.expected:
-            expected = state.expected[name]
-            if state.tolerance is not None:
-                text = "; ".join(line.removeprefix(f"{name}: ") for line in close(name, tensor, expected, *state.tolerance))
+    for name, tensor in {**_tensors(replay.named), **outputs}.items():
+        if name in replay.expected:
+            expected = replay.expected[name]
+            if replay.tolerance is not None:
+                text = "; ".join(line.removeprefix(f"{name}: ") for line in close(name, tensor, expected, *replay.tolerance))
             else:
-                text = disagreement(expected, tensor, state.noise.get(name, 0.0), launch.launch, state.has_reference)
+                text = disagreement(expected, tensor, replay.noise.get(name, 0.0), replay.launch, replay.has_reference)
             if text:
                 found.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
         elif name in changed:
             found.append(f"{name}: is written, which the author's first config does not do")
-    behind = [storage[-launch.guard_bytes :] for storage in launch.storages]
-    if not all(map(torch.equal, state.behind, behind)):
+    behind = [storage[-replay.guard_bytes :] for storage in replay.storages]
+    if not all(map(torch.equal, replay.behind, behind)):
         found.append("memory behind the arguments is written, unlike by the author's first config")
     return found
 

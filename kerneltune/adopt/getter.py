@@ -18,7 +18,7 @@ import msgspec
 
 from kerneltune import device
 from kerneltune.adopt.arguments import torch_dtype
-from kerneltune.adopt.configs import DEFAULTS
+from kerneltune.adopt.configs import DEFAULTS, launch_defaults
 from kerneltune.adopt.folder import read_json
 from kerneltune.adopt.getter_calls import make_call, tensors_of
 from kerneltune.adopt.operators import TUNED, made_class
@@ -64,6 +64,7 @@ class GetterFacts(msgspec.Struct, frozen=True):
         space: values of knobs, in place of the values around the own configs.
         digest: digest of the code of both functions.
         options: names of `OPTIONS` that an override adds.
+        defaults: options of a launch that gives none, on the GPU of `probe`.
     """
 
     getter: str
@@ -74,6 +75,7 @@ class GetterFacts(msgspec.Struct, frozen=True):
     space: dict[str, list[int]] = {}
     digest: str = ""
     options: list[str] = []
+    defaults: dict[str, int] = {}
 
 
 def write_facts(root: Path, facts: GetterFacts) -> None:
@@ -217,7 +219,7 @@ def operators(folder: str) -> tuple[Op, ...]:
         config=kind,
         space=functools.partial(_space, facts, kind),
         valid=_valid,
-        default=functools.partial(_own_config, by_sizes, kind),
+        default=functools.partial(_own_config, facts, by_sizes, kind),
     )
     op = Op(
         name=name,
@@ -242,17 +244,17 @@ def call_case(facts: GetterFacts, one: CallCase) -> Case:
     return Case(" ".join(differing) or _CALL, tuple(one.sizes.items()), facts.dtype)
 
 
-def _own_config(by_sizes: Mapping[Any, CallCase], kind: type[Any], case: Case) -> Config:
-    """Return the program's config of a call; a knob that the config lacks has Triton's default, else 0."""
-    own = by_sizes[case.axes].own
-    return kind(**{name: own.get(name, DEFAULTS.get(name, 0)) for name in kind.__dataclass_fields__})
+def _own_config(facts: GetterFacts, by_sizes: Mapping[Any, CallCase], kind: type[Any], case: Case) -> Config:
+    """Return the program's config of a call; a knob that the config lacks has the value of `facts.defaults`, else 0."""
+    own = facts.defaults | by_sizes[case.axes].own
+    return kind(**{name: own.get(name, 0) for name in kind.__dataclass_fields__})
 
 
 def _space(facts: GetterFacts, kind: type[Any], _case: Case) -> Space:
     """Return values around the own configs of all calls, or the values that the user gave."""
     found = {}
     for name in kind.__dataclass_fields__:
-        own = {one.own.get(name, DEFAULTS.get(name, 0)) for one in facts.cases if one.own}
+        own = {(facts.defaults | one.own).get(name, 0) for one in facts.cases if one.own}
         tried = facts.space.get(name) or [value for size in own for value in _around(name, size)]
         found[name] = tuple(sorted({*own, *tried}))
     return found
@@ -351,13 +353,13 @@ def probe(facts: GetterFacts) -> GetterFacts:
     known = {name for one in cases for name in one.own}
     if other := [name for name in facts.space if name not in (*known, *OPTIONS)]:
         raise ValueError(f"space: {other[0]}: expected a knob of the own config: {', '.join(sorted(known))}")
-    options = [name for name in OPTIONS if name not in known]
-    getter.knobs = {name: DEFAULTS[name] for name in options}
+    defaults, options = launch_defaults(), [name for name in OPTIONS if name not in known]
+    getter.knobs = {name: defaults[name] for name in options}
     try:
         make_call(call, good[0].sizes, facts.dtype, _torch_device(), 0)()
     except Exception:  # the host hands on only the knobs that it knows
         options = []
-    return msgspec.structs.replace(facts, cases=cases, options=options, digest=digest)
+    return msgspec.structs.replace(facts, cases=cases, options=options, defaults=defaults, digest=digest)
 
 
 def _torch_device() -> str:

@@ -202,7 +202,7 @@ _signature_of = cache(inspect.signature)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class KernelCall:
     """Hold a launch of the program: an autotuner, and the arguments of its `run`."""
 
     autotuner: Any
@@ -313,8 +313,10 @@ class Call:
         return sizes
 
     def size(self, name: str) -> int | None:
-        """Return a size of the launch by its name, `N` or `x.0`; None if the launch has no size of this name."""
+        """Return a size of the launch by its name, `N`, `x.0` or `x[1].0`; None if the launch has no size of this name."""
         argument, _, axis = name.partition(".")
+        if "[" in argument:
+            return self.sizes().get(name)
         names = self.autotuner.arg_names
         place = names.index(argument) if argument in names else len(names)
         value: Any = self.args[place] if place < len(self.args) else self.kwargs.get(argument)
@@ -364,7 +366,7 @@ class LaunchKeys(Generic[V]):
                 pass
         return None
 
-    def remember(self, call: Call, deciding: Collection[str], value: V, has_layout: bool = False) -> V:
+    def remember(self, call: KernelCall, deciding: Collection[str], value: V, has_layout: bool = False) -> V:
         """Keep a value for the key of a launch, and return the value; other arguments as of `plan_key`."""
         kind = (*call.kwargs, *map(type, call.values))
         for plan in self.plans:
@@ -394,7 +396,7 @@ def of_list(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], V]) 
     return found
 
 
-def plan_key(call: Call, deciding: Collection[str], has_layout: bool = False) -> Callable[..., tuple[Any, ...]]:
+def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = False) -> Callable[..., tuple[Any, ...]]:
     """Return a function of args and kwargs that returns the key of a launch with the names and types of this launch.
 
     The key has the element types of all tensors and the types of all other arguments. The function is compiled from an expression

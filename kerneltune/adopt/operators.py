@@ -53,11 +53,10 @@ def operators_of(capture: Capture, widen: bool = False) -> tuple[Op, ...]:
     return tuple(_operator(root, launches, widen) for launches in capture.kernels().values())
 
 
-def write_capture_sweep(root: Path) -> Path:
+def write_capture_sweep(capture: Capture) -> Path:
     """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find its launches."""
-    capture = read_capture(root)
-    replace_text(root / SWEEP, sweep_text(capture.classes, operators_of(capture)))
-    return root / SWEEP
+    replace_text(capture.root / SWEEP, sweep_text(capture.classes, operators_of(capture)))
+    return capture.root / SWEEP
 
 
 def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
@@ -231,10 +230,10 @@ def first_config(launch: LaunchClass) -> dict[str, Any]:
 def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:
     """Make the arguments of a class; launches do not restore them before `reference` has learned the results."""
     from kerneltune.adopt.folder import read_class
-    from kerneltune.adopt.replay import make_launch
+    from kerneltune.adopt.replay import make_replay
 
     folder = Path(root) / CLASSES / str(case.option(CLASS))
-    return {_LAUNCH: make_launch(read_class(folder), folder, device, seed)}
+    return {_LAUNCH: make_replay(read_class(folder), folder, device, seed)}
 
 
 def run_config(inputs: Inputs, config: Config) -> Outputs:
@@ -248,29 +247,28 @@ def run_author(inputs: Inputs, config: Config) -> Outputs:
 
 
 def _run(inputs: Inputs, stored: Mapping[str, Any]) -> Outputs:
-    launch = inputs[_LAUNCH]
-    if launch.state is not None:
-        launch.state.restore(launch.storages)
-    launch.run(stored)
-    if launch.state is None:
+    replay = inputs[_LAUNCH]
+    if replay.before is None:
+        replay.run(stored)
         return {}
-    from kerneltune.adopt.effects import results
+    from kerneltune.adopt.effects import results_of
 
-    return dict(results(launch, launch.state))
+    replay.restore()
+    replay.run(stored)
+    return dict(results_of(replay))
 
 
 def reference(inputs: Inputs) -> Outputs:
     """Learn from the author's first config which arguments a launch writes, and how much their values vary."""
     from kerneltune.adopt.effects import learn
 
-    launch = inputs[_LAUNCH]
-    launch.state = learn(launch, first_config(launch.launch))
-    return dict(launch.state.expected)
+    replay = inputs[_LAUNCH]
+    learn(replay, first_config(replay.launch))
+    return dict(replay.expected)
 
 
 def compare(case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
     """Return one line for each written argument that disagrees."""
     from kerneltune.adopt.effects import wrong_results
 
-    launch = inputs[_LAUNCH]
-    return list(wrong_results(launch, launch.state, outputs))
+    return list(wrong_results(inputs[_LAUNCH], outputs))

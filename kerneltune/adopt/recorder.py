@@ -22,7 +22,7 @@ from typing import Any
 from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import Argument, NotRecordableError, Values
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
-from kerneltune.adopt.kernels import Call, KernelName, LaunchKeys, is_plain, kernel_name, of_list
+from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchKeys, is_plain, kernel_name, of_list
 from kerneltune.adopt.program import describe_error, main_name
 
 log = logging.getLogger("kerneltune.adopt")
@@ -115,7 +115,7 @@ class Recorder:
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             known = self.known(autotuner, args, kwargs)
             if not known.digest and program.is_interpreted():  # nothing can be timed
-                known = KnownLaunches(configs=self._pruned(Call(autotuner, args, kwargs)))
+                known = KnownLaunches(configs=self._pruned(KernelCall(autotuner, args, kwargs)))
             if not known.digest and not known.configs:
                 return original(autotuner, *args, **kwargs)
             return self._launch(original, autotuner, known, args, kwargs)
@@ -143,7 +143,7 @@ class Recorder:
         key = (id(kernel), *options.values())
         tuner = self._plain_tuners.get(key)
         if tuner is None:
-            call = Call(kernel, args, given)
+            call = KernelCall(kernel, args, given)
             keys = kernels.all_but_floats(call.names, call.values) - self.ignored
             ordered = [name for name in kernel.arg_names if name in keys]
             tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, ordered)
@@ -162,7 +162,7 @@ class Recorder:
             keys = of_list(lists, autotuner.configs, LaunchKeys)
             found = keys.find(args, kwargs)
             if found is None:
-                call = Call(autotuner, args, kwargs)
+                call = KernelCall(autotuner, args, kwargs)
                 deciding = kernels.all_but_floats(call.names, call.values) - self.ignored.difference(autotuner.keys)
                 with self._lock:
                     found = keys.find(args, kwargs) or keys.remember(call, deciding, self._first(call), True)
@@ -170,7 +170,7 @@ class Recorder:
             return self._refuse(kernel_name(autotuner), describe_error(error))
         return found
 
-    def _first(self, call: Call) -> KnownLaunches:
+    def _first(self, call: KernelCall) -> KnownLaunches:
         """Record the class of a launch that this process has not seen before."""
         name, tuner = call.name, call.autotuner
         if not is_plain(tuner):
@@ -201,13 +201,13 @@ class Recorder:
             return KnownLaunches(launch.digest, [] if launch.is_plain else allowed)
         return KnownLaunches(launch.digest, unwritten=(launch, values))
 
-    def _too_many(self, call: Call) -> str:
+    def _too_many(self, call: KernelCall) -> str:
         """Return a line about a kernel with too many classes, and the argument that makes most classes."""
         counting, left = arguments.counting_argument(self._arguments.get(call.name.text, ()), call.autotuner.keys)
         hint = f"; without {counting} {left} are left: --ignore-arg {counting} if it is a seed or a counter" if counting else ""
         return f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept{hint}"
 
-    def _pruned(self, call: Call) -> list[Any]:
+    def _pruned(self, call: KernelCall) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
 
         On a GPU an exception of the pruning is raised.
@@ -329,7 +329,7 @@ class Recorder:
         self._pending = left
 
 
-def describe_launch(call: Call, allowed: Sequence[Any], ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
+def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collection[str] = ()) -> tuple[LaunchClass, list[Any]]:
     """Return the class of a launch, and for each storage of its tensors a live tensor.
 
     Args:
@@ -371,7 +371,7 @@ def describe_launch(call: Call, allowed: Sequence[Any], ignored: Collection[str]
     return launch, storages
 
 
-def _candidates(call: Call, allowed: Sequence[Any]) -> list[Candidate]:
+def _candidates(call: KernelCall, allowed: Sequence[Any]) -> list[Candidate]:
     """Return the candidates of a class: the author's configs and the configs of `space=`, then the configs around the list."""
     listed = call.autotuner.configs
     if is_plain(call.autotuner):
@@ -383,7 +383,7 @@ def _candidates(call: Call, allowed: Sequence[Any]) -> list[Candidate]:
     return [_candidate(call, config, is_author) for group, is_author in ((offered, True), (around, False)) for config in group]
 
 
-def _candidate(call: Call, config: Any, is_author: bool) -> Candidate:
+def _candidate(call: KernelCall, config: Any, is_author: bool) -> Candidate:
     encoded = configs.encode_config(config)
     try:
         return Candidate(encoded, is_author, call.grid(config))

@@ -231,22 +231,38 @@ _GUARD_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
-class Launch:
-    """Hold the arguments of a class, made anew.
+class Replay:
+    """Hold the arguments of a class, made anew, and the results that every launch must leave in them: see `effects.learn`.
 
     Attributes:
         named: arguments by name, in the kernel's order.
         storages: bytes of each storage, (bytes,) uint8.
         guard_bytes: bytes behind the arguments of each storage.
-        state: contents that are restored before a launch; None if launches follow each other to be timed.
+        before: contents of each storage before a launch; outputs that are overwritten as a whole are poisoned. None if launches
+            follow each other to be timed.
+        expected: by argument, the contents after a launch of the author's first config, or the values of the author's reference.
+        noise: by argument, the relative difference between launches of the first config, root mean square.
+        behind: contents of the guard of each storage after a launch of the first config.
+        has_reference: whether `expected` holds the values of the author's reference.
+        tolerance: the author's relative and absolute tolerance; None for a tolerance by the element types.
     """
 
     launch: LaunchClass
     named: dict[str, Any]
     storages: list[torch.Tensor]
     guard_bytes: int = 0
-    state: "LaunchEffects | None" = None
+    before: list[torch.Tensor] | None = None
+    expected: dict[str, torch.Tensor] = field(default_factory=dict)
+    noise: dict[str, float] = field(default_factory=dict)
+    behind: list[torch.Tensor] = field(default_factory=list)
+    has_reference: bool = False
+    tolerance: tuple[float, float] | None = None
     _prepared: dict[int, Callable[[], Any]] = field(default_factory=dict)
+
+    def restore(self) -> None:
+        """Restore the contents that launches have changed."""
+        for storage, before in zip(self.storages, self.before or (), strict=True):
+            storage.copy_(before)
 
     def run(self, stored: Mapping[str, Any]) -> None:
         """Call the pre_hook of a config, given as JSON, and launch with the config; in the interpreter in a fork.
@@ -290,41 +306,13 @@ class Launch:
         return call
 
 
-@dataclass(slots=True)
-class LaunchEffects:
-    """Hold the results that every launch of a class must leave in its arguments.
-
-    Attributes:
-        before: contents of each storage before a launch; outputs that are overwritten as a whole are poisoned.
-        written: arguments that a launch of the author's first config writes.
-        expected: by argument, the contents after a launch of the author's first config, or the values of the author's reference.
-        noise: by argument, the relative difference between launches of the first config, root mean square.
-        behind: contents of the guard of each storage after a launch of the first config.
-        has_reference: whether `expected` holds the values of the author's reference.
-        tolerance: the author's relative and absolute tolerance; None for a tolerance by the element types.
-    """
-
-    before: list[torch.Tensor] = field(default_factory=list)
-    written: list[str] = field(default_factory=list)
-    expected: dict[str, torch.Tensor] = field(default_factory=dict)
-    noise: dict[str, float] = field(default_factory=dict)
-    behind: list[torch.Tensor] = field(default_factory=list)
-    has_reference: bool = False
-    tolerance: tuple[float, float] | None = None
-
-    def restore(self, storages: Sequence[torch.Tensor]) -> None:
-        """Restore the contents that launches have changed."""
-        for storage, before in zip(storages, self.before, strict=True):
-            storage.copy_(before)
-
-
 def grid_of(captured: LaunchClass, stored: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return the captured grid of a config; None if the capture has no grid for it."""
     wanted = stored_key(stored)
     return next((one.grid for one in captured.candidates if stored_key(one.config) == wanted), None)
 
 
-def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> Launch:
+def make_replay(captured: LaunchClass, folder: Path, device: str, seed: int) -> Replay:
     """Make a class's arguments: indices as captured, data from the sample or the statistics; on device `meta` without values."""
     storages = []
     guard_bytes = _GUARD_BYTES if captured.is_plain and device not in ("cpu", "meta") else 0  # the interpreter checks accesses
@@ -340,7 +328,7 @@ def make_launch(captured: LaunchClass, folder: Path, device: str, seed: int) -> 
         if about.get("kept") == "missing" and any(tensor.is_whole for tensor in tensors):
             raise ReplayError(f"{captured.label}: index values were not kept: capture again, with more --max-bytes")
         storages.append(_storage(kept.get(f"storage.{number}"), about, tensors, device, seed + number, guard_bytes))
-    return Launch(captured, live_arguments(captured, storages), storages, guard_bytes)
+    return Replay(captured, live_arguments(captured, storages), storages, guard_bytes)
 
 
 def live_arguments(captured: LaunchClass, storages: Sequence[torch.Tensor]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ sizes that decide between rows of the table. The key of a kernel without an auto
 arguments that the capture ignored: a launch that the table lacks stays unchanged.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from kerneltune.adopt import kernels, program
 from kerneltune.adopt.configs import (
-    DEFAULTS,
     OPTIONS,
     config_index,
     configs_digest,
     decode_config,
     label_of,
+    launch_defaults,
     live_config,
     plain_tuner,
     split_options,
 )
 from kerneltune.adopt.folder import Counters
-from kerneltune.adopt.kernels import OTHER_KIND, Call, KernelName, LaunchKeys, kernel_name, of_list
+from kerneltune.adopt.kernels import OTHER_KIND, KernelCall, KernelName, LaunchKeys, kernel_name, of_list
 from kerneltune.adopt.program import describe_error, log, warn_once
 from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
 
@@ -93,9 +94,9 @@ class ServingState:
         """Index the configs."""
         self.index = config_index(self.configs)
         for group in self.kernel.groups if self.kernel is not None else ():
-            self.deciding.update(name.partition(".")[0] for name in group.split)
+            self.deciding.update(re.split(r"[.[]", name)[0] for name in group.split)
 
-    def row(self, call: Call) -> ServingRow | None:
+    def row(self, call: KernelCall) -> ServingRow | None:
         """Return the table's row of a launch; None where the table has none for its author's key and element types."""
         if self.kernel is None:
             return None
@@ -213,7 +214,7 @@ class Server:
                 except OTHER_KIND:
                     pass
             else:
-                result = self._resolve(original, Call(autotuner, args, kwargs), state)
+                result = self._resolve(original, KernelCall(autotuner, args, kwargs), state)
                 if not isinstance(result, Served):
                     return result[0]
                 served = result
@@ -250,7 +251,7 @@ class Server:
                 except OTHER_KIND:
                     pass
             else:
-                served = self._resolve_plain(keys, Call(kernel, args, kwargs))
+                served = self._resolve_plain(keys, KernelCall(kernel, args, kwargs))
             count(served.counter)
             options = served.options
             kwargs.update(options)
@@ -322,7 +323,7 @@ class Server:
         known = [item for config in state.configs for item in config.kwargs.items()]
         return [config for config in live if all(item in known for item in config.kwargs.items())]
 
-    def _resolve(self, original: Callable[..., Any], call: Call, state: ServingState) -> "Served | tuple[Any]":
+    def _resolve(self, original: Callable[..., Any], call: KernelCall, state: ServingState) -> "Served | tuple[Any]":
         """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
         if self._preparing is not None:
             self._preparing.wait()
@@ -348,7 +349,7 @@ class Server:
             return self._by_author(original, call, state)
         return self._remember(call, state, _served(self._guess(policy, call, state), state.counters[1]))
 
-    def _remember(self, call: Call, state: ServingState, served: Served) -> Served:
+    def _remember(self, call: KernelCall, state: ServingState, served: Served) -> Served:
         """Serve a config to launches of this key from now on.
 
         The author's pruning and the policy `nearest` may depend on every argument.
@@ -358,7 +359,7 @@ class Server:
         deciding = state.deciding | kernels.all_but_floats(call.names, call.values) if is_whole else state.deciding
         return state.keys.remember(call, deciding, served)
 
-    def _allowed(self, call: Call, state: ServingState, row: ServingRow) -> Served | None:
+    def _allowed(self, call: KernelCall, state: ServingState, row: ServingRow) -> Served | None:
         """Return the configs of a row that the author's pruning allows for a launch, without the author's performance model."""
         served = state.rows.get(id(row))
         if served is None:
@@ -372,7 +373,7 @@ class Server:
         allowed = [config for config in configs if config in left]
         return _served(allowed, state.counters[0]) if allowed else None
 
-    def _guess(self, policy: str, call: Call, state: ServingState) -> list[Any]:
+    def _guess(self, policy: str, call: KernelCall, state: ServingState) -> list[Any]:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
         nearest = state.kernel.nearest(call.sizes(), call.dtypes()) if policy == "nearest" and state.kernel is not None else None
         near = None if nearest is None else self._allowed(call, state, nearest)
@@ -381,7 +382,7 @@ class Server:
         warn_once(f"{call.name.text}: a launch that was not tuned: served with {used}")
         return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(state.configs)]
 
-    def _by_author(self, original: Callable[..., Any], call: Call, state: ServingState) -> tuple[Any]:
+    def _by_author(self, original: Callable[..., Any], call: KernelCall, state: ServingState) -> tuple[Any]:
         """Let the author's autotuner tune if necessary and launch, and remember its choice."""
         self.counters.add(state.counters[1])
         warn_once(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
@@ -410,7 +411,7 @@ class Server:
                 error = later
         raise error
 
-    def _resolve_plain(self, keys: LaunchKeys[Served], call: Call) -> Served:
+    def _resolve_plain(self, keys: LaunchKeys[Served], call: KernelCall) -> Served:
         """Serve the options of the table to launches of this key from now on; no options where the table has no row.
 
         call: launch of the kernel itself instead of an autotuner.
@@ -426,7 +427,7 @@ class Server:
         deciding = {*OPTIONS, "grid", *(key for one in found for key in one.keys)}
         return keys.remember(call, deciding, Served(options or {}, counter, own=own))
 
-    def _plain_options(self, found: Sequence[TableKernel], call: Call) -> dict[str, Any] | None:
+    def _plain_options(self, found: Sequence[TableKernel], call: KernelCall) -> dict[str, Any] | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
 
         Each argument that a launch passes on costs the host 0.1 us.
@@ -440,15 +441,15 @@ class Server:
                 (tuner, ServingState(one, tuner.configs, tuner.configs, (0, 0), set(tuner.keys))) for tuner, one in same
             ]
         for tuner, state in self._described[key]:
-            launch = Call(tuner, call.args, given)
+            launch = KernelCall(tuner, call.args, given)
             row = state.row(launch)
             if row is not None and self._fits(launch, row):
                 chosen = decode_config(row.configs[0], self._make_config).all_kwargs()
-                given = {**launch.named, **DEFAULTS, **{name: value for name, value in own.items() if value is not None}}
+                given = {**launch.named, **launch_defaults(), **{name: value for name, value in own.items() if value is not None}}
                 return {name: value for name, value in chosen.items() if given.get(name) != value}
         return None
 
-    def _fits(self, call: Call, row: ServingRow) -> bool:
+    def _fits(self, call: KernelCall, row: ServingRow) -> bool:
         """Return whether the config of a row fits a launch: other blocks need the grid that was checked with them.
 
         Another place of the program may launch this kernel with a grid that does not read the blocks.

@@ -29,7 +29,7 @@ from kerneltune.adopt.operators import (
 )
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.program import LAUNCH_FAILURES
-from kerneltune.adopt.replay import ReplayError, grid_of, live_kernel, make_launch
+from kerneltune.adopt.replay import ReplayError, grid_of, live_kernel, make_replay
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
 from kerneltune.files import replace_text
 from kerneltune.run_options import Options, Plan, Progress, Selection
@@ -334,7 +334,7 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
         served = by_name[launch.kernel.module, launch.kernel.name, launch.configs]
         row = served.finder(launch.key, launch.dtypes).nearest(launch.sizes)
         if row is not None:
-            kernel = make_launch(launch, root, "meta", 0).compile(row.configs[0])
+            kernel = make_replay(launch, root, "meta", 0).compile(row.configs[0])
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
                 names.append(ahead.entry_name(kernel.hash))
                 launchers.append(ahead.launcher_of(kernel))

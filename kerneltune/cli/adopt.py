@@ -36,7 +36,9 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture
 @app.command("list")
 def list_command(folder: Folder) -> None:
     """Show the kernels of a capture: launches, share of the GPU time, configs, keys, and sizes that the keys leave out."""
-    show_capture(folder)
+    from kerneltune.adopt.overview import read_capture
+
+    show_capture(read_capture(folder))
 
 
 @app.command("lint")
@@ -188,14 +190,14 @@ def _read_space(path: Path | None) -> dict[str, list[int]]:
 
 def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
     """Print the tuned calls, and a line for each call that was not tuned."""
-    from kerneltune.adopt.configs import DEFAULTS
+    from kerneltune.adopt.configs import launch_defaults
     from kerneltune.adopt.getter_tuning import failures
 
     rows = []
     differing = [name for name in calls[0].one.sizes if len({call.one.sizes[name] for call in calls}) > 1]
     for call in calls:
         if call.own_us and call.time_us:
-            own = DEFAULTS | call.one.own
+            own = launch_defaults() | call.one.own
             changed = {name: value for name, value in call.config.items() if own.get(name) != value}
             times = (f"{call.own_us:.1f}", f"{call.time_us:.1f}", f"{call.own_us / call.time_us:.3f}x")
             is_gained = call.gain != (1.0, 1.0)
@@ -272,12 +274,10 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
     return head, rows
 
 
-def show_capture(folder: Path, to_messages: bool = False) -> None:
+def show_capture(capture: "Capture", to_messages: bool = False) -> None:
     """Print the table of a capture, on standard error where the program's output must stay as it is."""
-    from kerneltune.adopt.overview import read_capture
     from kerneltune.cli import console
 
-    capture = read_capture(folder)
     show_table(*table_of(capture), console.messages if to_messages else console.console)
     for text in capture.problems:
         error_line(f"skipped: {text}")

@@ -2,7 +2,7 @@
 
 import fnmatch
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -54,11 +54,9 @@ def command(
     samples of other tensors of at most 1 MiB. The exit code is the program's, or 2 if a decorator names an argument that
     its kernel lacks. The program's output is untouched; messages of this command go to standard error.
     """
-    from kerneltune.adopt.folder import CLASSES, processes, read_notes, remove_stale
-    from kerneltune.adopt.operators import write_capture_sweep
+    from kerneltune.adopt.folder import CLASSES, processes, read_notes
     from kerneltune.adopt.program import require_program, run_program
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
-    from kerneltune.cli.adopt import show_capture
 
     if autotune and device.model() == device.INTERPRETER:
         raise ValueError("autotune: expected a GPU: in the interpreter nothing can be timed")
@@ -91,15 +89,33 @@ def command(
             kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
             error_line(f"nothing was captured: {_reason(refused, made, pattern, code)}{more}{kept}")
         raise typer.Exit(code)
+    _finish(out, launched)
+    raise typer.Exit(code)
+
+
+def _finish(out: Path, launched: Collection[str]) -> None:
+    """Remove stale classes from a capture, show the capture and write its sweep file.
+
+    launched: digests of the classes that were launched just now.
+    """
+    from kerneltune.adopt.folder import remove_stale
+    from kerneltune.adopt.operators import write_capture_sweep
+    from kerneltune.adopt.overview import read_capture
+    from kerneltune.cli.adopt import show_capture
+
     try:
         if stale := remove_stale(out, launched):
             note(f"removed {counted(len(stale), 'class', 'classes')} of kernels whose source has changed since")
-        show_capture(out, to_messages=True)
-        file = write_capture_sweep(out)
-        note(f"wrote {file}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
+        captured = read_capture(out)
+        show_capture(captured, to_messages=True)
+        file = write_capture_sweep(captured)
     except ValueError as error:
         error_line(f"nothing was captured: {error}")
-    raise typer.Exit(code)
+        return
+    if all(launch.problem for launch in captured.classes):
+        note(f"none of these launches can be checked or tuned: `kerneltune adopt lint {out}` says why")
+    else:
+        note(f"wrote {file}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
 
 
 def _reason(refused: Mapping[str, str], made: Sequence[str], pattern: str, code: int) -> str:

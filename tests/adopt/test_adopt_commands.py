@@ -149,7 +149,7 @@ def test_sweep_file_of_a_launch_with_a_zero_is_read_again(tmp_path: Path) -> Non
     startup.capture(tmp_path)
     example().row_sum[(0,)](torch.empty(0, 8), torch.empty(0), 0, 8)
     startup.uninstall()
-    cases = load(write_capture_sweep(tmp_path), {op.name: op for op in operators(str(tmp_path))}).bench
+    cases = load(write_capture_sweep(read_capture(tmp_path)), {op.name: op for op in operators(str(tmp_path))}).bench
     assert dict(cases[0].case.axes) == {"N": 8}
 
 
@@ -287,6 +287,17 @@ def test_capture_of_kernels_of_another_name_names_the_kernels(tmp_path: Path) ->
     assert "the program launched no kernel" in run("capture", "--out", tmp_path, "--kernel", "attn*", *program).stderr
 
 
+def test_capture_of_launches_that_cannot_be_replayed_does_not_offer_to_check_them(tmp_path: Path) -> None:
+    (launch,) = captured(tmp_path, pattern="row_sum").classes
+    file = tmp_path / CLASSES / launch.digest / META
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"problem": "a function made the kernel"}))
+    result = run("capture", "--out", tmp_path, *_noting(tmp_path, launches={launch.digest: [1, None]}))
+    assert result.exit_code == 0
+    assert " ".join(result.stderr.split()).endswith(
+        f"none of these launches can be checked or tuned: `kerneltune adopt lint {tmp_path}` says why"
+    )
+
+
 def test_capture_with_two_patterns_is_bad_input(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--kernel", "a", "--kernel", "b", "--", "true")
     assert (result.exit_code, result.stderr) == (2, "error: kernel: 'b': expected --kernel once, like 'attn_*'\n")
@@ -303,7 +314,7 @@ def test_capture_of_nothing_into_an_earlier_capture_says_so_without_a_table(tmp_
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path) -> None:
     captured(tmp_path, (4, 96), (8, 96), pattern="row_sum")
     large = next(one for one in read_capture(tmp_path).classes if one.sizes["M"] == 8)
-    written = write_capture_sweep(tmp_path).read_text().splitlines(keepends=True)
+    written = write_capture_sweep(read_capture(tmp_path)).read_text().splitlines(keepends=True)
     written.remove(next(line for line in written if large.digest in line))  # the first section is that of the checks
     (tmp_path / "sweep.yaml").write_text("".join(written))
     result = run("sweep", tmp_path)
@@ -326,7 +337,7 @@ def test_commands_of_a_capture_use_its_folders_and_name_its_operators_alone(
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     captured(tmp_path, (4, 96), pattern="row_sum")
-    file = write_capture_sweep(tmp_path)
+    file = write_capture_sweep(read_capture(tmp_path))
     (name,) = [op.name for op in operators(str(tmp_path))]
     assert run("sweep", file, "--variant", "nope").stderr == "error: variant: 'nope': expected one of baseline, optimized\n"
     assert run("sweep", file, "--op", "").stderr == f"error: op: '': expected one of {name}\n"

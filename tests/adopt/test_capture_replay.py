@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,12 +12,13 @@ import triton.language as tl
 
 from kerneltune import sweep
 from kerneltune.adopt import startup
+from kerneltune.adopt.arguments import decode_value, encode_value
 from kerneltune.adopt.effects import disagreement, learn, wrong_results
 from kerneltune.adopt.folder import CLASSES
-from kerneltune.adopt.kernels import Call
+from kerneltune.adopt.kernels import KernelCall
 from kerneltune.adopt.operators import operators, write_capture_sweep
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import Launch, ReplayError, make_launch
+from kerneltune.adopt.replay import Replay, ReplayError, make_replay
 
 
 def configs(*blocks: int) -> list[triton.Config]:
@@ -51,41 +52,41 @@ def scaled(x_ptr, y_ptr, N, dtype, launch, BLOCK: tl.constexpr):
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N) * dtype * launch, mask=places < N)
 
 
-def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Launch, list[dict[str, Any]]]:
+def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Replay, list[dict[str, Any]]]:
     """Capture a launch of a kernel; returns its arguments made anew, and the author's configs."""
     startup.capture(folder)
     kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](*args)
     startup.uninstall()
     captured = read_capture(folder).classes[0]
-    launch = make_launch(captured, folder / CLASSES / captured.digest, "cpu", 0)
+    launch = make_replay(captured, folder / CLASSES / captured.digest, "cpu", 0)
     return launch, [one.config for one in captured.candidates if one.is_author]
 
 
 def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Path) -> None:
     launch, (right, wrong) = replayed(tmp_path, added_up, torch.ones(128), torch.arange(128.0), 128)
-    launch.state = learn(launch, right)
-    assert (launch.state.written, launch.state.noise) == (["y_ptr"], {"y_ptr": 0.0})
+    written = learn(launch, right)
+    assert (written, launch.noise) == (["y_ptr"], {"y_ptr": 0.0})
     for config, found in ((right, []), (wrong, ["y_ptr"])):
-        launch.state.restore(launch.storages)
+        launch.restore()
         launch.run(config)
-        assert [line.partition(":")[0] for line in wrong_results(launch, launch.state, {})] == found
+        assert [line.partition(":")[0] for line in wrong_results(launch, {})] == found
 
 
 def test_an_argument_that_is_called_as_a_field_of_every_case_is_no_axis(tmp_path: Path) -> None:
     replayed(tmp_path, scaled, torch.ones(128), torch.ones(128), 128, 2, 3)
     (op,) = operators(str(tmp_path))
     assert op.axes == ("N",)
-    (entry, *_) = sweep.load(write_capture_sweep(tmp_path), {op.name: op}).check
+    (entry, *_) = sweep.load(write_capture_sweep(read_capture(tmp_path)), {op.name: op}).check
     assert (entry.case["N"], entry.case.dtype) == (128, "float32")
 
 
 def test_replay_poisons_an_output_so_that_what_is_not_written_shows(tmp_path: Path) -> None:
     launch, (right, wrong) = replayed(tmp_path, overwritten, torch.ones(128), torch.ones(128), 128)
-    launch.state = learn(launch, right)
-    launch.state.restore(launch.storages)
+    learn(launch, right)
+    launch.restore()
     assert torch.isnan(launch.named["y_ptr"]).all()
     launch.run(wrong)
-    assert wrong_results(launch, launch.state, {}) == ["y_ptr: 64 of 128 elements never written"]
+    assert wrong_results(launch, {}) == ["y_ptr: 64 of 128 elements never written"]
 
 
 def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_path: Path) -> None:
@@ -100,14 +101,14 @@ def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_pat
 def test_replay_of_tensors_without_elements_is_a_launch(tmp_path: Path) -> None:
     launch, (config, _) = replayed(tmp_path, added_up, torch.ones(128)[100:100], torch.empty(0), 0)
     assert [tuple(launch.named[name].shape) for name in ("x_ptr", "y_ptr")] == [(0,), (0,)]
-    launch.state = learn(launch, config)
-    assert launch.state.written == []
+    written = learn(launch, config)
+    assert written == []
 
 
 def test_replay_without_memory_has_pointers_aligned_as_they_were(tmp_path: Path) -> None:
     whole = torch.arange(300.0)
     launch, _ = replayed(tmp_path, overwritten, whole[1:129], torch.empty(128), 128)
-    meta = make_launch(launch.launch, tmp_path, "meta", 0)
+    meta = make_replay(launch.launch, tmp_path, "meta", 0)
     assert meta.named["x_ptr"].is_meta
     assert meta.named["x_ptr"].storage_offset() % 4 == 1
 
@@ -118,7 +119,7 @@ def test_replay_of_damaged_values_says_so(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "values.safetensors").write_bytes(b"\x80\x04cos\nsystem\n")
     with pytest.raises(ReplayError, match=r"values.safetensors: SafetensorError"):
-        make_launch(launch.launch, folder, "cpu", 0)
+        make_replay(launch.launch, folder, "cpu", 0)
 
 
 @pytest.mark.parametrize(
@@ -204,9 +205,42 @@ def test_replay_of_a_tuple_of_tensors_launches_with_a_tuple(tmp_path: Path) -> N
     assert torch.equal(launch.named["y_ptr"], given[0] + given[1])
 
 
+class Pair(NamedTuple):
+    """Two tensors and a factor."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    factor: int
+
+
+@triton.autotune(configs=configs(32, 64), key=["N"])
+@triton.jit
+def added_of_pair(pairs, y_ptr, N, BLOCK: tl.constexpr):
+    """Add both tensors (N,) of the only pair, and multiply the sum."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(pairs[0].a + places, mask=places < N)
+    second = tl.load(pairs[0].b + places, mask=places < N)
+    tl.store(y_ptr + places, (first + second) * pairs[0].factor, mask=places < N)
+
+
+def test_replay_of_a_tuple_with_named_items_launches_with_the_names(tmp_path: Path) -> None:
+    pair = Pair(torch.ones(128), torch.arange(128.0), 3)
+    launch, (config, _) = replayed(tmp_path, added_of_pair, (pair,), torch.empty(128), 128)
+    assert list(launch.named) == ["pairs[0][a]", "pairs[0][b]", "pairs[0][factor]", "y_ptr", "N"]
+    launch.run(config)
+    assert torch.equal(launch.named["y_ptr"], 3 * (pair.a + pair.b))
+    call = KernelCall(added_of_pair, ((pair,), torch.empty(128), 128), {})
+    assert (call.size("pairs[0][a].0"), call.size("pairs[0][factor]"), call.size("pairs[0][a].1")) == (128, 3, None)
+
+
+def test_a_tuple_of_plain_values_keeps_the_names_of_its_items() -> None:
+    value = Pair(1, (2.0, 3), 4)
+    assert decode_value(encode_value(value))._asdict() == value._asdict()
+
+
 def test_a_tuple_of_tensors_has_the_same_types_when_it_is_served_as_in_its_capture(tmp_path: Path) -> None:
     given = ((torch.ones(128), torch.arange(128)), torch.empty(128), 128)
     launch, _ = replayed(tmp_path, added_of_tuple, *given)
-    call = Call(added_of_tuple, given, {})
+    call = KernelCall(added_of_tuple, given, {})
     assert (call.dtypes(), call.sizes()) == (launch.launch.dtypes, launch.launch.sizes)
     assert launch.launch.dtypes == ["float32", "int64", "float32"]

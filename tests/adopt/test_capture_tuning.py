@@ -20,7 +20,7 @@ from kerneltune.adopt import program, startup, tuning
 from kerneltune.adopt.folder import CLASSES, META, VALUES, read_class
 from kerneltune.adopt.operators import TUNED, case_of, operators
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import ReplayError, make_launch
+from kerneltune.adopt.replay import ReplayError, make_replay
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.cli import app, console
@@ -213,7 +213,7 @@ def test_class_whose_values_are_gone_is_skipped_by_name_and_fails_its_checks(tmp
     (line,) = tune_capture(tmp_path, Quiet()).skipped
     assert line.endswith(f"{folder / VALUES}: missing: capture again")
     with pytest.raises(ReplayError, match="missing: capture again"):
-        make_launch(read_class(folder), folder, "cpu", 0)
+        make_replay(read_class(folder), folder, "cpu", 0)
 
 
 def test_capture_of_damaged_classes_alone_is_one_line(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.effects import learn, wrong_results
 from kerneltune.adopt.folder import CLASSES
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import ReplayError, make_launch
+from kerneltune.adopt.replay import ReplayError, make_replay
 
 CONFIGS = [triton.Config({"BLOCK": block}) for block in (32, 64)]
 
@@ -60,14 +60,14 @@ def lines(folder: Path, kernel: Any, grid: int | None = None, y: torch.Tensor | 
     kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]) if grid is None else grid,)](torch.arange(1.0, 129.0), y, 128)
     startup.uninstall()
     captured = read_capture(folder).classes[0]
-    launch = make_launch(captured, folder / CLASSES / captured.digest, "cpu", 0)
+    launch = make_replay(captured, folder / CLASSES / captured.digest, "cpu", 0)
     configs = [one.config for one in captured.candidates if one.is_author]
-    state = launch.state = learn(launch, configs[0])
+    learn(launch, configs[0])
     found = []
     for config in configs:
-        state.restore(launch.storages)
+        launch.restore()
         launch.run(config)
-        found.append(wrong_results(launch, state, {}))
+        found.append(wrong_results(launch, {}))
     return found
 
 
@@ -78,8 +78,8 @@ def test_argument_that_held_its_result_already_counts_as_written(tmp_path: Path)
 def test_argument_that_held_a_copy_already_counts_as_written(tmp_path: Path) -> None:
     assert lines(tmp_path, copied, y=torch.arange(1.0, 129.0)) == [[], []]
     launch = read_capture(tmp_path).classes[0]
-    made = make_launch(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
-    assert learn(made, launch.candidates[0].config).written == ["y_ptr"]
+    made = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    assert learn(made, launch.candidates[0].config) == ["y_ptr"]
 
 
 def test_write_that_the_first_config_does_not_do_is_a_disagreement(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_write_that_the_first_config_does_not_do_is_a_disagreement(tmp_path: Pat
 
 
 def test_launch_that_writes_nothing_is_not_checked(tmp_path: Path) -> None:
-    with pytest.raises(ReplayError, match=r"\.idle: the author's first config writes to no argument: nothing to compare"):
+    with pytest.raises(ReplayError, match=r"\.idle: the author's first config changes no argument: nothing to compare"):
         lines(tmp_path, idle)
 
 

@@ -42,13 +42,13 @@ assert not {"torch", "triton"} & sys.modules.keys()
 from kerneltune.adopt.operators import *
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.tuning import why_untunable
-from kerneltune.adopt.replay import make_launch
+from kerneltune.adopt.replay import make_replay
 assert "triton" not in sys.modules
 root = Path(sys.argv[1])
 for launch in sorted(read_capture(root).classes, key=lambda one: one.kernel.name):
     if sys.argv[2:] and launch.kernel.name not in sys.argv[2:]:
         continue
-    make_launch(launch, root / "classes" / launch.digest, "cpu", 0)
+    make_replay(launch, root / "classes" / launch.digest, "cpu", 0)
     print(launch.kernel.name, why_untunable(launch) or "found")
 """
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 import triton
 
-from kerneltune.adopt.kernels import Call, LaunchKeys, all_but_floats, of_list, plan_key
+from kerneltune.adopt.kernels import KernelCall, LaunchKeys, all_but_floats, of_list, plan_key
 
 
-def launch(*args: Any, **kwargs: Any) -> Call:
+def launch(*args: Any, **kwargs: Any) -> KernelCall:
     """Return a launch of a kernel with these arguments."""
-    return Call(SimpleNamespace(arg_names=["x", "N", "BLOCK"]), args, kwargs)
+    return KernelCall(SimpleNamespace(arg_names=["x", "N", "BLOCK"]), args, kwargs)
 
 
 def test_key_holds_deciding_arguments_and_the_types_of_all_arguments() -> None:

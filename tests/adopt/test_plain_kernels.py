@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import made_up_gpu
@@ -14,13 +15,14 @@ import triton
 import triton.runtime.interpreter
 from adopted import kernel_of, write_table
 from test_capture_tuning import GPU, SizedBench
+from triton.backends.compiler import GPUTarget
 
 from kerneltune.adopt import kernels, program, startup, tuning
 from kerneltune.adopt.configs import plain_tuner
 from kerneltune.adopt.folder import CLASSES, LaunchClass, read_blocks
 from kerneltune.adopt.kernels import plan_key
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import live_kernel, make_launch
+from kerneltune.adopt.replay import live_kernel, make_replay
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.measuring.check import Checker, Outcome
@@ -129,7 +131,7 @@ def test_scales_make_no_class_of_their_own(tmp_path: Path, module: Any) -> None:
 def test_replay_of_a_plain_kernel_launches_it_with_other_options(tmp_path: Path, module: Any) -> None:
     (found,) = captured(tmp_path / "cap", module, 96)
     assert live_kernel(found).fn is module.doubled
-    made = make_launch(found, tmp_path / "cap" / CLASSES / found.digest, "cpu", 0)
+    made = make_replay(found, tmp_path / "cap" / CLASSES / found.digest, "cpu", 0)
     made.run([one.config for one in found.candidates if one.grid is not None][-1])
     assert made.named["y_ptr"].tolist() == [2.0 * n for n in range(96)]
 
@@ -199,6 +201,21 @@ def test_served_options_that_fail_give_way_to_the_programs(
         assert launch(module, 64).tolist() == [2.0 * n for n in range(64)]
     assert [one.get("num_warps") for one in given] == [1, None, None]
     assert caplog.text.count("fail here (OutOfResources): the program's options") == 1
+
+
+def test_launch_without_options_has_those_of_its_backend(
+    tmp_path: Path, module: Any, given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    active = SimpleNamespace(get_current_target=lambda: GPUTarget("hip", "gfx942", 64))
+    monkeypatch.setattr(sys.modules["triton.runtime.driver"], "driver", SimpleNamespace(active=active))
+    launches = captured(tmp_path / "cap", module, 64)
+    own = launches[0].candidates[0].config
+    assert (own["num_warps"], own["num_stages"]) == (4, 2)  # NVIDIA's backend has 3 stages
+    write_table(tmp_path / "cap", kernel_of(launches, [{**own, "num_stages": 3}], is_plain=True, portfolio=()))
+    startup.install(tmp_path / "cap", misses=None)
+    given.clear()
+    launch(module, 64)
+    assert given == [{"num_stages": 3}]
 
 
 class PlainBench(SizedBench):

@@ -17,7 +17,7 @@ from kerneltune.adopt.arguments import collect, describe
 from kerneltune.adopt.folder import CLASSES, VALUES, processes, read_notes
 from kerneltune.adopt.kernels import compiled_and_launched
 from kerneltune.adopt.overview import read_capture
-from kerneltune.adopt.replay import make_launch
+from kerneltune.adopt.replay import make_replay
 
 
 def test_capture_of_two_sizes_has_a_class_for_each(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_capture_of_small_views_of_a_large_buffer_keeps_and_makes_the_views_alon
     startup.uninstall()
     (launch,) = read_capture(tmp_path).classes
     assert [about["bytes"] for about in launch.storages] == [400, 4]
-    made = make_launch(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    made = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
     assert sum(storage.numel() for storage in made.storages) <= 2 * 404 + 2 * 256  # and what aligns them
     assert made.named["x_ptr"].tolist() == x.tolist()
 
