@@ -232,30 +232,47 @@ def valid(case: Case, config: Int4Fp8Config) -> str | None:
 def default(case: Case) -> Int4Fp8Config:
     """Return a config for any shape, by rule: warpgroups of one or two blocks of rows, and two to four programs per SM.
 
-    H200, 2026-11-26: 0.980 of the fastest of 20 to 79 configs over 46 cases with 16 to 256 tokens, worst 0.868.
+    H200, 2026-11-26: 0.995 of the tuned speed over 95 cases with 16 to 256 tokens, worst 0.917.
     """
     N, rows, depth = max(case["N"], 1), cdiv(case["M"], ROWS), cdiv(case["K"], DEPTH)
     tokens = 16 if N <= 16 else 32 if N <= 32 else 64
-    if N > 64:
-        fills = N > 128 or rows >= (112 if N <= 96 else 160)
-        tokens = 128 if fills else 32 if N <= 96 else 64
-    if tokens // 2 in _token_tiles(N) and rows * cdiv(N, tokens) * _SPLITS[-1] < _SMS:
+    if N > 128 or (N > 64 and rows >= (120 if N <= 96 and depth <= 200 else 160)):
+        tokens = 128
+    while tokens // 2 in _token_tiles(N) and rows * cdiv(N, tokens) * _SPLITS[-1] < 2 * _SMS:
         tokens //= 2
-    is_wide = depth >= 16 and rows >= (400 if tokens == 64 else 200)
-    blocks = 2 if is_wide and (tokens < 64 or (tokens == 64 and rows < 800)) else 1
+    if N <= 16:
+        is_wide = rows >= 192 or (rows >= 128 and depth >= 64)
+    else:
+        is_wide = depth >= 12 and (400 if tokens == 64 else 200) <= rows < (800 if tokens == 64 else rows + 1)
+    blocks = 2 if is_wide and tokens <= 64 else 1
+    has_two_tiles = tokens == 64 < N
+    if has_two_tiles:
+        most, enough_steps = 520 if depth > 200 else 480, 18
+    else:
+        most = 0 if tokens == 128 else 330 if blocks == 2 else 700 if depth > 100 and tokens <= 32 else 480
+        enough_steps = 12 if blocks == 2 else 10 if tokens == 32 else 7 if tokens == 16 < N else 8
     programs = cdiv(rows, blocks) * cdiv(N, tokens)
-    most = 0 if tokens == 128 else 264 if blocks == 2 else 700 if depth > 100 and tokens <= 32 else 480
-    enough_steps = 10 if tokens == 32 else 8
     splits = max(
         s for s in _SPLITS
         if s == 1 or (cdiv(depth, s) >= (8 if s == 2 else enough_steps) and s * programs <= most and (s <= 4 or tokens < 64))
     )  # fmt: skip
-    stages = 3 if rows >= 800 or (tokens >= 64 and cdiv(depth, splits) <= 16) else 4
+    steps = cdiv(depth, splits)
     # programs of a small launch that begins early lie unevenly on the SMs
-    if N <= 32:
-        early = N <= 16 or (rows <= 112 and depth <= 64) or (blocks == 1 and rows >= 384) or rows >= 800
+    if has_two_tiles:
+        early = 16 <= steps <= 50
+        return Int4Fp8Config(tokens, blocks, 4, splits, 5 if early else 3 if steps < 16 else 4, early)
+    if N <= 16:
+        early = splits < 4 or blocks == 1
+    elif N <= 32:
+        early = (rows <= 112 and depth <= 64) or (splits == 1 and depth <= 16) or rows >= 800
     else:
         early = rows >= (160 if tokens == 128 and N <= 128 else 224 if tokens == 128 else 384)
+    if rows >= 800 or tokens == 16 < N:
+        stages = 3
+    elif tokens == 64:
+        stages = 3 if splits > 1 and steps <= 16 else 5 if (splits, blocks) == (1, 1) else 4
+    else:
+        stages = 3 if tokens == 128 and steps <= 16 else 4
     return Int4Fp8Config(tokens, blocks, 4, splits, stages, early)
 
 

@@ -56,6 +56,15 @@ def test_default_product_depends_on_tokens_sizes_and_the_kept_weight(
     assert fastest.valid(case, fastest.default(case)) is None
 
 
+@pytest.mark.parametrize("kept", [True, False])
+@pytest.mark.parametrize(("rows", "depth"), [(3200, 3200), (2560, 6912), (13824, 5120), (27648, 5120), (512, 12288)])
+def test_products_of_an_untuned_weight_follow_each_other_once_as_tokens_grow(rows: int, depth: int, kept: bool) -> None:
+    products = [fastest.default(case_of(tokens, rows, depth, kept)).product for tokens in range(1, 600)]
+    order = ("int4_gemm", "int4_fp8_gemm", "fp8_scaled", "fp8") if kept else ("int4_gemm", "int4_fp8_gemm")
+    assert products == sorted(products, key=order.index)
+    assert products[0] != products[-1] == order[-1]
+
+
 def test_a_cached_product_serves_the_tokens_of_its_band_and_needs_its_weight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
