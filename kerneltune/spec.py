@@ -175,8 +175,16 @@ class Variant:
             raise ValueError(f"config of {self.name}: {error}") from None
 
     def valid_config(self, case: Case, values: Mapping[str, Any]) -> Config | None:
-        """Make the config with these knob values; return None for unknown knobs or a config that is not valid for the case."""
-        return None if self.config is None else valid_config(self.config, self.valid, case, values)
+        """Make the config with these knob values; return None for unknown knobs or a config that is not valid for the case.
+
+        For values that no space has, such as tiles of 0 rows, `valid` may raise ValueError or ArithmeticError: the result is
+        None. Any other exception means a mistake in `valid`, such as an axis that the case lacks, and is raised.
+        """
+        try:
+            config = self.config_from(values)
+            return config if self.valid(case, config) is None else None
+        except (ValueError, ArithmeticError):
+            return None
 
 
 def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
@@ -199,21 +207,6 @@ def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
     return config(**values)
 
 
-def valid_config(
-    config: type[Any], valid: Callable[[Case, Config], str | None], case: Case, values: Mapping[str, Any]
-) -> Config | None:
-    """Make the config of a class with these knob values; return None for unknown knobs or a config that is not valid.
-
-    For values that no space has, such as tiles of 0 rows, `valid` may raise ValueError or ArithmeticError: the result is None.
-    Any other exception means a mistake in `valid`, such as an axis that the case lacks, and is raised.
-    """
-    try:
-        made = config_from(config, values)
-        return made if valid(case, made) is None else None
-    except (ValueError, ArithmeticError):
-        return None
-
-
 def knobs_of_class(config: type[Any]) -> tuple[dict[str, Any], set[str]]:
     """Return the type of every knob of a class, also with postponed annotations, and the knobs without a default.
 
@@ -233,7 +226,7 @@ def _knobs_of_class(config: Any) -> tuple[dict[str, Any], set[str]]:
     return {knob.name: types[knob.name] for knob in knobs}, needed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Op:
     """Describe an operator: the contract that its variants implement.
 

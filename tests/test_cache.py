@@ -6,7 +6,7 @@ import multiprocessing
 import random
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 
 from kerneltune import cache, files
 from kerneltune.cache import CacheEntry
-from kerneltune.spec import Case, config_from, valid_config
+from kerneltune.spec import Case, Op, Traffic, Variant, config_from
 
 OP, GPU = "rmsnorm_fwd", "nvidia_h200"
 OPTIONS = (("zero_centered", False),)
@@ -45,6 +45,9 @@ class Knobs:
     warps: int
 
 
+DEFAULT = Knobs(1, 0)
+
+
 @dataclass(frozen=True)
 class Hit:
     """An entry that serves a case: whether it is the case's own, and its distance."""
@@ -52,6 +55,16 @@ class Hit:
     entry: CacheEntry
     exact: bool
     distance: float
+
+
+def operator(valid: Any = lambda *_: None, free_axes: tuple[str, ...] = ("M", "N"), **free: Any) -> Op:
+    variant = Variant("optimized", lambda *_: {}, Knobs, valid=valid, default=lambda _case: DEFAULT)
+    contract: dict[str, Any] = {"inputs": dict, "reference": dict, "compare": lambda *_: [], "traffic": lambda _: Traffic(1, 1)}
+    return Op(OP, ("M", "N"), ("bfloat16",), **contract, variants=(variant,), module=__name__, free_axes=free_axes, **free)
+
+
+def chooser_of(op: Op, root: Path, policy: str = "cold") -> cache.Chooser:
+    return cache.Chooser.of(op, op.variant("optimized"), policy, root)
 
 
 def candidates(
@@ -63,7 +76,7 @@ def candidates(
     free_axes: tuple[str, ...] = ("M", "N"),
     **free: Any,
 ) -> list[Hit]:
-    chooser = cache.Chooser(OP, Knobs, lambda *_: None, lambda _: None, free_axes, policy=policy, root=root, **free)
+    chooser = chooser_of(operator(free_axes=free_axes, **free), root, policy)
     case = Case("", sizes, dtype, "fp8", options)
     own = chooser.own(case, GPU)
     return [Hit(entry, own is not None and own[0] is entry, apart) for entry, _, apart in chooser.near(case, GPU)]
@@ -223,14 +236,11 @@ def test_no_rows_are_another_size_than_one(tmp_path: Path) -> None:
     assert [hit and (hit.exact, hit.distance) for hit in found] == [(False, 0), (True, 0)]
 
 
-DEFAULT = Knobs(1, 0)
-
-
-def chooser(root: Path, most_warps: int = 8) -> cache.Chooser:
+def chooser(root: Path, most_warps: int = 8, **free: Any) -> cache.Chooser:
     def valid(_case: Case, knobs: Knobs) -> str | None:
         return None if knobs.warps <= most_warps and 4096 % knobs.block == 0 else "no such tile"
 
-    return cache.Chooser(OP, Knobs, valid, lambda _case: DEFAULT, ("M", "N"), math.inf, root=root)
+    return chooser_of(operator(valid, max_distance=math.inf, **free), root)
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
@@ -252,7 +262,7 @@ def test_a_chooser_takes_the_first_that_is_valid_and_remembers_until_something_i
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 def test_a_chooser_passes_over_what_is_not_valid_of_other_options(tmp_path: Path) -> None:
-    choose = replace(chooser(tmp_path), free_options=("zero_centered",))
+    choose = chooser(tmp_path, free_options=("zero_centered",))
     asked = (axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU)
     cache.store(OP, GPU, entry(warps=16, options=(("zero_centered", True),)), tmp_path)
     assert choose(*asked) is DEFAULT
@@ -278,16 +288,14 @@ def test_knobs_that_the_variant_no_longer_has_are_passed_over(tmp_path: Path, kn
 
 
 @pytest.mark.parametrize("error", [KeyError("M"), TypeError("no number"), IndexError("2")])
-def test_mistake_in_valid_is_raised_and_no_config_is_called_invalid_for_it(error: Exception, tmp_path: Path) -> None:
+def test_mistake_in_valid_is_raised_and_no_config_is_called_invalid_for_it(error: Exception) -> None:
     def mistaken(_case: Case, _config: Any) -> None:
         raise error
 
     case = Case("c", axes(8192, 4096), "bfloat16", "fp8", OPTIONS)
     knobs = {"block": 1024, "warps": 4}
     with pytest.raises(type(error)):
-        valid_config(Knobs, mistaken, case, knobs)
-    with pytest.raises(type(error)):
-        replace(chooser(tmp_path), valid=mistaken).from_knobs(case, knobs)
+        operator(mistaken).variant("optimized").valid_config(case, knobs)
 
 
 def test_knobs_that_valid_cannot_compute_with_are_invalid() -> None:
@@ -295,9 +303,10 @@ def test_knobs_that_valid_cannot_compute_with_are_invalid() -> None:
         assert 4096 % config.block == 0
 
     case = Case("c", axes(8192, 4096), "bfloat16", "fp8", OPTIONS)
-    assert valid_config(Knobs, divides, case, {"block": 1024, "warps": 4}) == Knobs(1024, 4)
-    assert valid_config(Knobs, divides, case, {"block": 0, "warps": 4}) is None
-    assert valid_config(Knobs, divides, case, {"block": "wide", "warps": 4}) is None
+    valid_config = operator(divides).variant("optimized").valid_config
+    assert valid_config(case, {"block": 1024, "warps": 4}) == Knobs(1024, 4)
+    assert valid_config(case, {"block": 0, "warps": 4}) is None
+    assert valid_config(case, {"block": "wide", "warps": 4}) is None
 
 
 @dataclass(frozen=True)

@@ -73,22 +73,22 @@ def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Pat
     best = runpy.run_path(str(tmp_path / f"{name}.py"))["best"]
     op, rng = OPS[name], random.Random(0)
     variant = op.variant("optimized")
-    free: dict[str, Any] = {"max_distance": op.max_distance, "free_options": op.free_options, "bands": op.bands}
 
     def valid(case: Case, config: Any) -> str | None:
         return None if config is None else variant.valid(case, config)
 
-    choose = cache.Chooser(name, variant.config, valid, lambda _: None, op.free_axes, **free)
+    without_default = replace(variant, valid=valid, default=lambda _: None)
+    choose = cache.Chooser.of(op, without_default)
     found = []
     for entry in rng.choices(ours(name), k=150):
         axes = tuple((axis, max(1, int(size * rng.choice((0.1, 0.7, 1, 1, 3))))) for axis, size in entry.axes)
         axes = tuple((axis, size if axis in op.free_axes else dict(entry.axes)[axis]) for axis, size in axes)
         options = tuple((option, rng.choice((value, *op.options[option]))) for option, value in entry.options)
         case = Case("", axes, rng.choice((entry.dtype, "float16")), entry.quant, options)
-        there = best("optimized", dict(axes), case.dtype, case.quant, options, valid=partial(choose.from_knobs, case))
-        assert choose.config is not None
+        there = best("optimized", dict(axes), case.dtype, case.quant, options, valid=partial(without_default.valid_config, case))
+        assert variant.config is not None
         found.append(choose(axes, case.dtype, case.quant, options, "nvidia_h200"))
-        assert found[-1] == (None if there is None else choose.config(**there)), case.label
+        assert found[-1] == (None if there is None else variant.config(**there)), case.label
     assert len(set(found)) > 5
 
 

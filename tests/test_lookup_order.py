@@ -1,5 +1,6 @@
 """The order of a look-up: own entry, near entry, default; and the entries that serve a GPU without configs."""
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from made_up import CASE, SMALL, Small, op_of
 from kerneltune import cache, device
 from kerneltune.device import Device
 from kerneltune.misses import CacheMissWarning
-from kerneltune.spec import Case
+from kerneltune.spec import Case, Op
 
 GPU, H100 = "nvidia_h200", "nvidia_h100_80gb_hbm3"
 
@@ -44,9 +45,13 @@ def store(root: Path, size: int, block: int, gpu: str = GPU) -> None:
     cache.store("fake", gpu, cache.entry_from(values), root)
 
 
+@functools.cache
+def operator(max_distance: float) -> Op:
+    return replace(OP, max_distance=max_distance)
+
+
 def found(root: Path, size: int, gpu: str = GPU, max_distance: float = 4.0) -> Found:
-    op = replace(OP, max_distance=max_distance)
-    choice = cache.Chooser.of(op, SMALL, "cold", root).find(Case("", (("M", size),), "bfloat16"), gpu)
+    choice = cache.Chooser.of(operator(max_distance), SMALL, "cold", root).find(Case("", (("M", size),), "bfloat16"), gpu)
     return Found(choice.config, choice.source, choice.describe())
 
 
@@ -125,7 +130,9 @@ def test_an_entry_that_no_kernel_takes_is_a_miss_with_one_warning_that_names_it(
 def test_looking_up_imports_nothing_heavy() -> None:
     code = (
         "import sys; from kerneltune import cache, spec; "
-        "cache.Chooser('rmsnorm_fwd', dict, lambda *_: None, lambda _: {}, ('M',)).find("
+        "variant = spec.Variant('optimized', dict, dict, default=lambda _: {}); "
+        "op = spec.Op('rmsnorm_fwd', ('M', 'N'), (), dict, dict, list, dict, (variant,), 'none'); "
+        "cache.Chooser.of(op, variant).find("
         "spec.Case('', (('M', 8), ('N', 8)), 'bfloat16'), 'nvidia_h200'); "
         "assert not {'numpy', 'pandas', 'sklearn', 'optuna', 'torch', 'scipy'} & set(sys.modules), sorted(sys.modules)"
     )

@@ -39,7 +39,7 @@ def first_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """End every call at its look-up, with an exception that holds the case."""
 
     def asked(self: cache.Chooser, axes: object, dtype: str, quant: str = "none", options: object = ()) -> None:
-        raise LookedUpError(self.op, self.variant, axes, dtype, quant, options)
+        raise LookedUpError(self.op.name, self.variant.name, axes, dtype, quant, options)
 
     monkeypatch.setattr(cache.Chooser, "__call__", asked)
 

@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,8 @@ from kerneltune import device, misses
 from kerneltune.cache import entries
 from kerneltune.cache.entries import Axes, CacheEntry, CaseOptions, alike, json_text, path_of, roots
 from kerneltune.files import data_root
-from kerneltune.nearness import NO_BANDS, Bands, Place, band_of, ranked
-from kerneltune.spec import Case, Op, Range, Space, Variant, config_from, out_of_range, ranges_of, valid_config
+from kerneltune.nearness import Place, band_of, ranked
+from kerneltune.spec import Case, Op, Variant, config_from, out_of_range, ranges_of
 
 _MOST_ELEMENTS = 1 << 48
 """Elements of an axis, at most: no memory holds more."""
@@ -39,31 +39,23 @@ class Chooser:
     """Choose the config of an operator's function where the caller gives none; called at every launch.
 
     Attributes:
-        op, variant: names.
+        op, variant: the operator and its variant, which has knobs.
         policy: policy of the entries; entries of `cold` serve as well.
-        free_axes, max_distance, free_options, bands: as in spec.Op.
-        config, valid, default, space: as in spec.Variant.
         root: the folder of the cache; None for `roots()`.
     """
 
-    op: str
-    config: type[Any]
-    valid: Callable[[Case, Any], str | None]
-    default: Callable[[Case], Any]
-    free_axes: tuple[str, ...]
-    max_distance: float = Op.max_distance
-    variant: str = "optimized"
+    op: Op
+    variant: Variant
     policy: str = "cold"
     root: Path | None = None
-    free_options: tuple[str, ...] = ()
-    bands: Bands = field(default_factory=lambda: NO_BANDS)
-    space: Callable[[Case], Space] | None = None
 
     @staticmethod
+    @lru_cache(maxsize=4096)
     def of(op: Op, variant: Variant, policy: str = "cold", root: Path | None = None) -> "Chooser":
         """Return the chooser of an operator's variant that has knobs; the same one for the same arguments."""
-        free = op.free_axes, op.max_distance, op.free_options, tuple(op.bands.items())
-        return _chooser(op.name, variant, policy, root, *free)
+        if variant.config is None:
+            raise ValueError(f"{op.name} {variant.name}: config: None: expected a dataclass, as there is something to choose")
+        return Chooser(op, variant, policy, root)
 
     def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: CaseOptions = (), gpu: str | None = None) -> Any:
         """Return the config of `find`, remembered until `clear`.
@@ -91,21 +83,21 @@ class Chooser:
         gpu = gpu or device.current_slug()
         if (own := self.own(case, gpu)) is not None:
             return Choice(own[1], "own", str)
-        folder = _folder(self.op, gpu, self.root)
-        for entry, config, distance in self.near(case, folder, self.max_distance):
+        folder = _folder(self.op.name, gpu, self.root)
+        for entry, config, distance in self.near(case, folder, self.op.max_distance):
             if folder != gpu:
                 _say_borrowed(gpu, folder)
             borrowed = folder if folder != gpu else ""
             return Choice(config, "near", partial(_described, case, entry, distance, self.policy, borrowed))
-        config = self.default(case)
-        if (reason := self.valid(case, config)) is not None:
-            raise ValueError(f"{self.op}: {case.label}: expected sizes that some config can run: {reason}")
+        config = self.variant.default_config(case)
+        if (reason := self.variant.valid(case, config)) is not None:
+            raise ValueError(f"{self.op.name}: {case.label}: expected sizes that some config can run: {reason}")
         return Choice(config, "default", lambda: "the default")
 
     def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
         """Return the entry of exactly a case and its config; None if there is no valid config."""
         entry = _table(self, gpu, case.quant).own.get((case.axes, case.dtype, case.options))
-        config = None if entry is None else self.from_knobs(case, entry.config)
+        config = None if entry is None else self.variant.valid_config(case, entry.config)
         return None if entry is None or config is None else (entry, config)
 
     def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
@@ -115,14 +107,10 @@ class Chooser:
         """
         kin = _table(self, gpu, case.quant).same_bands.get(_fixed(self, case.axes), ())
         place = dict(case.axes), case.dtype, dict(case.options)
-        free = self.free_axes, self.free_options, self.bands, max_distance
+        free = self.op.free_axes, self.op.free_options, self.op.bands, max_distance
         for (_, _, distance), entry in ranked(place, kin, *free) if kin else ():
-            if (config := self.from_knobs(case, entry.config)) is not None:
+            if (config := self.variant.valid_config(case, entry.config)) is not None:
                 yield entry, config, distance
-
-    def from_knobs(self, case: Case, knobs: Mapping[str, Any]) -> Any:
-        """Return the config with these knobs; None for knobs of another variant, or not valid for the case."""
-        return valid_config(self.config, self.valid, case, knobs)
 
     def defect(self, entry: CacheEntry) -> str | None:
         """Return why an entry is not used: a knob's name, type or range, or `valid` for its own case; None if it is used."""
@@ -130,33 +118,13 @@ class Chooser:
         if any(size > _MOST_ELEMENTS for _, size in entry.axes):
             return f"axes: a size of more than {_MOST_ELEMENTS}"
         try:
-            config = config_from(self.config, entry.config)
-            reason = out_of_range(entry.config, self.ranges(case))
-            return self.valid(case, config) if reason is None or config == self.default(case) else reason
+            assert self.variant.config is not None
+            config = config_from(self.variant.config, entry.config)
+            reason = out_of_range(entry.config, ranges_of(self.variant.space(case)))
+            is_usual = reason is None or config == self.variant.default_config(case)
+            return self.variant.valid(case, config) if is_usual else reason
         except Exception as error:  # an operator's own code may fail in any way at sizes and knobs that make no sense
             return f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{str(error)[:160]}"
-
-    def ranges(self, case: Case) -> dict[str, Range]:
-        """Return the range of every knob for a case."""
-        return {} if self.space is None else ranges_of(self.space(case))
-
-
-@lru_cache(maxsize=4096)
-def _chooser(
-    op: str,
-    variant: Variant,
-    policy: str,
-    root: Path | None,
-    free_axes: tuple[str, ...],
-    max_distance: float,
-    free_options: tuple[str, ...],
-    bands: tuple[tuple[str, tuple[int, ...]], ...],
-) -> Chooser:
-    if variant.config is None:
-        raise ValueError(f"{op} {variant.name}: config: None: expected a dataclass, as there is something to choose")
-    of_variant = variant.config, variant.valid, variant.default or variant.default_config
-    free = free_axes, max_distance
-    return Chooser(op, *of_variant, *free, variant.name, policy, root, free_options, dict(bands), variant.space)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +142,7 @@ class _Table:
 
 def _fixed(chooser: Chooser, axes: Axes) -> Axes:
     """Return the sizes of axes that are not free, and the bands of free axes."""
-    free, bands = chooser.free_axes, chooser.bands
+    free, bands = chooser.op.free_axes, chooser.op.bands
     kept = [(axis, size) for axis, size in axes if axis in bands or axis not in free]
     return tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
 
@@ -207,11 +175,11 @@ def _say_borrowed(gpu: str, other: str) -> None:
 
 @lru_cache(maxsize=1024)
 def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
-    path = path_of(chooser.op, gpu, chooser.root)
+    path = path_of(chooser.op.name, gpu, chooser.root)
     own: dict[Any, CacheEntry] = {}
     same_bands: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
     bad = []
-    for place, entry in alike(path, chooser.variant, chooser.policy, quant):
+    for place, entry in alike(path, chooser.variant.name, chooser.policy, quant):
         if (reason := chooser.defect(entry)) is not None:
             bad.append(f"{path}: {entry.variant} {entry.case} {entry.as_case.label}: {reason}")
             continue
@@ -229,7 +197,8 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
     case = Case("", axes, dtype, quant, options)
     choice = chooser.find(case, gpu)
     if choice.source != "own":
-        misses.report(misses.Miss(chooser.op, chooser.variant, gpu, case, chooser.policy), choice.describe, chooser.free_axes)
+        miss = misses.Miss(chooser.op.name, chooser.variant.name, gpu, case, chooser.policy)
+        misses.report(miss, choice.describe, chooser.op.free_axes)
     return choice.config
 
 

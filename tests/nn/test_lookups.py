@@ -48,7 +48,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, Any], str]:
     found: dict[tuple[str, Any], str] = {}
 
     def look_up(self: Chooser, axes: Any, dtype: str, quant: str = "none", options: Any = (), gpu: str | None = None) -> None:
-        found[self.op, axes] = self.find(Case("", axes, dtype, quant, options), "nvidia_h200").source
+        found[self.op.name, axes] = self.find(Case("", axes, dtype, quant, options), "nvidia_h200").source
         raise LookedUpError
 
     monkeypatch.setattr(Chooser, "__call__", look_up)

@@ -63,7 +63,7 @@ def called_with(op: Op, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Ca
     find = Chooser.find
 
     def asked(self: Chooser, wanted: Case, gpu: str | None = None) -> Choice:
-        if self.op != op.name:
+        if self.op is not op:
             return find(self, wanted, gpu)
         answers.append((wanted, find(self, wanted, gpu).config))
         raise _AskedError
