@@ -18,7 +18,7 @@ from small_sweeps import RMSNORM, STREAM
 from kerneltune import ops, records
 from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.device import INTERPRETER
-from kerneltune.measuring import compare, jobs
+from kerneltune.measuring import compare, jobs, pairs
 from kerneltune.measuring.check import Checker, Outcome
 from kerneltune.records import Record
 from kerneltune.run_options import Options, Quiet, Selection, load_plan, results_folder
@@ -28,6 +28,12 @@ from kerneltune.tune.fleet import run_tune
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 
 OPS = ops.load()
+
+
+@pytest.fixture(autouse=True)
+def covering_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check no pairs beyond those that cover every knob value: test_pairs.py does."""
+    monkeypatch.setattr(pairs, "FURTHER_S", 0.0)
 
 
 class Spoken(Quiet):
