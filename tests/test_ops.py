@@ -5,6 +5,7 @@ import pickle
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,21 @@ def some(name: str, case: Case) -> int:
     return 2 if name.startswith("rmsnorm") and elements(case) < 1000 else 1
 
 
+def with_fewer_rows(name: str, case: Case) -> Case:
+    """Leave of more than 48 rows of RMSNorm at most 47 in the interpreter, where each program normalizes the same few rows.
+
+    The remainder of a division by 16 stays. Rows that are transposed fill whole tiles, and stay.
+    """
+    rows = dict(case.axes).get("M", 0)
+    if ON_GPU or not name.startswith("rmsnorm") or case.quant == "fp8_t" or rows <= 48:
+        return case
+    return replace(case, axes=tuple((axis, 32 + rows % 16 if axis == "M" else size) for axis, size in case.axes))
+
+
 SEARCHED = 6_000
 """Elements of a case whose random configs run in the interpreter, too; the default configs of larger ones do."""
 TOO_LARGE = re.compile(r"launch failed: .*(out of resource|too many (resources|blocks))")
-CASES = [(e.op, e.case) for e in CHECKS if ON_GPU or small(e)] + [("stream", STREAM)]
+CASES = [(e.op, with_fewer_rows(e.op, e.case)) for e in CHECKS if ON_GPU or small(e)] + [("stream", STREAM)]
 
 
 def names(value: object) -> str:
@@ -113,18 +125,26 @@ def test_traffic_is_the_bytes_of_the_tensors(name: str, case: Case) -> None:
     assert (op.traffic(case).read, op.traffic(case).write) == (read, written)
 
 
-@pytest.mark.parametrize("entry", [*CHECKS, *BENCHES], ids=lambda e: f"{e.op},{names(e.case)}")
-def test_defaults_are_valid_and_spaces_are_not_empty(entry: sweep.SweepCase) -> None:
-    op = OPS[entry.op]
-    for variant in op.variants:
-        if variant.config is None:
-            continue
-        default = variant.default_config(entry.case)
-        assert variant.valid(entry.case, default) is None, (variant.name, default)
-        if entry.section == "bench":
-            configs = list(variant.configs(entry.case))
-            assert configs
-            assert len(configs) == len(set(configs))
+@pytest.mark.parametrize("name", sorted({entry.op for entry in (*CHECKS, *BENCHES)}))
+def test_defaults_are_valid_and_spaces_are_not_empty(name: str) -> None:
+    tuned = [variant for variant in OPS[name].variants if variant.config is not None]
+    for entry in [entry for entry in (*CHECKS, *BENCHES) if entry.op == name]:
+        for variant in tuned:
+            place = (variant.name, entry.case.label)
+            default = variant.default_config(entry.case)
+            assert variant.valid(entry.case, default) is None, (place, default)
+            if entry.section == "bench":
+                configs = list(variant.configs(entry.case))
+                assert configs, place
+                assert len(configs) == len(set(configs)), place
+
+
+def test_fewer_rows_have_the_default_configs_of_the_checks() -> None:
+    for entry in CHECKS:
+        for variant in OPS[entry.op].variants:
+            if variant.config is not None and variant.unsupported(entry.case) is None and small(entry):
+                few = with_fewer_rows(entry.op, entry.case)
+                assert variant.default_config(few) == variant.default_config(entry.case), (variant.name, entry.case.label)
 
 
 def test_a_wrong_variant_is_caught() -> None:
