@@ -36,7 +36,8 @@ class ListSampler(BaseSampler):
         if not names or any(tuple(config) != names for config in configs):
             raise ValueError("configs: expected one or more configs with the same knobs")
         self.configs = [dict(config) for config in configs]
-        self.space = choices_of(self.configs)
+        values = {name: {config[name] for config in self.configs} for name in names}
+        self.space = {name: CategoricalDistribution(sorted(offered, key=choice_order)) for name, offered in values.items()}
         self._index = {tuple(config.values()): i for i, config in enumerate(self.configs)}
         self._study: optuna.Study | None = None
         self._seen: dict[int, float | None] = {}
@@ -148,16 +149,6 @@ class FiniteGPSampler(ListSampler):
         return scored[int(model.improvement(scored, list(pending)).argmax())]
 
 
-def choices_of(configs: Sequence[Mapping[str, Any]]) -> dict[str, CategoricalDistribution]:
-    """Return the values of every knob in some configs as a distribution."""
-    return {name: CategoricalDistribution(sorted({c[name] for c in configs}, key=choice_order)) for name in configs[0]}
-
-
 def choice_order(value: Any) -> tuple[bool, Any]:
     """Return the key by which values of a knob are sorted: numbers, then text."""
     return (isinstance(value, str), value)
-
-
-def quiet() -> None:
-    """Limit Optuna's log to warnings."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines
-from kerneltune.search.study import choice_order, quiet
+from kerneltune.search.study import choice_order
 from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of
 from kerneltune.spec import MOST, Config
 
@@ -223,7 +223,7 @@ def _existing(path: Path) -> JournalStorage | None:
 
 def _opened(path: Path) -> JournalStorage:
     """Return the storage of a journal; create a missing file."""
-    quiet()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         return JournalStorage(_JournalFile(path))
     except OSError as error:

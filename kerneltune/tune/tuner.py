@@ -302,17 +302,8 @@ def _decide(
     if standing[:1] == [before.config]:
         evidence["before"] = before.source
     evidence |= {"trials": len(explored), **stamp(variant)}
-    entry = cache.CacheEntry(
-        variant=variant.name,
-        case=case.name,
-        axes=case.axes,
-        dtype=case.dtype,
-        quant=case.quant,
-        options=case.options,
-        policy=tuner.task.policy,
-        config=knobs_of(best),
-        evidence=evidence,
-    )
+    identity = {name: value for name, value in tuner.task.identity.items() if name != "op"}
+    entry = cache.entry_from({**identity, "config": knobs_of(best), "evidence": evidence})
     cache.store(op.name, device.current().slug, entry, root)
     return entry
 
