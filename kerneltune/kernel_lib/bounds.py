@@ -108,7 +108,7 @@ def guarded() -> Iterator[None]:
     replaced = {
         **{place: _as_method(function) for place, function in methods.items()},
         (interpreter, "_implicit_cvt"): guard.converted,
-        (interpreter, "_interpreter"): _Accesses(interpreter._interpreter, guard),
+        (interpreter, "_interpreter"): guard,
         (interpreter.InterpreterBuilder, "create_assert"): _asserted,
         (interpreter.InterpreterBuilder, "create_fp_to_si"): _cast_to_whole,
         (interpreter.InterpreterBuilder, "create_fp_to_ui"): _cast_to_whole,
@@ -131,10 +131,13 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Guard:
-    """Hold the regions of the kernel that runs; public methods stand for methods of the interpreter, whose owner they take."""
+    """Hold the regions of the kernel that runs.
+
+    Public methods stand for methods of the interpreter, whose owner they take, or for functions of Triton's native module.
+    """
 
     def __init__(self, interpreter: Any) -> None:
-        self._interpreter = interpreter
+        self._interpreter, self._native = interpreter, interpreter._interpreter
         self._convert: Callable[[Any], Any] = interpreter._implicit_cvt
         self._arguments: Callable[..., Any] = interpreter.GridExecutor._init_args_hst
         self._call: Callable[..., Any] = interpreter.GridExecutor.__call__
@@ -238,18 +241,62 @@ class _Guard:
         found.handle.data = np.array([start], dtype=np.uint64)
         return found
 
-    def real(
-        self,
-        what: str,
-        addresses: Any,
-        mask: Any,
-        item_size: int,
-        note: "Callable[[_Region, Any], Conflict | None] | None" = None,
-    ) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        """Return a function of the native module that accesses no memory."""
+        return getattr(self._native, name)
+
+    def load(self, addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        """Load from checked addresses; a volatile load waits for other programs, so that it races with nothing."""
+
+        def noted(storage: int, size: int, at: Any, _mask: Any) -> Conflict | None:
+            if self._loading.is_volatile:
+                self._races.acquire([storage + int(byte) for byte in at[:1]])
+                return None
+            return self._races.load(storage, size, at, np.dtype(dtype).itemsize, line_of(), self._loading.is_shared)
+
+        real = self._checked("load", addresses, mask, np.dtype(dtype).itemsize, noted)
+        return np.zeros(addresses.shape, dtype) if real is None else self._native.load(real, mask, other, dtype)
+
+    def store(self, addresses: Any, values: Any, mask: Any) -> Any:
+        """Store to checked addresses."""
+
+        def noted(storage: int, size: int, at: Any, chosen: Any) -> Conflict | None:
+            def is_changed() -> Any:
+                held = np.zeros(at.shape, values.dtype)
+                held = self._native.load(at + np.uint64(storage), np.ones(at.shape, bool), held, values.dtype)
+                bits = f"u{values.dtype.itemsize}"
+                return held.view(bits) != values[chosen].view(bits)
+
+            return self._races.store(storage, size, at, values.dtype.itemsize, line_of(), is_changed)
+
+        real = self._checked("store", addresses, mask, values.dtype.itemsize, noted)
+        return None if real is None else self._native.store(real, values, mask)
+
+    def atomic_rmw(self, operation: Any, addresses: Any, values: Any, mask: Any, semantics: Any) -> Any:
+        """Update checked addresses."""
+        real = self._atomic(addresses, mask, values, semantics)
+        return np.zeros_like(values) if real is None else self._native.atomic_rmw(operation, real, values, mask, semantics)
+
+    def atomic_cas(self, addresses: Any, expected: Any, values: Any, semantics: Any) -> Any:
+        """Update checked addresses."""
+        real = self._atomic(addresses, np.ones_like(addresses, dtype=bool), values, semantics)
+        return np.zeros_like(values) if real is None else self._native.atomic_cas(real, expected, values, semantics)
+
+    def _atomic(self, addresses: Any, mask: Any, values: Any, semantics: Any) -> Any:
+        """Return the addresses in memory of an atomic."""
+        kind, item_size = str(semantics).rpartition(".")[2].upper(), values.dtype.itemsize
+
+        def noted(storage: int, size: int, at: Any, _mask: Any) -> Conflict | None:
+            acquires, releases = kind.startswith("ACQUIRE"), kind.endswith("RELEASE")
+            return self._races.atomic(storage, size, at, item_size, line_of(), acquires, releases)
+
+        return self._checked("atomic", addresses, mask, item_size, noted)
+
+    def _checked(self, what: str, addresses: Any, mask: Any, item_size: int, noted: Callable[..., Conflict | None]) -> Any:
         """Return the addresses in memory of an access; None for a tensor without memory.
 
         Args:
-            note: region and bytes of its storage that are accessed -> the conflict with another program.
+            noted: address and size of a storage, its bytes that are accessed, and the mask -> the conflict with another program.
 
         Raises:
             KernelFaultError: an element that the mask lets through lies outside of its argument, or another program's access to
@@ -259,83 +306,43 @@ class _Guard:
             return addresses
         number = (int(addresses.flat[0]) >> _REGION_BITS) - _FIRST_REGION
         if number >= len(self._regions) or bool((addresses >> np.uint64(_REGION_BITS) != number + _FIRST_REGION).any()):
-            return self._each(what, addresses, mask, item_size, note)
+            return self._each(what, addresses, mask, item_size, noted)
         region = self._regions[number]
         at = addresses - np.uint64(region.first)
-        outside = mask & (at > np.uint64(max(0, region.size - item_size))) if region.size >= item_size else mask
-        if outside.any():
-            raise self._error(what, region, int(addresses[outside].flat[0]))
+        is_outside = mask & (at > np.uint64(max(0, region.size - item_size))) if region.size >= item_size else mask
+        if is_outside.any():
+            raise KernelFaultError(f"{what} outside of {_element(region, int(addresses[is_outside].flat[0]))}{self._here()}")
         if region.is_meta:
             if time.monotonic() > self.deadline:
                 raise NotJudgedError(f"{_LAUNCH_SECONDS:g} s are over")
             return None
-        if note is not None and (conflict := note(region, at[mask])) is not None:
-            raise self._race(what, region, conflict)
+        is_waiting = what == "load" and self._loading.is_volatile
+        if what == "atomic" or is_waiting or UNORDERED not in linecache.getline(*statement()):
+            conflict = noted(region.first + region.offset, region.size, at[mask], mask)
+            if conflict is not None:
+                raise self._race(what, region, conflict)
         return addresses + np.uint64(region.offset % (1 << 64))
 
-    def load(self, addresses: Any, mask: Any, item_size: int) -> Any:
-        """Return the addresses in memory of a load; a volatile load waits for other programs, so that it races with nothing."""
-
-        def note(region: _Region, at: Any) -> Conflict | None:
-            storage = region.first + region.offset
-            if self._loading.is_volatile:
-                self._races.acquire([storage + int(byte) for byte in at[:1]])
-                return None
-            if _is_declared_unordered():
-                return None
-            return self._races.load(storage, region.size, at, item_size, line_of(), self._loading.is_shared)
-
-        return self.real("load", addresses, mask, item_size, note)
-
-    def store(self, addresses: Any, mask: Any, values: Any, held: Callable[[Any, Any, Any], Any]) -> Any:
-        """Return the addresses in memory of a store.
-
-        Args:
-            held: addresses in memory, mask and element type -> the values held there.
-        """
-
-        def note(region: _Region, at: Any) -> Conflict | None:
-            def is_changed() -> Any:
-                real = addresses + np.uint64(region.offset % (1 << 64))
-                bits = f"u{values.dtype.itemsize}"
-                return (held(real, mask, values.dtype).view(bits) != values.view(bits))[mask]
-
-            if _is_declared_unordered():
-                return None
-            return self._races.store(region.first + region.offset, region.size, at, values.dtype.itemsize, line_of(), is_changed)
-
-        return self.real("store", addresses, mask, values.dtype.itemsize, note)
-
-    def atomic(self, addresses: Any, mask: Any, item_size: int, semantics: Any) -> Any:
-        """Return the addresses in memory of an atomic."""
-        kind = str(semantics).rpartition(".")[2].upper()
-
-        def note(region: _Region, at: Any) -> Conflict | None:
-            return self._races.atomic(
-                region.first + region.offset, region.size, at, item_size, line_of(),
-                acquires=kind.startswith("ACQUIRE"), releases=kind.endswith("RELEASE"),
-            )  # fmt: skip
-
-        return self.real("atomic", addresses, mask, item_size, note)
-
-    def _each(self, what: str, addresses: Any, mask: Any, item_size: int, note: Any) -> Any:
-        """Check an access to several regions element by element."""
-        found = np.zeros_like(addresses)
+    def _each(self, what: str, addresses: Any, mask: Any, item_size: int, noted: Callable[..., Conflict | None]) -> Any:
+        """Check an access to several regions, region by region."""
+        real, numbers = np.zeros_like(addresses), addresses >> np.uint64(_REGION_BITS)
         mask = np.broadcast_to(mask, addresses.shape)
-        for place in np.ndindex(addresses.shape):
-            if mask[place]:
-                one = self.real(what, np.array([addresses[place]], dtype=np.uint64), np.array([True]), item_size, note)
-                if one is None:
-                    return None
-                found[place] = one[0]
-        return found
+        for number in np.unique(numbers[mask]):
+            chosen = mask & (numbers == number)
+            of_region = np.where(chosen, addresses, addresses[chosen][0])
+            if number >= _FIRST_REGION + len(self._regions):
+                raise KernelFaultError(f"{what} outside of every argument{self._here()}")
+            if (found := self._checked(what, of_region, chosen, item_size, noted)) is None:
+                return None
+            real[chosen] = found[chosen]
+        return real
 
-    def _error(self, what: str, region: _Region, address: int) -> KernelFaultError:
-        program = program_text(self._interpreter.interpreter_builder.grid_idx)
-        return KernelFaultError(f"{what} outside of {_element(region, address)}, program ({program}){line_of()}")
+    def _here(self) -> str:
+        """Return the program and the line that run."""
+        return f", program ({program_text(self._interpreter.interpreter_builder.grid_idx)}){line_of()}"
 
     def _race(self, what: str, region: _Region, conflict: Conflict) -> KernelFaultError:
-        number, place = conflict.earlier.program, []
+        number, place = conflict.program, []
         for size in reversed(self._grid):
             number, at = divmod(number, size)
             place.append(at)
@@ -344,45 +351,8 @@ class _Guard:
         )
         return KernelFaultError(
             f"two programs {kinds}{' of' if 'order' in kinds else ''} {_element(region, region.first + conflict.at)}: "
-            f"program ({program_text(reversed(place))}){conflict.earlier.line}; "
-            f"program ({program_text(self._interpreter.interpreter_builder.grid_idx)}){line_of()}"
+            f"program ({program_text(reversed(place))}){conflict.line}; {self._here().removeprefix(', ')}"
         )
-
-
-class _Accesses:
-    """Stand for Triton's native module: the same functions, their addresses checked."""
-
-    def __init__(self, native: Any, guard: _Guard) -> None:
-        self._native, self._guard = native, guard
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._native, name)
-
-    def load(self, addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        """Load from checked addresses."""
-        real = self._guard.load(addresses, mask, np.dtype(dtype).itemsize)
-        if real is None:
-            return np.zeros(addresses.shape, dtype)
-        return self._native.load(real, mask, other, dtype)
-
-    def store(self, addresses: Any, values: Any, mask: Any) -> Any:
-        """Store to checked addresses."""
-        real = self._guard.store(addresses, mask, values, self._held)
-        return self._native.store(real, values, mask) if real is not None else None
-
-    def _held(self, addresses: Any, mask: Any, dtype: Any) -> Any:
-        return self._native.load(addresses, mask, np.zeros(addresses.shape, dtype), dtype)
-
-    def atomic_rmw(self, operation: Any, addresses: Any, values: Any, mask: Any, semantics: Any) -> Any:
-        """Update checked addresses."""
-        real = self._guard.atomic(addresses, mask, values.dtype.itemsize, semantics)
-        return self._native.atomic_rmw(operation, real, values, mask, semantics) if real is not None else np.zeros_like(values)
-
-    def atomic_cas(self, addresses: Any, expected: Any, values: Any, semantics: Any) -> Any:
-        """Update checked addresses."""
-        every = np.ones_like(addresses, dtype=bool)
-        real = self._guard.atomic(addresses, every, values.dtype.itemsize, semantics)
-        return self._native.atomic_cas(real, expected, values, semantics) if real is not None else np.zeros_like(values)
 
 
 def _garbage(mask: Any, kind: Any, dtype: Any) -> Any:
@@ -443,8 +413,3 @@ def _element(region: _Region, address: int) -> str:
     shape = "x".join(map(str, region.shape)) or "scalar"
     place = _index(index, region)
     return f"{region.name}: element {index}{f' {place}' if place else ''} of {shape} {region.dtype.removeprefix('torch.')}"
-
-
-def _is_declared_unordered() -> bool:
-    """Return whether a comment at the kernel's statement declares that its accesses need no order."""
-    return UNORDERED in linecache.getline(*statement())

@@ -6,6 +6,7 @@ ordered after a segment if its program acquired the segment before. Two accesses
 they have no order and are either a plain store with any access, or an atomic with a plain load.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,26 +20,19 @@ _MOST_SYNCHRONIZING = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Hold the program and the line of an access."""
-
-    program: int
-    line: str
-
-
-@dataclass(frozen=True, slots=True)
 class Conflict:
     """Describe an element that two programs access without an order.
 
     Attributes:
         at: offset in the storage, in bytes.
-        earlier: the access that came first in the interpreter.
-        kind: kind of the earlier access: `load`, `store` or `atomic`.
+        kind: kind of the access that came first in the interpreter: `load`, `store` or `atomic`.
+        program, line: its program and line.
     """
 
     at: int
-    earlier: Place
     kind: str
+    program: int
+    line: str
 
 
 class _Shadow:
@@ -106,22 +100,25 @@ class Races:
             self._segments[number], self._programs[number] = self._segment, self._program
         return number
 
-    def _unordered(self, events: Any) -> Any:
-        """Return where the present program is not ordered after an event."""
-        return self._segments[events] > self._known[self._programs[events]]
+    def _conflict(
+        self, shadow: _Shadow, units: Any, kinds: Sequence[str], is_changed: Callable[[], Any] = lambda: True
+    ) -> Conflict | None:
+        """Return the first conflict of an access with earlier accesses of some kinds.
 
-    def _found(self, shadow: _Shadow, kind: str, units: Any) -> tuple[Conflict | None, Any]:
-        """Return the first conflict with events of a kind, or None, and a mask of all conflicts."""
-        if kind not in shadow.events:
-            return None, None
-        events = shadow.events[kind][units]
-        wrong = self._unordered(events)
-        if not wrong.any():
-            return None, None
-        first = int(wrong.argmax())
-        event = int(events[first])
-        place = Place(int(self._programs[event]), self._lines[event])
-        return Conflict(int(units[first]) * shadow.unit, place, "load" if kind.startswith("load") else kind), wrong
+        Args:
+            is_changed: function without arguments -> whether the access changes the value of each unit.
+        """
+        for kind in kinds:
+            if kind not in shadow.events:
+                continue
+            events = shadow.events[kind][units]
+            is_wrong = self._segments[events] > self._known[self._programs[events]]  # not ordered after the event
+            if is_wrong.any() and (is_wrong := is_wrong & is_changed()).any():
+                first = int(is_wrong.argmax())
+                event = int(events[first])
+                name = "load" if kind.startswith("load") else kind
+                return Conflict(int(units[first]) * shadow.unit, name, int(self._programs[event]), self._lines[event])
+        return None
 
     def _shadow(self, storage: int, size: int, item_size: int) -> _Shadow:
         if storage not in self._shadows:
@@ -136,19 +133,17 @@ class Races:
         """
         shadow = self._shadow(storage, size, item_size)
         units = shadow.units(at, item_size)
-        for kind in ("store",) if is_shared else ("store", "atomic"):
-            conflict, _ = self._found(shadow, kind, units)
-            if conflict:
-                return conflict
-        if is_shared:
-            return None
-        shadow.pending.append((self._event(line), units))
-        shadow.num_pending += units.size
-        if shadow.num_pending > _MOST_PENDING:
-            self._flush(shadow)
-        return None
+        conflict = self._conflict(shadow, units, ("store",) if is_shared else ("store", "atomic"))
+        if conflict is None and not is_shared:
+            shadow.pending.append((self._event(line), units))
+            shadow.num_pending += units.size
+            if shadow.num_pending > _MOST_PENDING:
+                self._flush(shadow)
+        return conflict
 
-    def store(self, storage: int, size: int, at: Any, item_size: int, line: str, is_changed: Any) -> Conflict | None:
+    def store(
+        self, storage: int, size: int, at: Any, item_size: int, line: str, is_changed: Callable[[], Any]
+    ) -> Conflict | None:
         """Note a plain store; return its conflict with an earlier access.
 
         Args:
@@ -157,18 +152,11 @@ class Races:
         shadow = self._shadow(storage, size, item_size)
         units = shadow.units(at, item_size)
         self._flush(shadow)
-        for kind in ("store", "atomic", "load", "load of another"):
-            conflict, wrong = self._found(shadow, kind, units)
-            if conflict is None:
-                continue
-            differing = wrong & np.repeat(is_changed(), units.size // max(1, at.size))
-            if differing.any():
-                first = int(differing.argmax())
-                event = int(shadow.events[kind][units][first])
-                place = Place(int(self._programs[event]), self._lines[event])
-                return Conflict(int(units[first]) * shadow.unit, place, conflict.kind)
-        shadow.of("store")[units] = self._event(line)
-        return None
+        kinds = ("store", "atomic", "load", "load of another")
+        conflict = self._conflict(shadow, units, kinds, lambda: np.repeat(is_changed(), units.size // max(1, at.size)))
+        if conflict is None:
+            shadow.of("store")[units] = self._event(line)
+        return conflict
 
     def atomic(
         self, storage: int, size: int, at: Any, item_size: int, line: str, acquires: bool, releases: bool
@@ -180,10 +168,8 @@ class Races:
         places = [storage + int(byte) for byte in at] if at.size <= _MOST_SYNCHRONIZING else []
         if acquires:
             self.acquire(places)
-        for kind in ("store", "load", "load of another"):
-            conflict, _ = self._found(shadow, kind, units)
-            if conflict:
-                return conflict
+        if (conflict := self._conflict(shadow, units, ("store", "load", "load of another"))) is not None:
+            return conflict
         shadow.of("atomic")[units] = self._event(line)
         if releases and places:
             self._release(places)
