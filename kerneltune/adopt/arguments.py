@@ -26,8 +26,11 @@ def encode_value(value: Any) -> Any:
     """Return a value as JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
-    if isinstance(value, PLAIN):
+    if type(value) in PLAIN:
         return value
+    for plain in (int, float, str):  # members of enumerations, numpy's floats
+        if isinstance(value, plain):
+            return str.__str__(value) if plain is str else plain(value)
     if isinstance(value, tuple | list):
         items = [encode_value(item) for item in value]
         return {"fields": dict(zip(value._fields, items, strict=True))} if _is_named(value) else {"tuple": items}
@@ -86,6 +89,11 @@ def element_type(dtype: Any) -> str:
 def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor that a Triton kernel accepts."""
     return hasattr(value, "data_ptr") and hasattr(value, "dtype")
+
+
+def is_whole(value: Any) -> bool:
+    """Return whether a value is a whole number, which may be a size."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_descriptor(value: Any) -> bool:

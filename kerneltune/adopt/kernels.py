@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from kerneltune.adopt import arguments
-from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_tensor, parts
+from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_tensor, is_whole, parts
 from kerneltune.identity import code_digest
 
 NO_ARGUMENT = ("grid", "warmup")
@@ -308,8 +308,8 @@ class KernelCall:
         for name, value in self._parts():
             if is_tensor(value):
                 sizes |= {f"{name}.{axis}": int(size) for axis, size in enumerate(value.shape)}
-            elif type(value) is int:
-                sizes[name] = value
+            elif is_whole(value):
+                sizes[name] = int(value)
         return sizes
 
     def size(self, name: str) -> int | None:
@@ -321,7 +321,7 @@ class KernelCall:
         place = names.index(argument) if argument in names else len(names)
         value: Any = self.args[place] if place < len(self.args) else self.kwargs.get(argument)
         if not axis:
-            return value if type(value) is int else None
+            return int(value) if is_whole(value) else None
         shape = getattr(value.base if is_descriptor(value) else value, "shape", ())
         return int(shape[int(axis)]) if int(axis) < len(shape) else None
 
@@ -432,7 +432,7 @@ def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = Fal
 def all_but_floats(names: Sequence[str], values: Sequence[Any]) -> set[str]:
     """Return the arguments that may make classes: all but floats, because scales and step sizes change with every launch."""
     named = zip(names, values, strict=True)
-    return {name for name, value in named if name not in NO_ARGUMENT and type(value) is not float}
+    return {name for name, value in named if name not in NO_ARGUMENT and not isinstance(value, float)}
 
 
 def _other_key(value: Any) -> Any:

@@ -1,12 +1,15 @@
 """Keys of launches: made from the arguments that decide, whatever the order in which a program names them."""
 
+from enum import Enum, IntEnum
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
 
+from kerneltune.adopt.arguments import encode_value
 from kerneltune.adopt.kernels import KernelCall, LaunchKeys, all_but_floats, of_list, plan_key
 
 
@@ -28,6 +31,26 @@ def test_key_of_arguments_by_name_takes_any_order_and_refuses_other_names() -> N
     assert key((torch.ones(2),), {"BLOCK": 64, "N": 3}) == (1, 2, torch.float32, 3, 64)
     with pytest.raises(KeyError, match="BLOCK"):
         key((torch.ones(2),), {"N": 3, "WIDTH": 64})
+
+
+class Mode(IntEnum):
+    """Choices of a kernel."""
+
+    MUL = 3
+
+
+class Kind(str, Enum):
+    """Choices of a kernel, by text."""
+
+    A = "a"
+
+
+def test_member_of_an_enumeration_is_the_plain_value_that_a_table_holds() -> None:
+    values = (Mode.MUL, Kind.A, np.float64(0.5))
+    assert [repr(encode_value(value)) for value in values] == ["3", "'a'", "0.5"]
+    call = launch(torch.ones(2), Mode.MUL, BLOCK=True)
+    assert (call.sizes(), call.size("N"), call.size("BLOCK")) == ({"x.0": 2, "N": 3}, 3, None)
+    assert all_but_floats(("a", "b"), (np.float64(0.5), Mode.MUL)) == {"b"}
 
 
 @pytest.mark.parametrize("other", [torch.ones(4, 4).T, torch.ones(17)[1:].view(4, 4)], ids=["strides", "alignment"])
