@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from kerneltune.adopt.arguments import is_descriptor, torch_dtype, with_tuples
-from kerneltune.adopt.folder import LaunchClass
 from kerneltune.adopt.replay import Replay, ReplayError, grid_of, live_arguments, live_kernel
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.agreement import close, leaning, within_a_step
@@ -179,7 +178,7 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
             if replay.tolerance is not None:
                 text = "; ".join(line.removeprefix(f"{name}: ") for line in close(name, tensor, expected, *replay.tolerance))
             else:
-                text = disagreement(expected, tensor, replay.noise.get(name, 0.0), replay.launch, replay.has_reference)
+                text = disagreement(expected, tensor, replay.noise.get(name, 0.0), replay.launch.dtypes, replay.has_reference)
             if text:
                 found.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
         elif name in changed:
@@ -219,13 +218,15 @@ _LEAST_EPSILON = 2.0**-14
 
 
 def disagreement(
-    expected: torch.Tensor, found: torch.Tensor, noise: float, captured: LaunchClass, has_reference: bool = False
+    expected: torch.Tensor, found: torch.Tensor, noise: float, dtypes: Sequence[str], has_reference: bool = False
 ) -> str:
     """Return how far two results differ beyond noise and rounding; empty if they agree.
 
     Results in fp8 may be a single step off, few of them and to both sides; results in 16 bits may not lean to a side. For other
     results, the coarsest element type among the kernel's floating-point arguments decides the rounding, because configs that sum
     in another order differ by as much.
+
+    dtypes: names of the element types of all arguments.
     """
     if not (expected.is_floating_point() or expected.is_complex()):
         wrong = int((expected != found).sum())
@@ -238,7 +239,7 @@ def disagreement(
         codes = torch.where(is_cancelled, expected.view(torch.uint8), found.view(torch.uint8))
         return "; ".join(within_a_step("fp8", codes.view(expected.dtype), expected))
     rms, largest = difference(expected, found, by_element=has_reference)
-    inside = [torch.finfo(kind).eps for kind in map(torch_dtype, captured.dtypes) if kind in (torch.bfloat16, torch.float16)]
+    inside = [torch.finfo(kind).eps for kind in map(torch_dtype, dtypes) if kind in (torch.bfloat16, torch.float16)]
     epsilon = float(max(torch.finfo(expected.dtype).eps, _LEAST_EPSILON, *inside))
     allowed = max(_NOISE_FACTOR * noise, _ROUNDINGS * epsilon)
     allowed_largest = max(8 * _NOISE_FACTOR * noise, _LARGEST_ROUNDINGS * epsilon)

@@ -138,7 +138,7 @@ class Count(msgspec.Struct, array_like=True):
 
 
 class ProcessNotes(msgspec.Struct):
-    """Hold the launches of a process, and notes about its kernels.
+    """Hold the launches of a process, or of all processes, and notes about their kernels.
 
     Attributes:
         launches: launches by class.
@@ -317,15 +317,34 @@ def processes(root: Path) -> list[Path]:
     return sorted((root / LAUNCHES).glob("*.json"))
 
 
-def read_notes(files: Iterable[Path], problems: list[str]) -> list[ProcessNotes]:
-    """Return the notes of processes; a damaged file is skipped, and a line about it added to `problems`."""
-    found = []
+def read_notes(files: Iterable[Path], problems: list[str]) -> ProcessNotes:
+    """Return the notes of processes as the notes of one; a damaged file is skipped, and a line about it added to `problems`."""
+    whole = ProcessNotes({})
     for path in files:
         try:
-            found.append(read_json(path, ProcessNotes))
+            notes = read_json(path, ProcessNotes)
         except ValueError as error:
             problems.append(str(error))
-    return found
+            continue
+        for digest, count in notes.launches.items():
+            total = whole.launches.setdefault(digest, Count())
+            total.launches += count.launches
+            if count.time_us is not None:
+                total.time_us = min(count.time_us, total.time_us or float("inf"))
+        whole.refused |= notes.refused
+        whole.misnamed += notes.misnamed
+        whole.made |= notes.made
+        whole.plain += notes.plain
+    return whole
+
+
+def notes_of_all(root: Path, problems: list[str]) -> ProcessNotes:
+    """Return the notes of all processes of a capture, with the launches of processes that were killed."""
+    whole = read_notes(processes(root), problems)
+    for digest, launches in read_counts((root / LAUNCHES).glob(f"*{SUFFIX}")).items():
+        total = whole.launches.setdefault(digest, Count())
+        total.launches = max(total.launches, launches)
+    return whole
 
 
 _RECORD = struct.Struct("q248s")
@@ -419,19 +438,4 @@ def read_counts(files: Iterable[Path]) -> dict[str, int]:
         for count, name in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]):
             if text := name.rstrip(b"\0").decode(errors="replace"):
                 found[text] = found.get(text, 0) + count
-    return found
-
-
-def counts_of(root: Path, notes: Iterable[ProcessNotes]) -> dict[str, Count]:
-    """Return the launches of all processes by class, of processes that were killed as well."""
-    found: dict[str, Count] = {}
-    for one in notes:
-        for digest, count in one.launches.items():
-            whole = found.setdefault(digest, Count())
-            whole.launches += count.launches
-            if count.time_us is not None:
-                whole.time_us = min(count.time_us, whole.time_us or float("inf"))
-    for digest, launches in read_counts((root / LAUNCHES).glob(f"*{SUFFIX}")).items():
-        whole = found.setdefault(digest, Count())
-        whole.launches = max(whole.launches, launches)
     return found

@@ -11,13 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from kerneltune import device
-from kerneltune.adopt.arguments import torch_dtype
+from kerneltune.adopt.arguments import element_type, torch_dtype
 from kerneltune.adopt.configs import DEFAULTS, launch_defaults
 from kerneltune.adopt.folder import read_json
 from kerneltune.adopt.getter_calls import make_call, tensors_of
@@ -28,7 +27,7 @@ from kerneltune.search.task import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 
 FACTS = "getter.json"
-OPTIONS = ("num_warps", "num_stages")
+ADDED_OPTIONS = ("num_warps", "num_stages")
 """Options of a launch that an override may add to a config without them, where the call hands them on to the kernel."""
 _CALL = "call"
 _LEAST_BLOCK = 16
@@ -45,14 +44,14 @@ class CallCase(msgspec.Struct, frozen=True):
         own: knobs of the program's own config.
         bytes: bytes of the tensors that the call reads.
         problem: why the call cannot be tuned; empty if it can.
-        is_tuned: whether the call is wanted for more than its own config.
+        is_wanted: whether the call is to be tuned; of another call a table has the own config.
     """
 
     sizes: dict[str, int]
     own: dict[str, int] = {}
     bytes: int = 1
     problem: str = ""
-    is_tuned: bool = True
+    is_wanted: bool = True
 
 
 class GetterFacts(msgspec.Struct, frozen=True):
@@ -63,7 +62,7 @@ class GetterFacts(msgspec.Struct, frozen=True):
         folder: the folder from which modules are imported.
         space: values of knobs, in place of the values around the own configs.
         digest: digest of the code of both functions.
-        options: names of `OPTIONS` that an override adds.
+        options: names of `ADDED_OPTIONS` that an override adds.
         defaults: options of a launch that gives none, on the GPU of `probe`.
     """
 
@@ -321,12 +320,12 @@ def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) ->
     from kerneltune.adopt.effects import disagreement
 
     tensors = [*(value for name, value in inputs.items() if name != _CALL), *expected.values()]
-    captured = cast(Any, SimpleNamespace(dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors]))
+    dtypes = [element_type(tensor.dtype) for tensor in tensors]
     lines = []
     for name, tensor in expected.items():
         if name not in outputs or outputs[name].shape != tensor.shape or outputs[name].dtype != tensor.dtype:
             lines.append(f"{name}: another shape or element type than under the program's own config")
-        elif text := disagreement(tensor, outputs[name], inputs[_CALL].noise[name], captured):
+        elif text := disagreement(tensor, outputs[name], inputs[_CALL].noise[name], dtypes):
             lines.append(f"{name}: {text}")
     return lines
 
@@ -347,13 +346,13 @@ def probe(facts: GetterFacts) -> GetterFacts:
     except (ValueError, TypeError):  # a function without source
         digest = "unknown"
     cases = [_probed(getter, call, facts.dtype, one) for one in facts.cases]
-    good = [one for one in cases if one.is_tuned and not one.problem]
+    good = [one for one in cases if one.is_wanted and not one.problem]
     if not good:
-        raise ValueError(f"call: {facts.call}: {next(one.problem for one in cases if one.is_tuned)}")
+        raise ValueError(f"call: {facts.call}: {next(one.problem for one in cases if one.is_wanted)}")
     known = {name for one in cases for name in one.own}
-    if other := [name for name in facts.space if name not in (*known, *OPTIONS)]:
+    if other := [name for name in facts.space if name not in (*known, *ADDED_OPTIONS)]:
         raise ValueError(f"space: {other[0]}: expected a knob of the own config: {', '.join(sorted(known))}")
-    defaults, options = launch_defaults(), [name for name in OPTIONS if name not in known]
+    defaults, options = launch_defaults(), [name for name in ADDED_OPTIONS if name not in known]
     getter.knobs = {name: defaults[name] for name in options}
     try:
         make_call(call, good[0].sizes, facts.dtype, _torch_device(), 0)()

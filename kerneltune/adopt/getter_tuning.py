@@ -49,7 +49,7 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
     """Tune the calls of a folder; return all calls, also the calls that are wanted for their own config only."""
     facts, (op,) = read_facts(root), operators(str(root))
     tasks = [Task(op, call_case(facts, one), op.variants[0], options.policy) for one in facts.cases]
-    wanted = [task for task, one in zip(tasks, facts.cases, strict=True) if one.is_tuned and not one.problem]
+    wanted = [task for task, one in zip(tasks, facts.cases, strict=True) if one.is_wanted and not one.problem]
     search_tasks(root, "getter", root / FACTS, wanted, options, progress)
     return [_tuned_call(*each) for each in zip(tasks, facts.cases, searched(root, tasks), strict=True)]
 
@@ -58,9 +58,9 @@ def _tuned_call(task: Task, one: CallCase, found: Searched) -> TunedCall:
     tried, stored = found
     failed = tuple(each.detail for each in tried.values() if each.status in _PROBLEMS)
     own = one.own | given_knobs(task.default)
-    if stored is None or one.problem or not one.is_tuned:
+    if stored is None or one.problem or not one.is_wanted:
         reason = one.problem or ("no config passed its check" if tried else "it was not searched")
-        return TunedCall(one, own if one.own else {}, failed=failed, skipped=reason if one.is_tuned else "")
+        return TunedCall(one, own if one.own else {}, failed=failed, skipped=reason if one.is_wanted else "")
     entry, best = stored
     default_us, (low, high) = entry.evidence.get("default_us"), entry.evidence.get("over_default") or (1.0, 1.0)
     if low <= 1.0:
@@ -76,7 +76,7 @@ def check_getter(root: Path) -> list[tuple[CallCase, int, list[str]]]:
     """
     facts, (op,) = read_facts(root), operators(str(root))
     found = []
-    for one in (each for each in facts.cases if each.is_tuned and not each.problem):
+    for one in (each for each in facts.cases if each.is_wanted and not each.problem):
         case, variant = call_case(facts, one), op.variants[0]
         configs = _neighbours(variant.default_config(case), variant.configs(case))
         checker = Checker(op, case, "cpu")

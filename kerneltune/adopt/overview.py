@@ -13,12 +13,10 @@ from kerneltune.adopt.folder import (
     Count,
     LaunchClass,
     ProcessNotes,
-    counts_of,
     judged,
-    processes,
+    notes_of_all,
     read_blocks,
     read_classes,
-    read_notes,
 )
 from kerneltune.adopt.table import read_table
 from kerneltune.records import load
@@ -28,17 +26,16 @@ from kerneltune.table import counted
 
 @dataclass(slots=True)
 class Capture:
-    """Hold the classes of a capture folder, their launches, the notes of its processes, and a line for each skipped file."""
+    """Hold the classes of a capture folder, the notes of its processes, and a line for each skipped file."""
 
     root: Path
     classes: list[LaunchClass]
-    counts: dict[str, Count]
-    said: list[ProcessNotes]
+    notes: ProcessNotes
     problems: list[str] = field(default_factory=list)
 
     def count(self, launch: LaunchClass) -> Count:
         """Return the launches of a class; 0 launches if no process has counted any."""
-        return self.counts.get(launch.digest, Count())
+        return self.notes.launches.get(launch.digest, Count())
 
     def cost_us(self, launch: LaunchClass) -> float:
         """Return the GPU time of a class's launches; if none was timed, the time to move their arguments at 1 TB/s."""
@@ -57,20 +54,17 @@ class Capture:
             found.setdefault(f"{launch.kernel.text} {launch.source} {launch.configs}", []).append(launch)
         return dict(sorted(found.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
 
-    def refused(self) -> dict[str, str]:
-        """Return kernel -> reason why its launches were not captured."""
-        return {kernel: reason for one in self.said for kernel, reason in one.refused.items()}
-
     def plain(self) -> list[str]:
         """Return the kernels that were launched without an autotuner and not captured."""
         captured = {launch.kernel.text for launch in self.classes}
-        return sorted({kernel for one in self.said for kernel in one.plain} - captured)
+        return sorted(set(self.notes.plain) - captured)
 
     def own_runs(self) -> dict[str, list[str]]:
         """Return subclass of Autotuner -> its kernels, where the subclass has a `run` of its own and no kernel of it was seen."""
-        seen, found = {launch.kernel.text for launch in self.classes} | set(self.refused()), dict[str, list[str]]()
-        for kernel, subclass in sorted({item for one in self.said for item in one.made.items() if item[1]}):
-            found.setdefault(subclass, []).append(kernel)
+        seen, found = {launch.kernel.text for launch in self.classes} | set(self.notes.refused), dict[str, list[str]]()
+        for kernel, subclass in sorted(self.notes.made.items()):
+            if subclass:
+                found.setdefault(subclass, []).append(kernel)
         return {subclass: kernels for subclass, kernels in found.items() if seen.isdisjoint(kernels)}
 
 
@@ -82,8 +76,7 @@ def read_capture(root: Path) -> Capture:
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")
-    said = read_notes(processes(root), problems)
-    return Capture(root, classes, counts_of(root, said), said, problems)
+    return Capture(root, classes, notes_of_all(root, problems), problems)
 
 
 _NO_SIZES = ("stride", "seed", "num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -161,7 +154,7 @@ def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong
         yield f"key omits sizes: {', '.join(sizes[:_SHOWN])}"
     chosen = {key for launch in launches for key in wins.get(launch.digest, ())}
     never = [one.config for one in first.candidates if one.is_author and stored_key(one.config) not in chosen]
-    if chosen and never:
+    if chosen and never and not first.is_plain:  # the other configs of a plain kernel are no author's
         labels = "; ".join(map(config_label, never[:_LABELS])) + ("…" if len(never) > _LABELS else "")
         yield f"{len(never)} of {first.list_size} configs never win in {counted(len(launches), 'class', 'classes')}: {labels}"
     if results := [text for launch in launches for text in wrong.get(launch.digest, ())]:

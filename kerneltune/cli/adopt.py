@@ -28,8 +28,8 @@ app = typer.Typer(
 )
 _SHOWN = 5
 """Kernels that are named."""
-_MANY_CALLS = 8
-"""Calls in the interpreter beyond which a line says that they take long."""
+_FEW_CALLS = 4
+"""Calls of a whole table, the smallest first, that are checked in the interpreter: with 4096 tokens a call takes minutes."""
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture.")]
 
 
@@ -98,7 +98,8 @@ def getter_command(
         raise ValueError(f"named: {named!r}: expected fields such as dtype=fp8_w8a8,block_shape=[128,128]")
     o.require_writable(out)
     device.select_backend()
-    cases = _called_here(_call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None))
+    is_whole_table = not tokens and (model is not None or export is not None)
+    cases = _called_here(_call_cases(model, tp, ep, tokens, size or (), ENGINE_TOKENS, export is not None), is_whole_table)
     began = time.monotonic()
     given = GetterFacts(getter, call, str(Path.cwd()), dtype, cases, _read_space(space))
     try:
@@ -119,7 +120,7 @@ def getter_command(
         raise typer.Exit(int(bool(lines)))
     from kerneltune.cli.progress import reporter
 
-    share = budget / sum(one.is_tuned and not one.problem for one in facts.cases)
+    share = budget / sum(one.is_wanted and not one.problem for one in facts.cases)
     options = o.make_options(policy, budget_s=share, trials=trials, force=force, until_gain=0.01, workers=workers)
     with reporter() as progress:
         calls = tune_getter(out, options, progress)
@@ -157,19 +158,24 @@ def _call_cases(
     if is_table:
         given["tokens"] = sorted({*keys, *tuned})
     combined = (dict(zip(given, values, strict=True)) for values in itertools.product(*given.values()))
-    return [CallCase(one, is_tuned=not is_table or one["tokens"] in tuned) for one in combined]
+    return [CallCase(one, is_wanted=not is_table or one["tokens"] in tuned) for one in combined]
 
 
-def _called_here(cases: "list[CallCase]") -> "list[CallCase]":
-    """Return the cases that are called on this machine: without a GPU, which times nothing, only the cases to tune."""
+def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCase]":
+    """Return the cases that are called on this machine: without a GPU, which times nothing, cases to tune alone.
+
+    is_whole_table: whether the user chose no tokens, so that without a GPU few of them will do.
+    """
     from kerneltune import device
 
     if device.current().is_gpu:
         return cases
-    wanted = [one for one in cases if one.is_tuned]
-    if len(wanted) > _MANY_CALLS:
-        note(f"no GPU: {len(wanted)} calls in the interpreter, where thousands of tokens take minutes: --tokens chooses others")
-    return wanted
+    wanted = [one for one in cases if one.is_wanted]
+    called = wanted[:_FEW_CALLS] if is_whole_table else wanted
+    if len(wanted) > _FEW_CALLS:
+        count = f"{len(called)} of {len(wanted)} calls"
+        note(f"no GPU: {count} in the interpreter, where thousands of tokens take minutes: --tokens chooses others")
+    return called
 
 
 def _read_space(path: Path | None) -> dict[str, list[int]]:
@@ -281,7 +287,7 @@ def show_capture(capture: "Capture", to_messages: bool = False) -> None:
     show_table(*table_of(capture), console.messages if to_messages else console.console)
     for text in capture.problems:
         error_line(f"skipped: {text}")
-    for kernel, reason in capture.refused().items():
+    for kernel, reason in capture.notes.refused.items():
         note(f"{kernel}: {reason}")
     if plain := capture.plain():
         more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""

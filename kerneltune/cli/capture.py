@@ -73,23 +73,17 @@ def command(
         environment["TORCHDYNAMO_DISABLE"] = "1"
     earlier = processes(out)
     code = run_program(program, environment)
-    said = read_notes([path for path in processes(out) if path not in earlier], [])
-    refused = {kernel: reason for one in said for kernel, reason in one.refused.items()}
-    misnamed = [kernel for one in said for kernel in one.misnamed]
-    if misnamed:
-        error_line(f"error: {misnamed[0]}: {refused[misnamed[0]]}")
+    notes = read_notes([path for path in processes(out) if path not in earlier], [])
+    if notes.misnamed:
+        error_line(f"error: {notes.misnamed[0]}: {notes.refused[notes.misnamed[0]]}")
         code = _BAD_INPUT
-    launched = {digest for one in said for digest in one.launches}
-    if not launched:
-        if not misnamed:
-            alone = [kernel for one in said for kernel in one.plain]
-            named = ", ".join(alone[:_SHOWN]) + (", …" if len(alone) > _SHOWN else "")
-            more = f"; plain @triton.jit, captured under --plain: {named}" if alone else ""
-            made = sorted({kernel for one in said for kernel in one.made})
-            kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
-            error_line(f"nothing was captured: {_reason(refused, made, pattern, code)}{more}{kept}")
-        raise typer.Exit(code)
-    _finish(out, launched)
+    if notes.launches:
+        _finish(out, notes.launches.keys())
+    elif not notes.misnamed:
+        named = ", ".join(notes.plain[:_SHOWN]) + (", …" if len(notes.plain) > _SHOWN else "")
+        more = f"; plain @triton.jit, captured under --plain: {named}" if named else ""
+        kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
+        error_line(f"nothing was captured: {_reason(notes.refused, sorted(notes.made), pattern, code)}{more}{kept}")
     raise typer.Exit(code)
 
 

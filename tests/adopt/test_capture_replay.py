@@ -129,8 +129,8 @@ def test_replay_of_damaged_values_says_so(tmp_path: Path) -> None:
 def test_results_agree_within_noise_and_rounding(tmp_path: Path, factor: float, noise: float, text: str) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     expected = torch.linspace(1, 2, 128)
-    assert disagreement(expected, expected * factor, noise, launch.launch).startswith(text)
-    assert bool(disagreement(expected, expected * factor, noise, launch.launch)) == bool(text)
+    assert disagreement(expected, expected * factor, noise, launch.launch.dtypes).startswith(text)
+    assert bool(disagreement(expected, expected * factor, noise, launch.launch.dtypes)) == bool(text)
 
 
 def test_one_wrong_element_disagrees_with_a_reference(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_one_wrong_element_disagrees_with_a_reference(tmp_path: Path) -> None:
     expected = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     expected[0] = 8.0  # a share of the largest element would allow an error of 0.5
     found = expected.to(torch.bfloat16)
-    assert disagreement(expected.to(torch.bfloat16), found, 0.0, launch.launch, has_reference=True) == ""
+    assert disagreement(expected.to(torch.bfloat16), found, 0.0, launch.launch.dtypes, has_reference=True) == ""
     found[7] += 0.2
-    text = disagreement(expected.to(torch.bfloat16), found, 0.0, launch.launch, has_reference=True)
+    text = disagreement(expected.to(torch.bfloat16), found, 0.0, launch.launch.dtypes, has_reference=True)
     assert re.match(r"differs by .* of the rms \(allowed 7.81e-03\), at most .* of an element, or of the rms if larger", text), (
         text
     )
@@ -159,7 +159,7 @@ def test_one_wrong_element_disagrees_with_a_reference(tmp_path: Path) -> None:
 def test_fp8_results_agree_within_a_step(tmp_path: Path, mistake: Callable[[torch.Tensor], torch.Tensor], text: str) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    found = disagreement(x.to(torch.float8_e4m3fn), mistake(x).to(torch.float8_e4m3fn), 0.0, launch.launch)
+    found = disagreement(x.to(torch.float8_e4m3fn), mistake(x).to(torch.float8_e4m3fn), 0.0, launch.launch.dtypes)
     assert found.startswith(text)
     assert bool(found) == bool(text)
 
@@ -178,14 +178,14 @@ def test_results_in_16_bits_do_not_lean_to_a_side(tmp_path: Path, has_reference:
     partial = sum((a[:, at : at + 128] @ b[at : at + 128]).bfloat16().float() for at in range(0, 512, 128))
     row_factor = (1 + 2.0**-9 * (torch.arange(64) % 2 - 0.5)[:, None]) * (a @ b)
     for right in (other_order.bfloat16(), partial.bfloat16(), *([row_factor.bfloat16()] if has_reference else [])):
-        assert disagreement(expected, right, 0.0, launch.launch, has_reference) == ""
-    found = disagreement(expected, truncated(other_order), 0.0, launch.launch, has_reference)
+        assert disagreement(expected, right, 0.0, launch.launch.dtypes, has_reference) == ""
+    found = disagreement(expected, truncated(other_order), 0.0, launch.launch.dtypes, has_reference)
     assert found.endswith("elements that are off are rounded towards zero")
 
 
 def test_whole_numbers_agree_exactly(tmp_path: Path) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
-    assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch) == "1 of 4 whole numbers differ"
+    assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch.dtypes) == "1 of 4 whole numbers differ"
 
 
 @triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["N"])

@@ -102,7 +102,7 @@ def test_capture_notes_a_kernel_that_autotune_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'ROWS'"):
         kerneltune.autotune([triton.Config({"ROWS": 2})], ["N"])(copied)
     startup.recorder().flush()
-    (said,) = read_notes(processes(tmp_path), [])
+    said = read_notes(processes(tmp_path), [])
     assert said.misnamed == [f"{__name__}.copied"]
     assert "'ROWS'" in said.refused[f"{__name__}.copied"]
 

@@ -324,6 +324,24 @@ def test_export_without_the_sizes_of_a_table_fails_before_anything_is_checked(
     assert (result.exit_code, result.stderr) == (2, "error: export: sglang: size experts: missing\n")
 
 
+def test_whole_table_without_a_gpu_checks_its_smallest_calls_and_says_so(
+    tmp_path: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[list[int]] = []
+
+    def check(root: Path) -> list[Any]:
+        called.append([one.sizes["tokens"] for one in read_facts(root).cases])
+        return []
+
+    monkeypatch.setattr("kerneltune.adopt.getter_tuning.check_getter", check)
+    file = program(tmp_path, GOOD + "def case(tokens, experts, inner): return lambda: torch.ones(tokens) * len(get_config())\n")
+    options = ["--call", f"{file}:case", "--size", "experts=8", "--size", "inner=16", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["adopt", "getter", f"{file}:get_config", *options, "--export", "vllm"])
+    assert result.exit_code == 0, result.stderr
+    assert called == [[1, 2, 4, 8]]
+    assert "no GPU: 4 of 18 calls in the interpreter" in result.stderr
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own."""
     words = [sys.executable, "-m", "kerneltune", "adopt", "getter", *arguments]

@@ -39,7 +39,7 @@ class Mode(IntEnum):
     MUL = 3
 
 
-class Kind(str, Enum):
+class Kind(str, Enum):  # noqa: UP042
     """Choices of a kernel, by text."""
 
     A = "a"

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from adopted import captured, of_kernel
 
+from kerneltune.adopt import overview
 from kerneltune.adopt.arguments import Argument
-from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.configs import stored_key
+from kerneltune.adopt.folder import LaunchClass, ProcessNotes
 from kerneltune.adopt.overview import Capture, findings, left_out, omitted
 
 
@@ -38,8 +40,18 @@ def test_kernel_with_one_config_has_a_key_for_nothing(launches: list[LaunchClass
 
 def test_lint_names_omitted_sizes_beside_those_that_differ(tmp_path: Path, launches: list[LaunchClass]) -> None:
     more = [dataclasses.replace(one, arguments=(*one.arguments, Argument("K", "value", 96))) for one in launches]
-    found = findings(Capture(tmp_path, more, {}, []))
+    found = findings(Capture(tmp_path, more, ProcessNotes({})))
     assert [text for text in found if "key omits" in text] == [
         "two_kernels.row_sum: key omits sizes that differ between captured launches: M, x_ptr.0, y_ptr.0",
         "two_kernels.row_sum: key omits sizes: K",
     ]
+
+
+def test_lint_counts_no_config_of_a_plain_kernel_that_never_wins(
+    tmp_path: Path, launches: list[LaunchClass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {one.digest: {stored_key(one.candidates[1].config)} for one in launches}
+    monkeypatch.setattr(overview, "_chosen_configs", lambda _root: chosen)
+    plain = [dataclasses.replace(one, is_plain=True) for one in launches]
+    assert any("never win" in text for text in findings(Capture(tmp_path, launches, ProcessNotes({}))))
+    assert not any("never win" in text for text in findings(Capture(tmp_path, plain, ProcessNotes({}))))

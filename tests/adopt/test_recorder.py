@@ -138,7 +138,7 @@ def test_capture_of_very_many_classes_names_the_argument_that_makes_them(tmp_pat
         module.row_sum[(1,)](torch.ones(8, 96), torch.empty(8), rows, 96)
     startup.recorder().flush()
     startup.uninstall()
-    refused = read_capture(tmp_path).refused()["two_kernels.row_sum"]
+    refused = read_capture(tmp_path).notes.refused["two_kernels.row_sum"]
     assert refused.endswith("the first 4 are kept; without M 1 are left: --ignore-arg M if it is a seed or a counter")
 
 
@@ -222,7 +222,7 @@ def test_capture_of_equal_lists_made_for_each_launch_has_one_class(tmp_path: Pat
     startup.uninstall()
     capture = read_capture(tmp_path)
     assert [capture.count(one).launches for one in capture.classes] == [3]
-    assert not capture.refused()
+    assert not capture.notes.refused
 
 
 def test_capture_of_a_pattern_leaves_other_kernels_alone(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_capture_of_a_pattern_leaves_other_kernels_alone(tmp_path: Path) -> None
 def test_capture_keeps_the_first_classes_of_very_many(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     capture = captured(tmp_path, (2, 32), (2, 64), (2, 96), most_classes=2, pattern="row_sum")
     assert sorted(one.sizes["N"] for one in capture.classes) == [32, 64]
-    assert "more than 2 classes of launches" in capture.refused()["two_kernels.row_sum"]
+    assert "more than 2 classes of launches" in capture.notes.refused["two_kernels.row_sum"]
 
 
 def test_capture_that_cannot_write_lets_the_program_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -359,4 +359,4 @@ def test_capture_of_a_config_that_the_kernel_cannot_take_names_place_and_paramet
         captured(tmp_path, pattern="row_sum")
     assert "two_kernels.py:" in caplog.text
     assert ": row_sum: configs[0]: 'ROWS': expected a parameter of the kernel: x_ptr, y_ptr, M, N, BLOCK" in caplog.text
-    assert read_notes(processes(tmp_path), [])[0].misnamed == ["two_kernels.row_sum"]
+    assert read_notes(processes(tmp_path), []).misnamed == ["two_kernels.row_sum"]
