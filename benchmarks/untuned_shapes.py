@@ -3,7 +3,7 @@
 python benchmarks/untuned_shapes.py [OP]... [--distance D] [--markdown]
 
 A row shows geometric mean and worst of the tuned time over the time of the default, and over the time of the config that a
-look-up gives without entries of the case's sizes. Without a tuned config, the least of at least five known times stands for the
+look-up gives without entries of the case's sizes. Without a tuned config, the least of at least four known times stands for the
 tuned time. `known` counts the cases in which the config was timed.
 """
 
@@ -22,7 +22,7 @@ from kerneltune.search.task import Knobs, knob_pairs, knobs_of
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.table import Column, Row, Table
 
-LEAST = 5
+LEAST = 4
 """Known times of a case without a tuned config, at least."""
 NOT_RUN = ("spills", "occupancy", "memory", "crashed")
 """Statuses of configs that a search did not run though a call might."""

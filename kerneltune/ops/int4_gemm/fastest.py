@@ -160,9 +160,9 @@ def default(case: Case) -> ProductConfig:
     most = next((elements for limit, elements in _MOST_ELEMENTS if tokens <= limit), 0)
     if rows * depth < most:
         return ProductConfig("int4_gemm")
-    is_tall = rows < 8000 and depth >= 7000
+    is_tall = rows < 8000 and depth >= 7000 and rows * depth < 100_000_000
     reads_fp8 = tokens > 128 or (tokens > 64 and depth >= 2000) or (tokens > 32 and is_tall)
-    fp8 = ProductConfig("fp8_scaled" if rows < 10_000 and tokens <= 512 else "fp8")
+    fp8 = ProductConfig("fp8_scaled" if (rows < 10_000 and tokens <= 512) or 128 < tokens < 256 else "fp8")
     return fp8 if reads_fp8 and valid(case, fp8) is None else ProductConfig("int4_fp8_gemm")
 
 

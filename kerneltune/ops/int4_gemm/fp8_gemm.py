@@ -232,48 +232,61 @@ def valid(case: Case, config: Int4Fp8Config) -> str | None:
 def default(case: Case) -> Int4Fp8Config:
     """Return a config for any shape, by rule: warpgroups of one or two blocks of rows, and two to four programs per SM.
 
-    H200, 2026-11-26: 0.995 of the tuned speed over 95 cases with 16 to 256 tokens, worst 0.917.
+    H200, 2026-11-26: 0.995 of the tuned speed over 96 cases with 16 to 128 tokens, worst 0.917.
     """
     N, rows, depth = max(case["N"], 1), cdiv(case["M"], ROWS), cdiv(case["K"], DEPTH)
+    tokens, blocks = _tile(N, rows, depth)
+    tiles = cdiv(rows, blocks) * cdiv(N, tokens)
+    splits = _splits(N, tokens, blocks, tiles, depth)
+    stages, early = _pipeline(N, tokens, blocks, rows, depth, splits, tiles * splits)
+    return Int4Fp8Config(tokens, blocks, 4, splits, stages, early)
+
+
+def _tile(N: int, rows: int, depth: int) -> tuple[int, int]:
+    """Return the rows of x and the blocks of rows of w of a program. rows: blocks of rows of w; depth: blocks of k."""
     tokens = 16 if N <= 16 else 32 if N <= 32 else 64
-    if N > 128 or (N > 64 and rows >= (120 if N <= 96 and depth <= 200 else 160)):
+    if rows * cdiv(N, 128) >= 92 if N > 128 else N > 64 and rows >= (120 if N <= 96 and depth <= 200 else 160):
         tokens = 128
     while tokens // 2 in _token_tiles(N) and rows * cdiv(N, tokens) * _SPLITS[-1] < 2 * _SMS:
         tokens //= 2
     if N <= 16:
         is_wide = rows >= 192 or (rows >= 128 and depth >= 64)
     else:
-        is_wide = depth >= 12 and (400 if tokens == 64 else 200) <= rows < (800 if tokens == 64 else rows + 1)
-    blocks = 2 if is_wide and tokens <= 64 else 1
-    has_two_tiles = tokens == 64 < N
-    if has_two_tiles:
+        is_wide = depth >= 12 and (400 <= rows < 800 if tokens == 64 else rows >= 200)
+    return tokens, 2 if is_wide and tokens <= 64 else 1
+
+
+def _splits(N: int, tokens: int, blocks: int, tiles: int, depth: int) -> int:
+    """Return the programs that share a row: as many as leave each program enough steps, and the chip not too many programs."""
+    if tokens == 128:
+        return 1
+    if tokens == 64 < N:
         most, enough_steps = 520 if depth > 200 else 480, 18
     else:
-        most = 0 if tokens == 128 else 330 if blocks == 2 else 700 if depth > 100 and tokens <= 32 else 480
+        most = 330 if blocks == 2 else 700 if depth > 100 and tokens <= 32 else 480
         enough_steps = 12 if blocks == 2 else 10 if tokens == 32 else 7 if tokens == 16 < N else 8
-    programs = cdiv(rows, blocks) * cdiv(N, tokens)
-    splits = max(
-        s for s in _SPLITS
-        if s == 1 or (cdiv(depth, s) >= (8 if s == 2 else enough_steps) and s * programs <= most and (s <= 4 or tokens < 64))
-    )  # fmt: skip
+    allowed = (s for s in _SPLITS[1:] if s * tiles <= most and cdiv(depth, s) >= (8 if s == 2 else enough_steps))
+    return max((s for s in allowed if s <= 4 or tokens < 64), default=1)
+
+
+def _pipeline(N: int, tokens: int, blocks: int, rows: int, depth: int, splits: int, programs: int) -> tuple[int, bool]:
+    """Return the stages, and whether to begin early: programs of a small launch that do so lie unevenly on the SMs."""
     steps = cdiv(depth, splits)
-    # programs of a small launch that begins early lie unevenly on the SMs
-    if has_two_tiles:
-        early = 16 <= steps <= 50
-        return Int4Fp8Config(tokens, blocks, 4, splits, 5 if early else 3 if steps < 16 else 4, early)
-    if N <= 16:
-        early = splits < 4 or blocks == 1
-    elif N <= 32:
-        early = (rows <= 112 and depth <= 64) or (splits == 1 and depth <= 16) or rows >= 800
+    if tokens == 64 < N:
+        early = steps >= 16 and 300 <= programs <= 3 * _SMS  # an SM holds three programs of five stages
+        return 5 if early else 3 if steps < 16 else 4, early
+    if tokens == 64:
+        stages = 3 if splits > 1 and steps <= 16 else 5 if splits == blocks == 1 else 4
+        early = rows >= 384 or programs <= 200
+    elif tokens == 128:
+        stages = 3 if steps <= 16 or 2 * _SMS < programs <= 3 * _SMS else 4
+        early = rows >= (160 if N <= 128 else 224)
+    elif N <= 16:
+        stages, early = 4, splits < 4 or blocks == 1
     else:
-        early = rows >= (160 if tokens == 128 and N <= 128 else 224 if tokens == 128 else 384)
-    if rows >= 800 or tokens == 16 < N:
-        stages = 3
-    elif tokens == 64:
-        stages = 3 if splits > 1 and steps <= 16 else 5 if (splits, blocks) == (1, 1) else 4
-    else:
-        stages = 3 if tokens == 128 and steps <= 16 else 4
-    return Int4Fp8Config(tokens, blocks, 4, splits, stages, early)
+        stages = 3 if tokens == 16 else 4
+        early = rows >= 384 if N > 32 else (rows <= 112 and depth <= 64) or (splits == 1 and depth <= 16) or rows >= 800
+    return 3 if rows >= 800 else stages, early
 
 
 def run(inputs: Inputs, config: Int4Fp8Config | None) -> Outputs:
