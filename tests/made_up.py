@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Semaphore
 from typing import Any
+from unittest import mock
 
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult
-from kerneltune.search.loop import Search
+from kerneltune.search.loop import Search, SearchState
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
@@ -180,7 +181,15 @@ class Setting:
         search: Search | None = None,
         on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
     ) -> cache.CacheEntry:
-        return tune(tuner, search or Search(), self.root, on_trial)
+        tell = SearchState.tell
+
+        def tell_both(state: SearchState, config: Config, time_us: float | None) -> None:
+            tell(state, config, time_us)
+            if (trial := tuner.known(config)) is not None:
+                on_trial(config, trial)
+
+        with mock.patch.object(SearchState, "tell", tell_both):
+            return tune(tuner, search or Search(), self.root)
 
     def cached(self, case: Case = CASE) -> dict[str, Any] | None:
         stored = cache.load("fake", device.current().slug, self.root)

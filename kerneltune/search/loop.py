@@ -7,7 +7,7 @@ code. Optuna, whose samplers `study.py` extends, is imported when a search begin
 import operator
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -130,7 +130,6 @@ def explore(
     candidates: Candidates,
     search: Search,
     evaluator: Evaluator,
-    on_trial: Callable[[Config, Evaluation], None] = lambda _config, _evaluation: None,
     known: Mapping[Config, Evaluation] = MappingProxyType({}),
 ) -> dict[Config, Evaluation]:
     """Try candidates until a budget is used, the expected gain is small, or no config is left.
@@ -139,7 +138,6 @@ def explore(
         candidates: the configs.
         search: limits of the search.
         evaluator: evaluates the configs.
-        on_trial: function that is called with every new evaluation.
         known: evaluations of an earlier search, which count as tried.
 
     Returns:
@@ -166,7 +164,6 @@ def explore(
             for config, evaluation in flying.move():
                 evaluations[config] = evaluation
                 state.tell(config, evaluation.time_us)
-                on_trial(config, evaluation)
                 began = time.monotonic() if began is None and evaluator.is_ready() else began
                 spent = search.budget_s is not None and began is not None and time.monotonic() - began > search.budget_s
                 enough = enough or spent or state.is_gain_small()

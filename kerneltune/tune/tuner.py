@@ -215,19 +215,13 @@ class NothingPassedError(Exception):
     """Report that no config of a search was correct and timed."""
 
 
-def tune(
-    tuner: Tuner,
-    search: Search,
-    root: Path | None,
-    on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
-) -> cache.CacheEntry:
+def tune(tuner: Tuner, search: Search, root: Path | None) -> cache.CacheEntry:
     """Search one case and store the best config.
 
     Args:
         tuner: tuner of the case.
         search: limits of the search.
         root: folder of configs; None for the usual folder.
-        on_trial: function that is called with every new evaluation.
 
     Returns:
         The entry that is now in the cache.
@@ -237,7 +231,7 @@ def tune(
         WorkerCrashedError: the worker's process crashed over every finalist, or stopped.
     """
     with tuner:
-        explored = _explored(tuner, _candidates(tuner, _pool(tuner), root), search, on_trial)
+        explored = _explored(tuner, _candidates(tuner, _pool(tuner), root), search)
         times = times_of(explored)
         before = chooser_of(tuner.task, root).find(tuner.task.op.called(tuner.task.case))
         if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
@@ -253,16 +247,11 @@ def measure_space(tuner: Tuner) -> dict[Config, Evaluation]:
         return _explored(tuner, Candidates(checked_space(tuner.task)), Search(sampler="random"))
 
 
-def _explored(
-    tuner: Tuner,
-    candidates: Candidates,
-    search: Search,
-    on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
-) -> dict[Config, Evaluation]:
+def _explored(tuner: Tuner, candidates: Candidates, search: Search) -> dict[Config, Evaluation]:
     known = _known(tuner, candidates.pool)
     if len(known) < len(candidates.pool):
         tuner.prepare()
-    return explore(candidates, search, tuner, on_trial, known)
+    return explore(candidates, search, tuner, known)
 
 
 def first_runs(tuner: Tuner, search: Search, root: Path | None) -> Iterator[Run]:

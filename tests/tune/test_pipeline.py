@@ -86,7 +86,7 @@ def test_every_core_compiles_as_long_as_nothing_waits_to_be_measured() -> None:
     assert in_flight(lambda _config: True, 2) == loop.AHEAD
 
 
-def test_what_is_refused_does_not_wait_for_the_bench() -> None:
+def test_what_is_refused_does_not_wait_for_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = OnItsWay(POOL[0])
 
     class Refused(OnItsWay):
@@ -94,16 +94,17 @@ def test_what_is_refused_does_not_wait_for_the_bench() -> None:
             self.evaluation.set_result(Evaluation("spills"))
             return self.evaluation
 
-    def tell(config: Config, trial: Evaluation) -> None:
-        told.append((config, trial.status))
+    def tell(_state: loop.SearchState, config: Config, time_us: float | None) -> None:
+        told.append((config, time_us))
         if len(told) == 9:
             measured.evaluation.set_result(Evaluation("ok", 10.0))
 
-    told: list[tuple[Config, str]] = []
+    told: list[tuple[Config, float | None]] = []
+    monkeypatch.setattr(loop.SearchState, "tell", tell)
     begin = StandIn(lambda config: measured if config == POOL[0] else Refused(config))
-    explore(Candidates(POOL[:10]), Search(), begin, tell)
-    assert told[-1] == (POOL[0], "ok")
-    assert {status for _, status in told[:-1]} == {"spills"}
+    explore(Candidates(POOL[:10]), Search(), begin)
+    assert told[-1] == (POOL[0], 10.0)
+    assert {time_us for _, time_us in told[:-1]} == {None}
 
 
 @pytest.fixture
@@ -122,7 +123,7 @@ def test_the_bench_goes_on_while_the_search_decides(setting: Setting) -> None:
                 time.sleep(0.001)
             ahead.append(len(tuner.evaluated))
 
-    entry = tune(tuner, Search(), setting.root, on_trial)
+    entry = setting.tune(tuner, on_trial=on_trial)
     assert ahead[0] >= 2
     assert entry.evidence["trials"] == len(tuner.evaluated) == 25
 
@@ -130,7 +131,7 @@ def test_the_bench_goes_on_while_the_search_decides(setting: Setting) -> None:
 def test_what_was_measured_when_the_seconds_are_over_counts(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     told: list[Config] = []
-    entry = tune(tuner, Search(budget_s=1e-9), setting.root, lambda config, _trial: told.append(config))
+    entry = setting.tune(tuner, Search(budget_s=1e-9), lambda config, _trial: told.append(config))
     assert told == tuner.evaluated
     assert entry.evidence["trials"] == len(told) < 25
 

@@ -51,7 +51,7 @@ from kerneltune.tune.tuner import NothingPassedError, Tuner, tune
 def test_a_small_space_is_visited_whole_once_and_default_first(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     seen: list[Config] = []
-    entry = tune(tuner, Search(), setting.root, lambda config, trial: seen.append(config))
+    entry = setting.tune(tuner, on_trial=lambda config, _trial: seen.append(config))
     assert tuner.evaluated[0] == Small(256, 4)
     assert len(tuner.evaluated) == len(BLOCKS) * len(WARPS) <= ENUMERATE_UP_TO
     assert set(tuner.evaluated) == {Small(b, w) for b, w in itertools.product(BLOCKS, WARPS)}
@@ -413,7 +413,7 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
             slow.set_result(CompileResult((), 60.0))
 
     tuner.queue.begin = compiling
-    entry = tune(tuner, Search(), setting.root, on_trial)
+    entry = setting.tune(tuner, on_trial=on_trial)
     assert tuner.evaluated[-1] == Small(64, 1)
     assert entry.evidence["trials"] == 25
 
@@ -435,6 +435,6 @@ def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
 
     tuner.queue.begin = compiling
     with pytest.raises(KeyboardInterrupt):
-        tune(tuner, Search(trials=30), setting.root, interrupt)
+        setting.tune(tuner, Search(trials=30), interrupt)
     assert len(futures) == 2 + loop.AHEAD
     assert every(future.cancelled() for future in futures[3:])
