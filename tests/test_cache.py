@@ -330,14 +330,14 @@ def test_a_knob_that_is_newer_than_a_stored_config_has_its_default() -> None:
 
 def test_root_is_the_environment_then_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
-    assert cache.roots() == tmp_path
+    assert cache.default_root() == tmp_path
     monkeypatch.delenv("KERNELTUNE_CONFIGS")
     package = tmp_path / "kerneltune"
     package.mkdir()
     monkeypatch.setattr(files, "__file__", str(package / "files.py"))
-    assert cache.roots() == Path("configs")
+    assert cache.default_root() == Path("configs")
     (tmp_path / "pyproject.toml").write_text("")
-    assert cache.roots() == tmp_path / "configs"
+    assert cache.default_root() == tmp_path / "configs"
 
 
 def stored_file(root: Path) -> Path:

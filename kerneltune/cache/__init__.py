@@ -3,19 +3,20 @@
 from kerneltune.cache.chooser import Choice, Chooser, clear
 from kerneltune.cache.entries import (
     CacheEntry,
+    default_root,
     entry_from,
     in_order,
     load,
     load_strict,
     path_of,
+    read_roots,
     readable,
-    roots,
     store,
     store_all,
 )
 
 __all__ = [
-    "CacheEntry", "Choice", "Chooser", "clear",
-    "entry_from", "in_order", "load", "load_strict", "path_of", "readable", "roots", "store",
+    "CacheEntry", "Choice", "Chooser", "clear", "default_root",
+    "entry_from", "in_order", "load", "load_strict", "path_of", "read_roots", "readable", "store",
     "store_all",
 ]  # fmt: skip

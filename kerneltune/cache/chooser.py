@@ -1,7 +1,6 @@
 """Look up the config of a case: its own entry, a near entry, or the default."""
 
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +11,7 @@ from typing import Any, NamedTuple
 
 from kerneltune import device, misses
 from kerneltune.cache import entries
-from kerneltune.cache.entries import Axes, CacheEntry, CaseOptions, alike, json_text, path_of, roots
-from kerneltune.files import data_root
+from kerneltune.cache.entries import Axes, CacheEntry, CaseOptions, alike, json_text, path_of, read_roots
 from kerneltune.nearness import Place, band_of, ranked
 from kerneltune.spec import Case, Op, Variant, config_from, out_of_range, ranges_of
 
@@ -41,7 +39,7 @@ class Chooser:
     Attributes:
         op, variant: the operator and its variant, which has knobs.
         policy: policy of the entries; entries of `cold` serve as well.
-        root: the folder of the cache; None for `roots()`.
+        root: the folder of the cache; None for `default_root()`.
     """
 
     op: Op
@@ -155,7 +153,7 @@ def _folder(op: str, gpu: str, root: Path | None) -> str:
     """
     if gpu == device.INTERPRETER or path_of(op, gpu, root).exists():
         return gpu
-    places = [root or roots(), *([data_root("configs")] if root is None and not os.environ.get("KERNELTUNE_CONFIGS") else [])]
+    places = read_roots(root)
     others = sorted({path.parent.name for place in places for path in place.glob(f"*/{op}.json")})
     maker, number = _architecture(gpu)
     of_maker = [(abs(_architecture(other)[1] - number), other) for other in others if _architecture(other)[0] == maker]

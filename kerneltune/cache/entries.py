@@ -128,27 +128,31 @@ def entry_from(values: Mapping[str, Any]) -> CacheEntry:
     return _entry(checked(values, _EntryRow))
 
 
-def roots() -> Path:
+def default_root() -> Path:
     """Return the folder that configs are stored in: KERNELTUNE_CONFIGS, else `configs` of the checkout or current folder."""
     override = os.environ.get("KERNELTUNE_CONFIGS")
     return Path(override) if override else data_root("configs") if in_checkout() else Path("configs")
 
 
-def readable(file: Path, root: Path | None = None) -> Path:
-    """Return where a file of the cache, such as `nvidia_h200/rmsnorm_fwd.json`, is read.
-
-    The packaged copy is read where no folder is given, KERNELTUNE_CONFIGS is not set and the current folder lacks the file.
+def read_roots(root: Path | None = None) -> list[Path]:
+    """Return the folders that configs are read from, of which the first that holds a file counts for this file.
 
     Args:
-        root: the folder of the cache; None for `roots()`.
+        root: the folder of the cache; None for `default_root()`, and without KERNELTUNE_CONFIGS the packaged folder behind it.
     """
-    path = (root or roots()) / file
-    packaged = root is None and not os.environ.get("KERNELTUNE_CONFIGS") and not path.exists()
-    return data_root("configs") / file if packaged else path
+    if root is not None:
+        return [root]
+    return [default_root(), *([] if os.environ.get("KERNELTUNE_CONFIGS") else [data_root("configs")])]
+
+
+def readable(file: Path, root: Path | None = None) -> Path:
+    """Return where a file of the cache, such as `nvidia_h200/rmsnorm_fwd.json`, is read, or would be if it existed."""
+    paths = [folder / file for folder in read_roots(root)]
+    return next((path for path in paths if path.exists()), paths[-1])
 
 
 def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
-    """Return the path of an operator's file for a GPU, which may not exist; root: the folder of the cache, None for `roots()`."""
+    """Return the path of an operator's file for a GPU, which may not exist; root: as in `read_roots`."""
     return readable(Path(device_slug) / f"{op_name}.json", root)
 
 
@@ -187,7 +191,7 @@ def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], roo
     Raises:
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
     """
-    path = (root or roots()) / device_slug / f"{op_name}.json"
+    path = (root or default_root()) / device_slug / f"{op_name}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):

@@ -14,7 +14,8 @@ import typer
 
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
-from kerneltune.files import RESULTS, data_root
+from kerneltune.files import RESULTS
+from kerneltune.search.loop import SAMPLERS
 from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from kerneltune.run_options import Options, Plan, Selection
 
 POLICIES = ("cold", "hot", "eager")
-SAMPLERS = ("ours", "random")
 STYLES = ("text", "markdown", "csv")
 _USUAL_SIZE, _DIGITS = 4096, 15
 
@@ -220,30 +220,30 @@ def results_root(results: Path | None, family: str | None = None) -> Path:
 
 def configs_root(configs: Path | None) -> Path:
     """Return the given folder of the config cache, else the folder in which kernels look configs up."""
-    from kerneltune.cache import roots
+    from kerneltune.cache import default_root
 
-    return configs or roots()
+    return configs or default_root()
 
 
 def config_files(configs: Path | None) -> list[Path]:
     """Return the files of the config cache, GPU by GPU; without a given folder also packaged files that no file replaces."""
-    from kerneltune.cache import readable, roots
+    from kerneltune.cache import read_roots, readable
 
-    folders = [configs] if configs else [roots(), *([] if os.environ.get("KERNELTUNE_CONFIGS") else [data_root("configs")])]
+    folders = read_roots(configs)
     names = {path.relative_to(folder) for folder in folders for path in folder.glob("*/*.json")}
     return [readable(name, configs) for name in sorted(names)]
 
 
 def where_configs_serve(configs: Path | None) -> str:
     """Return a line about the programs that read the stored configs; empty if every call reads them."""
-    from kerneltune.cache import roots
+    from kerneltune.cache import default_root
     from kerneltune.files import in_checkout
 
-    if configs is not None and configs.resolve() != roots().resolve():
-        return f"operators read {roots()}: set KERNELTUNE_CONFIGS={configs.resolve()} where they shall use these configs"
+    if configs is not None and configs.resolve() != default_root().resolve():
+        return f"operators read {default_root()}: set KERNELTUNE_CONFIGS={configs.resolve()} where they shall use these configs"
     if os.environ.get("KERNELTUNE_CONFIGS") or in_checkout():
         return ""
-    return f"programs started in {Path.cwd()} use these configs; elsewhere set KERNELTUNE_CONFIGS={roots().resolve()}"
+    return f"programs started in {Path.cwd()} use these configs; elsewhere set KERNELTUNE_CONFIGS={default_root().resolve()}"
 
 
 def require_writable(folder: Path) -> None:

@@ -47,7 +47,7 @@ def test_settings_name_plug_ins_folders_and_family(tmp_path: Path, monkeypatch: 
         monkeypatch.delenv(name)
     settings.apply()
     assert sweep.results_root(None) == Path("r")
-    assert cache.roots() == Path("c")
+    assert cache.default_root() == Path("c")
     environment = {name: __import__("os").environ[name] for name in (settings.FAMILY, ops.PLUGINS)}
     assert environment == {settings.FAMILY: "mine", ops.PLUGINS: "mine.py"}
 
@@ -75,7 +75,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_installed_package_is_never_written_to(installed: Path) -> None:
     assert sweep.results_root(None, "rmsnorm") == Path("results")
-    assert cache.roots() == Path("configs")
+    assert cache.default_root() == Path("configs")
     assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == installed / "nvidia_h200" / "rmsnorm_fwd.json"
     before = cache.load("rmsnorm_fwd", "nvidia_h200")
     stored = cache.store("rmsnorm_fwd", "nvidia_h200", before[0])

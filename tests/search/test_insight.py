@@ -97,7 +97,7 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
         for i, config in enumerate(variant.configs(case)):
             trial = Evaluation("spills") if i % 5 == 4 else Evaluation("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
             store.put(Task(op, case, variant), config, trial)
-    monkeypatch.setattr("kerneltune.tune.fleet.run_tune", lambda *_: TuningSummary("nvidia_h200", ["an entry"], searched=1))
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary("nvidia_h200", ["an entry"], searched=1))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])
     assert result.exit_code == 0, result.output
     title, regret_line, matter, dead, few = result.stdout.splitlines()
@@ -124,9 +124,9 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
 def test_tune_says_that_nothing_was_lacking_and_fails_where_a_case_did(
     counts: dict[str, int], code: int, out: str, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kerneltune.tune.fleet.run_tune", lambda *_: TuningSummary("nvidia_h200", [], **counts))
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary("nvidia_h200", [], **counts))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path)])
-    served = f"operators read {cache.roots()}: set KERNELTUNE_CONFIGS={tmp_path} where they shall use these configs\n"
+    served = f"operators read {cache.default_root()}: set KERNELTUNE_CONFIGS={tmp_path} where they shall use these configs\n"
     assert (result.exit_code, result.stdout) == (code, out)
     assert result.stderr == (served if counts.get("searched") else "") + err
 
