@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 
 from kerneltune import device, records
@@ -39,7 +38,7 @@ _NOT_COMPARED = ("inputs: ", "reference: ", "compare: ", "outputs: ", LAUNCH_FAI
 _WORTH_A_POOL = 10
 """Number of kernels from which parallel compilation pays: to compile so many in a row takes as long as to start the processes."""
 
-Runs = list[Run]
+Runs = Sequence[Run]
 """The variants of a case, each with its config."""
 FirstTable = Callable[[Sequence[Record]], None]
 """Function that shows the records of the headline cases before the sweep measures all cases."""
@@ -49,12 +48,13 @@ FirstTable = Callable[[Sequence[Record]], None]
 class SweepResult:
     """Hold the records of a run, failed checks before the measured rows, and the files that the run wrote.
 
-    After checks, `remark` has a line for each variant whose configs were checked on several cases. Otherwise it is empty.
+    Attributes:
+        coverage: a line for each variant whose configs were checked on several cases; empty where cases were measured.
     """
 
     records: list[Record]
     files: list[Path]
-    remark: str = ""
+    coverage: Sequence[str] = ()
 
 
 def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = None) -> SweepResult:
@@ -86,7 +86,8 @@ def mutate_outputs(plan: Plan) -> list[Outcome]:
         if own is None:
             raise ValueError(f"{name}: only variants of other packages: expected one of this package to perturb")
         jobs.append(mutation_job(Task(op, cases[0], own), cases))
-    return [outcome for _number, outcomes in sorted(run_jobs(jobs), key=itemgetter(0)) for outcome in outcomes]
+    outcomes = dict(run_jobs(jobs))
+    return [outcome for job in jobs for outcome in outcomes[job]]
 
 
 def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[Key] | None = None) -> list[Record]:
@@ -123,7 +124,7 @@ def _by_op(entries: Sequence[SweepCase]) -> dict[str, list[Case]]:
 
 def _to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = False) -> list[Runs]:
     """Return the runs of each check case: every own variant's default config, and on a GPU covering pairs as well."""
-    is_gpu, work = device.current().is_gpu, []
+    is_gpu, work = device.current().is_gpu, list[Runs]()
     for op, cases in _by_op(entries).items():
         wanted = [variant for variant in plan.variants(op) if not variant.is_peer or with_peers]
         further = {v.name: _covering_configs(plan.ops[op], v, cases) if is_gpu else {} for v in wanted}
@@ -179,7 +180,7 @@ class _Campaign:
         checked += [] if is_gpu else self.check_compiled(work)
         path = plan.journal("check")
         records.merge(path, checked)
-        return SweepResult(checked, [path], "\n".join(coverage))
+        return SweepResult(checked, [path], coverage)
 
     def measure_headline(self, first_table: FirstTable | None) -> SweepResult:
         """Measure ten headline cases with their present configs; check and tune nothing."""
@@ -189,7 +190,10 @@ class _Campaign:
         return SweepResult(*self.measure_and_write(entries))
 
     def check_tune_and_measure(self, first_table: FirstTable | None) -> SweepResult:
-        """Check the check cases, tune configs that the cache lacks, and measure the bench cases; a peer is checked there."""
+        """Check the check cases, tune configs that the cache lacks, and measure the bench cases.
+
+        A peer is checked when it is measured.
+        """
         plan, entries = self.plan, self.plan.cases()
         self.measure_first(entries, first_table)
         checked, _ = self.check(_to_check(plan, plan.cases("check")))
@@ -199,7 +203,7 @@ class _Campaign:
             config = f" with {pairs(record.config)}" if record.config else ""
             self.progress.note(f"failed its check: {what}{config}: {record.reason}")
         if plan.options.tune:
-            from kerneltune.tune.fleet import run_tune
+            from kerneltune.tune.run import run_tune
 
             self.worker.end()
             run_tune(plan, self.progress)
@@ -207,32 +211,32 @@ class _Campaign:
         return SweepResult([*failed, *measured], files)
 
     def check(self, work: Sequence[Runs], further: Sequence[Job] = ()) -> tuple[list[Record], list[str]]:
-        """Check every case, and run the `further` jobs, of which a GPU has none. A journal keeps the cases' records until then.
+        """Check every case, and run the `further` jobs. On a GPU `further` is empty.
 
-        Return the records, and a line for each variant whose configs were checked on several cases.
+        A journal keeps the records until all cases are checked. Return the records, and a line for each variant whose configs
+        were checked on several cases.
         """
         is_gpu, family, journal = device.current().is_gpu, self.plan.family, self.plan.journal("check.journal")
         known = _known_rows(work, journal)
-        lacking = [runs for runs, rows in known if rows is None]
+        cases = [(case_job(runs), rows) for runs, rows in known]
+        lacking = [job for job, rows in cases if rows is None]
         if lacking and is_gpu:
-            self._compile(lacking, "check")
+            self._compile([job.runs for job in lacking], "check")
         self.progress.stage("check", len(work) + len(further), len(work) - len(lacking))
-        jobs = [*further, *map(case_job, lacking)]
-        done: dict[int, list[Outcome]] = {}
-        made: dict[int, list[Record]] = {}
-        for number, outcomes in enumerate(check_only(runs, self.worker.check) for runs in lacking) if is_gpu else run_jobs(jobs):
-            case = number - len(further)
-            if case < 0:
-                done[number] = outcomes
+        on_gpu = ((job, check_only(job.runs, self.worker.check)) for job in lacking)
+        done: dict[Job, list[Outcome]] = {}
+        made: dict[Job, list[Record]] = {}
+        for job, outcomes in on_gpu if is_gpu else run_jobs([*further, *lacking]):
+            if job.runs:
+                made[job] = [checked_record(family, run, one) for run, one in zip(job.runs, outcomes, strict=True)]
+                records.append(journal, made[job])
             else:
-                made[case] = [checked_record(family, run, one) for run, one in zip(lacking[case], outcomes, strict=True)]
-                records.append(journal, made[case])
-            self.progress.advance(jobs[number].label)
+                done[job] = outcomes
+            self.progress.advance(job.label)
         journal.unlink(missing_ok=True)
-        new = (made[case] for case in range(len(lacking)))
-        checked = [row for _, rows in known for row in (next(new) if rows is None else rows)]
+        checked = [row for job, rows in cases for row in (made[job] if rows is None else rows)]
         coverage = []
-        for job, outcome in ((jobs[number], one) for number in sorted(done) for one in done[number]):
+        for job, outcome in [(one, outcome) for one in further for outcome in done[one]]:
             if outcome.status == "failed":
                 run = replace(job.task, case=outcome.case or job.task.case), outcome.config
                 checked.append(checked_record(family, run, outcome))
@@ -244,7 +248,7 @@ class _Campaign:
     def check_compiled(self, work: Sequence[Runs]) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.
 
-        Return a record of each refusal: the interpreter runs all of Python, Triton's compiler a part of it. This project's
+        Return a record of each refusal: the interpreter accepts Python that Triton's compiler refuses. This project's
         operators are left out, as its tests compile all of their configs.
         """
         largest: dict[tuple[str, str, str], Run] = {}

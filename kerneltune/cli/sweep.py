@@ -105,7 +105,7 @@ def _run(plan: "Plan", asked: str, capture: str) -> None:
         _show_unchecked(plan, swept.records)
     if not timed and not plan.options.check_only:
         _show_recorded(plan, asked)
-    for line in swept.remark.splitlines():
+    for line in swept.coverage:
         show_wrapped(line)
     for path in swept.files:
         note(f"wrote {path}")

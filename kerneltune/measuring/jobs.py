@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -19,7 +19,7 @@ Begin = Callable[[Outcome], None]
 """Function that gets the outcome that the next check has if it ends the process; the cause is appended to its reason."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Job:
     """Describe checks that run in one process.
 
@@ -28,18 +28,20 @@ class Job:
         task: the variant, and the case of the outcomes that name no case.
         work: function that runs the checks.
         parts: a job for each check alone; the parts run if an unknown check of the job ends the process.
+        runs: the runs of a case that the job checks, with an outcome for each; empty for other checks.
     """
 
     label: str
     task: Task
     work: Callable[[Begin], list[Outcome]]
     parts: "tuple[Job, ...]" = ()
+    runs: Sequence[Run] = ()
 
 
 def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
     parts = tuple(case_job([run]) for run in runs) if len(runs) > 1 else ()
-    return Job(case_label(runs), runs[0][0], lambda _begin: check_only(runs), parts)
+    return Job(case_label(runs), runs[0][0], lambda _begin: check_only(runs), parts, runs)
 
 
 def case_label(runs: Sequence[Run]) -> str:
@@ -85,20 +87,20 @@ def check_cost(op: Op, case: Case) -> float:
     return 0.2 + op.traffic(case).total / 1e6
 
 
-def run_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, list[Outcome]]]:
-    """Run a job on each core at a time, and yield the number and the outcomes of each finished job."""
-    waiting, running = deque(enumerate(jobs)), dict[Fork[list[Outcome]], int]()
+def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
+    """Run a job on each core at a time, and yield each finished job with its outcomes."""
+    waiting, running = deque(jobs), dict[Fork[list[Outcome]], Job]()
     num_processes = len(os.sched_getaffinity(0))
     try:
         while waiting or running:
             while waiting and len(running) < num_processes:
-                number, job = waiting.popleft()
-                running[Fork(job.work)] = number
+                job = waiting.popleft()
+                running[Fork(job.work)] = job
             told = wait([fork.pipe for fork in running])
             for fork in [fork for fork in running if fork.pipe in told]:
                 if fork.is_done():
-                    number = running.pop(fork)
-                    yield number, _outcomes(fork, jobs[number])
+                    job = running.pop(fork)
+                    yield job, _outcomes(fork, job)
     finally:
         for fork in running:
             fork.end()

@@ -46,7 +46,7 @@ def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any
 def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no others, such as those of another sweep that writes into the same folder at the same time."""
     files = [tmp_path / "nvidia_h200" / name for name in ("rmsnorm.jsonl", "rmsnorm.md")]
-    monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: SweepResult(both(), files, "ranks flip"))
+    monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: SweepResult(both(), files, ["ranks flip"]))
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.stderr == "".join(f"wrote {path}\n" for path in files)
     assert result.stdout.endswith("2 passed\nranks flip\n")
