@@ -23,7 +23,7 @@ from kerneltune.measuring.check import Checker, Outcome
 from kerneltune.records import Record
 from kerneltune.run_options import Options, Quiet, Selection, load_plan, results_folder
 from kerneltune.spec import Case, Variant
-from kerneltune.tune.fleet import run_tune
+from kerneltune.tune.run import run_tune
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 

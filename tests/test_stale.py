@@ -19,7 +19,7 @@ from kerneltune.records import Record
 from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Run
-from kerneltune.tune.fleet import run_tune
+from kerneltune.tune.run import run_tune
 
 SWEEP = """
 family: tiny

@@ -40,8 +40,8 @@ from kerneltune.spec import Config, Op
 from kerneltune.stats import Samples, ratio_interval
 from kerneltune.table import counted
 from kerneltune.tune.candidates import cached, open_store
-from kerneltune.tune.fleet import run_tune
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
+from kerneltune.tune.run import run_tune
 from kerneltune.tune.tune_run import seconds_of
 
 FAMILY = "captured"

@@ -116,7 +116,7 @@ def command(
     if dry_run:
         return _show_forecast(plan)
     o.require_tunable(configs, results)
-    from kerneltune.tune.fleet import run_tune
+    from kerneltune.tune.run import run_tune
 
     with reporter() as progress:
         tuned = run_tune(plan, progress)

@@ -133,7 +133,7 @@ def config_for(task: Task, root: Path | None, gpu: str | None = None) -> Config:
 
 
 def chooser_of(task: Task, root: Path | None) -> cache.Chooser:
-    """Return what looks up the configs of a task's variant."""
+    """Return the chooser of a task's configs."""
     return cache.Chooser.of(task.op, task.variant, task.policy, root)
 
 

@@ -1,4 +1,4 @@
-"""Tune a sweep on the GPU of this process, or on several GPUs of this host, each with a process of its own.
+"""Tune on several GPUs of this host, each with a process of its own.
 
 The processes share the folders of the run: each stores its trials, configs and measured spaces where a single process stores
 them, under the same locks. If a process dies over a task, another process performs the task and finds the stored trials.
@@ -11,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from threading import Lock
 
-from kerneltune import cache, device
-from kerneltune.run_options import Options, Plan, Progress, require_gpu
+from kerneltune import device
+from kerneltune.run_options import Options, Progress
 from kerneltune.search.task import Task, TaskKey
-from kerneltune.tune.candidates import widened
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 from kerneltune.tune.session import TuningSession
-from kerneltune.tune.tune_run import Performed, TuningResult, TuningSummary, missing, perform, tell, tune_here
+from kerneltune.tune.tune_run import Performed, TuningResult, perform, tell
 
 ATTEMPTS = 3
 """Number of processes that may die over a task, and of times that the process of a GPU is started."""
@@ -136,24 +135,6 @@ class Fleet:
         with self._lock:
             self.finished.append((task, done))
             tell(self._progress, task, done)
-
-
-def run_tune(plan: Plan, progress: Progress) -> TuningSummary:
-    """Search the selected bench cases, or measure their whole spaces."""
-    for op in dict.fromkeys(entry.op for entry in plan.cases() if plan.options.knobs):
-        for variant in plan.variants(op):
-            if variant.config is not None:
-                widened(variant, plan.options.knobs)  # raises for an unknown knob
-    gpus = visible_gpus(plan.options.gpus) if plan.options.gpus else []
-    require_gpu("tune")
-    slug = device.current().slug
-    tasks, kept = missing(plan, progress)
-    if not tasks:
-        return TuningSummary(slug, [], kept=kept)
-    finished = Fleet(gpus, plan.options, progress).run(tasks) if gpus else tune_here(plan, tasks, progress)
-    cache.clear()
-    stored = [done.entry for _, done in finished if done.entry is not None]
-    return TuningSummary(slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
 
 
 def share_of_cores(index: int, count: int) -> frozenset[int] | None:

@@ -1,4 +1,4 @@
-"""Tune a sweep on the GPU of this process: list the tasks that lack a config or have a stale config, and search each task.
+"""Tune a sweep on the GPU of this process: list the tasks to search, and search each task.
 
 A task, a variant on a case, is the unit of work on every GPU: its config is searched, or its whole space is measured.
 """
@@ -26,6 +26,11 @@ _SEARCH_S, _COMPILE_S, _TRIAL_S = 1.6, 1.5, 0.06
 
 H200, 16 cores: 390 searches of rmsnorm took 545 s, 100 of int4_fp8_gemm 180 s; 278 configs of a capture took 44 s.
 """
+_KEPT = {
+    "stale": "are stale, chosen with other code: kept (`sweep --stale` times them beside their default)",
+    "outdated": "are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)",
+}
+"""State of cached configs that `tune` keeps -> the rest of its note."""
 _CASES_AHEAD = 6
 """Cases whose first configs are compiled ahead. Half of these cases are ceiling cases, which compile at once."""
 
@@ -73,8 +78,8 @@ Performed = tuple[Task, TuningResult]
 def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     """Return the tasks of a plan to search on this GPU model, and how many tasks keep their config.
 
-    A task is searched if the cache lacks its config, or with `stale` if the config is stale. All spaces and config files are
-    checked before anything is measured or written.
+    A task is searched if the cache lacks its config, or with `stale` if the config is stale or outdated. All spaces and config
+    files are checked before anything is measured or written.
     """
     options, tasks, here = plan.options, _tasks(plan), device.current().slug
     files = {cache.path_of(task.op.name, here, options.configs) for task in tasks}
@@ -84,13 +89,11 @@ def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
     chosen = tasks
     if not options.force and not options.exhaustive:
         states = [_state(task, options) for task in tasks]
-        stale = states.count("stale")
-        if stale and not options.stale:
-            progress.note(
-                f"{stale} of {len(tasks) - states.count('lacking')} cached configs are stale: kept (`tune --stale` searches "
-                "again, `sweep --stale` holds them to the clock)"
-            )
-        searched = ("lacking", "stale") if options.stale else ("lacking",)
+        num_cached = len(tasks) - states.count("lacking")
+        for state, text in _KEPT.items() if not options.stale else ():
+            if count := states.count(state):
+                progress.note(f"{count} of {num_cached} cached configs {text}")
+        searched = ("lacking", "stale", "outdated") if options.stale else ("lacking",)
         chosen = [task for task, state in zip(tasks, states, strict=True) if state in searched]
     for task in chosen:
         checked_space(_widened(task, options))
@@ -113,11 +116,17 @@ def _tasks(plan: Plan) -> list[Task]:
 
 
 def _state(task: Task, options: Options) -> str:
-    """Return the state of a task's config in the cache: `lacking`, `stale` or `fresh`."""
+    """Return the state of a task's config in the cache: `lacking`, `stale`, `outdated` or `fresh`.
+
+    A stale config was chosen with other code. An outdated config was chosen with the present code and another driver, torch or
+    triton.
+    """
     own = cached(task, options.configs)
     if own is None:
         return "lacking"
-    return "stale" if changed(task.variant, own[0], here=True) else "fresh"
+    if changed(task.variant, own[0], here=False):
+        return "stale"
+    return "outdated" if changed(task.variant, own[0], here=True) else "fresh"
 
 
 def expected_work(task: Task, options: Options) -> tuple[int, float]:

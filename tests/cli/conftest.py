@@ -63,5 +63,5 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return TuningSummary("nvidia_h200", fake(*given))  # type: ignore[arg-type]
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", swept)
-    monkeypatch.setattr("kerneltune.tune.fleet.run_tune", tuned)
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", tuned)
     return seen

@@ -20,7 +20,8 @@ from kerneltune import cache, device, ops
 from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import history
-from kerneltune.tune.fleet import Fleet, run_tune, share_of_cores, visible_gpus
+from kerneltune.tune.fleet import Fleet, share_of_cores, visible_gpus
+from kerneltune.tune.run import run_tune
 
 
 class Spoken(Quiet):

@@ -26,9 +26,9 @@ from kerneltune.search.task import Task, knob_pairs
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
 from kerneltune.tune.candidates import widened
-from kerneltune.tune.fleet import run_tune
 from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.renew import renew
+from kerneltune.tune.run import run_tune
 
 SWEEP = """
 family: tiny
@@ -202,8 +202,14 @@ def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selecti
     assert (kept.searched, kept.kept) == (0, 1)
     assert cache.load_strict(path) == [old]
     assert notes == [
-        "1 of 1 cached configs are stale: kept (`tune --stale` searches again, `sweep --stale` holds them to the clock)"
+        "1 of 1 cached configs are stale, chosen with other code: kept (`sweep --stale` times them beside their default)"
     ]
+    cache.store("stream", H200.slug, replace(entry, evidence=entry.evidence | {"driver": "old"}), options.configs)
+    assert run_tune(load_plan(OPS, selection, options), Spoken(notes)).searched == 0
+    assert notes.pop() == (
+        "1 of 1 cached configs are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)"
+    )
+    cache.store("stream", H200.slug, old, options.configs)
     (again,) = run_tune(load_plan(OPS, selection, replace(options, stale=True)), Spoken(notes)).entries
     assert again.config == entry.config
     assert again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
