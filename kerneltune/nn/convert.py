@@ -10,12 +10,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from kerneltune.compat import has_hooks, is_compiled
+from kerneltune.compat import is_compiled
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.converted import (
     Converted,
-    FeedingNorm,
-    change_class,
     convert_module,
     expert_weights,
     is_converted,
@@ -23,7 +21,7 @@ from kerneltune.nn.converted import (
     why_not_experts,
     why_not_reverted,
 )
-from kerneltune.nn.fp8_linear import Fp8Linear, why_not_fp8
+from kerneltune.nn.fp8_linear import why_not_fp8
 from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.rounding import ALIGNED
@@ -31,18 +29,6 @@ from kerneltune.rounding import ALIGNED
 Filter = Callable[[nn.Module, str], bool]
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
-
-_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_DENSE = {"input_layernorm": _ATTENTION, "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj")}
-_READERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "LlamaDecoderLayer": _DENSE,
-    "MistralDecoderLayer": _DENSE,
-    "Qwen2DecoderLayer": _DENSE,
-    "Qwen3DecoderLayer": _DENSE,
-    "Qwen3MoeDecoderLayer": {"input_layernorm": _ATTENTION},
-    "DeepseekV3DecoderLayer": {"input_layernorm": ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa")},
-}
-"""Class of a decoder layer of transformers to its normalizations, and the linear layers that alone read each of them."""
 
 _Reasons = dict[str, tuple[nn.Module, str | None]]
 """Name of a module to the module, and why it is not converted, or None."""
@@ -88,7 +74,6 @@ def convert_to_fp8_training(
     *,
     experts: bool = True,
     dense: bool = False,
-    norms: bool = False,
     filter_fn: Filter | None = None,
 ) -> Conversion:
     """Let the expert layers of a model, and its dense layers, multiply in fp8 from now on, in place: forward and backward.
@@ -100,8 +85,6 @@ def convert_to_fp8_training(
       skips a module whose forward pass names none of these products. A forward pass that makes none with one of the weights
       raises a ValueError: nothing stays in bf16 unnoticed.
     - With `dense`, each `nn.Linear` that is large enough for fp8 to pay becomes an `Fp8Linear`. Output layers and routers stay.
-    - With `norms`, RMS normalizations of known decoder layers write the fp8 operands of the linear layers that alone read them;
-      their own result is NaN. Compile a decoder layer with these norms as a whole, or not at all.
 
     Parameters, their names and all hooks stay. The forward passes compile without a graph break, but for `delayed` and modules of
     other kinds that call `torch._grouped_mm`. Converted modules can be copied and pickled. `revert_from_fp8_training` undoes it.
@@ -111,7 +94,6 @@ def convert_to_fp8_training(
         recipe: `tensorwise`, `rowwise`, `delayed` or a Recipe. `delayed` needs `update_scales` once per optimizer step.
         experts: whether to convert expert layers.
         dense: whether to convert linear layers.
-        norms: whether normalizations feed linear layers, which takes `dense` and tensorwise scaling.
         filter_fn: (module, its name in the model) -> whether to convert the module, called for candidates; None converts all.
 
     Returns:
@@ -125,10 +107,8 @@ def convert_to_fp8_training(
     for name, p in model.named_parameters():
         if isinstance(p, nn.UninitializedParameter):
             raise ValueError(f"{name} has no shape before the model's first forward pass: convert after that")
-    _check_switches(dense=dense, norms=norms, experts=experts)
+    _check_switches(dense=dense, experts=experts)
     fresh: Recipe | str = "delayed" if recipe == "delayed" else recipe_of(recipe, "delayed")
-    if norms and not dense:
-        raise ValueError("norms=True takes dense=True: normalizations feed linear layers that multiply in fp8")
     skipped: dict[str, str] = {}
     layers = _chosen(_experts_of(model), filter_fn, skipped) if experts else {}
     linears = _chosen(_linears_of(model), filter_fn, skipped) if dense else {}
@@ -139,12 +119,9 @@ def convert_to_fp8_training(
     notes = _notes(model, layers | linears, fresh)
     for name, module in (layers | linears).items():
         convert_module(module, name, fresh)
-    feeding = _chosen(_feeding_norms(model), filter_fn, skipped) if norms else {}
-    for norm in feeding.values():
-        change_class(norm, FeedingNorm)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    return Conversion([*layers, *linears, *feeding], skipped, notes)
+    return Conversion([*layers, *linears], skipped, notes)
 
 
 def _notes(model: nn.Module, chosen: dict[str, nn.Module], recipe: Recipe | str) -> list[str]:
@@ -282,34 +259,3 @@ def _num_experts(name: str, module: nn.Module) -> int:
         return len(module) if "expert" in name else 0
     weights = [] if isinstance(module, GroupedLinear) else list(expert_weights(module).values())
     return weights[0].shape[0] if weights else 0
-
-
-def _feeding_norms(model: nn.Module) -> _Reasons:
-    """Return the RMS normalizations of a model. A reason of None says that only linear layers in fp8 read the normalization."""
-    found: _Reasons = {}
-    for layer_name, layer in model.named_modules():
-        is_known = type(layer).__module__.startswith("transformers.models.")
-        for norm_name, readers in _READERS.get(type(layer).__name__, {}).items() if is_known else ():
-            norm = layer.get_submodule(norm_name)
-            found[f"{layer_name}.{norm_name}".removeprefix(".")] = norm, _why_not_fed(layer, norm, readers)
-    why = "linear layers in fp8 alone must read it: no known decoder layer says so"
-    others = {n: (m, why) for n, m in model.named_modules() if "RMSNorm" in type(m).__name__ and n not in found}
-    return found | others
-
-
-def _why_not_fed(layer: nn.Module, norm: nn.Module, readers: tuple[str, ...]) -> str | None:
-    cls = type(norm).__bases__[1] if isinstance(norm, Converted) else type(norm)
-    if cls.__module__ != type(layer).__module__ or not cls.__name__.endswith("RMSNorm") or "forward" in vars(norm):
-        return f"a {cls.__name__}, which may have a forward of its own"
-    if has_hooks(norm):
-        return "hooks read its result"
-    modules = dict(layer.named_modules())
-    for name in readers:
-        reader = modules.get(name)
-        if not isinstance(reader, Fp8Linear):
-            return f"{name}, which reads it, does not multiply in fp8"
-        if not isinstance(reader.fp8_recipe, Recipe) or reader.fp8_recipe.scaling != "tensorwise":
-            return f"{name}, which reads it, has another scaling than tensorwise"
-        if has_hooks(reader):
-            return f"hooks read the input of {name}"
-    return None

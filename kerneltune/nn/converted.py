@@ -1,7 +1,7 @@
 """Let modules multiply in fp8 by another class: the products and state of a converted module, and the classes of conversion.
 
 Conversion gives a module a child `fp8`, the `ConvertedProducts`, and a class with two bases: a kind, which is a subclass of
-`Converted`, and the module's own class. `FusedExperts`, `GroupedExperts` and `FeedingNorm` have forward passes of this package.
+`Converted`, and the module's own class. `FusedExperts` and `GroupedExperts` have forward passes of this package.
 `UnknownExperts` runs the module's own forward pass, which sees the expert weights as `ExpertOperand`.
 """
 
@@ -28,7 +28,6 @@ from kerneltune.compat import (
 )
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.feeding_norm import feeding_norm_forward
 from kerneltune.nn.forward_code import names_in_forward
 from kerneltune.nn.fp8_linear import Fp8Linear
 from kerneltune.nn.fp8_products import in_autocast
@@ -300,12 +299,6 @@ def _is_grouped_experts(module: nn.Module) -> bool:
     return "silu" in names and names.isdisjoint(_OTHER_ACTIVATIONS)
 
 
-class FeedingNorm(Converted):
-    """Run a normalization that linear layers in fp8 alone read."""
-
-    forward = feeding_norm_forward
-
-
 class UnknownExperts(Converted):
     """Run a module's own forward pass, to which the parameters in `fp8_operands` are `ExpertOperand`."""
 
@@ -430,17 +423,17 @@ def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
     module.fp8 = ConvertedProducts(recipe, weights, name or type(module).__name__)
     kind = _family_of(module).kind
     if kind is not UnknownExperts:
-        change_class(module, kind)
+        _change_class(module, kind)
         return
     for prefix, part in list(_named_parts(module)):
         own = tuple((attribute, prefix + attribute) for attribute, _ in _expert_parameters(part))
         if part is not module and own:
             vars(part)["fp8"] = module.fp8  # no child of the part, so that it has its place in the state once
         if part is module or own:
-            change_class(part, kind, own)
+            _change_class(part, kind, own)
 
 
-def change_class(module: Any, kind: Any, operands: tuple[tuple[str, str], ...] = ()) -> None:
+def _change_class(module: Any, kind: Any, operands: tuple[tuple[str, str], ...] = ()) -> None:
     """Give a module the class of a kind, unless it is converted."""
     if not isinstance(module, Converted):
         module.__class__ = _made_class(kind, cast(Any, type(module)), operands)

@@ -12,7 +12,7 @@ from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import fp8_product, output_dtype
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
-from kerneltune.nn.recipes import Fp8Operand, Recipe, one_group, recipe_of
+from kerneltune.nn.recipes import Recipe, one_group, recipe_of
 from kerneltune.rounding import ALIGNED
 
 LEAST_SIZE = 350
@@ -89,8 +89,7 @@ class Fp8Linear(nn.Linear):
             return padded_y.clone()  # because FSDP2 loses its hooks where a caller changes a view in place
         b_t, how, dtype = self.weight.t()[None], self.fp8_recipe, output_dtype(x)
         if isinstance(how, Recipe):
-            casts = getattr(x, "kerneltune_fed", None), self.fp8_kept.cast(b_t, how, x.requires_grad), None
-            y = fp8_product(x, b_t, how, dtype, casts=casts)
+            y = fp8_product(x, b_t, how, dtype, casts=(None, self.fp8_kept.cast(b_t, how, x.requires_grad), None))
         else:
             y = _delayed_product(self, x, dtype)
         return y if self.bias is None else y + self.bias.to(y.dtype)
@@ -122,9 +121,3 @@ def why_not_fp8(linear: nn.Linear) -> str | None:
     if N * K / (N + K) < LEAST_SIZE:
         return f"{K} x {N} is too small: casts would cost more than the products save"
     return None
-
-
-def feed(carrier: Tensor, casts: Fp8Operand) -> Tensor:
-    """Attach to a tensor the Fp8Operand that Fp8Linear layers read instead of the tensor; gradients flow to the tensor."""
-    carrier.kerneltune_fed = casts  # type: ignore[attr-defined]
-    return carrier

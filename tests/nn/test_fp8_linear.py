@@ -16,7 +16,6 @@ from kerneltune.nn import (
     Fp8Linear,
     Recipe,
     convert_to_fp8_training,
-    fp8_linear,
     recipes,
     revert_from_fp8_training,
     set_first_microbatch,
@@ -294,81 +293,6 @@ def test_input_of_another_size_or_device_raises() -> None:
         layer(torch.randn(16, 48, device=DEVICE))
     with pytest.raises(ValueError, match="on meta"):
         layer(torch.randn(16, 64, device="meta"))
-
-
-def test_norms_feed_the_linear_layers_that_read_them_and_revert(monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
-
-    torch.compiler.reset()
-    monkeypatch.setattr(fp8_linear, "LEAST_SIZE", 0)
-    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(**sizes, attn_implementation="sdpa")
-    layer = LlamaDecoderLayer(config, 0).to(DEVICE, torch.bfloat16)
-    x = torch.randn(1, 16, 128, device=DEVICE).bfloat16()
-    places = LlamaRotaryEmbedding(config).to(DEVICE)(x, torch.arange(16, device=DEVICE)[None])
-    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
-        nn.init.uniform_(norm.weight, 0.5, 2)
-    before = layer(x, position_embeddings=places)
-    found = convert_to_fp8_training(layer, dense=True, norms=True)
-    assert {"input_layernorm", "post_attention_layernorm"} <= set(found)
-    assert layer.input_layernorm(x).isnan().all()
-    got = layer(x, position_embeddings=places)
-    assert (got - before).float().norm() < 0.05 * before.float().norm()
-    assert {"input_layernorm", "post_attention_layernorm"} <= set(revert_from_fp8_training(layer))
-    assert torch.equal(layer(x, position_embeddings=places), before)
-
-
-@pytest.fixture
-def decoder_layer() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-
-    config = transformers.LlamaConfig(hidden_size=704, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2)
-    return LlamaDecoderLayer(config, 0)
-
-
-def test_norm_whose_reader_stays_in_bf16_is_skipped_with_a_reason(decoder_layer: nn.Module) -> None:
-    decoder_layer.final_norm = type(decoder_layer.input_layernorm)(704)
-    found = convert_to_fp8_training(decoder_layer, dense=True, norms=True)
-    assert "input_layernorm" in found
-    assert found.skipped["post_attention_layernorm"] == "mlp.gate_proj, which reads it, does not multiply in fp8"
-    assert "no known decoder layer says so" in found.skipped["final_norm"]
-    with pytest.raises(ValueError, match="norms=True takes dense=True"):
-        convert_to_fp8_training(decoder_layer, norms=True)
-
-
-def zero_centered(layer: nn.Module) -> None:
-    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-
-    layer.input_layernorm = GemmaRMSNorm(704)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (zero_centered, "a GemmaRMSNorm, which may have a forward of its own"),
-        (lambda layer: setattr(layer, "input_layernorm", nn.LayerNorm(704)), "a LayerNorm, which may"),
-        (lambda layer: setattr(layer.input_layernorm, "forward", layer.input_layernorm.forward), "a LlamaRMSNorm, which may"),
-        (lambda layer: layer.input_layernorm.register_forward_hook(print), "hooks read its result"),
-        (lambda layer: layer.self_attn.k_proj.register_forward_pre_hook(print), "hooks read the input of self_attn.k_proj"),
-    ],
-    ids=["zero-centered", "LayerNorm", "forward of the object", "hook", "hook of a reader"],
-)
-def test_norm_that_is_no_plain_rms_norm_for_its_readers_alone_stays(change: Any, reason: str, decoder_layer: nn.Module) -> None:
-    change(decoder_layer)
-    found = convert_to_fp8_training(decoder_layer, dense=True, norms=True)
-    assert "input_layernorm" not in found
-    assert found.skipped["input_layernorm"].startswith(reason)
-
-
-def test_layers_of_a_known_name_from_elsewhere_do_not_feed() -> None:
-    class LlamaDecoderLayer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.proj = nn.Linear(704, 704)
-
-    assert convert_to_fp8_training(LlamaDecoderLayer(), dense=True, norms=True) == ["proj"]
 
 
 def test_delayed_scaling_of_a_dense_layer_uses_scales_of_the_last_step() -> None:
