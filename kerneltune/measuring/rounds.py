@@ -22,8 +22,9 @@ _MIN_CALLS = 10
 _LONG_SAMPLES = 4
 """Factor by which a sample may become longer than asked for, so that it has `_MIN_CALLS` calls."""
 _MIN_SAMPLE_US = 800.0
-_ROUNDS_S = 40.0
-"""Seconds after which rounds stop: a round of whole training steps takes 4 s, so that 60 rounds would take 4 minutes a case."""
+_ROUNDS_S = 25.0
+"""Seconds after which rounds stop: a round of whole training steps takes 4 s, so that 60 rounds would take 4 minutes a case. The
+60 rounds of the longest other case, a `moe_step`, take 23 s (H200, 2026-11-26)."""
 _FEWEST_ROUNDS = 7
 """Number of rounds that are timed even if they take longer than `_ROUNDS_S`."""
 _WARM_MS = 200.0
