@@ -130,7 +130,7 @@ class Model:
 
 def read(path: Path) -> Model:
     """Return the model that a `config.json` describes."""
-    fields = _Fields(path, _inner(path, _loaded(path)))
+    fields = _Fields(path, *_inner(_loaded(path)))
     if fields.has("encoder") or fields.get("type_vocab_size") is not None:
         fields.fail("model_type", fields.kind, "a language model that writes text, not an encoder")
     hidden, heads = fields.size(_HIDDEN), fields.size(_HEADS)
@@ -193,16 +193,16 @@ def _loaded(path: Path) -> dict[str, Any]:
     return data
 
 
-def _inner(path: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a composite model that describes its text model."""
-    for _ in range(3):
+def _inner(data: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the fields of the text model, and whether they are a part of a composite model's file."""
+    for depth in range(3):
         inner = next((data[name] for name in _INNER if isinstance(data.get(name), dict) and _describes(data[name])), None)
         if inner is None:
             parts = [data[name] for name in _PARTS if isinstance(data.get(name), dict)]
-            return {name: value for part in parts for name, value in part.items() if name != "model_type"} | data
+            return {name: value for part in parts for name, value in part.items() if name != "model_type"} | data, depth > 0
         outer: dict[str, Any] = {name: data[name] for name in ("dtype", "torch_dtype", "model_type") if name in data}
         data = outer | inner
-    return data
+    return data, True
 
 
 def _describes(data: Mapping[str, Any]) -> bool:
@@ -210,10 +210,14 @@ def _describes(data: Mapping[str, Any]) -> bool:
 
 
 class _Fields:
-    """Hold the fields of a file; a missing size comes from the defaults of the model's class, if transformers is installed."""
+    """Hold the fields of a file.
 
-    def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
-        self.path, self.data = path, data
+    The file of a composite model leaves out sizes of its text model that are the defaults of the model's class, which come from
+    transformers, if it is installed. Any other file names all sizes.
+    """
+
+    def __init__(self, path: Path, data: Mapping[str, Any], is_part: bool) -> None:
+        self.path, self.data, self.is_part = path, data, is_part
         kind = data.get("model_type")
         self.kind = kind.lower() if isinstance(kind, str) else ""
         self._defaults: Mapping[str, Any] | None = None
@@ -223,8 +227,8 @@ class _Fields:
 
     def has(self, trait: str) -> bool:
         """Return whether the model's type has a trait."""
-        found = [begin for begin in _TRAITS[trait] if self.kind.startswith(begin.removeprefix("-"))]
-        return bool(found) and not max(found, key=lambda begin: len(begin.removeprefix("-"))).startswith("-")
+        begins = [begin for begin in _TRAITS[trait] if self.kind.startswith(begin.removeprefix("-"))]
+        return bool(begins) and not max(begins, key=lambda begin: len(begin.removeprefix("-"))).startswith("-")
 
     def name_of(self, names: tuple[str, ...]) -> str | None:
         """Return the first of the names that the file, or else the model's class, has a value for."""
@@ -235,7 +239,9 @@ class _Fields:
         if name is not None:
             return self.checked(name, self.data[name])
         # transformers, whose import takes seconds, is asked only if the file and the caller give no size
-        known = self._defaults or {} if default is not None else self.defaults
+        known: Mapping[str, Any] = {}
+        if self.is_part:
+            known = self._defaults or {} if default is not None else self.defaults
         value = next((known[name] for name in names if known.get(name) is not None), default)
         if value is None:
             kind = f"{self.kind!r}" if self.kind else "missing"

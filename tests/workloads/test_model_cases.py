@@ -236,14 +236,23 @@ def test_experts_without_a_width_take_the_width_of_their_class_never_the_dense_w
 ) -> None:
     fields = {name: value for name, value in EXPERTS.items() if name != "moe_intermediate_size"}
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(CONFIG_MAPPING={"qwen3_moe": Made, "mixtral": object}))
-    experts, mixtral = (read(written(tmp_path, {**fields, "model_type": kind})).experts for kind in ("qwen3_moe", "mixtral"))
+    experts = read(written(tmp_path, {"model_type": "some_vl", "text_config": fields})).experts
+    mixtral = read(written(tmp_path, {**fields, "model_type": "mixtral"})).experts
     assert experts is not None
     assert mixtral is not None
     assert (experts.width, experts.width_field) == (768, "moe_intermediate_size")
     assert (mixtral.width, mixtral.width_field) == (9728, "intermediate_size")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ValueError, match=r"config.json: moe_intermediate_size: missing: looked for moe_intermediate_size, "):
-        read(written(tmp_path, fields))
+    for known in (sys.modules["transformers"], None):
+        monkeypatch.setitem(sys.modules, "transformers", known)
+        with pytest.raises(ValueError, match=r"config.json: moe_intermediate_size: missing: looked for moe_intermediate_size, "):
+            read(written(tmp_path, fields))
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_attention_heads"])
+def test_file_without_a_size_is_refused_though_its_class_has_a_default(tmp_path: Path, field: str) -> None:
+    fields = {name: value for name, value in SMALL.items() if name != field}
+    with pytest.raises(ValueError, match=f"config.json: {field}: missing: looked for {field}"):
+        read(written(tmp_path, {**fields, "model_type": "llama"}))
 
 
 class Made:
