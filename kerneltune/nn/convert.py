@@ -138,10 +138,10 @@ def _check_model(model: object) -> None:
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
 
 
-def _chosen(found: _Reasons, filter_fn: Filter | None, skipped: dict[str, str]) -> dict[str, nn.Module]:
+def _chosen(candidates: _Reasons, filter_fn: Filter | None, skipped: dict[str, str]) -> dict[str, nn.Module]:
     """Return the modules to convert, and add the reasons for all other modules to `skipped`."""
     chosen = {}
-    for name, (module, reason) in found.items():
+    for name, (module, reason) in candidates.items():
         why = "left out by filter_fn" if reason is None and filter_fn is not None and not filter_fn(module, name) else reason
         if why is None:
             chosen[name] = module
@@ -198,24 +198,24 @@ def revert_from_fp8_training(model: nn.Module) -> list[str]:
             set on the object. The model stays as it is.
     """
     _check_model(model)
-    found = {n: m for n, m in model.named_modules() if is_converted(m)}
-    for name, module in found.items():
+    converted = {n: m for n, m in model.named_modules() if is_converted(m)}
+    for name, module in converted.items():
         if (why := why_not_reverted(module)) is not None:
             raise ValueError(f"{name or 'the model'} {why} since it was converted: revert before that")
-    for module in found.values():
+    for module in converted.values():
         revert(module)
-    return list(found)
+    return list(converted)
 
 
 def _experts_of(model: nn.Module) -> _Reasons:
     """Return the modules with expert weights, and modules whose class name says expert but whose weights have other axes."""
-    found: _Reasons = {}
+    candidates: _Reasons = {}
     for name, module in model.named_modules():
         if expert_weights(module):
-            found[name] = module, why_not_experts(module)
+            candidates[name] = module, why_not_experts(module)
         elif "expert" in type(module).__name__.lower() and any(p.ndim > 1 for p in module.parameters(recurse=False)):
-            found[name] = module, f"a {type(module).__name__} without weights of three axes (E, N, K)"
-    return found
+            candidates[name] = module, f"a {type(module).__name__} without weights of three axes (E, N, K)"
+    return candidates
 
 
 def _linears_of(model: nn.Module) -> _Reasons:
@@ -229,11 +229,11 @@ def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the output layers that a model or its parts name, and layers in no list of the shape of the largest embedding."""
     for module in model.modules():
         try:
-            found = cast(Any, module).get_output_embeddings()
+            output = cast(Any, module).get_output_embeddings()
         except (AttributeError, NotImplementedError):  # of a module without output embeddings
             continue
-        if isinstance(found, nn.Module):
-            yield found
+        if isinstance(output, nn.Module):
+            yield output
     largest = max((module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)), default=None)
     repeated = {part for module in model.modules() if isinstance(module, nn.ModuleList) for part in module.modules()}
     for module in model.modules():
@@ -243,14 +243,14 @@ def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 def _routers(model: nn.Module) -> dict[nn.Module, str]:
     """Return linear layer -> reason to stay, for the layers beside experts that have an output for each expert."""
-    found: dict[nn.Module, str] = {}
+    routers: dict[nn.Module, str] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
             count = _num_experts(name, child)
             others = [m for other in parent.children() if other is not child for m in other.modules()] if count > 1 else []
             reason = f"a router, which chooses among {count} experts"
-            found |= {m: reason for m in others if isinstance(m, nn.Linear) and m.out_features == count}
-    return found
+            routers |= {m: reason for m in others if isinstance(m, nn.Linear) and m.out_features == count}
+    return routers
 
 
 def _num_experts(name: str, module: nn.Module) -> int:

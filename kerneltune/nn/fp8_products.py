@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 from kerneltune.compat import scaled_mm, unsafe_view
 from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.nn.alignment import row_major
-from kerneltune.nn.delayed import AnyRecipe
-from kerneltune.nn.recipes import Fp8Operand, Recipe, one_group
+from kerneltune.nn.recipes import AnyRecipe, Fp8Operand, Recipe, one_group
 from kerneltune.rounding import ALIGNED
 
 

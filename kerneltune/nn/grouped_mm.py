@@ -11,10 +11,10 @@ from torch import Tensor
 from kerneltune.compat import assert_group_ends, untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, debugging
 from kerneltune.nn.alignment import is_row_major
-from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
+from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.fp8_products import fp8_product
 from kerneltune.nn.kept_weights import KeptWeights
-from kerneltune.nn.recipes import Fp8Operand, Recipe, recipe_of
+from kerneltune.nn.recipes import AnyRecipe, Fp8Operand, Recipe, recipe_of
 from kerneltune.nn.routing import Routing
 from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
 from kerneltune.rounding import ALIGNED

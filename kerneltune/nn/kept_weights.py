@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kerneltune.compat import apply_to_tensors, preserved_versions, untraced, version
-from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
-from kerneltune.nn.recipes import Fp8Operand
+from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.recipes import AnyRecipe, Fp8Operand
 
 
 @dataclass(eq=False)
@@ -192,7 +192,7 @@ class KeptWeights(nn.Module):
         """Write b_t (E, K, N) into the buffers, which get a new version; not where the flag on the device is set."""
         can_write = recipe.known if isinstance(recipe, DelayedScaling) else skip is None
         if can_write and not torch.compiler.is_compiling():
-            recipe.write_weights(held, b_t.detach(), self._amax_on(b_t.device), skip)  # type: ignore[arg-type]
+            recipe.write_weights(held, b_t.detach(), self._amax_on(b_t.device), skip)
             torch.autograd.graph.increment_version(list(held))
             return
         with torch.no_grad():
@@ -232,14 +232,14 @@ def set_first_microbatch(model: nn.Module, is_first: bool | None) -> int:
     Returns:
         The number of weights.
     """
-    found = [module for module in model.modules() if isinstance(module, KeptWeights)]
-    if not found:
+    weights = [module for module in model.modules() if isinstance(module, KeptWeights)]
+    if not weights:
         raise ValueError(f"{type(model).__name__} has no converted modules: call convert_to_fp8_training first")
-    for module in found:
+    for module in weights:
         module.is_first_microbatch = is_first
         if is_first is None:
             module.clear()
-    return len(found)
+    return len(weights)
 
 
 @cache

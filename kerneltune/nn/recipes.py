@@ -1,7 +1,7 @@
 """Cast rows and weights to fp8 by a recipe with fresh scales; `delayed.py` has the scales of past steps."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +31,33 @@ class Fp8Operand(NamedTuple):
     def transposed(self) -> "Fp8Operand":
         """Return the operand of the transposed weight."""
         return Fp8Operand(self.q_t, self.scale_t, self.q, self.scale)
+
+
+class AnyRecipe(Protocol):
+    """Cast the operands of a product: the methods of Recipe and DelayedScaling that products call."""
+
+    @property
+    def keep_weights(self) -> bool:
+        """Return whether a cast of weights for the forward pass also has the weights' transpose, for the backward pass."""
+
+    @property
+    def is_rowwise(self) -> bool:
+        """Return whether a weight has a scale for each column."""
+
+    @property
+    def uses_amax(self) -> bool:
+        """Return whether a cast of weights in both layouts is faster with the largest magnitudes of the cast before."""
+
+    def cast_rows(
+        self, x: Tensor, offs: Tensor | None, along: bool = True, down: bool = True, is_gradient: bool = False
+    ) -> Fp8Operand:
+        """Cast x (M, K) or its gradient in groups that end at offs: `along` rows for Y or dX, `down` columns for dW."""
+
+    def cast_weights(self, b: Tensor, both: bool = True, amax: Tensor | None = None) -> Fp8Operand:
+        """Cast a weight b (E, K, N) of either order for Y, and with `both` for dX; write its largest magnitudes to amax (E,)."""
+
+    def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor, skip: Tensor | None = None) -> None:
+        """Overwrite the tensors of an earlier cast of a weight, unless `skip`, one value on the device, is not 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +142,7 @@ class Recipe:
         q, scale = ops.fp8_colwise_3d(w, **options)
         return Fp8Operand(q, scale.view(E, N))
 
-    def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor, skip: None = None) -> None:
+    def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor, skip: Tensor | None = None) -> None:
         """Overwrite the tensors of an earlier cast of a weight of this size by b (E, K, N) of either order."""
         if b.is_contiguous():
             b, into = b.mT, into.transposed()

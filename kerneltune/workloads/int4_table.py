@@ -67,12 +67,12 @@ _Times = dict[str, float]
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """Return a table per operator, GPU and policy: a row per layer and number of tokens, means above and the fastest below."""
-    found: dict[tuple[str, str, str], list[Record]] = {}
+    by_kind: dict[tuple[str, str, str], list[Record]] = {}
     for record in records:
         if record.op in _LAYOUTS and record.time_us is not None:
-            found.setdefault((record.op, record.device, record.policy), []).append(record)
-    titles = ["" if len(found) == 1 else ", ".join(kind) for kind in found]
-    made = [_table(_LAYOUTS[kind[0]], of_kind, title) for (kind, of_kind), title in zip(found.items(), titles, strict=True)]
+            by_kind.setdefault((record.op, record.device, record.policy), []).append(record)
+    titles = ["" if len(by_kind) == 1 else ", ".join(kind) for kind in by_kind]
+    made = [_table(_LAYOUTS[kind[0]], of_kind, title) for (kind, of_kind), title in zip(by_kind.items(), titles, strict=True)]
     return [table for table in made if table.rows]
 
 
@@ -119,16 +119,16 @@ def _layer(record: Record) -> str:
 def _times(layout: _Layout, of_case: dict[str, Record]) -> _Times:
     """Return the fastest time of each product that was timed."""
     timed = {variant: record.time_us for variant, record in of_case.items() if record.time_us is not None}
-    found = {name: [timed[v] for v in variants if v in timed] for name, variants in layout.products.items()}
-    return {name: min(of_product) for name, of_product in found.items() if of_product}
+    times_us = {name: [timed[v] for v in variants if v in timed] for name, variants in layout.products.items()}
+    return {name: min(of_product) for name, of_product in times_us.items() if of_product}
 
 
 def _fastest(layout: _Layout, times: dict[tuple[str, int], _Times], of_layer: Sequence[tuple[str, int]]) -> str:
     """Return the fastest product of a layer, and from how many tokens on."""
 
     def name_of(case: tuple[str, int]) -> str:
-        found = {name: time_us for name, time_us in times[case].items() if name not in layout.peers}
-        return min(found, key=found.__getitem__) if found else layout.ours
+        compared = {name: time_us for name, time_us in times[case].items() if name not in layout.peers}
+        return min(compared, key=compared.__getitem__) if compared else layout.ours
 
     return ", ".join(f"{name} from n={next(run)[1]}" for name, run in groupby(of_layer, key=name_of))
 

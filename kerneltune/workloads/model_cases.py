@@ -208,14 +208,14 @@ def _attention(model: Model) -> Mapping[str, tuple[int, int]]:
             "attention.kv-up": (heads * (latents["nope"] + latents["value"]), latents["kv"]),
             "attention.o": (model.hidden, heads * latents["value"]),
         }
-    found = _heads(model, "attention", model.head_dim, model.kv_heads, model.value_dim)
+    shapes = _heads(model, "attention", model.head_dim, model.kv_heads, model.value_dim)
     if model.other_heads:
         head_dim, kv_heads = model.other_heads
-        found |= _heads(model, "other-attention", head_dim, kv_heads, head_dim)
+        shapes |= _heads(model, "other-attention", head_dim, kv_heads, head_dim)
     if not latents:
-        return found
+        return shapes
     inner = latents["groups"] * latents["out"]
-    return found | {
+    return shapes | {
         "attention.q-down": (latents["q"], model.hidden), "attention.q": (heads * model.head_dim, latents["q"]),
         "attention.o-down": (inner, heads * model.value_dim // latents["groups"]), "attention.o": (model.hidden, inner),
     }  # fmt: skip
@@ -232,14 +232,14 @@ def _heads(model: Model, layer: str, head_dim: int, kv_heads: int, value_dim: in
 
 def _dense(model: Model) -> Mapping[str, tuple[int, int]]:
     """Return (outputs, inputs) of the projections of dense layers and shared experts."""
-    found: dict[str, tuple[int, int]] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     shared = model.experts.shared if model.experts is not None else 0
     for layer, width in (("mlp", model.mlp), ("shared-experts", shared)):
         if not width:
             continue
         if model.fused_mlp and model.gated:
-            found[f"{layer}.gate-up"] = (2 * width, model.hidden)
+            shapes[f"{layer}.gate-up"] = (2 * width, model.hidden)
         else:
-            found |= {f"{layer}.{name}": (width, model.hidden) for name in (("gate", "up") if model.gated else ("up",))}
-        found[f"{layer}.down"] = (model.hidden, width)
-    return found
+            shapes |= {f"{layer}.{name}": (width, model.hidden) for name in (("gate", "up") if model.gated else ("up",))}
+        shapes[f"{layer}.down"] = (model.hidden, width)
+    return shapes

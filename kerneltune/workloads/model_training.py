@@ -70,15 +70,15 @@ def run(convert: Callable[[nn.Module], None], name: str, inputs: Inputs, _config
     """
     if inputs["ids"].is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a training step is timed launch by launch: --policy eager")
-    found = _models(inputs)
-    if name not in found:
-        model = copy.deepcopy(found["base"], {id(p): p for p in found["base"].parameters()})
+    by_variant = _models(inputs)
+    if name not in by_variant:
+        model = copy.deepcopy(by_variant["base"], {id(p): p for p in by_variant["base"].parameters()})
         convert(model)
         if inputs["compiled"]:
             models.compile_layers(model)
-        found[name] = model
+        by_variant[name] = model
     with _compiling_as_timed() if inputs["compiled"] else nullcontext():
-        return _step(found[name], inputs)
+        return _step(by_variant[name], inputs)
 
 
 @contextmanager

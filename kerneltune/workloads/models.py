@@ -175,12 +175,12 @@ def _torchao_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, to
     from torchao.prototype.moe_training.fp8_grouped_mm import _to_fp8_rowwise_then_scaled_grouped_mm as multiply
 
     top_k = top_k_index.shape[-1]
-    found, order = torch.sort(top_k_index.reshape(-1))
-    experts = torch.arange(module.num_experts, device=found.device, dtype=found.dtype)
-    ends = torch.searchsorted(found, experts, right=True, out_int32=True)
-    rows, offs, total = aligned_groups(ends, found.shape[0])
+    expert_of_row, order = torch.sort(top_k_index.reshape(-1))
+    experts = torch.arange(module.num_experts, device=expert_of_row.device, dtype=expert_of_row.dtype)
+    ends = torch.searchsorted(expert_of_row, experts, right=True, out_int32=True)
+    rows, offs, total = aligned_groups(ends, expert_of_row.shape[0])
     source = order.new_zeros(total).scatter_(0, rows, order // top_k)
-    is_token = torch.zeros(total, 1, dtype=torch.bool, device=found.device).index_fill_(0, rows, True)
+    is_token = torch.zeros(total, 1, dtype=torch.bool, device=expert_of_row.device).index_fill_(0, rows, True)
     x = torch.where(is_token, hidden_states[source], 0)
     options = {"out_dtype": torch.bfloat16, "float8_dtype": torch.float8_e4m3fn, "pad_token_groups_for_grouped_mm": False}
     up = multiply(x, module.gate_up_proj.transpose(-2, -1), offs, **options)

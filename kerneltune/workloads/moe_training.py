@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kerneltune.kernel_lib.compiled import compiled_for
 from kerneltune.kernel_lib.groups import bounds, group_ends
-from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
+from kerneltune.nn.delayed import DelayedScaling
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import SCALINGS, Fp8Operand, Recipe
@@ -110,7 +110,7 @@ def run_step(recipe: str, inputs: Inputs, _config: None) -> Outputs:
     return _step(partial(fp8_grouped_mm, recipe=_how(recipe, inputs), amax=_amax(inputs)), inputs)
 
 
-def _how(recipe: str, inputs: Inputs) -> AnyRecipe:
+def _how(recipe: str, inputs: Inputs) -> Recipe | DelayedScaling:
     """Return a recipe; `delayed` has its scales from a step before."""
 
     def known() -> DelayedScaling:
@@ -119,7 +119,7 @@ def _how(recipe: str, inputs: Inputs) -> AnyRecipe:
         scaling.update()
         return scaling
 
-    how: AnyRecipe = once(inputs, "delayed scaling", known) if recipe == "delayed" else Recipe(recipe)
+    how: Recipe | DelayedScaling = once(inputs, "delayed scaling", known) if recipe == "delayed" else Recipe(recipe)
     return how
 
 

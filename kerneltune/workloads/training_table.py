@@ -54,21 +54,21 @@ _Case = dict[str, Record]
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """Return a table of all steps of models, and per policy and device a table of steps of expert layers."""
-    steps = [case for found in _cases(records, "model_step").values() for case in found]
+    steps = [case for cases in _cases(records, "model_step").values() for case in cases]
     rows = [_model_row(record, case) for case in steps for record in case.values()]
     tables = [Table(_MODEL_COLUMNS, tuple(rows), repeated=2)] if rows else []
     places = {
-        place: [(case, r) for case in found for r in RECIPES if r in case] for place, found in _cases(records, "moe_step").items()
+        place: [(case, r) for case in cases for r in RECIPES if r in case] for place, cases in _cases(records, "moe_step").items()
     }
-    return tables + [_layers(found, ", ".join(place) if len(places) > 1 else "") for place, found in places.items() if found]
+    return tables + [_layers(cases, ", ".join(place) if len(places) > 1 else "") for place, cases in places.items() if cases]
 
 
 def _cases(records: Iterable[Record], op: str) -> dict[tuple[str, str], list[_Case]]:
     """Return the cases of an operator by policy and device."""
     places = grouped((r for r in records if r.op == op), lambda r: (r.policy, r.device))
     return {
-        place: [{r.variant: r for r in case} for case in grouped(found, lambda r: r.key).values()]
-        for place, found in places.items()
+        place: [{r.variant: r for r in case} for case in grouped(of_place, lambda r: r.key).values()]
+        for place, of_place in places.items()
     }
 
 
@@ -95,8 +95,8 @@ def _model_row(record: Record, case: _Case) -> Row:
 def _layers(rows: Sequence[tuple[_Case, str]], title: str) -> Table:
     """Return the table of cases of an expert layer, each with a recipe: rows, and geometric means above them."""
     values = [_layer_values(*row) for row in rows]
-    means = filter(None, (_means([found for found in values if found["recipe"] == recipe], recipe) for recipe in RECIPES))
-    lines = [Row(tuple(found[c.csv_name] for c in _LAYER_COLUMNS), "" if found["step_us"] else "not timed") for found in values]
+    means = filter(None, (_means([row for row in values if row["recipe"] == recipe], recipe) for recipe in RECIPES))
+    lines = [Row(tuple(row[c.csv_name] for c in _LAYER_COLUMNS), "" if row["step_us"] else "not timed") for row in values]
     return Table(_LAYER_COLUMNS, tuple(lines), tuple(means), (_MEANING,), repeated=2, title=title)
 
 
@@ -136,7 +136,7 @@ def _means(rows: Sequence[dict[str, CellValue]], recipe: str) -> str:
     """Return the geometric means of a recipe's rows; empty if no two records can be compared."""
     parts = []
     for peer in ("bf16", "torchao"):
-        found = [float(r) for row in rows if (r := row[f"times_{peer}"]) is not None]
-        if found:
-            parts.append(f"{geometric_mean(found):.2f}x {peer} ({len(found)} case{'' if len(found) == 1 else 's'})")
+        ratios = [float(r) for row in rows if (r := row[f"times_{peer}"]) is not None]
+        if ratios:
+            parts.append(f"{geometric_mean(ratios):.2f}x {peer} ({len(ratios)} case{'' if len(ratios) == 1 else 's'})")
     return f"{recipe}: {', '.join(parts)}" if parts else ""
