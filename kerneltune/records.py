@@ -146,9 +146,14 @@ def load(path: Path) -> list[Record]:
         return parse(file, str(path))
 
 
-def parse(lines: Iterable[bytes], name: str) -> list[Record]:
-    """Return all records on lines of JSON, oldest first; errors call the lines `name`."""
+def parse(lines: Iterable[bytes], name: str, is_journal: bool = False) -> list[Record]:
+    """Return all records on lines of JSON, oldest first; errors call the lines `name`.
+
+    Raises:
+        ValueError: a line is broken, or two lines that are not of a journal have the same row.
+    """
     records: list[Record] = []
+    line_of: dict[object, int] = {}
     for line in lines:
         try:
             if not line.endswith(b"\n"):
@@ -156,6 +161,11 @@ def parse(lines: Iterable[bytes], name: str) -> list[Record]:
             records.append(decode(line[:-1], Record))
         except ValueError as error:
             raise ValueError(f"{name}:{len(records) + 1}: {error}") from error
+        record, number = records[-1], len(records)
+        first = number if is_journal else line_of.setdefault(row_of(record), number)
+        if first != number:
+            row = f"{record.label} {record.variant} on {record.device}"
+            raise ValueError(f"{name}:{number}: {record.case}: {row}: the row of line {first} again; delete one of the two lines")
     return records
 
 

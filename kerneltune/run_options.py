@@ -228,7 +228,7 @@ def journalled(journal: Path) -> list[Record]:
     if not journal.exists():
         return []
     whole, end, _cut = read_bytes(journal).rpartition(b"\n")
-    return records.parse((whole + end).splitlines(keepends=True), str(journal))
+    return records.parse((whole + end).splitlines(keepends=True), str(journal), is_journal=True)
 
 
 def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Sequence[Run]) -> list[Record] | None:

@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -16,11 +16,13 @@ from pathlib import Path
 from kerneltune import cache, records, sweep
 from kerneltune.cache import CacheEntry
 from kerneltune.campaign import measure_again
-from kerneltune.records import Key, Record
+from kerneltune.device import arch_of, slug
+from kerneltune.records import Key, Record, grouped
 from kerneltune.run_options import Options, Plan, Progress, Selection
-from kerneltune.search.task import config_values
+from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case, Op
 from kerneltune.sweep import SweepCase
+from kerneltune.table import counted, pairs
 from kerneltune.tune.candidates import changed, config_for
 from kerneltune.tune.renew import Renewal, StaleConfig, renew
 
@@ -32,6 +34,8 @@ _LONGEST_GAP_S = 300.0
 """Seconds between two records of a run, at most: the longest case, a compiled step of a model, takes about 150 s."""
 _AT_ONCE = 16
 """Cases whose configs are compiled before the first of the cases is measured."""
+_DIGITS, _NAMED = 8, 2
+"""Digits of a digest of code, and rows, that a line about stale records names."""
 _Uses = Mapping[tuple[str, Case], int]
 
 
@@ -148,13 +152,80 @@ def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[tuple[Key, str], Recor
     """Return whether every selected variant has a record of its present code and config, and no own variant failed."""
     key = plan.key(entry)
     for task in plan.tasks(entry.op, entry.case):
-        variant = task.variant
-        row = rows.get((key, variant.name))
-        if row is None or row.source_hash != variant.source_hash or (row.status == "failed" and not variant.is_peer):
+        row = rows.get((key, task.variant.name))
+        if row is None or (row.status == "failed" and not task.variant.is_peer):
             return False
-        if row.status == "passed" and row.config != config_values(config_for(task, plan.options.configs, gpu)):
+        if difference(row, task, plan.options.configs, gpu) is not None:
             return False
     return True
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Hold how a record differs from the checkout: by `code` (digests) or by `config` (the knobs that differ)."""
+
+    field: str
+    recorded: str
+    present: str
+
+
+def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Difference | None:
+    """Return how the code or config of a record differs from its task's at hand; None if it does not, or nothing can be said.
+
+    The config at hand is the config of a call without `config=` on the record's GPU, a folder name. Only timed rows have a config
+    to compare. Nothing can be said about the config of a GPU that has no configs and whose architecture is unknown here.
+    """
+    here = task.variant.source_hash
+    if row.source_hash != here:
+        return Difference("code", row.source_hash[:_DIGITS], here[:_DIGITS])
+    is_known = bool(arch_of(gpu)) or cache.path_of(task.op.name, gpu, configs).exists()
+    if row.status != "passed" or task.variant.config is None or not is_known:
+        return None
+    then, now = row.config or {}, config_values(config_for(task, configs, gpu)) or {}
+    names = [name for name in then | now if (name in then, then.get(name)) != (name in now, now.get(name))]
+    if not names:
+        return None
+    recorded, present = (pairs({name: side[name] for name in names if name in side}) or "none" for side in (then, now))
+    return Difference("config", recorded, present)
+
+
+def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | None) -> list[str]:
+    """Return a line for each own variant that has timed rows of other code than `ops`, and a line for rows of other configs."""
+    timed = [row for row in rows if row.status == "passed" and row.role != "peer"]
+    lines = []
+    for (name, variant), of_variant in grouped(timed, lambda row: (row.op, row.variant)).items():
+        if name not in ops or variant not in {offered.name for offered in ops[name].variants}:
+            missing = f"no variant {variant}" if name in ops else "no such operator here: --plugin loads those of other packages"
+            lines.append(f"{name} {variant}: {_share(of_variant, of_variant)}: {missing}")
+            continue
+        differences = [(row, _difference_of(row, ops[name], configs)) for row in of_variant]
+        stale = [(row, differs) for row, differs in differences if differs is not None]
+        for field, of_field in grouped(stale, lambda pair: pair[1].field).items():
+            shown = "; ".join(
+                f"{row.case} {row.dtype} {row.quant} ({differs.recorded}, here {differs.present})"
+                for row, differs in of_field[:_NAMED]
+            )
+            more = "; …" if len(of_field) > _NAMED else ""
+            measured = f"{_share(of_field, of_variant)} measured with {'other code' if field == 'code' else 'another config'}"
+            lines.append(f"{name} {variant}: {measured}: {shown}{more}: measure again")
+    return lines
+
+
+def _share(some: Sequence[object], rows: Sequence[object]) -> str:
+    return f"{len(some)} of {counted(len(rows), 'row')}"
+
+
+def _difference_of(row: Record, op: Op, configs: Path | None) -> Difference | None:
+    """Return the difference of a record whose operator is at hand; a case that the operator no longer has is another code's."""
+    options = {name: row.options.get(name, values[0]) for name, values in op.options.items()}
+    if set(row.axes) != set(op.axes) or not set(row.options) <= set(options):
+        return Difference("code", pairs({**row.axes, **row.options}), f"axes and options {', '.join([*op.axes, *options])}")
+    axes = tuple((name, row.axes[name]) for name in op.axes)
+    task = Task(op, Case(row.case, axes, row.dtype, row.quant, tuple(options.items())), op.variant(row.variant), row.policy)
+    try:
+        return difference(row, task, configs, slug(row.device))
+    except ValueError as error:  # no config can run the case any more
+        return Difference("config", row.config_label, str(error))
 
 
 def _seconds_a_case(recorded: Sequence[Record]) -> float:

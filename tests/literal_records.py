@@ -5,6 +5,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from kerneltune import cache, ops
+from kerneltune.cache import CacheEntry
 from kerneltune.files import decode
 from kerneltune.records import Record
 
@@ -53,3 +55,17 @@ def to_json(record: Record) -> str:
 def from_json(text: str) -> Record:
     """Return the record on a line, as `records.load` reads it."""
     return decode(text, Record)
+
+
+def h200_entries(variant: str = "optimized") -> list[CacheEntry]:
+    """Return the configs of rmsnorm_fwd that are shipped for the H200."""
+    entries = cache.load_strict(cache.path_of("rmsnorm_fwd", "nvidia_h200"))
+    return [entry for entry in entries if entry.variant == variant and entry.policy == "cold"]
+
+
+def entry_record(entry: CacheEntry, **changes: Any) -> Record:
+    """Make a record of a config of rmsnorm_fwd, measured with the present code."""
+    names = ("variant", "case", "dtype", "quant", "policy", "config")
+    values = {name: getattr(entry, name) for name in names} | {"axes": dict(entry.axes), "options": dict(entry.options)}
+    code = ops.load()["rmsnorm_fwd"].variant(entry.variant).source_hash
+    return literal(100.0, **values | {"source_hash": code} | changes)

@@ -144,11 +144,11 @@ def test_a_row_that_did_not_pass_says_why_and_has_no_time(status: str) -> None:
 
 def test_append_and_load(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folders" / "rmsnorm.jsonl"
-    first, second = record(), untimed("checked", device="interpreter", config=None)
+    first, second, third = record(), untimed("checked", device="interpreter", config=None), record(variant="baseline")
     records.append(path, [first])
-    records.append(path, [second, first])
+    records.append(path, [second, third])
     records.append(path, [])
-    assert records.load(path) == [first, second, first]
+    assert records.load(path) == [first, second, third]
     lines = path.read_text().splitlines()
     assert list(json.loads(lines[0])) == list(Record.__struct_fields__)
     assert every(from_json(to_json(r)) == r for r in (first, second))
@@ -270,8 +270,15 @@ def test_a_device_that_is_full() -> None:
 def test_records_are_appended_in_place_of_a_truncated_line(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(line() + "\n" + line()[:40])
-    records.append(path, [record()])
+    records.append(path, [record(variant="baseline")])
     assert len(records.load(path)) == 2
+
+
+def test_only_a_journal_holds_two_records_of_a_row() -> None:
+    lines = [f"{line()}\n".encode()] * 2
+    assert len(records.parse(lines, "r.jsonl", is_journal=True)) == 2
+    with pytest.raises(ValueError, match=r"^r.jsonl:2: te-8192x4096: rmsnorm_fwd .* the row of line 1 again; delete one of"):
+        records.parse(lines, "r.jsonl")
 
 
 def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:

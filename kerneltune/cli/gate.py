@@ -34,7 +34,7 @@ def command(
     new: New = None,
     run: Annotated[str | None, typer.Option("--run", metavar="FAMILY", help="Measure this family now, on this GPU.")] = None,
     allow_stale: Annotated[
-        bool, typer.Option("--allow-stale", help="Pass records of other code than this checkout's: for history.")
+        bool, typer.Option("--allow-stale", help="Pass records of other code or configs than this checkout's: for history.")
     ] = False,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Judge peers as well; with --run: measure them.")] = False,
     policy: Annotated[
@@ -73,9 +73,9 @@ def command(
 ) -> None:
     """Say whether the new records are slower than the baseline.
 
-    Exit code 0: no. 1: a regression, a failed or a missing row, or records of other code than this checkout's. 2: nothing
-    compared, or not comparable. 3: ambiguous, measure more. A run measures suspects again by itself, up to twice. A first
-    baseline: gate FILE --run FAMILY --update.
+    Exit code 0: no. 1: a regression, a failed or a missing row, or records of other code or configs than this checkout's. 2:
+    nothing compared, or not comparable. 3: ambiguous, measure more. A run measures suspects again by itself, up to twice. A
+    first baseline: gate FILE --run FAMILY --update.
 
     With --static 1 means new spills, narrower accesses of memory, or over a limit of the target.
     """
@@ -100,7 +100,7 @@ def command(
             update=update,
             save=save,
         )
-        _report(_judged(baseline, new, wanted, margin, peers, allow_stale), junit, markdown, annotations)
+        _report(_judged(baseline, new, wanted, margin, peers, allow_stale, configs), junit, markdown, annotations)
         return
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
@@ -113,19 +113,22 @@ def command(
         _report(_measured(baseline, selection, options, processes, margin, save), junit, markdown, annotations)
 
 
-def _judged(baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool, allow_stale: bool) -> "Verdict":
-    """Compare the wanted rows of the new file with the baseline."""
+def _judged(
+    baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool, allow_stale: bool, configs: Path | None
+) -> "Verdict":
+    """Compare the wanted rows of the new file with the baseline, and their code and configs with the checkout's."""
     from kerneltune.gating.baseline import load_baseline
-    from kerneltune.gating.rows import defaults_of, stale_lines
+    from kerneltune.gating.rows import defaults_of
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
+    from kerneltune.stale import stale_lines
 
     records = load(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
     selected([*against, *records], wanted)  # a name that neither side has is an error
     records, against = ([record for record in side if wanted.takes_record(record)] for side in (records, against))
     tolerated = DEFAULT_MARGIN if margin is None else margin
-    stale = [] if allow_stale else [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops())]
+    stale = [] if allow_stale else [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops(), configs)]
     return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)
 
 

@@ -1,4 +1,4 @@
-"""Match the records of a row across two sets of records, pool the records of several processes, find records of other code.
+"""Match the records of a row across two sets of records, and pool the records of several processes.
 
 An operator may get a new option: newer records have it, older records lack it. If a newer record has the option at its default,
 it is of the same row as the older record. The order of axes and options does not matter. This module reads no file and judges
@@ -12,10 +12,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from kerneltune.listing import OpFacts
-from kerneltune.records import Record, grouped, newest, rounded
+from kerneltune.records import Record, grouped, rounded
 from kerneltune.spec import Op, Option
 from kerneltune.stats import centre_interval, deciles
-from kerneltune.table import counted
 
 Identity = Callable[[Record], object]
 """Function of a record whose result is equal for two records of the same row."""
@@ -23,35 +22,11 @@ Defaults = Callable[[str], Mapping[str, Option]]
 """Function of an operator's name: the default of every option; empty for an unknown operator."""
 _POOLED = ("device", "unit", "driver", "torch", "triton", "source_hash", "config")
 """Fields that all records of a pool have in common."""
-_NAMED = 2
-"""Number of rows that a line about records of other code names."""
 
 
 def defaults_of(ops: Mapping[str, Op | OpFacts], name: str) -> Mapping[str, Option]:
     """Return the default of every option of an operator; empty for an unknown operator."""
     return {option: values[0] for option, values in ops[name].options.items()} if name in ops else {}
-
-
-def stale_lines(records: Iterable[Record], ops: Mapping[str, Op]) -> list[str]:
-    """Return a line for each own variant whose newest timed records were measured with other code than `ops` has."""
-    timed = [record for record in newest(records) if record.status == "passed" and record.role != "peer"]
-    lines = []
-    for (name, variant), rows in grouped(timed, lambda record: (record.op, record.variant)).items():
-        here = next((v.source_hash for v in ops[name].variants if v.name == variant), None) if name in ops else None
-        stale = [row for row in rows if row.source_hash != here]
-        if not stale:
-            continue
-        count = f"{len(stale)} of {counted(len(rows), 'row')}"
-        if here is None:
-            missing = f"no variant {variant}" if name in ops else "no such operator here: --plugin loads those of other packages"
-            lines.append(f"{name} {variant}: {count}: {missing}")
-        else:
-            of = ", ".join(dict.fromkeys(row.source_hash[:8] for row in stale))
-            first = ", ".join(f"{row.case} {row.dtype} {row.quant}" for row in stale[:_NAMED])
-            more = ", …" if len(stale) > _NAMED else ""
-            measured = f"{count} measured with other code ({of}, here {here[:8]})"
-            lines.append(f"{name} {variant}: {measured}, {first}{more}: measure again")
-    return lines
 
 
 def identity_of(baseline: Iterable[Record], new: Iterable[Record], defaults: Defaults) -> Identity:

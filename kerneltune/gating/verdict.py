@@ -9,7 +9,7 @@ than 0.5 µs; its interval is too wide to tell. An ambiguous row neither fails n
 
 A variant of an operator fails as a whole if the geometric mean of its rows' slowdowns is surely above 1 %. Without this test, a
 slowdown of 2 % in every row would stay within every row's margin. The gate also fails if the new records were measured with other
-code than the checkout's.
+code or configs than the checkout's.
 
 Only changes of our own code can fail the gate. A measurement that is the same on both sides passes, however noisy it is. A
 failure that the baseline has as well is a note. A change of a peer's row is a note unless peers are judged. Rows of a GPU or a
@@ -145,7 +145,8 @@ def gate(
         again: row -> number of further measurements in its new record; the row's reason names the number.
         peers: judge peers as well; if False, rows of peers are notes.
         defaults: operator -> the default of every option; called only if a side has an option that the other side lacks.
-        stale: a line for each variant whose new records were measured with other code than the checkout's; they fail the gate.
+        stale: a line for each variant whose new records were measured with other code or configs than the checkout's; they
+            fail the gate.
 
     Raises:
         ValueError: the margin is below 0 or not finite.

@@ -1,5 +1,6 @@
 """gate: exit codes, files and annotations, baselines that are measured."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,9 @@ import pytest
 import yaml
 from asserting import every
 from command_line import NO_TIMES, both, record, refused, run
-from literal_records import changed
+from literal_records import entry_record, h200_entries
 
-from kerneltune import ops, records
+from kerneltune import cache, records
 from kerneltune.cli import console
 from kerneltune.records import Record
 
@@ -200,9 +201,34 @@ def test_records_of_other_code_than_the_checkout_s_fail_unless_they_are_allowed(
     result = run("gate", old, new, "--annotations")
     text = " ".join(result.stdout.split())
     assert result.exit_code == 1
-    assert "failed: rmsnorm_fwd optimized: 1 of 1 row measured with other code (" in text
-    assert "), te-8192x4096 bfloat16 fp8: measure again, or --allow-stale" in text
+    assert "failed: rmsnorm_fwd optimized: 1 of 1 row measured with other code: te-8192x4096 bfloat16 fp8 (" in text
+    assert "): measure again, or --allow-stale" in text
     assert "gate: regression: rmsnorm_fwd baseline: 1 of 1 row measured with other code" in text
     assert run("gate", old, new, "--allow-stale").exit_code == 0
-    of_here = [changed(r, source_hash=ops.load()[r.op].variant(r.variant).source_hash) for r in both()]
-    assert run("gate", old, write("here.jsonl", *of_here)).exit_code == 0
+    of_here = [entry_record(entry) for entry in h200_entries()[:2]]
+    assert run("gate", write("before.jsonl", *of_here), write("here.jsonl", *of_here)).exit_code == 0
+
+
+def test_gate_fails_where_a_config_of_the_records_is_not_the_config_at_hand(write: Callable[..., Path], tmp_path: Path) -> None:
+    entry = h200_entries()[0]
+    path = write("rows.jsonl", entry_record(entry))
+    slow = dataclasses.replace(entry, config=entry.config | {"warps": 8 if entry.config["warps"] != 8 else 16})
+    cache.store(entry_record(entry).op, "nvidia_h200", slow, tmp_path / "configs")
+    assert run("gate", path, path).exit_code == 0
+    result = run("gate", path, path, "--configs", tmp_path / "configs")
+    assert result.exit_code == 1
+    assert (
+        f"1 of 1 row measured with another config: {entry.case} {entry.dtype} {entry.quant} "
+        f"(warps={entry.config['warps']}, here warps={slow.config['warps']}): measure again, or --allow-stale"
+    ) in " ".join(result.stdout.split())
+    assert run("gate", path, path, "--configs", tmp_path / "configs", "--allow-stale").exit_code == 0
+
+
+@pytest.mark.parametrize("side", ["old", "new"])
+def test_gate_refuses_two_rows_of_one_case_in_a_file(side: str, write: Callable[..., Path]) -> None:
+    files = {"old": write("old.jsonl", *both()), "new": write("new.jsonl", *both())}
+    files[side] = write(f"{side}.jsonl", *both(), record(90.0, date="2027-01-01T00:00:00+00:00"))
+    assert refused("gate", files["old"], files["new"], "--allow-stale") == (
+        f"error: {files[side]}:3: te-8192x4096: {record().label} baseline on NVIDIA H200: the row of line 1 again; "
+        "delete one of the two lines"
+    )

@@ -6,9 +6,9 @@ from gate_rows import by_process, record
 from msgspec.structs import replace
 
 from kerneltune.gating.report import gate_annotations, gate_junit, gate_text
-from kerneltune.gating.rows import stale_lines
 from kerneltune.gating.verdict import AMBIGUOUS, PASS, REGRESSION, gate
 from kerneltune.records import Record
+from kerneltune.stale import stale_lines
 
 ROWS = 40
 
@@ -133,7 +133,7 @@ def test_stale_lines_fail_the_gate_beside_ambiguous_rows_and_name_variants_that_
     answer = gate([record()], [record(103.5)], 0.03, stale=["rmsnorm_fwd optimized: 1 row"])
     assert answer.exit_code == REGRESSION
     assert gate([record()], [record(103.5)], 0.03).exit_code == AMBIGUOUS
-    assert stale_lines([record()], {}) == [
+    assert stale_lines([record()], {}, None) == [
         "rmsnorm_fwd optimized: 1 of 1 row: no such operator here: --plugin loads those of other packages"
     ]
-    assert stale_lines([record(role="peer")], {}) == []
+    assert stale_lines([record(role="peer")], {}, None) == []

@@ -1,0 +1,113 @@
+"""Lines about records of other code or configs: a record with the config at hand is fresh, whatever its variant and GPU."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from literal_records import entry_record, h200_entries, literal
+
+from kerneltune import cache, ops
+from kerneltune.records import Record
+from kerneltune.search.task import Task, config_values
+from kerneltune.spec import Case, Op
+from kerneltune.stale import stale_lines
+from kerneltune.tune.candidates import config_for
+
+OPS = ops.load()
+OTHER_WARPS = 8
+
+
+def with_config(config: dict[str, Any] | None, **changes: Any) -> Record:
+    return entry_record(h200_entries()[0], config=config, **changes)
+
+
+def at_hand(op: Op, entry: cache.CacheEntry, policy: str, gpu: str, configs: Path | None = None) -> dict[str, Any] | None:
+    """Return the config that a measurement of an entry's case has on a GPU."""
+    return config_values(config_for(Task(op, entry.as_case, op.variant(entry.variant), policy), configs, gpu))
+
+
+def test_record_of_another_config_is_named_with_the_knobs_that_differ() -> None:
+    entry = h200_entries()[0]
+    (line,) = stale_lines([with_config(entry.config | {"warps": OTHER_WARPS})], OPS, None)
+    assert line == (
+        f"rmsnorm_fwd optimized: 1 of 1 row measured with another config: {entry.case} {entry.dtype} {entry.quant} "
+        f"(warps=8, here warps={entry.config['warps']}): measure again"
+    )
+    (line,) = stale_lines([with_config(None)], OPS, None)
+    assert "(none, here rows=" in line
+
+
+def test_records_of_the_cached_configs_are_fresh_in_any_order_of_axes_and_options() -> None:
+    rows = [entry_record(entry) for entry in h200_entries()]
+    reordered = [
+        entry_record(entry, axes=dict(reversed(entry.axes)), options=dict(reversed(entry.options))) for entry in h200_entries()
+    ]
+    assert len(rows) > 10
+    assert stale_lines(rows, OPS, None) == stale_lines(reordered, OPS, None) == []
+
+
+def test_cached_config_that_became_another_makes_its_record_stale(tmp_path: Path) -> None:
+    entry = h200_entries()[0]
+    cache.store("rmsnorm_fwd", "nvidia_h200", dataclasses.replace(entry, config=entry.config | {"warps": OTHER_WARPS}), tmp_path)
+    row = entry_record(entry)
+    assert stale_lines([row], OPS, None) == []
+    (line,) = stale_lines([row], OPS, tmp_path)
+    assert f"(warps={entry.config['warps']}, here warps={OTHER_WARPS})" in line
+
+
+def test_default_that_changed_makes_a_record_without_a_cached_config_stale(tmp_path: Path) -> None:
+    op = OPS["stream"]
+    (variant,) = op.variants
+    case = Case("small", (("read", 1 << 20), ("write", 1 << 20)), "int32")
+    default = config_values(variant.default_config(case))
+    row = literal(
+        10.0, op="stream", variant=variant.name, case="small", dtype="int32", quant="none", axes=dict(case.axes), options={},
+        source_hash=variant.source_hash, config=default,
+    )  # fmt: skip
+    assert stale_lines([row], {"stream": op}, tmp_path) == []
+    slow = dataclasses.replace(variant, default=lambda case: dataclasses.replace(variant.default_config(case), block=2048))
+    (line,) = stale_lines([row], {"stream": dataclasses.replace(op, variants=(slow,))}, tmp_path)
+    assert "1 of 1 row measured with another config: small int32 none (" in line
+    assert "(block=1024, here block=2048)" in line
+
+
+def test_peers_untimed_rows_and_variants_without_knobs_have_no_config_to_compare() -> None:
+    other = h200_entries()[0].config | {"warps": OTHER_WARPS}
+    untimed = dict.fromkeys(("time_us", "gbps", "ci_low_us", "ci_high_us", "n"))
+    assert stale_lines([with_config(other, role="peer")], OPS, None) == []
+    assert stale_lines([with_config(other, status="skipped", reason="no memory", **untimed)], OPS, None) == []
+    plain = dataclasses.replace(OPS["rmsnorm_fwd"].variant("optimized"), config=None, default=None)
+    bare = dataclasses.replace(OPS["rmsnorm_fwd"], variants=(plain,))
+    assert stale_lines([with_config(None, source_hash=plain.source_hash)], {"rmsnorm_fwd": bare}, None) == []
+
+
+@pytest.mark.parametrize("policy", ["hot", "eager"])
+def test_record_of_another_policy_is_compared_with_the_config_of_that_policy(policy: str) -> None:
+    entry = h200_entries()[0]
+    config = at_hand(OPS["rmsnorm_fwd"], entry, policy, "nvidia_h200")
+    assert stale_lines([entry_record(entry, policy=policy, config=config)], OPS, None) == []
+
+
+@pytest.mark.filterwarnings("ignore:no configs for")
+def test_record_of_a_gpu_without_configs_is_compared_with_the_configs_that_serve_it() -> None:
+    entry = h200_entries()[0]
+    borrowed = at_hand(OPS["rmsnorm_fwd"], entry, "cold", "nvidia_b200")
+    assert stale_lines([entry_record(entry, device="NVIDIA B200", config=borrowed)], OPS, None) == []
+    assert len(stale_lines([with_config({"warps": 1}, device="NVIDIA B200")], OPS, None)) == 1
+    assert stale_lines([with_config({"warps": 1}, device="A GPU Nobody Knows")], OPS, None) == []
+
+
+def test_record_of_a_plug_in_or_capture_is_compared_by_the_case_that_its_operator_looks_up(tmp_path: Path) -> None:
+    """A capture gives many classes of launches one config: `as_called` returns the case of the config."""
+    first, second = h200_entries()[:2]
+    op = dataclasses.replace(OPS["rmsnorm_fwd"], name="mine", as_called=lambda _case: first.as_case)
+    cache.store("mine", "nvidia_h200", first, tmp_path)
+    rows = [entry_record(second, op="mine", config=config) for config in (first.config, {"warps": 1})]
+    assert stale_lines(rows[:1], {"mine": op}, tmp_path) == []
+    assert len(stale_lines(rows[1:], {"mine": op}, tmp_path)) == 1
+
+
+def test_record_of_axes_that_the_operator_lacks_is_of_other_code() -> None:
+    (line,) = stale_lines([with_config(None, axes={"M": 8})], OPS, None)
+    assert line.startswith("rmsnorm_fwd optimized: 1 of 1 row measured with other code: ")
