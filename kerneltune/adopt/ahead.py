@@ -89,26 +89,26 @@ _NVIDIA = "triton.backends.nvidia.driver"
 _NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile") for what, value in (("size", 0), ("align", 1))}
 
 
-class Preparation:
+class Preparation(Thread):
     """Prepare this process once, as soon as a table to serve is found."""
 
     def __init__(self, root: Path, is_cache_new: bool) -> None:
         """root: path of the tuned folder; is_cache_new: whether Triton's disk cache lacked kernels of the folder."""
+        super().__init__(name="kerneltune-ahead", daemon=True)
         self._root, self._is_cache_new = root, is_cache_new
-        self._thread: Thread | None = None
 
     def begin(self) -> None:
         """Start to prepare, unless that was done before. Triton must be imported as a whole."""
-        if self._thread is None:
-            self._thread = Thread(target=self._prepare, name="kerneltune-ahead", daemon=True)
-            self._thread.start()
+        if self.ident is None:
+            self.start()
 
     def wait(self) -> None:
         """Wait until the thread has prepared everything: a second preparation beside the thread would take longer."""
-        if self._thread is not None:
-            self._thread.join(_LONGEST_S)
+        if self.ident is not None:
+            self.join(_LONGEST_S)
 
-    def _prepare(self) -> None:
+    def run(self) -> None:
+        """Build host code, and let Triton digest its compiler."""
         if self._is_cache_new:
             with suppress(Exception):  # the work that fails here fails again at the launch, with Triton's message
                 build_launchers(self._root)

@@ -70,10 +70,10 @@ def decode_value(value: Any) -> Any:
 def torch_dtype(name: str) -> Any:
     """Return torch's element type of a name."""
     torch: Any = importlib.import_module("torch")
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype: {name!r}: expected the name of an element type of torch")
-    return found
+    return dtype
 
 
 ALIGNMENT = 16
@@ -210,14 +210,14 @@ def holds_tensor(value: Any) -> bool:
 
 def with_tuples(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments by name; items of `parts`, such as `x[0]` and `x[1]`, are joined to tuples again."""
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, value in named.items():
         place, *inner = name.replace("]", "").split("[")
-        items = found
+        items = joined
         for next_place in inner:
             items, place = items.setdefault(place, {}), next_place
         items[place] = value
-    return {name: _joined(value) for name, value in found.items()}
+    return {name: _joined(value) for name, value in joined.items()}
 
 
 def _joined(value: Any) -> Any:
@@ -238,7 +238,7 @@ def _split_storages(arguments: Sequence[Argument], buffers: Sequence[Any]) -> tu
     Because a replay makes all memory between the views of a storage, two small views of a buffer of 3 GiB took 9.8 GB.
     """
     numbers: dict[TensorLayout, int] = {}
-    found: dict[tuple[int, int], Any] = {}
+    storages: dict[tuple[int, int], Any] = {}
     for number, live in enumerate(buffers):
         begin = end = covered = 0
         for tensor in sorted(set(views(arguments, number)), key=lambda view: (view.offset, view.end)):
@@ -246,11 +246,11 @@ def _split_storages(arguments: Sequence[Argument], buffers: Sequence[Any]) -> tu
             is_near = tensor.offset < end or max(tensor.end, end) - begin <= _MOST_SPREAD * (covered + own)
             if not covered or not is_near:
                 begin, end, covered, own = tensor.offset, tensor.offset, 0, tensor.end - tensor.offset
-                found[number, tensor.offset] = live
+                storages[number, tensor.offset] = live
             end, covered = max(end, tensor.end), covered + own
-            numbers[tensor] = len(found) - 1
+            numbers[tensor] = len(storages) - 1
     renumbered = [a if a.tensor is None else replace(a, tensor=replace(a.tensor, storage=numbers[a.tensor])) for a in arguments]
-    return renumbered, list(found.values())
+    return renumbered, list(storages.values())
 
 
 def _argument(name: str, value: Any, live: dict[int, Any], is_positional: bool) -> Argument:
@@ -437,5 +437,5 @@ def statistics(raw: Any, dtype: str) -> dict[str, float]:
     if floats.numel() == 0:
         return {"mean": 0.0, "std": 1.0, "least": -1.0, "largest": 1.0}
     std = float(floats.std()) if floats.numel() > 1 else 0.0
-    found = {"mean": float(floats.mean()), "std": std, "least": float(floats.min()), "largest": float(floats.max())}
-    return {name: value if math.isfinite(value) else 0.0 for name, value in found.items()}
+    measured = {"mean": float(floats.mean()), "std": std, "least": float(floats.min()), "largest": float(floats.max())}
+    return {name: value if math.isfinite(value) else 0.0 for name, value in measured.items()}

@@ -120,13 +120,13 @@ def require_values(configs: Iterable[Mapping[str, Any]]) -> None:
 
 def config_index(configs: Sequence[Any]) -> dict[str, Any]:
     """Return the configs of a list by their `stored_key`, for `live_config`."""
-    found: dict[str, Any] = {}
+    index: dict[str, Any] = {}
     for place, config in enumerate(configs):
         try:
-            found.setdefault(stored_key(encode_config(config)), config)
+            index.setdefault(stored_key(encode_config(config)), config)
         except NotRecordableError:
-            found[f"configs[{place}]"] = config
-    return found
+            index[f"configs[{place}]"] = config
+    return index
 
 
 def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) -> Any | None:
@@ -140,8 +140,8 @@ def live_config(index: Mapping[str, Any], stored: Mapping[str, Any], make: Any) 
         stored: the config as JSON.
         make: the class triton.Config.
     """
-    if (found := index.get(stored_key(stored))) is not None:
-        return found
+    if (listed := index.get(stored_key(stored))) is not None:
+        return listed
     hooks = {getattr(config, "pre_hook", None) for config in index.values()}
     return decode_config(stored, make, hooks.pop()) if len(hooks) == 1 else None
 
@@ -202,12 +202,12 @@ def plain_configs(call: KernelCall) -> list[Any]:
     configs, blocks = call.autotuner.configs, grid_blocks(call)
     make, own = type(configs[0]), configs[0]
     options = [(config, {name: getattr(config, name) for name in OPTIONS}) for config in configs]
-    found = [make(dict(blocks), **given) for _, given in options]
+    tried = [make(dict(blocks), **given) for _, given in options]
     for sizes in _around(blocks):
         growth = math.prod(sizes.values()) * own.num_warps / math.prod(blocks.values())
         staged = [(config, given) for config, given in options if config.num_stages == own.num_stages]
-        found += [make(sizes, **given) for config, given in staged if growth <= _MOST_GROWTH * config.num_warps]
-    return found
+        tried += [make(sizes, **given) for config, given in staged if growth <= _MOST_GROWTH * config.num_warps]
+    return tried
 
 
 def _around(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
@@ -276,11 +276,11 @@ def around_list(configs: Sequence[Any]) -> list[Any]:
 
 def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Return the configs of a space, each knob not named in it as in the first config; without the configs of the list."""
-    found = []
+    tried = []
     for values in itertools.product(*space.values()):
         kwargs = {**configs[0].kwargs, **dict(zip(space, values, strict=True))}
-        found.append(_changed(configs[0], kwargs=kwargs, **{name: kwargs.pop(name) for name in CONFIG_OPTIONS if name in kwargs}))
-    return without(configs, found)
+        tried.append(_changed(configs[0], kwargs=kwargs, **{name: kwargs.pop(name) for name in CONFIG_OPTIONS if name in kwargs}))
+    return without(configs, tried)
 
 
 def without(configs: Sequence[Any], others: Iterable[Any]) -> list[Any]:

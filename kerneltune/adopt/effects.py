@@ -171,7 +171,7 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
     An argument that the first config does not write must keep its bytes.
     """
     earlier, changed = _earlier(replay), _changed(replay)
-    found = []
+    lines = []
     for name, tensor in {**_tensors(replay.named), **outputs}.items():
         if name in replay.expected:
             expected = replay.expected[name]
@@ -180,13 +180,13 @@ def wrong_results(replay: Replay, outputs: Mapping[str, Any]) -> list[str]:
             else:
                 text = disagreement(expected, tensor, replay.noise.get(name, 0.0), replay.launch.dtypes, replay.has_reference)
             if text:
-                found.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
+                lines.append(f"{name}: {_unwritten(expected, tensor, earlier[name]) or text}")
         elif name in changed:
-            found.append(f"{name}: is written, which the author's first config does not do")
+            lines.append(f"{name}: is written, which the author's first config does not do")
     behind = [storage[-replay.guard_bytes :] for storage in replay.storages]
     if not all(map(torch.equal, replay.behind, behind)):
-        found.append("memory behind the arguments is written, unlike by the author's first config")
-    return found
+        lines.append("memory behind the arguments is written, unlike by the author's first config")
+    return lines
 
 
 def _unwritten(expected: torch.Tensor, found: torch.Tensor, before: torch.Tensor) -> str:

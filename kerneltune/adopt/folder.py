@@ -429,7 +429,7 @@ class Counters:
 
 def read_counts(files: Iterable[Path]) -> dict[str, int]:
     """Return the sums of the counts of processes, by name. A file that cannot be read counts nothing."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for path in files:
         try:
             data = path.read_bytes()
@@ -437,5 +437,5 @@ def read_counts(files: Iterable[Path]) -> dict[str, int]:
             continue
         for count, name in _RECORD.iter_unpack(data[: len(data) // _RECORD.size * _RECORD.size]):
             if text := name.rstrip(b"\0").decode(errors="replace"):
-                found[text] = found.get(text, 0) + count
-    return found
+                counts[text] = counts.get(text, 0) + count
+    return counts

@@ -251,12 +251,12 @@ def _own_config(facts: GetterFacts, by_sizes: Mapping[Any, CallCase], kind: type
 
 def _space(facts: GetterFacts, kind: type[Any], _case: Case) -> Space:
     """Return values around the own configs of all calls, or the values that the user gave."""
-    found = {}
+    values = {}
     for name in kind.__dataclass_fields__:
         own = {(facts.defaults | one.own).get(name, 0) for one in facts.cases if one.own}
         tried = facts.space.get(name) or [value for size in own for value in _around(name, size)]
-        found[name] = tuple(sorted({*own, *tried}))
-    return found
+        values[name] = tuple(sorted({*own, *tried}))
+    return values
 
 
 def _around(name: str, own: int) -> Iterator[int]:

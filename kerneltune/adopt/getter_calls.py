@@ -72,7 +72,7 @@ def _expert_arguments(names: set[str], sizes: Mapping[str, int], dtype: str, dev
     chance = torch.rand(tokens, everywhere, **made).clamp(1e-9, 1 - 1e-7)
     drawn = _SPREAD * normal(everywhere) - (-chance.log()).log()  # the largest are draws without replacement
     scores, ids = drawn.topk(top_k)
-    found = {
+    arguments = {
         "hidden_states": normal(tokens, hidden, dtype=kind),
         "w1": normal(experts, 2 * inner, hidden, dtype=kind).mul_(hidden**-0.5),
         "w2": normal(experts, hidden, inner, dtype=kind).mul_(inner**-0.5),
@@ -80,11 +80,11 @@ def _expert_arguments(names: set[str], sizes: Mapping[str, int], dtype: str, dev
         "topk_ids": ids.to(torch.int32),
     }
     if everywhere == experts:
-        return found
+        return arguments
     if not {"expert_map", "global_num_experts"} <= names:
         raise ValueError("call: --ep: the function takes no expert_map: give a function that makes the call")
     owned = torch.arange(everywhere, dtype=torch.int32, device=device)
-    return found | {"global_num_experts": everywhere, "expert_map": torch.where(owned < experts, owned, -1)}
+    return arguments | {"global_num_experts": everywhere, "expert_map": torch.where(owned < experts, owned, -1)}
 
 
 def expert_sizes(model: "Model", tp: int, ep: int) -> dict[str, int]:
@@ -98,5 +98,5 @@ def expert_sizes(model: "Model", tp: int, ep: int) -> dict[str, int]:
     ):
         if size % parts:
             raise ValueError(f"{model.path}: {name}: {size}: expected a multiple of {option}={parts}")
-    found = {"experts": experts.count // ep, "hidden": model.hidden, "inner": experts.width // tp, "top_k": experts.top_k}
-    return found | ({ALL_EXPERTS: experts.count} if ep > 1 else {})
+    sizes = {"experts": experts.count // ep, "hidden": model.hidden, "inner": experts.width // tp, "top_k": experts.top_k}
+    return sizes | ({ALL_EXPERTS: experts.count} if ep > 1 else {})

@@ -75,23 +75,23 @@ def check_getter(root: Path) -> list[tuple[CallCase, int, list[str]]]:
         Each call with the number of checked configs and a line for each config that fails.
     """
     facts, (op,) = read_facts(root), operators(str(root))
-    found = []
+    checked = []
     for one in (each for each in facts.cases if each.is_wanted and not each.problem):
         case, variant = call_case(facts, one), op.variants[0]
         configs = _neighbours(variant.default_config(case), variant.configs(case))
         checker = Checker(op, case, "cpu")
         lines = [f"{label}: {text}" for label, config in configs.items() for text in checker.errors(variant, config)[:1]]
-        found.append((one, len(configs), lines))
-    return found
+        checked.append((one, len(configs), lines))
+    return checked
 
 
 def _neighbours(own: Config, configs: Iterable[Config]) -> dict[str, Config]:
-    found = {"": ("own config", own)}
+    neighbours = {"": ("own config", own)}
     for config in configs:
         differing = [(name, value) for name, value in knobs_of(config).items() if getattr(own, name) != value]
         if len(differing) == 1:
-            found[differing[0][0]] = f"{differing[0][0]}={differing[0][1]}", config
-    return dict(found.values())
+            neighbours[differing[0][0]] = f"{differing[0][0]}={differing[0][1]}", config
+    return dict(neighbours.values())
 
 
 def failures(calls: Sequence[TunedCall]) -> str:

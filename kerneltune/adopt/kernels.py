@@ -101,26 +101,26 @@ def _helper(function: Any, name: str) -> Any:
 @cache
 def functions_of(function: Any) -> tuple[Any, ...]:
     """Return a kernel's function and the helpers of its package that it calls, helpers of helpers as well."""
-    found = [function]
-    for each in found:
-        found += [helper for name in _globals_named(each) if (helper := _helper(each, name)) is not None and helper not in found]
-    return tuple(found)
+    known = [function]
+    for each in known:
+        known += [helper for name in _globals_named(each) if (helper := _helper(each, name)) is not None and helper not in known]
+    return tuple(known)
 
 
 def _globals_named(function: Any) -> list[str]:
     """Return the names of the globals that a function reads."""
-    found = (str(step.argval) for step in dis.get_instructions(function) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-    return list(dict.fromkeys(found))
+    names = (str(step.argval) for step in dis.get_instructions(function) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return list(dict.fromkeys(names))
 
 
 def read_globals(function: Any) -> dict[str, Any]:
     """Return the plain values of the globals that a kernel and its helpers read, as JSON, by `function.name`."""
-    found = {}
+    plain = {}
     for each in functions_of(function):
         for name in _globals_named(each):
             with suppress(NotRecordableError, KeyError):
-                found[f"{each.__name__}.{name}"] = encode_value(each.__globals__[name])
-    return found
+                plain[f"{each.__name__}.{name}"] = encode_value(each.__globals__[name])
+    return plain
 
 
 def autotuner_of(value: Any) -> Any:
@@ -160,9 +160,9 @@ def home_of(autotuner: Any) -> KernelName | None:
     own = values_of_module(name.module)
     if unwrap(attribute(own, name.name)) is held:
         return name
-    found = next((key for key, value in own.items() if unwrap(value) is held), None)
-    if found is not None:
-        return KernelName(name.module, found)
+    own_key = next((key for key, value in own.items() if unwrap(value) is held), None)
+    if own_key is not None:
+        return KernelName(name.module, own_key)
     for module in dict.fromkeys(("__main__", *sys.modules)):
         for key, value in values_of_module(module).items():
             if value is held:
@@ -172,21 +172,21 @@ def home_of(autotuner: Any) -> KernelName | None:
 
 def values_of_module(module: str) -> dict[str, Any]:
     """Return the globals of an imported module without running its code; empty for a module that is not imported."""
-    found = sys.modules.get(module)
-    return dict(vars(found)) if isinstance(found, ModuleType) else {}
+    imported = sys.modules.get(module)
+    return dict(vars(imported)) if isinstance(imported, ModuleType) else {}
 
 
 def attribute(held: Mapping[str, Any], name: str) -> Any:
     """Return the object of a qualified name among a module's values, None for none."""
     first, *others = name.split(".")
-    return functools.reduce(lambda found, part: getattr(found, part, None), others, held.get(first))
+    return functools.reduce(lambda owner, part: getattr(owner, part, None), others, held.get(first))
 
 
 def compiled_and_launched() -> set[Any]:
     """Return the functions of the kernels that this process has launched on a GPU."""
     kind = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
-    found = (each for each in gc.get_objects() if kind is not None and issubclass(type(each), kind))
-    return {each.fn for each in found if getattr(each, "device_caches", None)}
+    jits = (each for each in gc.get_objects() if kind is not None and issubclass(type(each), kind))
+    return {each.fn for each in jits if getattr(each, "device_caches", None)}
 
 
 def launch_config(autotuner: Any, config: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -341,12 +341,12 @@ class KeyPlan(Generic[V]):
     Attributes:
         kind: names and types of the arguments.
         key: function that returns the key of a launch from its arguments. The hot path of serving.
-        found: the value of each key.
+        values: the value of each key.
     """
 
     kind: tuple[Any, ...]
     key: Callable[..., tuple[Any, ...]]
-    found: dict[tuple[Any, ...], V] = field(default_factory=dict)
+    values: dict[tuple[Any, ...], V] = field(default_factory=dict)
 
 
 class LaunchKeys(Generic[V]):
@@ -361,7 +361,7 @@ class LaunchKeys(Generic[V]):
         """Return the value of a launch's key, None for a key without a value."""
         for plan in self.plans:
             try:  # in place of `suppress`, which costs more than the key
-                return plan.found[plan.key(args, kwargs)]
+                return plan.values[plan.key(args, kwargs)]
             except OTHER_KIND:
                 pass
         return None
@@ -375,9 +375,9 @@ class LaunchKeys(Generic[V]):
         else:
             plan = KeyPlan(kind, plan_key(call, deciding, has_layout))
             self.plans = [plan, *self.plans[: _MOST_PLANS - 1]]
-        if len(plan.found) >= _MOST_KEYS:
-            plan.found.clear()
-        plan.found[plan.key(call.args, call.kwargs)] = value
+        if len(plan.values) >= _MOST_KEYS:
+            plan.values.clear()
+        plan.values[plan.key(call.args, call.kwargs)] = value
         return value
 
 
@@ -388,12 +388,12 @@ def of_list(lists: dict[Any, V], configs: Sequence[Any], make: Callable[[], V]) 
     the dict keeps the configs alive, so that no other config gets their identities.
     """
     by_identity = tuple(map(id, configs))
-    found = lists.get(by_identity)
-    if found is None and (found := lists.get(equal := tuple(configs))) is None:
+    value = lists.get(by_identity)
+    if value is None and (value := lists.get(equal := tuple(configs))) is None:
         if len(lists) >= 2 * _MOST_LISTS:
             lists.clear()
-        lists[equal] = lists[by_identity] = found = make()
-    return found
+        lists[equal] = lists[by_identity] = value = make()
+    return value
 
 
 def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = False) -> Callable[..., tuple[Any, ...]]:

@@ -12,7 +12,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from kerneltune.adopt.configs import stored_key
+from kerneltune.adopt.configs import DEFAULTS, stored_key
 from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.files import replace_text
@@ -27,7 +27,7 @@ SWEEP = "sweep.yaml"
 _CHECKED_BYTES = 1 << 20
 _MOST_CHECKED_BYTES = 64 << 20
 _LAUNCH = "launch"
-_OPTIONS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1, "maxnreg": 0}
+_OPTIONS = {**DEFAULTS, "maxnreg": 0}
 _KNOB_TYPES = (bool, int, float, str)
 
 
@@ -67,13 +67,13 @@ def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
         f"ops: [{', '.join(json.dumps(op.name) for op in ops)}]",
     ]
     for section in ("check", "bench"):
-        found: list[str] = []
+        cases: list[str] = []
         for op in ops:
             of_op = [launch for launch in launches if launch.digest in op.options[CLASS] and not launch.problem]
             for case in (case_of(launch, op.axes) for launch in (of_op if section == "bench" else _checked(of_op))):
                 fields = {"name": case.name, "op": op.name, **dict(case.axes), "dtype": case.dtype, **dict(case.options)}
-                found.append("  - {" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items()) + "}")
-        lines += ["", f"{section}:{'' if found else ' []'}", *found]
+                cases.append("  - {" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items()) + "}")
+        lines += ["", f"{section}:{'' if cases else ' []'}", *cases]
     return "\n".join(lines) + "\n"
 
 
@@ -102,8 +102,8 @@ def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
         return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
 
     def valid(case: Case, config: Config) -> str | None:
-        found = _candidates(about(case), kind).get(config)
-        is_offered = found is not None and found.grid is not None and (found.is_author or widen)
+        candidate = _candidates(about(case), kind).get(config)
+        is_offered = candidate is not None and candidate.grid is not None and (candidate.is_author or widen)
         return None if is_offered else "not in the list"
 
     tuned = Variant(
@@ -208,10 +208,10 @@ def _candidates(launch: LaunchClass, kind: Any) -> dict[Config, Candidate]:
 def stored_of_config(config: Config, launch: LaunchClass) -> dict[str, Any]:
     """Return an instance of the kernel's config class as the captured JSON."""
     kind: Any = type(config)
-    found = _candidates(launch, kind).get(config)
-    if found is None:
+    candidate = _candidates(launch, kind).get(config)
+    if candidate is None:
         raise ValueError(f"{launch.label}: {config}: no candidate of this class")
-    return found.config
+    return candidate.config
 
 
 def author_choice(launch: LaunchClass) -> dict[str, Any]:
@@ -221,10 +221,10 @@ def author_choice(launch: LaunchClass) -> dict[str, Any]:
 
 def first_config(launch: LaunchClass) -> dict[str, Any]:
     """Return the author's first config that can be launched, as JSON."""
-    if not (found := offered(launch, False)):
+    if not (candidates := offered(launch, False)):
         reason = next((one.problem for one in launch.candidates if one.problem), "the launch has no grid")
         raise ValueError(f"{launch.label}: no config can be launched: {reason}")
-    return found[0].config
+    return candidates[0].config
 
 
 def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:

@@ -49,10 +49,10 @@ class Capture:
 
     def kernels(self) -> dict[str, list[LaunchClass]]:
         """Return the classes of each kernel, the most expensive kernel first."""
-        found: dict[str, list[LaunchClass]] = {}
+        by_kernel: dict[str, list[LaunchClass]] = {}
         for launch in self.classes:
-            found.setdefault(f"{launch.kernel.text} {launch.source} {launch.configs}", []).append(launch)
-        return dict(sorted(found.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
+            by_kernel.setdefault(f"{launch.kernel.text} {launch.source} {launch.configs}", []).append(launch)
+        return dict(sorted(by_kernel.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
 
     def plain(self) -> list[str]:
         """Return the kernels that were launched without an autotuner and not captured."""
@@ -61,11 +61,11 @@ class Capture:
 
     def own_runs(self) -> dict[str, list[str]]:
         """Return subclass of Autotuner -> its kernels, where the subclass has a `run` of its own and no kernel of it was seen."""
-        seen, found = {launch.kernel.text for launch in self.classes} | set(self.notes.refused), dict[str, list[str]]()
+        seen, by_subclass = {launch.kernel.text for launch in self.classes} | set(self.notes.refused), dict[str, list[str]]()
         for kernel, subclass in sorted(self.notes.made.items()):
             if subclass:
-                found.setdefault(subclass, []).append(kernel)
-        return {subclass: kernels for subclass, kernels in found.items() if seen.isdisjoint(kernels)}
+                by_subclass.setdefault(subclass, []).append(kernel)
+        return {subclass: kernels for subclass, kernels in by_subclass.items() if seen.isdisjoint(kernels)}
 
 
 def read_capture(root: Path) -> Capture:
@@ -89,13 +89,13 @@ def _is_size(name: str) -> bool:
 
 def left_out(launches: Sequence[LaunchClass]) -> list[str]:
     """Return the sizes that differ between classes with equal author's keys; none if the list has a single config."""
-    found: dict[str, None] = {}
+    differing: dict[str, None] = {}
     for launch in launches:
         for other in launches:
             if launch.key == other.key and launch.dtypes == other.dtypes and launch.list_size > 1:
                 names = sorted(launch.sizes.keys() | other.sizes.keys())
-                found |= dict.fromkeys(n for n in names if launch.sizes.get(n) != other.sizes.get(n) and _is_size(n))
-    return list(found)
+                differing |= dict.fromkeys(n for n in names if launch.sizes.get(n) != other.sizes.get(n) and _is_size(n))
+    return list(differing)
 
 
 def omitted(launch: LaunchClass) -> list[str]:
@@ -114,15 +114,15 @@ _SHOWN, _LABELS, _MANY = 6, 3, 8
 def findings(capture: Capture) -> list[str]:
     """Return one line for each finding, kernel by kernel."""
     wins, wrong, failed = _chosen_configs(capture.root), _wrong_trials(capture.root), _failed_checks(capture.root)
-    found: list[str] = []
+    lines: list[str] = []
     for launches in capture.kernels().values():
         by_reason: dict[str, list[str]] = {}
         for reason, checks in (item for launch in launches for item in failed.get(launch.digest, {}).items()):
             by_reason.setdefault(reason, []).extend(checks)
         more = {reason: f" (and {len(checks) - 1} more)" if len(checks) > 1 else "" for reason, checks in by_reason.items()}
         texts = [f"{checks[0]}{more[reason]}: {reason}" for reason, checks in by_reason.items()]
-        found += [f"{launches[0].kernel.text}: {text}" for text in (*_of_kernel(launches, wins, wrong), *texts)]
-    return [*found, *_several_lists(capture.classes), *capture.problems]
+        lines += [f"{launches[0].kernel.text}: {text}" for text in (*_of_kernel(launches, wins, wrong), *texts)]
+    return [*lines, *_several_lists(capture.classes), *capture.problems]
 
 
 def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
     for launch in launches:
         lists.setdefault((launch.kernel.text, repr((launch.source, launch.key, launch.dtypes))), set()).add(launch.configs)
     for name in dict.fromkeys(name for name, _ in lists):
-        most = max(len(found) for (kernel, _), found in lists.items() if kernel == name)
+        most = max(len(digests) for (kernel, _), digests in lists.items() if kernel == name)
         if most > 1:
             said = "triton.autotune runs later launches with a choice from the first list"
             yield f"{name}: {most} lists of configs for one key: {said}"
@@ -163,14 +163,14 @@ def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong
 
 def _chosen_configs(root: Path) -> dict[str, set[str]]:
     """Return the configs that tuning has chosen, by class."""
-    found: dict[str, set[str]] = {}
+    by_class: dict[str, set[str]] = {}
     for path in sorted((root / "served").glob("*.json")):
         with suppress(ValueError):
             table = read_table(root, path.stem)
             groups = [group for kernel in (table.kernels if table is not None else ()) for group in kernel.groups]
             for row in (row for group in groups for row in group.rows):
-                found.setdefault(str(row.evidence.get("class")), set()).add(stored_key(row.configs[0]))
-    return found
+                by_class.setdefault(str(row.evidence.get("class")), set()).add(stored_key(row.configs[0]))
+    return by_class
 
 
 def _failed_checks(root: Path) -> dict[str, dict[str, list[str]]]:
@@ -180,19 +180,19 @@ def _failed_checks(root: Path) -> dict[str, dict[str, list[str]]]:
         with suppress(ValueError):
             for record in load(path):
                 last.setdefault(str(record.options.get("launch")), {})[f"{record.variant} {record.config}"] = record
-    found: dict[str, dict[str, list[str]]] = {}
+    by_class: dict[str, dict[str, list[str]]] = {}
     for digest, records in last.items():
         for record in (each for each in records.values() if each.status == "failed"):
-            reasons = found.setdefault(digest, {})
+            reasons = by_class.setdefault(digest, {})
             reasons.setdefault(record.reason, []).append(f"the check of {record.variant} failed: {record.case}")
-    return found
+    return by_class
 
 
 def _wrong_trials(root: Path) -> dict[str, list[str]]:
     """Return class -> a line for each config whose results disagreed with the author's first config."""
     from kerneltune.search.trials import history  # imports Optuna
 
-    found: dict[str, list[str]] = {}
+    by_class: dict[str, list[str]] = {}
     for path in sorted(root.glob(str(store_path(Path("results"), "*", "*")))):
         try:
             trials = history(path)
@@ -201,5 +201,5 @@ def _wrong_trials(root: Path) -> dict[str, list[str]]:
         for trial in trials:
             launch = dict(trial.key.case.options).get("launch")
             if trial.evaluation.status == "wrong" and launch is not None:
-                found.setdefault(str(launch), []).append(f"{dict(trial.knobs)}: {trial.evaluation.detail}")
-    return found
+                by_class.setdefault(str(launch), []).append(f"{dict(trial.knobs)}: {trial.evaluation.detail}")
+    return by_class

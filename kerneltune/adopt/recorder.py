@@ -151,8 +151,8 @@ class Recorder:
 
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
-        found = (self._launched | kernels.compiled_and_launched()) - self._tuned
-        names = {f"{main_name(function.__module__)}.{function.__qualname__}" for function in found}
+        functions = (self._launched | kernels.compiled_and_launched()) - self._tuned
+        names = {f"{main_name(function.__module__)}.{function.__qualname__}" for function in functions}
         return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
 
     def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
@@ -160,15 +160,15 @@ class Recorder:
         try:
             lists: dict[Any, LaunchKeys[KnownLaunches]] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
             keys = of_list(lists, autotuner.configs, LaunchKeys)
-            found = keys.find(args, kwargs)
-            if found is None:
+            launches = keys.find(args, kwargs)
+            if launches is None:
                 call = KernelCall(autotuner, args, kwargs)
                 deciding = kernels.all_but_floats(call.names, call.values) - self.ignored.difference(autotuner.keys)
                 with self._lock:
-                    found = keys.find(args, kwargs) or keys.remember(call, deciding, self._first(call), True)
+                    launches = keys.find(args, kwargs) or keys.remember(call, deciding, self._first(call), True)
         except Exception as error:  # the program must not notice
             return self._refuse(kernel_name(autotuner), describe_error(error))
-        return found
+        return launches
 
     def _first(self, call: KernelCall) -> KnownLaunches:
         """Record the class of a launch that this process has not seen before."""

@@ -150,13 +150,13 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     changes = [_changes(one) for one in statements[:last]]
     chosen, data = set[int](), set(_SETTINGS)
     while True:
-        found = {place for place, names in enumerate(bound) if place not in chosen and names & wanted}
-        found |= {place for place, names in enumerate(changes) if place not in chosen and names & data}
-        if not found:
+        places = {place for place, names in enumerate(bound) if place not in chosen and names & wanted}
+        places |= {place for place, names in enumerate(changes) if place not in chosen and names & data}
+        if not places:
             future = {n for n, each in enumerate(statements) if isinstance(each, ast.ImportFrom) and each.module == "__future__"}
             return [statements[place] for place in sorted(chosen | future)]
-        chosen |= found
-        for place in found:
+        chosen |= places
+        for place in places:
             wanted |= _named(statements[place])
             if not isinstance(statements[place], (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
                 data |= bound[place]
@@ -164,16 +164,16 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
 
 def _decorated(statements: Sequence[ast.stmt], bound: Sequence[set[str]], name: str) -> set[str]:
     """Return a kernel's name, and the names that `tuned = triton.autotune(...)(name)` assigns it to."""
-    found = {name}
+    aliases = {name}
     for one, names in zip(statements, bound, strict=True):
         if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call):
             inside = list(_outside_definitions([one.value]))
             given = {node.id for call in inside if isinstance(call, ast.Call) for node in call.args if isinstance(node, ast.Name)}
             called = {node.attr for node in inside if isinstance(node, ast.Attribute)}
             called |= {node.id for node in inside if isinstance(node, ast.Name)}
-            if given & found and any(_DECORATOR.search(text) for text in called):
-                found |= names
-    return found
+            if given & aliases and any(_DECORATOR.search(text) for text in called):
+                aliases |= names
+    return aliases
 
 
 def _bound(statement: ast.stmt) -> set[str]:
@@ -183,12 +183,12 @@ def _bound(statement: ast.stmt) -> set[str]:
 
 def _named(statement: ast.stmt) -> set[str]:
     """Return the names of the module that a statement reads, inside functions as well."""
-    found, codes = set(), [_code(statement)]
+    names, codes = set(), [_code(statement)]
     while codes:
         code = codes.pop()
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-        found |= {str(one.argval) for one in dis.get_instructions(code) if _READS.fullmatch(one.opname)}
-    return found
+        names |= {str(one.argval) for one in dis.get_instructions(code) if _READS.fullmatch(one.opname)}
+    return names
 
 
 def _code(statement: ast.stmt) -> CodeType:
@@ -198,13 +198,13 @@ def _code(statement: ast.stmt) -> CodeType:
 
 def _changes(statement: ast.stmt) -> set[str]:
     """Return the objects whose items or attributes a statement stores, or whose methods it calls: `a` and `a.b` of a.b.c()."""
-    found = set()
+    changed = set()
     for node in _outside_definitions([statement]):
         stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
         owner = node.func if isinstance(node, ast.Call) else node if stored else None
         names = _chain(owner) if isinstance(owner, ast.Attribute | ast.Subscript) else []
-        found |= {".".join(names[:1]), ".".join(names[:2])} - {""}
-    return found
+        changed |= {".".join(names[:1]), ".".join(names[:2])} - {""}
+    return changed
 
 
 def _chain(node: ast.expr) -> list[str]:

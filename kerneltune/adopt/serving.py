@@ -170,8 +170,8 @@ class Server:
             warn_once(f"nothing is served: {error}")
             return None
         if table is None:
-            found = sorted(path.stem for path in (self.root / "served").glob("*.json") if path.stem != "manifest")
-            others = f", only for {', '.join(found)}" if found else ""
+            devices = sorted(path.stem for path in (self.root / "served").glob("*.json") if path.stem != "manifest")
+            others = f", only for {', '.join(devices)}" if devices else ""
             warn_once(f"nothing is served: {self.root} has no table for {device}{others}")
         digest = table.digest if table else "none"
         if self.manifest and not digest.startswith(self.manifest):
@@ -184,10 +184,10 @@ class Server:
         """Return the table's kernels of a function's code; none where no table may be served, or for other code."""
         table, name = self.table(is_early), KernelName(function.__module__, function.__qualname__)
         wanted = program.main_name(name.module), name.name, is_plain
-        found = [one for one in table.kernels if (one.module, one.name, one.is_plain) == wanted] if table is not None else []
-        same = [one for one in found if one.bytecode == kernels.bytecode_digest(function)]
-        same = same or [one for one in found if one.source == kernels.source_digest(function)]  # another Python, or other code
-        if found and not same:
+        named = [one for one in table.kernels if (one.module, one.name, one.is_plain) == wanted] if table is not None else []
+        same = [one for one in named if one.bytecode == kernels.bytecode_digest(function)]
+        same = same or [one for one in named if one.source == kernels.source_digest(function)]  # another Python, or other code
+        if named and not same:
             warn_once(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
         here = program.version_of(name.module)
         fitting = [one for one in same if not here or one.package in ("", here)]
@@ -209,7 +209,7 @@ class Server:
                 state = self._relisted(autotuner, state)
             for plan in state.keys.plans:
                 try:
-                    served = plan.found[plan.key(args, kwargs)]
+                    served = plan.values[plan.key(args, kwargs)]
                     break
                 except OTHER_KIND:
                     pass
@@ -246,7 +246,7 @@ class Server:
             # as in make_run: a function of both would cost each launch a call
             for plan in keys.plans:
                 try:
-                    served = plan.found[plan.key(args, kwargs)]
+                    served = plan.values[plan.key(args, kwargs)]
                     break
                 except OTHER_KIND:
                     pass
@@ -417,17 +417,17 @@ class Server:
         call: launch of the kernel itself instead of an autotuner.
         """
         function, options = call.autotuner.fn, None
-        found, name = self._kernels_of(function, is_plain=True), f"{function.__module__}.{function.__qualname__}"
+        listed, name = self._kernels_of(function, is_plain=True), f"{function.__module__}.{function.__qualname__}"
         try:
-            options = self._plain_options(found, call)
+            options = self._plain_options(listed, call)
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{name}: a launch is not served: {describe_error(error)}")
         counter = self.counters.slot(f"{MISSED if options is None else SERVED} {name}")
         own = {name: call.kwargs[name] for name in options or () if name in call.kwargs}
-        deciding = {*OPTIONS, "grid", *(key for one in found for key in one.keys)}
+        deciding = {*OPTIONS, "grid", *(key for one in listed for key in one.keys)}
         return keys.remember(call, deciding, Served(options or {}, counter, own=own))
 
-    def _plain_options(self, found: Sequence[TableKernel], call: KernelCall) -> dict[str, Any] | None:
+    def _plain_options(self, listed: Sequence[TableKernel], call: KernelCall) -> dict[str, Any] | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
 
         Each argument that a launch passes on costs the host 0.1 us.
@@ -435,7 +435,7 @@ class Server:
         own, given = split_options(call.kwargs)
         key = call.autotuner.fn, *own.values()
         if key not in self._described:
-            tuners = [(plain_tuner(call.autotuner, own, one.keys), one) for one in found]
+            tuners = [(plain_tuner(call.autotuner, own, one.keys), one) for one in listed]
             same = [(tuner, one) for tuner, one in tuners if configs_digest(tuner.configs) == one.configs]
             self._described[key] = [
                 (tuner, ServingState(one, tuner.configs, tuner.configs, (0, 0), set(tuner.keys))) for tuner, one in same

@@ -188,7 +188,7 @@ def install(
 
 def _autotuners(autotuning: ModuleType) -> list[Any]:
     """Return every autotuner of this process; by `type`, because `__class__` of an object may run the object's code."""
-    return [found for found in gc.get_objects() if issubclass(type(found), autotuning.Autotuner)]
+    return [each for each in gc.get_objects() if issubclass(type(each), autotuning.Autotuner)]
 
 
 def _prepared(root: Path, autotuning: ModuleType) -> Any:

@@ -238,10 +238,10 @@ def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> 
         config = next((one.config for one in launch.candidates if stored_key(one.config) == wanted), None)
         if config is None:
             continue
-        found = worker.check(task, knobs_of_config(config, kind, launch.candidates))
-        if found.status != "checked" and not any(failure in found.reason for failure in LAUNCH_FAILURES):
-            return f"{name}={size}: {found.reason}"
-        passed |= found.status == "checked"
+        outcome = worker.check(task, knobs_of_config(config, kind, launch.candidates))
+        if outcome.status != "checked" and not any(failure in outcome.reason for failure in LAUNCH_FAILURES):
+            return f"{name}={size}: {outcome.reason}"
+        passed |= outcome.status == "checked"
     return "" if passed else f"{name}: no other value can be launched"
 
 
@@ -253,18 +253,18 @@ def _task(by_name: Mapping[str, Op], launch: LaunchClass) -> Task:
 
 def _chosen(capture: Capture, share: float, skipped: list[str], device_slug: str | None) -> list[LaunchClass]:
     """Return the classes that are tuned, the most expensive first; a line in `skipped` for each that cannot be."""
-    found: list[LaunchClass] = []
+    chosen: list[LaunchClass] = []
     covered, shares = 0.0, capture.shares()
     for launch in sorted(capture.classes, key=lambda launch: -shares[launch.digest]):
-        if covered >= share and found:
+        if covered >= share and chosen:
             skipped.append(f"{launch.label}: below --share {share:g}: keeps the author's choice")
             continue
         covered += shares[launch.digest]
         if reason := why_untunable(launch, device_slug):
             skipped.append(f"{launch.label}: {reason}")
         else:
-            found.append(launch)
-    return found
+            chosen.append(launch)
+    return chosen
 
 
 def why_untunable(launch: LaunchClass, device_slug: str | None = None) -> str:
@@ -289,7 +289,7 @@ def why_untunable(launch: LaunchClass, device_slug: str | None = None) -> str:
 
 def _collect(capture: Capture, by_name: Mapping[str, Op], skipped: list[str]) -> list[TunedClass]:
     """Return the config that the search has found for each class, with the times of all its configs."""
-    found = []
+    tuned = []
     tasks = [_task(by_name, launch) for launch in capture.classes]
     for launch, task, (tried, stored) in zip(capture.classes, tasks, searched(capture.root, tasks), strict=True):
         if stored is None:
@@ -299,8 +299,8 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], skipped: list[str]) ->
             continue
         entry, best = stored
         times = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
-        found.append(TunedClass(launch, task, best, task.default, times, dict(entry.evidence), capture.cost_us(launch)))
-    return found
+        tuned.append(TunedClass(launch, task, best, task.default, times, dict(entry.evidence), capture.cost_us(launch)))
+    return tuned
 
 
 def _table(tuned: Sequence[TunedClass]) -> ServingTable:
