@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from kerneltune import cache, device, sweep
 from kerneltune.adopt import ahead
@@ -120,22 +119,6 @@ def _seconds(launches: Sequence[LaunchClass], widen: bool, workers: int | None) 
     return seconds_of(configs, workers) + len(launches) * _CLASS_S
 
 
-class _OutOfTimeError(Exception):
-    """Report that the budget is used; the classes that are tuned stay tuned."""
-
-
-def _limited(progress: Progress, until: float) -> Progress:
-    """Return a Progress that raises _OutOfTimeError at the first step after a time."""
-
-    def advance(text: str) -> None:
-        progress.advance(text)
-        if time.monotonic() > until:
-            raise _OutOfTimeError
-
-    limited: Any = SimpleNamespace(stage=progress.stage, advance=advance, best=progress.best, note=progress.note)
-    return cast(Progress, limited)
-
-
 def tune_capture(
     root: Path,
     progress: Progress,
@@ -168,17 +151,14 @@ def tune_capture(
         by_digest = {launch.digest: launch for launch in capture.classes}
         chosen = [by_digest[launch.digest] for launch in chosen]
     options = Options(workers=workers, force=force)
-    limited = _limited(progress, began + budget_s if budget_s else float("inf"))
+    until = began + budget_s if budget_s else math.inf
     by_name = {op.name: op for op in operators_of(capture, widen)}
     replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
-    try:
-        search_tasks(root, FAMILY, root / SWEEP, [_task(by_name, launch) for launch in chosen], options, limited)
-    except _OutOfTimeError:
-        cache.clear()
-        left = [launch for launch in chosen if cached(_task(by_name, launch), root / "configs") is None]
+    search_tasks(root, FAMILY, root / SWEEP, [_task(by_name, launch) for launch in chosen], options, progress, until)
+    left = [launch for launch in chosen if cached(_task(by_name, launch), root / "configs") is None]
+    if left and time.monotonic() >= until:
         needed = f"the command again takes about {max(_seconds(left, widen, workers), 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
-    cache.clear()
     tuned = _collect(capture, by_name, skipped)
     table = _table(tuned)
     digest = write_table(root, table)
@@ -186,16 +166,21 @@ def tune_capture(
     return TunedCapture(table_path(root, table.device), digest, tuned, skipped, time.monotonic() - began)
 
 
-def search_tasks(root: Path, family: str, file: Path, tasks: Sequence[Task], options: Options, progress: Progress) -> None:
+def search_tasks(
+    root: Path, family: str, file: Path, tasks: Sequence[Task], options: Options, progress: Progress, until: float = math.inf
+) -> None:
     """Search tasks into a folder, the tasks of each timing policy together.
 
-    family, file: name and file of the sweep that the tasks stand for.
+    family, file: name and file of the sweep that the tasks stand for; until: as of `run_tune`.
     """
     by_name = {task.op.name: task.op for task in tasks}
     for policy in dict.fromkeys(task.policy for task in tasks):
         entries = tuple(sweep.SweepCase(task.op.name, task.case, "bench") for task in tasks if task.policy == policy)
         here = replace(options, configs=root / "configs", results=root / "results", policy=policy)
-        run_tune(Plan(by_name, sweep.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), here), progress)
+        plan = Plan(by_name, sweep.Sweep(family, file, (), entries, {}), Selection(family, variants=(TUNED,)), here)
+        run_tune(plan, progress, until)
+        if time.monotonic() >= until:
+            break
 
 
 Searched = tuple[Mapping[Config, Evaluation], tuple[cache.CacheEntry, Config] | None]

@@ -3,7 +3,9 @@
 A task, a variant on a case, is the unit of work on every GPU: its config is searched, or its whole space is measured.
 """
 
+import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -144,13 +146,15 @@ def seconds_of(configs: int, workers: int | None) -> float:
     return configs * (_COMPILE_S / (workers or len(os.sched_getaffinity(0))) + _TRIAL_S)
 
 
-def tune_here(plan: Plan, tasks: Sequence[Task], progress: Progress) -> list[Performed]:
-    """Perform tasks on the GPU of this process."""
+def tune_here(plan: Plan, tasks: Sequence[Task], progress: Progress, until: float = math.inf) -> list[Performed]:
+    """Perform tasks on the GPU of this process; after `until`, a time of the monotonic clock in s, no further task begins."""
     release_memory()  # the GPU worker needs the memory
     finished: list[Performed] = []
     progress.stage("measure spaces" if plan.options.exhaustive else "tune", len(tasks))
     with TuningSession(plan.options) as session:
         for number, task in enumerate(tasks, start=1):
+            if finished and time.monotonic() >= until:
+                break
             finished.append((task, perform(session, task, tasks[number:])))
             tell(progress, *finished[-1])
     return finished
