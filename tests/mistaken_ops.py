@@ -57,7 +57,7 @@ class Mistaken:
     compare: Callable[..., list[str]] = all_close
 
     def findings(self, mistake: str) -> list[str]:
-        """Check default configs, covering pairs and the addresses of a large case, as `sweep --check-only` does."""
+        """Check default configs, covering pairs and the addresses of a large case, until a check finds something."""
         space: Any = {"parts": (1, 2, 4), "block": (16, 64, 512)}
         run = partial(self.launch, mistake)
         variant = Variant("optimized", run, Knobs, lambda _case: space, default=lambda _case: Knobs(1, 512))
@@ -66,11 +66,14 @@ class Mistaken:
             compare=self.compare, traffic=lambda case: Traffic(4 * case["M"] * case["N"], 4 * case["M"] * case["N"]),
             variants=(variant,), module=__name__,
         )  # fmt: skip
-        found = [line for case in CASES for line in Checker(op, case, "cpu").errors(variant, variant.default_config(case))]
+        default = variant.default_config(LARGE)
+        for case in CASES:
+            if found := Checker(op, case, "cpu").errors(variant, default):
+                return found
         with patch.object(pairs, "FURTHER_S", 0.0):
             outcomes = pairs.check_pairs(op, variant, CASES, lambda case: 1.0 + case["M"] * case["N"])
-        found += [outcome.reason for outcome in outcomes if outcome.status == "failed"]
-        return found + address_errors(op, LARGE, variant, variant.default_config(LARGE))
+        found = [outcome.reason for outcome in outcomes if outcome.status == "failed"]
+        return found or address_errors(op, LARGE, variant, default)
 
 
 def mistakes_of(operators: dict[str, Mistaken]) -> list[tuple[str, str]]:

@@ -100,7 +100,8 @@ def _vary(replay: Replay) -> None:
     for name, tensor in _tensors(replay.named).items():
         argument = next(a for a in replay.launch.arguments if a.name == name)
         is_data = argument.tensor is not None and _is_floating(replay.launch.storages[argument.tensor.storage])
-        if is_data and tensor.is_floating_point() and tensor.element_size() > 1 and tensor.ndim > 1 and tensor.is_contiguous():
+        is_wide = tensor.is_floating_point() and tensor.element_size() > 1
+        if is_data and is_wide and tensor.ndim > 1 and tensor.is_contiguous() and tensor.any():  # zeros are a sum that begins
             vary_rows(tensor, large=1.0)  # a large row would hide differences elsewhere: they are relative to all elements
 
 

@@ -154,16 +154,37 @@ def layernorm(x_ptr, y_ptr, N, MISTAKE: tl.constexpr, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("rtol", [None, 1e-2])
 def test_reference_sees_rows_that_show_mistakes_of_a_normalization(tmp_path: Path, mistake: str, rtol: float | None) -> None:
     configs = [triton.Config({"BLOCK": 128, "MISTAKE": mistake})]
-    globals()["made"] = kernel = kerneltune.autotune(configs, ["N"], reference=normalized, rtol=rtol, atol=rtol)(layernorm)
-    startup.capture(tmp_path)
-    x = torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
-    kernel[(64,)](x - x.mean(1, keepdim=True), torch.empty(64, 100), 100)
-    startup.uninstall()
-    (op,) = operators(str(tmp_path))
-    checker = Checker(op, case_of(read_capture(tmp_path).classes[0], op.axes), "cpu")
-    found = checker.errors(op.variant(TUNED), next(op.variant(TUNED).configs(checker.case)))
+    kernel = kerneltune.autotune(configs, ["N"], reference=normalized, rtol=rtol, atol=rtol)(layernorm)
+    found = errors_of_rows(tmp_path, kernel, torch.empty(64, 100))
     assert bool(found) == bool(mistake)
     assert [line for line in found if not line.startswith("y_ptr: ")] == []
+
+
+def errors_of_rows(folder: Path, kernel: Any, y: torch.Tensor) -> list[str]:
+    """Capture a launch on normal rows x (64, 100), and return the errors of the first config."""
+    globals()["made"] = kernel
+    startup.capture(folder)
+    x = torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
+    kernel[(64,)](x - x.mean(1, keepdim=True), y, 100)
+    startup.uninstall()
+    (op,) = operators(str(folder))
+    checker = Checker(op, case_of(read_capture(folder).classes[0], op.axes), "cpu")
+    return checker.errors(op.variant(TUNED), next(op.variant(TUNED).configs(checker.case)))
+
+
+@triton.jit
+def added(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Add each eighth row of x (64, N) to a row of y (8, N)."""
+    at, row = tl.arange(0, BLOCK), tl.program_id(0)
+    tl.atomic_add(y_ptr + row % 8 * N + at, tl.load(x_ptr + row * N + at, at < N, other=0.0), at < N)
+
+
+def test_check_with_a_reference_keeps_zeros_to_which_a_kernel_adds(tmp_path: Path) -> None:
+    def reference(given: Any) -> dict[str, Any]:
+        return {"y_ptr": given["x_ptr"].view(8, 8, -1).sum(0)}
+
+    kernel = kerneltune.autotune([triton.Config({"BLOCK": 128})], ["N"], reference=reference)(added)
+    assert errors_of_rows(tmp_path, kernel, torch.zeros(8, 100)) == []
 
 
 def test_results_of_a_capture_can_be_perturbed(tmp_path: Path) -> None:
