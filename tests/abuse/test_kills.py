@@ -144,12 +144,12 @@ class Kind:
 
 
 KINDS = {
-    "sweep": Kind("sweep tiny.yaml --check-only --results results", a_sweep, 20),
-    "search": Kind("search", nothing, 12, searched),
-    "compare": Kind("compare --from records.jsonl --format csv -o table.csv", some_records, 8),
-    "report": Kind("report records.jsonl -o page.html --markdown table.md", some_records, 8),
-    "gate": Kind("gate --allow-stale HEAD records.jsonl --junit junit.xml --markdown gate.md", a_repository, 10),
-    "revision": Kind("revision", a_repository, 10),
+    "sweep": Kind("sweep tiny.yaml --check-only --results results", a_sweep, 12),
+    "search": Kind("search", nothing, 8, searched),
+    "compare": Kind("compare --from records.jsonl --format csv -o table.csv", some_records, 6),
+    "report": Kind("report records.jsonl -o page.html --markdown table.md", some_records, 6),
+    "gate": Kind("gate --allow-stale HEAD records.jsonl --junit junit.xml --markdown gate.md", a_repository, 6),
+    "revision": Kind("revision", a_repository, 6),
 }
 """Commands, and how often each is killed in every run."""
 
