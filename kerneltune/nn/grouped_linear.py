@@ -1,12 +1,14 @@
 """Multiply groups of rows by expert weights whose fp8 can be kept from microbatch to microbatch."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kerneltune.compat import unsafe_view
 from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.grouped_mm import check_product, fp8_grouped_mm
+from kerneltune.nn.grouped_mm import check_ends, check_product, fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Fp8Operand, Recipe, recipe_of
 from kerneltune.rounding import ALIGNED
@@ -95,7 +97,11 @@ class GroupedLinear(nn.Module):
         recipe = self.recipe
         if recipe is None:
             check_product(x, b_t, offs, Recipe())
-            return nn.functional.grouped_mm(x, b_t.to(x.dtype), offs=offs)
+            if offs.device.type == "cpu" and not torch.compiler.is_compiling():
+                check_ends(offs, x.shape[0])
+            product = nn.functional.grouped_mm(x, b_t.to(x.dtype), offs=offs)
+            y: Tensor = _DenseGradient.apply(product)  # type: ignore[no-untyped-call]
+            return y
         weights: KeptWeights | Fp8Operand = self.kept
         if is_first_microbatch is not None:
             check_product(x, b_t, offs, recipe)  # before the weight is cast
@@ -114,3 +120,15 @@ class GroupedLinear(nn.Module):
         if not is_tensor or skip.numel() != 1 or skip.device != self.weight.device:
             got = f"{tuple(skip.shape)} on {skip.device}" if is_tensor else repr(skip)
             raise ValueError(f"skip_update must be one number on {self.weight.device}, got {got}")
+
+
+class _DenseGradient(torch.autograd.Function):
+    """Return a tensor as it is, and copy an expanded gradient, as that of a sum, which torch's grouped product refuses."""
+
+    @staticmethod
+    def forward(_ctx: Any, y: Tensor) -> Tensor:
+        return unsafe_view(y, list(y.shape))  # no view, because autograd lets no caller change that in place
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()

@@ -62,7 +62,7 @@ def fp8_grouped_mm(
     check_product(A, B_t, offs, how, out_dtype)
     cast = _earlier_cast(A, B_t, how, weights, amax)
     if (check_offs or offs.device.type == "cpu") and type(offs) is Tensor and not torch.compiler.is_compiling():
-        _check_ends(offs, A.shape[0])
+        check_ends(offs, A.shape[0])
     elif debugging():
         assert_group_ends(offs, A.shape[0])
     dtype = out_dtype or A.dtype
@@ -162,7 +162,7 @@ def _check_offsets(offs: Tensor, E: int) -> None:
         raise ValueError(f"offs must be contiguous, got strides {offs.stride()}")
 
 
-def _check_ends(offs: Tensor, M: int) -> None:
+def check_ends(offs: Tensor, M: int) -> None:
     """Check the ends of groups, which waits for the device."""
     ends = offs.tolist()
     if ends != sorted(ends) or ends[0] < 0 or ends[-1] > M:

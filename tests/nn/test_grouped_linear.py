@@ -475,3 +475,16 @@ def test_config_that_is_stored_runs_in_the_next_call(tmp_path: Path, monkeypatch
     cache.store("fp8_grouped_gemm", device.current_slug(), cache.entry_from(entry))
     assert torch.equal(module(x, offs), want)
     assert used[1] == config
+
+
+def test_layer_without_recipe_takes_the_gradient_of_a_sum_and_checks_ends_of_groups() -> None:
+    layer, x = GroupedLinear(2, 32, 16, recipe=None), torch.randn(16, 32, requires_grad=True)
+    y = layer(x, torch.tensor([6, 16], dtype=torch.int32))
+    y.sum().backward()
+    wanted = torch.cat([layer.weight[0].sum(0).expand(6, 32), layer.weight[1].sum(0).expand(10, 32)])
+    assert x.grad is not None
+    assert torch.allclose(x.grad, wanted, atol=1e-5)
+    y.add_(1)
+    for ends in ([16, 6], [6, 20]):
+        with pytest.raises(ValueError, match="offs decrease or exceed M"):
+            layer(x, torch.tensor(ends, dtype=torch.int32))
