@@ -8,7 +8,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,6 +30,8 @@ CONFIG_S = 0.6
 """Seconds of a paired final. H200, 2026-11-23: 96 configs took 54 s."""
 _CASE_S = 8.0
 """Seconds of measuring a case of a family without records. H200: 1 to 14 s, by family."""
+_EAGER_CASE_S = 150.0
+"""The same of whole training steps, which are timed launch by launch. H100: 85 to 112 s with two or three of seven variants."""
 _LONGEST_GAP_S = 300.0
 """Seconds between two records of a run, at most: the longest case, a compiled step of a model, takes about 150 s."""
 _AT_ONCE = 16
@@ -145,7 +147,7 @@ def _family(plan: Plan, folder: Path) -> StaleFamily:
     stale = tuple(entry for entry in entries if not _is_fresh(plan, entry, rows, folder.name))
     keys = set(map(plan.key, plan.sweep.bench))
     orphans = sum(row.key not in keys for row in recorded)
-    return StaleFamily(plan, len(entries), stale, _seconds_a_case(recorded), orphans, frozenset(key for key, _ in rows))
+    return StaleFamily(plan, len(entries), stale, _seconds_a_case(recorded, policies), orphans, frozenset(key for key, _ in rows))
 
 
 def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[tuple[Key, str], Record], gpu: str) -> bool:
@@ -228,12 +230,14 @@ def _difference_of(row: Record, op: Op, configs: Path | None) -> Difference | No
         return Difference("config", row.config_label, str(error))
 
 
-def _seconds_a_case(recorded: Sequence[Record]) -> float:
+def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:
     """Return the mean time of measuring a case, by the dates of the records."""
     dates = sorted({datetime.fromisoformat(row.date) for row in recorded})
     gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(dates)]
     of_one_run = [gap for gap in gaps if gap <= _LONGEST_GAP_S]
-    return sum(of_one_run) / len({row.key for row in recorded}) if of_one_run else _CASE_S
+    return (
+        sum(of_one_run) / len({row.key for row in recorded}) if of_one_run else _EAGER_CASE_S if "eager" in policies else _CASE_S
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 import importlib.util
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from kerneltune import stale
 from kerneltune.measuring.check import poisoned_memory
 from kerneltune.run_options import Options, Selection, load_plan
 from kerneltune.spec import Case
@@ -74,6 +76,15 @@ def test_steps_are_timed_launch_by_launch_unless_hot_is_asked_for() -> None:
         entry = plan.cases()[0]
         assert {task.policy for task in plan.tasks(entry.op, entry.case)} == {policy}
         assert plan.key(entry)[-1] == policy
+
+
+def test_stale_steps_without_records_count_as_minutes_each(tmp_path: Path) -> None:
+    (tmp_path / "nvidia_h100").mkdir()
+    (tmp_path / "nvidia_h100" / "other.jsonl").touch()
+    plans = stale.plans_of({"model_step": OPS[0]}, Selection("model_training"), Options(results=tmp_path))
+    (family,) = stale.find(plans, "nvidia_h100").families
+    assert len(family.stale) == 8
+    assert family.seconds_a_case > 60
 
 
 @pytest.fixture
