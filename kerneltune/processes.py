@@ -7,6 +7,7 @@ The server of `fast_context` imports this module first, which binds the server t
 """
 
 import atexit
+import functools
 import multiprocessing
 import os
 import shutil
@@ -150,6 +151,25 @@ def git(folder: Path, *arguments: str) -> bytes:
     """Return the output of git in a folder."""
     output: bytes = run_program(["git", "-C", str(folder), *arguments], must_succeed=True).stdout
     return output
+
+
+@functools.cache
+def commit(root: Path = Path(__file__).parents[1]) -> str:
+    """Return the commit of the source that runs, with `+` where the package differs from it.
+
+    Outside a checkout of this package, return the commit that `git archive` wrote into `.git_archival.txt`, or `unknown`. An
+    installation below the checkout of another project counts as outside.
+
+    Args:
+        root: the folder that holds the package.
+    """
+    with suppress(ValueError):  # no git, or no checkout
+        top, head = git(root, "rev-parse", "--show-toplevel", "--short", "HEAD").decode().splitlines()
+        if Path(top) == root.resolve():
+            return head + ("+" if git(root, "status", "--porcelain", "kerneltune") else "")
+    archived = root / ".git_archival.txt"
+    node = archived.read_text().strip() if archived.exists() else ""
+    return "unknown" if not node or "$" in node else node
 
 
 def run_bound(code: str, arguments: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

@@ -94,7 +94,7 @@ class FakeCompare(FakeBench):
             if (task.case.name, task.variant.name) == ("big", "pr593"):
                 _do(os.environ[DOES])
         self.on_variant("")
-        return {task.variant.name: np.linspace(9.9, 10.1, 15) for task in left}, dict(untimed)
+        return Compared({task.variant.name: np.linspace(9.9, 10.1, 15) for task in left}, dict(untimed))
 
 
 def _do(does: str) -> None:

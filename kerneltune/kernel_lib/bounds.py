@@ -222,9 +222,9 @@ class _Guard:
 
     def converted(self, value: Any) -> Any:
         """Stand for _implicit_cvt: give a tensor addresses in a region of its own."""
-        found = self._convert(value)
+        argument = self._convert(value)
         if not hasattr(value, "data_ptr"):
-            return found
+            return argument
         tensor = getattr(value, "base", value) if type(value).__name__ == "TensorWrapper" else value
         storage = tensor.untyped_storage()
         region_start = (_FIRST_REGION + len(self._regions)) << _REGION_BITS
@@ -238,8 +238,8 @@ class _Guard:
                 tuple(tensor.shape), tuple(tensor.stride()), middle, storage.nbytes(), offset, start,
             )
         )  # fmt: skip
-        found.handle.data = np.array([start], dtype=np.uint64)
-        return found
+        argument.handle.data = np.array([start], dtype=np.uint64)
+        return argument
 
     def __getattr__(self, name: str) -> Any:
         """Return a function of the native module that accesses no memory."""
@@ -332,9 +332,9 @@ class _Guard:
             of_region = np.where(chosen, addresses, addresses[chosen][0])
             if number >= _FIRST_REGION + len(self._regions):
                 raise KernelFaultError(f"{what} outside of every argument{self._here()}")
-            if (found := self._checked(what, of_region, chosen, item_size, noted)) is None:
+            if (of_memory := self._checked(what, of_region, chosen, item_size, noted)) is None:
                 return None
-            real[chosen] = found[chosen]
+            real[chosen] = of_memory[chosen]
         return real
 
     def _here(self) -> str:
@@ -363,11 +363,11 @@ def _garbage(mask: Any, kind: Any, dtype: Any) -> Any:
         values = (np.finfo(dtype).max, np.nan, np.finfo(dtype).min)
     else:
         values = _FLOAT_GARBAGE.get(kind.name, (_WHOLE_GARBAGE,) * 3)
-    found = np.zeros(mask.shape, dtype)
+    garbage = np.zeros(mask.shape, dtype)
     left_out = np.flatnonzero(~mask)
     for first, value in enumerate(values):
-        found.flat[left_out[first :: len(values)]] = value
-    return found
+        garbage.flat[left_out[first :: len(values)]] = value
+    return garbage
 
 
 def _asserted(_builder: Any, condition: Any, message: str) -> None:
@@ -380,13 +380,13 @@ def _cast_to_whole(builder: Any, source: Any, target: Any) -> Any:
     """Stand for InterpreterBuilder.create_fp_to_si: NaN and values out of range, for which no result is defined, give garbage."""
     from triton import language as tl
 
-    found, kind = builder.cast_impl(source, target), target.scalar
+    result, kind = builder.cast_impl(source, target), target.scalar
     values = source.data if source.data.dtype.kind == "f" else builder.cast_impl(source, tl.float32).data
     whole = np.trunc(values.astype(np.float64))
     is_defined = (whole >= kind.get_int_min_value()) & (whole <= kind.get_int_max_value())
     if kind.int_bitwidth > 1 and not is_defined.all():
-        found.data = np.where(is_defined, found.data, np.array(_WHOLE_GARBAGE, found.data.dtype))
-    return found
+        result.data = np.where(is_defined, result.data, np.array(_WHOLE_GARBAGE, result.data.dtype))
+    return result
 
 
 def _promised(handle: Any, name: str, values: Any) -> None:

@@ -83,7 +83,7 @@ class Watchdog:
             self._end.set()
         if not self._reason:
             return
-        if not any(isinstance(found, _EndedError) for found in _causes(error)):
+        if not any(isinstance(cause, _EndedError) for cause in _causes(error)):
             try:
                 time.sleep(1.0)  # the launch ended by itself just before the exception that is to come
             except _EndedError:
@@ -104,7 +104,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def fault_of(error: BaseException) -> KernelFaultError | None:
     """Return the KernelFaultError among an error and its causes; None for all other errors."""
-    return next((found for found in _causes(error) if isinstance(found, KernelFaultError)), None)
+    return next((cause for cause in _causes(error) if isinstance(cause, KernelFaultError)), None)
 
 
 @functools.cache
@@ -112,12 +112,12 @@ def _launch_keywords() -> frozenset[str]:
     """Return the keywords of a launch that are no parameters of the kernel: the options of all of Triton's backends."""
     from triton.backends import backends
 
-    found = {"grid", "warmup", "debug", "num_warps", "num_stages", "num_ctas", "maxnreg"}
+    keywords = {"grid", "warmup", "debug", "num_warps", "num_stages", "num_ctas", "maxnreg"}
     for backend in backends.values():
         module = inspect.getmodule(backend.compiler)
         options = [kind for name, kind in vars(module).items() if name.endswith("Options") and dataclasses.is_dataclass(kind)]
-        found |= {option.name for kind in options for option in dataclasses.fields(kind)}
-    return frozenset(found)
+        keywords |= {option.name for kind in options for option in dataclasses.fields(kind)}
+    return frozenset(keywords)
 
 
 def check_keywords(executor: Any, given: dict[str, Any]) -> None:

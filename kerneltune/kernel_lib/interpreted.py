@@ -116,8 +116,8 @@ def _mend_libdevice() -> None:
         def call(*given: Any, **_: Any) -> Any:
             operands = [value if isinstance(value, tl.core.tensor) else interpreter_semantic.to_tensor(value) for value in given]
             widest = max(operands, key=lambda operand: operand.handle.data.size)
-            found = function(*(operand.handle.data for operand in operands)).astype(widest.handle.data.dtype)
-            return tl.core.tensor(TensorHandle(found, widest.dtype), widest.type)
+            values = function(*(operand.handle.data for operand in operands)).astype(widest.handle.data.dtype)
+            return tl.core.tensor(TensorHandle(values, widest.dtype), widest.type)
 
         return call
 
@@ -219,13 +219,13 @@ def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _remembered(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Remember numpy's type of each element type: the interpreter makes a dict of all types at every call."""
-    found: dict[str, Any] = {}
+    dtypes: dict[str, Any] = {}
 
     def remembered(kind: Any) -> Any:
         name = kind.scalar.name
-        if name not in found:
-            found[name] = np_dtype(kind)
-        return found[name]
+        if name not in dtypes:
+            dtypes[name] = np_dtype(kind)
+        return dtypes[name]
 
     return remembered
 
@@ -239,9 +239,9 @@ def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
         if not any(is_bf16) or np.where in operands:
             return method(builder, *operands)
         wide = [builder.cast_impl(o, tl.float32) if b else o for o, b in zip(operands, is_bf16, strict=True)]
-        found = method(builder, *wide)
-        is_number = found.data.dtype == np.float32  # no answer of a comparison
-        return builder.cast_impl(found, tl.bfloat16) if is_bf16[typed_by] and is_number else found
+        result = method(builder, *wide)
+        is_number = result.data.dtype == np.float32  # no answer of a comparison
+        return builder.cast_impl(result, tl.bfloat16) if is_bf16[typed_by] and is_number else result
 
     return computed
 
@@ -270,8 +270,8 @@ def _reduced_in_fp32(apply: Callable[..., Any]) -> Callable[..., Any]:
     def applied(reduction: Any, given: tuple[Any, ...]) -> Any:
         if all(tensor.dtype != tl.bfloat16 for tensor in given):
             return apply(reduction, given)
-        found = apply(reduction, tuple(cast(tensor, tl.float32) if tensor.dtype == tl.bfloat16 else tensor for tensor in given))
-        results = found if isinstance(found, list | tuple) else (found,)
+        reduced = apply(reduction, tuple(cast(tensor, tl.float32) if tensor.dtype == tl.bfloat16 else tensor for tensor in given))
+        results = reduced if isinstance(reduced, list | tuple) else (reduced,)
         return tuple(
             cast(result, tl.bfloat16) if tensor.dtype == tl.bfloat16 and result.dtype == tl.float32 else result
             for tensor, result in zip(given, results, strict=False)
@@ -282,15 +282,15 @@ def _reduced_in_fp32(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 def _block_types_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
     """Remember the parts of a block type that follow from its shape: each operation makes several block types."""
-    found: dict[tuple[int, ...], tuple[str, dict[str, Any]]] = {}
+    known: dict[tuple[int, ...], tuple[str, dict[str, Any]]] = {}
 
     def made(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([getattr(size, "value", size) for size in shape])
-        if sizes not in found:
+        if sizes not in known:
             make(self, element_ty, shape)
             parts = {name: value for name, value in vars(self).items() if name not in ("element_ty", "name")}
-            found[sizes] = self.name.removesuffix(f"{element_ty}>"), parts
-        name, parts = found[sizes]
+            known[sizes] = self.name.removesuffix(f"{element_ty}>"), parts
+        name, parts = known[sizes]
         vars(self).update(parts, element_ty=element_ty, name=f"{name}{element_ty}>")
 
     return made
@@ -374,10 +374,10 @@ def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
         if source.name not in ("fp32", "bf16", "fp16") or dtype is None or rounding == ROUNDING_MODE.RTZ:
             return convert(data, source, target, rounding)
         exact = (data.astype(np.uint32) << 16).view(np.float32) if source.name == "bf16" else data.astype(np.float32)
-        found = torch.from_numpy(exact).to(dtype).view(bits[dtype.itemsize]).numpy()
+        codes = torch.from_numpy(exact).to(dtype).view(bits[dtype.itemsize]).numpy()
         if target.name == "bf16" and np.isnan(exact).any():  # torch drops the sign, which tells computed from poisoned NaN
-            found = np.where(np.isnan(exact), np.where(np.signbit(exact), 0xFFC0, 0x7FC0).astype(np.uint16), found)
-        return found
+            codes = np.where(np.isnan(exact), np.where(np.signbit(exact), 0xFFC0, 0x7FC0).astype(np.uint16), codes)
+        return codes
 
     return rounded
 

@@ -82,24 +82,24 @@ def gcn_usage(text: str) -> tuple[int, int, int]:
 
 def ptx_accesses(text: str) -> tuple[Access, ...]:
     """Find loads and stores of global memory in PTX, widest first; ptxas keeps the widths, but may copy unrolled accesses."""
-    found: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for kind, modifiers, copied_bytes in _PTX.findall(text):
         if copied_bytes:
-            found["load", 8 * int(copied_bytes, 0)] += 1
+            counts["load", 8 * int(copied_bytes, 0)] += 1
         elif m := _PTX_TYPE.search(modifiers):
-            found["load" if kind == "ld" else "store", int(m[1] or 1) * int(m[2])] += 1
-    return _ordered(found)
+            counts["load" if kind == "ld" else "store", int(m[1] or 1) * int(m[2])] += 1
+    return _ordered(counts)
 
 
 def gcn_accesses(text: str) -> tuple[Access, ...]:
     """Find loads and stores of global memory in amdgcn assembly, the widest first."""
-    found: Counter[tuple[str, int]] = Counter()
+    counts: Counter[tuple[str, int]] = Counter()
     for kind, suffix in _GCN.findall(text):
         m = _GCN_BITS.match(suffix)
         if m:
             bits = _DEFAULT_BITS * int(m[2] or 1) if m[1] else int(m[3]) if m[3] else 8 if m[4] else 16
-            found[kind, bits] += 1
-    return _ordered(found)
+            counts[kind, bits] += 1
+    return _ordered(counts)
 
 
 def typical_bits(accesses: tuple[Access, ...], kind: str) -> int:
@@ -107,8 +107,8 @@ def typical_bits(accesses: tuple[Access, ...], kind: str) -> int:
     return max(((a.bits * a.count, a.bits) for a in accesses if a.kind == kind), default=(0, 0))[1]
 
 
-def _ordered(found: Counter[tuple[str, int]]) -> tuple[Access, ...]:
-    return tuple(Access(kind, bits, found[kind, bits]) for kind, bits in sorted(found, key=lambda key: (key[0], -key[1])))
+def _ordered(counts: Counter[tuple[str, int]]) -> tuple[Access, ...]:
+    return tuple(Access(kind, bits, counts[kind, bits]) for kind, bits in sorted(counts, key=lambda key: (key[0], -key[1])))
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,9 +143,9 @@ class Checker:
         held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for run in range(runs):
             checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run)
-            outputs, found = checker.run(variant, config)
-            if found:
-                return [f"run {run + 1}: {line}" for line in found] if run else found
+            outputs, lines = checker.run(variant, config)
+            if lines:
+                return [f"run {run + 1}: {line}" for line in lines] if run else lines
             changed = [name for name, (tensor, before) in held.items() if not _same(tensor, before)]
             if changed:
                 return [f"outputs: {', '.join(changed)} of the first run changed in the second: outputs need memory of their own"]
@@ -180,18 +180,18 @@ class Checker:
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:
-            found: object = self.op.compare(self.case, self.inputs, outputs, self._expected)
+            lines: object = self.op.compare(self.case, self.inputs, outputs, self._expected)
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
             if out_of_memory_reason(error):
                 raise
             if lacking := sorted(set(self._expected) - set(outputs if isinstance(outputs, Mapping) else ())):
                 return [f"outputs: the reference gives {', '.join(lacking)}, the variant does not"]
             return [f"{place_of(self.op.compare, error)}compare: {first_line(error)}"]
-        if isinstance(found, list | tuple) and all(isinstance(line, str) and line for line in found):
+        if isinstance(lines, list | tuple) and all(isinstance(line, str) and line for line in lines):
             if outputs and not self._expected:
                 return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
-            return list(found)
-        return [f"{place_of(self.op.compare)}compare: {found!r}: expected a list of lines, empty where all is well"]
+            return list(lines)
+        return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

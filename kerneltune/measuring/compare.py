@@ -3,15 +3,12 @@
 The module chooses no config and prints nothing.
 """
 
-import contextlib
-import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -19,14 +16,19 @@ from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker, Outcome, affordable, broken_context, host_free_bytes
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
-from kerneltune.processes import git
+from kerneltune.processes import commit
 from kerneltune.records import Record, Status, rounded
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
 from kerneltune.stats import Samples, deciles, median_interval, ratio_interval
 
-Compared = tuple[dict[str, Samples], dict[str, Outcome]]
-"""Times (rounds,) of each timed variant by name, and the outcome of each untimed variant by name."""
+
+class Compared(NamedTuple):
+    """Hold the times (rounds,) of each timed variant, and the outcome of each untimed variant, by name."""
+
+    samples: dict[str, Samples]
+    untimed: dict[str, Outcome]
+
 
 SELF = "A/A"
 CEILING = "ceiling"
@@ -96,28 +98,26 @@ def time_runs(
         runs: runs of one case; a variant with two runs is timed like a variant with one run.
         ceiling: the streaming operator that moves as many bytes, timed as `CEILING`.
         untimed: outcomes of variants that failed elsewhere and are not launched here.
-        on_variant: function that gets the name of a variant, or of the ceiling, before its launch alone, and "" before all are
-            timed.
+        on_variant: function that gets the name of each variant, and of the ceiling, before it is launched alone; then, before
+            all are timed together, an empty name.
 
     Raises:
         RuntimeError: a launch broke the GPU context of this process.
     """
-    found, left = dict(untimed), {task.variant.name: (task, config) for task, config in runs if task.variant.name not in untimed}
-    samples: dict[str, Samples] = {}
-    shared = _check(runs[0][0], left, found, on_variant)
+    outcomes = dict(untimed)
+    left = {task.variant.name: (task, config) for task, config in runs if task.variant.name not in outcomes}
+    samples: dict[str, Samples] | Outcome = {}
+    shared = _check(runs[0][0], left, outcomes, on_variant)
     if shared is None:
         torch.cuda.empty_cache()
-        contenders = _contenders({name: run for name, run in left.items() if name not in found}, found, on_variant)
-        if contenders:
-            timed = _sample(contenders, ceiling, on_variant)
-            if isinstance(timed, Outcome):
-                shared = timed
-            else:
-                samples = timed
+        contenders = _contenders({name: run for name, run in left.items() if name not in outcomes}, outcomes, on_variant)
+        samples = _sample(contenders, ceiling, on_variant) if contenders else {}
         torch.cuda.empty_cache()
+    if isinstance(samples, Outcome):
+        shared, samples = samples, {}
     if shared is not None:
-        found = dict.fromkeys(left, shared) | found
-    return samples, found
+        outcomes = dict.fromkeys(left, shared) | outcomes
+    return Compared(samples, outcomes)
 
 
 def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome], on_variant: Callable[[str], None]) -> Outcome | None:
@@ -305,25 +305,6 @@ def make_record(family: str, task: Task, config: Config, status: str, reason: st
         **task.identity,
         **fields,
     )
-
-
-@functools.cache
-def commit(root: Path = Path(__file__).parents[2]) -> str:
-    """Return the commit of the source that runs, with `+` where the package differs from it.
-
-    Outside a checkout of this package, return the commit that `git archive` wrote into `.git_archival.txt`, or `unknown`. An
-    installation below the checkout of another project counts as outside.
-
-    Args:
-        root: the folder that holds the package.
-    """
-    with contextlib.suppress(ValueError):  # no git, or no checkout
-        top, head = git(root, "rev-parse", "--show-toplevel", "--short", "HEAD").decode().splitlines()
-        if Path(top) == root.resolve():
-            return head + ("+" if git(root, "status", "--porcelain", "kerneltune") else "")
-    archived = root / ".git_archival.txt"
-    node = archived.read_text().strip() if archived.exists() else ""
-    return "unknown" if not node or "$" in node else node
 
 
 def gpu_free_bytes() -> int:

@@ -194,7 +194,7 @@ def refusals(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[int
 
     Jobs that no other process can import are left out.
     """
-    found: dict[int, str] = {}
+    reasons: dict[int, str] = {}
     left = [number for number, job in enumerate(jobs) if _is_picklable(job)]
     for name, target in TARGETS.items():
         if not left:
@@ -202,9 +202,9 @@ def refusals(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[int
         with CompilePool(target, min(workers or 2, -(-len(left) // _FOR_A_WORKER))) as pool:
             errors = [result.error for result in pool.compile([jobs[number] for number in left])]
         refused = {number: error for number, error in zip(left, errors, strict=True) if _is_refusal(error)}
-        found = {number: found.get(number, f"does not compile for {name}: {error}") for number, error in refused.items()}
+        reasons = {number: reasons.get(number, f"does not compile for {name}: {error}") for number, error in refused.items()}
         left = list(refused)
-    return found
+    return reasons
 
 
 def _is_picklable(job: CompileJob) -> bool:

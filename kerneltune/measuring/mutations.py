@@ -88,11 +88,11 @@ def mutate(op: Op, variant: Variant, cases: Sequence[Case]) -> list[Outcome]:
             of_output[mutation] = of_output.get(mutation, False) or refused
     if not seen:
         raise CaseError(f"{op.name} {variant.name}: no check case gives outputs that can be perturbed")
-    return [_outcome(f"{op.name} {name}", found) for name, found in seen.items()]
+    return [_outcome(f"{op.name} {name}", is_refused) for name, is_refused in seen.items()]
 
 
 def _outcome(label: str, is_refused: Mapping[str, bool]) -> Outcome:
-    refused, accepted = ([name for name, value in is_refused.items() if value is wanted] for wanted in (True, False))
+    refused, accepted = ([name for name in _MUTATIONS if is_refused.get(name) is wanted] for wanted in (True, False))
     is_wrong = bool(_GROSS.intersection(accepted)) or not refused
     line = f"{label}: compare refuses {', '.join(refused) or 'nothing'}"
     return Outcome("failed" if is_wrong else "checked", f"{line}; accepts {', '.join(accepted)}" if accepted else line)

@@ -50,7 +50,7 @@ def check_pairs(
         begin: gets the outcome of each pair if the pair ends the process.
     """
     configs = configs_by_case(variant, cases)
-    done: set[Pair] = {(found[0], case) for case, found in configs.items()}
+    done: set[Pair] = {(of_case[0], case) for case, of_case in configs.items()}
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
     begun_s = time.thread_time()
@@ -99,12 +99,12 @@ def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
     width, least = max(map(_width, with_work)) / _WIDE, min(map(_elements, with_work))
     axes = dict.fromkeys(axis for case in with_work for axis, _size in case.axes)
     modes = dict.fromkeys(case.quant for case in with_work)
-    found = {f"ragged {axis}": [case for case in with_work if _is_ragged(case, axis)] for axis in axes}
-    found["wide"] = [case for case in with_work if _width(case) >= width]
-    found["tiny"] = [case for case in with_work if _elements(case) == least]
-    found["first"] = with_work[:1]
-    found |= {f"mode {mode}": [case for case in with_work if case.quant == mode] for mode in modes if len(modes) > 1}
-    return {name: members for name, members in found.items() if members}
+    members_of = {f"ragged {axis}": [case for case in with_work if _is_ragged(case, axis)] for axis in axes}
+    members_of["wide"] = [case for case in with_work if _width(case) >= width]
+    members_of["tiny"] = [case for case in with_work if _elements(case) == least]
+    members_of["first"] = with_work[:1]
+    members_of |= {f"mode {mode}": [case for case in with_work if case.quant == mode] for mode in modes if len(modes) > 1}
+    return {name: members for name, members in members_of.items() if members}
 
 
 def _is_ragged(case: Case, axis: str) -> bool:
@@ -122,11 +122,11 @@ def _width(case: Case) -> int:
 
 def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
     """Return the valid configs of each supported case, the default among them even where the space does not offer it."""
-    found = {}
+    configs = {}
     for case in cases:
         if variant.unsupported(case) is None:
-            found[case] = list(dict.fromkeys([variant.default_config(case), *variant.configs(case)]))
-    return found
+            configs[case] = list(dict.fromkeys([variant.default_config(case), *variant.configs(case)]))
+    return configs
 
 
 def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], float]) -> Iterator[Pair]:
@@ -140,8 +140,8 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
     """
     of_case = _classes_of_case(configs)
     met: dict[Value, set[str]] = defaultdict(set)
-    for case, found in configs.items():
-        for value in values(found[0]):
+    for case, offered in configs.items():
+        for value in values(offered[0]):
             met[value] |= of_case[case]
     left = [(config, case) for case, (_default, *rest) in configs.items() if of_case[case] for config in rest]
     random.Random(0).shuffle(left)
@@ -161,8 +161,8 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
 
 def _classes_of_case(configs: Iterable[Case]) -> dict[Case, set[str]]:
     """Return the names of each case's classes."""
-    found = classes(list(configs))
-    return {case: {name for name, members in found.items() if case in members} for case in configs}
+    members_of = classes(list(configs))
+    return {case: {name for name, members in members_of.items() if case in members} for case in configs}
 
 
 def others(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[Pair]:

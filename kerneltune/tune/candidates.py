@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kerneltune import cache, device
 from kerneltune.errors import unknown
-from kerneltune.measuring.compare import commit
+from kerneltune.processes import commit
 from kerneltune.search.task import Task, store_path
 from kerneltune.spec import Case, Config, Op, Space, Variant, knobs_of_class
 

@@ -367,4 +367,4 @@ def compare_in_worker(worker: GpuWorker | GpuBench, family: str, runs: Sequence[
             else:
                 blamed = [error.variant] if error.variant else [task.variant.name for task, _ in runs]
                 untimed = dict.fromkeys(blamed, Outcome("failed", f"crashed: {error}")) | untimed
-    return compared_records(family, runs, None, ({}, untimed))
+    return compared_records(family, runs, None, Compared({}, untimed))

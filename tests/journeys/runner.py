@@ -51,7 +51,7 @@ def gpu_here() -> dict[str, str]:
         return known
     code = (
         "import json, platform; from kerneltune import device as d; c = d.current(); d.select_backend(); "
-        "from kerneltune.measuring.compare import commit; print(json.dumps({'slug': c.slug, 'name': c.name, 'arch': c.arch, "
+        "from kerneltune.processes import commit; print(json.dumps({'slug': c.slug, 'name': c.name, 'arch': c.arch, "
         "'driver': c.driver, 'python': platform.python_version(), 'commit': commit(), **d.versions()}))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=_environment({}), capture_output=True, text=True, check=False)

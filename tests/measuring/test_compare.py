@@ -1,8 +1,6 @@
 """Records of a measured case, with a GPU that is only pretended."""
 
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,34 +176,3 @@ def test_a_unit_is_the_gpu_s_identifier_and_does_not_show_it() -> None:
     assert len(unit) == 12
     assert unit not in uuid
     assert device.unit_of("GPU-00000000-0000-0000-0000-000000000000") == device.unit_of("") == ""
-
-
-def repository(folder: Path) -> str:
-    """Make a git repository of a folder and return its commit."""
-    (folder / "kerneltune").mkdir(parents=True)
-    (folder / "kerneltune" / "a.py").touch()
-    author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    for arguments in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "a"]):
-        subprocess.run(["git", "-C", folder, *arguments], check=True)
-    return subprocess.run(["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-
-
-def test_commit_of_a_checkout_says_whether_the_package_was_changed(tmp_path: Path) -> None:
-    clean, changed = tmp_path / "clean", tmp_path / "changed"
-    head = repository(clean)
-    assert compare.commit(clean) == head
-    head = repository(changed)
-    (changed / "notes.txt").touch()
-    (changed / "kerneltune" / "a.py").write_text("b = 1\n")
-    assert compare.commit(changed) == f"{head}+"
-
-
-def test_commit_of_a_package_that_is_installed_below_another_repository_is_not_that_of_the_repository(tmp_path: Path) -> None:
-    repository(tmp_path)
-    installed = tmp_path / ".venv" / "site-packages"
-    (installed / "kerneltune").mkdir(parents=True)
-    assert compare.commit(installed) == "unknown"
-    unpacked = tmp_path / "unpacked"
-    unpacked.mkdir()
-    (unpacked / ".git_archival.txt").write_text("abc1234\n")
-    assert compare.commit(unpacked) == "abc1234"
