@@ -122,7 +122,6 @@ def test_tune_of_a_model_tunes_what_calls_run(
     given: list[str], tuned: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kerneltune.run_options import Plan, Selection
-    from kerneltune.tune import fleet
 
     selected: list[Selection] = []
 
@@ -130,7 +129,7 @@ def test_tune_of_a_model_tunes_what_calls_run(
         selected.append(plan.selection)
         raise ValueError("stopped")
 
-    monkeypatch.setattr(fleet, "run_tune", stop)
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", stop)
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     assert refused("tune", "--model", str(tmp_path / "config.json"), "--results", str(tmp_path), *given).endswith("stopped")
     assert [selection.variants for selection in selected] == [tuned]
