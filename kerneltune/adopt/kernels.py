@@ -429,10 +429,9 @@ def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = Fal
     return key
 
 
-def all_but_floats(names: Sequence[str], values: Sequence[Any]) -> set[str]:
+def all_but_floats(call: KernelCall) -> set[str]:
     """Return the arguments that may make classes: all but floats, because scales and step sizes change with every launch."""
-    named = zip(names, values, strict=True)
-    return {name for name, value in named if name not in NO_ARGUMENT and not isinstance(value, float)}
+    return {name for name, value in call.named.items() if not isinstance(value, float)}
 
 
 def _other_key(value: Any) -> Any:

@@ -144,7 +144,7 @@ class Recorder:
         tuner = self._plain_tuners.get(key)
         if tuner is None:
             call = KernelCall(kernel, args, given)
-            keys = kernels.all_but_floats(call.names, call.values) - self.ignored
+            keys = kernels.all_but_floats(call) - self.ignored
             ordered = [name for name in kernel.arg_names if name in keys]
             tuner = self._plain_tuners[key] = configs.plain_tuner(kernel, options, ordered)
         return self.known(tuner, args, given)
@@ -163,7 +163,7 @@ class Recorder:
             launches = keys.find(args, kwargs)
             if launches is None:
                 call = KernelCall(autotuner, args, kwargs)
-                deciding = kernels.all_but_floats(call.names, call.values) - self.ignored.difference(autotuner.keys)
+                deciding = kernels.all_but_floats(call) - self.ignored.difference(autotuner.keys)
                 with self._lock:
                     launches = keys.find(args, kwargs) or keys.remember(call, deciding, self._first(call), True)
         except Exception as error:  # the program must not notice

@@ -356,7 +356,7 @@ class Server:
         """
         tuner = call.autotuner
         is_whole = tuner.early_config_prune or tuner.perf_model or self.miss == "nearest"
-        deciding = state.deciding | kernels.all_but_floats(call.names, call.values) if is_whole else state.deciding
+        deciding = state.deciding | kernels.all_but_floats(call) if is_whole else state.deciding
         return state.keys.remember(call, deciding, served)
 
     def _allowed(self, call: KernelCall, state: ServingState, row: ServingRow) -> Served | None:

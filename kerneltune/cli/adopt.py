@@ -111,9 +111,10 @@ def getter_command(
         engine_tables(export, device.current().name, [TunedCall(one, one.own) for one in facts.cases], named)  # raises early
     if not device.current().is_gpu:
         checked = check_getter(out)
-        rows = [(pairs(one.sizes), pairs(one.own), str(count), str(count - len(lines))) for one, count, lines in checked]
+        by_name = list(zip(_names([one for one, _, _ in checked]), checked, strict=True))
+        rows = [(name, pairs(one.own), str(count), str(count - len(lines))) for name, (one, count, lines) in by_name]
         show_table(("call", "own config", "checked", "agree"), rows)
-        lines = [f"{pairs(one.sizes)}: {line}" for one, _, lines in checked for line in lines]
+        lines = [f"{name}: {line}" for name, (_, _, lines) in by_name for line in lines]
         for line in lines:
             error_line(line)
         show("no GPU: nothing was timed")
@@ -194,24 +195,28 @@ def _read_space(path: Path | None) -> dict[str, list[int]]:
     return space
 
 
+def _names(ones: "Sequence[CallCase]") -> list[str]:
+    """Return the sizes of each call in which the calls differ; all sizes where they differ in none."""
+    differing = [name for name in ones[0].sizes if len({one.sizes[name] for one in ones}) > 1] if ones else []
+    return [pairs({name: one.sizes[name] for name in differing or one.sizes}) for one in ones]
+
+
 def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
     """Print the tuned calls, and a line for each call that was not tuned."""
     from kerneltune.adopt.configs import launch_defaults
     from kerneltune.adopt.getter_tuning import failures
 
     rows = []
-    differing = [name for name in calls[0].one.sizes if len({call.one.sizes[name] for call in calls}) > 1]
-    for call in calls:
+    for name, call in zip(_names([call.one for call in calls]), calls, strict=True):
         if call.own_us and call.time_us:
             own = launch_defaults() | call.one.own
-            changed = {name: value for name, value in call.config.items() if own.get(name) != value}
+            changed = {knob: value for knob, value in call.config.items() if own.get(knob) != value}
             times = (f"{call.own_us:.1f}", f"{call.time_us:.1f}", f"{call.own_us / call.time_us:.3f}x")
             is_gained = call.gain != (1.0, 1.0)
             kept = pairs(changed) if is_gained else "own config"
-            sizes = {name: call.one.sizes[name] for name in differing or call.one.sizes}
-            rows.append((pairs(sizes), *times, f"{call.gain[0]:.3f}-{call.gain[1]:.3f}", kept))
+            rows.append((name, *times, f"{call.gain[0]:.3f}-{call.gain[1]:.3f}", kept))
         elif call.skipped:
-            note(f"skipped: {pairs(call.one.sizes)}: {call.skipped}")
+            note(f"skipped: {name}: {call.skipped}")
     show_table(("call", "own µs", "ours µs", "speedup", "95 %", "changed"), rows)
     if text := failures(calls):
         note(text)

@@ -330,8 +330,9 @@ def test_whole_table_without_a_gpu_checks_its_smallest_calls_and_says_so(
     called: list[list[int]] = []
 
     def check(root: Path) -> list[Any]:
-        called.append([one.sizes["tokens"] for one in read_facts(root).cases])
-        return []
+        cases = read_facts(root).cases
+        called.append([one.sizes["tokens"] for one in cases])
+        return [(one, 2, []) for one in cases]
 
     monkeypatch.setattr("kerneltune.adopt.getter_tuning.check_getter", check)
     file = program(tmp_path, GOOD + "def case(tokens, experts, inner): return lambda: torch.ones(tokens) * len(get_config())\n")
@@ -340,6 +341,7 @@ def test_whole_table_without_a_gpu_checks_its_smallest_calls_and_says_so(
     assert result.exit_code == 0, result.stderr
     assert called == [[1, 2, 4, 8]]
     assert "no GPU: 4 of 18 calls in the interpreter" in result.stderr
+    assert [line.split() for line in result.stdout.splitlines()[1:3]] == [[f"tokens={n}", "BLOCK=4", "2", "2"] for n in (1, 2)]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
