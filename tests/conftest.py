@@ -16,6 +16,8 @@ import torch
 if TYPE_CHECKING:
     from made_up import Setting
 
+    from kerneltune.run_options import Options
+
 HAS_GPU = torch.cuda.is_available()
 
 if not HAS_GPU:
@@ -117,25 +119,35 @@ def mended_interpreter() -> Iterator[None]:
 
 
 @pytest.fixture
-def configs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give this test an empty config cache of its own."""
+def forgotten_configs() -> Iterator[None]:
+    """Forget the configs that were read, before the test and after it."""
     from kerneltune import cache
 
-    folder = tmp_path / "configs"
-    folder.mkdir()
-    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(folder))
     cache.clear()
-    yield folder
+    yield
     cache.clear()
 
 
 @pytest.fixture
-def setting(tmp_path: Path) -> Iterator["Setting"]:
+def configs_dir(forgotten_configs: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give this test an empty config cache of its own."""
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def setting(forgotten_configs: None, tmp_path: Path) -> "Setting":
     """Give this test the made-up operator with a trial store and a config cache of its own."""
     from made_up import Setting
 
-    from kerneltune import cache
+    return Setting(tmp_path)
 
-    cache.clear()
-    yield Setting(tmp_path)
-    cache.clear()
+
+@pytest.fixture
+def options(tmp_path: Path) -> "Options":
+    """Let commands write their results and configs into folders of this test."""
+    from kerneltune.run_options import Options
+
+    return Options(results=tmp_path / "results", configs=tmp_path / "configs")

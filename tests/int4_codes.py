@@ -47,3 +47,10 @@ def configs_of(case: Case) -> list[configs.Int4Config]:
 
 def warpgroups(tokens: int, splits: int, blocks: int = 1) -> configs.Int4Config:
     return configs.Int4Config(tokens, 64, 1, splits, prefetch=True, blocks=blocks, warpgroup=True)
+
+
+def tokens_of(count: int, depth: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """Return whole numbers and, in every row, 3.5: its scale is a power of two, so that the cast is exact."""
+    x = whole_numbers(count, depth, dtype)
+    x[:, 0] = 3.5
+    return x

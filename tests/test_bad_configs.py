@@ -14,18 +14,13 @@ from kerneltune.cache import Chooser
 from kerneltune.files import data_root
 from kerneltune.spec import Case
 
+pytestmark = pytest.mark.usefixtures("forgotten_configs")
+
 GPU = "nvidia_h200"
 NAMES = ("rmsnorm_fwd", "rmsnorm_bwd", "fp8_rowwise_2d", "fp8_tensorwise_3d", "fp8_grouped_gemm")
 NASTY = (0, -16, 10**400, float("nan"), float("inf"), True, None, "8", [1], {"a": 1}, 3)
 TEXTS = ("9" * 5000, "[" * 3000 + "]" * 3000, '"\\ud800"')
 """JSON that Python's own reader refuses or reads as something that no file can hold."""
-
-
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    cache.clear()
-    yield
-    cache.clear()
 
 
 def mutants(entry: dict[str, Any]) -> Iterator[dict[str, Any]]:

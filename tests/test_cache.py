@@ -5,7 +5,6 @@ import math
 import multiprocessing
 import random
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import pytest
 from kerneltune import cache, files
 from kerneltune.cache import CacheEntry
 from kerneltune.spec import Case, Op, Traffic, Variant, config_from
+
+pytestmark = pytest.mark.usefixtures("forgotten_configs")
 
 OP, GPU = "rmsnorm_fwd", "nvidia_h200"
 OPTIONS = (("zero_centered", False),)
@@ -85,13 +86,6 @@ def candidates(
 def look(root: Path, rows: int, columns: int, dtype: str = "bfloat16", free: tuple[str, ...] = ("M", "N")) -> Hit | None:
     hits = candidates(root, axes(rows, columns), dtype, free_axes=free)
     return hits[0] if hits else None
-
-
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    cache.clear()
-    yield
-    cache.clear()
 
 
 def test_the_file_holds_one_sorted_entry_a_line(tmp_path: Path) -> None:

@@ -59,11 +59,6 @@ def stream_sweep(tmp_path: Path) -> Selection:
     return Selection(str(path))
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> Options:
-    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
-
-
 def run(selection: Selection, options: Options) -> list[Record]:
     return run_sweep(load_plan(OPS, selection, options), Quiet()).records
 

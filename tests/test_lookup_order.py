@@ -3,7 +3,6 @@
 import functools
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from subprocess import run
@@ -16,6 +15,8 @@ from kerneltune import cache, device
 from kerneltune.device import Device
 from kerneltune.misses import CacheMissWarning
 from kerneltune.spec import Case, Op
+
+pytestmark = pytest.mark.usefixtures("forgotten_configs")
 
 GPU, H100 = "nvidia_h200", "nvidia_h100_80gb_hbm3"
 
@@ -30,13 +31,6 @@ class Found(NamedTuple):
 
 DEFAULT = Found(Small(256, 4), "default", "the default")
 OP = replace(op_of(SMALL), free_axes=("M",))
-
-
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    cache.clear()
-    yield
-    cache.clear()
 
 
 def store(root: Path, size: int, block: int, gpu: str = GPU) -> None:

@@ -60,11 +60,6 @@ def row(variant: str, **changes: Any) -> Record:
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> Options:
-    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
-
-
-@pytest.fixture
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from kerneltune.cache.entries import CaseOptions
 from kerneltune.cli import app
 from kerneltune.misses import CacheMissWarning, Miss
 from kerneltune.spec import Case
+
+pytestmark = pytest.mark.usefixtures("forgotten_configs")
 
 OP = ops.load()["rmsnorm_fwd"]
 OPTIMIZED = OP.variant("optimized")
@@ -41,13 +42,6 @@ def stored(root: Path, rows: int, columns: int, options: CaseOptions = OPTIONS, 
 def best(root: Path, rows: int, columns: int, gpu: str = GPU) -> Any:
     choose = cache.Chooser.of(OP, OPTIMIZED, root=root)
     return choose(axes(rows, columns), "bfloat16", "none", OPTIONS, gpu)
-
-
-@pytest.fixture(autouse=True)
-def forget() -> Iterator[None]:
-    cache.clear()
-    yield
-    cache.clear()
 
 
 def test_a_case_of_its_own_says_nothing(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, write_table
-from typer.testing import CliRunner, Result
+from command_line import run
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, LAUNCHES, META, remove_stale
 from kerneltune.adopt.operators import TUNED, case_of, operators, sweep_text, write_capture_sweep
 from kerneltune.adopt.overview import read_capture
-from kerneltune.cli import app, console
+from kerneltune.cli import console
 from kerneltune.records import Record, append
 from kerneltune.search.task import Evaluation, Task, store_path
 from kerneltune.search.trials import TrialStore
@@ -27,11 +27,6 @@ from kerneltune.sweep import load
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave lines whole."""
     monkeypatch.setattr(console.console, "width", 400)
-
-
-def run(*arguments: str | Path) -> Result:
-    """Run a command in this process."""
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_list_shows_kernels_with_what_their_keys_leave_out(tmp_path: Path) -> None:

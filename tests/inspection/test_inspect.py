@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from asserting import every
-from typer.testing import CliRunner, Result
+from command_line import run
 
 from kerneltune import device, ops
-from kerneltune.cli import app, console
+from kerneltune.cli import console
 from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
 from kerneltune.measuring.assembly import Access, Kernel
@@ -26,10 +26,6 @@ KERNEL = Kernel("_rmsnorm_fwd_rows", 8, 40, 0, 32, 0, (Access("load", 128, 4), A
 def eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(console.console, "width", 80)
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def refused(*arguments: str | Path) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from mistaken_ops import case_of
 
 from kerneltune.kernel_lib.agreement import close
 from kerneltune.measuring import pairs
@@ -14,10 +15,6 @@ from kerneltune.measuring.check import Outcome
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 interpreted = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="pairs are checked in Triton's interpreter")
-
-
-def case_of(name: str, M: int, N: int) -> Case:
-    return Case(name, (("M", M), ("N", N)), "float32")
 
 
 CASES = [case_of("one", 1, 1), case_of("odd", 7, 33), case_of("wide", 4, 2048), case_of("no-rows", 0, 64)]

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from token_groups import ends_of
 
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, align_groups, aligned_size, aligned_starts
 from kerneltune.ops import fp8
@@ -14,10 +15,6 @@ WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 ENDS = [(1, 1, 138, 300), (300,), (0, 0, 300), (128, 256, 257, 300)]
 SHORT = (7, 7, 70, 90)
 """Groups that leave rows behind the last."""
-
-
-def ends_of(*ends: int) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=WHERE)
 
 
 def values(M: int, K: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run
 from literal_records import changed
-from typer.testing import CliRunner, Result
 
-from kerneltune.cli import app
 from kerneltune.files import data_root
 from kerneltune.records import Record, append, load, newest
 from kerneltune.reporting import page as data
@@ -61,10 +60,6 @@ def experts() -> list[Record]:
             record(5.0 * count, axes=axes, case=f"e{count}", variant="optimized"),
         ]
     return [*rows, record(None, status="failed", reason="y: 3 of 9 </script><b>wrong", variant="optimized", dtype="float16")]
-
-
-def run(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_cases_hold_their_records_by_variant_and_the_fullest_dtype_is_first() -> None:

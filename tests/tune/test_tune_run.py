@@ -61,11 +61,6 @@ def selection(tmp_path: Path) -> Selection:
     return Selection(str(tmp_path / "tiny.yaml"))
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> Options:
-    return Options(results=tmp_path / "results", configs=tmp_path / "configs")
-
-
 def _appended(path: Path) -> list[str]:
     """Return the knobs of every trial in a journal, in the order of the file."""
     storage = JournalStorage(JournalFileBackend(str(path)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from token_groups import ends_of
 
 from kerneltune import ops, sweep
 from kerneltune.kernel_lib.agreement import same_bits
@@ -28,10 +29,6 @@ CHECKS = [entry for family in FAMILIES for entry in sweep.load(sweep.find(family
 
 def quantised(x: torch.Tensor, axis: int, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
     return contract.quantized(x, axis, {"fp8_format": "e4m3", "pow2": True, "inverse": False} | options)
-
-
-def ragged(*ends: int) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=WHERE)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +126,7 @@ def test_tensorwise_makes_values_finite_first() -> None:
 @pytest.mark.parametrize("ends", [(0, 0, 5, 5, 21, 33), (33, 33, 33), (1, 2, 3, 33), (16, 33)], ids=str)
 def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
     x = contract.values((33, 24), torch.bfloat16, WHERE, seed=2)
-    out = fp8.fp8_tensorwise_group(x, ragged(*ends), layout="both", inverse=True)
+    out = fp8.fp8_tensorwise_group(x, ends_of(*ends), layout="both", inverse=True)
     assert out.q is not None
     assert out.q_t is not None
     for i, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
@@ -147,7 +144,7 @@ TILES = fp8.SegmentConfig(rows=16, cols=32, warps=1, ctas=0, stages=1)
 def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
     x = contract.values((40, K), torch.bfloat16, WHERE, seed=4)
     x.view(-1)[at] = -30000.0  # in another binade than the rest: all tiles that were cast before it are cast again
-    offs = ragged(18, 18, 40)
+    offs = ends_of(18, 18, 40)
     for out, ends in (
         (fp8.fp8_tensorwise_2d(x, layout="both", config=TILES), (40,)),
         (fp8.fp8_tensorwise_group(x, offs, layout="both", config=TILES), (18, 18, 40)),
@@ -166,7 +163,7 @@ def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
 @pytest.mark.parametrize("ends", [(0, 18, 18, 40), (40,), (1, 2, 40, 40)], ids=str)
 def test_blocks_of_elements_may_hold_several_groups(run, ends: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
     x = contract.values((40, 35), torch.bfloat16, WHERE, seed=8)
-    inputs = {"x": x, "offs": ragged(*ends), "fp8_format": "e4m3", "pow2": False, "inverse": False, "layout": "both"}
+    inputs = {"x": x, "offs": ends_of(*ends), "fp8_format": "e4m3", "pow2": False, "inverse": False, "layout": "both"}
     found = run(inputs, torchao_tensorwise.FlatConfig(block=64, warps=1))
     for name, want in tensorwise_group.reference(inputs).items():
         assert same_bits(name, found[name], want) == []
@@ -275,7 +272,7 @@ def test_nothing_has_the_scale_of_zeros() -> None:
     x = torch.empty(3, 0, dtype=torch.bfloat16, device=WHERE)
     assert fp8.fp8_rowwise_2d(x)[1].tolist() == [[2.0**48]] * 3
     assert fp8.fp8_tensorwise_2d(x, inverse=True).scale.tolist() == [2.0**-48]
-    assert fp8.fp8_tensorwise_group(x[:0], ragged(0, 0)).scale.tolist() == [2.0**48] * 2
+    assert fp8.fp8_tensorwise_group(x[:0], ends_of(0, 0)).scale.tolist() == [2.0**48] * 2
     assert fp8.fp8_transpose_2d(x.to(torch.float8_e4m3fn)).shape == (0, 3)
 
 
@@ -288,7 +285,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     want, want_scale = quantised(tail, 1)
     assert same_bits("q", q[-8:], want) == []
     assert same_bits("scale", scale[-8:], want_scale) == []
-    found = fp8.fp8_group_both(x, ragged(M - 8, M))
+    found = fp8.fp8_group_both(x, ends_of(M - 8, M))
     assert same_bits("q", found.q[-8:], want) == []
     assert same_bits("scale", found.scale[-8:], want_scale) == []
     assert same_bits("q_t", found.q_t[-8:], quantised(tail, 0)[0]) == []
@@ -316,10 +313,10 @@ def test_a_single_row_may_have_any_stride(stride: int) -> None:
     assert same_bits("q", out.q, want) == []
     assert same_bits("scale", out.scale, scale[0]) == []
     down, scale = quantised(x, 0)
-    q_t, scale_t = fp8.fp8_group_colwise(x, ragged(1))
+    q_t, scale_t = fp8.fp8_group_colwise(x, ends_of(1))
     assert same_bits("q_t", q_t, down) == []
     assert same_bits("scale_t", scale_t, scale[0]) == []
-    found = fp8.fp8_group_both(x, ragged(1))
+    found = fp8.fp8_group_both(x, ends_of(1))
     assert same_bits("q", found.q, want) == []
     assert same_bits("q_t", found.q_t, down) == []
 
@@ -335,7 +332,7 @@ def test_torchao_is_not_timed_where_it_is_wrong() -> None:
 
 W8 = torch.randn(2, 24, 12, dtype=torch.bfloat16, device=WHERE).transpose(1, 2)
 X8 = torch.randn(20, 24, dtype=torch.bfloat16, device=WHERE)
-OFFS = ragged(3, 3, 20)
+OFFS = ends_of(3, 3, 20)
 OPERATORS: list[tuple[str, tuple[Any, ...]]] = [
     ("fp8_rowwise_2d", (X8,)),
     ("fp8_colwise_3d", (W8, "e5m2", False, True)),

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import triton
+from token_groups import ends_of
 
 from kerneltune.ops import fp8
 from kerneltune.ops.fp8.contract import FP8, fp8_dtype
@@ -12,10 +13,6 @@ from kerneltune.ops.fp8.contract import FP8, fp8_dtype
 WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 X8 = torch.randn(20, 24, dtype=torch.bfloat16, device=WHERE)
 TILES = fp8.SegmentConfig(rows=16, cols=32, warps=1, ctas=0, stages=1)
-
-
-def ragged(*ends: int) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=WHERE)
 
 
 X = torch.zeros(4, 6, dtype=torch.bfloat16, device=WHERE)
@@ -44,7 +41,7 @@ STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32, device=WHERE)[::2]
         (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([4], device=WHERE)), r"offs must be \(G,\) int32 .*int64"),
         (lambda: fp8.fp8_tensorwise_group(X, torch.tensor([], dtype=torch.int32)), r"offs must be \(G,\) int32"),
         (lambda: fp8.fp8_group_colwise(X, 3 * torch.ones((), dtype=torch.int32)), r"offs must be \(G,\) int32"),
-        (lambda: fp8.fp8_group_colwise(X[0], ragged(4)), "x must be a matrix"),
+        (lambda: fp8.fp8_group_colwise(X[0], ends_of(4)), "x must be a matrix"),
         (lambda: fp8.fp8_group_colwise(X, STRIDED), r"offs must be contiguous, got strides \(2,\)"),
         (lambda: fp8.fp8_tensorwise_group(X, STRIDED), "offs must be contiguous"),
         (lambda: fp8.fp8_group_both(X, STRIDED), "offs must be contiguous"),
@@ -60,12 +57,12 @@ STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32, device=WHERE)[::2]
             "less than 33554432 numbers apart in tiles of 64",
         ),
         (
-            lambda: fp8.fp8_group_colwise_dual(X, X[:3], ragged(4)),
+            lambda: fp8.fp8_group_colwise_dual(X, X[:3], ends_of(4)),
             r"x2 must be \(4, N\) .* as x1 is, got \(3, 6\)",
         ),
-        (lambda: fp8.fp8_group_colwise_dual(X, X.to("meta"), ragged(4)), "x2 must be .* on .* as x1 is, got .* on meta"),
+        (lambda: fp8.fp8_group_colwise_dual(X, X.to("meta"), ends_of(4)), "x2 must be .* on .* as x1 is, got .* on meta"),
         (lambda: fp8.fp8_tensorwise_2d(TALL, layout="col"), "x must have at most 2097151 rows to be transposed, got 2097152"),
-        (lambda: fp8.fp8_group_colwise(TALL, ragged(1 << 21)), "x must have at most 2097151 rows"),
+        (lambda: fp8.fp8_group_colwise(TALL, ends_of(1 << 21)), "x must have at most 2097151 rows"),
         (lambda: fp8.fp8_transpose_2d(X), "x must be a matrix of an fp8 type.*bfloat16"),
         (lambda: fp8.fp8_transpose_2d(X.to(torch.float8_e4m3fn).t()), "elements of a row of x must be adjacent"),
     ],
@@ -94,7 +91,7 @@ def test_types_that_the_device_has_not_are_named(name: str, where: str, monkeypa
 @pytest.mark.parametrize("cast", [fp8.fp8_group_both, fp8.fp8_group_colwise, fp8.fp8_tensorwise_group])
 def test_offsets_are_asserted_where_asked(cast, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
-    cast(X8, ragged(8, 20))
-    cast(X8, ragged(8, 19))  # rows behind the last group are left out
+    cast(X8, ends_of(8, 20))
+    cast(X8, ends_of(8, 19))  # rows behind the last group are left out
     with pytest.raises(RuntimeError, match="offs decrease or exceed M"):
-        cast(X8, ragged(*ends))
+        cast(X8, ends_of(*ends))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import triton
 from asserting import every
+from token_groups import ends_of
 
 from kerneltune import cache, ops, sweep
 from kerneltune.kernel_lib.groups import align_groups, aligned_size
@@ -29,10 +30,6 @@ TOKEN_ENDS = [(0, 16, 16, 208), (208, 208), (16, 32, 176), (208,), (0, 0), (1, 8
 
 def integers(*shape: int) -> torch.Tensor:
     return torch.randint(-2, 3, shape, device=WHERE).to(E4M3)
-
-
-def ends_of(*ends: int) -> torch.Tensor:
-    return torch.tensor(ends, dtype=torch.int32, device=WHERE)
 
 
 def powers(*shape: int) -> torch.Tensor:

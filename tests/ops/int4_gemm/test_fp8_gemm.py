@@ -5,20 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from int4_codes import DEVICE, case_of, exact, some_codes, whole_numbers
+from int4_codes import DEVICE, case_of, exact, some_codes, tokens_of, whole_numbers
 
 from kerneltune.ops.int4_gemm import fp8_gemm
 from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, cast_tokens, int4_fp8_gemm
 from kerneltune.ops.int4_gemm.kernels.fp8 import ORDER
 from kerneltune.ops.int4_gemm.packing import pack
-
-
-def tokens_of(count: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return whole numbers and, in every row, 3.5: its scale is a power of two, so that the cast is exact."""
-    x = whole_numbers(count, depth, dtype)
-    x[:, 0] = 3.5
-    return x
-
 
 SHAPES = [
     (1, 64, 128, 128, False, (16, 1, 4, 1, 3)),

@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from int4_codes import DEVICE, exact, some_codes, whole_numbers
+from int4_codes import DEVICE, exact, some_codes, tokens_of
 
 from kerneltune.ops.int4_gemm import Int4GroupedConfig, cast_tokens, grouped, int4_fp8_grouped_gemm, pack
 from kerneltune.ops.int4_gemm.packing import Codes
 from kerneltune.spec import Case
-
-
-def tokens_of(count: int, depth: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    x = whole_numbers(count, depth, dtype)
-    x[:, 0] = 3.5  # a scale that is a power of two: the cast to e4m3 is exact
-    return x
 
 
 def ends(*counts: int) -> torch.Tensor:
