@@ -26,7 +26,7 @@ PRODUCTS = ("int4_gemm", "int4_fp8_gemm", "fp8", "fp8_scaled")
 with one scale, whose result is scaled by token and row in a launch of its own; rounded to bf16 in between."""
 _FP8_PRODUCTS = ("fp8", "fp8_scaled")
 """Products that read the weight in e4m3."""
-_MOST_ELEMENTS = ((16, 250_000_000), (32, 110_000_000), (64, 20_000_000), (128, 10_000_000))
+_MOST_ELEMENTS = ((16, 250_000_000), (32, 110_000_000), (48, 40_000_000), (64, 20_000_000), (128, 10_000_000))
 """Elements of w below which `int4_gemm` is the fastest for so many tokens or fewer (H200, 2026-11-26, 19 weights)."""
 _CAST_BLOCK = 1024
 """Elements that a program casts by a known multiplier, or scales."""
@@ -161,7 +161,7 @@ def default(case: Case) -> ProductConfig:
     if rows * depth < most:
         return ProductConfig("int4_gemm")
     is_tall = rows < 8000 and depth >= 7000 and rows * depth < 100_000_000
-    reads_fp8 = tokens > 128 or (tokens > 64 and depth >= 2000) or (tokens > 32 and is_tall)
+    reads_fp8 = tokens > 128 or (tokens > 64 and depth >= 2000) or (tokens > 48 and is_tall)
     fp8 = ProductConfig("fp8_scaled" if (rows < 10_000 and tokens <= 512) or 128 < tokens < 256 else "fp8")
     return fp8 if reads_fp8 and valid(case, fp8) is None else ProductConfig("int4_fp8_gemm")
 

@@ -114,10 +114,11 @@ def default(case: Case) -> Int4GroupedConfig:
     """
     N, M, E = case["N"], case["M"], case["E"]
     mean = N / E
-    tokens = 16 if mean <= 10 or N <= 16 else 32 if mean <= 24 or N <= 32 else 64
     programs = min(N, E) * M // ROWS
-    blocks = 2 if M % (2 * ROWS) == 0 and programs >= 2 * _FEW_PROGRAMS else 1
-    stages = 3 if tokens == 64 or (blocks == 2 and case["K"] <= 4096) else 4
+    has_one_wave = programs <= 3 * _FEW_PROGRAMS  # which ends with the largest group
+    tokens = 16 if mean <= (7 if has_one_wave else 10) or N <= 16 else 32 if mean <= 24 or N <= 32 else 64
+    blocks = 2 if M % (2 * ROWS) == 0 and programs >= (6 if tokens == 64 else 2) * _FEW_PROGRAMS else 1
+    stages = 3 if tokens == 64 or (blocks == 2 and case["K"] < 4096) else 4
     return Int4GroupedConfig(tokens, blocks, 4, stages, early=True)
 
 
