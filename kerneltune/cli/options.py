@@ -15,7 +15,7 @@ import typer
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS
-from kerneltune.search.loop import SAMPLERS
+from kerneltune.search import SAMPLERS
 from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 
 if TYPE_CHECKING:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from kerneltune.search.study import FiniteGPSampler, ListSampler
 
 __all__ = ["FiniteGPSampler", "ListSampler"]
+SAMPLERS = ("ours", "random")
+"""Names of the command line: `ours` is FiniteGPSampler. `random` draws every config with the same probability."""
 
 
 def __getattr__(name: str) -> Any:

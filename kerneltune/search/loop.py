@@ -20,8 +20,6 @@ from kerneltune.spec import Config
 if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
 
-SAMPLERS = ("ours", "random")
-"""`ours` is search.FiniteGPSampler. `random` draws every config with the same probability."""
 ENUMERATE_UP_TO = 120
 """Largest number of configs of a space that a search without limits tries completely, in order."""
 AHEAD = 8
@@ -55,7 +53,7 @@ class Search:
     Attributes:
         budget_s: seconds per case, counted from the first evaluation after the GPU is ready; None for no limit.
         trials: largest number of configs.
-        sampler: sampler of a space that is too large to be enumerated, a name of SAMPLERS.
+        sampler: sampler of a space that is too large to be enumerated, a name of search.SAMPLERS.
         seed: seed of everything that is drawn.
         until_gain: end when all untried configs are expected to save less than this fraction of the best time; 0 for never.
     """

@@ -37,7 +37,7 @@ from made_up import (
 
 from kerneltune import cache, device
 from kerneltune.measuring.compiler import CompileResult, Kernel
-from kerneltune.search import loop
+from kerneltune.search import SAMPLERS, loop
 from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
@@ -176,7 +176,7 @@ def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: 
     assert statuses == ["spills"] + ["ok"] * (1 + 4 + 1 + 1)
 
 
-@pytest.mark.parametrize("sampler", loop.SAMPLERS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_sampler_searches(setting: Setting, sampler: str) -> None:
     tuner = setting.tuner(LARGE, tables(1))
     entry = setting.tune(tuner, Search(trials=32, sampler=sampler))
@@ -199,7 +199,7 @@ def test_the_default_sampler_finds_a_good_config_and_beats_chance(setting: Setti
     assert statistics.median(found) < statistics.median(chance), (found, chance)
 
 
-@pytest.mark.parametrize("sampler", loop.SAMPLERS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_every_config_is_asked_for_once_and_its_time_is_heard(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = list(SMALL.configs(CASE))
     state = loop.SearchState(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0))
