@@ -344,7 +344,8 @@ def _verdict_of(met: Change, margin: float) -> tuple[RowVerdict, str]:
     threshold = max(margin, met.floor)
     not_by_chance = met.p <= ALPHA and met.low > 0
     surely_slower = not_by_chance and met.change_us > MIN_CHANGE_US
-    beyond = f"at least {met.low:+.1%}, tolerated {threshold:.1%}"
+    extent = f"at least {met.low:.1%} slower" if met.low > 0 else f"{-met.low:.1%} faster to {met.high:.1%} slower"
+    beyond = f"{extent}, tolerated {threshold:.1%}"
     half_width = (met.high - met.low) / 2
     if surely_slower and met.low > threshold:
         return "regression", beyond

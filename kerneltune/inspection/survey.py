@@ -11,7 +11,7 @@ from typing import Any
 from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import Kernel, occupancy_of
-from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job
+from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job, is_picklable
 from kerneltune.run_options import Progress, Quiet, Selection
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Op
@@ -54,14 +54,20 @@ def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None = No
 
     Configs of a case that differ in policy alone are compiled once; equal kernels of different configs come from Triton's disk
     cache.
+
+    Raises:
+        ValueError: the workers cannot import a function of a variant.
     """
     rows = []
     distinct = {_job_key(run): run for run in runs}
+    jobs = [compile_job(task, config) for task, config in distinct.values()]
+    for (task, _), job in zip(distinct.values(), jobs, strict=True):
+        if not is_picklable(job):
+            raise ValueError(f"{task.op.name} {task.variant.name}: inputs or run: expected functions of a module, not a lambda")
     for target in targets:
         progress.stage(f"compile for {target}", len(distinct))
         compiled = {}
         with CompilePool(TARGETS[target], min(len(distinct), workers or len(os.sched_getaffinity(0)))) as pool:
-            jobs = [compile_job(task, config) for task, config in distinct.values()]
             for (key, (task, _)), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer
                 progress.advance(f"{task.op.name} {task.variant.name} {task.case.name}")

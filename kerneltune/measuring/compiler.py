@@ -195,7 +195,7 @@ def refusals(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[int
     Jobs that no other process can import are left out.
     """
     reasons: dict[int, str] = {}
-    left = [number for number, job in enumerate(jobs) if _is_picklable(job)]
+    left = [number for number, job in enumerate(jobs) if is_picklable(job)]
     for name, target in TARGETS.items():
         if not left:
             break
@@ -207,7 +207,8 @@ def refusals(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[int
     return reasons
 
 
-def _is_picklable(job: CompileJob) -> bool:
+def is_picklable(job: CompileJob) -> bool:
+    """Return whether another process can import the functions of a job; it cannot import a lambda."""
     try:
         pickle.dumps(job)
     except (pickle.PicklingError, AttributeError, TypeError):

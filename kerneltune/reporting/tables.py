@@ -5,7 +5,7 @@ Pure functions; does not measure, read files or print.
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kerneltune.device import INTERPRETER
@@ -23,18 +23,6 @@ _BASELINE = "baseline"
 _MUCH_SLOWER = 0.8
 """A row whose speed-up is at most this is named above the table."""
 _NAMED = 5
-AB_COLUMNS = (
-    Column("A µs", digits=2, key="A_us"),
-    Column("B µs", digits=2, key="B_us"),
-    Column("speedup", digits=2, suffix="x"),
-    Column("", key="mark"),
-    Column("A GB/s", digits=0, key="A_gbps", rank=3),
-    Column("B GB/s", digits=0, key="B_gbps", rank=3),
-    Column("B % ceiling", digits=1, key="B_pct_bound", rank=4),
-    Column("95 % interval", key="interval", rank=5, only=("text", "markdown", "page")),
-    Column("noise %", digits=1, key="noise_pct", rank=6),
-)
-"""The columns of A's and B's measurements, in print, in CSV and on the page."""
 INTERPRETER_NOTE = "device: interpreter (no GPU): correctness is checked, no timing"
 _RUN_WORDS = {"unit": "GPU serial"}
 
@@ -82,6 +70,44 @@ class Comparison:
         """Return `+` above 1.05x, `-` below 0.95x, else an empty text."""
         speedup = self.speedup or 1.0
         return "+" if speedup > WIN else "-" if speedup < LOSS else ""
+
+
+def _interval(row: Comparison) -> str | None:
+    low, high = row.speedup_interval
+    return f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else None
+
+
+_Value = Callable[[Comparison], CellValue]
+_MEASURES: tuple[tuple[Column, _Value], ...] = (
+    (Column("A µs", digits=2, key="A_us"), lambda row: row.a.time_us),
+    (Column("B µs", digits=2, key="B_us"), lambda row: row.b.time_us),
+    (Column("speedup", digits=2, suffix="x"), lambda row: row.speedup),
+    (Column("", key="mark"), lambda row: row.mark),
+    (Column("A GB/s", digits=0, key="A_gbps", rank=3), lambda row: row.a.gbps),
+    (Column("B GB/s", digits=0, key="B_gbps", rank=3), lambda row: row.b.gbps),
+    (Column("B % ceiling", digits=1, key="B_pct_bound", rank=4), lambda row: share(row.b, row.bound)),
+    (Column("95 % interval", key="interval", rank=5, only=("text", "markdown", "page")), _interval),
+    (Column("noise %", digits=1, key="noise_pct", rank=6), lambda row: None if row.aa_floor is None else 100 * row.aa_floor),
+)
+"""Columns of A's and B's measurements with their values, which are empty where A and B are not compared."""
+AB_COLUMNS = tuple(column for column, _ in _MEASURES)
+"""The columns of A's and B's measurements, in print, in CSV and on the page."""
+_CSV_VALUES: tuple[tuple[str, _Value], ...] = (
+    ("op", lambda row: row.a.op),
+    ("case", lambda row: row.a.case),
+    ("options", lambda row: pairs(row.a.options)),
+    ("policy", lambda row: row.a.policy),
+    ("device", lambda row: row.a.device),
+    ("A_variant", lambda row: row.a.variant),
+    ("A_unit", lambda row: row.a.unit),
+    ("A_commit", lambda row: row.a.commit),
+    ("B_variant", lambda row: row.b.variant),
+    ("B_unit", lambda row: row.b.unit),
+    ("B_commit", lambda row: row.b.commit),
+    ("speedup_low", lambda row: row.speedup_interval[0]),
+    ("speedup_high", lambda row: row.speedup_interval[1]),
+)
+"""Further columns of CSV with their values."""
 
 
 def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
@@ -215,15 +241,16 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
         *([Column("B is", key="B_is")] if b_varies else []),
         *_named_bound(AB_COLUMNS, bounds),
         Column("bound", rank=4, only=() if is_mixed else ("csv",)),
-        *(Column(name, only=("csv",)) for name in ("op", "case", "options", "policy", "device")),
-        *(Column(f"{side}_{name}", only=("csv",)) for side in "AB" for name in ("variant", "unit", "commit")),
-        Column("speedup_low", only=("csv",)),
-        Column("speedup_high", only=("csv",)),
+        *(Column(name, only=("csv",)) for name, _ in _CSV_VALUES),
     )
     lines = []
     for name, row in zip(names, rows, strict=True):
         sides = [side.variant for side, varies in ((row.a, a_varies), (row.b, b_varies)) if varies]
-        lines.append(Row((*_case_values(name, options, axes), *sides, *_measures(row), *_csv_values(row)), row.note))
+        measures = [None if row.note else value(row) for _, value in _MEASURES]
+        further = [value(row) for _, value in _CSV_VALUES]
+        lines.append(
+            Row((*_case_values(name, options, axes), *sides, *measures, None if row.note else row.bound, *further), row.note)
+        )
     records = [side for row in rows for side in (row.a, row.b)]
     head = [_sides(rows, a, b), *_ab_summary(rows)] if rows else ["no rows to compare"]
     return Table(columns, tuple(lines), tuple(head), (source(records),) if records else (), title=title)
@@ -337,22 +364,6 @@ def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) ->
     """Return the values of the columns that name a row: kind, type, mode, options and sizes."""
     chosen = [str(name.options.get(option, "")) for option in options]
     return [name.kind, name.dtype, name.quant, *chosen, *(name.axes.get(axis) for axis in axes)]
-
-
-def _measures(row: Comparison) -> list[CellValue]:
-    """Return times, speed-up, mark, GB/s, share, interval, noise and bound; nothing where the two are not compared."""
-    if row.note:
-        return [None] * 10
-    low, high = row.speedup_interval
-    interval = f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else None
-    noise = None if row.aa_floor is None else 100 * row.aa_floor
-    times = [row.a.time_us, row.b.time_us, row.speedup, row.mark]
-    return [*times, row.a.gbps, row.b.gbps, share(row.b, row.bound), interval, noise, row.bound]
-
-
-def _csv_values(row: Comparison) -> list[CellValue]:
-    sides = [value for side in (row.a, row.b) for value in (side.variant, side.unit, side.commit)]
-    return [row.a.op, row.a.case, pairs(row.a.options), row.a.policy, row.a.device, *sides, *row.speedup_interval]
 
 
 def _sides(rows: Sequence[Comparison], a: str, b: str) -> str:

@@ -104,7 +104,7 @@ def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Pa
     assert run("gate", "--allow-stale", old, new).stdout == (
         "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold  optimized\n"
         "            50 → 70 µs  +40.0% [+40.0%, +40.0%]\n"
-        "            (at least +40.0%, tolerated 3.0%; one process a side)\n"
+        "            (at least 40.0% slower, tolerated 3.0%; one process a side)\n"
         "gate: regression: 1 regression (2 rows compared, 0 faster)\n"
     )
 

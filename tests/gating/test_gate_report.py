@@ -17,12 +17,13 @@ SUMMARY = "gate: regression: 1 failed, 1 regression (4 rows compared, 1 faster)"
 
 
 def test_text_has_a_line_per_row_where_it_fits() -> None:
-    assert gate_text(ANSWER, 160) == (
+    assert gate_text(ANSWER, 166) == (
         f"failed      {LABEL}  eager  (y: 1 % of <words> | differ\\x00)\n"
         "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 none cold  optimized  100 → 110 µs  +10.0% [+9.0%, +11.1%]"
-        "  (at least +9.0%, tolerated 3.0%; one process a side)\n"
+        "  (at least 9.0% slower, tolerated 3.0%; one process a side)\n"
         f"ambiguous   {LABEL}  optimized\n"
-        "            100 → 103.5 µs  +3.5% [+2.5%, +4.5%]  (at least +2.5%, tolerated 3.0%: measure more; one process a side)\n"
+        "            100 → 103.5 µs  +3.5% [+2.5%, +4.5%]"
+        "  (at least 2.5% slower, tolerated 3.0%: measure more; one process a side)\n"
         "faster      rmsnorm_fwd M=8192 N=4096 bfloat16 fp8_t cold  optimized  100 → 90 µs  -10.0% [-10.9%, -9.0%]\n"
         f"{SUMMARY}\n"
     )
@@ -33,7 +34,8 @@ def test_text_breaks_at_the_change_where_it_does_not_fit() -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert (
         "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 none cold  optimized\n"
-        "            100 → 110 µs  +10.0% [+9.0%, +11.1%]\n            (at least +9.0%, tolerated 3.0%; one process a side)\n"
+        "            100 → 110 µs  +10.0% [+9.0%, +11.1%]\n"
+        "            (at least 9.0% slower, tolerated 3.0%; one process a side)\n"
     ) in text
     assert max(map(len, gate_text(ANSWER, 120).splitlines())) <= 120
 
@@ -65,9 +67,9 @@ def test_markdown() -> None:
         "| --- | --- | --- | --- | ---: | ---: | --- |\n"
         f"| failed | {LABEL} | te-8192x4096 | eager |  |  | y: 1 % of <words> \\| differ\\x00 |\n"
         "| regression | rmsnorm_fwd M=8192 N=4096 bfloat16 none cold | te-8192x4096 | optimized | 100 → 110 "
-        "| +10.0% [+9.0%, +11.1%] | at least +9.0%, tolerated 3.0%; one process a side |\n"
+        "| +10.0% [+9.0%, +11.1%] | at least 9.0% slower, tolerated 3.0%; one process a side |\n"
         f"| ambiguous | {LABEL} | te-8192x4096 | optimized | 100 → 103.5 | +3.5% [+2.5%, +4.5%] "
-        "| at least +2.5%, tolerated 3.0%: measure more; one process a side |\n"
+        "| at least 2.5% slower, tolerated 3.0%: measure more; one process a side |\n"
         "| faster | rmsnorm_fwd M=8192 N=4096 bfloat16 fp8_t cold | te-8192x4096 | optimized | 100 → 90 "
         "| -10.0% [-10.9%, -9.0%] |  |\n"
     )
@@ -102,7 +104,7 @@ def test_junit_has_a_test_case_per_row() -> None:
     assert failure is not None
     assert (
         failure.get("message")
-        == "regression: 100 → 110 µs  +10.0% [+9.0%, +11.1%]  at least +9.0%, tolerated 3.0%; one process a side"
+        == "regression: 100 → 110 µs  +10.0% [+9.0%, +11.1%]  at least 9.0% slower, tolerated 3.0%; one process a side"
     )
 
 
@@ -165,9 +167,9 @@ def test_annotations_are_escaped() -> None:
         f"::error title=kerneltune gate::{SUMMARY}",
         f"::error title=failed%3A te-8192x4096 eager::{LABEL}: y: 1 %25 of <words> | differ\\x00",
         "::error title=regression%3A te-8192x4096 optimized::rmsnorm_fwd M=8192 N=4096 bfloat16 none cold: "
-        "100 → 110 µs  +10.0%25 [+9.0%25, +11.1%25]  at least +9.0%25, tolerated 3.0%25; one process a side",
+        "100 → 110 µs  +10.0%25 [+9.0%25, +11.1%25]  at least 9.0%25 slower, tolerated 3.0%25; one process a side",
         f"::warning title=ambiguous%3A te-8192x4096 optimized::{LABEL}: "
-        "100 → 103.5 µs  +3.5%25 [+2.5%25, +4.5%25]  at least +2.5%25, tolerated 3.0%25: measure more; one process a side",
+        "100 → 103.5 µs  +3.5%25 [+2.5%25, +4.5%25]  at least 2.5%25 slower, tolerated 3.0%25: measure more; one process a side",
     ]
 
 

@@ -194,7 +194,7 @@ def test_overlapping_intervals_never_regress_and_a_file_never_regresses_against_
             by_process(100, 0, 0.002, -0.002),
             by_process(106, 0, 0.002, -0.002),
             "regression",
-            "at least +5.5%, tolerated 3.0%; 3 and 3 processes",
+            "at least 5.5% slower, tolerated 3.0%; 3 and 3 processes",
         ),
         (
             by_process(100, 0, 0.002, -0.002),
@@ -206,7 +206,7 @@ def test_overlapping_intervals_never_regress_and_a_file_never_regresses_against_
             by_process(100, 0, 0.002, -0.002),
             by_process(103.5, 0, 0.003, -0.003),
             "ambiguous",
-            "at least +2.9%, tolerated 3.0%: measure more; 3 and 3 processes",
+            "at least 2.9% slower, tolerated 3.0%: measure more; 3 and 3 processes",
         ),
         (
             by_process(100, 0, 0.002, -0.002),
@@ -225,10 +225,10 @@ def test_overlapping_intervals_never_regress_and_a_file_never_regresses_against_
             by_process(100, 0.0),
             by_process(106, 0, 0.002, -0.002),
             "regression",
-            "at least +4.9%, tolerated 3.0%; 1 and 3 processes",
+            "at least 4.9% slower, tolerated 3.0%; 1 and 3 processes",
         ),
-        (by_process(100, 0.0), by_process(106, 0.0), "regression", "at least +5.0%, tolerated 3.0%; one process a side"),
-        (record(), by_process(106, 0, 0.002, -0.002), "regression", "at least +5.0%, tolerated 3.0%; one process a side"),
+        (by_process(100, 0.0), by_process(106, 0.0), "regression", "at least 5.0% slower, tolerated 3.0%; one process a side"),
+        (record(), by_process(106, 0, 0.002, -0.002), "regression", "at least 5.0% slower, tolerated 3.0%; one process a side"),
         (
             record(ci_low_us=99.9, ci_high_us=100.1),
             record(102.5, ci_low_us=102.4, ci_high_us=102.6),
@@ -319,13 +319,13 @@ def test_beyond_the_margin_but_perhaps_within_half_a_microsecond_is_ambiguous() 
     verdicts = [gate([old], [by_process(6 * (1 + part), 0, 0.002, -0.002)], 0.03).rows[0] for part in (0.06, 0.08, 0.09)]
     assert [row.verdict for row in verdicts] == ["slower", "ambiguous", "regression"]
     assert verdicts[1].reason == (
-        "at least +7.5%, tolerated 3.0%; 0.48 µs, up to 0.51, tolerated 0.5: measure more; 3 and 3 processes"
+        "at least 7.5% slower, tolerated 3.0%; 0.48 µs, up to 0.51, tolerated 0.5: measure more; 3 and 3 processes"
     )
 
 
 def test_a_row_that_changed_names_what_else_did() -> None:
     (row,) = gate([record()], [record(110.0, driver="580", triton="3.6")], 0.03).rows
-    assert row.reason == "at least +9.0%, tolerated 3.0%; driver 570 → 580; triton 3.5 → 3.6; one process a side"
+    assert row.reason == "at least 9.0% slower, tolerated 3.0%; driver 570 → 580; triton 3.5 → 3.6; one process a side"
     assert gate([record()], [record(driver="580")], 0.03).rows[0].reason == ""
 
 
@@ -368,3 +368,10 @@ def test_shifts_of_many_rows_are_those_of_each() -> None:
         assert (alone is None) == (found is None)
         if alone is not None and found is not None:
             assert (found.log, found.error, found.freedom) == pytest.approx((alone.log, alone.error, alone.freedom))
+
+
+def test_row_that_may_be_faster_gives_both_ends_of_its_change() -> None:
+    answer = gate([record(100, 6.0)], [record(104, 6.0)], 0.03)
+    (row,) = answer.rows
+    assert row.verdict == "ambiguous"
+    assert row.reason.startswith("7.5% faster to 17.0% slower, tolerated 3.0%: measure more")

@@ -407,3 +407,14 @@ def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_registry_of_commands_hides_the_driver() -> None:
     assert "profiled" not in run("--help").stdout
+
+
+def test_survey_of_a_variant_whose_function_is_a_lambda_is_refused() -> None:
+    op = ops.load()["stream"]
+    (variant,) = op.variants
+    plain = dataclasses.replace(variant, run=lambda inputs, config: variant.run(inputs, config))
+    task = Task(
+        dataclasses.replace(op, variants=(plain,)), Case("small", (("read", 1 << 20), ("write", 1 << 20)), "int32"), plain
+    )
+    with pytest.raises(ValueError, match=r"^stream baseline: inputs or run: expected functions of a module, not a lambda$"):
+        survey.survey([(task, task.default)], ["sm_90"])
