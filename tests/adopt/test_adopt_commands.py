@@ -126,9 +126,10 @@ def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
         "date": "2026-11-25T00:00:00+00:00",
     }
     fields |= {"options": {"launch": launch.digest}, "config": {"BLOCK": 64}}
-    path = tmp_path / "results" / "runs" / "interpreter" / "captured.check.jsonl"
-    rows = [("baseline", "failed", "out of bounds"), ("optimized", "failed", "y_ptr: differs"), ("baseline", "checked", "")]
-    append(path, [Record(**fields, variant=variant, status=status, reason=reason) for variant, status, reason in rows])
+    first = [("baseline", "failed", "out of bounds"), ("optimized", "failed", "y_ptr: differs")]
+    for folder, rows in (("interpreter", first), ("nvidia_h200", [("baseline", "checked", "")])):
+        path = tmp_path / "results" / "runs" / folder / "captured.check.jsonl"
+        append(path, [Record(**fields, variant=variant, status=status, reason=reason) for variant, status, reason in rows])
     found = run("adopt", "lint", tmp_path).stdout
     assert "two_kernels.row_sum: the check of optimized failed: row_sum-1: y_ptr: differs" in " ".join(found.split())
     assert "out of bounds" not in found
