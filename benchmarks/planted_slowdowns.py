@@ -34,7 +34,7 @@ from kerneltune.measuring.compare import (
     timing,
 )
 from kerneltune.measuring.rounds import POLICIES, Contender
-from kerneltune.records import Record, append, load
+from kerneltune.records import Record, append, parse
 from kerneltune.run_options import Options, Selection, load_plan, require_gpu
 from kerneltune.search.task import Task
 from kerneltune.spec import Config
@@ -118,7 +118,11 @@ def load_processes(folder: Path) -> list[Process]:
         ValueError: a file is missing, or does not hold the same rows for every process.
     """
     files = {delay: folder / f"planted_{delay}.jsonl" for delay in (0.0, *DELAYS)}
-    by_delay = {delay: load(path) for delay, path in files.items() if path.exists() or not delay}
+    by_delay = {
+        delay: parse(path.read_bytes().splitlines(keepends=True), str(path), is_journal=True)
+        for delay, path in files.items()
+        if path.exists() or not delay
+    }
     keys = [row_key(record) for record in by_delay[0.0]]
     rows = len(set(keys))
     for delay, records in by_delay.items():
