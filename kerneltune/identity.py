@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -28,6 +29,9 @@ _ENGINE = (
     "kerneltune.kernel_lib.functions",
 )  # fmt: skip
 """Modules that change neither the results nor the speed of a config: references to them are not followed."""
+_COMPILERS = frozenset({"torch", "triton"})
+"""Packages that are never followed, wherever they lie: records name their versions."""
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
 _WRAPPED = ("__wrapped__", "__func__", "fn", "func", "_init_fn")
 """Attributes in which bound methods and decorators of functools, triton and torch keep the function that they wrap."""
@@ -37,13 +41,17 @@ _WRAPPED = ("__wrapped__", "__func__", "fn", "func", "_init_fn")
 def code_digest(target: Any) -> str:
     """Return 12 hexadecimal digits that identify the code of a callable.
 
+    Definitions of the callable's top-level package and of kerneltune count in full. So do, for a callable of another package,
+    definitions of modules that are not installed: beside a plug-in, or in a package of its repository. Of others the names count.
+
     Args:
         target: a function, a Triton kernel, a class, an object that wraps a function, or a `functools.partial` of these.
 
     Raises:
         ValueError: the source of the callable cannot be read.
     """
-    writer = _Writer({"kerneltune", _package_of(target)})
+    package = _package_of(target)
+    writer = _Writer({"kerneltune", package}, follows_uninstalled=package != "kerneltune")
     writer.value(target)
     return writer.digest()
 
@@ -88,9 +96,10 @@ class _Own:
 class _Writer:
     """Write a canonical text of definitions: a definition in full at its first use, its number at later uses."""
 
-    def __init__(self, followed: set[str]) -> None:
+    def __init__(self, followed: set[str], *, follows_uninstalled: bool) -> None:
         """followed: top-level packages whose definitions are written; definitions of other packages are written by name."""
         self._followed = followed
+        self._follows_uninstalled = follows_uninstalled
         self._parts: list[str] = []
         self._numbers: dict[tuple[str, str], int] = {}
 
@@ -262,7 +271,8 @@ class _Writer:
             self._parts.append("engine" if found is None else found or name)
 
     def _is_followed(self, name: str) -> bool:
-        return name.partition(".")[0] in self._followed and name not in _ENGINE
+        top = name.partition(".")[0]
+        return name not in _ENGINE and (top in self._followed or (self._follows_uninstalled and not _is_installed(top)))
 
     def _resolve(self, name: str, scope: _Scope) -> "_Own | str | None":
         """Return the meaning of a name that is not local: see `_member`; a builtin is the name itself."""
@@ -377,6 +387,23 @@ def _package_of(target: Any) -> str:
     target = _unwrapped(target)
     owner = target if isinstance(target, type) or inspect.isfunction(target) else type(target)
     return str(owner.__module__).partition(".")[0]
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    """Return whether a top-level package is of site-packages or the standard library, is built in, or cannot be found."""
+    if package in _COMPILERS or package in sys.builtin_module_names:
+        return True
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a script that is run
+        spec = None
+    places = (
+        [spec.origin, *(spec.submodule_search_locations or ())] if spec else [getattr(sys.modules.get(package), "__file__", None)]
+    )
+    paths = [Path(place).resolve() for place in places if place and place != "frozen"]
+    standard = (_STANDARD_LIBRARY in path.parents for path in paths)
+    return not paths or any(standard) or any({"site-packages", "dist-packages"} & set(path.parts) for path in paths)
 
 
 def _required(name: str) -> _Module:

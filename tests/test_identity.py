@@ -149,6 +149,31 @@ def test_digest_of_code_in_another_module_stays(digest: Digest) -> None:
     assert digest((moved, ""), there, ("import WIDTH, _copy", "import _rows, _copy")) == digest()
 
 
+@pytest.mark.parametrize(
+    "file", ["beside_{n}.py", "package_{n}/beside_{n}.py", "packages/beside_{n}.py", "site-packages/beside_{n}.py"]
+)
+def test_digest_covers_modules_that_are_not_installed(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plug-in runs code of a module beside it, of a package beside it, of another folder, or of an installed package."""
+    digests = []
+    for number, factor in enumerate((2, 2, 3)):
+        path = tmp_path / file.format(n=f"{tmp_path.name}_{number}".replace("-", "_"))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"def scaled(x):\n    return {factor} * x\n")
+        is_package = path.parent.name.startswith("package_")
+        monkeypatch.syspath_prepend(tmp_path if is_package else path.parent)
+        module = f"{path.parent.name}.{path.stem}" if is_package else path.stem
+        plug_in = tmp_path / f"plug_in_{path.stem}.py"
+        plug_in.write_text(
+            f"import {module} as other\nfrom {module} import scaled\n\n\ndef run(x):\n    return scaled(x) + other.scaled(x)\n"
+        )
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.invalidate_caches()
+        digests.append(code_digest(importlib.import_module(plug_in.stem).run))
+    is_installed = "site-packages" in file
+    assert digests[0] != digests[2]
+    assert (digests[0] == digests[1]) is not is_installed, "of installed packages the names alone count"
+
+
 def test_digest_of_a_partial_depends_on_its_arguments(digest: Digest) -> None:
     more = "\n\nfrom functools import partial\none, same, two = partial(run, {}), partial(run, {}), partial(run, {1: 2})\n"
     assert digest(more=more, name="one") == digest(more=more, name="same") != digest(more=more, name="two")
