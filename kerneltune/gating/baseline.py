@@ -32,8 +32,20 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
     try:
         data = git(folder, "cat-file", "blob", f"{revision}:{inside}")
     except ValueError as error:
+        if _is_without(revision, inside, folder):
+            shown = counterpart if name == revision else inside
+            message = f"{shown}: not in {revision}: commit the records there first, or name a {SUFFIX} file to compare with"
+            raise ValueError(f"baseline: {name!r}: {message}") from error
         raise ValueError(f"baseline: {name!r}: no such file, and {error}") from error
     return parse(data.splitlines(keepends=True), f"{revision}:{inside}")
+
+
+def _is_without(revision: str, inside: str, folder: Path) -> bool:
+    """Return whether a revision exists and has nothing at the path `inside`, which counts from `folder` if it begins with `.`."""
+    try:
+        return not git(folder, "ls-tree", *([] if inside.startswith(".") else ["--full-tree"]), revision, inside)
+    except ValueError:
+        return False
 
 
 def is_file_name(name: str) -> bool:
