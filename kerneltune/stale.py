@@ -192,25 +192,35 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
 
 
 def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | None) -> list[str]:
-    """Return a line for each own variant that has timed rows of other code than `ops`, and a line for rows of other configs."""
+    """Return a line for each own variant that has timed rows of other code than `ops`, and a line for rows of other configs.
+
+    Raises:
+        ValueError: `ops` lacks an operator of the rows.
+    """
     timed = [row for row in rows if row.status == "passed" and row.role != "peer"]
     lines = []
     for (name, variant), of_variant in grouped(timed, lambda row: (row.op, row.variant)).items():
-        if name not in ops or variant not in {offered.name for offered in ops[name].variants}:
-            missing = f"no variant {variant}" if name in ops else "no such operator here: --plugin loads those of other packages"
-            lines.append(f"{name} {variant}: {_share(of_variant, of_variant)}: {missing}")
+        if name not in ops:
+            raise ValueError(f"op: {name!r}: in the records, but not loaded here: load it by --plugin, or pass --allow-stale")
+        if variant not in {offered.name for offered in ops[name].variants}:
+            lines.append(f"{name} {variant}: {_share(of_variant, of_variant)}: no variant {variant}")
             continue
         differences = [(row, _difference_of(row, ops[name], configs)) for row in of_variant]
         stale = [(row, differs) for row, differs in differences if differs is not None]
         for field, of_field in grouped(stale, lambda pair: pair[1].field).items():
             shown = "; ".join(
-                f"{row.case} {row.dtype} {row.quant} ({differs.recorded}, here {differs.present})"
-                for row, differs in of_field[:_NAMED]
+                f"{_named(row, ops[name])} ({differs.recorded}, here {differs.present})" for row, differs in of_field[:_NAMED]
             )
             more = "; …" if len(of_field) > _NAMED else ""
             measured = f"{_share(of_field, of_variant)} measured with {'other code' if field == 'code' else 'another config'}"
             lines.append(f"{name} {variant}: {measured}: {shown}{more}: measure again")
     return lines
+
+
+def _named(row: Record, op: Op) -> str:
+    """Return the case, the options that are not the default, the type and the mode of a record."""
+    options = {name: value for name, value in row.options.items() if value not in op.options.get(name, ())[:1]}
+    return " ".join(filter(None, [row.case, pairs(options), row.dtype, row.quant]))
 
 
 def _share(some: Sequence[object], rows: Sequence[object]) -> str:

@@ -34,6 +34,11 @@ def test_record_of_another_config_is_named_with_the_knobs_that_differ() -> None:
         f"rmsnorm_fwd optimized: 1 of 1 row measured with another config: {entry.case} {entry.dtype} {entry.quant} "
         f"(warps=8, here warps={entry.config['warps']}): measure again"
     )
+    variants = [with_config({"warps": 1}, op="mine", options={"mode": mode}) for mode in ("a", "b")]
+    op = dataclasses.replace(OPS["rmsnorm_fwd"], name="mine", options={"mode": ("a", "b")})
+    (line,) = stale_lines(variants, {"mine": op}, None)
+    assert f": {entry.case} {entry.dtype} {entry.quant} (" in line
+    assert f"; {entry.case} mode=b {entry.dtype} {entry.quant} (" in line
     (line,) = stale_lines([with_config(None)], OPS, None)
     assert "(none, here rows=" in line
 
