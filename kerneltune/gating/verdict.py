@@ -51,6 +51,7 @@ _BETWEEN_UNITS_PERCENT = 5.5
 """Largest difference between two H200s that was measured for the same code (docs/notes/gate.md)."""
 A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
 """Reasons why a row is a note."""
+_GONE = "not in the new records"
 RERUNS = 2
 """Number of further measurements: first all suspects, then the suspects that are still ambiguous."""
 
@@ -313,7 +314,7 @@ def _met(old: Record, new: Record | None, by_process: Shift | None) -> Change | 
 
 def _unmet(old: Record, new: Record | None) -> GateRow:
     if new is None:
-        return _row(old, "missing", "not in the new records")
+        return _row(old, "missing", _GONE)
     if new.status == "failed":
         return _row(new, "failed", new.reason)
     return _row(new, "missing", f"{new.status} in the new records: {new.reason or 'not timed'}")
@@ -393,6 +394,7 @@ def _other_unit(compared: Sequence[Change]) -> str:
 def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[str, ...]) -> Verdict:
     counts = {verdict: sum(row.verdict == verdict and not row.is_note for row in rows) for verdict in WORST_FIRST}
     if not counts["failed"] and all(row.change is None for row in rows):
+        rows = tuple(row for row in rows if not row.reason.endswith(_GONE))  # the reason below says it of all
         return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes, failures)
     for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
         found = [_counted(counts[verdict], verdict) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]
