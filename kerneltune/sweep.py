@@ -114,6 +114,16 @@ def family_name(family: str) -> str:
     return _Reader(path, {}, 0).family(_composed(path))
 
 
+def gate_margin(family: str) -> float | None:
+    """Return `gate.margin` of a family's sweep file: `FAMILY.yaml` here, else as `find` finds it; None without file or margin."""
+    paths = [folder / f"{family}.yaml" for folder in (Path(), *_folders(None))] if _FAMILY.fullmatch(family) else []
+    for path in paths:
+        if path.is_file():
+            reader = _Reader(path, {}, 0)
+            return reader.gate(reader.mapping(_composed(path), "file").get("gate")).get("margin")
+    return None
+
+
 def find(family: str, root: Path | None = None) -> Path:
     """Find the sweep file of a family: a `.yaml` path itself, else in `sweeps/` here, else in the checkout or package."""
     if family.endswith((".yaml", ".yml")):

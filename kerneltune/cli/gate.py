@@ -122,11 +122,15 @@ def _judged(
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
     from kerneltune.stale import stale_lines
+    from kerneltune.sweep import gate_margin
 
     records = load(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
     selected([*against, *records], wanted)  # a name that neither side has is an error
     records, against = ([record for record in side if wanted.takes_record(record)] for side in (records, against))
+    families = {record.family or new.stem for record in records}
+    if margin is None and len(families) == 1:
+        margin = gate_margin(families.pop())
     tolerated = DEFAULT_MARGIN if margin is None else margin
     stale = [] if allow_stale else [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops(), configs)]
     return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)

@@ -58,6 +58,48 @@ def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Pat
     assert refused("gate", old, new, "--processes", "2") == "error: processes: 2: expected only with --run"
 
 
+@pytest.mark.parametrize("place", [".", "sweeps"])
+def test_the_gate_of_two_files_takes_the_margin_of_the_family_s_sweep_file(
+    place: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    old = write("old.jsonl", *both(family="tsoftmax"))
+    files = old, write("new.jsonl", *both(100, 54, family="tsoftmax"))  # 8 % slower
+    assert run("gate", "--allow-stale", *files).exit_code == 1
+    sweep = tmp_path / place / "tsoftmax.yaml"
+    sweep.parent.mkdir(exist_ok=True)
+    sweep.write_text("family: tsoftmax\nops: [tsoftmax]\ngate: {margin: 0.10}\n")
+    assert run("gate", "--allow-stale", *files).exit_code == 0
+    assert run("gate", "--allow-stale", *files, "--margin", "0.03").exit_code == 1
+    unnamed = write("tsoftmax.jsonl", *both(100, 54, family=""))  # an older record: the file's name is the family
+    assert run("gate", "--allow-stale", old, unnamed).exit_code == 0
+    several = write("several.jsonl", record(family="tsoftmax"), record(54, variant="optimized", family="rmsnorm"))
+    assert run("gate", "--allow-stale", old, several).exit_code == 1
+    sweep.write_text("family: tsoftmax\ngate: {margin: 3}\n")
+    assert refused("gate", "--allow-stale", *files) == (
+        f"error: {sweep.relative_to(tmp_path)}:2: gate.margin: 3: expected a fraction from 0 to below 1"
+    )
+
+
+def test_files_without_a_common_row_give_the_reason_alone(write: Callable[..., Path]) -> None:
+    result = run(
+        "gate",
+        "--allow-stale",
+        write("old.jsonl", *both(), record(variant="liger", role="peer")),
+        write("new.jsonl", *both(quant="none")),
+    )
+    assert (result.exit_code, " ".join(result.stdout.split())) == (
+        2, "gate: not usable: nothing compared: no row of the baseline is timed in the new records (0 rows compared, 0 faster)",
+    )  # fmt: skip
+
+
+def test_operator_that_is_not_loaded_is_bad_input(write: Callable[..., Path]) -> None:
+    path = write("a.jsonl", *both(op="tsoftmax"))
+    assert refused("gate", path, path) == (
+        "error: op: 'tsoftmax': in the records, but not loaded here: load it by --plugin, or pass --allow-stale"
+    )
+
+
 def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new, step = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70)), tmp_path / "step.md"
     step.write_text("before\n")
