@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt")
+_REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (
     "_LangPatchScope",
     "InterpreterBuilder",
@@ -34,6 +34,10 @@ _TYPED_BY = {"binary_op": 0, "unary_op": 0, "ternary_op": 2, "create_fma": 2, "c
 
 _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 """Operations whose overflow the interpreter checks."""
+
+_NUMBERS = {"int32": (int,), "int64": (int,), "fp32": (int, float)}
+"""Element types of most operands, and Python's types that take the element type of the other operand."""
+_LARGEST = 2**31 - 1
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
@@ -76,7 +80,7 @@ def mend() -> None:
         )
     if hasattr(interpreter._convert_float, _MENDED):
         return
-    wrappers: tuple[Callable[[Any], Any], ...] = (_rounded, _patched_core, _once, _remembered, _with_casts)
+    wrappers: tuple[Callable[[Any], Any], ...] = (_rounded, _patched_core, _once, _remembered, _with_casts, _called_directly)
     for name, changed in zip(_REPLACED, wrappers, strict=True):
         setattr(interpreter, name, changed(getattr(interpreter, name)))
     setattr(interpreter._convert_float, _MENDED, True)
@@ -92,6 +96,7 @@ def mend() -> None:
     core.block_type.__init__ = _block_types_of_known_shapes(core.block_type.__init__)
     core.tensor.__init__ = _tensors_of_known_shapes(core.tensor.__init__)
     semantic = interpreter.interpreter_semantic
+    semantic.binary_op_type_checking_impl = _operands_of_one_type(semantic.binary_op_type_checking_impl)
     semantic.broadcast_impl_value = _operands_of_one_shape(semantic.broadcast_impl_value)
     semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
@@ -217,6 +222,22 @@ def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return patched
 
 
+def _called_directly(_patch: Callable[..., None]) -> Callable[..., None]:
+    """Call the function of an operation, without the two layers around it that pass and check `_semantic`."""
+    from triton.runtime.interpreter import interpreter_semantic
+
+    def patched(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def called(*given: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter_semantic
+            return function(*given, **named)
+
+        scope.set_attr(owner, name, called)
+
+    return patched
+
+
 def _remembered(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Remember numpy's type of each element type: the interpreter makes a dict of all types at every call."""
     dtypes: dict[str, Any] = {}
@@ -309,6 +330,34 @@ def _tensors_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
         vars(self).update(shape["tensor_parts"], handle=handle, type=type, dtype=type.scalar)
 
     return made
+
+
+def _operands_of_one_type(check: Callable[..., Any]) -> Callable[..., Any]:
+    """Leave out the check of operands that need no cast: tensors of equal type, a pointer and offsets, a tensor and a number."""
+    from triton.runtime.interpreter import TensorHandle, interpreter_semantic, tl
+
+    tensor = tl.core.tensor
+
+    def is_of_kind(number: Any, kind: Any) -> bool:
+        return isinstance(number, _NUMBERS.get(kind.name, ())) and -_LARGEST <= number <= _LARGEST
+
+    def filled(number: Any, like: Any) -> Any:
+        data = like.handle.data
+        return tensor(TensorHandle(np.full(data.shape, number, data.dtype), like.dtype), like.type)
+
+    def checked(left: Any, right: Any, *options: bool, **named: bool) -> Any:
+        if len(options) < 4 and not named:  # no division, which casts further
+            if type(left) is type(right) is tensor:
+                kind, other = left.dtype, right.dtype
+                if other.is_int() if kind.is_ptr() and options[:1] == (True,) else kind is other and not kind.is_ptr():
+                    return interpreter_semantic.broadcast_impl_value(left, right)
+            elif type(left) is tensor and is_of_kind(right, left.dtype):
+                return left, filled(right, left)
+            elif type(right) is tensor and is_of_kind(left, right.dtype):
+                return filled(left, right), right
+        return check(left, right, *options, **named)
+
+    return checked
 
 
 def _operands_of_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
