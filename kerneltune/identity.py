@@ -42,7 +42,8 @@ def code_digest(target: Any) -> str:
     """Return 12 hexadecimal digits that identify the code of a callable.
 
     Definitions of the callable's top-level package and of kerneltune count in full. So do, for a callable of another package,
-    definitions of modules that are not installed: beside a plug-in, or in a package of its repository. Of others the names count.
+    definitions of modules that are not installed: beside a plug-in, or in a package of its repository. Definitions of all other
+    packages count by name.
 
     Args:
         target: a function, a Triton kernel, a class, an object that wraps a function, or a `functools.partial` of these.

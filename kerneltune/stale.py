@@ -31,9 +31,9 @@ CONFIG_S = 0.6
 _CASE_S = 8.0
 """Seconds of measuring a case of a family without records. H200: 1 to 14 s, by family."""
 _EAGER_CASE_S = 150.0
-"""The same of whole training steps, which are timed launch by launch. H100: 85 to 112 s with two or three of seven variants."""
+"""Seconds of a case of whole training steps, timed launch by launch. H100: 84 s with four variants, 179 s with seven."""
 _LONGEST_GAP_S = 300.0
-"""Seconds between two records of a run, at most: the longest case, a compiled step of a model, takes about 150 s."""
+"""Seconds between two records of a run, at most: the longest case measured, a step of a model with seven variants, took 179 s."""
 _AT_ONCE = 16
 """Cases whose configs are compiled before the first of the cases is measured."""
 _DIGITS, _NAMED = 8, 2
