@@ -417,6 +417,8 @@ def _required(name: str) -> _Module:
 @functools.cache
 def _module(name: str) -> _Module | None:
     file, package = _source_of(name)
+    if file is None and package:
+        return _Module(name, package, ast.Module([], []), {})
     if file is None or file.suffix != ".py":
         return None
     source = file.read_bytes()
@@ -460,14 +462,16 @@ def _instructions(code: CodeType) -> object:
 
 
 def _source_of(name: str) -> tuple[Path | None, str]:
-    """Return the file of a module and the package that its relative imports start from."""
+    """Return the file of a module, None for a namespace package, and the package that its relative imports start from."""
     try:
         spec = importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):  # a name inside a module that is no package; a script that is run
         file = getattr(sys.modules.get(name), "__file__", None)
         return (Path(file) if file else None), ""
-    if spec is None or spec.origin is None:
+    if spec is None:
         return None, ""
+    if spec.origin is None:
+        return None, spec.name if spec.submodule_search_locations is not None else ""
     return Path(spec.origin), spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
 
 

@@ -152,7 +152,17 @@ def test_digest_of_code_in_another_module_stays(digest: Digest) -> None:
 @pytest.mark.parametrize(
     "file", ["beside_{n}.py", "package_{n}/beside_{n}.py", "packages/beside_{n}.py", "site-packages/beside_{n}.py"]
 )
-def test_digest_covers_modules_that_are_not_installed(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "plug_in_text",
+    [
+        "from {module} import scaled\n\n\ndef run(x):\n    return scaled(x)\n",
+        "import {module} as other\n\n\ndef run(x):\n    return other.scaled(x)\n",
+        "import {module}\n\n\ndef run(x):\n    return {module}.scaled(x)\n",
+    ],
+)
+def test_digest_covers_modules_that_are_not_installed(
+    file: str, plug_in_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plug-in runs code of a module beside it, of a package beside it, of another folder, or of an installed package."""
     digests = []
     for number, factor in enumerate((2, 2, 3)):
@@ -163,9 +173,7 @@ def test_digest_covers_modules_that_are_not_installed(file: str, tmp_path: Path,
         monkeypatch.syspath_prepend(tmp_path if is_package else path.parent)
         module = f"{path.parent.name}.{path.stem}" if is_package else path.stem
         plug_in = tmp_path / f"plug_in_{path.stem}.py"
-        plug_in.write_text(
-            f"import {module} as other\nfrom {module} import scaled\n\n\ndef run(x):\n    return scaled(x) + other.scaled(x)\n"
-        )
+        plug_in.write_text(plug_in_text.format(module=module))
         monkeypatch.syspath_prepend(tmp_path)
         importlib.invalidate_caches()
         digests.append(code_digest(importlib.import_module(plug_in.stem).run))
