@@ -251,6 +251,7 @@ class Op:
         reference: (inputs) -> outputs by name, plain torch, fp32 inside.
         compare: (case, inputs, outputs, reference outputs) -> a line per disagreement.
         traffic: case -> the fewest bytes that the operator must move.
+        memory_factor: bytes of memory that a case needs per byte of traffic: inputs, outputs, the fp32 reference, its comparison.
         variants: implementations and peers, baseline first.
         module: package or module that holds the operator's source.
         origin: arguments with which the module's `operators` makes the operator; None for an operator in `OP` or `OPS`.
@@ -274,6 +275,7 @@ class Op:
     as_called: Callable[[Case], Case] | None = None
     bands: Bands = field(default_factory=lambda: NO_BANDS)
     policy: str = "cold"
+    memory_factor: int = 8
     flops: Callable[[Case], int] | None = None
     origin: tuple[Any, ...] | None = None
 

@@ -34,8 +34,6 @@ SELF = "A/A"
 CEILING = "ceiling"
 _CEILING_OP = "stream"
 _TIMING = ("time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor", "p10_us", "p90_us")
-_BYTES_PER_TRAFFIC_BYTE = 8
-"""Memory for inputs, outputs, the fp32 reference and its comparison, per byte of traffic."""
 
 
 def ceiling_task(ops: Mapping[str, Op], op: Op, case: Case, policy: str) -> Task | None:
@@ -49,7 +47,7 @@ def ceiling_task(ops: Mapping[str, Op], op: Op, case: Case, policy: str) -> Task
 
 def memory_obstacle(op: Op, case: Case) -> str | None:
     """Return None if the case fits in memory, else the bytes needed and free: GPU memory, or host memory without a GPU."""
-    needed = _BYTES_PER_TRAFFIC_BYTE * op.traffic(case).total
+    needed = op.memory_factor * op.traffic(case).total
     free = gpu_free_bytes() if device.current().is_gpu else host_free_bytes()
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 

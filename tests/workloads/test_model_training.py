@@ -134,3 +134,10 @@ def test_models_of_a_case_are_freed_with_the_next_case(graphs: list[Any]) -> Non
         graphs.clear()
         run(lambda model: alive.append(weakref.ref(model)), "seen", inputs(case, device="cpu"), None)
     assert [model() is None for model in alive] == [True, False]
+
+
+def test_cases_of_the_family_fit_an_80_gb_gpu() -> None:
+    plan = load_plan({op.name: op for op in OPS}, Selection("model_training"), Options())
+    assert len(plan.sweep.bench) == 8
+    needed = [op.memory_factor * op.traffic(entry.case).total for entry in plan.sweep.bench for op in OPS]
+    assert max(needed) < 80e9
