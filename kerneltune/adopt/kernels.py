@@ -50,9 +50,9 @@ class KernelName:
         return f"{self.module}.{self.name}"
 
 
-def kernel_name(autotuner: Any) -> KernelName:
-    """Return the name of an autotuner's kernel."""
-    function = autotuner.base_fn
+def kernel_name(kernel: Any) -> KernelName:
+    """Return the name of an autotuner's kernel, or of a kernel without an autotuner."""
+    function = getattr(kernel, "base_fn", kernel.fn)
     return KernelName(function.__module__, function.__qualname__)
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kerneltune.adopt import kernels, program
 from kerneltune.adopt.configs import (
     OPTIONS,
+    changed_blocks,
     config_index,
     configs_digest,
     decode_config,
@@ -46,49 +47,50 @@ class Served:
     Attributes:
         options: keyword arguments of the launch; of a kernel without an autotuner the arguments that differ from the program's.
         counter: index of the count of these launches.
-        config: the live config object; None for a kernel without an autotuner.
+        config: the live config object.
         hook: the config's pre_hook.
         fallbacks: configs that replace the config if it fails to launch.
-        own: the program's values of the `options` of a kernel without an autotuner.
     """
 
     options: dict[str, Any]
     counter: int
-    config: Any = None
-    hook: Callable[[dict[str, Any]], Any] | None = None
-    fallbacks: list[Any] = field(default_factory=list)
-    own: dict[str, Any] = field(default_factory=dict)
+    config: Any
+    hook: Callable[[dict[str, Any]], Any] | None
+    fallbacks: list[Any]
 
 
 @dataclass(slots=True)
 class ServingState:
-    """Hold the state of an autotuner with a list of configs; also of an autotuner that describes a kernel without an autotuner.
+    """Hold the state of an autotuner with a list of configs, or of a kernel without an autotuner.
 
     Attributes:
         kernel: the table's kernel; None where the table has none for this autotuner.
         configs: the author's list.
-        shown: the list that the autotuner shows: the author's, or its portfolio. Any other list was assigned by the program.
         counters: indices of the counts of launches: served, missed.
         deciding: arguments that are part of `keys`: the arguments of the author's key, and the sizes that decide between rows.
+        shown: the list that the autotuner shows: the author's, or its portfolio. Any other list was assigned by the program.
         keys: the served configs by the keys of launches.
         finders: the table's rows by the author's keys and element types of launches.
         index: configs by their values.
         rows: the configs of the table's rows, by identity of the row.
-        lists: states for lists that the program assigned later.
+        lists: states for lists that the program assigned later. Of a kernel without an autotuner, by the options of its launches:
+            the autotuners that describe the kernel, with their states.
         choices: the author's choices from a list that the program assigned: the autotuner's cache does not tell lists apart.
+        is_plain: whether the kernel has no autotuner.
     """
 
     kernel: TableKernel | None
     configs: list[Any]
-    shown: list[Any]
-    counters: tuple[int, int]
+    counters: tuple[int, ...]
     deciding: set[str]
+    shown: list[Any] = field(default_factory=list)
     keys: LaunchKeys[Served] = field(default_factory=LaunchKeys)
     finders: LaunchKeys[RowFinder] = field(default_factory=LaunchKeys)
     index: dict[str, Any] = field(default_factory=dict)
     rows: dict[int, Served] = field(default_factory=dict)
-    lists: "dict[Any, ServingState]" = field(default_factory=dict)
+    lists: dict[Any, Any] = field(default_factory=dict)
     choices: dict[Any, Any] | None = None
+    is_plain: bool = False
 
     def __post_init__(self) -> None:
         """Index the configs."""
@@ -143,8 +145,7 @@ class Server:
         self._make_config, self._preparing, self._lock = make_config, preparing, RLock()
         self._table: ServingTable | None = None
         self._read_for = ""
-        self._plain: dict[Any, LaunchKeys[Served] | None] = {}
-        self._described: dict[Any, list[tuple[Any, ServingState]]] = {}
+        self._plain: dict[Any, ServingState | None] = {}
 
     def table(self, is_early: bool = False) -> ServingTable | None:
         """Return the table of this GPU; None if no table may be served.
@@ -198,7 +199,7 @@ class Server:
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
-        count = self.counters.add
+        launch = self._launch
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -207,66 +208,52 @@ class Server:
                 state = self.attach(autotuner)
             if autotuner.configs is not state.shown:
                 state = self._relisted(autotuner, state)
-            for plan in state.keys.plans:
-                try:
-                    served = plan.values[plan.key(args, kwargs)]
-                    break
-                except OTHER_KIND:
-                    pass
-            else:
-                result = self._resolve(original, KernelCall(autotuner, args, kwargs), state)
-                if not isinstance(result, Served):
-                    return result[0]
-                served = result
-            count(served.counter)
-            options = served.options
-            kwargs.update(options)
-            if served.hook is not None:
-                served.hook({**dict(zip(autotuner.arg_names, args, strict=False)), **kwargs})
-            autotuner.best_config = served.config
-            try:
-                return autotuner.fn.run(*args, **kwargs)
-            except Exception as error:  # Triton's launch errors share no type
-                rest = {name: value for name, value in kwargs.items() if name not in options}
-                return self._fall_back(autotuner, served, error, args, rest)
+            return launch(state, original, autotuner, args, kwargs)
 
         return run
 
     def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of `run` of kernels, for the kernels without an autotuner."""
-        count, by_function = self.counters.add, self._plain
+        launch, states = self._launch, self._plain
 
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                keys = by_function[kernel.fn]
+                state = states[kernel.fn]
             except KeyError:
-                keys = by_function[kernel.fn] = LaunchKeys() if self._kernels_of(kernel.fn, is_plain=True) else None
-            if keys is None:
-                return original(kernel, *args, **kwargs)
-            # as in make_run: a function of both would cost each launch a call
-            for plan in keys.plans:
-                try:
-                    served = plan.values[plan.key(args, kwargs)]
-                    break
-                except OTHER_KIND:
-                    pass
-            else:
-                served = self._resolve_plain(keys, KernelCall(kernel, args, kwargs))
-            count(served.counter)
-            options = served.options
-            kwargs.update(options)
-            try:
-                return original(kernel, *args, **kwargs)
-            except Exception as error:  # Triton's launch errors share no type
-                if not options or not program.is_launch_failure(error):
-                    raise
-                name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
-                warn_once(f"{name}: {options} fail here ({type(error).__name__}): the program's options")
-                served.options = {}
-                rest = {name: value for name, value in kwargs.items() if name not in options}
-                return original(kernel, *args, **rest, **served.own)
+                state = states[kernel.fn] = self._plain_state(kernel)
+            return original(kernel, *args, **kwargs) if state is None else launch(state, original, kernel, args, kwargs)
 
         return run
+
+    def _launch(self, state: ServingState, original: Callable[..., Any], kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Launch a kernel with the config of its key. The hot path of serving."""
+        for plan in state.keys.plans:
+            try:
+                served = plan.values[plan.key(args, kwargs)]
+                break
+            except OTHER_KIND:
+                pass
+        else:
+            found = self._resolve(original, KernelCall(kernel, args, kwargs), state)
+            if not isinstance(found, Served):
+                return found[0]
+            served = found
+        options = served.options
+        kwargs.update(options)
+        if served.hook is not None:
+            served.hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs})
+        try:
+            if state.is_plain:
+                result = original(kernel, *args, **kwargs)
+            else:
+                kernel.best_config = served.config
+                result = kernel.fn.run(*args, **kwargs)
+        except Exception as error:  # Triton's launch errors share no type
+            rest = {name: value for name, value in kwargs.items() if name not in options}
+            self._fall_back(kernel, served, error)
+            return self._launch(state, original, kernel, args, rest | served.options if state.is_plain else rest)
+        self.counters.add(served.counter)
+        return result
 
     def attach(self, autotuner: Any, is_early: bool = False) -> ServingState:
         """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
@@ -280,13 +267,15 @@ class Server:
                     if self._is_strict:
                         raise
                     warn_once(f"{name}: not served: {describe_error(error)}")
-                served, missed = (self.counters.slot(f"{kind} {name}") for kind in (SERVED, MISSED))
-                state = ServingState(kernel, autotuner.configs, autotuner.configs, (served, missed), set(autotuner.keys))
+                listed = autotuner.configs
+                state = ServingState(kernel, listed, self._counters_of(autotuner), set(autotuner.keys), listed)
                 if kernel is not None and kernel.portfolio and self.portfolio:
-                    state.shown = self._live(state, kernel.portfolio[: self.portfolio]) or autotuner.configs
-                    autotuner.configs = state.shown
+                    autotuner.configs = state.shown = self._live(state, kernel.portfolio[: self.portfolio]) or listed
                 autotuner.kerneltune_state = state
             return state
+
+    def _counters_of(self, kernel: Any) -> tuple[int, ...]:
+        return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
 
     def made(self, autotuner: Any) -> None:
         """Give an autotuner its portfolio before anything traces it."""
@@ -299,7 +288,7 @@ class Server:
         configs = autotuner.configs
 
         def make() -> ServingState:
-            return ServingState(self._kernel_of(autotuner), configs, configs, first.counters, set(autotuner.keys), choices={})
+            return ServingState(self._kernel_of(autotuner), configs, first.counters, set(autotuner.keys), configs, choices={})
 
         with self._lock:
             return of_list(first.lists, configs, make)
@@ -325,6 +314,8 @@ class Server:
 
     def _resolve(self, original: Callable[..., Any], call: KernelCall, state: ServingState) -> "Served | tuple[Any]":
         """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
+        if state.is_plain:
+            return self._resolve_plain(call, state)
         if self._preparing is not None:
             self._preparing.wait()
         row = state.row(call)
@@ -398,55 +389,53 @@ class Server:
         self._remember(call, state, _served([alone.best_config], state.counters[1]))
         return (result,)
 
-    def _fall_back(self, autotuner: Any, served: Served, error: Exception, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Launch with the next config from now on, because the present config fails to launch; raise any other error."""
-        while served.fallbacks and program.is_launch_failure(error):
-            bad, served.config = served.config, served.fallbacks.pop(0)
-            served.options, served.hook = served.config.all_kwargs(), served.config.pre_hook
-            labels = f"config {label_of(bad)} fails here ({describe_error(error)}): falling back to {label_of(served.config)}"
-            warn_once(f"{kernel_name(autotuner).text}: {labels}")
-            try:
-                return kernels.launch_config(autotuner, served.config, args, kwargs)
-            except Exception as later:  # as in `run`
-                error = later
-        raise error
+    def _fall_back(self, kernel: Any, served: Served, error: Exception) -> None:
+        """Replace a config that fails to launch by the next config, from now on; raise any other error."""
+        if not served.fallbacks or not program.is_launch_failure(error):
+            raise error
+        failed, served.config = served.config, served.fallbacks.pop(0)
+        served.options, served.hook = served.config.all_kwargs(), served.config.pre_hook
+        labels = f"config {label_of(failed)} fails here ({describe_error(error)}): falling back to {label_of(served.config)}"
+        warn_once(f"{kernel_name(kernel).text}: {labels}")
 
-    def _resolve_plain(self, keys: LaunchKeys[Served], call: KernelCall) -> Served:
+    def _plain_state(self, kernel: Any) -> ServingState | None:
+        """Return the state of a kernel without an autotuner; None if the table has no such kernel."""
+        listed = self._kernels_of(kernel.fn, is_plain=True)
+        deciding = {*OPTIONS, "grid", *(key for one in listed for key in one.keys)}
+        return ServingState(None, [], self._counters_of(kernel), deciding, is_plain=True) if listed else None
+
+    def _resolve_plain(self, call: KernelCall, state: ServingState) -> Served:
         """Serve the options of the table to launches of this key from now on; no options where the table has no row.
 
         call: launch of the kernel itself instead of an autotuner.
         """
-        function, options = call.autotuner.fn, None
-        listed, name = self._kernels_of(function, is_plain=True), f"{function.__module__}.{function.__qualname__}"
+        (counter, missed), options = state.counters, None
         try:
-            options = self._plain_options(listed, call)
+            options = self._plain_options(call, state)
         except Exception as error:  # an argument of an unknown type must not end the user's program
-            warn_once(f"{name}: a launch is not served: {describe_error(error)}")
-        counter = self.counters.slot(f"{MISSED if options is None else SERVED} {name}")
-        own = {name: call.kwargs[name] for name in options or () if name in call.kwargs}
-        deciding = {*OPTIONS, "grid", *(key for one in listed for key in one.keys)}
-        return keys.remember(call, deciding, Served(options or {}, counter, own=own))
+            warn_once(f"{call.name.text}: a launch is not served: {describe_error(error)}")
+        own = [{name: call.kwargs[name] for name in options if name in call.kwargs}] if options else []
+        served = _served(list(map(_changing, [options or {}, *own])), missed if options is None else counter)
+        return state.keys.remember(call, state.deciding, served)
 
-    def _plain_options(self, listed: Sequence[TableKernel], call: KernelCall) -> dict[str, Any] | None:
+    def _plain_options(self, call: KernelCall, state: ServingState) -> dict[str, Any] | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
 
         Each argument that a launch passes on costs the host 0.1 us.
         """
         own, given = split_options(call.kwargs)
-        key = call.autotuner.fn, *own.values()
-        if key not in self._described:
-            tuners = [(plain_tuner(call.autotuner, own, one.keys), one) for one in listed]
+        if (key := tuple(own.values())) not in state.lists:
+            kernel = call.autotuner
+            tuners = [(plain_tuner(kernel, own, one.keys), one) for one in self._kernels_of(kernel.fn, is_plain=True)]
             same = [(tuner, one) for tuner, one in tuners if configs_digest(tuner.configs) == one.configs]
-            self._described[key] = [
-                (tuner, ServingState(one, tuner.configs, tuner.configs, (0, 0), set(tuner.keys))) for tuner, one in same
-            ]
-        for tuner, state in self._described[key]:
+            state.lists[key] = [(tuner, ServingState(one, tuner.configs, (), set(tuner.keys))) for tuner, one in same]
+        for tuner, described in state.lists[key]:
             launch = KernelCall(tuner, call.args, given)
-            row = state.row(launch)
+            row = described.row(launch)
             if row is not None and self._fits(launch, row):
                 chosen = decode_config(row.configs[0], self._make_config).all_kwargs()
-                given = {**launch.named, **launch_defaults(), **{name: value for name, value in own.items() if value is not None}}
-                return {name: value for name, value in chosen.items() if given.get(name) != value}
+                present = launch.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
+                return {name: value for name, value in chosen.items() if present.get(name) != value}
         return None
 
     def _fits(self, call: KernelCall, row: ServingRow) -> bool:
@@ -455,12 +444,17 @@ class Server:
         Another place of the program may launch this kernel with a grid that does not read the blocks.
         """
         config, grid = row.configs[0], call.kwargs.get("grid")
-        changed = {name for name, size in config["kwargs"].items() if call.named.get(name) != size}
+        changed = changed_blocks({"kwargs": call.named}, config)
         if not changed or not callable(grid) or not changed <= call.kwargs.keys():
             return not changed
         with suppress(Exception):  # of the program's own grid
             return list(call.grid(decode_config(config, self._make_config)) or ()) == row.evidence.get("grid")
         return False
+
+
+def _changing(arguments: dict[str, Any]) -> Any:
+    """Return the config of a kernel without an autotuner: the arguments in which a launch differs from the program's."""
+    return SimpleNamespace(kwargs=arguments, all_kwargs=lambda: arguments, pre_hook=None)
 
 
 def _served(configs: Sequence[Any], counter: int) -> Served:
