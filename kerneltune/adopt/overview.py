@@ -1,11 +1,11 @@
 """Read a capture, and find suspicious keys, lists of configs, and results that depend on the config; launch nothing."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from kerneltune.adopt.arguments import counting_argument
 from kerneltune.adopt.configs import config_label, stored_key
@@ -19,7 +19,7 @@ from kerneltune.adopt.folder import (
     read_classes,
 )
 from kerneltune.adopt.table import read_table
-from kerneltune.records import load
+from kerneltune.records import Record, load
 from kerneltune.search.task import store_path
 from kerneltune.table import counted
 
@@ -109,19 +109,24 @@ def omitted(launch: LaunchClass) -> list[str]:
 
 
 _SHOWN, _LABELS, _MANY = 6, 3, 8
+_NUMBERS = re.compile(r"[\d.]+(e[+-]\d+)?|inf")
+"""Parts of the reason of a failed check in which checks of other sizes and configs differ."""
 
 
 def findings(capture: Capture) -> list[str]:
     """Return one line for each finding, kernel by kernel."""
-    wins, wrong, failed = _chosen_configs(capture.root), _wrong_trials(capture.root), _failed_checks(capture.root)
+    wins, wrong, checks = _chosen_configs(capture.root), _wrong_trials(capture.root), _last_checks(capture.root)
     lines: list[str] = []
     for launches in capture.kernels().values():
-        by_reason: dict[str, list[str]] = {}
-        for reason, checks in (item for launch in launches for item in failed.get(launch.digest, {}).items()):
-            by_reason.setdefault(reason, []).extend(checks)
-        more = {reason: f" (and {len(checks) - 1} more)" if len(checks) > 1 else "" for reason, checks in by_reason.items()}
-        texts = [f"{checks[0]}{more[reason]}: {reason}" for reason, checks in by_reason.items()]
-        lines += [f"{launches[0].kernel.text}: {text}" for text in (*_of_kernel(launches, wins, wrong), *texts)]
+        by_reason: dict[str, list[Record]] = {}
+        for record in (each for launch in launches for each in checks.get(launch.digest, {}).values()):
+            if record.status == "failed":
+                by_reason.setdefault(_NUMBERS.sub("", record.reason), []).append(record)
+        texts = [*_of_kernel(launches, wins, wrong)]
+        for alike in by_reason.values():
+            more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
+            texts.append(f"the check of {alike[0].variant} failed: {alike[0].case}{more}: {alike[0].reason}")
+        lines += [f"{launches[0].kernel.text}: {text}" for text in texts]
     return [*lines, *_several_lists(capture.classes), *capture.problems]
 
 
@@ -173,19 +178,14 @@ def _chosen_configs(root: Path) -> dict[str, set[str]]:
     return by_class
 
 
-def _failed_checks(root: Path) -> dict[str, dict[str, list[str]]]:
-    """Return reason -> the checks that failed for it the last time `sweep` made them, by class."""
-    last: dict[str, dict[str, Any]] = {}
+def _last_checks(root: Path) -> dict[str, dict[str, Record]]:
+    """Return the last check of each variant and config that `sweep` has made, by class."""
+    last: dict[str, dict[str, Record]] = {}
     for path in sorted((root / "results" / "runs").glob("*/captured.check.jsonl")):
         with suppress(ValueError):
             for record in load(path):
                 last.setdefault(str(record.options.get("launch")), {})[f"{record.variant} {record.config}"] = record
-    by_class: dict[str, dict[str, list[str]]] = {}
-    for digest, records in last.items():
-        for record in (each for each in records.values() if each.status == "failed"):
-            reasons = by_class.setdefault(digest, {})
-            reasons.setdefault(record.reason, []).append(f"the check of {record.variant} failed: {record.case}")
-    return by_class
+    return last
 
 
 def _wrong_trials(root: Path) -> dict[str, list[str]]:

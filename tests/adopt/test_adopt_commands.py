@@ -114,8 +114,8 @@ def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> Non
 
 
 def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
-    (launch,) = captured(tmp_path, pattern="row_sum").classes
-    fields = {"op": "row_sum", "case": "row_sum-1", "dtype": "float32", "quant": "none", "policy": "cold", "axes": {"M": 4}}
+    launches = captured(tmp_path, (4, 96), (8, 96), pattern="row_sum").classes
+    fields = {"op": "row_sum", "dtype": "float32", "quant": "none", "policy": "cold"}
     fields |= {
         "device": "interpreter",
         "driver": "",
@@ -125,13 +125,17 @@ def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
         "commit": "",
         "date": "2026-11-25T00:00:00+00:00",
     }
-    fields |= {"options": {"launch": launch.digest}, "config": {"BLOCK": 64}}
-    first = [("baseline", "failed", "out of bounds"), ("optimized", "failed", "y_ptr: differs")]
+    first = [("baseline", "failed", "out of bounds"), ("optimized", "failed", "y_ptr: {} of 8 differ, 1.5e-02")]
     for folder, rows in (("interpreter", first), ("nvidia_h200", [("baseline", "checked", "")])):
         path = tmp_path / "results" / "runs" / folder / "captured.check.jsonl"
-        append(path, [Record(**fields, variant=variant, status=status, reason=reason) for variant, status, reason in rows])
-    found = run("adopt", "lint", tmp_path).stdout
-    assert "two_kernels.row_sum: the check of optimized failed: row_sum-1: y_ptr: differs" in " ".join(found.split())
+        for number, launch in enumerate(launches):
+            of = {**fields, "axes": {"M": 4 + number}, "case": f"row_sum-{number}", "options": {"launch": launch.digest}}
+            append(
+                path, [Record(**of, variant=each, status=status, reason=reason.format(number)) for each, status, reason in rows]
+            )
+    found = " ".join(run("adopt", "lint", tmp_path).stdout.split())
+    assert found.count("the check of optimized failed") == 1  # checks of two classes, whose reasons differ in numbers alone
+    assert "two_kernels.row_sum: the check of optimized failed: row_sum-0 (and 1 more): y_ptr: 0 of 8 differ, 1.5e-02" in found
     assert "out of bounds" not in found
 
 
