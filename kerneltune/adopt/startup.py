@@ -71,19 +71,13 @@ def replace_method(owner: type[Any], name: str, make: Callable[[Callable[..., An
     setattr(owner, name, replaced)
 
 
-def restore_method(owner: type[Any], name: str) -> None:
-    """Put the original method back."""
-    present = getattr(owner, name)
-    setattr(owner, name, getattr(present, _MARK, present))
-
-
 CAPTURE, CAPTURE_OPTIONS = "KERNELTUNE_CAPTURE", "KERNELTUNE_CAPTURE_OPTIONS"
 ADOPT, ADOPT_OPTIONS = "KERNELTUNE_ADOPT", "KERNELTUNE_ADOPT_OPTIONS"
 """Environment variables: a folder, and as JSON the options of `capture` or of `install`."""
 POLICIES = ("author", "nearest", "default", "error")
 """Choices of the config of launches that were not tuned."""
-_KERNELS = {INTERPRETER: "InterpretedFunction", COMPILER: "JITFunction"}
-"""Modules of Triton, and their classes of kernels."""
+_PATCHED = {TARGET: "Autotuner", INTERPRETER: "InterpretedFunction", COMPILER: "JITFunction"}
+"""Modules of Triton, and their classes whose methods are replaced."""
 _MISS_BYTES, _MOST_MISSES = 64 << 20, 16
 """Most bytes of values, and most classes of each kernel, that a served process records: a class takes the host milliseconds."""
 
@@ -128,8 +122,7 @@ def capture(root: Path, **options: Any) -> None:
         from kerneltune.adopt.recorder import Recorder
 
         _installed["recorder"] = recorder = Recorder(root, **options)
-        _patch(autotuning, recorder.make_run, recorder.made)
-        _patch_kernels(recorder.make_plain_run, only_interpreted=not recorder.plain)
+        _patch(autotuning, recorder, (INTERPRETER, COMPILER) if recorder.plain else (INTERPRETER,))
 
     when_imported(TARGET, begin)
 
@@ -177,9 +170,8 @@ def install(
         prepared = _prepared(root, autotuning)
         server = Server(root, autotuning.Config, miss, manifest, missing, portfolio, prepared, counters)
         _installed["server"] = server
-        _patch(autotuning, server.make_run, server.made)
-        if any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json")):
-            _patch_kernels(server.make_plain_run)  # a launch of any kernel costs a look-up
+        has_plain = any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
+        _patch(autotuning, server, (INTERPRETER, COMPILER) if has_plain else ())  # a launch of any kernel costs a look-up
         for made in _autotuners(autotuning):
             server.made(made)  # decorated before: torch.compile is to see their portfolios, too
 
@@ -217,13 +209,12 @@ def recorder() -> Any:
 
 def uninstall() -> None:
     """Put Triton's own methods back, and the authors' lists."""
-    for name, kind in _KERNELS.items():
-        if name in sys.modules:
-            restore_method(getattr(sys.modules[name], kind), "run")
-    autotuning = sys.modules.get(TARGET)
-    if autotuning is not None:
-        restore_method(autotuning.Autotuner, "run")
-        restore_method(autotuning.Autotuner, "__init__")
+    for name, kind in _PATCHED.items():
+        owner = getattr(sys.modules.get(name), kind, None)
+        for method in ("run", "__init__") if owner is not None else ():
+            present = getattr(owner, method)
+            setattr(owner, method, getattr(present, _MARK, present))
+    if (autotuning := sys.modules.get(TARGET)) is not None:
         for autotuner in _autotuners(autotuning):
             state = autotuner.__dict__.pop("kerneltune_state", None)
             if state is not None and autotuner.configs is state.shown:
@@ -232,26 +223,24 @@ def uninstall() -> None:
     _installed.clear()
 
 
-def _patch_kernels(make_run: Callable[..., Any], only_interpreted: bool = False) -> None:
-    """Replace `run` of kernels as soon as Triton's modules are imported."""
-    for name, kind in _KERNELS.items():
-        if name == INTERPRETER or not only_interpreted:
-
-            def act(module: ModuleType, kind: str = kind) -> None:
-                replace_method(getattr(module, kind), "run", make_run)
-
-            when_imported(name, act)
+def _patch_run(name: str, make_run: Callable[..., Any]) -> None:
+    """Replace `run` of a class of Triton as soon as its module is imported."""
+    when_imported(name, lambda module: replace_method(getattr(module, _PATCHED[name]), "run", make_run))
 
 
-def _patch(autotuning: ModuleType, make_run: Callable[..., Any], made: Callable[[Any], None]) -> None:
-    """Replace `Autotuner.run`, and call `made` with each autotuner that the program makes."""
+def _patch(autotuning: ModuleType, by: Any, plain: Sequence[str]) -> None:
+    """Let a Recorder or a Server replace `Autotuner.run`, and note each autotuner that the program makes.
+
+    plain: modules of Triton in whose class of kernels it replaces `run`, too.
+    """
 
     def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(autotuner: Any, *args: Any, **kwargs: Any) -> None:
             original(autotuner, *args, **kwargs)
-            made(autotuner)
+            by.made(autotuner)
 
         return init
 
-    replace_method(autotuning.Autotuner, "run", make_run)
+    for name in (TARGET, *plain):
+        _patch_run(name, by.make_run if name == TARGET else by.make_plain_run)
     replace_method(autotuning.Autotuner, "__init__", make_init)
