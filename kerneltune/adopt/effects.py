@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kerneltune.adopt.arguments import is_descriptor, torch_dtype, with_tuples
-from kerneltune.adopt.replay import Replay, ReplayError, grid_of, live_arguments, live_kernel
+from kerneltune.adopt.replay import Replay, ReplayError, live_arguments, live_kernel
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.agreement import close, leaning, within_a_step
 from kerneltune.kernel_lib.check_values import vary_rows
@@ -40,8 +40,9 @@ def learn(replay: Replay, stored: Mapping[str, Any]) -> list[str]:
     replay.restore()
     if reference is not None:
         _use_reference(replay, reference, written)
-    is_empty = 0 in (grid_of(replay.launch, stored) or ()) or not any(map(torch.numel, _tensors(replay.named).values()))
-    if not replay.expected and not is_empty:
+    first = replay.launch.candidate(stored)
+    is_launched = first is None or first.grid is None or 0 not in first.grid
+    if not replay.expected and is_launched and any(map(torch.numel, _tensors(replay.named).values())):
         raise ReplayError(f"{replay.launch.kernel.text}: the author's first config changes no argument: nothing to compare")
     return written
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kerneltune.adopt.arguments import Argument, views
-from kerneltune.adopt.configs import changed_blocks, require_values
+from kerneltune.adopt.configs import changed_blocks, require_values, stored_key
 from kerneltune.adopt.kernels import KernelName
 from kerneltune.files import bad, checked, decode, read_bytes, replace_text
 
@@ -119,6 +119,11 @@ class LaunchClass:
         storages = {argument.tensor.storage for argument in self.arguments if argument.tensor is not None}
         below = [views(self.arguments, storage) for storage in storages]
         return sum(min(sum(view.held_bytes for view in tensors), max(view.end for view in tensors)) for tensors in below)
+
+    def candidate(self, config: Mapping[str, Any]) -> Candidate | None:
+        """Return the candidate of a config, given as JSON; None if the class has none of this config."""
+        wanted = stored_key(config)
+        return next((one for one in self.candidates if stored_key(one.config) == wanted), None)
 
     @property
     def label(self) -> str:

@@ -33,7 +33,7 @@ _MOST_LAYERS, _MOST_HELPER_LAYERS = 16, 4
 """Most decorators around a kernel, and around a function that a kernel calls."""
 _MOST_KEYS, _MOST_PLANS, _MOST_LISTS = 4096, 32, 64
 """Most keys of a plan, most plans of a kernel, most lists of configs of an autotuner that are remembered."""
-OTHER_KIND = (LookupError, AttributeError, TypeError)
+_OTHER_KIND = (LookupError, AttributeError, TypeError)
 """Errors of a plan's keys for launches with other names or types of arguments."""
 
 
@@ -358,11 +358,11 @@ class LaunchKeys(Generic[V]):
         self.plans: list[KeyPlan[V]] = []
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> V | None:
-        """Return the value of a launch's key, None for a key without a value."""
+        """Return the value of a launch's key, None for a key without a value. The hot path of serving."""
         for plan in self.plans:
             try:  # in place of `suppress`, which costs more than the key
                 return plan.values[plan.key(args, kwargs)]
-            except OTHER_KIND:
+            except _OTHER_KIND:
                 pass
         return None
 
@@ -401,7 +401,7 @@ def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = Fal
 
     The key has the element types of all tensors and the types of all other arguments. The function is compiled from an expression
     with an item for each part of the key, because a loop over the arguments takes 2.5 times as long. For a launch with other
-    names or types it raises an error of `OTHER_KIND`, or returns a key that none of its own launches has.
+    names or types it raises an error of `_OTHER_KIND`, or returns a key that none of its own launches has.
 
     Args:
         call: a launch.

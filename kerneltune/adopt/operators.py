@@ -205,13 +205,13 @@ def _candidates(launch: LaunchClass, kind: Any) -> dict[Config, Candidate]:
     return {knobs_of_config(one.config, kind, launch.candidates): one for one in reversed(launch.candidates)}
 
 
-def stored_of_config(config: Config, launch: LaunchClass) -> dict[str, Any]:
-    """Return an instance of the kernel's config class as the captured JSON."""
+def candidate_of(config: Config, launch: LaunchClass) -> Candidate:
+    """Return the candidate of a class that an instance of the kernel's config class stands for."""
     kind: Any = type(config)
     candidate = _candidates(launch, kind).get(config)
     if candidate is None:
         raise ValueError(f"{launch.label}: {config}: no candidate of this class")
-    return candidate.config
+    return candidate
 
 
 def author_choice(launch: LaunchClass) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def make_inputs(root: str, case: Case, device: str = "cuda", seed: int = 0) -> I
 
 def run_config(inputs: Inputs, config: Config) -> Outputs:
     """Launch a config; after `reference`, restore the arguments before the launch."""
-    return _run(inputs, stored_of_config(config, inputs[_LAUNCH].launch))
+    return _run(inputs, candidate_of(config, inputs[_LAUNCH].launch).config)
 
 
 def run_author(inputs: Inputs, config: Config) -> Outputs:

@@ -25,11 +25,6 @@ def warn_once(text: str) -> None:
     log.warning("kerneltune: %s", text)
 
 
-def describe_error(error: BaseException) -> str:
-    """Return the type and the text of an error on one line, cut."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
-
-
 LAUNCH_FAILURES = frozenset(("OutOfResources", "PTXASError", "CompilationError"))
 _HOOK = str(Path(__file__).resolve().parent / "site")
 """Folder of the start-up hook."""

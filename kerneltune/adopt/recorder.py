@@ -23,7 +23,8 @@ from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import Argument, NotRecordableError, Values
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
 from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchKeys, is_plain, kernel_name, of_list
-from kerneltune.adopt.program import describe_error, main_name
+from kerneltune.adopt.program import main_name
+from kerneltune.errors import first_line
 
 log = logging.getLogger("kerneltune.adopt")
 
@@ -116,8 +117,6 @@ class Recorder:
             known = self.known(autotuner, args, kwargs)
             if not known.digest and program.is_interpreted():  # nothing can be timed
                 known = KnownLaunches(configs=self._pruned(KernelCall(autotuner, args, kwargs)))
-            if not known.digest and not known.configs:
-                return original(autotuner, *args, **kwargs)
             return self._launch(original, autotuner, known, args, kwargs)
 
         return run
@@ -130,8 +129,7 @@ class Recorder:
             self._launched.add(function)
             if not self.plain or function in self._tuned or kwargs.get("warmup"):
                 return original(kernel, *args, **kwargs)
-            known = self._known_plain(kernel, args, kwargs)
-            return self._launch(original, kernel, known, args, kwargs) if known.digest else original(kernel, *args, **kwargs)
+            return self._launch(original, kernel, self._known_plain(kernel, args, kwargs), args, kwargs)
 
         return run
 
@@ -167,7 +165,7 @@ class Recorder:
                 with self._lock:
                     launches = keys.find(args, kwargs) or keys.remember(call, deciding, self._first(call), True)
         except Exception as error:  # the program must not notice
-            return self._refuse(kernel_name(autotuner), describe_error(error))
+            return self._refuse(kernel_name(autotuner), first_line(error))
         return launches
 
     def _first(self, call: KernelCall) -> KnownLaunches:
@@ -217,7 +215,7 @@ class Recorder:
         except Exception as error:  # the author's own code
             if not program.is_interpreted():
                 raise
-            program.warn_once(f"{call.name.text}: pruning fails without a GPU ({describe_error(error)}): no config is pruned")
+            program.warn_once(f"{call.name.text}: pruning fails without a GPU ({first_line(error)}): no config is pruned")
             return list(call.autotuner.configs)
 
     def _values(self, launch: LaunchClass, storages: Sequence[Any]) -> Values:
@@ -259,7 +257,7 @@ class Recorder:
                     choice = configs.encode_config(autotuner.best_config)
                     write_class(self.root, replace(launch, choice=choice), values.tensors)
                 except (OSError, ValueError, AttributeError) as error:
-                    self._refuse(launch.kernel, describe_error(error))
+                    self._refuse(launch.kernel, first_line(error))
             return result
         while True:
             start = partial(kernels.launch_config, autotuner, known.configs[0], args)
@@ -278,9 +276,8 @@ class Recorder:
         """Launch, between two events while few launches of the class are timed."""
         torch: Any = sys.modules.get("torch")
         is_warm, known.is_warm = known.is_warm, True
-        if not is_warm or known.timed >= _TIMED_LAUNCHES or torch is None or not torch.cuda.is_available():
-            return work()
-        if program.is_capturing():
+        is_timed = known.digest and is_warm and known.timed < _TIMED_LAUNCHES and torch is not None and torch.cuda.is_available()
+        if not is_timed or program.is_capturing():
             return work()
         known.timed += 1
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -313,7 +310,7 @@ class Recorder:
                 notes.plain = self._plain() if wait else notes.plain
                 write_notes(self.root, f"{self._process}-{id(self):x}", notes)
             except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune
-                log.warning("kerneltune: launches not counted: %s", " ".join(str(error).split())[:200])
+                log.warning("kerneltune: launches not counted: %s", first_line(error))
 
     def _harvest(self, wait: bool) -> None:
         """Note the times of the launches that have ended."""
@@ -390,7 +387,7 @@ def _candidate(call: KernelCall, config: Any, is_author: bool) -> Candidate:
     except NotRecordableError:
         raise
     except Exception as error:  # the author's own code: this candidate is out
-        return Candidate(encoded, is_author, None, problem=describe_error(error))
+        return Candidate(encoded, is_author, None, problem=first_line(error))
 
 
 def _problem(name: KernelName, home: KernelName | None, file: str, candidates: Sequence[Candidate]) -> str:

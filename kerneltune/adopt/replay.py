@@ -22,10 +22,11 @@ import torch
 
 from kerneltune.adopt import kernels
 from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
-from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, live_config, plain_tuner, stored_key
+from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, live_config, plain_tuner
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
 from kerneltune.adopt.kernels import KernelName, bytecode_digest
-from kerneltune.adopt.program import describe_error, is_interpreted, python_version
+from kerneltune.adopt.program import is_interpreted, python_version
+from kerneltune.errors import first_line
 from kerneltune.forked import run_forked, shared_bytes
 from kerneltune.measuring.check import CaseError
 
@@ -83,7 +84,7 @@ def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[s
     except ModuleNotFoundError as error:
         raise ReplayError(f"{what}: {error}: set PYTHONPATH to the folders that the program imports from") from error
     except (Exception, SystemExit) as error:
-        raise ReplayError(f"{what}: importing fails here: {describe_error(error)}") from error
+        raise ReplayError(f"{what}: importing fails here: {first_line(error)}") from error
     finally:
         sys.argv = before
 
@@ -288,10 +289,11 @@ class Replay:
 
         captured = self.launch
         autotuner = live_kernel(captured)
-        grid = grid_of(captured, stored)
+        candidate = captured.candidate(stored)
         config = live_config(config_index(autotuner.configs), stored, triton.Config)
-        if config is None or grid is None:
+        if config is None or candidate is None or candidate.grid is None:
             raise ReplayError(f"{captured.kernel.text}: no grid or pre_hook is known for {dict(stored)}")
+        grid = candidate.grid
         args = list(with_tuples({a.name: self.named[a.name] for a in captured.arguments if a.is_positional}).values())
         kwargs = with_tuples({a.name: self.named[a.name] for a in captured.arguments if not a.is_positional})
         options = config.all_kwargs()
@@ -304,12 +306,6 @@ class Replay:
             return run(*args, grid=grid, warmup=warmup, **given)
 
         return call
-
-
-def grid_of(captured: LaunchClass, stored: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the captured grid of a config; None if the capture has no grid for it."""
-    wanted = stored_key(stored)
-    return next((one.grid for one in captured.candidates if stored_key(one.config) == wanted), None)
 
 
 def make_replay(captured: LaunchClass, folder: Path, device: str, seed: int) -> Replay:
@@ -348,7 +344,7 @@ def _read_values(path: Path) -> dict[str, torch.Tensor]:
     try:
         return dict(load_file(path)) if path.is_file() else {}
     except Exception as error:  # SafetensorError, OSError
-        raise ReplayError(f"{path}: {describe_error(error)}") from error
+        raise ReplayError(f"{path}: {first_line(error)}") from error
 
 
 def _storage(

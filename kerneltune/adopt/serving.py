@@ -28,9 +28,10 @@ from kerneltune.adopt.configs import (
     split_options,
 )
 from kerneltune.adopt.folder import Counters
-from kerneltune.adopt.kernels import OTHER_KIND, KernelCall, KernelName, LaunchKeys, kernel_name, of_list
-from kerneltune.adopt.program import describe_error, log, warn_once
+from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchKeys, kernel_name, of_list
+from kerneltune.adopt.program import log, warn_once
 from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
+from kerneltune.errors import first_line
 
 if TYPE_CHECKING:
     from kerneltune.adopt.ahead import Preparation
@@ -227,13 +228,8 @@ class Server:
 
     def _launch(self, state: ServingState, original: Callable[..., Any], kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Launch a kernel with the config of its key. The hot path of serving."""
-        for plan in state.keys.plans:
-            try:
-                served = plan.values[plan.key(args, kwargs)]
-                break
-            except OTHER_KIND:
-                pass
-        else:
+        served = state.keys.find(args, kwargs)
+        if served is None:
             found = self._resolve(original, KernelCall(kernel, args, kwargs), state)
             if not isinstance(found, Served):
                 return found[0]
@@ -260,17 +256,10 @@ class Server:
         with self._lock:
             state: ServingState | None = autotuner.__dict__.get("kerneltune_state")
             if state is None:
-                kernel, name = None, kernel_name(autotuner).text
-                try:
-                    kernel = self._kernel_of(autotuner, is_early)
-                except Exception as error:  # a damaged table must not end the user's program
-                    if self._is_strict:
-                        raise
-                    warn_once(f"{name}: not served: {describe_error(error)}")
-                listed = autotuner.configs
-                state = ServingState(kernel, listed, self._counters_of(autotuner), set(autotuner.keys), listed)
-                if kernel is not None and kernel.portfolio and self.portfolio:
-                    autotuner.configs = state.shown = self._live(state, kernel.portfolio[: self.portfolio]) or listed
+                state = self._new_state(autotuner, is_early)
+                if state.kernel is not None and state.kernel.portfolio and self.portfolio:
+                    shown = self._live(state, state.kernel.portfolio[: self.portfolio])
+                    autotuner.configs = state.shown = shown or state.configs
                 autotuner.kerneltune_state = state
             return state
 
@@ -285,19 +274,24 @@ class Server:
 
     def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
         """Return the state of an autotuner with the list of configs that the program has assigned to it."""
-        configs = autotuner.configs
-
-        def make() -> ServingState:
-            return ServingState(self._kernel_of(autotuner), configs, first.counters, set(autotuner.keys), configs, choices={})
-
         with self._lock:
-            return of_list(first.lists, configs, make)
+            return of_list(first.lists, autotuner.configs, lambda: self._new_state(autotuner, choices={}))
 
-    def _kernel_of(self, autotuner: Any, is_early: bool = False) -> TableKernel | None:
-        """Return the table's kernel of an autotuner, of another list of configs where the table has none of this list."""
-        same = self._kernels_of(autotuner.base_fn, is_early=is_early)
-        listed = [one for one in same if one.configs == configs_digest(autotuner.configs)] if same else []
-        return next(iter([*listed, *same]), None)
+    def _new_state(self, autotuner: Any, is_early: bool = False, choices: dict[Any, Any] | None = None) -> ServingState:
+        """Return the state of an autotuner with its present list of configs.
+
+        The state has the table's kernel of this list, else of another list; no kernel if the table cannot be read.
+        """
+        listed, same = autotuner.configs, list[TableKernel]()
+        try:
+            same = self._kernels_of(autotuner.base_fn, is_early=is_early)
+        except Exception as error:  # a damaged table must not end the user's program
+            if self._is_strict:
+                raise
+            warn_once(f"{kernel_name(autotuner).text}: not served: {first_line(error)}")
+        same.sort(key=lambda one: one.configs != configs_digest(listed))
+        kernel = same[0] if same else None
+        return ServingState(kernel, listed, self._counters_of(autotuner), set(autotuner.keys), listed, choices=choices)
 
     def _live(self, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the live config objects of stored configs, without the configs that cannot be made here.
@@ -395,7 +389,7 @@ class Server:
             raise error
         failed, served.config = served.config, served.fallbacks.pop(0)
         served.options, served.hook = served.config.all_kwargs(), served.config.pre_hook
-        labels = f"config {label_of(failed)} fails here ({describe_error(error)}): falling back to {label_of(served.config)}"
+        labels = f"config {label_of(failed)} fails here ({first_line(error)}): falling back to {label_of(served.config)}"
         warn_once(f"{kernel_name(kernel).text}: {labels}")
 
     def _plain_state(self, kernel: Any) -> ServingState | None:
@@ -409,14 +403,14 @@ class Server:
 
         call: launch of the kernel itself instead of an autotuner.
         """
-        (counter, missed), options = state.counters, None
+        options: dict[str, Any] | None = None
         try:
             options = self._plain_options(call, state)
         except Exception as error:  # an argument of an unknown type must not end the user's program
-            warn_once(f"{call.name.text}: a launch is not served: {describe_error(error)}")
+            warn_once(f"{call.name.text}: a launch is not served: {first_line(error)}")
         own = [{name: call.kwargs[name] for name in options if name in call.kwargs}] if options else []
-        served = _served(list(map(_changing, [options or {}, *own])), missed if options is None else counter)
-        return state.keys.remember(call, state.deciding, served)
+        counter = state.counters[options is None]
+        return state.keys.remember(call, state.deciding, _served([*map(_changing, [options or {}, *own])], counter))
 
     def _plain_options(self, call: KernelCall, state: ServingState) -> dict[str, Any] | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.

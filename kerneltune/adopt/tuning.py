@@ -16,19 +16,18 @@ from kerneltune.adopt import ahead
 from kerneltune.adopt.configs import stored_key
 from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, write_blocks
 from kerneltune.adopt.operators import (
-    SWEEP,
     TUNED,
+    candidate_of,
     case_of,
     knobs_of_config,
     offered,
     operator_name,
     operators_of,
-    stored_of_config,
-    sweep_text,
+    write_capture_sweep,
 )
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.program import LAUNCH_FAILURES
-from kerneltune.adopt.replay import ReplayError, grid_of, live_kernel, make_replay
+from kerneltune.adopt.replay import ReplayError, live_kernel, make_replay
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
 from kerneltune.files import replace_text
 from kerneltune.run_options import Options, Plan, Progress, Selection
@@ -36,7 +35,7 @@ from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Config, Op
-from kerneltune.stats import Samples, ratio_interval
+from kerneltune.stats import ratio_interval
 from kerneltune.table import counted
 from kerneltune.tune.candidates import cached, open_store
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
@@ -90,27 +89,21 @@ class TunedCapture:
     seconds: float = 0.0
 
 
-@dataclass(slots=True)
-class TuningForecast:
-    """Hold the classes and configs that tuning would try, the estimated seconds of wall time, a line for each other class."""
-
-    classes: int
-    configs: int
-    seconds: float
-    skipped: list[str]
-
-
 _CLASS_S = 1.2
 """Seconds for a class beside its configs. H200, 16 cores: 13 classes, 278 configs took 44 s."""
 
 
-def forecast(root: Path, share: float, widen: bool, workers: int | None) -> TuningForecast:
-    """Estimate the classes, configs and seconds of `tune_capture`; needs no GPU."""
+def forecast(root: Path, share: float, widen: bool, workers: int | None) -> tuple[int, int, float, list[str]]:
+    """Estimate what `tune_capture` will try; needs no GPU.
+
+    Returns:
+        Number of classes, number of configs, seconds of wall time, and a line for each other class.
+    """
     capture = read_capture(root)
     skipped = list(capture.problems)
     chosen = _chosen(capture, share, skipped, device_slug=None)
     configs = sum(len(offered(launch, widen)) for launch in chosen)
-    return TuningForecast(len(chosen), configs, _seconds(chosen, widen, workers), skipped)
+    return len(chosen), configs, _seconds(chosen, widen, workers), skipped
 
 
 def _seconds(launches: Sequence[LaunchClass], widen: bool, workers: int | None) -> float:
@@ -153,9 +146,9 @@ def tune_capture(
     options = Options(workers=workers, force=force)
     until = began + budget_s if budget_s else math.inf
     by_name = {op.name: op for op in operators_of(capture, widen)}
-    replace_text(root / SWEEP, sweep_text(capture.classes, list(by_name.values())))
-    search_tasks(root, FAMILY, root / SWEEP, [_task(by_name, launch) for launch in chosen], options, progress, until)
-    left = [launch for launch in chosen if cached(_task(by_name, launch), root / "configs") is None]
+    tasks = [_task(by_name, launch) for launch in chosen]
+    search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
+    left = [launch for launch, task in zip(chosen, tasks, strict=True) if cached(task, root / "configs") is None]
     if left and time.monotonic() >= until:
         needed = f"the command again takes about {max(_seconds(left, widen, workers), 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
@@ -219,11 +212,10 @@ def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> 
     program, kind, passed = launch.candidates[0].config, task.variant.config, False
     assert kind is not None
     for size in (program["kwargs"][name] * 2, program["kwargs"][name] // 2):
-        wanted = stored_key({**program, "kwargs": {**program["kwargs"], name: size}})
-        config = next((one.config for one in launch.candidates if stored_key(one.config) == wanted), None)
-        if config is None:
+        candidate = launch.candidate({**program, "kwargs": {**program["kwargs"], name: size}})
+        if candidate is None:
             continue
-        outcome = worker.check(task, knobs_of_config(config, kind, launch.candidates))
+        outcome = worker.check(task, knobs_of_config(candidate.config, kind, launch.candidates))
         if outcome.status != "checked" and not any(failure in outcome.reason for failure in LAUNCH_FAILURES):
             return f"{name}={size}: {outcome.reason}"
         passed |= outcome.status == "checked"
@@ -303,14 +295,6 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))
 
 
-def _timed(worker: GpuWorker, task: Task, configs: Sequence[Any]) -> Sequence[Samples | None] | None:
-    """Return times of configs side by side; None if the worker crashed."""
-    try:
-        return worker.time_interleaved(task, configs)
-    except WorkerCrashedError:
-        return None
-
-
 def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass], progress: Progress) -> None:
     """Keep the compiled kernels that serving will launch beside the table; if that fails, serving compiles them."""
     by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
@@ -365,8 +349,11 @@ def own_gain(one: TunedClass, shared: Config, worker: GpuWorker) -> float | None
     if one.best == shared:
         return None
     screened = one.times[shared] / one.times.get(one.best, one.times[shared])
-    samples = _timed(worker, one.task, [shared, one.best, one.author])
-    if samples is None or samples[0] is None or samples[1] is None:
+    try:
+        samples = worker.time_interleaved(one.task, [shared, one.best, one.author])
+    except WorkerCrashedError:
+        samples = [None] * 3
+    if samples[0] is None or samples[1] is None:
         return screened if screened >= LEAST_GAIN else None
     over = ratio_interval(samples[0], samples[1])
     if over.median >= LEAST_GAIN and over.low > 1.0:
@@ -391,10 +378,10 @@ def _row(one: TunedClass, chosen: Config, gain: float | None = None) -> ServingR
     configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:_MOST_CONFIGS]
     evidence = {**one.evidence, "class": one.launch.digest}
     if one.launch.is_plain:
-        evidence["grid"] = grid_of(one.launch, stored_of_config(chosen, one.launch))
+        evidence["grid"] = candidate_of(chosen, one.launch).grid
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
-    return ServingRow(one.launch.sizes, tuple(stored_of_config(config, one.launch) for config in configs), evidence)
+    return ServingRow(one.launch.sizes, tuple(candidate_of(config, one.launch).config for config in configs), evidence)
 
 
 def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
@@ -402,7 +389,7 @@ def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
     stored: dict[str, dict[str, Any]] = {}
     losses: list[tuple[float, dict[str, float]]] = []
     for one in classes:
-        configs = {config: stored_of_config(config, one.launch) for config in one.times}
+        configs = {config: candidate_of(config, one.launch).config for config in one.times}
         stored |= {stored_key(config): config for config in configs.values()}
         losses.append((one.cost_us or 1.0, {stored_key(configs[config]): loss for config, loss in one.losses.items()}))
 

@@ -211,10 +211,8 @@ def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
         if call.own_us and call.time_us:
             own = launch_defaults() | call.one.own
             changed = {knob: value for knob, value in call.config.items() if own.get(knob) != value}
-            times = (f"{call.own_us:.1f}", f"{call.time_us:.1f}", f"{call.own_us / call.time_us:.3f}x")
-            is_gained = call.gain != (1.0, 1.0)
-            kept = pairs(changed) if is_gained else "own config"
-            rows.append((name, *times, f"{call.gain[0]:.3f}-{call.gain[1]:.3f}", kept))
+            kept = pairs(changed) if call.gain != (1.0, 1.0) else "own config"
+            rows.append((name, *_times(call.own_us, call.time_us, call.gain), kept))
         elif call.skipped:
             note(f"skipped: {name}: {call.skipped}")
     show_table(("call", "own µs", "ours µs", "speedup", "95 %", "changed"), rows)
@@ -228,13 +226,13 @@ def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None)
     """Print how many classes and configs of a capture `tune` will try, and about how long that takes."""
     from kerneltune.adopt.tuning import forecast
 
-    found = forecast(folder, share, widen, workers)
-    for line in found.skipped:
+    classes, configs, seconds, skipped = forecast(folder, share, widen, workers)
+    for line in skipped:
         note(f"skipped: {line}")
-    classes, configs = counted(found.classes, "class", "classes"), counted(found.configs, "config")
-    if not found.classes:
+    if not classes:
         raise ValueError(f"{folder}: no class can be tuned")
-    show(f"{classes}, {configs}: about {max(found.seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet")
+    tried = f"{counted(classes, 'class', 'classes')}, {counted(configs, 'config')}"
+    show(f"{tried}: about {max(seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet")
 
 
 def tune_folder(
@@ -269,20 +267,24 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
     The author's config is the choice of the author's tuning where the capture let it run (`--autotune`), else the first config.
     """
     from kerneltune.adopt.configs import config_label
-    from kerneltune.adopt.operators import stored_of_config
+    from kerneltune.adopt.operators import candidate_of
 
     chosen = sum(one.launch.choice is not None for one in tuned)
     author = "author's choice µs" if tuned and chosen == len(tuned) else "author µs" if chosen else "author's first µs"
     head: tuple[str, ...] = ("launch", author, "ours µs", "speedup", "95 %", "config")
     rows: list[tuple[str, ...]] = []
     for one in sorted(tuned, key=lambda each: -each.cost_us):
-        default, ours = one.evidence.get("default_us"), one.evidence.get("time_us")
-        over = one.evidence.get("over_default") or (1.0, 1.0)
-        speedup = f"{default / ours:.3f}x" if default and ours else "-"
-        shown = [f"{value:.1f}" if value else "-" for value in (default, ours)]
-        config = config_label(stored_of_config(one.best, one.launch))
-        rows.append((one.launch.label, *shown, speedup, f"{over[0]:.3f}-{over[1]:.3f}", config))
+        times = _times(*map(one.evidence.get, ("default_us", "time_us", "over_default")))
+        config = config_label(candidate_of(one.best, one.launch).config)
+        rows.append((one.launch.label, *times, config))
     return head, rows
+
+
+def _times(own_us: float | None, ours_us: float | None, gain: "Sequence[float] | None") -> tuple[str, ...]:
+    """Return both times, the speedup and its interval as cells of a table."""
+    low, high = gain or (1.0, 1.0)
+    times = [f"{value:.1f}" if value else "-" for value in (own_us, ours_us)]
+    return (*times, f"{own_us / ours_us:.3f}x" if own_us and ours_us else "-", f"{low:.3f}-{high:.3f}")
 
 
 def show_capture(capture: "Capture", to_messages: bool = False) -> None:
