@@ -160,12 +160,9 @@ def home_of(autotuner: Any) -> KernelName | None:
     own = values_of_module(name.module)
     if unwrap(attribute(own, name.name)) is held:
         return name
-    own_key = next((key for key, value in own.items() if unwrap(value) is held), None)
-    if own_key is not None:
-        return KernelName(name.module, own_key)
-    for module in dict.fromkeys(("__main__", *sys.modules)):
+    for module in dict.fromkeys((name.module, "__main__", *sys.modules)):
         for key, value in values_of_module(module).items():
-            if value is held:
+            if (unwrap(value) if module == name.module else value) is held:
                 return KernelName(module, key)
     return None
 

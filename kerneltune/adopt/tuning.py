@@ -54,25 +54,31 @@ _MOST_PORTFOLIO = 4
 
 @dataclass(frozen=True, slots=True)
 class TunedClass:
-    """Hold a class with the results of its tuning.
+    """Hold a class with the results of its tuning, configs by their `stored_key`, which is equal in all classes of a kernel.
 
     Attributes:
         best: the config that won the final.
         author: the author's choice.
         times: microseconds of each config that is correct.
+        configs: the configs as instances of the class's own config class.
         cost_us: GPU time of all captured launches.
     """
 
     launch: LaunchClass
     task: Task
-    best: Config
-    author: Config
-    times: dict[Config, float]
+    best: str
+    author: str
+    times: dict[str, float]
+    configs: dict[str, Config]
     evidence: dict[str, Any]
     cost_us: float
 
+    def stored(self, key: str) -> dict[str, Any]:
+        """Return a config as JSON."""
+        return candidate_of(self.configs[key], self.launch).config
+
     @property
-    def losses(self) -> dict[Config, float]:
+    def losses(self) -> dict[str, float]:
         """Return the log of the slow-down by each config that is correct, against the best of them."""
         best = min(self.times.values(), default=1.0)
         return {config: math.log(time / best) for config, time in self.times.items()}
@@ -275,8 +281,11 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], skipped: list[str]) ->
                 skipped.append(f"{launch.label}: {reason}")
             continue
         entry, best = stored
-        times = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
-        tuned.append(TunedClass(launch, task, best, task.default, times, dict(entry.evidence), capture.cost_us(launch)))
+        timed = {task.variant.config_from(dict(knobs)): time_us for knobs, time_us in times_of(tried).items()}
+        keys = {config: stored_key(candidate_of(config, launch).config) for config in (*timed, best, task.default)}
+        results = keys[best], keys[task.default], {keys[config]: time_us for config, time_us in timed.items()}
+        configs = {key: config for config, key in keys.items()}
+        tuned.append(TunedClass(launch, task, *results, configs, dict(entry.evidence), capture.cost_us(launch)))
     return tuned
 
 
@@ -334,14 +343,14 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
         yield Group(launch.key, launch.dtypes, split, tuple(rows))
 
 
-def shared_config(members: Sequence[TunedClass]) -> Config | None:
+def shared_config(members: Sequence[TunedClass]) -> str | None:
     """Return the config with the least loss over all classes, weighted by their GPU time; None if no config runs in all."""
     losses = [(one.cost_us, one.losses) for one in members]
     candidates = [config for config in members[0].times if all(config in of_class for _, of_class in losses)]
     return min(candidates, key=lambda config: sum(cost * of_class[config] for cost, of_class in losses), default=None)
 
 
-def own_gain(one: TunedClass, shared: Config, worker: GpuWorker) -> float | None:
+def own_gain(one: TunedClass, shared: str, worker: GpuWorker) -> float | None:
     """Return the speedup of a class's own config over the shared config; None if the shared config serves the class.
 
     The shared config does not serve if the gain is 3 % or more, or if it is surely slower than the author's choice.
@@ -350,7 +359,7 @@ def own_gain(one: TunedClass, shared: Config, worker: GpuWorker) -> float | None
         return None
     screened = one.times[shared] / one.times.get(one.best, one.times[shared])
     try:
-        samples = worker.time_interleaved(one.task, [shared, one.best, one.author])
+        samples = worker.time_interleaved(one.task, [one.configs[key] for key in (shared, one.best, one.author)])
     except WorkerCrashedError:
         samples = [None] * 3
     if samples[0] is None or samples[1] is None:
@@ -372,26 +381,22 @@ def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
     return tuple(sorted(name for sizes, name in by_sizes.items() if len(set(sizes)) > 1))
 
 
-def _row(one: TunedClass, chosen: Config, gain: float | None = None) -> ServingRow:
+def _row(one: TunedClass, chosen: str, gain: float | None = None) -> ServingRow:
     """Return a row: the chosen config, the author's config, then the fastest of the rest to fall back to."""
     ranked = sorted(one.times, key=lambda config: one.times[config])
     configs = list(dict.fromkeys([chosen, one.author, *ranked]))[:_MOST_CONFIGS]
     evidence = {**one.evidence, "class": one.launch.digest}
     if one.launch.is_plain:
-        evidence["grid"] = candidate_of(chosen, one.launch).grid
+        evidence["grid"] = candidate_of(one.configs[chosen], one.launch).grid
     if gain is not None:
         evidence["own_gain"] = round(gain, 4)
-    return ServingRow(one.launch.sizes, tuple(candidate_of(config, one.launch).config for config in configs), evidence)
+    return ServingRow(one.launch.sizes, tuple(map(one.stored, configs)), evidence)
 
 
 def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
     """Return the fewest configs, as JSON, with which every class is within 3 % of its best; first the best config for all."""
-    stored: dict[str, dict[str, Any]] = {}
-    losses: list[tuple[float, dict[str, float]]] = []
-    for one in classes:
-        configs = {config: candidate_of(config, one.launch).config for config in one.times}
-        stored |= {stored_key(config): config for config in configs.values()}
-        losses.append((one.cost_us or 1.0, {stored_key(configs[config]): loss for config, loss in one.losses.items()}))
+    stored = {key: one.stored(key) for one in classes for key in one.times}
+    losses = [(one.cost_us or 1.0, one.losses) for one in classes]
 
     def least(keys: Sequence[str]) -> list[tuple[float, float]]:
         """Return the cost of each class and its least loss by these configs; log 16 where none of them is correct."""

@@ -267,7 +267,6 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
     The author's config is the choice of the author's tuning where the capture let it run (`--autotune`), else the first config.
     """
     from kerneltune.adopt.configs import config_label
-    from kerneltune.adopt.operators import candidate_of
 
     chosen = sum(one.launch.choice is not None for one in tuned)
     author = "author's choice µs" if tuned and chosen == len(tuned) else "author µs" if chosen else "author's first µs"
@@ -275,7 +274,7 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
     rows: list[tuple[str, ...]] = []
     for one in sorted(tuned, key=lambda each: -each.cost_us):
         times = _times(*map(one.evidence.get, ("default_us", "time_us", "over_default")))
-        config = config_label(candidate_of(one.best, one.launch).config)
+        config = config_label(one.stored(one.best))
         rows.append((one.launch.label, *times, config))
     return head, rows
 

@@ -1,6 +1,7 @@
 """Tuning a capture on a GPU that is none: which config each class gets, which classes share one, and what is skipped."""
 
 import hashlib
+import importlib
 import json
 import pickle
 import re
@@ -101,6 +102,48 @@ def test_tune_takes_sizes_that_the_key_omits_into_the_key_where_they_gain(tmp_pa
     assert group.split == ("M",)
     assert {row.sizes["M"]: row.configs[0]["kwargs"]["BLOCK"] for row in group.rows} == {4: 64, 64: 256}
     assert len(table.kernels[0].portfolio) == 2
+
+
+MIXED = """
+import triton
+import triton.language as tl
+def pruned(configs, named, **_):
+    return configs[1:] if named["M"] > 4 else configs
+listed = [triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128, "PARTS": 2})]
+@triton.autotune(listed, ["N"], prune_configs_by={"early_config_prune": pruned})
+@triton.jit
+def mixed(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr, PARTS: tl.constexpr = 1):
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
+"""
+
+
+class MixedBench(SizedBench):
+    """Times a block of 64 as the fastest, for configs with different knobs."""
+
+    def time_us(self, task: Task, config: Any) -> float:
+        """Return a time by the block alone."""
+        launch = read_class(Path(task.op.origin[0]) / CLASSES / str(task.case.option("launch")))
+        return {32: 12.0, 64: 10.0, 128: 11.0}[launch.candidates[config.candidate].config["kwargs"]["BLOCK"]]
+
+
+def test_tune_lets_classes_share_a_config_that_has_another_place_in_each_pruned_list(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_mixed_knobs.py").write_text(MIXED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("kerneltune.tune.session.GpuWorker", "kerneltune.adopt.tuning.GpuWorker"):
+        monkeypatch.setattr(name, MixedBench)
+    startup.capture(tmp_path / "cap")
+    for rows in (4, 8):
+        importlib.import_module("of_mixed_knobs").mixed[(3,)](torch.ones(96), torch.empty(96), rows, 96)
+    startup.recorder().flush()
+    startup.uninstall()
+    assert tune_capture(tmp_path / "cap", Quiet()).skipped == []
+    table = read_table(tmp_path / "cap", GPU)
+    assert table is not None
+    (group,) = table.kernels[0].groups
+    assert (group.split, [row.configs[0]["kwargs"] for row in group.rows]) == ((), [{"BLOCK": 64}])
 
 
 def test_tune_command_shows_each_class_against_its_author_and_where_the_table_is(
