@@ -36,32 +36,25 @@ def entry_name(digest: str) -> str:
     return base64.b32encode(bytes.fromhex(digest)).decode().rstrip("=")
 
 
-def keep(root: Path, names: Iterable[str], cache: Path) -> int:
-    """Copy entries of Triton's disk cache into a tuned folder; returns how many are there now."""
-    present = [name for name in names if (cache / name).is_dir()]
-    for name in present:
-        _copy(cache / name, root / FOLDER / name)
-    return len(present)
+def copy_entries(source: Path, target: Path, names: Iterable[str] | None = None) -> int:
+    """Copy compiled kernels that the target lacks between Triton's disk cache and a tuned folder, and return their number.
+
+    names: names of entries, see `entry_name`; None for all entries of the source.
+    """
+    listed = [source / name for name in names or ()]
+    if names is None and source.is_dir():
+        listed = sorted(source.iterdir())
+    return sum(_copy(entry, target / entry.name) for entry in listed if entry.is_dir())
 
 
-def give(root: Path, cache: Path) -> int:
-    """Copy the entries of a tuned folder that Triton's disk cache lacks into it; return the number of copied entries."""
-    folder, given = root / FOLDER, 0
-    for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if entry.is_dir() and not any((cache / entry.name).glob(f"{_GROUP}*")):
-            _copy(entry, cache / entry.name)
-            given += 1
-    return given
-
-
-def _copy(entry: Path, target: Path) -> None:
-    """Copy an entry, whole or not at all; its paths become paths of the target.
+def _copy(entry: Path, target: Path) -> bool:
+    """Copy an entry, whole or not at all; its paths become paths of the target. Return False if the target has the entry.
 
     Raises:
         OSError: the target cannot be written, or the entry is none of Triton's.
     """
     if target.is_dir() and any(target.glob(f"{_GROUP}*")):
-        return
+        return False
     target.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=".part-", dir=target.parent))
     try:
@@ -77,6 +70,7 @@ def _copy(entry: Path, target: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
         os.chmod(part, 0o755)
         os.replace(part, target)
+        return True
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OSError(f"{entry}: {type(error).__name__}: {error}") from error
     finally:

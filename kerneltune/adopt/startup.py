@@ -185,13 +185,13 @@ def _autotuners(autotuning: ModuleType) -> list[Any]:
 
 def _prepared(root: Path, autotuning: ModuleType) -> Any:
     """Put the compiled kernels of a tuned folder where Triton looks for them; returns the rest of the preparation, if any."""
-    from kerneltune.adopt.ahead import Preparation, give
+    from kerneltune.adopt.ahead import FOLDER, Preparation, copy_entries
 
     knobs: Any = getattr(autotuning, "knobs", None)
     if knobs is None or knobs.runtime.interpret or not knobs.cache.dir:
         return None
     try:
-        return Preparation(root, is_cache_new=give(root, Path(knobs.cache.dir)) > 0)
+        return Preparation(root, is_cache_new=copy_entries(root / FOLDER, Path(knobs.cache.dir)) > 0)
     except OSError as error:
         logging.getLogger("kerneltune.adopt").warning("kerneltune: compiled kernels are not used: %s", error)
         return Preparation(root, is_cache_new=False)

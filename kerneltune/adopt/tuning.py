@@ -319,7 +319,7 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     from triton import knobs
 
     try:
-        ahead.keep(root, names, Path(knobs.cache.dir))
+        ahead.copy_entries(Path(knobs.cache.dir), root / ahead.FOLDER, names)
         distinct = {json.dumps(one, sort_keys=True): one for one in launchers}
         replace_text(ahead.launchers_path(root), json.dumps({"launchers": list(distinct.values())}) + "\n")
     except OSError as error:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from kerneltune.adopt.ahead import FOLDER, entry_name, give, keep
+from kerneltune.adopt.ahead import FOLDER, copy_entries, entry_name
 
 
 def entry(cache: Path, name: str) -> Path:
@@ -18,9 +18,9 @@ def entry(cache: Path, name: str) -> Path:
 
 def test_compiled_kernels_reach_an_empty_cache_with_their_new_paths(tmp_path: Path) -> None:
     entry(tmp_path / "old", "ABC")
-    assert keep(tmp_path / "tuned", ["ABC", "GONE"], tmp_path / "old") == 1
+    assert copy_entries(tmp_path / "old", tmp_path / "tuned" / FOLDER, ["ABC", "GONE"]) == 1
     (tmp_path / "tuned" / FOLDER / "launchers.json").write_text("{}")  # no kernel
-    assert give(tmp_path / "tuned", tmp_path / "new") == 1
+    assert copy_entries(tmp_path / "tuned" / FOLDER, tmp_path / "new") == 1
     found = tmp_path / "new" / "ABC"
     assert json.loads((found / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(found / "k.cubin")}}
     assert sorted(file.name for file in found.iterdir()) == ["__grp__k.json", "k.cubin"]
@@ -31,7 +31,7 @@ def test_compiled_kernels_bring_no_library_and_no_path_outside(tmp_path: Path) -
     hostile = entry(tmp_path / "tuned" / FOLDER, "ABC")
     (hostile / "cuda_utils.so").write_bytes(b"\x7fELF")
     (hostile / "__grp__k.json").write_text(json.dumps({"child_paths": {"../../x.so": "/x.so", "k.cubin": "/k"}}))
-    give(tmp_path / "tuned", tmp_path / "new")
+    copy_entries(tmp_path / "tuned" / FOLDER, tmp_path / "new")
     found = tmp_path / "new" / "ABC"
     assert sorted(file.name for file in found.iterdir()) == ["__grp__k.json", "k.cubin"]
     assert json.loads((found / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(found / "k.cubin")}}
@@ -39,15 +39,15 @@ def test_compiled_kernels_bring_no_library_and_no_path_outside(tmp_path: Path) -
 
 def test_compiled_kernels_that_the_cache_has_stay(tmp_path: Path) -> None:
     entry(tmp_path / "old", "ABC")
-    keep(tmp_path / "tuned", ["ABC"], tmp_path / "old")
+    copy_entries(tmp_path / "old", tmp_path / "tuned" / FOLDER, ["ABC"])
     there = entry(tmp_path / "new", "ABC")
     (there / "k.cubin").write_bytes(b"another")
-    assert give(tmp_path / "tuned", tmp_path / "new") == 0
+    assert copy_entries(tmp_path / "tuned" / FOLDER, tmp_path / "new") == 0
     assert (there / "k.cubin").read_bytes() == b"another"
 
 
 def test_compiled_kernels_of_a_folder_without_any_are_none(tmp_path: Path) -> None:
-    assert give(tmp_path, tmp_path / "new") == 0
+    assert copy_entries(tmp_path / FOLDER, tmp_path / "new") == 0
     assert not (tmp_path / FOLDER).exists()
 
 
