@@ -275,7 +275,8 @@ class Server:
     def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
         """Return the state of an autotuner with the list of configs that the program has assigned to it."""
         with self._lock:
-            return of_list(first.lists, autotuner.configs, lambda: self._new_state(autotuner, choices={}))
+            lists: dict[Any, ServingState] = first.lists
+            return of_list(lists, autotuner.configs, lambda: self._new_state(autotuner, choices={}))
 
     def _new_state(self, autotuner: Any, is_early: bool = False, choices: dict[Any, Any] | None = None) -> ServingState:
         """Return the state of an autotuner with its present list of configs.
@@ -439,7 +440,7 @@ class Server:
         """
         config, grid = row.configs[0], call.kwargs.get("grid")
         changed = changed_blocks({"kwargs": call.named}, config)
-        if not changed or not callable(grid) or not changed <= call.kwargs.keys():
+        if not changed or not callable(grid) or not set(changed) <= call.kwargs.keys():
             return not changed
         with suppress(Exception):  # of the program's own grid
             return list(call.grid(decode_config(config, self._make_config)) or ()) == row.evidence.get("grid")
