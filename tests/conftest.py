@@ -1,5 +1,6 @@
 """Fixtures of all tests: interpreter without a GPU, a seed per test, poisoned memory on a GPU, folders of their own."""
 
+import gc
 import os
 import shutil
 import signal
@@ -51,6 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the objects of collection from garbage collections and from `gc.get_objects`, by which `adopt` finds autotuners."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
