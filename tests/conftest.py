@@ -37,6 +37,12 @@ os.environ.setdefault("COLUMNS", "100")  # the console's width decides how table
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one worker more than cores: tests wait for processes and timeouts a fifth of their time."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
     """Workers compute on one thread each, as what they start does: more threads than cores wait for each other."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
