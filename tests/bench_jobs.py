@@ -1,4 +1,4 @@
-"""A bench without a GPU for test_bench.py and test_kill.py, importable by a GPU worker, and what it measures."""
+"""A bench without a GPU for test_gpu_worker.py and test_kill.py, importable by a GPU worker, and what it measures."""
 
 import os
 import time

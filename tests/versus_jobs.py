@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from kerneltune.device import Device
-from kerneltune.measuring.compiler import CompileResult
+from kerneltune.measuring.compiler import CompileResult, Kernel
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
 
 H200 = Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580")
+COMPILED = CompileResult((Kernel("k", 4, 32, 0, 1024),), 0.1)
 launched: list[Config] = []
 
 
@@ -72,9 +73,13 @@ class Pool:
     def __exit__(self, *_: object) -> None: ...
 
     def submit(self, _job: object) -> "Future[CompileResult]":
-        """Nothing to compile."""
+        """Compile nothing."""
+        return self.done()
+
+    def done(self, compiled: CompileResult = COMPILED) -> "Future[CompileResult]":
+        """Return an answer that is there."""
         future: Future[CompileResult] = Future()
-        future.set_result(CompileResult((), 0.0))
+        future.set_result(compiled)
         return future
 
 
