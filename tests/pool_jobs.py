@@ -162,17 +162,17 @@ def too_large(pool: CompilePool) -> list[CompileResult]:
     return list(pool.compile(jobs))
 
 
-def stray_stores(pool: CompilePool) -> list[CompileResult]:
+def wrong_code(pool: CompilePool) -> list[CompileResult]:
     """Compile a kernel that ptxas 12.8 compiles into wrong code."""
-    import stray
+    import stray_stores
 
-    return list(pool.compile([CompileJob(stray.tile, stray.run, None)]))
+    return list(pool.compile([CompileJob(stray_stores.tile, stray_stores.run, None)]))
 
 
 def main() -> None:
     """Print what the pool answered, as JSON."""
     with CompilePool(TARGETS["sm_90"], workers=2) as pool:
-        wrong = stray_stores(pool)
+        wrong = wrong_code(pool)
         compiled = real(pool)
         kept = given_up(pool)
         mixed = broken(pool, timeout_s=1.0)

@@ -9,7 +9,7 @@ import planted_slowdowns as planted
 import pytest
 import torch
 from planted_slowdowns import Process, decide
-from simulated import one_process, rounds_us
+from simulated_records import one_process, rounds_us
 
 from kerneltune import device, ops
 from kerneltune.records import Record, append

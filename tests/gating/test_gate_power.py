@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from simulated import run
+from simulated_records import run
 
 from kerneltune.gating.verdict import RowVerdict, confirm, gate
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from literal_records import changed
-from simulated import one_process, rounds_us
+from simulated_records import one_process, rounds_us
 
 from kerneltune import campaign, device, ops
 from kerneltune.gating import run as gate_run
