@@ -46,9 +46,9 @@ def test_the_first_line_that_says_something(error: BaseException, text: str) -> 
 @pytest.mark.parametrize("unit", ["/a", " (/a", "/site-packages/a", " (/a/site-packages/"])
 def test_a_long_text_is_read_in_time(unit: str) -> None:
     text = unit * (40_000 // len(unit))
-    began = time.perf_counter()
+    began = time.process_time()
     assert len(without_places(text)) <= len(text)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert without_places("/a" * 20_000) == "/a" * 20_000
 
 
