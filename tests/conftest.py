@@ -60,10 +60,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+def pytest_collection() -> None:
+    """Collect no garbage while modules are imported: 9.3 -> 8.5 processor seconds of each worker, 2026-11-26."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """Exclude the objects of collection from garbage collections and from `gc.get_objects`, by which `adopt` finds autotuners."""
+    """Exclude the objects of collection from garbage collections and from `gc.get_objects`, by which `adopt` finds autotuners.
+
+    198 tests of tests/adopt, 2026-11-26: 105 -> 57 processor seconds.
+    """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
