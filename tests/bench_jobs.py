@@ -1,4 +1,4 @@
-"""A bench without a GPU for test_gpu_worker.py and test_kill.py, importable by a GPU worker, and what it measures."""
+"""An operator and a bench without a GPU, for test_gpu_worker.py and test_kill.py, importable by a GPU worker."""
 
 import os
 import time
@@ -17,7 +17,7 @@ from kerneltune.stats import Samples
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """What the made-up kernel does, and how often it was varied."""
+    """does: an action, a name in `_do`; n: added to the time, in µs."""
 
     does: str
     n: int
@@ -45,7 +45,7 @@ LOG, DOES = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DOES"
 
 
 class FakeBench:
-    """Does what a config says: `run` and `slow` take 10 + n µs, the others take the process along in one way or another."""
+    """Act as a config says: `run` and `slow` take 10 + n µs, other actions end the process or raise."""
 
     tried = 0
 
@@ -116,5 +116,5 @@ class NeverOpens(FakeBench):
     """Dies before it comes to a config."""
 
     def prepare(self, task: Task) -> None:
-        """As where the inputs do not fit."""
+        """Raise as on a GPU that lacks memory for the inputs."""
         raise MemoryError("inputs do not fit")

@@ -38,13 +38,13 @@ os.environ.setdefault("COLUMNS", "100")  # the console's width decides how table
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Return one worker more than cores: tests wait for processes and timeouts a fifth of their time."""
+    """Return one worker more than cores, because tests spend a fifth of their time waiting for processes and timeouts."""
     return (os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Workers compute on one thread each, as what they start does: more threads than cores wait for each other."""
+    """Let workers and the processes that they start compute on one thread each: more threads than cores wait for each other."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -90,7 +90,7 @@ def short_path() -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def own_device() -> Iterator[None]:
-    """Undo at the end of a test what it says that the device is."""
+    """Forget the GPU's name at the end of a test, because the test may have replaced it."""
     from kerneltune import device
 
     yield
