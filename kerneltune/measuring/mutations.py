@@ -16,7 +16,10 @@ _TAIL = 8
 _SCALED = 1.01
 _WHOLE_STEP = 64
 """Difference of a changed whole number: more than a step of int8, which a comparison may accept."""
-MEANING = f"one element: x as 2x + 1, a whole number by {_WHOLE_STEP}; one row: as the first; zeroed tail: 1/{_TAIL} of each row"
+MEANING = (
+    f"one element: x as 2x + 1, a whole number by {_WHOLE_STEP}; one row: as the first; zeroed tail: 1/{_TAIL} of each row; "
+    "scale: before a cast to fp8"
+)
 
 
 def _one_element(values: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,15 @@ def _zeroed_tail(values: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(values: torch.Tensor) -> torch.Tensor:
-    return (values.float() * _SCALED).to(values.dtype)
+    """Multiply values by `_SCALED`. In fp8 a factor before the cast moves a share of the values a step away from zero."""
+    wide = values.float()
+    if values.dtype.itemsize > 1:
+        return (wide * _SCALED).to(values.dtype)
+    bits = values.contiguous().view(torch.uint8)
+    step = ((bits + 1).view(values.dtype).float() - wide).abs()
+    share = (_SCALED - 1) * wide.abs() / step
+    is_moved = step.isfinite() & (torch.rand(wide.shape, generator=torch.Generator().manual_seed(0)) < share)
+    return (bits + is_moved.to(torch.uint8)).view(values.dtype)
 
 
 _MUTATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -34,6 +34,21 @@ def test_right_comparison_refuses_all_and_a_wide_tolerance_accepts_what_it_must(
     assert outcomes(strict)[0] == Outcome("checked", f"{refused}, truncation, scale x 1.01")
 
 
+@pytest.mark.parametrize(("bound", "judged"), [(0.0, "refuses"), (0.2, "accepts")])
+def test_scale_before_a_cast_to_fp8_is_judged(bound: float, judged: str) -> None:
+    def cast(given: Inputs) -> Outputs:
+        return {"q": given["x"].nan_to_num().to(torch.float8_e4m3fn)}
+
+    def within(_case: Case, _inputs: Inputs, got: Outputs, want: Outputs) -> list[str]:
+        return close("q", got["q"], want["q"], bound, 0.0)
+
+    op = op_with("")
+    variant = replace(op.variants[0], run=lambda given, _config: cast(given))
+    (outcome,) = outcomes(replace(op, reference=cast, compare=within, variants=(variant,)))
+    named = outcome.reason.partition(f"compare {judged} " if judged == "refuses" else f"; {judged} ")[2].partition(";")[0]
+    assert named.endswith("scale x 1.01")
+
+
 def test_comparison_that_accepts_all_and_one_that_looks_at_a_mean_fail() -> None:
     found = outcomes(replace(op_with(""), compare=lambda *_: []))
     assert {outcome.status for outcome in found} == {"failed"}
