@@ -1,10 +1,12 @@
 """Choose and check pairs of config and check case, beside the default config of each case.
 
-First every knob value meets every class of cases, in few pairs. The remaining pairs follow in random order.
+Every knob value meets every class of cases and every value of the other knobs, in few pairs.
 """
 
 import dataclasses
+import functools
 import heapq
+import itertools
 import math
 import random
 import time
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from kerneltune.measuring.check import Checker, Outcome
+from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.table import counted
 
@@ -26,8 +29,10 @@ _WIDE = 4
 """A case is wide if its largest axis is at least the largest axis of all cases divided by `_WIDE`."""
 
 
-COVERING_S, FURTHER_S = 30.0, 2.0
-"""Processor seconds for a variant: the covering pairs end at the first limit, all other pairs begin before the second."""
+_CLASS_WEIGHT = 16
+"""A mistake in a mask or a tail shows in a class of cases; few mistakes need certain values of two knobs."""
+COVERING_S = 40.0
+"""Processor seconds for the pairs of a variant. RMSNorm's 70 pairs take the longest."""
 _MOST_FAILURES = 3
 """After this many failed pairs, a variant is not checked on further pairs."""
 
@@ -39,7 +44,7 @@ def check_pairs(
     cost: Callable[[Case], float],
     begin: Callable[[Outcome], None] = lambda _outcome: None,
 ) -> list[Outcome]:
-    """Check the covering pairs of a variant, then further pairs, each within its time limit.
+    """Check the covering pairs of a variant within a time limit.
 
     Return the failed pairs, and last an outcome whose reason says how much was checked:
     `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`.
@@ -54,19 +59,18 @@ def check_pairs(
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
     begun_s = time.thread_time()
-    for limit_s, pairs in ((COVERING_S, covering(configs, cost)), (FURTHER_S, others(configs, done))):
-        for config, case in pairs:
-            if time.thread_time() - begun_s > limit_s or len(failures) >= _MOST_FAILURES:
-                break
-            begin(Outcome("failed", "", config, case))
-            is_first = case not in checkers
-            checker = checkers.setdefault(case, Checker.make(op, case)) if is_first else checkers[case]
-            if isinstance(checker, Outcome):
-                continue  # the record of the default config says why
-            outcome = checker.check(variant, config, runs=2 if is_first else 1)
-            if outcome.status == "failed":
-                failures.append(replace(outcome, config=config, case=case))
-            done.add((config, case))
+    for config, case in covering(configs, cost):
+        if time.thread_time() - begun_s > COVERING_S or len(failures) >= _MOST_FAILURES:
+            break
+        begin(Outcome("failed", "", config, case))
+        is_first = case not in checkers
+        checker = checkers.setdefault(case, Checker.make(op, case)) if is_first else checkers[case]
+        if isinstance(checker, Outcome):
+            continue  # the record of the default config says why
+        outcome = checker.check(variant, config, runs=2 if is_first else 1)
+        if outcome.status == "failed":
+            failures.append(replace(outcome, config=config, case=case))
+        done.add((config, case))
     num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
     line = _coverage(configs, done, len(failures), num_without)
     return [*failures, Outcome("checked", f"{op.name} {variant.name}: {line}")]
@@ -92,19 +96,27 @@ def _coverage(configs: Mapping[Case, Sequence[Config]], done: set[Pair], num_fai
 
 
 def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:
-    """Return the cases of each class: ragged in an axis, wide, tiny, of a quantisation mode, and the first case."""
+    """Return the cases of each class: ragged in an axis, wide, tiny, first, and with each type, mode and value of an option."""
     with_work = [case for case in cases if _elements(case)]
     if not with_work:
         return {}
     width, least = max(map(_width, with_work)) / _WIDE, min(map(_elements, with_work))
     axes = dict.fromkeys(axis for case in with_work for axis, _size in case.axes)
-    modes = dict.fromkeys(case.quant for case in with_work)
     members_of = {f"ragged {axis}": [case for case in with_work if _is_ragged(case, axis)] for axis in axes}
     members_of["wide"] = [case for case in with_work if _width(case) >= width]
     members_of["tiny"] = [case for case in with_work if _elements(case) == least]
     members_of["first"] = with_work[:1]
-    members_of |= {f"mode {mode}": [case for case in with_work if case.quant == mode] for mode in modes if len(modes) > 1}
+    for setting, of_setting in grouped(
+        [(case, setting) for case in with_work for setting in settings(case)], lambda it: it[1]
+    ).items():
+        if len(of_setting) < len(with_work):
+            members_of["=".join(map(str, setting))] = [case for case, _setting in of_setting]
     return {name: members for name, members in members_of.items() if members}
+
+
+def settings(case: Case) -> tuple[tuple[str, object], ...]:
+    """Return the element type, the quantisation mode and the options of a case, with their names."""
+    return ("dtype", case.dtype), ("quant", case.quant), *case.options
 
 
 def _is_ragged(case: Case, axis: str) -> bool:
@@ -130,9 +142,10 @@ def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[
 
 
 def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], float]) -> Iterator[Pair]:
-    """Yield pairs until every knob value has met every class of cases; the default config of each case counts as checked.
+    """Yield pairs until every knob value has met every class of cases, and then every value of the other knobs.
 
-    The next pair is the pair with the most values that a class of its case has not met, for its cost.
+    The default config of each case counts as checked. The next pair is the pair with the most new meetings, for its cost; a
+    meeting with a class counts as `_CLASS_WEIGHT` meetings of two values.
 
     Args:
         configs: the configs of each case, its default first.
@@ -140,23 +153,39 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
     """
     of_case = _classes_of_case(configs)
     met: dict[Value, set[str]] = defaultdict(set)
-    for case, offered in configs.items():
-        for value in values(offered[0]):
+    together: set[frozenset[Value]] = set()
+
+    def meet(config: Config, case: Case) -> None:
+        for value in values(config):
             met[value] |= of_case[case]
+        together.update(_together(config, of_case[case]))
+
+    for case, offered in configs.items():
+        meet(offered[0], case)
     left = [(config, case) for case, (_default, *rest) in configs.items() if of_case[case] for config in rest]
     random.Random(0).shuffle(left)
     heap = [(-math.inf, number) for number in range(len(left))]
     while heap:
-        _bound, number = heapq.heappop(heap)  # an upper bound: the number of new values of a pair only falls
+        _bound, number = heapq.heappop(heap)  # an upper bound: the number of new meetings of a pair only falls
         config, case = left[number]
-        added = sum(len(of_case[case] - met[value]) for value in values(config))
+        added = _CLASS_WEIGHT * sum(len(of_case[case] - met[value]) for value in values(config))
+        added += len(_together(config, of_case[case]) - together)
         entry = (-added / cost(case), number)
         if added and heap and entry > heap[0]:
             heapq.heappush(heap, entry)
         elif added:
-            for value in values(config):
-                met[value] |= of_case[case]
+            meet(config, case)
             yield config, case
+
+
+def _together(config: Config, names: set[str]) -> frozenset[frozenset[Value]]:
+    """Return each two knob values of a config, unless the case with these classes is empty or tiny: it runs few lines."""
+    return frozenset() if not names or ("tiny" in names and "wide" not in names) else _value_pairs(config)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _value_pairs(config: Config) -> frozenset[frozenset[Value]]:
+    return frozenset(map(frozenset, itertools.combinations(values(config), 2)))
 
 
 def _classes_of_case(configs: Iterable[Case]) -> dict[Case, set[str]]:
@@ -165,22 +194,20 @@ def _classes_of_case(configs: Iterable[Case]) -> dict[Case, set[str]]:
     return {case: {name for name, members in members_of.items() if case in members} for case in configs}
 
 
-def others(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[Pair]:
-    """Yield the pairs that are neither of a default config nor done, shuffled."""
-    left = [(config, case) for case, (_default, *rest) in configs.items() for config in rest if (config, case) not in done]
-    random.Random(0).shuffle(left)
-    yield from left
-
-
 def unmet(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[str]:
-    """Yield each class of cases that some knob values have not met, with their number."""
+    """Yield each class of cases that some knob values have not met, with their number, and the pairs of values that have not."""
     for name, chosen in classes(list(configs)).items():
         offered = {value for case in chosen for config in configs[case] for value in values(config)}
         met = {value for config, case in done if case in chosen for value in values(config)}
         if offered - met:
             yield f"{name} ({len(offered - met)} of {len(offered)} left)"
+    of_case = _classes_of_case(configs)
+    possible = {two for case, found in configs.items() for config in found for two in _together(config, of_case[case])}
+    if left := possible.difference(*(_together(config, of_case[case]) for config, case in done)):
+        yield f"values of other knobs ({len(left)} of {len(possible)} left)"
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def values(config: Config) -> frozenset[Value]:
     """Return the knobs of a config with their values; empty for a variant without knobs."""
     if config is None:
