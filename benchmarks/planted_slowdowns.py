@@ -23,16 +23,8 @@ import torch
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.rows import pool
 from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowKey, RowVerdict, confirm
-from kerneltune.measuring.compare import (
-    SELF,
-    contender,
-    input_sets,
-    make_record,
-    noise_floor,
-    obstacle,
-    time_contenders,
-    timing,
-)
+from kerneltune.measuring.compare import SELF, contender, input_sets, obstacle, time_contenders
+from kerneltune.measuring.measured import make_record, noise_floor, timing
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.records import Record, append, parse
 from kerneltune.run_options import Options, Selection, load_plan, require_gpu

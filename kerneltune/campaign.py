@@ -13,12 +13,24 @@ from pathlib import Path
 
 from kerneltune import device, records
 from kerneltune.files import replace_text
-from kerneltune.measuring.check import LAUNCH_FAILURE, Outcome
-from kerneltune.measuring.compare import ceiling_task, check_only, checked_record
+from kerneltune.measuring.check import LAUNCH_FAILURE, Outcome, check_only
+from kerneltune.measuring.compare import ceiling_task
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job, refusals
-from kerneltune.measuring.jobs import Job, address_job, case_job, case_label, check_cost, mutation_job, pairs_job, run_jobs
+from kerneltune.measuring.jobs import (
+    Job,
+    address_job,
+    case_job,
+    case_label,
+    check_cost,
+    coverage_lines,
+    derived_cases,
+    mutation_job,
+    pairs_job,
+    run_jobs,
+)
+from kerneltune.measuring.measured import checked_record
 from kerneltune.measuring.pairs import configs_by_case, covering
-from kerneltune.records import Key, Record
+from kerneltune.records import Key, Record, key_of_case
 from kerneltune.reporting import tables
 from kerneltune.run_options import Plan, Progress, finished_rows, journalled, require_gpu, results_folder
 from kerneltune.search.task import Run, Task
@@ -135,10 +147,21 @@ def _to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = False
     return work
 
 
-def _further_jobs(plan: Plan) -> list[Job]:
+def _derived(plan: Plan) -> tuple[list[SweepCase], list[str]]:
+    """Return check cases with the values that only bench cases have, and a line for each operator with values left."""
+    derived, lines, bench = [], [], _by_op(plan.cases())
+    for op, cases in _by_op(plan.cases("check")).items():
+        made, without = derived_cases(plan.ops[op], cases, bench.get(op, []))
+        derived += [SweepCase(op, case, "check") for case in made]
+        lines += [f"{op}: only bench cases have {', '.join(without)}: never checked here"] if without else []
+    known = {entry.op for entry in plan.sweep.check}
+    return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in known)]
+
+
+def _further_jobs(plan: Plan, entries: Sequence[SweepCase]) -> list[Job]:
     """Return each own variant's check of pairs, and its check of addresses in the largest bench case."""
     jobs = []
-    for op, cases in _by_op(plan.cases("check")).items():
+    for op, cases in _by_op(entries).items():
         own = [task for task in plan.tasks(op, cases[0], _CHECK_POLICY) if not task.variant.is_peer]
         jobs += [pairs_job(task, cases) for task in own if task.variant.config is not None]
     for op, cases in _by_op(plan.cases()).items():
@@ -168,7 +191,9 @@ class _Campaign:
         Without a GPU also check pairs of config and case, and addresses; both take long, so `quick` leaves them out.
         """
         plan, is_gpu, is_quick = self.plan, device.current().is_gpu, self.plan.options.quick
-        work = _to_check(plan, plan.headline("check") if is_quick else plan.cases("check"), bool(plan.selection.variants))
+        derived, lines = ([], []) if is_gpu or is_quick else _derived(plan)
+        entries = [*(plan.headline("check") if is_quick else plan.cases("check")), *derived]
+        work = _to_check(plan, entries, bool(plan.selection.variants))
         if not work:
             check, bench = len(plan.cases("check")), len(plan.cases())
             alone = "bench cases are no checks" if is_gpu else "bench cases need a GPU"
@@ -176,11 +201,12 @@ class _Campaign:
             raise ValueError(
                 f"{plan.sweep.path}: {f'no installed variant to check in the {check} check cases selected' if check else why}"
             )
-        checked, coverage = self.check(work, [] if is_gpu or is_quick else _further_jobs(plan))
+        checked, coverage = self.check(work, [] if is_gpu or is_quick else _further_jobs(plan, entries))
         checked += [] if is_gpu else self.check_compiled(work)
         path = plan.journal("check")
-        records.merge(path, checked)
-        return SweepResult(checked, [path], coverage)
+        wanted = {key_of_case(entry.op, entry.case, _CHECK_POLICY) for entry in plan.sweep.check}
+        records.merge(path, checked, lambda record: record.key in wanted)
+        return SweepResult(checked, [path], [*coverage, *lines])
 
     def measure_headline(self, first_table: FirstTable | None) -> SweepResult:
         """Measure ten headline cases with their present configs; check and tune nothing."""
@@ -243,6 +269,8 @@ class _Campaign:
             else:
                 coverage.append(outcome.reason)
         self._doubt_references(checked)
+        if further and len(lacking) == len(work):
+            coverage += coverage_lines([*further, *lacking])
         return checked, coverage
 
     def check_compiled(self, work: Sequence[Runs]) -> list[Record]:

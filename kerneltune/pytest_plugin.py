@@ -60,7 +60,8 @@ class KernelTime:
         """Return the ratio to the limit with its interval, the noise floor as a fraction, and the excess over the limit in µs."""
         import numpy as np
 
-        from kerneltune.measuring.compare import SELF, noise_floor
+        from kerneltune.measuring.compare import SELF
+        from kerneltune.measuring.measured import noise_floor
         from kerneltune.stats import ratio_interval
 
         sides = [self, other] if isinstance(other, KernelTime) else [self]
@@ -87,7 +88,7 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
 
     from kerneltune import device
     from kerneltune.errors import first_line
-    from kerneltune.measuring.compare import gpu_free_bytes
+    from kerneltune.measuring.check import gpu_free_bytes
     from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation, throttled
 
     tensors = [sum(value.nbytes for value in args if isinstance(value, torch.Tensor)) for _name, _run, args in sides]

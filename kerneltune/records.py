@@ -174,13 +174,13 @@ def append(path: Path, records: Sequence[Record]) -> None:
     append_lines(path, _lines(records))
 
 
-def merge(path: Path, new: Sequence[Record]) -> None:
-    """Replace the rows of a file that `new` measured later, and keep the other rows.
+def merge(path: Path, new: Sequence[Record], is_kept: Callable[[Record], bool] = lambda _record: True) -> None:
+    """Replace the rows of a file that `new` measured later, and keep the other rows that `is_kept` accepts.
 
     The file changes as a whole or not at all. Processes that merge at the same time wait for each other.
     """
     with locked(path):
-        rows = newest([*(load(path) if path.exists() else []), *new])
+        rows = newest([*(filter(is_kept, load(path)) if path.exists() else []), *new])
         replace_bytes(path, _lines(rows))
 
 

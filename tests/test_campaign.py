@@ -18,7 +18,7 @@ from small_sweeps import RMSNORM, STREAM
 from kerneltune import ops, records
 from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.device import INTERPRETER
-from kerneltune.measuring import compare, jobs, pairs
+from kerneltune.measuring import check, jobs
 from kerneltune.measuring.check import Checker, Outcome
 from kerneltune.records import Record
 from kerneltune.run_options import Options, Quiet, Selection, load_plan, results_folder
@@ -28,12 +28,6 @@ from kerneltune.tune.run import run_tune
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 
 OPS = ops.load()
-
-
-@pytest.fixture(autouse=True)
-def covering_pairs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check no pairs beyond those that cover every knob value: test_pairs.py does."""
-    monkeypatch.setattr(pairs, "FURTHER_S", 0.0)
 
 
 class Spoken(Quiet):
@@ -119,12 +113,22 @@ def test_a_second_run_replaces_its_rows_and_keeps_the_others(stream_sweep: Selec
     assert after[0].date != old[0].date
 
 
+def test_rows_of_cases_that_the_file_no_longer_has_are_dropped(stream_sweep: Selection, options: Options) -> None:
+    path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
+    run(stream_sweep, options)
+    first, second = records.load(path)
+    deleted = changed(second, status="failed", reason="y differs", axes={name: 2 * size for name, size in second.axes.items()})
+    path.write_text("".join(to_json(record) + "\n" for record in (first, deleted)))
+    run(replace(stream_sweep, cases=("od*",)), options)
+    assert [record.case for record in records.load(path)] == ["odd"]
+
+
 def test_every_own_variant_is_checked_and_no_peer(tmp_path: Path, options: Options) -> None:
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
     found = run(Selection(str(path)), options)
     statuses = {(r.op, r.case, r.variant): r.status for r in found}
-    assert len(statuses) == len(found) == 12
+    assert len(statuses) == len(found) == 18  # a case with more rows than columns is derived for each operator
     for (op, case, variant), status in statuses.items():
         own = OPS[op].variant(variant)
         assert not own.is_peer
@@ -268,7 +272,7 @@ def test_a_reference_that_all_variants_disagree_with_is_doubted(options: Options
 def test_a_case_too_large_for_this_machine_is_skipped(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "host_free_bytes", lambda: 98_303)
+    monkeypatch.setattr(check, "host_free_bytes", lambda: 98_303)
     odd, even = run(stream_sweep, options)
     assert odd.status == "checked"
     assert (even.status, even.reason) == ("skipped", "needs 98,304 bytes, 98,303 are free")

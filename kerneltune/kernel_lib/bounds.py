@@ -23,6 +23,7 @@ import numpy as np
 
 from kerneltune.kernel_lib.faults import KernelFaultError, Watchdog, check_keywords, line_of, program_text, statement
 from kerneltune.kernel_lib.races import Conflict, Races
+from kerneltune.kernel_lib.reached import note_grid
 
 _REGION_BITS = 46
 """log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
@@ -147,6 +148,7 @@ class _Guard:
         self._names: dict[int, str] = {}
         self._regions: list[_Region] = []
         self._grid: tuple[int, ...] = (1, 1, 1)
+        self._kernel = ""
         self._races = Races()
         self._load: Callable[..., Any] = interpreter.TritonSemantic._load_legacy
         self._loading = _Loading()
@@ -164,6 +166,7 @@ class _Guard:
         """Note the grid of a launch."""
         self._set_grid_dim(builder, *sizes)
         self._grid = tuple(int(size) for size in sizes)  # a grid computed from arguments holds tensors
+        note_grid(self._kernel, self._grid)
         self._races.begin_launch(math.prod(self._grid))
 
     def begin_program(self, builder: Any, *at: int) -> None:
@@ -192,6 +195,7 @@ class _Guard:
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Launch a kernel; on device `meta`, the programs at the corners of the grid alone."""
         check_keywords(executor, kwargs)
+        self._kernel = executor.fn.__name__
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             with Watchdog(self, executor.fn.__name__):
                 return self._call(executor, *args, **kwargs)

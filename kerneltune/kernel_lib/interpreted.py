@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from kerneltune.kernel_lib.reached import note_loop
+
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (
     "_LangPatchScope",
@@ -89,6 +91,7 @@ def mend() -> None:
         setattr(builder, name, _elementwise(function))
     for name, typed_by in _TYPED_BY.items():
         setattr(builder, name, _in_fp32(getattr(builder, name), typed_by))
+    builder.create_dot = _in_tf32(builder.create_dot)
     builder.cast_impl = _through_fp32(builder.cast_impl)
     builder.get_bf16 = _bf16_constant
     _mend_libdevice()
@@ -197,7 +200,9 @@ def _with_casts(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _range(*bounds: Any, **_: Any) -> Iterator[_Whole]:
-    return map(_Whole, range(*bounds))
+    turns = range(*bounds)
+    note_loop(len(turns))
+    return map(_Whole, turns)
 
 
 def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -263,6 +268,23 @@ def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
         result = method(builder, *wide)
         is_number = result.data.dtype == np.float32  # no answer of a comparison
         return builder.cast_impl(result, tl.bfloat16) if is_bf16[typed_by] and is_number else result
+
+    return computed
+
+
+def _in_tf32(dot: Callable[..., Any]) -> Callable[..., Any]:
+    """Round fp32 operands of a product to tf32, unless its `input_precision` is another: tensor cores of NVIDIA do by default."""
+    from triton.runtime.interpreter import TensorHandle
+
+    def rounded(operand: Any) -> Any:
+        bits = operand.data.astype(np.float32).view(np.uint32)
+        values = ((bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)).view(np.float32)
+        return TensorHandle(np.where(np.isfinite(operand.data), values, operand.data), operand.dtype)
+
+    def computed(builder: Any, left: Any, right: Any, total: Any, precision: Any, *rest: Any) -> Any:
+        if str(precision).endswith(".TF32"):
+            left, right = (rounded(o) if o.dtype.scalar.name == "fp32" else o for o in (left, right))
+        return dot(builder, left, right, total, precision, *rest)
 
     return computed
 

@@ -5,7 +5,7 @@ nothing and records nothing.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +14,13 @@ from typing import TypeVar
 
 import torch
 
+from kerneltune import device
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.bounds import guarded
 from kerneltune.kernel_lib.faults import fault_of
 from kerneltune.kernel_lib.interpreted import mended
 from kerneltune.records import Status
+from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
 
 T = TypeVar("T")
@@ -64,6 +66,10 @@ class Outcome:
     reason: str = ""
     config: Config = None
     case: Case | None = None
+
+
+_IN_PLACE: dict[object, tuple[bool, str]] = {}
+"""Function of a variant, name of an output -> whether it is written over an input, and the first case of this process."""
 
 
 class CaseError(ValueError):
@@ -117,6 +123,26 @@ class Checker:
         return [
             f"inputs: {name} was overwritten, and is no output" for name, v in large if not _same(v, self.inputs_before[name])
         ]
+
+    def _sometimes_in_place(self, variant: Variant, outputs: Outputs) -> list[str]:
+        """Return a line for an output that a variant writes over an input in this case, and not in an earlier case, or inversely.
+
+        So a copy by `contiguous()` is found, which copies no contiguous tensor.
+        """
+        given = {
+            value.untyped_storage().data_ptr(): name for name, value in self.inputs.items() if isinstance(value, torch.Tensor)
+        }
+        for name, tensor in outputs.items():
+            if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+                continue
+            owner = given.get(tensor.untyped_storage().data_ptr())
+            if owner and (owner not in self.inputs_before or _same(self.inputs[owner], self.inputs_before[owner])):
+                continue  # unknown, or an input that is returned
+            is_over, case = _IN_PLACE.setdefault((variant.run, name), (owner is not None, self.case.name))
+            if is_over != (owner is not None):
+                here, there = (self.case.name, case) if owner else (case, self.case.name)
+                return [f"outputs: {name} is written over an input in case {here}, and not in case {there}"]
+        return []
 
     @classmethod
     def make(cls, op: Op, case: Case, device: str = "cpu") -> "Checker | Outcome":
@@ -175,7 +201,7 @@ class Checker:
                 raise
             fault = fault_of(error)
             return {}, [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
-        return outputs, self._overwritten(outputs) or self.disagreements(outputs)
+        return outputs, self._overwritten(outputs) or self.disagreements(outputs) or self._sometimes_in_place(variant, outputs)
 
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
@@ -197,6 +223,33 @@ class Checker:
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits; a NaN equals a NaN with the same bits."""
     return torch.equal(*(tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (a, b)))
+
+
+def check_only(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | None = None) -> list[Outcome]:
+    """Check the runs of one case; return an outcome for each.
+
+    Args:
+        check: checks a variant on the GPU in a subprocess; without it variants are checked on the CPU, in this process.
+    """
+    checker: Checker | Outcome | None = None
+    outcomes = []
+    for task, config in runs:
+        reason = task.variant.unsupported(task.case) or memory_obstacle(task.op, task.case)
+        if reason is not None:
+            outcomes.append(Outcome("skipped", reason))
+        elif check is not None:
+            outcomes.append(check(task, config))
+        else:
+            checker = checker or Checker.make(task.op, task.case)
+            outcomes.append(checker if isinstance(checker, Outcome) else checker.check(task.variant, config))
+    return outcomes
+
+
+def memory_obstacle(op: Op, case: Case) -> str | None:
+    """Return None if the case fits in memory, else the bytes needed and free: GPU memory, or host memory without a GPU."""
+    needed = op.memory_factor * op.traffic(case).total
+    free = gpu_free_bytes() if device.current().is_gpu else host_free_bytes()
+    return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
 def address_errors(op: Op, case: Case, variant: Variant, config: Config) -> list[str]:
@@ -260,3 +313,9 @@ def release_memory() -> None:
     """Release the GPU memory that torch caches, so that other processes and libraries can allocate it."""
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def gpu_free_bytes() -> int:
+    """Return the bytes of the GPU's memory that torch can still allocate."""
+    free, _total = torch.cuda.mem_get_info()
+    return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

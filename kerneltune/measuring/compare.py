@@ -1,26 +1,20 @@
-"""Check the variants of one case, time them interleaved with the ceiling, and make Records of the times.
-
-The module chooses no config and prints nothing.
-"""
+"""Check the variants of one case, and time them in rounds interleaved with the ceiling."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from kerneltune import device
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import Checker, Outcome, affordable, broken_context, host_free_bytes
+from kerneltune.measuring.check import Checker, Outcome, affordable, broken_context, gpu_free_bytes, memory_obstacle
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
-from kerneltune.processes import commit
-from kerneltune.records import Record, Status, rounded
-from kerneltune.search.task import Run, Task, config_values
+from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
-from kerneltune.stats import Samples, deciles, median_interval, ratio_interval
+from kerneltune.stats import Samples
 
 
 class Compared(NamedTuple):
@@ -33,7 +27,6 @@ class Compared(NamedTuple):
 SELF = "A/A"
 CEILING = "ceiling"
 _CEILING_OP = "stream"
-_TIMING = ("time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor", "p10_us", "p90_us")
 
 
 def ceiling_task(ops: Mapping[str, Op], op: Op, case: Case, policy: str) -> Task | None:
@@ -45,13 +38,6 @@ def ceiling_task(ops: Mapping[str, Op], op: Op, case: Case, policy: str) -> Task
     return Task(stream, moved, stream.variants[0], policy)
 
 
-def memory_obstacle(op: Op, case: Case) -> str | None:
-    """Return None if the case fits in memory, else the bytes needed and free: GPU memory, or host memory without a GPU."""
-    needed = op.memory_factor * op.traffic(case).total
-    free = gpu_free_bytes() if device.current().is_gpu else host_free_bytes()
-    return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
-
-
 def obstacle(task: Task) -> str | None:
     """Return why a task cannot be timed: its case does not fit the GPU, or no call would find the L2 cold; None if it can."""
     try:
@@ -59,26 +45,6 @@ def obstacle(task: Task) -> str | None:
     except ValueError as error:
         return str(error)
     return memory_obstacle(task.op, task.case)
-
-
-def check_only(runs: Sequence[Run], check: Callable[[Task, Config], Outcome] | None = None) -> list[Outcome]:
-    """Check the runs of one case; return an outcome for each.
-
-    Args:
-        check: checks a variant on the GPU in a subprocess; without it variants are checked on the CPU, in this process.
-    """
-    checker: Checker | Outcome | None = None
-    outcomes = []
-    for task, config in runs:
-        reason = task.variant.unsupported(task.case) or memory_obstacle(task.op, task.case)
-        if reason is not None:
-            outcomes.append(Outcome("skipped", reason))
-        elif check is not None:
-            outcomes.append(check(task, config))
-        else:
-            checker = checker or Checker.make(task.op, task.case)
-            outcomes.append(checker if isinstance(checker, Outcome) else checker.check(task.variant, config))
-    return outcomes
 
 
 def time_runs(
@@ -220,92 +186,3 @@ def contender(
 ) -> Contender:
     """Make a variant that walks over input sets; `after` as in Contender."""
     return Contender(lambda i: variant.run(inputs[i], config), len(inputs), policy, after=after)
-
-
-def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, compared: Compared) -> list[Record]:
-    """Make a record for each run of a case.
-
-    The noise floor of all rows of the case is the interval of the first correct variant's ratio to itself. If a variant has two
-    records, the second record holds its second time.
-    """
-    samples, untimed = compared
-    floor, records, seen = noise_floor(samples), [], set[str]()
-    ceiling_gbps = None
-    if ceiling is not None and CEILING in samples:
-        ceiling_gbps = ceiling[0].op.traffic(ceiling[0].case).total / median_interval(samples[CEILING]).median / 1e3
-    for task, config in runs:
-        name = task.variant.name
-        if name in untimed:
-            records.append(checked_record(family, (task, config), untimed[name]))
-        else:
-            taken = samples[SELF if name in seen else name]
-            times = timing(taken, task.op.traffic(task.case).total, ceiling_gbps, floor)
-            records.append(make_record(family, task, config, "passed", "", **times))
-        seen.add(name)
-    return records
-
-
-def noise_floor(samples: dict[str, Samples]) -> float | None:
-    """Return how far from 1 the interval of a variant against itself reaches."""
-    if SELF not in samples:
-        return None
-    first = next(iter(samples.values()))
-    interval = ratio_interval(first, samples[SELF])
-    return max(abs(interval.low - 1), abs(interval.high - 1))
-
-
-def timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, floor: float | None) -> dict[str, Any]:
-    """Return the measured fields of a record, from the samples (rounds,) of one process."""
-    interval = median_interval(samples)
-    gbps = traffic_bytes / interval.median / 1e3
-    p10, p90 = deciles(samples)
-    return {
-        "time_us": _rounded(interval.median),
-        "gbps": _rounded(gbps),
-        "ceiling_gbps": _rounded(ceiling_gbps),
-        "pct_ceiling": _rounded(100 * gbps / ceiling_gbps if ceiling_gbps else None),
-        "ci_low_us": _rounded(interval.low),
-        "ci_high_us": _rounded(interval.high),
-        "n": len(samples),
-        "aa_floor": _rounded(floor),
-        "p10_us": _rounded(p10),
-        "p90_us": _rounded(p90),
-        "samples_us": [[_rounded(time_us) for time_us in samples]],
-    }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else rounded(value)
-
-
-def checked_record(family: str, run: Run, outcome: Outcome) -> Record:
-    """Make a record without times."""
-    return make_record(family, *run, outcome.status, outcome.reason)
-
-
-def make_record(family: str, task: Task, config: Config, status: str, reason: str, **times: Any) -> Record:
-    """Make a record of this device and source; `times` are the fields of `timing`."""
-    fields: dict[str, Any] = {**dict.fromkeys(_TIMING), **times, **device.versions()}
-    op, case, variant, here = task.op, task.case, task.variant, device.current()
-    return Record(
-        status=cast(Status, status),
-        config=config_values(config),
-        device=here.name,
-        driver=here.driver,
-        unit=here.unit,
-        source_hash=variant.source_hash,
-        commit=commit(),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        reason=reason,
-        family=family,
-        role=variant.role,
-        flops=op.flops(case) if op.flops is not None else None,
-        **task.identity,
-        **fields,
-    )
-
-
-def gpu_free_bytes() -> int:
-    """Return the bytes of the GPU's memory that torch can still allocate."""
-    free, _total = torch.cuda.mem_get_info()
-    return int(free) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()

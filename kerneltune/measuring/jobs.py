@@ -3,20 +3,25 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
+from typing import Any
 
-from kerneltune.forked import Fork, ForkCrashedError
-from kerneltune.measuring.check import Outcome, address_errors
-from kerneltune.measuring.compare import check_only, memory_obstacle
+from kerneltune.forked import Fork, ForkCrashedError, Tell
+from kerneltune.kernel_lib.reached import REACHED, Reached, unreached
+from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
 from kerneltune.measuring.mutations import mutate
-from kerneltune.measuring.pairs import check_pairs
+from kerneltune.measuring.pairs import check_pairs, settings
+from kerneltune.records import grouped
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Op
 
 Begin = Callable[[Outcome], None]
 """Function that gets the outcome that the next check has if it ends the process; the cause is appended to its reason."""
+_LONG = 64
+"""Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
+_Fork = Fork[tuple[list[Outcome], Reached]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -29,6 +34,8 @@ class Job:
         work: function that runs the checks.
         parts: a job for each check alone; the parts run if an unknown check of the job ends the process.
         runs: the runs of a case that the job checks, with an outcome for each; empty for other checks.
+        is_largest: whether the job checks the addresses of the largest case.
+        reached: how far the job's launches went, after `run_jobs`.
     """
 
     label: str
@@ -36,6 +43,8 @@ class Job:
     work: Callable[[Begin], list[Outcome]]
     parts: "tuple[Job, ...]" = ()
     runs: Sequence[Run] = ()
+    is_largest: bool = False
+    reached: Reached = field(default_factory=dict)
 
 
 def case_job(runs: Sequence[Run]) -> Job:
@@ -69,7 +78,7 @@ def address_job(task: Task) -> Job:
         begin(failed)
         return [replace(failed, reason=line) for line in address_errors(task.op, task.case, task.variant, task.default)]
 
-    return Job(f"{task.op.name} {task.variant.name} {task.case.name}, addresses", task, work)
+    return Job(f"{task.op.name} {task.variant.name} {task.case.name}, addresses", task, work, is_largest=True)
 
 
 def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
@@ -89,13 +98,13 @@ def check_cost(op: Op, case: Case) -> float:
 
 def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
     """Run a job on each core at a time, and yield each finished job with its outcomes."""
-    waiting, running = deque(jobs), dict[Fork[list[Outcome]], Job]()
+    waiting, running = deque(jobs), dict[_Fork, Job]()
     num_processes = len(os.sched_getaffinity(0))
     try:
         while waiting or running:
             while waiting and len(running) < num_processes:
                 job = waiting.popleft()
-                running[Fork(job.work)] = job
+                running[Fork(partial(_work, job))] = job
             told = wait([fork.pipe for fork in running])
             for fork in [fork for fork in running if fork.pipe in told]:
                 if fork.is_done():
@@ -106,12 +115,95 @@ def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
             fork.end()
 
 
-def _outcomes(fork: Fork[list[Outcome]], job: Job) -> list[Outcome]:
+def _work(job: Job, begin: Begin) -> tuple[list[Outcome], Reached]:
+    return job.work(begin), REACHED
+
+
+def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
     """Return the outcomes of a job; if a check ended the fork, only the outcome of this check or of the job's parts."""
     try:
-        return fork.result()
+        outcomes, reached = fork.result()
+        job.reached.update(reached)
+        return outcomes
     except ForkCrashedError as error:
         if not job.parts:
             crashed = fork.told or Outcome("failed")
             return [replace(crashed, reason=f"{crashed.reason}{error}")]
-    return [outcome for part in job.parts for outcome in _outcomes(Fork(part.work), part)]
+    return [outcome for part in job.parts for outcome in _outcomes(Fork(partial(_work, part)), part)]
+
+
+def coverage_lines(jobs: Sequence[Job]) -> list[str]:
+    """Return a line for each operator with loops that no check turned twice, or axes that had two programs in no check."""
+    lines = []
+    for op, of_op in grouped(jobs, lambda job: job.task.op.name).items():
+        values, largest = ([job.reached for job in of_op if job.is_largest is wanted] for wanted in (False, True))
+        if names := unreached(values, largest):
+            lines.append(f"{op}: no check has two: {', '.join(names)}")
+    return lines
+
+
+def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple[list[Case], list[str]]:
+    """Return check cases with the types, modes and options that only bench cases have, and a text for each value without a case.
+
+    For each value, a check case of medium cost takes the value, or another check case if the operator has no inputs or no
+    reference for the first. If an axis is the longest in bench cases alone, it takes the longest size of a check case. Values of
+    captured kernels are fixed.
+    """
+    derived, without = list[Case](), list[str]()
+    by_cost = sorted((case for case in check if op.traffic(case).total), key=partial(check_cost, op))
+    middle = len(by_cost) // 2
+    by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
+    if not by_cost or op.origin is not None:
+        return [], []
+    known = {value for case in check for value in settings(case)}
+    for name, value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
+        found = _first_checkable(op, (_with_value(case, name, value) for case in by_cost))
+        derived += found
+        without += [] if found else [f"{name}={value}"]
+    longest = {axis for case in by_cost for axis in _longest(case)}
+    oblong = [case for case in by_cost if _longest(case) and min(size for _axis, size in case.axes) > 1]
+    by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
+    for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
+        derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size))
+    return derived, without
+
+
+def _size(case: Case) -> int:
+    return max(size for _axis, size in case.axes)
+
+
+def _longest(case: Case) -> list[str]:
+    """Return the axis that is longer than all other axes, if there is such an axis."""
+    axes = [axis for axis, size in case.axes if size == _size(case)]
+    return axes if len(axes) == 1 else []
+
+
+def _with_longest(case: Case, axis: str) -> Case:
+    """Exchange the sizes of an axis and of the longest axis."""
+    (longest,) = _longest(case)
+    sizes = dict(case.axes)
+    sizes[axis], sizes[longest] = sizes[longest], sizes[axis]
+    return replace(case, name=f"{case.name},{axis}={sizes[axis]},{longest}={sizes[longest]}", axes=tuple(sizes.items()))
+
+
+def _with_value(case: Case, name: str, value: Any) -> Case:
+    named = f"{case.name},{name}={value}"
+    if name in ("dtype", "quant"):
+        return replace(case, name=named, **{name: value})
+    return replace(case, name=named, options=tuple((option, value if option == name else old) for option, old in case.options))
+
+
+def _has_values(op: Op, case: Case, _tell: Tell) -> bool:
+    return isinstance(Checker.make(op, case), Checker)
+
+
+def _first_checkable(op: Op, cases: Iterable[Case]) -> list[Case]:
+    """Return the first case that an own variant supports, and that has inputs and expected values; forks make the values."""
+    for case in cases:
+        try:
+            is_supported = any(not variant.is_peer and not variant.unsupported(case) for variant in op.variants)
+            if is_supported and Fork(partial(_has_values, op, case)).result():
+                return [case]
+        except Exception:  # an operator may lack inputs for the case
+            continue
+    return []

@@ -232,3 +232,21 @@ def test_computed_nan_is_told_from_poisoned_memory(dtype: torch.dtype) -> None:
     (line,) = close("y", y, torch.zeros(16), 0.0, 0.0)
     assert "; 8 are NaN, as elements that are never written" in line
     assert line.endswith("; 3 are NaN that the kernel computes, such as 0 / 0 or inf - inf")
+
+
+@triton.jit
+def _product(a_ptr, b_ptr, y_ptr, PRECISION: tl.constexpr):
+    at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    tl.store(y_ptr + at, tl.dot(tl.load(a_ptr + at), tl.load(b_ptr + at), input_precision=PRECISION))
+
+
+@pytest.mark.parametrize(
+    ("precision", "least", "most"), [("tf32", 1e-5, 2**-10), ("ieee", 0.0, 1e-6), ("tf32x3", 0.0, 1e-6), (None, 1e-5, 2**-10)]
+)
+def test_products_of_fp32_round_to_tf32_as_on_a_gpu(precision: str | None, least: float, most: float) -> None:
+    a, b = torch.rand(2, 16, 16, generator=torch.Generator().manual_seed(0))
+    y = torch.empty(16, 16)
+    with mended():
+        _product[(1,)](a, b, y, precision)
+    error = float(((y - (a.double() @ b.double())) / (a @ b)).abs().max())
+    assert least <= error <= most

@@ -5,14 +5,26 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 import triton
+import triton.language as tl
+from mistaken_ops import case_of
 from test_pairs import CASES, Rows, op_with
 
 from kerneltune import ops
 from kerneltune.measuring.check import Outcome
-from kerneltune.measuring.jobs import Job, address_job, case_job, mutation_job, pairs_job, run_jobs
+from kerneltune.measuring.jobs import (
+    Job,
+    address_job,
+    case_job,
+    coverage_lines,
+    derived_cases,
+    mutation_job,
+    pairs_job,
+    run_jobs,
+)
 from kerneltune.search.task import Task
-from kerneltune.spec import Case, Inputs, Outputs
+from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="jobs run in Triton's interpreter")
 
@@ -36,7 +48,7 @@ def test_jobs_give_the_outcomes_of_every_check(cores: set[int], monkeypatch: pyt
     right, wrong = pairs_job(task_of(""), CASES), pairs_job(task_of("maximum of the whole tile"), CASES)
     case = case_job([(task_of(""), Rows(1, 1)), (task_of("no row mask"), Rows(2, 1))])
     found = outcomes(addresses, right, wrong, case)
-    assert found[:2] == [[], [Outcome("checked", "scaled optimized: 12 configs on 4 cases, all pairs")]]
+    assert found[:2] == [[], [Outcome("checked", "scaled optimized: 12 configs on 4 cases, 18 of 48 pairs")]]
     assert [outcome.status for outcome in found[2]] == ["failed", "failed", "failed", "checked"]
     assert [outcome.status for outcome in found[3]] == ["checked", "failed"]
 
@@ -69,3 +81,71 @@ def test_check_that_ends_its_process_fails_alone(how: str, reason: str) -> None:
         [Outcome("failed", reason, Rows(1, 4), CASES[0])],
         [Outcome("checked")],
     ]
+
+
+@triton.jit
+def _sums(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * N
+    total = 0.0
+    for begin in range(0, N, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(x_ptr + row + at, at < N, other=0.0), 0)
+    tl.store(y_ptr + tl.program_id(0), total)
+
+
+def summing(shift: float = 0.0) -> Op:
+    """Return an operator with an option `shift`, whose check cases may be shorter than its block."""
+
+    def run(given: Inputs, _config: None) -> Outputs:
+        y = given["x"].new_empty(given["x"].shape[0])
+        _sums[(y.shape[0],)](given["x"], y, given["x"].shape[1], BLOCK=64)
+        return {"y": y + given["shift"] + (shift if given["shift"] else 0.0)}
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        if case.option("shift") == 9:
+            raise ValueError("no inputs for 9")
+        return {"x": torch.ones(case["M"], case["N"], device=device), "shift": case.option("shift")}
+
+    return replace(
+        op_with(""), name="summed", inputs=inputs, options={"shift": (0, 5, 9)}, variants=(Variant("optimized", run),),
+        reference=lambda given: {"y": given["x"].sum(1) + given["shift"]},
+    )  # fmt: skip
+
+
+def shifted(name: str, M: int, N: int, shift: int = 0) -> Case:
+    return replace(case_of(name, M, N), options=(("shift", shift),))
+
+
+@pytest.mark.parametrize(
+    ("checked", "largest", "missing"),
+    [
+        (shifted("one", 1, 64), shifted("large", 100, 4096), {"turns of the loop", "programs of _sums along axis 0"}),
+        (shifted("long", 1, 65), shifted("large", 100, 4096), {"programs of _sums along axis 0"}),
+        (shifted("rows", 2, 64), shifted("large", 100, 4096), {"turns of the loop"}),
+        (shifted("one", 1, 64), shifted("small", 1, 64), set()),
+    ],
+    ids=["both", "axis", "loop", "neither"],
+)
+def test_coverage_names_loops_and_axes_that_no_check_has_twice(checked: Case, largest: Case, missing: set[str]) -> None:
+    op = summing()
+    tasks = [Task(op, case, op.variants[0]) for case in (checked, largest)]
+    work = [case_job([(tasks[0], None)]), address_job(tasks[1])]
+    assert outcomes(*work) == [[Outcome("checked")], []]
+    named = "; ".join(coverage_lines(work))
+    assert named.startswith("summed: no check has two: ") == bool(missing)
+    assert {name for name in ("turns of the loop", "programs of _sums along axis 0") if name in named} == missing
+    assert ("test_jobs.py:" in named) == ("turns of the loop" in missing)
+
+
+def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
+    check = [shifted("one", 1, 1), shifted("odd", 3, 70), shifted("wide", 4, 300)]
+    bench = [shifted("a", 100, 4096, 5), shifted("b", 100, 4096, 9), shifted("c", 100, 4096)]
+    derived, without = derived_cases(summing(), check, bench)
+    assert [(case.name, case.axes, case.option("shift")) for case in derived] == [("odd,shift=5", check[1].axes, 5)]
+    tall, _ = derived_cases(summing(), check, [shifted("tall", 8192, 64)])
+    assert [(case.name, case.axes) for case in tall] == [("odd,M=70,N=3", (("M", 70), ("N", 3)))]
+    assert derived_cases(summing(), [*check, tall[0]], [shifted("tall", 8192, 64)]) == ([], [])
+    assert without == ["shift=9"]
+    task = Task(summing(shift=1.0), derived[0], summing(shift=1.0).variants[0])
+    ((outcome,),) = outcomes(case_job([(task, None)]))
+    assert outcome.status == "failed"

@@ -112,7 +112,8 @@ def pretend(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(torch.cuda, "empty_cache", gpu.release)
-    monkeypatch.setattr(compare, "gpu_free_bytes", lambda: gpu.free)
+    for module in (check, compare):
+        monkeypatch.setattr(module, "gpu_free_bytes", lambda: gpu.free)
     monkeypatch.setattr(compare, "contender", gpu.contender)
     monkeypatch.setattr(compare, "time_contenders", gpu.time_contenders)
 
