@@ -80,7 +80,7 @@ class _Loading:
 
 
 class NotJudgedError(Exception):
-    """Report that a launch without memory takes too long: it waits for values, or its programs have too much to do."""
+    """Report that a launch without memory cannot be checked: it takes too long, waits for values, or loads addresses."""
 
 
 @contextmanager
@@ -307,6 +307,8 @@ class _Guard:
                 it has no order.
         """
         if not addresses.size or int(addresses.flat[0]) >> _REGION_BITS < _FIRST_REGION:
+            if any(region.is_meta for region in self._regions):
+                raise NotJudgedError("addresses that a kernel loads are unknown without memory")
             return addresses
         number = (int(addresses.flat[0]) >> _REGION_BITS) - _FIRST_REGION
         if number >= len(self._regions) or bool((addresses >> np.uint64(_REGION_BITS) != number + _FIRST_REGION).any()):

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from kerneltune.kernel_lib.faults import line_of
 from kerneltune.kernel_lib.reached import note_loop
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
@@ -40,6 +41,9 @@ _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _NUMBERS = {"int32": (int,), "int64": (int,), "fp32": (int, float)}
 """Element types of most operands, and Python's types that take the element type of the other operand."""
 _LARGEST = 2**31 - 1
+
+TF32_LINES: set[str] = set()
+"""FILE:LINE of products whose fp32 operands were rounded to tf32."""
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
@@ -282,8 +286,9 @@ def _in_tf32(dot: Callable[..., Any]) -> Callable[..., Any]:
         return TensorHandle(np.where(np.isfinite(operand.data), values, operand.data), operand.dtype)
 
     def computed(builder: Any, left: Any, right: Any, total: Any, precision: Any, *rest: Any) -> Any:
-        if str(precision).endswith(".TF32"):
-            left, right = (rounded(o) if o.dtype.scalar.name == "fp32" else o for o in (left, right))
+        if str(precision).endswith(".TF32") and left.dtype.scalar.name == "fp32":
+            TF32_LINES.add(line_of().removeprefix(", "))
+            left, right = rounded(left), rounded(right)
         return dot(builder, left, right, total, precision, *rest)
 
     return computed

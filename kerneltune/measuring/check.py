@@ -18,7 +18,7 @@ from kerneltune import device
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.bounds import guarded
 from kerneltune.kernel_lib.faults import fault_of
-from kerneltune.kernel_lib.interpreted import mended
+from kerneltune.kernel_lib.interpreted import TF32_LINES, mended
 from kerneltune.records import Status
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -194,6 +194,7 @@ class Checker:
 
     def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Return the outputs of a run, empty if it failed, and its errors."""
+        TF32_LINES.clear()
         try:
             outputs = self.outputs(variant, config)
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
@@ -201,7 +202,10 @@ class Checker:
                 raise
             fault = fault_of(error)
             return {}, [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
-        return outputs, self._overwritten(outputs) or self.disagreements(outputs) or self._sometimes_in_place(variant, outputs)
+        if lines := self._overwritten(outputs) or self.disagreements(outputs):
+            places = ", ".join(sorted(TF32_LINES))
+            return outputs, [*lines, f"products of fp32 are rounded to tf32, {places}"] if places else lines
+        return outputs, self._sometimes_in_place(variant, outputs)
 
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
