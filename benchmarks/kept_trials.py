@@ -19,7 +19,7 @@ from typing import Any
 
 from kerneltune import device, ops
 from kerneltune.search.task import Evaluation, Knobs, Trial, knob_pairs
-from kerneltune.search.trials import TRANSIENT, history
+from kerneltune.search.trials import STATUS_NOW, TRANSIENT, history
 from kerneltune.spec import Case
 
 ROOT = Path(__file__).parent / "trials"
@@ -111,7 +111,7 @@ def _block(lines: Sequence[str]) -> TrialBlock:
         values = tuple((column, parse(cell)) for (column, parse), cell in zip(columns, cells, strict=True))
         case = Case(name, values[: len(axes)], dtype, quant, values[len(axes) : len(axes) + len(options)])
         measured = float(time) if time else None, "", int(resources), int(spilled), int(shared), head["date"], head["commit"]
-        rows.append((case, values[len(axes) + len(options) :], Evaluation(status, *measured)))
+        rows.append((case, values[len(axes) + len(options) :], Evaluation(STATUS_NOW.get(status, status), *measured)))
     return TrialBlock(**{**head, "default": tuple(head["default"].items())}, rows=tuple(rows))
 
 

@@ -24,7 +24,7 @@ from kerneltune.table import Column, Row, Table
 
 LEAST = 4
 """Known times of a case without a tuned config, at least."""
-NOT_RUN = ("spills", "occupancy", "memory", "crashed")
+NOT_RUN = ("spills", "occupancy", "skipped", "crashed")
 """Statuses of configs that a search did not run though a call might."""
 NUMBERS = (("cases", 0), ("known", 0), ("default", 3), ("worst", 3), ("known", 0), ("look-up", 3), ("worst", 3))
 """Headings and digits of the columns of numbers."""

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Status = Literal["passed", "failed", "skipped", "checked"]
+"""`passed`: correct and timed; `checked`: correct, not timed; `failed`: wrong results or an error; `skipped`: the case is not
+supported or does not fit in memory."""
+TrialStatus = Literal[Status, "crashed", "compile", "spills", "occupancy"]
+"""Status of a trial: a config may also have `crashed` its process, not `compile`, or be refused before its launch, because it
+`spills` registers or because too few of its programs fit an SM (`occupancy`)."""
 
 Key = tuple[str, str, str, tuple[tuple[str, int], ...], tuple[tuple[str, Option], ...], str]
 
@@ -50,7 +55,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         op, variant, dtype, quant, axes, options: with `policy`, the row's identity.
         case: the case's name; no part of the row's identity.
         policy: timing policy, for example `cold`.
-        status: `passed` (correct and timed), `checked` (correct, not timed), `failed` or `skipped`; only `passed` has measures.
+        status: only a record that `passed` has measures.
         time_us: median time of one call.
         gbps: fewest bytes that the operator must move, over the time, in GB/s (1e9 bytes).
         ceiling_gbps: GB/s of a streaming kernel with the same bytes and mix of reads and writes; `pct_ceiling` is `gbps` in per

@@ -113,7 +113,7 @@ def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Se
     before = stored(options)
     found = find(selection, options)
     done = stale.refresh(found, Quiet())
-    assert [one.status for one in done.renewals] == ["good", "good", "slower"]
+    assert [one.is_kept for one in done.renewals] == [True, True, False]
     assert measured == ["first", "other", "last"]
     assert (done.left.configs, done.left.cases) == ((), 0)
     now = stored(options)

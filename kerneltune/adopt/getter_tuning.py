@@ -21,7 +21,7 @@ from kerneltune.spec import Config
 
 ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 """Keys of the engines' tables. A table holds all of them, because engines look up the nearest key, however far."""
-_PROBLEMS = ("wrong", "failed", "crashed")
+_PROBLEMS = ("failed", "crashed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,7 @@ def _last_checks(root: Path) -> dict[str, dict[str, Record]]:
 
 
 def _wrong_trials(root: Path) -> dict[str, list[str]]:
-    """Return class -> a line for each config whose results disagreed with the author's first config."""
+    """Return class -> a line for each config that failed: results other than of the author's first config, or an error."""
     from kerneltune.search.trials import history  # imports Optuna
 
     by_class: dict[str, list[str]] = {}
@@ -200,6 +200,6 @@ def _wrong_trials(root: Path) -> dict[str, list[str]]:
             continue
         for trial in trials:
             launch = dict(trial.key.case.options).get("launch")
-            if trial.evaluation.status == "wrong" and launch is not None:
+            if trial.evaluation.status == "failed" and launch is not None:
                 by_class.setdefault(str(launch), []).append(f"{dict(trial.knobs)}: {trial.evaluation.detail}")
     return by_class

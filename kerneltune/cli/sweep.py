@@ -133,14 +133,14 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
     (one,) = by_gpu
     with reporter() as progress:
         done = stale.refresh(one, progress)
-    counts = Counter(one.status for one in done.renewals)
+    broken = [one for one in done.renewals if one.failure]
+    num_kept = sum(one.is_kept for one in done.renewals)
     show_wrapped(
-        f"configs: {counts['good']} as good as their default, {counts['slower']} slower, which the default "
-        f"replaces, {counts['invalid']} that no longer run; {counted(len(done.measured), 'record')} made"
+        f"configs: {num_kept} as good as their default, {len(done.renewals) - num_kept - len(broken)} slower, which the default "
+        f"replaces, {len(broken)} that no longer run; {counted(len(done.measured), 'record')} made"
     )
-    broken = [one for one in done.renewals if one.status == "invalid"]
-    for invalid in broken:
-        show_wrapped(f"invalid: {invalid.op} {invalid.entry.variant} {invalid.entry.as_case.label}: {invalid.reason}")
+    for one in broken:
+        show_wrapped(f"failed: {one.op} {one.entry.variant} {one.entry.as_case.label}: {one.failure}")
     left = f"{counted(len(done.left.configs), 'config')} and {counted(done.left.cases, 'case')} are stale"
     is_left = done.left.configs or done.left.cases
     show_wrapped(f"{left}; the same command goes on there" if is_left else f"nothing is stale for {here.slug}")

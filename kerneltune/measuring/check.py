@@ -57,7 +57,7 @@ class Outcome:
     """Hold the outcome of a check.
 
     Attributes:
-        status: `checked`, `failed`, or `skipped` where the case is not supported or does not fit in memory.
+        status: `checked`, `failed` or `skipped`.
         reason: one line: the reason of the failure or the skip, or the number of pairs checked; may be empty if `checked`.
         config, case: the config and the case that failed, if the check has several.
     """

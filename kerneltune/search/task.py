@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kerneltune.records import TrialStatus
 from kerneltune.spec import Case, Config, Op, Variant
 
 
@@ -101,8 +102,7 @@ class Evaluation:
     """Hold the result of one config on one case, from the bench to the store.
 
     Attributes:
-        status: `ok`, or why there is no time: `compile`, `spills`, `occupancy` where too few programs fit an SM, `wrong`,
-            `failed`, `memory` where the GPU was out of memory, `crashed` where the measuring or compiling process crashed.
+        status: `passed` with a time; any other status but `checked` without.
         time_us: median time of a call; None without a time.
         detail: the error, in one line.
         resources: registers of all threads of the largest program.
@@ -112,7 +112,7 @@ class Evaluation:
         commit: commit of the source that was measured; empty before the evaluation is stored.
     """
 
-    status: str
+    status: TrialStatus
     time_us: float | None = None
     detail: str = ""
     resources: int = field(default=0, compare=False)

@@ -24,12 +24,15 @@ from optuna.trial import FrozenTrial, TrialState
 
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines
+from kerneltune.records import TrialStatus
 from kerneltune.search.study import choice_order
 from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of
 from kerneltune.spec import MOST, Config
 
-TRANSIENT = frozenset(("memory", "crashed"))
+TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
+STATUS_NOW: dict[str, TrialStatus] = {"ok": "passed", "wrong": "failed", "memory": "skipped", "lost": "crashed"}
+"""Status in journals before 2026-11-27 -> status now."""
 _MOVE = "move the file away to start anew"
 _ABOUT = ("op", "variant", "axes", "dtype", "quant", "options", "policy", "fingerprint")
 _RESULT = ("status", "detail", "resources", "spill_bytes", "shared_bytes", "commit")
@@ -185,8 +188,7 @@ def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) ->
 def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
     """Return a stored trial of a study that is described by its user attributes."""
     evaluation = {name: stored.user_attrs[name] for name in _RESULT if name in stored.user_attrs}
-    if evaluation["status"] == "lost":  # the word of journals before 2026-11-26
-        evaluation["status"] = "crashed"
+    evaluation["status"] = STATUS_NOW.get(evaluation["status"], evaluation["status"])
     evaluation["time_us"] = time_us = stored.value if stored.state is TrialState.COMPLETE else None
     if ended := stored.datetime_complete:
         evaluation["date"] = ended.astimezone(UTC).isoformat(timespec="seconds")

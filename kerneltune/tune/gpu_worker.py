@@ -101,9 +101,9 @@ class GpuBench:
         self.prepare(task)
         checked = self.check(task, config)
         if checked.status != "checked":
-            return Evaluation("memory" if checked.status == "skipped" else "wrong", detail=checked.reason)
+            return Evaluation(checked.status, detail=checked.reason)
         timed = affordable(lambda: self._timed(task, config, best_us, samples))
-        return Evaluation("memory", detail=timed.reason) if isinstance(timed, Outcome) else timed
+        return Evaluation("skipped", detail=timed.reason) if isinstance(timed, Outcome) else timed
 
     def _timed(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
         try:
@@ -111,7 +111,7 @@ class GpuBench:
             times = [contender.sample_us()]
             while len(times) < samples and not (best_us and times[0] > _REJECTED_AT * best_us):
                 times.append(contender.sample_us())
-            return Evaluation("ok", time_us=float(np.median(times)))
+            return Evaluation("passed", time_us=float(np.median(times)))
         except RuntimeError as error:
             if out_of_memory_reason(error):
                 raise

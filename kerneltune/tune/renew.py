@@ -25,14 +25,14 @@ class Renewal:
     """The result of timing a stale config.
 
     Attributes:
-        status: `good`, `slower` where the default has replaced the config, or `invalid` where the config no longer runs.
-        reason: reason for `invalid`, on one line.
+        is_kept: whether the config is as fast as the default; else the default has replaced the config, or the config failed.
+        failure: reason why the config no longer runs, on one line; empty if it runs.
     """
 
     op: str
     entry: CacheEntry
-    status: str
-    reason: str = ""
+    is_kept: bool
+    failure: str = ""
 
 
 def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> list[Renewal]:
@@ -52,10 +52,10 @@ def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> lis
             try:
                 renewed = _renewed(session, ops[name], entry, over)
             except ValueError as error:
-                renewals.append(Renewal(name, entry, "invalid", str(error)))
+                renewals.append(Renewal(name, entry, False, str(error)))
             else:
                 cache.store(name, device.current().slug, renewed, options.configs)
-                renewals.append(Renewal(name, entry, "good" if renewed.config == entry.config else "slower"))
+                renewals.append(Renewal(name, entry, renewed.config == entry.config))
             progress.advance(f"{name} {entry.label}")
     return renewals
 

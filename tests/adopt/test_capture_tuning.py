@@ -47,7 +47,7 @@ class SizedBench(Bench):
     def trial(self, task: Task, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
         """Correct and timed."""
         type(self).tried.append(config)
-        return Evaluation("ok", self.time_us(task, config))
+        return Evaluation("passed", self.time_us(task, config))
 
     def time_interleaved(self, task: Task, configs: Sequence[Any]) -> list[Samples]:
         """Return the same time in every round."""

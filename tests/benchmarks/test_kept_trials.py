@@ -29,7 +29,7 @@ MIGRATED = {
 def block(size: int = 8, option: str = "row", width: int = 64, time_us: float | None = 1.5, commit: str = "abc") -> TrialBlock:
     """Return a block of one trial, with an option that is called as a column is."""
     case = Case("m", (("M", size),), "bfloat16", "none", (("status", option),))
-    trial = Evaluation("ok" if time_us else "spills", time_us, "", 128, 0, 1024)
+    trial = Evaluation("passed" if time_us else "spills", time_us, "", 128, 0, 1024)
     return TrialBlock(
         op="fake", variant="optimized", policy="cold", device="NVIDIA H200", driver="1", torch="2", triton="3", source_hash="4",
         commit=commit, date="2026-11-23", rows=((case, (("width", width), ("warps", 4)), trial),),
@@ -104,7 +104,7 @@ def test_trials_of_a_journal_are_blocks_of_whole_spaces_and_of_other_trials(tmp_
     small, large = (Case("a", (("M", size), ("N", 64)), "uint8", "fp8", (("fp8_format", "e4m3"),)) for size in (64, 128))
     for case, configs in ((small, list(variant.configs(small))), (large, list(variant.configs(large))[:3])):
         for number, config in enumerate(configs, start=1):
-            store.put(Task(op, case, variant), config, Evaluation("ok", float(number)))
+            store.put(Task(op, case, variant), config, Evaluation("passed", float(number)))
     store.put(Task(op, large, variant), list(variant.configs(large))[3], Evaluation("crashed"))  # perhaps not its fault
     space, others = blocks_of(history(tmp_path / "fp8_transpose_2d.log"), "NVIDIA H200")
     assert (space.case, space.default) == (small, knob_pairs(variant.default_config(small)))

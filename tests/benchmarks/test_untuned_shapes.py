@@ -38,7 +38,7 @@ def test_a_left_out_shape_is_judged_by_a_near_config_or_else_by_the_default(tmp_
     rows = []
     tuned = {8: LARGE, 16: DEFAULT, 4096: LARGE}
     for size, config in tuned.items():
-        times = {DEFAULT: Evaluation("ok", 10.0), LARGE: Evaluation("ok", 8.0 if size != 16 else 20.0)}
+        times = {DEFAULT: Evaluation("passed", 10.0), LARGE: Evaluation("passed", 8.0 if size != 16 else 20.0)}
         rows += [(case(size), knob_pairs(timed), trial) for timed, trial in times.items()]
         knobs = {"block": config.block, "warps": config.warps}
         values = {"variant": "optimized", "case": "a", "axes": {"M": size}, "dtype": "bfloat16", "quant": "none", "options": {}}

@@ -115,7 +115,7 @@ def test_trials_are_shown_whole(columns: int, monkeypatch: pytest.MonkeyPatch, c
     case = Case("llama4-maverick-w13-and-w2-experts", (("M", 8192), ("N", 5120)), "bfloat16")
     monkeypatch.setattr(console.console, "width", columns)
     knobs = [{"rows_per_program": rows, "columns_per_program": 64, "warps": warps} for rows in (1, 2, 4, 8) for warps in (4, 8)]
-    stored = {tuple(config.items()): Evaluation("ok", 100.125 + at) for at, config in enumerate(knobs)}
+    stored = {tuple(config.items()): Evaluation("passed", 100.125 + at) for at, config in enumerate(knobs)}
     show_searches("rmsnorm_fwd optimized bfloat16 none of all cases that were searched on this GPU", [(case, stored)])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns

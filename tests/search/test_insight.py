@@ -72,7 +72,7 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
     store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.log", source_hash="x")
     case = Case("te-8192x4096", (("M", 8192), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
     for i, config in enumerate(variant.configs(case)):
-        trial = Evaluation("spills") if i % 5 == 4 else Evaluation("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
+        trial = Evaluation("spills") if i % 5 == 4 else Evaluation("passed", 50.0 + 10 * (config.stages == 2) + config.rows)
         store.put(Task(op, case, variant), config, trial)
     command: list[Any] = ["trials", "rmsnorm", "--gpu", "nvidia_h200", "--results", str(tmp_path), "--op", "rmsnorm_bwd"]
     result = CliRunner().invoke(app, command)
@@ -95,7 +95,7 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
     for m in (8192, 16384):
         case = Case(f"te-{m}x4096", (("M", m), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
         for i, config in enumerate(variant.configs(case)):
-            trial = Evaluation("spills") if i % 5 == 4 else Evaluation("ok", 50.0 + 10 * (config.stages == 2) + config.rows)
+            trial = Evaluation("spills") if i % 5 == 4 else Evaluation("passed", 50.0 + 10 * (config.stages == 2) + config.rows)
             store.put(Task(op, case, variant), config, trial)
     monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary("nvidia_h200", ["an entry"], searched=1))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])

@@ -18,6 +18,7 @@ from asserting import every
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
+from kerneltune.records import TrialStatus
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, history, newest_trials
 from kerneltune.spec import Case, Op, Traffic, Variant
@@ -57,7 +58,7 @@ def filled(path: Path, count: int) -> list[Knobs]:
     """Trials of `count` configs in `path`; config i takes i + 0.5 µs."""
     store, configs = open_store(path), [Knobs(i, i % 2 == 0) for i in range(count)]
     for i, config in enumerate(configs):
-        put(store, config, Evaluation("ok", i + 0.5))
+        put(store, config, Evaluation("passed", i + 0.5))
     return configs
 
 
@@ -68,9 +69,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_trial_comes_back_as_it_was_stored(path: Path) -> None:
     trials = [
-        Evaluation("ok", 1 / 3),
+        Evaluation("passed", 1 / 3),
         Evaluation("spills", None, "96 bytes per thread"),
-        Evaluation("wrong", None, 'y: "µ"\nline two'),
+        Evaluation("failed", None, 'y: "µ"\nline two'),
     ]
     store = open_store(path)
     assert len(store) == 0
@@ -84,7 +85,7 @@ def test_a_trial_comes_back_as_it_was_stored(path: Path) -> None:
 
 def test_a_trial_belongs_to_its_op_case_variant_policy_and_config(path: Path) -> None:
     store, config = open_store(path), Knobs(1, True)
-    put(store, config, Evaluation("ok", 2.0))
+    put(store, config, Evaluation("passed", 2.0))
     same_but_name = Case("another name", CASE.axes, CASE.dtype, CASE.quant, CASE.options)
     cases = [
         Case("a", (("M", 9),), "bfloat16", "none", CASE.options),
@@ -93,7 +94,7 @@ def test_a_trial_belongs_to_its_op_case_variant_policy_and_config(path: Path) ->
         Case("a", CASE.axes, "bfloat16", "none", (("centered", True), ("format", "e4m3"))),
     ]
     for reader in (store, open_store(path)):
-        assert reader.get(Task(OP, same_but_name, VARIANT), config) == Evaluation("ok", 2.0)
+        assert reader.get(Task(OP, same_but_name, VARIANT), config) == Evaluation("passed", 2.0)
         assert [reader.get(Task(OP, case, VARIANT), config) for case in cases] == [None] * 4
         assert reader.get(Task(OTHER_OP, CASE, VARIANT), config) is None
         assert reader.get(Task(OP, CASE, OTHER_VARIANT), config) is None
@@ -105,12 +106,12 @@ def test_a_trial_belongs_to_its_op_case_variant_policy_and_config(path: Path) ->
 def test_ranked_gives_timed_configs_fastest_first(path: Path) -> None:
     store = open_store(path)
     for block, trial in enumerate(
-        [Evaluation("ok", 3.0), Evaluation("compile", None, "no"), Evaluation("ok", 1.0), Evaluation("ok", 2.0)]
+        [Evaluation("passed", 3.0), Evaluation("compile", None, "no"), Evaluation("passed", 1.0), Evaluation("passed", 2.0)]
     ):
         put(store, Knobs(block, True), trial)
-    store.put(Task(OP, CASE, OTHER_VARIANT), Knobs(7, True), Evaluation("ok", 0.1))
-    store.put(Task(OP, CASE, VARIANT, "hot"), Knobs(8, True), Evaluation("ok", 0.1))
-    store.put(Task(OP, Case("b", (("M", 16),), "bfloat16"), VARIANT), Knobs(9, True), Evaluation("ok", 0.1))
+    store.put(Task(OP, CASE, OTHER_VARIANT), Knobs(7, True), Evaluation("passed", 0.1))
+    store.put(Task(OP, CASE, VARIANT, "hot"), Knobs(8, True), Evaluation("passed", 0.1))
+    store.put(Task(OP, Case("b", (("M", 16),), "bfloat16"), VARIANT), Knobs(9, True), Evaluation("passed", 0.1))
     for reader in (store, open_store(path)):
         assert reader.ranked(Task(OP, CASE, VARIANT)) == [{"block": b, "fast": True} for b in (2, 3, 0)]
         assert reader.ranked(Task(OTHER_OP, CASE, VARIANT)) == []
@@ -118,8 +119,8 @@ def test_ranked_gives_timed_configs_fastest_first(path: Path) -> None:
 
 def test_equal_times_are_ranked_without_comparing_what_cannot_be(path: Path) -> None:
     store = open_store(path)
-    put(store, Knobs(2, True), Evaluation("ok", 1.0))
-    put(store, Knobs(1, False), Evaluation("ok", 1.0))
+    put(store, Knobs(2, True), Evaluation("passed", 1.0))
+    put(store, Knobs(1, False), Evaluation("passed", 1.0))
     assert [values["block"] for values in store.ranked(Task(OP, CASE, VARIANT))] == [1, 2]
 
 
@@ -127,25 +128,25 @@ def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
     store = open_store(path)
     before = b""
     for time_us in (3.0, 2.0, 1.0):
-        put(store, Knobs(1, True), Evaluation("ok", time_us))
+        put(store, Knobs(1, True), Evaluation("passed", time_us))
         after = path.read_bytes()
         assert after.startswith(before)
         assert len(after) > len(before)
         assert after.endswith(b"\n")
         before = after
-    assert get(open_store(path), Knobs(1, True)) == get(store, Knobs(1, True)) == Evaluation("ok", 1.0)
+    assert get(open_store(path), Knobs(1, True)) == get(store, Knobs(1, True)) == Evaluation("passed", 1.0)
 
 
 def test_a_store_that_is_to_try_again_forgets_what_may_pass_until_it_is_tried(path: Path) -> None:
-    statuses = ("ok", "memory", "crashed", "compile", "wrong", "failed", "spills")
+    statuses: tuple[TrialStatus, ...] = ("passed", "skipped", "crashed", "compile", "failed", "spills")
     for i, status in enumerate(statuses):
-        put(open_store(path), Knobs(i, True), Evaluation("ok", 1.0))  # the last row counts
-        put(open_store(path), Knobs(i, True), Evaluation(status, 2.0 if status == "ok" else None))
+        put(open_store(path), Knobs(i, True), Evaluation("passed", 1.0))  # the last row counts
+        put(open_store(path), Knobs(i, True), Evaluation(status, 2.0 if status == "passed" else None))
     again = TrialStore(path, retries_transient=True, **FINGERPRINT)
     found = [get(again, Knobs(i, True)) for i in range(len(statuses))]
-    assert [trial and trial.status for trial in found] == ["ok", None, None, "compile", "wrong", "failed", "spills"]
-    put(again, Knobs(1, True), Evaluation("memory"))
-    assert get(again, Knobs(1, True)) == Evaluation("memory")  # not a second time
+    assert [trial and trial.status for trial in found] == ["passed", None, None, "compile", "failed", "spills"]
+    put(again, Knobs(1, True), Evaluation("skipped"))
+    assert get(again, Knobs(1, True)) == Evaluation("skipped")  # not a second time
 
 
 def test_a_truncated_last_line_is_not_read_and_the_next_trial_is_put_in_its_place(path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_truncated_last_line_is_not_read_and_the_next_trial_is_put_in_its_plac
     store = open_store(path)
     assert [get(store, config) is None for config in configs] == [False, False, True]
     assert path.read_bytes() == whole[:-20]  # another process may be writing it
-    put(store, configs[2], Evaluation("ok", 2.5))
+    put(store, configs[2], Evaluation("passed", 2.5))
     assert path.read_bytes().startswith(b"".join(whole.splitlines(keepends=True)[:-1]))
     assert len(open_store(path)) == 3
 
@@ -172,8 +173,8 @@ def test_any_cut_loses_at_most_the_line_that_it_cuts(path: Path) -> None:
         kept = sum(end <= cut for end in trials)
         store = open_store(path)
         found = [get(store, config) for config in configs]
-        assert found == [Evaluation("ok", i + 0.5) for i in range(kept)] + [None] * (len(configs) - kept), cut
-        put(store, Knobs(99, True), Evaluation("ok", 9.0))
+        assert found == [Evaluation("passed", i + 0.5) for i in range(kept)] + [None] * (len(configs) - kept), cut
+        put(store, Knobs(99, True), Evaluation("passed", 9.0))
         assert sorted(dict(trial.knobs)["block"] for trial in history(path)) == [*range(kept), 99], cut
         assert len(open_store(path)) == kept + 1, cut
 
@@ -224,7 +225,7 @@ def test_a_value_of_another_type_in_a_journal_is_one_line(field: str, value: obj
 def test_optuna_opens_the_journal_of_a_store(path: Path) -> None:
     store = open_store(path)
     for i in range(6):
-        put(store, Knobs(i, i % 2 == 0), Evaluation("ok", 10.0 + i) if i < 5 else Evaluation("spills", detail="96 bytes"))
+        put(store, Knobs(i, i % 2 == 0), Evaluation("passed", 10.0 + i) if i < 5 else Evaluation("spills", detail="96 bytes"))
     storage = JournalStorage(JournalFileBackend(str(path)))
     names = optuna.get_all_study_names(storage)
     studies = [optuna.load_study(study_name=name, storage=storage) for name in names]
@@ -242,13 +243,13 @@ def test_trials_of_a_case_are_one_study_whose_knobs_offer_what_the_space_does(pa
     variant = replace(VARIANT, space=lambda _case: {"block": tuple(range(8)), "fast": (False, True)})
     store = open_store(path)
     for i in range(6):
-        store.put(Task(OP, CASE, variant), Knobs(i, True), Evaluation("ok", 10.0 + i))
+        store.put(Task(OP, CASE, variant), Knobs(i, True), Evaluation("passed", 10.0 + i))
     storage = JournalStorage(JournalFileBackend(str(path)))
     (name,) = optuna.get_all_study_names(storage)
     study = optuna.load_study(study_name=name, storage=storage)
     assert study.best_params == {"block": 0, "fast": True}
     assert {trial.distributions["block"].choices for trial in study.trials} == {tuple(range(8))}  # type: ignore[attr-defined]
-    store.put(Task(OP, CASE, variant), Knobs(99, True), Evaluation("ok", 5.0))  # beside the space
+    store.put(Task(OP, CASE, variant), Knobs(99, True), Evaluation("passed", 5.0))  # beside the space
     assert len(optuna.get_all_study_names(JournalStorage(JournalFileBackend(str(path))))) == 2
     assert len(TrialStore(path, **FINGERPRINT)) == 7
 
@@ -261,24 +262,24 @@ def test_trials_of_another_source_or_driver_are_not_found(path: Path) -> None:
         assert len(other) == 0
         assert other.ranked(Task(OP, CASE, VARIANT)) == []
     newer = open_store(path, source_hash="def")
-    put(newer, config, Evaluation("ok", 77.0))
-    assert get(open_store(path, source_hash="def"), config) == Evaluation("ok", 77.0)
-    assert get(open_store(path), config) == Evaluation("ok", 0.5)
+    put(newer, config, Evaluation("passed", 77.0))
+    assert get(open_store(path, source_hash="def"), config) == Evaluation("passed", 77.0)
+    assert get(open_store(path), config) == Evaluation("passed", 0.5)
 
 
 def test_what_another_process_appends_is_found_by_the_next_store(path: Path) -> None:
     first = open_store(path)
-    put(first, Knobs(1, True), Evaluation("ok", 1.0))
+    put(first, Knobs(1, True), Evaluation("passed", 1.0))
     child = os.fork()
     if child == 0:
         try:
-            put(open_store(path), Knobs(2, True), Evaluation("ok", 2.0))
+            put(open_store(path), Knobs(2, True), Evaluation("passed", 2.0))
             os._exit(0)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    put(first, Knobs(3, True), Evaluation("ok", 3.0))
-    assert [get(open_store(path), Knobs(i, True)) for i in (1, 2, 3)] == [Evaluation("ok", float(i)) for i in (1, 2, 3)]
+    put(first, Knobs(3, True), Evaluation("passed", 3.0))
+    assert [get(open_store(path), Knobs(i, True)) for i in (1, 2, 3)] == [Evaluation("passed", float(i)) for i in (1, 2, 3)]
 
 
 def test_a_store_reads_what_another_process_has_stored_since(path: Path) -> None:
@@ -287,20 +288,20 @@ def test_a_store_reads_what_another_process_has_stored_since(path: Path) -> None
     assert get(store, Knobs(1, True)) is None
     store.refresh()
     assert get(store, Knobs(1, True)) == Evaluation("spills")
-    put(store, Knobs(2, True), Evaluation("ok", 2.0))
+    put(store, Knobs(2, True), Evaluation("passed", 2.0))
     other.refresh()
-    assert get(other, Knobs(2, True)) == Evaluation("ok", 2.0)
+    assert get(other, Knobs(2, True)) == Evaluation("passed", 2.0)
 
 
 def test_a_line_that_another_process_left_cut_is_not_written_onto(path: Path) -> None:
     store = open_store(path)
-    put(store, Knobs(1, True), Evaluation("ok", 1.0))
+    put(store, Knobs(1, True), Evaluation("passed", 1.0))
     line = path.read_bytes()
     with path.open("ab") as file:
         file.write(line[:40])  # another process, killed while it wrote
-    put(store, Knobs(2, True), Evaluation("ok", 2.0))
+    put(store, Knobs(2, True), Evaluation("passed", 2.0))
     reread = open_store(path)
-    assert [get(reread, Knobs(i, True)) for i in (1, 2)] == [Evaluation("ok", 1.0), Evaluation("ok", 2.0)]
+    assert [get(reread, Knobs(i, True)) for i in (1, 2)] == [Evaluation("passed", 1.0), Evaluation("passed", 2.0)]
 
 
 def test_a_store_is_read_where_nothing_can_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +318,7 @@ def test_a_store_is_read_where_nothing_can_be_written(path: Path, monkeypatch: p
         return opened(self, mode, *args, **more)
 
     monkeypatch.setattr(Path, "open", read_only)
-    assert get(open_store(path), config) == Evaluation("ok", 0.5)
+    assert get(open_store(path), config) == Evaluation("passed", 0.5)
     assert [len(of_task) for of_task in newest_trials(path).values()] == [2]
     assert path.read_bytes() == before
 
@@ -325,14 +326,14 @@ def test_a_store_is_read_where_nothing_can_be_written(path: Path, monkeypatch: p
 def test_two_writers_wait_for_each_other(path: Path) -> None:
     """A line that is being written is not cut off as one that a kill left."""
     store = open_store(path)
-    put(store, Knobs(1, True), Evaluation("ok", 1.0))
+    put(store, Knobs(1, True), Evaluation("passed", 1.0))
     text = path.read_text()
     line = text.splitlines(keepends=True)[-1]
     with path.open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         other.write(line[:40])
         other.flush()
-        waiting = Thread(target=put, args=(store, Knobs(2, True), Evaluation("ok", 2.0)))
+        waiting = Thread(target=put, args=(store, Knobs(2, True), Evaluation("passed", 2.0)))
         waiting.start()
         time.sleep(0.2)
         assert waiting.is_alive()
@@ -344,10 +345,15 @@ def test_two_writers_wait_for_each_other(path: Path) -> None:
     assert [dict(trial.knobs)["block"] for trial in history(path)] == [1, 1, 2]
 
 
-def test_a_status_of_an_older_journal_is_read_as_crashed(path: Path) -> None:
-    put(open_store(path), Knobs(1, True), Evaluation("crashed", detail="exit code 1"))
-    path.write_text(path.read_text().replace('"crashed"', '"lost"'))
-    assert get(open_store(path), Knobs(1, True)) == Evaluation("crashed", detail="exit code 1")
+@pytest.mark.parametrize(
+    ("before", "now"), [("ok", "passed"), ("wrong", "failed"), ("memory", "skipped"), ("lost", "crashed"), ("spills", "spills")]
+)
+def test_a_status_of_an_older_journal_is_read_as_the_status_now(before: str, now: TrialStatus, path: Path) -> None:
+    evaluation = Evaluation(now, 1.0 if now == "passed" else None, "exit code 1")
+    put(open_store(path), Knobs(1, True), evaluation)
+    path.write_text(path.read_text().replace(f'"{now}"', f'"{before}"'))
+    assert f'"{before}"' in path.read_text()
+    assert get(open_store(path), Knobs(1, True)) == evaluation
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
@@ -355,7 +361,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "file" / "fake.log"
     store = open_store(path)
     with pytest.raises(ValueError) as caught:
-        put(store, Knobs(1, True), Evaluation("ok", 1.0))
+        put(store, Knobs(1, True), Evaluation("passed", 1.0))
     assert str(caught.value).startswith(f"cannot write {path}: ")
     assert "\n" not in str(caught.value)
     assert get(store, Knobs(1, True)) is None
@@ -365,7 +371,7 @@ def test_a_folder_in_the_place_of_the_file_is_one_line(path: Path) -> None:
     store = open_store(path)
     path.mkdir(parents=True)
     with pytest.raises(ValueError, match=f"^cannot (write|read) {path}: "):
-        put(store, Knobs(1, True), Evaluation("ok", 1.0))
+        put(store, Knobs(1, True), Evaluation("passed", 1.0))
     with pytest.raises(ValueError, match=f"^cannot read {path}: "):
         open_store(path)
 

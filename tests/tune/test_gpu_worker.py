@@ -37,7 +37,7 @@ def worker() -> Iterator[GpuWorker]:
 
 def test_a_worker_answers_as_the_bench_does_and_stays(worker: GpuWorker) -> None:
     first, second = worker.trial(TASK, Knobs("run", 1), None), worker.trial(TASK, Knobs("run", 2), 11.0)
-    assert (first, second.time_us) == (Evaluation("ok", 11.0, first.detail), 12.0)
+    assert (first, second.time_us) == (Evaluation("passed", 11.0, first.detail), 12.0)
     assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
     assert second.detail.startswith("2 ")
     assert worker.started == 1
@@ -62,7 +62,7 @@ def test_a_worker_that_was_begun_early_is_the_one_that_is_asked(worker: GpuWorke
     worker.begin()
     begun = worker.process
     worker.begin()
-    assert worker.trial(TASK, Knobs("run", 1), None).status == "ok"
+    assert worker.trial(TASK, Knobs("run", 1), None).status == "passed"
     assert begun is not None
     assert begun is worker.process
     assert worker.started == 1
@@ -81,7 +81,7 @@ def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, deta
     before = worker.trial(TASK, Knobs("run", 1), None)
     assert worker.trial(TASK, Knobs(does, 0), None) == Evaluation("crashed", None, detail)
     after = worker.trial(TASK, Knobs("run", 2), None)
-    assert after.status == "ok"
+    assert after.status == "passed"
     assert after.detail.startswith("1 ")
     assert after.detail.split()[1] != before.detail.split()[1]
     assert worker.started == 2
@@ -89,7 +89,7 @@ def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, deta
 
 def test_a_config_that_hangs_is_killed() -> None:
     with GpuWorker(FakeBench, trial_timeout_s=15.0) as worker:
-        assert worker.trial(TASK, Knobs("run", 1), None).status == "ok"
+        assert worker.trial(TASK, Knobs("run", 1), None).status == "passed"
         worker.trial_timeout_s = 1.0
         hung = worker.process
         began = time.monotonic()
@@ -98,7 +98,7 @@ def test_a_config_that_hangs_is_killed() -> None:
         assert hung is not None
         assert hung.exitcode == -9
         worker.trial_timeout_s = 15.0
-        assert worker.trial(TASK, Knobs("run", 2), None).status == "ok"
+        assert worker.trial(TASK, Knobs("run", 2), None).status == "passed"
 
 
 def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
@@ -165,7 +165,7 @@ def test_a_worker_that_is_sent_sigterm_blames_no_config(
         os.kill(worker.process.pid, signal.SIGTERM)
         with pytest.raises(WorkerCrashedError, match=f"^the GPU worker died: exit code {exit_code}$"):
             running.result(timeout=10)
-    assert worker.trial(TASK, Knobs("run", 1), None).status == "ok"
+    assert worker.trial(TASK, Knobs("run", 1), None).status == "passed"
 
 
 def test_the_gpu_worker_has_a_core_that_no_compiler_uses() -> None:
@@ -191,7 +191,7 @@ def test_the_gpu_worker_has_a_core_that_no_compiler_uses() -> None:
     [
         ("fault", "crashed", "illegal memory access", 2),
         ("hang", "crashed", "took longer than 10 s", 2),
-        ("memory", "memory", "out of memory", 1),
+        ("memory", "skipped", "out of memory", 1),
     ],
 )
 def test_a_broken_kernel_costs_at_most_its_process(does: str, status: str, detail: str, processes: int) -> None:
@@ -200,14 +200,14 @@ def test_a_broken_kernel_costs_at_most_its_process(does: str, status: str, detai
     op = broken.OPS[0]
     with GpuWorker(GpuBench, trial_timeout_s=60.0) as worker:
         task = Task(op, broken.CASE, op.variants[0])
-        assert worker.trial(task, broken.Knobs("fine"), None).status == "ok"
+        assert worker.trial(task, broken.Knobs("fine"), None).status == "passed"
         worker.trial_timeout_s = 10.0
         trial = worker.trial(task, broken.Knobs(does), None)
         assert trial.status == status
         assert detail in trial.detail
         worker.trial_timeout_s = 60.0
         again: Any = worker.trial(task, broken.Knobs("fine"), None)
-        assert again.status == "ok"
+        assert again.status == "passed"
         assert worker.started == processes
 
 

@@ -97,7 +97,7 @@ def test_what_is_refused_does_not_wait_for_the_bench(monkeypatch: pytest.MonkeyP
     def tell(_state: loop.SearchState, config: Config, time_us: float | None) -> None:
         told.append((config, time_us))
         if len(told) == 9:
-            measured.evaluation.set_result(Evaluation("ok", 10.0))
+            measured.evaluation.set_result(Evaluation("passed", 10.0))
 
     told: list[tuple[Config, float | None]] = []
     monkeypatch.setattr(loop.SearchState, "tell", tell)

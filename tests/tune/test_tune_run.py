@@ -272,10 +272,10 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     prepared: list[Case] = []
     monkeypatch.setattr(Bench, "prepare", lambda _self, task: prepared.append(task.case))
 
-    def renewed_as(budget_s: float | None = None, **changes: Any) -> list[tuple[str, str]]:
+    def renewed_as(budget_s: float | None = None, **changes: Any) -> list[tuple[bool, str]]:
         stale = [("stream", replace(entry, **changes))]
         return [
-            (one.status, one.reason)
+            (one.is_kept, one.failure)
             for one in renew(load_plan(OPS, selection, replace(options, search=Search(budget_s))), stale, Quiet())
         ]
 
@@ -286,7 +286,7 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     old = entry.evidence | {"source_hash": "old", "same_code": {"source_hash": "older"}, "time_us": 99.0}
     assert renewed_as(evidence=old, budget_s=0.0) == []
     assert stored() == entry
-    assert renewed_as(evidence=old) == [("good", "")]
+    assert renewed_as(evidence=old) == [(True, "")]
     renewed = stored()
     assert renewed.config == entry.config
     assert renewed.evidence.keys() == entry.evidence.keys()
@@ -296,15 +296,15 @@ def test_stale_entries_of_this_gpu_are_timed_again(
         renewed.evidence["over_default"] == [round(time_us(OPS["stream"].variants[0].default_config(prepared[0])) / 10.0, 4)] * 2
     )
     slow = {"block": 4096, "warps": 8, "ctas": 8}
-    assert renewed_as(evidence=old, config=slow) == [("slower", "")]
+    assert renewed_as(evidence=old, config=slow) == [(False, "")]
     default = OPS["stream"].variants[0].default_config(entry.as_case)
     assert stored().config == {"block": default.block, "warps": default.warps, "ctas": default.ctas}
     assert stored().evidence["source_hash"] == entry.evidence["source_hash"]
     assert len(prepared) == 2  # once for each that was timed
-    ((status, reason),) = renewed_as(config={"odd": 1})
-    assert (status, len(prepared)) == ("invalid", 2)
-    assert "odd" in reason
-    assert renewed_as(variant="gone")[0][0] == "invalid"
+    ((is_kept, failure),) = renewed_as(config={"odd": 1})
+    assert (is_kept, len(prepared)) == (False, 2)
+    assert "odd" in failure
+    assert "gone" in renewed_as(variant="gone")[0][1]
 
 
 # spaces that make no sense

@@ -173,7 +173,7 @@ def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: 
         told(config, trial)
 
     setting.tune(tuner, Search(budget_s=4.5), on_trial)
-    assert statuses == ["spills"] + ["ok"] * (1 + 4 + 1 + 1)
+    assert statuses == ["spills"] + ["passed"] * (1 + 4 + 1 + 1)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -301,7 +301,7 @@ def test_the_ranking_of_the_neighbour_narrows_the_candidates(setting: Setting) -
 def test_a_neighbour_that_was_hardly_searched_does_not_narrow(setting: Setting) -> None:
     store = setting.store()
     for config in list(SMALL.configs(CASE))[:16]:
-        store.put(Task(op_of(SMALL), CASE, SMALL), config, Evaluation("ok", small_time(config)))
+        store.put(Task(op_of(SMALL), CASE, SMALL), config, Evaluation("passed", small_time(config)))
     assert len(pool_of(Task(op_of(SMALL), HALF, SMALL), store)) == 25
 
 
