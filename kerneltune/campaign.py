@@ -36,9 +36,9 @@ from kerneltune.run_options import Plan, Progress, finished_rows, journalled, re
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import SweepCase
-from kerneltune.table import counted, pairs
 from kerneltune.tune.candidates import config_for
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
+from kerneltune.wording import counted, pairs
 
 _CONFIGS_PER_CASE = 3
 """Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+from kerneltune.wording import first_of
+
 PLACE = "place_in_kernel"
 """Attribute of an error of another process: the answer of `place_in_kernel` there."""
 _LONGEST = 200
@@ -87,8 +89,7 @@ def unknown(field: str, value: object, known: Iterable[object], more: str = "") 
     """
     names = [str(name) for name in known]
     near = meant(value, names)
-    rest = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    listed = f"{len(names)} names" if near and len(names) > _MANY else ", ".join(names[:_MOST]) + rest or "(none found)"
+    listed = f"{len(names)} names" if near and len(names) > _MANY else first_of(names, _MOST) or "(none found)"
     return ValueError(f"{field}: {value!r}: expected one of {listed}{more}{near}")
 
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 from kerneltune.device import INTERPRETER
 from kerneltune.files import append_lines, bad, decode, locked, opened, replace_bytes
 from kerneltune.spec import MOST, Case, Option, Role
-from kerneltune.table import pairs
+from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -143,6 +143,11 @@ def key_of_case(op: str, case: Case, policy: str) -> Key:
 def rounded(value: float) -> float:
     """Round a value to six significant digits, more than any clock resolves."""
     return float(f"{value:.6g}")
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Return the ratio; None where either value is not known."""
+    return None if numerator is None or denominator is None else numerator / denominator
 
 
 def load(path: Path) -> list[Record]:

@@ -22,9 +22,9 @@ from kerneltune.run_options import Options, Plan, Progress, Selection
 from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case, Op
 from kerneltune.sweep import SweepCase
-from kerneltune.table import counted, pairs
 from kerneltune.tune.candidates import changed, config_for
 from kerneltune.tune.renew import Renewal, StaleConfig, renew
+from kerneltune.wording import counted, pairs
 
 CONFIG_S = 0.6
 """Seconds of a paired final. H200, 2026-11-23: 96 configs took 54 s."""

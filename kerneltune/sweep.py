@@ -20,7 +20,7 @@ import yaml
 from kerneltune.errors import meant, unknown
 from kerneltune.files import RESULTS, data_root, in_checkout, read_bytes
 from kerneltune.spec import GROUP, PLUGINS, Case, Op, Option, dtype_name
-from kerneltune.table import printable
+from kerneltune.wording import printable
 
 Section = Literal["check", "bench"]
 

@@ -21,7 +21,7 @@ from kerneltune.adopt.folder import (
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, load
 from kerneltune.search.task import store_path
-from kerneltune.table import counted
+from kerneltune.wording import counted
 
 
 @dataclass(slots=True)

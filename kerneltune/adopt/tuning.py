@@ -36,11 +36,11 @@ from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Config, Op
 from kerneltune.stats import ratio_interval
-from kerneltune.table import counted
 from kerneltune.tune.candidates import cached, open_store
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 from kerneltune.tune.run import run_tune
 from kerneltune.tune.tune_run import seconds_of
+from kerneltune.wording import counted
 
 FAMILY = "captured"
 _MOST_CONFIGS = 4

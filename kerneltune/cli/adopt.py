@@ -12,7 +12,7 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli.cases import sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
-from kerneltune.table import counted, pairs
+from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

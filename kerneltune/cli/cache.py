@@ -13,7 +13,8 @@ from kerneltune.cli.console import deliver, show, show_wrapped, width
 from kerneltune.cli.files import bench_cases
 from kerneltune.errors import unknown
 from kerneltune.spec import Case, Op, Variant
-from kerneltune.table import Column, Row, Table, counted, pairs
+from kerneltune.table import Column, Row, Table
+from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry

@@ -12,7 +12,7 @@ from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note
 from kerneltune.errors import meant
-from kerneltune.table import counted
+from kerneltune.wording import counted
 
 _BAD_INPUT = 2
 _ALL = "*"

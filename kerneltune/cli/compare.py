@@ -11,7 +11,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
 from kerneltune.cli.files import record_files, selected
 from kerneltune.cli.progress import reporter
-from kerneltune.table import wrapped
+from kerneltune.wording import wrapped
 
 if TYPE_CHECKING:
     from kerneltune.records import Record

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from kerneltune.files import replace_bytes
-from kerneltune.table import Table, pairs, printable, wrapped
+from kerneltune.table import Table
+from kerneltune.wording import first_of, pairs, printable, wrapped
 
 if TYPE_CHECKING:
     from kerneltune.records import Record
@@ -88,8 +89,7 @@ def end_if_failed(records: "Iterable[Record]") -> None:
             failed.setdefault((f"{record.case} {label}".rstrip(), reason), []).append(record.variant + config)
     for (case, reason), labels in failed.items():
         variants = list(dict.fromkeys(labels))
-        more = f" and {len(variants) - _SHOWN_CONFIGS} more" if len(variants) > _SHOWN_CONFIGS else ""
-        line = f"failed: {', '.join(variants[:_SHOWN_CONFIGS])}{more} {case}: {reason}"
+        line = f"failed: {first_of(variants, _SHOWN_CONFIGS)} {case}: {reason}"
         messages.print(printable("\n".join(wrapped(" ".join(line.split()), width()))), markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)

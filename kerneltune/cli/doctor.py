@@ -3,12 +3,13 @@
 import importlib.util
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
+from kerneltune.wording import first_of
 
 if TYPE_CHECKING:
     from kerneltune.inspection.health import Finding
@@ -100,7 +101,7 @@ def peer_packages() -> "Iterator[Finding]":
             needed.setdefault(package, {})[op.name] = None
     for package, ops in needed.items():
         found = importlib.util.find_spec(package) is not None
-        yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {_first([*ops])}"
+        yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {first_of(ops, _NAMED)}"
 
 
 def journey_lines() -> "Iterator[Finding]":
@@ -121,14 +122,8 @@ def journey_lines() -> "Iterator[Finding]":
         older = [name for name, count in changed.items() if count and name not in failed]
         passed = f"{len(changed) - len(failed) - len(older)} of {len(changed)} passed with this code on {found.gpu}"
         states = [f"failed: {', '.join(failed)}"] if failed else []
-        states += [f"passed with older code: {_first(older)}"] if older else []
+        states += [f"passed with older code: {first_of(older, _NAMED)}"] if older else []
         yield "journeys", passed, "; ".join(states)
-
-
-def _first(names: Sequence[str]) -> str:
-    """Return the first names of a list, and how many more it has."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
 
 
 def _text(path: Path) -> str | None:

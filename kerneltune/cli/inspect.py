@@ -16,7 +16,7 @@ from kerneltune.cli.progress import reporter
 from kerneltune.errors import unknown
 from kerneltune.files import data_root, in_checkout
 from kerneltune.spec import PLUGINS, Op
-from kerneltune.table import counted, pairs
+from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
@@ -80,13 +80,14 @@ def command(
     ] = None,
     save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for gate --static.")] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Compile every valid config of OP's cases; list spills and failures.")
+        bool,
+        typer.Option("--all", help="With OP: every valid config of its cases; list spills and failures. Without: all operators."),
     ] = False,
     gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Cached configs of this GPU, by its folder's name.")] = _GPU,
     workers: o.Workers = None,
     configs: o.Configs = None,
 ) -> None:
-    """Compile the cached configs on the CPU; show registers, spills, shared memory, occupancy and access widths.
+    """Compile OP's cached configs on the CPU; show registers, spills, shared memory, occupancy and access widths.
 
     Cases of the sweeps without a cached config, and sizes such as M=8192, are compiled with the default configs.
 
@@ -103,16 +104,21 @@ def command(
     targets = _targets(target)
     any_case = every or config is not None or bool(wanted.cases or captured)
     runs = _runs(wanted, sizes or [], gpu, configs, any_case)
-    if every:
+    if not (every or wanted.ops or wanted.cases):
+        compiled = f"{counted(len(runs), 'config')} of all operators for {counted(len(targets), 'target')}"
+        raise ValueError(f"op: missing: expected an operator, or --all to compile {compiled}")
+    if every and wanted.ops:
         o.refuse("not with --all", config=config, against=against, against_rev=against_rev, save=save)
-        _show_space(_compiled(_whole_space(runs, op), targets, workers))
+        _show_space(_compiled(_whole_space(runs), targets, workers))
         return
     surveys = []
     if against_rev is not None:
         from kerneltune.inspection.revision import survey_revision
 
         note(f"compiling revision {against_rev}")
-        arguments = _arguments(wanted, sizes or (), config=config, target=targets, gpu=gpu, workers=workers)
+        arguments = _arguments(
+            wanted, [*(sizes or ()), *(["--all"] if every else [])], config=config, target=targets, gpu=gpu, workers=workers
+        )
         surveys.append(survey_revision(against_rev, arguments))
     surveys.append(_compiled(_with_config(runs, "config", config), targets, workers))
     if save is not None:
@@ -130,10 +136,8 @@ def command(
         raise typer.Exit(1)
 
 
-def _whole_space(runs: "list[Run]", op: str | None) -> "list[Run]":
+def _whole_space(runs: "list[Run]") -> "list[Run]":
     """Return every valid config of each task of some runs."""
-    if op is None:
-        raise ValueError("all: True: expected OP beside it: all spaces together are tens of thousands of configs")
     tasks = {(task.variant.name, task.case): task for task, _ in runs}
     return [(task, config) for task in tasks.values() for config in task.variant.configs(task.case)]
 

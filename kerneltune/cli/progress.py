@@ -15,7 +15,7 @@ from rich.progress import (
 )
 
 from kerneltune.cli.console import messages, note
-from kerneltune.table import counted
+from kerneltune.wording import counted
 
 _LOG_EVERY_S = 5.0
 _WINDOW_S = 3600.0

@@ -9,7 +9,8 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, note, show, show_wrapped, width
 from kerneltune.cli.progress import reporter
-from kerneltune.table import Column, Row, Table, counted, pairs
+from kerneltune.table import Column, Row, Table
+from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

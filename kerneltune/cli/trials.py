@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.rounding import cdiv
-from kerneltune.table import Column, Row, Table, counted, pairs
+from kerneltune.table import Column, Row, Table
+from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.run_options import Plan, Selection

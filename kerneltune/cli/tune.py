@@ -11,7 +11,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_wrapped
 from kerneltune.cli.progress import reporter
 from kerneltune.cli.trials import searches_of, show_searches
-from kerneltune.table import counted
+from kerneltune.wording import counted
 
 if TYPE_CHECKING:
     from kerneltune.run_options import Plan, Selection

@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 from kerneltune.gating.changes import us_of
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, RowVerdict, Verdict
 from kerneltune.records import grouped
-from kerneltune.table import Column, Row, Table, counted, wrapped
+from kerneltune.table import Column, Row, Table
+from kerneltune.wording import counted, wrapped
 
 _INDENT = " " * 12
 _UNIT = " µs"

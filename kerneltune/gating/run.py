@@ -14,7 +14,7 @@ from kerneltune.processes import in_fresh_processes
 from kerneltune.records import Key, Record
 from kerneltune.run_options import Options, Progress, Quiet, Selection, load_plan, require_gpu
 from kerneltune.spec import Op
-from kerneltune.table import counted
+from kerneltune.wording import counted
 
 LoadOps = Callable[[], Mapping[str, Op]]
 """Function that returns the operators by name. Every process calls it, so it must be a module's function (not a closure)."""

@@ -36,7 +36,7 @@ from kerneltune.gating.changes import Change, device_policy, shifts_by_process, 
 from kerneltune.gating.rows import Defaults, defaults_of, identity_of, pool
 from kerneltune.records import Key, Record, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift
-from kerneltune.table import counted, printable
+from kerneltune.wording import counted, printable
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
 DEFAULT_MARGIN = 0.03
@@ -180,7 +180,12 @@ def gate(
         _left_out("new", of_new.values(), old_places),
     ]
     groups, doubtful = slower_groups([met for met in found if isinstance(met, Change) and (peers or not met.is_peer)])
-    return _verdict(tuple(rows), tuple(filter(None, [*notes, *doubtful])), (*stale, *groups))
+    wide = [
+        f"{counted(len(lines), noun)} {state}"
+        for lines, noun, state in ((stale, "variant", "of other code or configs"), (groups, "group", "slower as a whole"))
+        if lines
+    ]
+    return _verdict(tuple(rows), tuple(filter(None, [*notes, *doubtful])), (*stale, *groups), wide)
 
 
 def confirm(
@@ -391,15 +396,15 @@ def _other_unit(compared: Sequence[Change]) -> str:
     return f"another {moved[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
 
 
-def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[str, ...]) -> Verdict:
+def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[str, ...], wide: Sequence[str]) -> Verdict:
+    """Return the answer; `wide` counts the failures that no single row shows."""
     counts = {verdict: sum(row.verdict == verdict and not row.is_note for row in rows) for verdict in WORST_FIRST}
     if not counts["failed"] and all(row.change is None for row in rows):
         rows = tuple(row for row in rows if not row.reason.endswith(_GONE))  # the reason below says it of all
         return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes, failures)
     for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
         found = [_counted(counts[verdict], verdict) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]
-        if code == REGRESSION and failures:
-            found.append(failures[0] if len(failures) == 1 else f"{failures[0]}, and {len(failures) - 1} more")
+        found += wide if code == REGRESSION else []
         if found:
             return Verdict(rows, code, ", ".join(found), notes, failures)
     tolerated = counts["slower"]

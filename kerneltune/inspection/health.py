@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kerneltune.device import SLOWDOWNS, slowed_down
+from kerneltune.wording import first_of
 
 Finding = tuple[str, str, str]
 """(subject, state, consequence for measured times); the consequence of a normal state is empty."""
@@ -110,8 +111,7 @@ def _switch(is_on: bool, if_on: str = "", if_off: str = "") -> tuple[str, str]:
 def _others(nvml: Any, handle: Any, own_pid: int) -> tuple[str, str]:
     pids = [str(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if process.pid != own_pid]
     loss = "they disturb the times: gate and tune on a GPU of your own" if pids else ""
-    more = f" and {len(pids) - _NAMED} more" if len(pids) > _NAMED else ""
-    return f"pid {', '.join(pids[:_NAMED])}{more}" if pids else "none", loss
+    return f"pid {first_of(pids, _NAMED)}" if pids else "none", loss
 
 
 def _capabilities(status: str) -> int:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from kerneltune.measuring.check import Checker, Outcome
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
-from kerneltune.table import counted
+from kerneltune.wording import counted
 
 Pair = tuple[Config, Case]
 Value = tuple[str, object]

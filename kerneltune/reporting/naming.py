@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from kerneltune.records import Record, grouped
 from kerneltune.spec import Option
-from kerneltune.table import pairs
+from kerneltune.wording import pairs
 
 
 @dataclass(frozen=True, slots=True)

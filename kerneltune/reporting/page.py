@@ -27,7 +27,8 @@ from kerneltune.reporting.tables import (
     family_pairs,
     side_names,
 )
-from kerneltune.table import Table, pairs
+from kerneltune.table import Table
+from kerneltune.wording import pairs
 
 MOST_RECORDS = 6_000
 """The most records in a page, so that it stays below 3 MB."""

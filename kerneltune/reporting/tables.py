@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 
 from kerneltune.device import INTERPRETER
 from kerneltune.errors import unknown
-from kerneltune.records import Record, grouped, newest, other_run
+from kerneltune.records import Record, grouped, newest, other_run, ratio
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.spec import short_dtype
-from kerneltune.table import CellValue, Column, Row, Table, counted, pairs, ratio
+from kerneltune.table import CellValue, Column, Row, Table
+from kerneltune.wording import counted, pairs
 
 WIN, LOSS = 1.05, 0.95
 BEST_PEER = "best-peer"

@@ -16,11 +16,11 @@ from kerneltune.run_options import Options, Plan, Progress
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task, TaskKey
 from kerneltune.spec import Config
-from kerneltune.table import pairs
 from kerneltune.tune.candidates import cached, changed, checked_space, is_supported, widened
 from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.session import TuningSession
 from kerneltune.tune.tuner import NothingPassedError, Tuner, first_runs, measure_space, tune
+from kerneltune.wording import pairs
 
 _FROM = {"own": "its own config", "near": "of a near case", "default": "the default"}
 _SEARCH_S, _COMPILE_S, _TRIAL_S = 1.6, 1.5, 0.06

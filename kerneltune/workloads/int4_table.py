@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from statistics import geometric_mean
 
-from kerneltune.records import Record
-from kerneltune.table import Column, Row, Table, ratio
+from kerneltune.records import Record, ratio
+from kerneltune.table import Column, Row, Table
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ Pure: imports no torch.
 from collections.abc import Iterable, Sequence
 from statistics import geometric_mean
 
-from kerneltune.records import Record, grouped, other_run
-from kerneltune.table import CellValue, Column, Row, Table, ratio
+from kerneltune.records import Record, grouped, other_run, ratio
+from kerneltune.table import CellValue, Column, Row, Table
 
 OPS = ("model_step", "moe_step")
 RECIPES = ("tensorwise", "rowwise", "delayed")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,16 @@ def test_all_compiles_every_valid_config_and_lists_spills_and_failures(monkeypat
     text = " ".join(result.stdout.split())
     assert text.index("shared memory: 300,000 bytes") < text.index("spills 24 bytes a thread")
     assert text.endswith(f"sm_90: {len(asked)} configs, 1 fail or exceed a limit, 1 spill")
-    assert refused("inspect", "--all").startswith("error: all: True: expected OP beside it")
+
+
+def test_inspect_without_an_operator_compiles_nothing_unless_all_is_given(compiled: list[Any]) -> None:
+    said = refused("inspect", "--target", "sm_90")
+    assert re.fullmatch(
+        r"error: op: missing: expected an operator, or --all to compile \d{4} configs of all operators for 1 target", said
+    )
+    assert compiled == []
+    assert run("inspect", "--all", "--target", "sm_90").exit_code == 0
+    assert len({task.op.name for task, _ in compiled[0][0]}) > 10
 
 
 def test_a_capture_restricts_what_is_compiled_to_its_kernels(

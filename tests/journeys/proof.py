@@ -25,7 +25,7 @@ from kerneltune.inspection.proof import (
     proof_files,
     unproven,
 )
-from kerneltune.table import counted
+from kerneltune.wording import counted
 
 DOCUMENTS = ("docs/limitations.md", "README.md")
 BLOCK = re.compile(r"(<!-- proof[^>]*-->\n).*?(<!-- end of proof -->)", re.DOTALL)

@@ -1,0 +1,33 @@
+"""Write counts, lists, named values and words on lines in the same way everywhere."""
+
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return the text with control characters, escape sequences and marks of writing direction as visible escapes."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: `1 row`, `3 rows`."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def pairs(values: Mapping[str, object]) -> str:
+    """Return values with their names: `block=1024 warps=4`."""
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def first_of(names: Iterable[str], most: int) -> str:
+    """Return the first names, and how many more there are: `a, b and 3 more`."""
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def wrapped(text: str, width: int, indent: str = "  ") -> list[str]:
+    """Return words on lines of at most `width` characters, from the second line on with an indent; longer words stay whole."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
