@@ -140,8 +140,8 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
         f"configs: {num_kept} as good as their default, {len(done.renewals) - num_kept - len(broken)} slower, which the default "
         f"replaces, {len(broken)} that no longer run; {counted(len(done.measured), 'record')} made"
     )
-    for one in broken:
-        show_wrapped(f"failed: {one.op} {one.entry.variant} {one.entry.as_case.label}: {one.failure}")
+    for renewal in broken:
+        show_wrapped(f"failed: {renewal.op} {renewal.entry.variant} {renewal.entry.as_case.label}: {renewal.failure}")
     left = f"{counted(len(done.left.configs), 'config')} and {counted(done.left.cases, 'case')} are stale"
     is_left = done.left.configs or done.left.cases
     show_wrapped(f"{left}; the same command goes on there" if is_left else f"nothing is stale for {here.slug}")

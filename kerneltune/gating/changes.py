@@ -29,8 +29,8 @@ class Change:
 
     @property
     def is_peer(self) -> bool:
-        """Return whether another package implements the variant, as either record says."""
-        return "peer" in (self.old.role, self.new.role)
+        """Return whether another package implements the variant."""
+        return is_peer(self.old, self.new)
 
     @property
     def change_us(self) -> float:
@@ -41,6 +41,11 @@ class Change:
     def floor(self) -> float:
         """Return the larger noise floor of the two records, a fraction."""
         return max(self.old.aa_floor or 0.0, self.new.aa_floor or 0.0)
+
+
+def is_peer(*records: Record | None) -> bool:
+    """Return whether the records of a row are of a peer; if the two differ in the role, the row is not a peer's."""
+    return {record.role for record in records if record is not None and record.role} == {"peer"}
 
 
 def us_of(record: Record) -> float:
@@ -100,14 +105,8 @@ def _group_shift(rows: Sequence[Change]) -> Shift:
     return Shift(float(logs.mean()), math.hypot(*errors), freedom)
 
 
-def shifts_by_process(pairs: Sequence[tuple[Record, Record | None]]) -> list[Shift | None]:
+def shifts_by_process(pairs: Sequence[tuple[Record, Record]]) -> list[Shift | None]:
     """Return the shift by process of every pair; None if the two sides have one process each, or a side has no samples."""
-    sampled = [
-        (at, old.samples_us, new.samples_us)
-        for at, (old, new) in enumerate(pairs)
-        if new is not None and old.samples_us and new.samples_us and len(old.samples_us) + len(new.samples_us) > 2
-    ]
-    found: list[Shift | None] = [None] * len(pairs)
-    for (at, _old, _new), by_process in zip(sampled, shifts([sides for _at, *sides in sampled]), strict=True):
-        found[at] = by_process
-    return found
+    samples = {at: (old.samples_us, new.samples_us) for at, (old, new) in enumerate(pairs) if old.samples_us and new.samples_us}
+    found = dict(zip(samples, shifts(list(samples.values())), strict=True))
+    return [found.get(at) for at in range(len(pairs))]

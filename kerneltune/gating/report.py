@@ -83,7 +83,7 @@ def gate_junit(verdict: Verdict) -> str:
         test = ElementTree.SubElement(
             suite, "testcase", classname=_xml(row.record.key[0]), name=_xml(f"{row.record.label} {row.record.variant}"), time="0"
         )
-        tag, text = None if row.is_note else _TAGS.get(row.verdict), _message(row)
+        tag, text = None if row.note else _TAGS.get(row.verdict), _message(row)
         if tag == "skipped":
             ElementTree.SubElement(test, tag)
         elif tag is not None:
@@ -130,12 +130,12 @@ def gate_annotations(verdict: Verdict) -> str:
 
 def _counting(verdict: Verdict) -> list[GateRow]:
     """Return the rows that did not simply pass and are not notes."""
-    return [row for row in verdict.notable if not row.is_note]
+    return [row for row in verdict.notable if not row.note]
 
 
 def _notes(verdict: Verdict) -> list[str]:
     """Return the verdict's notes, then a line per variant whose rows are notes."""
-    groups = grouped([row for row in verdict.notable if row.is_note], lambda row: (row.note, row.record.variant))
+    groups = grouped([row for row in verdict.notable if row.note], lambda row: (row.note, row.record.variant))
     return [*verdict.notes, *(_folded(variant, note, rows) for (note, variant), rows in groups.items())]
 
 
@@ -151,7 +151,7 @@ def _folded(variant: str, note: str, rows: Sequence[GateRow]) -> str:
 
 
 def _tag(row: GateRow) -> str:
-    return "note" if row.is_note else row.verdict
+    return "note" if row.note else row.verdict
 
 
 def _command(level: str, title: str, message: str) -> str:

@@ -32,7 +32,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from kerneltune.device import INTERPRETER
-from kerneltune.gating.changes import Change, device_policy, shifts_by_process, slower_groups, us_of
+from kerneltune.gating.changes import Change, device_policy, is_peer, shifts_by_process, slower_groups, us_of
 from kerneltune.gating.rows import Defaults, defaults_of, identity_of, pool
 from kerneltune.records import Key, Record, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift
@@ -83,11 +83,6 @@ class GateRow:
     reason: str = ""
     note: str = ""
 
-    @property
-    def is_note(self) -> bool:
-        """Return whether the verdict does not count."""
-        return bool(self.note)
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -106,7 +101,7 @@ class Verdict:
 
     def count(self, verdict: RowVerdict) -> int:
         """Return the number of rows with this verdict, without notes."""
-        return sum(row.verdict == verdict and not row.is_note for row in self.rows)
+        return sum(row.verdict == verdict and not row.note for row in self.rows)
 
     @property
     def compared(self) -> int:
@@ -116,7 +111,7 @@ class Verdict:
     @property
     def notable(self) -> list[GateRow]:
         """Return the rows that did not simply pass: worst first, notes last."""
-        return sorted((r for r in self.rows if r.verdict != "pass"), key=lambda r: (r.is_note, WORST_FIRST.index(r.verdict)))
+        return sorted((r for r in self.rows if r.verdict != "pass"), key=lambda r: (bool(r.note), WORST_FIRST.index(r.verdict)))
 
     @property
     def suspects(self) -> frozenset[RowKey]:
@@ -125,7 +120,7 @@ class Verdict:
 
     def of(self, *verdicts: RowVerdict) -> frozenset[RowKey]:
         """Return the rows with any of these verdicts, without notes."""
-        return frozenset((row.record.key, row.record.variant) for row in self.rows if row.verdict in verdicts and not row.is_note)
+        return frozenset((row.record.key, row.record.variant) for row in self.rows if row.verdict in verdicts and not row.note)
 
 
 def gate(
@@ -165,21 +160,26 @@ def gate(
         for key, old in of_old.items()
         if old.status == "passed" and device_policy(old) in new_places and old.device != INTERPRETER
     ]
-    found = [_met(old, fresh, by_process) for (old, fresh), by_process in zip(pairs, shifts_by_process(pairs), strict=True)]
-    found = _widened(found)
-    rows = _judged_rows(found, margin, again, peers)
+    timed = [(old, fresh) for old, fresh in pairs if fresh is not None and fresh.status == "passed"]
+    changes = _widened([_change(*sides, shift) for sides, shift in zip(timed, shifts_by_process(timed), strict=True)])
+    rows = []
+    for note in ("", A_PEER):  # own rows and peers' rows are corrected for multiple tests separately
+        group = [met for met in changes if (met.is_peer and not peers) == bool(note)]
+        p_values = holm([met.p for met in group])
+        rows += [_judged(replace(met, p=p), margin, again, note) for met, p in zip(group, p_values, strict=True)]
+    rows += [_unmet(old, fresh, peers) for old, fresh in pairs if fresh is None or fresh.status != "passed"]
     rows += [
-        _failed(record, of_old.get(key), peers)
-        for key, record in of_new.items()
-        if record.status == "failed" and (key not in of_old or of_old[key].status != "passed")
+        _unmet(of_old.get(key), fresh, peers)
+        for key, fresh in of_new.items()
+        if fresh.status == "failed" and (key not in of_old or of_old[key].status != "passed")
     ]
     notes = [
-        _other_unit([met for met in found if isinstance(met, Change)]),
-        _short_rows([met for met in found if isinstance(met, Change)], margin),
+        _other_unit(changes),
+        _short_rows(changes, margin),
         _left_out("baseline", of_old.values(), new_places),
         _left_out("new", of_new.values(), old_places),
     ]
-    groups, doubtful = slower_groups([met for met in found if isinstance(met, Change) and (peers or not met.is_peer)])
+    groups, doubtful = slower_groups([met for met in changes if peers or not met.is_peer])
     wide = [
         f"{counted(len(lines), noun)} {state}"
         for lines, noun, state in ((stale, "variant", "of other code or configs"), (groups, "group", "slower as a whole"))
@@ -243,36 +243,19 @@ def _left_out(side: str, records: Iterable[Record], places: Collection[tuple[str
     return f"rows that only {side} has, left out: {named}" if named else ""
 
 
-def _judged_rows(found: Sequence["Change | GateRow"], margin: float, again: Mapping[RowKey, int], peers: bool) -> list[GateRow]:
-    """Return the verdicts, in order; own rows and peers' rows are corrected for multiple tests separately."""
-    corrected = {
-        of_peers: iter(holm([met.p for met in found if isinstance(met, Change) and (met.is_peer and not peers) == of_peers]))
-        for of_peers in (False, True)
-    }
-    rows = []
-    for met in found:
-        if isinstance(met, Change):
-            as_note = met.is_peer and not peers
-            row = _judged(replace(met, p=next(corrected[as_note])), margin, again)
-            rows.append(_noted(row, A_PEER) if as_note and row.verdict not in ("pass", "faster") else row)
-        else:
-            rows.append(_noted(met, A_PEER) if met.is_note and not peers else replace(met, note=""))
-    return rows
-
-
-def _widened(found: Sequence["Change | GateRow"]) -> "list[Change | GateRow]":
+def _widened(changes: list[Change]) -> list[Change]:
     """Widen the intervals of rows with one process a side by the spread of the slowdowns of all these rows."""
-    logs = [math.log1p(met.slowdown) for met in found if isinstance(met, Change) and not met.basis and met.low < met.high]
+    wide = [not met.basis and met.low < met.high for met in changes]
+    logs = [math.log1p(met.slowdown) for met, is_wide in zip(changes, wide, strict=True) if is_wide]
     if len(logs) < _SPREAD_ROWS:
-        return list(found)
+        return changes
     middle = median(logs)
-    spread = min(_MOST_SPREAD, _SIGMAS_PER_MAD * median(abs(log - middle) for log in logs))
-    factor = math.exp(_SPREADS * spread)
+    factor = math.exp(_SPREADS * min(_MOST_SPREAD, _SIGMAS_PER_MAD * median(abs(log - middle) for log in logs)))
     return [
         replace(met, low=min(met.low, (1 + met.slowdown) / factor - 1), high=max(met.high, (1 + met.slowdown) * factor - 1))
-        if isinstance(met, Change) and not met.basis and met.low < met.high
+        if is_wide
         else met
-        for met in found
+        for met, is_wide in zip(changes, wide, strict=True)
     ]
 
 
@@ -289,40 +272,27 @@ def _short_rows(found: Sequence[Change], margin: float) -> str:
     )
 
 
-def _noted(row: GateRow, why: str) -> GateRow:
-    return replace(row, note=why, reason="; ".join(filter(None, [why, row.reason])))
-
-
-def _failed(new: Record, old: Record | None, peers: bool) -> GateRow:
-    """Return the row of a failed record for which the baseline has no timed record."""
-    row = _row(new, "failed", new.reason)
-    if old is not None and old.status == "failed":
-        return _noted(row, _FAILED_BEFORE)
-    return _noted(row, A_PEER) if new.role == "peer" and not peers else row
-
-
-def _met(old: Record, new: Record | None, by_process: Shift | None) -> Change | GateRow:
-    """Return the change of a row of the baseline, or a missing or failed row, which is a note for a peer."""
-    if new is None or new.status != "passed":
-        row = _unmet(old, new)
-        return replace(row, note=A_PEER if "peer" in (old.role, new.role if new is not None else "") else "")
+def _change(old: Record, new: Record, by_process: Shift | None) -> Change:
+    """Return the change of a row that both sides have timed."""
     if _same_measurement(old, new):
         return Change(old, new, 0.0, 0.0, 0.0, 1.0, "")
     if by_process is not None:
-        low, high = by_process.bounds
         basis = f"{len(old.samples_us or ())} and {len(new.samples_us or ())} processes"
-        return Change(old, new, by_process.slowdown, low, high, by_process.p_slower, basis)
+        return Change(old, new, by_process.slowdown, *by_process.bounds, by_process.p_slower, basis)
     before, after = _interval(old), _interval(new)
-    change = interval_shift(before, after)
-    return Change(old, new, change.slowdown, after.low / before.high - 1, after.high / before.low - 1, change.p_slower, "")
+    shift = interval_shift(before, after)
+    return Change(old, new, shift.slowdown, after.low / before.high - 1, after.high / before.low - 1, shift.p_slower, "")
 
 
-def _unmet(old: Record, new: Record | None) -> GateRow:
+def _unmet(old: Record | None, new: Record | None, peers: bool) -> GateRow:
+    """Return a row that the new records lack or have not timed."""
+    note = _FAILED_BEFORE if old is not None and old.status == "failed" else A_PEER if is_peer(old, new) and not peers else ""
     if new is None:
-        return _row(old, "missing", _GONE)
+        assert old is not None
+        return _row(old, "missing", _GONE, note=note)
     if new.status == "failed":
-        return _row(new, "failed", new.reason)
-    return _row(new, "missing", f"{new.status} in the new records: {new.reason or 'not timed'}")
+        return _row(new, "failed", new.reason, note=note)
+    return _row(new, "missing", f"{new.status} in the new records: {new.reason or 'not timed'}", note=note)
 
 
 def _same_measurement(old: Record, new: Record) -> bool:
@@ -331,7 +301,7 @@ def _same_measurement(old: Record, new: Record) -> bool:
     return all(getattr(old, name) == getattr(new, name) for name in names)
 
 
-def _judged(met: Change, margin: float, again: Mapping[RowKey, int]) -> GateRow:
+def _judged(met: Change, margin: float, again: Mapping[RowKey, int], note: str) -> GateRow:
     verdict, reason = _verdict_of(met, margin)
     times = again.get((met.new.key, met.new.variant), 0)
     measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
@@ -341,8 +311,10 @@ def _judged(met: Change, margin: float, again: Mapping[RowKey, int]) -> GateRow:
     if verdict not in ("pass", "faster"):
         parts.append(met.basis or "one process a side")
     elif verdict == "faster" or measured_again:
-        parts.append(met.basis)
-    return _row(met.new, verdict, "; ".join(filter(None, [*parts, measured_again])), met)
+        parts, note = [*parts, met.basis], ""
+    else:
+        note = ""
+    return _row(met.new, verdict, "; ".join(filter(None, [*parts, measured_again])), met, note)
 
 
 def _verdict_of(met: Change, margin: float) -> tuple[RowVerdict, str]:
@@ -378,8 +350,9 @@ def _other_versions(met: Change) -> list[str]:
     return [f"{name} {getattr(met.old, name)} → {getattr(met.new, name)}" for name in names]
 
 
-def _row(record: Record, verdict: RowVerdict, reason: str, met: Change | None = None) -> GateRow:
-    return GateRow(record=record, verdict=verdict, change=met, reason=printable(" ".join(reason.split())))
+def _row(record: Record, verdict: RowVerdict, reason: str, met: Change | None = None, note: str = "") -> GateRow:
+    reason = printable(" ".join("; ".join(filter(None, [note, reason])).split()))
+    return GateRow(record=record, verdict=verdict, change=met, reason=reason, note=note)
 
 
 def _interval(record: Record) -> Interval:
@@ -398,7 +371,7 @@ def _other_unit(compared: Sequence[Change]) -> str:
 
 def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[str, ...], wide: Sequence[str]) -> Verdict:
     """Return the answer; `wide` counts the failures that no single row shows."""
-    counts = {verdict: sum(row.verdict == verdict and not row.is_note for row in rows) for verdict in WORST_FIRST}
+    counts = {verdict: sum(row.verdict == verdict and not row.note for row in rows) for verdict in WORST_FIRST}
     if not counts["failed"] and all(row.change is None for row in rows):
         rows = tuple(row for row in rows if not row.reason.endswith(_GONE))  # the reason below says it of all
         return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes, failures)

@@ -111,14 +111,14 @@ def test_gate_shipped_file_against_itself_in_any_order_passes(path: Path) -> Non
     ]
     for other in (rows, turned):
         answer = gate(rows, other, 0.0)
-        assert (answer.exit_code, answer.notes, {row.verdict for row in answer.rows if not row.is_note}) == (0, (), {"pass"})
+        assert (answer.exit_code, answer.notes, {row.verdict for row in answer.rows if not row.note}) == (0, (), {"pass"})
 
 
 def test_gate_failure_of_both_sides_is_a_note() -> None:
     broken = untimed("failed", quant="none")
     answer = gate([record(), broken], [record(), broken], 0.03)
     assert (answer.exit_code, answer.count("failed")) == (0, 0)
-    assert [(row.verdict, row.is_note, row.reason) for row in answer.rows] == [
+    assert [(row.verdict, bool(row.note), row.reason) for row in answer.rows] == [
         ("pass", False, ""), ("failed", True, "fails in the baseline as well; y: values differ"),
     ]  # fmt: skip
     only_new = gate([record(), untimed("skipped", quant="none")], [record(), broken], 0.03)
@@ -130,7 +130,7 @@ def test_gate_peer_that_got_worse_is_a_note_unless_asked(new: list[Record]) -> N
     old = [record(), record(variant="eager", role="peer")]
     answer = gate(old, [record(), *new], 0.03)
     assert answer.exit_code == 0
-    assert answer.rows[1].is_note
+    assert answer.rows[1].note
     assert answer.rows[1].reason.startswith("a peer; ")
     assert gate(old, [record(), *new], 0.03, peers=True).exit_code == 1
 
