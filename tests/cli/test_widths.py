@@ -119,4 +119,4 @@ def test_trials_are_shown_whole(columns: int, monkeypatch: pytest.MonkeyPatch, c
     show_searches("rmsnorm_fwd optimized bfloat16 none of all cases that were searched on this GPU", [(case, stored)])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns
-    assert "1 case, 8 trials (8 ok)" in " ".join(" ".join(lines).split())
+    assert "1 case, 8 trials (8 passed)" in " ".join(" ".join(lines).split())
