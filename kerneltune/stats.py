@@ -156,7 +156,10 @@ def centre_interval(processes: Sequence[Samples]) -> Interval:
     """
     if len(processes) == 1:
         return median_interval(processes[0])
-    centres, within = _levels(processes)
+    if not processes or any(len(rounds) == 0 for rounds in processes):
+        raise ValueError("no samples to take a median of")
+    levels = [_level(np.log(np.asarray(rounds)[None])) for rounds in processes]
+    centres, within = (np.concatenate(parts) for parts in zip(*levels, strict=True))
     spread = Shift(0.0, float(np.sqrt((centres.var(ddof=1) + within.mean()) / len(centres))), len(centres) - 1)
     centre = float(np.exp(centres.mean()))
     low, high = spread.bounds
@@ -170,14 +173,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     adjusted = np.empty(len(order))
     adjusted[order] = np.minimum(np.maximum.accumulate(steps), 1.0)
     return [float(p) for p in adjusted]
-
-
-def _levels(processes: Sequence[Samples]) -> tuple[Samples, Samples]:
-    """Return for each process the median logarithm and the variance of its bootstrap over rounds, both (processes,)."""
-    if not processes or any(len(rounds) == 0 for rounds in processes):
-        raise ValueError("no samples to take a median of")
-    levels = [_level(np.log(np.asarray(rounds)[None])) for rounds in processes]
-    return np.concatenate([centre for centre, _ in levels]), np.concatenate([variance for _, variance in levels])
 
 
 def _level(logs: Samples) -> tuple[Samples, Samples]:

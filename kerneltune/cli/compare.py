@@ -1,6 +1,6 @@
 """`kerneltune compare`: show the A/B table of two variants, peers or record files."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kerneltune.records import Record
     from kerneltune.reporting.tables import Comparison
     from kerneltune.run_options import Selection
-    from kerneltune.table import Table
 
     Sides = tuple[list[Record], list[Record]]
 
@@ -62,6 +61,7 @@ def command(
         )
     from kerneltune.reporting.tables import aa_lines, default_pair
     from kerneltune.table import join_tables
+    from kerneltune.workloads import own_tables
 
     wanted = replace(wanted, family=family or "")
     if run:
@@ -69,9 +69,8 @@ def command(
             raise ValueError("a: missing: expected A and B where --run is given")
         sides = _measured(a, b, wanted, policy, results)
     else:
-        records = [] if _is_file(a) and _is_file(b) else _recorded(source, family, results)
-        own = _own_tables(records, wanted, policy) if a is None and b is None else []
-        if own:
+        records = [] if _is_file(a) and _is_file(b) else _loaded(source or (), family, results)
+        if a is None and b is None and (own := own_tables([r for r in selected(records, wanted) if r.policy == policy])):
             deliver(join_tables(own, style, width()), output)
             return
         if a is None:
@@ -84,14 +83,6 @@ def command(
         raise ValueError(f"nothing to compare: {a} and {b} have no record of the same case, device and policy")
     remarks = aa_lines(row for rows in tables.values() for row in rows) if a == b else []
     deliver(_render((a, b), tables, style, remarks), output)
-
-
-def _own_tables(records: "list[Record]", wanted: "Selection", policy: str) -> "list[Table]":
-    """Return the tables that workloads declare for the selected records."""
-    from kerneltune.workloads import own_tables
-
-    chosen = [r for r in selected(records, wanted) if r.policy == policy]
-    return own_tables(chosen)
 
 
 def _is_file(name: str | None) -> bool:
@@ -120,21 +111,14 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | 
     return [record for record in measured if record.variant == a], [record for record in measured if record.variant == b]
 
 
-def _recorded(source: list[Path] | None, family: str | None, results: Path | None) -> "list[Record]":
-    """Return records of the files given, else of this GPU, else of any GPU."""
-    from kerneltune.records import load
-
-    if source:
-        return _loaded(source, family)
-    return [record for path in record_files(results, family) for record in load(path)]
-
-
-def _loaded(files: Iterable[Path], family: str | None) -> "list[Record]":
-    """Return the records of the named files, of a single family if a family is named."""
+def _loaded(files: Sequence[Path], family: str | None, results: Path | None = None) -> "list[Record]":
+    """Return the records of the named files, of a single family if a family is named; without files, see `record_files`."""
     from kerneltune.records import load
     from kerneltune.reporting.naming import by_family
     from kerneltune.sweep import family_name
 
+    if not files:
+        return [record for path in record_files(results, family) for record in load(path)]
     records = []
     for path in files:
         rows = load(path)

@@ -297,17 +297,13 @@ def _show(found: "Survey") -> None:
 
 def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
     """Return kernel -> its lines; a second launch of a kernel with other resources is a kernel of its own."""
-    from kerneltune.inspection.static import numbered, widths
-    from kerneltune.measuring.assembly import occupancy_of
+    from kerneltune.inspection.static import facts, numbered
 
     tables: dict[str, list[tuple[str, ...]]] = {}
     for row in same:
         for (name, nth), kernel in numbered(row.kernels).items():
-            held = occupancy_of(kernel, row.target)
-            numbers = map(str, (kernel.registers, kernel.spill_bytes, kernel.shared_bytes, held.programs))
-            accesses = (widths(kernel.accesses, "load"), widths(kernel.accesses, "store"))
-            line = (row.target, *numbers, f"{held.warps}/{held.of_warps}", held.limiter, *accesses)
-            tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append(line)
+            _, *values = facts(kernel, row.target).values()
+            tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append((row.target, *values))
     return tables
 
 

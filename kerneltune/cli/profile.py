@@ -12,7 +12,7 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
 from kerneltune.cli.files import bench_cases
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
     from kerneltune.inspection.ncu import Profile, StallLine
@@ -50,9 +50,17 @@ def command(
         if text:
             o.config_of(chosen.variant(name), field, text)
     found = _case(known, chosen, case, dtype, quant)
-    for name in (a, b):
-        _require_runnable(chosen.variant(name), found)
-    _require_nvidia()
+    for variant in (chosen.variant(a), chosen.variant(b)):
+        if variant.missing():
+            raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")
+        if unsupported := variant.unsupported(found):
+            raise ValueError(f"{variant.name} does not support {found.name}: {unsupported}")
+    import torch
+
+    from kerneltune import device
+
+    if not device.current().is_gpu or torch.version.hip is not None:
+        raise ValueError("profile needs an NVIDIA GPU; `inspect` shows registers, spills and occupancy without a GPU")
     ncu = find_ncu()
     if ncu is None:
         raise ValueError("profile needs Nsight Compute: no ncu on PATH, under /usr/local/cuda*/bin or /opt/nvidia")
@@ -90,25 +98,6 @@ def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list
     start = [sys.executable, "-c", "from kerneltune.cli import main; main()", _DRIVER]
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         return profile(ncu, [*start, *arguments], Path(folder))
-
-
-def _require_runnable(variant: Variant, case: Case) -> None:
-    """Raise ValueError for a variant whose package is not installed, or that does not support the case."""
-    if variant.missing():
-        raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")
-    unsupported = variant.unsupported(case)
-    if unsupported:
-        raise ValueError(f"{variant.name} does not support {case.name}: {unsupported}")
-
-
-def _require_nvidia() -> None:
-    """Raise ValueError if no NVIDIA GPU can be profiled."""
-    import torch
-
-    from kerneltune import device
-
-    if not device.current().is_gpu or torch.version.hip is not None:
-        raise ValueError("profile needs an NVIDIA GPU; `inspect` shows registers, spills and occupancy without a GPU")
 
 
 def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:

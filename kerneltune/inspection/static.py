@@ -5,14 +5,14 @@ This module compiles nothing and needs no GPU.
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kerneltune.errors import unknown
 from kerneltune.files import decode_versioned, read_bytes, replace_text
-from kerneltune.measuring.assembly import LIMITS, Access, Kernel, occupancy_of, typical_bits
+from kerneltune.measuring.assembly import LIMITS, Kernel, occupancy_of, typical_bits
 
 SCHEMA = 1
 PASS, REGRESSION, UNUSABLE = 0, 1, 2
@@ -107,16 +107,23 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerd
             findings += [f"{row.label}: {line}" for line in _worse(old.kernels, row.kernels)]
     counts["gone"] = len(before)
     counts["unchanged"] = unchanged
-    return _verdict(findings, counts)
+    names = ("compared", "new", "gone", "broken in both", *(["unchanged"] if counts["unchanged"] else []))
+    text = ", ".join(f"{counts[name]} {name}" for name in names)
+    if not counts["compared"] and not counts["unchanged"]:
+        return StaticVerdict((), f"nothing compared: {text}", UNUSABLE)
+    if findings:
+        return StaticVerdict(tuple(findings), f"static regression: {len(findings)} found; {text}", REGRESSION)
+    return StaticVerdict((), f"pass: no new spills, no narrower accesses, nothing over a limit; {text}")
 
 
 def changed_facts(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str]]:
     """Return (kernel, property, old value, new value) for each property that differs between two rows of a target."""
     found = [("", "error", old.error or "-", new.error or "-")] if old.error != new.error else []
     for first, second in _pairs(old.kernels, new.kernels):
-        name = (first or second or _NOTHING).name
-        cells = (_cells(kernel, row.target) for kernel, row in ((first, old), (second, new)))
-        found += [(name, what, a, b) for (what, a), (_, b) in zip(*cells, strict=True) if a != b]
+        name = first.name if first else second.name if second else ""
+        before, after = (facts(kernel, row.target) if kernel else {} for kernel, row in ((first, old), (second, new)))
+        changed = ((what, before.get(what, "-"), after.get(what, "-")) for what in before | after)
+        found += [(name, what, a, b) for what, a, b in changed if a != b]
     return found
 
 
@@ -130,21 +137,21 @@ def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
     return found
 
 
-def widths(accesses: Iterable[Access], kind: str) -> str:
-    """Return the width in bits and the count of all loads, or of all stores: `128x4 32x1`."""
-    return " ".join(f"{a.bits}x{a.count}" for a in accesses if a.kind == kind) or "-"
-
-
-_NOTHING = Kernel("", 1, 0, 0, 0)
-
-
-def _cells(kernel: Kernel | None, target: str) -> list[tuple[str, str]]:
-    names = ("warps", "registers", "spill B", "shared B", "programs", "resident warps", "limiter", "loads", "stores")
-    if kernel is None:
-        return [(name, "-") for name in names]
+def facts(kernel: Kernel, target: str) -> dict[str, str]:
+    """Return property -> value of a kernel on a target, in print; accesses are widths in bits and counts: `128x4 32x1`."""
     held = occupancy_of(kernel, target)
-    values = (kernel.warps, kernel.registers, kernel.spill_bytes, kernel.shared_bytes, held.programs, held.warps, held.limiter)
-    return list(zip(names, (*map(str, values), widths(kernel.accesses, "load"), widths(kernel.accesses, "store")), strict=True))
+    widths = {a.kind: " ".join(f"{b.bits}x{b.count}" for b in kernel.accesses if b.kind == a.kind) for a in kernel.accesses}
+    return {
+        "warps": f"{kernel.warps}",
+        "registers": f"{kernel.registers}",
+        "spill B": f"{kernel.spill_bytes}",
+        "shared B": f"{kernel.shared_bytes}",
+        "programs": f"{held.programs}",
+        "resident warps": f"{held.warps}/{held.of_warps}",
+        "limiter": held.limiter,
+        "loads": widths.get("load", "-"),
+        "stores": widths.get("store", "-"),
+    }
 
 
 def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
@@ -166,13 +173,3 @@ def _pairs(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[tuple[Kernel | 
     """Pair each kernel with the other side's kernel of the same name, in the order of the launches."""
     left, right = numbered(old), numbered(new)
     return [(left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]
-
-
-def _verdict(findings: list[str], counts: Counter[str]) -> StaticVerdict:
-    names = ("compared", "new", "gone", "broken in both", *(["unchanged"] if counts["unchanged"] else []))
-    text = ", ".join(f"{counts[name]} {name}" for name in names)
-    if not counts["compared"] and not counts["unchanged"]:
-        return StaticVerdict((), f"nothing compared: {text}", UNUSABLE)
-    if findings:
-        return StaticVerdict(tuple(findings), f"static regression: {len(findings)} found; {text}", REGRESSION)
-    return StaticVerdict((), f"pass: no new spills, no narrower accesses, nothing over a limit; {text}")

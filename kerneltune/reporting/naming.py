@@ -13,6 +13,9 @@ from kerneltune.records import Record, grouped
 from kerneltune.spec import Option
 from kerneltune.wording import pairs
 
+_RUN = ("device", "driver", "torch", "triton", "commit")
+"""Fields of a record that state its run."""
+
 
 @dataclass(frozen=True, slots=True)
 class CaseName:
@@ -75,17 +78,19 @@ def by_family(records: Iterable[Record]) -> dict[str, list[Record]]:
     return grouped(records, lambda record: record.family or record.op)
 
 
-def source(records: Sequence[Record], fields: Sequence[str] = ("device", "driver", "torch", "triton", "commit")) -> str:
-    """Return the GPU, the versions, the commits and the days of the records."""
-    values = {name: " and ".join(dict.fromkeys(short_commit(getattr(record, name)) for record in records)) for name in fields}
-    shown = [value if name == "device" else f"{name} {value}" for name, value in values.items()]
+def source_facts(records: Sequence[Record], between: str = " and ", fields: Sequence[str] = _RUN) -> dict[str, str]:
+    """Return the values of the records' fields, without doubles, and their days; commit hashes have 7 digits."""
+    facts = {name: between.join(dict.fromkeys(_WHOLE_HASH.sub(r"\1", getattr(r, name)) for r in records)) for name in fields}
     days = sorted({record.date[:10] for record in records})
-    return ", ".join([*shown, " to ".join(dict.fromkeys((days[0], days[-1])))])
+    return facts | {"measured": " to ".join(dict.fromkeys((days[0], days[-1])))}
 
 
-def short_commit(text: str) -> str:
-    """Return a text with 7 digits of every commit hash of 40."""
-    return _WHOLE_HASH.sub(r"\1", text)
+def source(records: Sequence[Record], fields: Sequence[str] = _RUN) -> str:
+    """Return the GPU, the versions, the commits and the days of the records."""
+    return ", ".join(
+        value if name in ("device", "measured") else f"{name} {value}"
+        for name, value in source_facts(records, fields=fields).items()
+    )
 
 
 _WHOLE_HASH = re.compile(r"\b([0-9a-f]{7})[0-9a-f]{33}\b")

@@ -14,7 +14,7 @@ from typing import Any
 from kerneltune import cache
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, grouped, newest
-from kerneltune.reporting.naming import CaseName, by_family, case_names, look, short_commit, told_apart
+from kerneltune.reporting.naming import CaseName, by_family, case_names, look, source_facts, told_apart
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.reporting.tables import (
     AB_COLUMNS,
@@ -26,6 +26,7 @@ from kerneltune.reporting.tables import (
     families_table,
     family_pairs,
     side_names,
+    status_counts,
 )
 from kerneltune.table import Table
 from kerneltune.wording import pairs
@@ -36,7 +37,6 @@ _FEW = 4
 _SCRIPTS = ("vendor/d3.min.js", "vendor/plot.umd.min.js", "figures.js", "charts.js", "table.js", "app.js")
 _STATIC = ("title", "facts", "remark", "summary", "own")
 """Parts of the payload that the template writes, so that they need no script."""
-_COMMON = ("device", "driver", "torch", "triton", "commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,10 @@ def payload(sources: Sources) -> dict[str, Any]:
         "remark": remark,
         "summary": _summary(by_family(everything), sources.pair),
         "own": [(family, table.page()) for family in families for table in sources.own.get(family, ())],
-        "families": [_family(family, members, pairs_of[family]) for family, members in families.items()],
+        "families": [
+            {"name": family, "a": pairs_of[family][0], "b": pairs_of[family][1], "sides": side_names(members)}
+            for family, members in families.items()
+        ],
         "variants": variants,
         "looks": {variant: look(variant) for variant in variants},
         "columns": [{"key": c.csv_name, "name": c.name, "digits": c.digits, "suffix": c.suffix} for c in AB_COLUMNS],
@@ -114,11 +117,6 @@ def payload(sources: Sources) -> dict[str, Any]:
 def _summary(families: Mapping[str, Sequence[Record]], pair: tuple[str | None, str | None]) -> dict[str, Any] | None:
     """Return the table of the families; None for a single family."""
     return families_table(families, family_pairs(families, pair)).page() if len(families) > 1 else None
-
-
-def _family(name: str, members: Sequence[Record], pair: tuple[str, str]) -> dict[str, Any]:
-    """Return a family's name, its default A and B, and the variants to choose from."""
-    return {"name": name, "a": pair[0], "b": pair[1], "sides": side_names(members)}
 
 
 def without_paths(text: str) -> str:
@@ -150,11 +148,8 @@ def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
 
 def _facts(records: Sequence[Record], sources: Sources) -> dict[str, str]:
     """Return the facts of the header by name."""
-    dates = sorted(record.date for record in records)
-    facts = {name: ", ".join(dict.fromkeys(short_commit(getattr(record, name)) for record in records)) for name in _COMMON}
-    days = list(dict.fromkeys((dates[0][:10], dates[-1][:10])))
-    facts["measured"] = " to ".join(days)
-    facts["records"] = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in records).items())
+    facts = source_facts(records, ", ")
+    facts["records"] = status_counts(r.status for r in records)
     facts["files"] = ", ".join(sources.files)
     facts["command"] = without_paths(sources.command)
     return {name: value for name, value in facts.items() if value}

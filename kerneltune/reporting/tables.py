@@ -115,8 +115,8 @@ def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
     """Pair A and B by key and device, sorted by operator, mode, element type and options; the last record of a key counts."""
     of_a, of_b = ({(record.key, record.device): record for record in side} for side in (a, b))
     rows = [Comparison(record, of_b[key]) for key, record in of_a.items() if key in of_b]
-    orders = [_order(values) for values in zip(*(_kind(row.a) for row in rows), strict=True)]
-    return sorted(rows, key=lambda row: [order[value] for order, value in zip(orders, _kind(row.a), strict=True)])
+    orders = [list(dict.fromkeys(values)) for values in zip(*(_kind(row.a) for row in rows), strict=True)]
+    return sorted(rows, key=lambda row: [order.index(value) for order, value in zip(orders, _kind(row.a), strict=True)])
 
 
 def best_peers(records: Iterable[Record]) -> list[Record]:
@@ -280,7 +280,8 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
         brief: name variants that skipped all of several cases in a line below, without rows.
     """
     skipped = _always_skipped(records) if brief else {}
-    groups = _groups(r for r in records if (r.op, r.variant) not in skipped)
+    kept = [r for r in records if (r.op, r.variant) not in skipped]
+    groups = list(grouped(kept, lambda record: (record.device, record.key)).values())
     bounds = [bound_of(best) for group in groups if (best := _best(group)) is not None]
     names = case_names(group[0] for group in groups)
     options, axes = _columns(names)
@@ -309,7 +310,7 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
             last = [r.policy, r.status, r.ci_low_us, r.ci_high_us, r.aa_floor, r.device]
             note = "" if r.status == "passed" else _status(r)
             lines.append(Row((*case, "*" if r is best else "", r.variant, *measured, *last), note))
-    foot = [_counts(records)]
+    foot = [status_counts(r.status for r in records)]
     foot += [f"skipped in all cases: {op} {variant}: {reason}" for (op, variant), reason in skipped.items()]
     return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=4 + len(axes) + len(options))
 
@@ -341,17 +342,11 @@ def check_table(records: Sequence[Record]) -> Table:
         spans = (", ".join(dict.fromkeys(names)) for names in ((short_dtype(r.dtype) for r in of_it), (r.quant for r in of_it)))
         lines.append(Row((op, variant, *(counts[status] for status in ("checked", "failed", "skipped")), *spans)))
         all_counts += counts
-    total = ", ".join(f"{count} {status}" for status, count in all_counts.items()) or "nothing to show"
-    return Table(columns, tuple(lines), tuple(_device_lines(records)), (total,), repeated=1)
+    return Table(columns, tuple(lines), tuple(_device_lines(records)), (status_counts(all_counts.elements()),), repeated=1)
 
 
 def _kind(record: Record) -> tuple[str, ...]:
     return record.op, record.quant, record.dtype, pairs(record.options)
-
-
-def _order(values: Iterable[str]) -> dict[str, int]:
-    """Return the place of every value in order of appearance."""
-    return {value: place for place, value in enumerate(dict.fromkeys(values))}
 
 
 def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:
@@ -434,11 +429,6 @@ def _count(values: Sequence[object]) -> str:
     return counted(len(values), "row")
 
 
-def _groups(records: Iterable[Record]) -> list[list[Record]]:
-    """Return the records case by case, device by device, in order of appearance."""
-    return list(grouped(records, lambda record: (record.device, record.key)).values())
-
-
 def _best(group: Iterable[Record]) -> Record | None:
     whole = [record for record in group if record.role != "part"]
     timed = [(record.time_us, index, record) for index, record in enumerate(whole) if record.time_us is not None]
@@ -460,8 +450,9 @@ def _device_lines(records: Iterable[Record]) -> list[str]:
     return [INTERPRETER_NOTE if device == INTERPRETER else f"device: {device}" for device in devices] or ["no records"]
 
 
-def _counts(records: Sequence[Record]) -> str:
-    return ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in records).items()) or "nothing to show"
+def status_counts(statuses: Iterable[str]) -> str:
+    """Return how often each status occurs: `12 passed, 1 failed`."""
+    return ", ".join(f"{count} {status}" for status, count in Counter(statuses).items()) or "nothing to show"
 
 
 def _status(record: Record) -> str:

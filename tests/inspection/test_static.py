@@ -88,7 +88,7 @@ def test_differences_name_what_changed() -> None:
     assert found == [
         ("_k", "registers", "40", "136"),
         ("_k", "programs", "12", "3"),
-        ("_k", "resident warps", "48", "12"),
+        ("_k", "resident warps", "48/64", "12/64"),
         ("_k", "loads", "128x4 32x2", "128x4"),
         ("_k", "stores", "128x2", "-"),
     ]
