@@ -1,8 +1,7 @@
 """`kerneltune inspect`: show the facts of compiled configs on a machine without a GPU; `gate --static` judges them (`judge`)."""
 
-import fnmatch
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -13,7 +12,6 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.files import swept
 from kerneltune.cli.progress import reporter
-from kerneltune.errors import unknown
 from kerneltune.files import data_root, in_checkout
 from kerneltune.spec import PLUGINS, Op
 from kerneltune.wording import counted, pairs
@@ -21,7 +19,7 @@ from kerneltune.wording import counted, pairs
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
     from kerneltune.run_options import Selection
-    from kerneltune.search.task import Run, Task
+    from kerneltune.search.task import Run
 
 _ALL = "all"
 _GPU = "nvidia_h200"
@@ -221,9 +219,19 @@ def _runs(wanted: "Selection", sizes: list[str], gpu: str, configs: Path | None,
         found = _selected(runs, selection)
         if found and wanted.cases:
             note(f"{place} has no config for {' '.join(wanted.cases)}: default configs")
-    if not found:
-        raise _nothing(runs, selection, place)
-    return found
+    if found:
+        return found
+    for field, names, patterns in (
+        ("variant", [task.variant.name for task, _ in runs], selection.variants),
+        ("dtype", [task.case.dtype for task, _ in runs], selection.dtypes),
+        ("quant", [task.case.quant for task, _ in runs], selection.quants),
+        ("case", [task.case.name for task, _ in runs], selection.cases),
+    ):
+        o.matching(field, patterns if runs else (), names)
+    of = f" of {', '.join(selection.ops)}" if selection.ops else ""
+    raise ValueError(
+        f"nothing to compile: {place} has no config{of}{' of this selection' if runs else ''}: name sizes, like M=4096"
+    )
 
 
 def _sized_runs(op: Op, sizes: list[str], selection: "Selection") -> "list[Run]":
@@ -245,24 +253,6 @@ def _selected(runs: "list[Run]", selection: "Selection") -> "list[Run]":
         if selection.takes_variant(task.variant.name)
         and selection.covers(task.op.name, task.case.name, task.case.dtype, task.case.quant)
     ]
-
-
-def _nothing(runs: "list[Run]", selection: "Selection", place: str) -> ValueError:
-    """Return the error of a selection without configs: it names the first option that leaves none, and the known values."""
-    fields: dict[str, tuple[tuple[str, ...], Callable[[Task], str]]] = {
-        "variant": (selection.variants, lambda task: task.variant.name),
-        "dtype": (selection.dtypes, lambda task: task.case.dtype),
-        "quant": (selection.quants, lambda task: task.case.quant),
-        "case": (selection.cases, lambda task: task.case.name),
-    }
-    tasks = [task for task, _ in runs]
-    for field, (patterns, get) in fields.items():
-        present = dict.fromkeys(map(get, tasks))
-        tasks = [task for task in tasks if not patterns or any(fnmatch.fnmatch(get(task), pattern) for pattern in patterns)]
-        if present and not tasks:
-            return unknown(field, " ".join(patterns), present, f" of the configs in {place}, or sizes, like M=4096")
-    of = f" of {', '.join(selection.ops)}" if selection.ops else ""
-    return ValueError(f"nothing to compile: {place} has no config{of}: name sizes, like M=4096")
 
 
 def _with_config(runs: "list[Run]", field: str, text: str | None) -> "list[Run]":
