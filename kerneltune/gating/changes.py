@@ -17,7 +17,13 @@ _FALSE_ALARM = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Hold the two records of a row and their difference."""
+    """Hold the two records of a row and their difference.
+
+    Attributes:
+        low, high: 95 % interval of the slowdown; `unseen` is a slowdown between processes that the interval may lack.
+        p: p-value of the hypothesis that the new side is not slower.
+        basis: number of processes that the interval comes from; empty for one process a side.
+    """
 
     old: Record
     new: Record
@@ -26,6 +32,7 @@ class Change:
     high: float
     p: float
     basis: str
+    unseen: float = 0.0
 
     @property
     def is_peer(self) -> bool:
