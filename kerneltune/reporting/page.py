@@ -91,14 +91,14 @@ def payload(sources: Sources) -> dict[str, Any]:
         raise ValueError("no records to report")
     default_pair(everything, *sources.pair)
     records, remark = _shown(everything)
-    families = by_family(records)
+    families, whole = by_family(records), by_family(everything)
     pairs_of = family_pairs(families, sources.pair)
     variants = list(dict.fromkeys(record.variant for record in records))
     return {
         "title": ", ".join(families) if len(families) < _FEW else "kerneltune results",
         "facts": _facts(records, sources),
         "remark": remark,
-        "summary": _summary(by_family(everything), sources.pair),
+        "summary": families_table(whole, family_pairs(whole, sources.pair)).page() if len(whole) > 1 else None,
         "own": [(family, table.page()) for family in families for table in sources.own.get(family, ())],
         "families": [
             {"name": family, "a": pairs_of[family][0], "b": pairs_of[family][1], "sides": side_names(members)}
@@ -112,11 +112,6 @@ def payload(sources: Sources) -> dict[str, Any]:
         "cases": [{**case, "family": family} for family, members in families.items() for case in _cases(members)],
         "evidence": _evidence(sources.entries, {record.op for record in records}),
     }
-
-
-def _summary(families: Mapping[str, Sequence[Record]], pair: tuple[str | None, str | None]) -> dict[str, Any] | None:
-    """Return the table of the families; None for a single family."""
-    return families_table(families, family_pairs(families, pair)).page() if len(families) > 1 else None
 
 
 def without_paths(text: str) -> str:

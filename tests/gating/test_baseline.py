@@ -37,7 +37,10 @@ def test_a_file_a_revision_and_a_path_in_it(repository: Path) -> None:
 def test_what_is_neither_is_one_line(repository: Path) -> None:
     for name, text in (
         ("v2", "baseline: 'v2': no such file, and git says: fatal: "),
-        ("v1:r.jsonl", "baseline: 'v1:r.jsonl': r.jsonl: not in v1: commit the records there first, or name a .jsonl file"),
+        (
+            "v1:r.jsonl",
+            "baseline: 'v1:r.jsonl': no such file, and git says: fatal: path 'r.jsonl' does not exist in 'v1': expected a .jsonl",
+        ),
         ("v1:results", "baseline: 'v1:results': no such file, and git says: fatal: "),
         ("--help", "baseline: '--help': expected a .jsonl file, or a git revision that has "),
         (":r.jsonl", "baseline: ':r.jsonl': expected a .jsonl file, or a git revision that has "),
@@ -56,7 +59,8 @@ def test_records_that_a_revision_lacks_are_to_be_committed_first(repository: Pat
     with pytest.raises(ValueError) as caught:
         load_baseline("HEAD", Path("results/new.jsonl"))
     assert str(caught.value) == (
-        "baseline: 'HEAD': results/new.jsonl: not in HEAD: commit the records there first, or name a .jsonl file to compare with"
+        "baseline: 'HEAD': no such file, and git says: fatal: path 'results/new.jsonl' exists on disk, but not in 'HEAD': "
+        "expected a .jsonl file, or a revision in which the records are committed"
     )
 
 
@@ -69,5 +73,5 @@ def test_broken_records_of_a_revision_name_it(repository: Path) -> None:
 
 def test_without_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ValueError, match=r"^baseline: 'v1': no such file, and cannot run git: No such file or directory$"):
+    with pytest.raises(ValueError, match=r"^baseline: 'v1': no such file, and cannot run git: No such file or directory: "):
         load_baseline("v1", Path("results/r.jsonl"))
