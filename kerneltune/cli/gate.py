@@ -121,7 +121,6 @@ def _judged(
     from kerneltune.gating.rows import defaults_of
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
-    from kerneltune.stale import stale_lines
     from kerneltune.sweep import gate_margin
 
     records = load(new)  # first, because git would blame the baseline if the new file is missing
@@ -132,7 +131,11 @@ def _judged(
     if margin is None and len(families) == 1:
         margin = gate_margin(families.pop())
     tolerated = DEFAULT_MARGIN if margin is None else margin
-    stale = [] if allow_stale else [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops(), configs)]
+    stale = []
+    if not allow_stale:
+        from kerneltune.stale import stale_lines  # imports torch
+
+        stale = [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops(), configs)]
     return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)
 
 
