@@ -72,9 +72,8 @@ def _picture(sources: "Sources", a: str | None, b: str | None) -> str:
 
     first, second = a or BEST_PEER, b or "optimized"
     families = {family: paired(members, first, second) for family, members in by_family(sources.records).items()}
-    return speedups(
-        families, first, second, source([row.b for rows in families.values() for row in rows], ("device", "torch", "triton"))
-    )
+    shown = [row.b for rows in families.values() for row in rows]
+    return speedups(families, first, second, source(shown, ("device", "torch", "triton")) if shown else "")
 
 
 def _sources(paths: Sequence[Path], wanted: "Selection", pair: tuple[str | None, str | None], configs: Path | None) -> "Sources":

@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from gate_rows import untimed
 from literal_records import literal
 from typer.testing import CliRunner
 
 from kerneltune.cli import app
 from kerneltune.files import data_root
+from kerneltune.records import append
 from kerneltune.reporting.picture import speedups
 from kerneltune.reporting.tables import Comparison
 
@@ -39,6 +41,9 @@ def test_picture_without_a_speed_up_is_an_error(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert done.stderr.splitlines()[-1].startswith("error: b: 'nothing': expected one of ")
     assert not list(tmp_path.iterdir())
+    append(tmp_path / "skipped.jsonl", [untimed("skipped")])
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "skipped.jsonl"), "--svg", str(tmp_path / "s.svg")])
+    assert (done.exit_code, done.stderr) == (2, "error: no case has a time of both best-peer and optimized: nothing to draw\n")
 
 
 def test_readme_picture_is_of_the_recorded_results(tmp_path: Path) -> None:
