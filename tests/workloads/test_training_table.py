@@ -54,7 +54,7 @@ def test_the_table_as_text() -> None:
         ["some-4096", "tensorwise", "1000", "1200", "500", "2.00x", "2.40x", "80.0"],
         ["rowwise", "1000", "1200", "625", "1.60x", "1.92x"],
     ]
-    assert "cached µs" in lines[-2]
+    assert "cached µs" in " ".join(lines[: lines.index("")])
     assert "all rows: groups zipf" in lines
 
 
