@@ -121,14 +121,16 @@ def _markdown(sources: "Sources", picture: Path | None, folder: Path) -> str:
     """Return the A/B table of every family, the tables of workloads, and a link to the picture."""
     from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.tables import ab_table, family_pairs, paired
+    from kerneltune.table import join_tables
 
-    lines = []
+    tables = []
     families = by_family(sources.records)
     for family, (a, b) in family_pairs(families, sources.pair).items():
         if rows := paired(families[family], a, b):
-            lines += [f"### {family}: {a} (A) against {b} (B)", "", ab_table(rows, a, b).markdown()]
+            tables.append(ab_table(rows, a, b, title=f"{family}: {a} (A) against {b} (B)"))
         for table in sources.own.get(family, ()):
-            lines += [f"### {family}{': ' if table.title else ''}{table.title}", "", replace(table, title="").markdown()]
+            tables.append(replace(table, title=f"{family}{': ' if table.title else ''}{table.title}"))
+    text = join_tables(tables, "markdown", 0)
     if picture is not None:
-        lines.append(f"![speed-up of every family]({Path(os.path.relpath(picture, folder)).as_posix()})")
-    return "\n".join(lines).rstrip() + "\n"
+        text += f"\n![speed-up of every family]({Path(os.path.relpath(picture, folder)).as_posix()})"
+    return text.rstrip() + "\n"

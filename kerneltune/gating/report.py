@@ -90,7 +90,7 @@ def gate_junit(verdict: Verdict) -> str:
             child = ElementTree.SubElement(test, tag, type=row.verdict, message=_xml(f"{row.verdict}: {text}"))
             child.text = _xml(f"case {row.record.case}: {text}")
         if row.verdict != "pass" and (tag is None or tag == "skipped"):
-            said.append(f"{_tag(row)}: {row.record.label} {row.record.variant}: {text}")
+            said.append(f"{'note' if row.note else row.verdict}: {row.record.label} {row.record.variant}: {text}")
     for failure in verdict.failures:
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name=_xml(failure.partition(": ")[0]), time="0")
         ElementTree.SubElement(test, "failure", type="regression", message=_xml(failure)).text = _xml(failure)
@@ -148,10 +148,6 @@ def _folded(variant: str, note: str, rows: Sequence[GateRow]) -> str:
     slowest = max((row.change for row in rows if row.change is not None), key=lambda change: change.slowdown, default=None)
     worst = "" if slowest is None else f"; most: {slowest.slowdown:+.1%} in {slowest.new.label}"
     return f"peer {variant}: {said}{worst}"
-
-
-def _tag(row: GateRow) -> str:
-    return "note" if row.note else row.verdict
 
 
 def _command(level: str, title: str, message: str) -> str:
