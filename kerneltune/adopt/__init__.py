@@ -3,6 +3,7 @@
 Importing this package imports nothing else, because every process of an adopted program imports it.
 """
 
+import importlib
 import sys
 from typing import Any
 
@@ -25,12 +26,6 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: the package has no attribute of this name.
     """
-    if name == "install":
-        from kerneltune.adopt.startup import install
-
-        return install
-    if name == "autotune":
-        from kerneltune.adopt.decorator import autotune
-
-        return autotune
+    if home := {"install": "startup", "autotune": "decorator"}.get(name):
+        return getattr(importlib.import_module(f"{__name__}.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

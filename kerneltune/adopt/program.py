@@ -37,22 +37,17 @@ def is_interpreted() -> bool:
     return bool(knobs.runtime.interpret) if knobs is not None else device.wants_interpreter()
 
 
-def device_slug() -> str:
-    """Return the GPU's name as a folder; `interpreter` where kernels are interpreted or there is no GPU."""
-    torch: Any = sys.modules.get("torch")
-    has_gpu = torch is not None and not is_interpreted() and torch.cuda.is_available()  # torch may be imported later
-    return device.slug(torch.cuda.get_device_name()) if has_gpu else device.INTERPRETER
+def device_slug(is_early: bool = False) -> str:
+    """Return the GPU's name as a folder; `interpreter` where kernels are interpreted or there is no GPU.
 
-
-def early_device_slug() -> str:
-    """Return the GPU's name as a folder without starting CUDA, which a program may not do before it forks; empty if unknown.
-
-    Before CUDA is started, the driver's first GPU stands for the GPU that will be used.
+    is_early: whether CUDA may not be started, because the program may fork later. Until the program starts CUDA, the driver's
+        first GPU stands for the GPU that will be used. The name is empty if the driver knows no GPU.
     """
-    torch: Any = sys.modules.get("torch")
-    if is_interpreted() or (torch is not None and torch.cuda.is_initialized()):
-        return device_slug()
-    return _first_gpu()
+    torch: Any = sys.modules.get("torch")  # torch may be imported later
+    if is_early and not is_interpreted() and (torch is None or not torch.cuda.is_initialized()):
+        return _first_gpu()
+    has_gpu = torch is not None and not is_interpreted() and torch.cuda.is_available()
+    return device.slug(torch.cuda.get_device_name()) if has_gpu else device.INTERPRETER
 
 
 @cache

@@ -156,7 +156,7 @@ class Server:
         is_early: whether the program has launched nothing yet, so that CUDA may not be started.
         """
         with self._lock:
-            device = program.early_device_slug() if is_early else program.device_slug()
+            device = program.device_slug(is_early)
             if device and device != self._read_for:
                 self._table, self._read_for = self._read(device), device
                 if self._table is not None and self._preparing is not None:

@@ -61,7 +61,7 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SizedBench]]:
     with made_up_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", bench)
         monkeypatch.setattr(tuning, "GpuWorker", bench)
-        monkeypatch.setattr(program, "device_slug", lambda: GPU)
+        monkeypatch.setattr(program, "device_slug", lambda *_: GPU)
         yield bench
 
 
@@ -223,7 +223,7 @@ def test_tune_out_of_time_says_which_classes_it_did_not_reach(tmp_path: Path, h2
 
 
 def test_tune_of_another_gpus_capture_says_so(tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "device_slug", lambda: "nvidia_b200")
+    monkeypatch.setattr(program, "device_slug", lambda *_: "nvidia_b200")
     capture_sums(tmp_path, (4, 96))
     outcome = tune_capture(tmp_path, Quiet())
     assert outcome.tuned == []

@@ -237,7 +237,7 @@ def test_tune_of_a_plain_kernel_serves_the_fastest_options(
     with made_up_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", PlainBench)
         monkeypatch.setattr(tuning, "GpuWorker", PlainBench)
-        monkeypatch.setattr(program, "device_slug", lambda: GPU)
+        monkeypatch.setattr(program, "device_slug", lambda *_: GPU)
         captured(folder, module, 64, 96)
         outcome = tune_capture(folder, Quiet())
         assert outcome.skipped == []
@@ -269,7 +269,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with made_up_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", CheckedBench)
         monkeypatch.setattr(tuning, "GpuWorker", CheckedBench)
-        monkeypatch.setattr(program, "device_slug", lambda: GPU)
+        monkeypatch.setattr(program, "device_slug", lambda *_: GPU)
         yield
 
 
