@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Required, TypedDict, cast
 
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value
 from kerneltune.adopt.kernels import PLAIN_MARK, KernelCall, functions_of, jit_of, values_of_module
@@ -36,6 +36,18 @@ _MOST_GROWTH = 2
 """Most elements of a thread under other blocks, over the program's: with more, kernels spill and compile for minutes."""
 _MOST_DOUBLINGS = 2
 """Doublings and halvings by which the blocks of a config differ from the program's, all blocks together."""
+
+
+class StoredConfig(TypedDict, total=False):
+    """Hold a config as JSON; `pre_hook` says whether it has one. Triton's own names of options."""
+
+    kwargs: Required[dict[str, Any]]
+    num_warps: int | None
+    num_stages: int | None
+    num_ctas: int | None
+    maxnreg: int | None
+    ir_override: str | None
+    pre_hook: bool
 
 
 def misnamed(autotuner: Any, keys: Iterable[str] = (), space: Iterable[str] = ()) -> str:
@@ -76,20 +88,16 @@ def config_key(config: Any) -> tuple[Any, ...]:
     return tuple(sorted(config.kwargs.items(), key=lambda item: item[0])), options
 
 
-def encode_config(config: Any) -> dict[str, Any]:
+def encode_config(config: Any) -> StoredConfig:
     """Return a config as JSON; its pre_hook as true or false."""
     options = {name: getattr(config, name, None) for name in CONFIG_OPTIONS}
     kwargs = {name: encode_value(value) for name, value in config.kwargs.items()}
-    return {"kwargs": kwargs, **options, "pre_hook": getattr(config, "pre_hook", None) is not None}
+    return cast(StoredConfig, {"kwargs": kwargs, **options, "pre_hook": getattr(config, "pre_hook", None) is not None})
 
 
 def decode_config(stored: Mapping[str, Any], make: Any, pre_hook: Any = None) -> Any:
     """Return the config of its JSON; `make` is the class triton.Config."""
-    require_values([stored])
     options = {name: stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS if stored.get(name) is not None}
-    for name, value in options.items():
-        if name != "ir_override" and type(value) is not int:
-            raise ValueError(f"config: {name}: {value!r}: expected a whole number")
     return make({name: decode_value(value) for name, value in stored["kwargs"].items()}, **options, pre_hook=pre_hook)
 
 
@@ -109,13 +117,6 @@ def stored_key(stored: Mapping[str, Any]) -> str:
     """Return the identity of an encoded config, equal for any order of its fields and for any pre_hook."""
     options = [stored.get(name, DEFAULTS.get(name)) for name in CONFIG_OPTIONS]
     return json.dumps([sorted(stored["kwargs"].items()), options])
-
-
-def require_values(configs: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError for an encoded config that has no values by name."""
-    for config in configs:
-        if not isinstance(kwargs := config.get("kwargs"), dict):
-            raise ValueError(f"config: kwargs: {kwargs!r}: expected values by name")
 
 
 def config_index(configs: Sequence[Any]) -> dict[str, Any]:

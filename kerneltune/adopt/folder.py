@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kerneltune.adopt.arguments import Argument, views
-from kerneltune.adopt.configs import changed_blocks, require_values, stored_key
+from kerneltune.adopt.configs import StoredConfig, changed_blocks, stored_key
 from kerneltune.adopt.kernels import KernelName
 from kerneltune.files import bad, checked, decode, read_bytes, replace_text
 
@@ -40,14 +40,10 @@ class Candidate:
         problem: error of the grid function; empty without an error.
     """
 
-    config: dict[str, Any]
+    config: StoredConfig
     is_author: bool
     grid: tuple[int, ...] | None
     problem: str = ""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a config without values by name."""
-        require_values([self.config])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +95,7 @@ class LaunchClass:
     argv: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     globals: dict[str, Any] = field(default_factory=dict)
-    choice: dict[str, Any] | None = None
+    choice: StoredConfig | None = None
     problem: str = ""
     is_plain: bool = False
 

@@ -12,7 +12,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from kerneltune.adopt.configs import DEFAULTS, stored_key
+from kerneltune.adopt.configs import DEFAULTS, StoredConfig, stored_key
 from kerneltune.adopt.folder import CLASSES, Candidate, LaunchClass
 from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.files import replace_text
@@ -214,12 +214,12 @@ def candidate_of(config: Config, launch: LaunchClass) -> Candidate:
     return candidate
 
 
-def author_choice(launch: LaunchClass) -> dict[str, Any]:
+def author_choice(launch: LaunchClass) -> StoredConfig:
     """Return the author's choice if the program tuned the kernel, else the author's first config; as JSON."""
     return launch.choice or first_config(launch)
 
 
-def first_config(launch: LaunchClass) -> dict[str, Any]:
+def first_config(launch: LaunchClass) -> StoredConfig:
     """Return the author's first config that can be launched, as JSON."""
     if not (candidates := offered(launch, False)):
         reason = next((one.problem for one in launch.candidates if one.problem), "the launch has no grid")

@@ -9,11 +9,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from kerneltune.adopt.configs import require_values
+from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import FORMAT, read_json
 from kerneltune.files import read_bytes, replace_text
 from kerneltune.nearness import log2_distance
@@ -32,12 +32,8 @@ class ServingRow:
     """
 
     sizes: dict[str, int]
-    configs: tuple[dict[str, Any], ...]
+    configs: tuple[StoredConfig, ...]
     evidence: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a config without values by name."""
-        require_values(self.configs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +46,7 @@ class Group:
     key: list[Any]
     dtypes: list[str]
     split: tuple[str, ...]
-    rows: tuple[ServingRow, ...]
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a group that serves nothing."""
-        if not self.rows:
-            raise ValueError("rows: none")
+    rows: Annotated[tuple[ServingRow, ...], msgspec.Meta(min_length=1)]
 
 
 class RowFinder:
@@ -98,12 +89,8 @@ class TableKernel:
     package: str
     keys: tuple[str, ...]
     groups: tuple[Group, ...]
-    portfolio: tuple[dict[str, Any], ...]
+    portfolio: tuple[StoredConfig, ...]
     is_plain: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a config without values by name."""
-        require_values(self.portfolio)
 
     def finder(self, key: Sequence[Any], dtypes: Sequence[str]) -> RowFinder:
         """Return the finder of the rows for an author's key and element types; without rows where the table has none."""

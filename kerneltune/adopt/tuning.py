@@ -13,7 +13,7 @@ from typing import Any
 
 from kerneltune import cache, device, sweep
 from kerneltune.adopt import ahead
-from kerneltune.adopt.configs import stored_key
+from kerneltune.adopt.configs import StoredConfig, stored_key
 from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, write_blocks
 from kerneltune.adopt.operators import (
     TUNED,
@@ -73,7 +73,7 @@ class TunedClass:
     evidence: dict[str, Any]
     cost_us: float
 
-    def stored(self, key: str) -> dict[str, Any]:
+    def stored(self, key: str) -> StoredConfig:
         """Return a config as JSON."""
         return candidate_of(self.configs[key], self.launch).config
 
@@ -393,7 +393,7 @@ def _row(one: TunedClass, chosen: str, gain: float | None = None) -> ServingRow:
     return ServingRow(one.launch.sizes, tuple(map(one.stored, configs)), evidence)
 
 
-def portfolio_of(classes: Sequence[TunedClass]) -> list[dict[str, Any]]:
+def portfolio_of(classes: Sequence[TunedClass]) -> list[StoredConfig]:
     """Return the fewest configs, as JSON, with which every class is within 3 % of its best; first the best config for all."""
     stored = {key: one.stored(key) for one in classes for key in one.times}
     losses = [(one.cost_us or 1.0, one.losses) for one in classes]

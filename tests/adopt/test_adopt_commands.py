@@ -58,7 +58,7 @@ def test_list_of_a_folder_that_is_no_capture_says_so(tmp_path: Path) -> None:
     [
         ({"format": 9}, "format: 9: expected 1"),
         ({"arguments": 3}, "arguments: 3: expected array"),
-        ({"candidates": [{"config": {}, "grid": None, "is_author": True}]}, "candidates[0]: "),
+        ({"candidates": [{"config": {}, "grid": None, "is_author": True}]}, "candidates[0].config.kwargs: missing"),
         ({"digest": "x"}, "digest: 'x': expected"),
     ],
 )

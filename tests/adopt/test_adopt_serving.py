@@ -233,8 +233,8 @@ def test_serving_a_changed_table_is_refused(tmp_path: Path, caplog: pytest.LogCa
     [
         ({"format": 2}, "format: 2: expected 1"),
         ({"kernels": [{"module": 3}]}, "kernels[0].module: 3: expected str"),
-        ({"groups": [{"key": [], "dtypes": [], "split": [], "rows": []}]}, "rows: none"),
-        ({"portfolio": [{"num_warps": 4}]}, "config: kwargs: None: expected values by name"),
+        ({"groups": [{"key": [], "dtypes": [], "split": [], "rows": []}]}, "kernels[0].groups[0].rows: []: expected"),
+        ({"portfolio": [{"num_warps": 4}]}, "kernels[0].portfolio[0].kwargs: missing"),
     ],
 )
 def test_table_that_is_damaged_though_its_manifest_names_it_is_one_line(
