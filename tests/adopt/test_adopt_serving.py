@@ -294,6 +294,7 @@ def test_serving_a_config_that_cannot_launch_falls_to_the_next_loudly(
     expected = [(one["kwargs"]["BLOCK"], one["num_warps"]) for one in order[:3]]
     assert launched == [*expected, expected[2]]
     assert caplog.text.count("fails here (OutOfResources: shared memory): falling back to") == 2
+    assert startup.server().counters.by_name()["served two_kernels.row_sum"] == 2  # failed tries are no launches
 
 
 @pytest.mark.usefixtures("untimed")

@@ -196,10 +196,11 @@ def test_served_options_that_fail_give_way_to_the_programs(
 ) -> None:
     launches = captured(tmp_path / "cap", module, 64)
     given.clear()
-    serve(tmp_path / "cap", launches, 1)
+    server = serve(tmp_path / "cap", launches, 1)
     for _ in range(2):
         assert launch(module, 64).tolist() == [2.0 * n for n in range(64)]
     assert [one.get("num_warps") for one in given] == [1, None, None]
+    assert server.counters.by_name()["served of_plain_kernels.doubled"] == 2
     assert caplog.text.count("config num_warps=1 fails here (OutOfResources: registers): falling back to defaults") == 1
 
 
