@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 from kerneltune.adopt import arguments
 from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_tensor, is_whole, parts
@@ -27,6 +28,8 @@ FACTORY = "<locals>"
 """Part of the qualified name of a kernel that a function made."""
 PLAIN_MARK = "kerneltune_plain"
 """Attribute of an autotuner that describes a kernel without an autotuner."""
+SERVING_STATE, KNOWN_CLASSES = "kerneltune_state", "_kerneltune_classes"
+"""Attributes of autotuners: the state of a Server, and the classes of a Recorder by list of configs."""
 _TWIN_OF = "_kerneltune_twin_of"
 """Attribute of a copy of an autotuner: the autotuner that a module holds."""
 _MOST_LAYERS, _MOST_HELPER_LAYERS = 16, 4
@@ -35,6 +38,9 @@ _MOST_KEYS, _MOST_PLANS, _MOST_LISTS = 4096, 32, 64
 """Most keys of a plan, most plans of a kernel, most lists of configs of an autotuner that are remembered."""
 _OTHER_KIND = (LookupError, AttributeError, TypeError)
 """Errors of a plan's keys for launches with other names or types of arguments."""
+
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +192,18 @@ def compiled_and_launched() -> set[Any]:
     return {each.fn for each in jits if getattr(each, "device_caches", None)}
 
 
+holders: WeakSet[Any] = WeakSet()
+"""Autotuners that hold a value of this package. `gc.get_objects` may not find them: a program may call `gc.freeze`."""
+
+
+def hold(autotuner: Any, name: str, value: V) -> V:
+    """Let an autotuner hold a value as an attribute until `startup.uninstall`, and return the value."""
+    setattr(autotuner, name, value)
+    with suppress(TypeError):  # a subclass of the program may have no hash
+        holders.add(autotuner)
+    return value
+
+
 def launch_config(autotuner: Any, config: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Launch an autotuner's kernel with a config, after the config's pre_hook, as the autotuner does."""
     given = {**kwargs, **config.all_kwargs()}
@@ -326,9 +344,6 @@ class KernelCall:
         """Yield the kernel's arguments by name, items of tuples with tensors each, tensors in place of their descriptors."""
         for name, value in (part for item in self.named.items() for part in parts(*item)):
             yield name, value.base if is_descriptor(value) else value
-
-
-V = TypeVar("V")
 
 
 @dataclass(slots=True)

@@ -156,7 +156,9 @@ class Recorder:
     def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
         """Return the class of a launch; the first launch of a class records it."""
         try:
-            lists: dict[Any, LaunchKeys[KnownLaunches]] = autotuner.__dict__.setdefault("_kerneltune_classes", {})
+            lists: dict[Any, LaunchKeys[KnownLaunches]] | None = autotuner.__dict__.get(kernels.KNOWN_CLASSES)
+            if lists is None:
+                lists = kernels.hold(autotuner, kernels.KNOWN_CLASSES, {})
             keys = of_list(lists, autotuner.configs, LaunchKeys)
             launches = keys.find(args, kwargs)
             if launches is None:

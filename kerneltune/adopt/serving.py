@@ -254,13 +254,13 @@ class Server:
     def attach(self, autotuner: Any, is_early: bool = False) -> ServingState:
         """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
         with self._lock:
-            state: ServingState | None = autotuner.__dict__.get("kerneltune_state")
+            state: ServingState | None = autotuner.__dict__.get(kernels.SERVING_STATE)
             if state is None:
                 state = self._new_state(autotuner, is_early)
                 if state.kernel is not None and state.kernel.portfolio and self.portfolio:
                     shown = self._live(state, state.kernel.portfolio[: self.portfolio])
                     autotuner.configs = state.shown = shown or state.configs
-                autotuner.kerneltune_state = state
+                kernels.hold(autotuner, kernels.SERVING_STATE, state)
             return state
 
     def _counters_of(self, kernel: Any) -> tuple[int, ...]:

@@ -214,12 +214,14 @@ def uninstall() -> None:
         for method in ("run", "__init__") if owner is not None else ():
             present = getattr(owner, method)
             setattr(owner, method, getattr(present, _MARK, present))
-    if (autotuning := sys.modules.get(TARGET)) is not None:
-        for autotuner in _autotuners(autotuning):
-            state = autotuner.__dict__.pop("kerneltune_state", None)
-            if state is not None and autotuner.configs is state.shown:
-                autotuner.configs = state.configs
-            autotuner.__dict__.pop("_kerneltune_classes", None)
+    from kerneltune.adopt import kernels
+
+    for autotuner in kernels.holders:
+        state = autotuner.__dict__.pop(kernels.SERVING_STATE, None)
+        if state is not None and autotuner.configs is state.shown:
+            autotuner.configs = state.configs
+        autotuner.__dict__.pop(kernels.KNOWN_CLASSES, None)
+    kernels.holders.clear()
     _installed.clear()
 
 
