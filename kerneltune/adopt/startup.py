@@ -172,15 +172,11 @@ def install(
         _installed["server"] = server
         has_plain = any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
         _patch(autotuning, server, (INTERPRETER, COMPILER) if has_plain else ())  # a launch of any kernel costs a look-up
-        for made in _autotuners(autotuning):
-            server.made(made)  # decorated before: torch.compile is to see their portfolios, too
+        for each in gc.get_objects():  # decorated before: torch.compile is to see their portfolios, too
+            if issubclass(type(each), autotuning.Autotuner):  # by type, because `__class__` may run the object's code
+                server.made(each)
 
     when_imported(TARGET, begin)
-
-
-def _autotuners(autotuning: ModuleType) -> list[Any]:
-    """Return every autotuner of this process; by `type`, because `__class__` of an object may run the object's code."""
-    return [each for each in gc.get_objects() if issubclass(type(each), autotuning.Autotuner)]
 
 
 def _prepared(root: Path, autotuning: ModuleType) -> Any:
