@@ -26,12 +26,14 @@ FILES = {
     "site/layered/ops/inner/kernels.py": HEAD
     + "from ...constants import STEP\n"
     + KERNEL.format(name="of_package", added="STEP"),
-    "program.py": "import torch\n"
+    "project/lib/__init__.py": "",
+    "project/lib/beside.py": HEAD + KERNEL.format(name="of_neighbour", added="8"),
+    "project/program.py": "import torch\n"
     + HEAD
-    + "from alone import of_module\nfrom layered.ops.inner.kernels import of_package\n"
+    + "from alone import of_module\nfrom layered.ops.inner.kernels import of_package\nfrom lib.beside import of_neighbour\n"
     + KERNEL.format(name="of_script", added="4")
     + "x = torch.zeros(40)\n"
-    + "for kernel in (of_module, of_package, of_script):\n"
+    + "for kernel in (of_module, of_neighbour, of_package, of_script):\n"
     + "    kernel[lambda meta: (triton.cdiv(40, meta['BLOCK']),)](x, 40, tl.float32)\n"
     + "print(x.sum().item())\n",
 }
@@ -42,14 +44,14 @@ assert not {"torch", "triton"} & sys.modules.keys()
 from kerneltune.adopt.operators import *
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.tuning import why_untunable
-from kerneltune.adopt.replay import make_replay
+from kerneltune.adopt.replay import live_kernel, make_replay
 assert "triton" not in sys.modules
 root = Path(sys.argv[1])
 for launch in sorted(read_capture(root).classes, key=lambda one: one.kernel.name):
     if sys.argv[2:] and launch.kernel.name not in sys.argv[2:]:
         continue
     make_replay(launch, root / "classes" / launch.digest, "cpu", 0)
-    print(launch.kernel.name, why_untunable(launch) or "found")
+    print(launch.kernel.name, why_untunable(launch) or "found in " + live_kernel(launch).base_fn.__module__)
 """
 
 
@@ -63,15 +65,15 @@ def start(folder: Path, *command: str, interpret: str | None) -> subprocess.Comp
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a program, the packages that it imports, and a capture of it in `captured`."""
+    """Return a folder with a program in `project`, the packages that it imports, and a capture of it in `captured`."""
     found = tmp_path_factory.mktemp("program")
     for name, text in FILES.items():
         (found / name).parent.mkdir(parents=True, exist_ok=True)
         (found / name).write_text(text)
     done = start(
-        found, "-m", "kerneltune", "capture", "--out", "captured", "--", sys.executable, "program.py", interpret=None
+        found, "-m", "kerneltune", "capture", "--out", "captured", "--", sys.executable, "project/program.py", interpret=None
     )  # fmt: skip
-    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "280.0"), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "600.0"), done.stderr
     return found
 
 
@@ -79,13 +81,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_kernels_of_a_capture_are_found_in_a_fresh_process(folder: Path, interpret: str | None) -> None:
     done = start(folder, "-c", LOAD, "captured", interpret=interpret)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["of_module found", "of_package found", "of_script found"]
+    assert done.stdout.splitlines() == [
+        "of_module found in alone",
+        "of_neighbour found in lib.beside",
+        "of_package found in layered.ops.inner.kernels",
+        "of_script found in __mp_main__",
+    ]
 
 
 def test_sweep_of_a_capture_checks_every_kernel_in_a_fresh_process(folder: Path) -> None:
     done = start(folder, "-m", "kerneltune", "sweep", "captured", "--check-only", "--results", "records", interpret=None)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [name for name in ("of_module", "of_package", "of_script") if name not in done.stdout] == []
+    assert [name for name in ("of_module", "of_neighbour", "of_package", "of_script") if name not in done.stdout] == []
 
 
 def test_module_that_no_longer_needs_triton_is_named_in_a_fresh_process(folder: Path, tmp_path: Path) -> None:

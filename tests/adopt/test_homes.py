@@ -2,15 +2,12 @@
 
 import dataclasses
 import importlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from adopted import ROOT
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import LaunchClass
@@ -198,26 +195,3 @@ def test_launch_whose_pruning_asks_for_a_gpu_runs_with_all_configs(
     (launch,) = captured(tmp_path / "cap", write("of_pruning", HEAD + prune + "K = 1" + KERNEL + tuned).added)
     assert [one.config["kwargs"]["BLOCK"] for one in launch.candidates if one.is_author] == [32, 64]
     assert "of_pruning.added: pruning fails without a GPU (RuntimeError: 0 active drivers): no config is pruned" in caplog.text
-
-
-def test_kernel_of_a_module_beside_a_program_in_another_folder_is_found_from_anywhere(tmp_path: Path) -> None:
-    folder = tmp_path / "project" / "sub"
-    (folder / "lib").mkdir(parents=True)
-    (folder / "lib" / "__init__.py").write_text("")
-    (folder / "lib" / "kern.py").write_text(f"{HEAD}K = 1\n{KERNEL}{TUNED}")
-    (folder / "train.py").write_text("import torch\nfrom lib.kern import added\nadded[(1,)](torch.zeros(8), 8, 1.0)\n")
-    capture = tmp_path / "cap"
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    code = "from kerneltune.cli import main; main()"
-    program = [sys.executable, "-c", code, "capture", "--out", str(capture), "--", sys.executable, "sub/train.py"]
-    done = subprocess.run(program, cwd=folder.parent, env=environment, capture_output=True, text=True, check=True)
-    assert "lib.kern" in done.stderr or "added" in done.stderr
-    code = (
-        "import sys; from pathlib import Path; from kerneltune.adopt.overview import read_capture;"
-        "from kerneltune.adopt.replay import live_kernel;"
-        "print(live_kernel(read_capture(Path(sys.argv[1])).classes[0]).base_fn.__module__)"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", code, str(capture)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
-    assert found.stdout == "lib.kern\n", found.stderr
