@@ -20,18 +20,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kerneltune import device
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.rows import pool
 from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowKey, RowVerdict, confirm
 from kerneltune.measuring.compare import SELF, contender, input_sets, obstacle, time_contenders
 from kerneltune.measuring.measured import make_record, noise_floor, timing
 from kerneltune.measuring.rounds import POLICIES, Contender
+from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.records import Record, append, parse
-from kerneltune.run_options import Options, Selection, load_plan, require_gpu
 from kerneltune.search.task import Task
 from kerneltune.spec import Config
 from kerneltune.table import Column, Row, Table
-from kerneltune.tune.candidates import config_for
 
 DELAYS = (0.02, 0.05, 0.10)
 DELAYED_PART = 10
@@ -228,12 +228,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{nth + 1} of {options.processes} processes")
         return
     ops = load_ops()
-    require_gpu("measure")
+    device.require_gpu("measure")
     selection = Selection(options.family, ops=tuple(options.op), variants=tuple(options.variant))
     plan = load_plan(ops, selection, Options(peers=False))
     for entry in plan.cases():
         for task in plan.tasks(entry.op, entry.case):
-            for delay, record in measure_task(plan.family, task, config_for(task, None), DELAYS).items():
+            for delay, record in measure_task(plan.family, task, task.config_of_call(None), DELAYS).items():
                 append(options.folder / f"planted_{delay}.jsonl", [record])
 
 

@@ -6,13 +6,13 @@ This module names no operator and prints nothing: a `Progress` shows its stages 
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from kerneltune import device, records
-from kerneltune.files import replace_text
+from kerneltune.files import read_bytes, replace_text
 from kerneltune.measuring.check import LAUNCH_FAILURE, Outcome, check_only
 from kerneltune.measuring.compare import ceiling_task
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job, refusals
@@ -30,13 +30,13 @@ from kerneltune.measuring.jobs import (
 )
 from kerneltune.measuring.measured import checked_record
 from kerneltune.measuring.pairs import configs_by_case, covering
+from kerneltune.plan import Plan
+from kerneltune.progress import Progress
 from kerneltune.records import Key, Record, key_of_case
 from kerneltune.reporting import tables
-from kerneltune.run_options import Plan, Progress, finished_rows, journalled, require_gpu, results_folder
-from kerneltune.search.task import Run, Task
+from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import SweepCase
-from kerneltune.tune.candidates import config_for
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 from kerneltune.wording import counted, pairs
 
@@ -79,7 +79,7 @@ def run_sweep(plan: Plan, progress: Progress, first_table: FirstTable | None = N
         first_table: gets the records of ten headline cases, measured before all other cases, with present configs and without
             variants that compile for seconds; not called when an interrupted run continues.
     """
-    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
+    with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
         campaign = _Campaign(plan, progress, worker)
         if plan.options.check_only or not device.current().is_gpu:
             return campaign.check_alone()
@@ -104,9 +104,9 @@ def mutate_outputs(plan: Plan) -> list[Outcome]:
 
 def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[Key] | None = None) -> list[Record]:
     """Measure the selected variants, interleaved, on the selected bench cases; `keys`, if given, restricts the cases further."""
-    require_gpu(command)
+    device.require_gpu(command)
     entries = [entry for entry in plan.cases() if keys is None or plan.key(entry) in keys]
-    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
+    with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
         return _Campaign(plan, progress, worker).measure(entries, None)
 
 
@@ -119,7 +119,7 @@ def measure_again(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress:
     """
     measured: list[Record] = []
     done, total = 0, sum(len(entries) for _, entries in batches)
-    with GpuWorker(trial_timeout_s=_CHECK_TIMEOUT_S) as worker:
+    with GpuWorker(config_timeout_s=_CHECK_TIMEOUT_S) as worker:
         for plan, entries in batches:
             if time.monotonic() >= until:
                 break
@@ -142,7 +142,7 @@ def _to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = False
         further = {v.name: _covering_configs(plan.ops[op], v, cases) if is_gpu else {} for v in wanted}
         for case in cases:
             tasks = [Task(plan.ops[op], case, variant, _CHECK_POLICY) for variant in wanted]
-            runs = [(task, config) for task in tasks for config in (task.default, *further[task.variant.name].get(case, ()))]
+            runs = [Run(task, config) for task in tasks for config in (task.default, *further[task.variant.name].get(case, ()))]
             work += [runs] if runs else []
     return work
 
@@ -264,7 +264,7 @@ class _Campaign:
         coverage = []
         for job, outcome in [(one, outcome) for one in further for outcome in done[one]]:
             if outcome.status == "failed":
-                run = replace(job.task, case=outcome.case or job.task.case), outcome.config
+                run = Run(replace(job.task, case=outcome.case or job.task.case), outcome.config)
                 checked.append(checked_record(family, run, outcome))
             else:
                 coverage.append(outcome.reason)
@@ -280,8 +280,8 @@ class _Campaign:
         operators are left out, as its tests compile all of their configs.
         """
         largest: dict[tuple[str, str, str], Run] = {}
-        for run in sorted((run for runs in work for run in runs), key=lambda run: run[0].op.traffic(run[0].case).total):
-            task = run[0]
+        for run in sorted((run for runs in work for run in runs), key=lambda run: run.task.op.traffic(run.task.case).total):
+            task = run.task
             is_shipped = task.op.module.startswith("kerneltune.") and not task.op.origin
             if not is_shipped and not task.variant.unsupported(task.case):
                 largest[task.op.name, task.variant.name, task.case.quant] = run
@@ -331,10 +331,10 @@ class _Campaign:
         self, entries: Sequence[SweepCase], journal: Path | None, stage: str = "measure", without: Collection[str] = ()
     ) -> list[Record]:
         """Measure every case beside its peers, `without` some variants; a case that the journal has is not measured again."""
-        runs_of = [[run for run in self._runs(entry) if run[0].variant.name not in without] for entry in entries]
+        runs_of = [[run for run in self._runs(entry) if run.task.variant.name not in without] for entry in entries]
         known = _known_rows(list(filter(None, runs_of)), journal)
         lacking = [runs for runs, rows in known if rows is None]
-        ceilings = [self._ceiling(runs[0]) for runs in lacking]
+        ceilings = [self._ceiling(runs[0].task) for runs in lacking]
         to_compile = [*lacking, *([run] for run in ceilings if run is not None)]
         if sum(config is not None for runs in to_compile for _, config in runs) >= _WORTH_A_POOL:
             self._compile(to_compile, "measure")
@@ -358,28 +358,27 @@ class _Campaign:
     def _runs(self, entry: SweepCase) -> Runs:
         """Pair the variants of a case with their configs; a variant that the selection names twice is paired twice."""
         named = self.plan.selection.variants
-        runs = [(task, config_for(task, self.plan.options.configs)) for task in self.plan.tasks(entry.op, entry.case)]
-        return [run for run in runs for _ in range(max(1, named.count(run[0].variant.name)))]
+        runs = [Run(task, task.config_of_call(self.plan.options.configs)) for task in self.plan.tasks(entry.op, entry.case)]
+        return [run for run in runs for _ in range(max(1, named.count(run.task.variant.name)))]
 
-    def _ceiling(self, run: Run) -> Run | None:
-        """Return the streaming operator that is the upper bound of a run's bandwidth, and its config."""
-        task = run[0]
+    def _ceiling(self, task: Task) -> Run | None:
+        """Return the streaming operator that is the upper bound of a task's bandwidth, and its config."""
         ceiling = ceiling_task(self.plan.ops, task.op, task.case, task.policy)
-        return None if ceiling is None else (ceiling, config_for(ceiling, self.plan.options.configs))
+        return None if ceiling is None else Run(ceiling, ceiling.config_of_call(self.plan.options.configs))
 
     def _compile(self, work: Sequence[Runs], purpose: str) -> None:
         """Compile the runs that have a config on all cores, before they are checked or measured."""
         target = TARGETS.get(device.current().arch)
         if target is not None:
             self.progress.stage("compile", 1)
-            ours = [[run for run in runs if run[1] is not None] for runs in work]
+            ours = [[run for run in runs if run.config is not None] for runs in work]
             compile_ahead(ours, target, self.plan.options.workers)
             self.progress.advance(f"the configs to {purpose}")
 
     def write(self, measured: Sequence[Record]) -> list[Path]:
         """Add the journal's rows and `measured` to the records of the family, and write the family's tables."""
         plan = self.plan
-        rows, markdown, csv = (results_folder(plan.options) / f"{plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
+        rows, markdown, csv = (plan.options.records_folder / f"{plan.family}{suffix}" for suffix in (".jsonl", ".md", ".csv"))
         records.merge(rows, [*journalled(plan.journal("journal")), *measured])
         table = tables.sweep_table(records.load(rows))
         replace_text(markdown, table.markdown())
@@ -391,6 +390,31 @@ def _known_rows(work: Sequence[Runs], journal: Path | None) -> list[tuple[Runs, 
     """Pair the runs of each case with their rows of an interrupted run; None for a case to be done."""
     done = records.grouped(journalled(journal) if journal else (), lambda record: (record.key, record.variant))
     return [(runs, finished_rows(done, runs)) for runs in work]
+
+
+def journalled(journal: Path) -> list[Record]:
+    """Load the rows of a journal, except a line that was being written; an empty list without a file."""
+    if not journal.exists():
+        return []
+    whole, end, _cut = read_bytes(journal).rpartition(b"\n")
+    return records.parse((whole + end).splitlines(keepends=True), str(journal), is_journal=True)
+
+
+def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Runs) -> list[Record] | None:
+    """Return the rows of a case from an interrupted run, if it has all rows for this environment and these configs; else None.
+
+    Failed rows do not count: a row that failed in an interrupted run is measured again.
+    """
+    gpu = device.current()
+    here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}
+    finished = []
+    for task, config in runs:
+        key = key_of_case(task.op.name, task.case, task.policy)
+        wanted = {**here, "source_hash": task.variant.source_hash, "config": config_values(config)}
+        kept = (row for row in done.get((key, task.variant.name), ()) if row.status != "failed")
+        rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
+        finished += rows[-1:]
+    return finished if len(finished) == len(runs) else None
 
 
 def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> list[CompileResult]:

@@ -101,6 +101,12 @@ def select_backend() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+def require_gpu(command: str) -> None:
+    """Raise ValueError where `command` has no GPU to run on."""
+    if not current().is_gpu:
+        raise ValueError(f"{command} needs a GPU: in the interpreter nothing can be timed")
+
+
 @cache
 def current() -> Device:
     """Return the device that kernels run on now: the interpreter if TRITON_INTERPRET is set or no GPU is visible."""

@@ -17,12 +17,13 @@ from kerneltune import cache, records, sweep
 from kerneltune.cache import CacheEntry
 from kerneltune.campaign import measure_again
 from kerneltune.device import arch_of, slug
+from kerneltune.plan import Options, Plan, Selection
+from kerneltune.progress import Progress
 from kerneltune.records import Key, Record, grouped
-from kerneltune.run_options import Options, Plan, Progress, Selection
 from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case, Op
 from kerneltune.sweep import SweepCase
-from kerneltune.tune.candidates import changed, config_for
+from kerneltune.tune.provenance import changed
 from kerneltune.tune.renew import Renewal, StaleConfig, renew
 from kerneltune.wording import counted, pairs
 
@@ -183,7 +184,7 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     is_known = bool(arch_of(gpu)) or cache.path_of(task.op.name, gpu, configs).exists()
     if row.status != "passed" or task.variant.config is None or not is_known:
         return None
-    then, now = row.config or {}, config_values(config_for(task, configs, gpu)) or {}
+    then, now = row.config or {}, config_values(task.config_of_call(configs, gpu)) or {}
     names = [name for name in then | now if (name in then, then.get(name)) != (name in now, now.get(name))]
     if not names:
         return None
@@ -245,9 +246,9 @@ def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:
     dates = sorted({datetime.fromisoformat(row.date) for row in recorded})
     gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(dates)]
     of_one_run = [gap for gap in gaps if gap <= _LONGEST_GAP_S]
-    return (
-        sum(of_one_run) / len({row.key for row in recorded}) if of_one_run else _EAGER_CASE_S if "eager" in policies else _CASE_S
-    )
+    if of_one_run:
+        return sum(of_one_run) / len({row.key for row in recorded})
+    return _EAGER_CASE_S if "eager" in policies else _CASE_S
 
 
 @dataclass(frozen=True, slots=True)

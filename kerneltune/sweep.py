@@ -116,12 +116,12 @@ def family_name(family: str) -> str:
 
 def gate_margin(family: str) -> float | None:
     """Return `gate.margin` of a family's sweep file: `FAMILY.yaml` here, else as `find` finds it; None without file or margin."""
-    paths = [folder / f"{family}.yaml" for folder in (Path(), *_folders(None))] if _FAMILY.fullmatch(family) else []
-    for path in paths:
-        if path.is_file():
-            reader = _Reader(path, {}, 0)
-            return reader.gate(reader.mapping(_composed(path), "file").get("gate")).get("margin")
-    return None
+    try:
+        path = find(f"{family}.yaml" if Path(f"{family}.yaml").is_file() else family)
+    except ValueError:  # records of another package, whose sweep file is not here
+        return None
+    reader = _Reader(path, {}, 0)
+    return reader.gate(reader.mapping(_composed(path), "file").get("gate")).get("margin")
 
 
 def find(family: str, root: Path | None = None) -> Path:

@@ -17,7 +17,7 @@ import torch
 if TYPE_CHECKING:
     from made_up import Setting
 
-    from kerneltune.run_options import Options
+    from kerneltune.plan import Options
 
 HAS_GPU = torch.cuda.is_available()
 
@@ -170,6 +170,6 @@ def setting(forgotten_configs: None, tmp_path: Path) -> "Setting":
 @pytest.fixture
 def options(tmp_path: Path) -> "Options":
     """Let commands write their results and configs into folders of this test."""
-    from kerneltune.run_options import Options
+    from kerneltune.plan import Options
 
     return Options(results=tmp_path / "results", configs=tmp_path / "configs")

@@ -17,11 +17,12 @@ from versus_jobs import H200, OP, VARIANT, Bench, Knobs, Pool
 
 from kerneltune import device
 from kerneltune.device import Device
-from kerneltune.run_options import Options, Quiet
+from kerneltune.plan import Options
+from kerneltune.progress import Progress
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
-from kerneltune.tune import session, tune_run
+from kerneltune.tune import session
 from kerneltune.tune.fleet import Fleet, GpuTuner
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
@@ -32,7 +33,7 @@ WORKS = [Task(OP, Case(f"m{size}", (("M", size),), "bfloat16"), VARIANT) for siz
 class LoggedBench(Bench):
     """Writes down what it is asked for; takes its whole process along where it is told to."""
 
-    def trial(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
+    def measure(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         """Ten milliseconds of work; a case's best config may be the last that a process evaluates."""
         time.sleep(0.01)
         deadly = Path(os.environ[DIE]) / task.case.name
@@ -43,7 +44,7 @@ class LoggedBench(Bench):
             os._exit(9)
         with open(os.environ[LOG], "a") as file:
             file.write(f"{task.case.name} {config.block} {config.warps} {os.getpid()}\n")
-        return super().trial(task, config, best_us, samples)
+        return super().measure(task, config, best_us, samples)
 
 
 def made_up(cores: frozenset[int] | None, options: Options) -> GpuTuner:
@@ -53,7 +54,7 @@ def made_up(cores: frozenset[int] | None, options: Options) -> GpuTuner:
     setattr(device, "current", lambda: gpu)  # noqa: B010
     setattr(session, "CompilePool", Pool)  # noqa: B010
     setattr(session, "GpuWorker", LoggedBench)  # noqa: B010
-    setattr(tune_run, "obstacle", lambda *_: None)  # noqa: B010
+    setattr(session, "obstacle", lambda *_: None)  # noqa: B010
     return GpuTuner(None, options)
 
 
@@ -69,7 +70,7 @@ def main(folder: Path) -> None:
     setattr(device, "current", lambda: H200)  # noqa: B010
     options = Options(results=folder / "results", configs=folder / "configs", search=Search())
     (folder / "began").touch()
-    Fleet(["0", "1"], options, Quiet(), made_up).run(WORKS)
+    Fleet(["0", "1"], options, Progress(), made_up).run(WORKS)
 
 
 if __name__ == "__main__":

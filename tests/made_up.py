@@ -97,7 +97,7 @@ class NoBench:
     def prepare(self, *_args: Any) -> None:
         pass
 
-    def trial(self, *_args: Any) -> Evaluation:
+    def measure(self, *_args: Any) -> Evaluation:
         raise AssertionError
 
     def time_interleaved(self, *_args: Any) -> Any:

@@ -27,7 +27,7 @@ class Bench(versus_jobs.Bench):
 
     crashed: Callable[[Any], bool] = staticmethod(lambda _config: False)
 
-    def trial(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
+    def measure(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         if Bench.crashed(config):
             return Evaluation("crashed", detail="took longer than 60 s")
         return Evaluation("passed", time_us(config))
@@ -42,7 +42,7 @@ def stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(device, "current", lambda: H200)
     monkeypatch.setattr("kerneltune.tune.session.CompilePool", Pool)
     monkeypatch.setattr("kerneltune.tune.session.GpuWorker", Bench)
-    monkeypatch.setattr("kerneltune.tune.tune_run.obstacle", lambda *_: None)
+    monkeypatch.setattr("kerneltune.tune.session.obstacle", lambda *_: None)
     cache.clear()
     yield
     cache.clear()

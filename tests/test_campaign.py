@@ -20,8 +20,9 @@ from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.device import INTERPRETER
 from kerneltune.measuring import check, jobs
 from kerneltune.measuring.check import Checker, Outcome
+from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.run_options import Options, Quiet, Selection, load_plan, results_folder
 from kerneltune.spec import Case, Variant
 from kerneltune.tune.run import run_tune
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens 
 OPS = ops.load()
 
 
-class Spoken(Quiet):
+class Spoken(Progress):
     """Remembers what it was told."""
 
     def __init__(self) -> None:
@@ -54,7 +55,7 @@ def stream_sweep(tmp_path: Path) -> Selection:
 
 
 def run(selection: Selection, options: Options) -> list[Record]:
-    return run_sweep(load_plan(OPS, selection, options), Quiet()).records
+    return run_sweep(load_plan(OPS, selection, options), Progress()).records
 
 
 def written(options: Options) -> list[Path]:
@@ -84,12 +85,12 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
 
 
 def test_checks_are_written_where_git_does_not_look_and_nowhere_else(stream_sweep: Selection, options: Options) -> None:
-    swept = run_sweep(load_plan(OPS, stream_sweep, options), Quiet())
+    swept = run_sweep(load_plan(OPS, stream_sweep, options), Progress())
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
     path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
     assert swept.files == [path]
     assert records.load(path) == swept.records
-    assert results_folder(options) == options.results / "runs" / "interpreter"  # type: ignore[operator]
+    assert options.records_folder == options.results / "runs" / "interpreter"  # type: ignore[operator]
     assert options.configs is not None
     assert not options.configs.exists()
 
@@ -248,7 +249,7 @@ def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
     stream_sweep: Selection, options: Options, broken: dict[str, Any], reason: str
 ) -> None:
     known = {**OPS, "stream": replace(OPS["stream"], **broken)}
-    found = run_sweep(load_plan(known, stream_sweep, options), Quiet()).records
+    found = run_sweep(load_plan(known, stream_sweep, options), Progress()).records
     assert found
     assert {record.status for record in found} == {"failed"}
     assert every(re.search(reason, record.reason) for record in found)
@@ -257,7 +258,7 @@ def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
 def test_a_reference_that_all_variants_disagree_with_is_doubted(options: Options, tmp_path: Path) -> None:
     told: list[str] = []
 
-    class Told(Quiet):
+    class Told(Progress):
         def note(self, text: str) -> None:
             told.append(text)
 
@@ -308,9 +309,9 @@ def test_a_config_that_is_wrong_is_a_failed_record_of_its_own(
 @pytest.mark.parametrize(
     ("command", "text"),
     [
-        (lambda s, o: run_tune(load_plan(OPS, s, o), Quiet()), "tune needs a GPU: in the interpreter nothing can be timed"),
+        (lambda s, o: run_tune(load_plan(OPS, s, o), Progress()), "tune needs a GPU: in the interpreter nothing can be timed"),
         (
-            lambda s, o: measure_live(load_plan(OPS, s, o), Quiet(), "compare --run"),
+            lambda s, o: measure_live(load_plan(OPS, s, o), Progress(), "compare --run"),
             "compare --run needs a GPU: in the interpreter nothing can be timed",
         ),
     ],

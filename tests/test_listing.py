@@ -14,7 +14,7 @@ import pytest
 from kerneltune import listing, ops, records, workloads
 from kerneltune.files import data_root
 from kerneltune.listing import check_case, check_contract, facts_of
-from kerneltune.run_options import Selection, load_plan
+from kerneltune.plan import Selection, load_plan
 from kerneltune.spec import Case, Op, Traffic, Variant
 
 

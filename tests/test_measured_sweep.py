@@ -15,12 +15,13 @@ from literal_records import from_json, to_json
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
-from kerneltune.campaign import measure_live, run_sweep
+from kerneltune.campaign import finished_rows, journalled, measure_live, run_sweep
 from kerneltune.measuring import compare
 from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import CEILING
+from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.run_options import Options, Quiet, Selection, finished_rows, journalled, load_plan
 from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, WorkerCrashedError, compare_in_worker
@@ -73,7 +74,9 @@ def test_a_check_that_takes_its_process_along_costs_only_its_row(
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(STREAM)
     monkeypatch.setattr(campaign, "GpuWorker", partial(GpuWorker, FakeCheck))
-    rows = run_sweep(load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True)), Quiet()).records
+    rows = run_sweep(
+        load_plan(OPS, Selection(str(tmp_path / "tiny.yaml")), replace(options, check_only=True)), Progress()
+    ).records
     assert {(row.case, row.config["block"]) for row in rows if row.config} >= {("odd", 1024), ("even", 1024)}
     assert {row.config["block"] for row in rows if row.config} >= {512, 1024, 4096}
     for row in rows:
@@ -115,7 +118,7 @@ def test_a_launch_that_takes_the_measuring_process_along_costs_only_its_row(
     monkeypatch.setattr(campaign, "GpuWorker", started)
     (tmp_path / "norm.yaml").write_text(RMSNORM + "  - {name: other, M: 32, N: 64}\n")
     selection = Selection(str(tmp_path / "norm.yaml"), ("rmsnorm_bwd",), variants=("baseline", "pr593", "optimized"))
-    found = measure_live(load_plan(OPS, selection, options), Quiet(), "test")
+    found = measure_live(load_plan(OPS, selection, options), Progress(), "test")
     outcomes = {(r.case, r.variant): (r.status, r.reason) for r in found}
     assert outcomes["big", "pr593"] == ("failed", reason)
     assert {key: outcome for key, outcome in outcomes.items() if outcome[0] == "failed"} == {("big", "pr593"): ("failed", reason)}
@@ -156,7 +159,7 @@ def test_one_variant_alone_is_measured_twice(tmp_path: Path, options: Options, m
     monkeypatch.setattr(campaign, "compare_in_worker", compared)
     selection = Selection(str(path), ("rmsnorm_bwd",))
     for a, b in (("pr593", "pr593"), ("baseline", "optimized")):
-        found = measure_live(load_plan(OPS, replace(selection, variants=(a, b)), options), Quiet(), "test")
+        found = measure_live(load_plan(OPS, replace(selection, variants=(a, b)), options), Progress(), "test")
         assert [(record.case, record.variant) for record in found] == [("big", a), ("big", b)]
 
 
@@ -177,7 +180,9 @@ def test_quick_sweep_shows_a_first_table_before_peers_that_compile(
     monkeypatch.setattr(campaign, "compare_in_worker", compared)
     shown: list[int] = []
     quick = replace(options, quick=True)
-    swept = run_sweep(load_plan(OPS, Selection(str(path)), quick), Quiet(), lambda rows: shown.append(len(rows) + len(happened)))
+    swept = run_sweep(
+        load_plan(OPS, Selection(str(path)), quick), Progress(), lambda rows: shown.append(len(rows) + len(happened))
+    )
     own = ("baseline", "pr593", "optimized")
     assert [step[:5] for step in happened] == 2 * [("rmsnorm_bwd", name, *own) for name in ("big", "other")]
     fast, whole = ({*step[2:]} for step in (happened[0], happened[2]))
@@ -212,14 +217,14 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
     monkeypatch.setattr(campaign, "check_only", checked)
     selection, given = Selection(str(path), ("rmsnorm_bwd",)), replace(options, tune=False)
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(load_plan(OPS, selection, given), Quiet(), lambda rows: happened.append(f"table of {len(rows)}"))
+        run_sweep(load_plan(OPS, selection, given), Progress(), lambda rows: happened.append(f"table of {len(rows)}"))
     assert happened[:2] == ["fast", f"table of {len([v for v in OP.variants if not v.compiles and not v.missing()])}"]
     assert happened[2:] == ["check", "whole"]
     assert options.results is not None
     journal = options.results / "runs" / "nvidia_h200" / "norm.journal.jsonl"
     records.append(journal, [row("baseline")])
     happened.clear()
-    run_sweep(load_plan(OPS, selection, given), Quiet(), lambda _: happened.append("table"))
+    run_sweep(load_plan(OPS, selection, given), Progress(), lambda _: happened.append("table"))
     assert happened == ["check", "whole"]
 
 
@@ -317,13 +322,13 @@ def test_what_is_measured_is_compiled_side_by_side_before(
     cases = 'bench:\n  - {name: "n{N}", M: 64, N: [256, 512, 1024], quant: none}\n'
     path.write_text(f"family: norm\nops: [rmsnorm_fwd]\ndefaults: {{dtype: bfloat16, zero_centered: false}}\n{cases}")
 
-    measure_live(load_plan(OPS, Selection(str(path)), options), Quiet(), "test")
+    measure_live(load_plan(OPS, Selection(str(path)), options), Progress(), "test")
     own = [v.name for v in OPS["rmsnorm_fwd"].variants if not v.is_peer]
     ahead = [*[("rmsnorm_fwd", name) for name in own] * 3, *[("stream", OPS["stream"].variants[0].name)] * 3]
     assert told == [*ahead, *[("measured", "")] * 3]
 
     told.clear()
-    measure_live(load_plan(OPS, Selection(str(path), cases=("n256",)), options), Quiet(), "test")
+    measure_live(load_plan(OPS, Selection(str(path), cases=("n256",)), options), Progress(), "test")
     assert told == [("measured", "")], "few kernels are compiled where they are launched"
 
 
@@ -350,7 +355,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     given = replace(options, tune=False)
     selection = Selection(str(path), cases=("big*",))
     with pytest.raises(KeyboardInterrupt):
-        run_sweep(load_plan(OPS, selection, given), Quiet())
+        run_sweep(load_plan(OPS, selection, given), Progress())
     assert options.results is not None
     journal = options.results / "runs" / "nvidia_h200" / "tiny.journal.jsonl"
     table = options.results / "nvidia_h200" / "tiny.csv"
@@ -361,7 +366,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     stages: list[tuple[str, int, int]] = []
     steps: list[str] = []
 
-    class Spoken(Quiet):
+    class Spoken(Progress):
         def stage(self, name: str, total: int, kept: int = 0) -> None:
             stages.append((name, total, kept))
 

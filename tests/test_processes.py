@@ -18,8 +18,8 @@ from started import environment
 from kerneltune import files, processes, records
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.run import _measure
+from kerneltune.plan import Options, Selection
 from kerneltune.processes import in_fresh_processes
-from kerneltune.run_options import Options, Selection
 
 
 def test_every_process_is_another_and_errors_come_through(tmp_path: Path) -> None:

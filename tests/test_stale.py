@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from kerneltune import cache, campaign, records, stale
 from kerneltune.cli import app
 from kerneltune.measuring.measured import make_record
+from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Run
 from kerneltune.tune.run import run_tune
@@ -64,7 +65,7 @@ def selection(tmp_path: Path) -> Selection:
 def options(tmp_path: Path, selection: Selection) -> Options:
     """Return folders with a config and a record of each case, all of other code; the config of `last` is a slow one."""
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs")
-    entries = run_tune(load_plan(OPS, selection, options), Quiet()).entries
+    entries = run_tune(load_plan(OPS, selection, options), Progress()).entries
     assert len(entries) == 3
     old = [replace(entry, evidence=entry.evidence | {"source_hash": "old"}) for entry in entries]
     old = [replace(entry, config=SLOW) if entry.axes[0][1] == 2097152 else entry for entry in old]
@@ -73,7 +74,7 @@ def options(tmp_path: Path, selection: Selection) -> Options:
     (tmp_path / "results" / GPU).mkdir(parents=True)
     (tmp_path / "results" / GPU / "tiny.jsonl").touch()
     before = find(selection, options)
-    campaign.measure_again([(before.families[0].plan, before.families[0].plan.cases())], Quiet(), 1e300)
+    campaign.measure_again([(before.families[0].plan, before.families[0].plan.cases())], Progress(), 1e300)
     rows = [msgspec.structs.replace(row, source_hash="old") for row in recorded(options)]
     records.merge(tmp_path / "results" / GPU / "tiny.jsonl", rows)
     measured.clear()
@@ -112,7 +113,7 @@ def test_stale_configs_and_records_are_found_with_headlines_first(selection: Sel
 def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Selection, options: Options) -> None:
     before = stored(options)
     found = find(selection, options)
-    done = stale.refresh(found, Quiet())
+    done = stale.refresh(found, Progress())
     assert [one.is_kept for one in done.renewals] == [True, True, False]
     assert measured == ["first", "other", "last"]
     assert (done.left.configs, done.left.cases) == ((), 0)
@@ -121,13 +122,13 @@ def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Se
     default = OPS["stream"].variants[0].default_config(now[2097152].as_case)
     assert now[2097152].config == {"block": default.block, "warps": default.warps, "ctas": default.ctas} != SLOW
     assert {row.source_hash for row in recorded(options)} == {OPS["stream"].variants[0].source_hash}
-    again = stale.refresh(done.left, Quiet())
+    again = stale.refresh(done.left, Progress())
     assert (again.renewals, again.measured, measured) == ((), (), ["first", "other", "last"])
 
 
 def test_budget_that_is_spent_measures_nothing_and_keeps_all(selection: Selection, options: Options) -> None:
     before, rows = stored(options), recorded(options)
-    done = stale.refresh(find(selection, replace(options, search=Search(0.0))), Quiet())
+    done = stale.refresh(find(selection, replace(options, search=Search(0.0))), Progress())
     assert done.renewals == ()
     assert (len(done.left.configs), done.left.cases, measured) == (3, 3, [])
     assert (stored(options), recorded(options)) == (before, rows)
@@ -139,7 +140,7 @@ def test_cases_with_records_are_measured_before_cases_without(selection: Selecti
     kept = [row for row in recorded(options) if row.case != "other"]
     path.unlink()
     records.append(path, kept)
-    stale.refresh(find(selection, options), Quiet())
+    stale.refresh(find(selection, options), Progress())
     assert measured == ["first", "last", "other"]
 
 
@@ -154,15 +155,15 @@ def test_interrupted_refresh_keeps_the_cases_it_measured(
     with monkeypatch.context() as patch:
         patch.setattr(campaign, "compare_in_worker", second_interrupts)
         with pytest.raises(KeyboardInterrupt):
-            stale.refresh(find(selection, options), Quiet())
+            stale.refresh(find(selection, options), Progress())
     left = find(selection, options)
     assert (left.configs, [entry.case.name for entry in left.families[0].stale]) == ((), ["other", "last"])
-    stale.refresh(left, Quiet())
+    stale.refresh(left, Progress())
     assert measured == ["first", "other", "last"]
 
 
 def test_case_whose_config_is_another_now_is_stale(selection: Selection, options: Options) -> None:
-    done = stale.refresh(find(selection, options), Quiet())
+    done = stale.refresh(find(selection, options), Progress())
     assert done.left.cases == 0
     cache.store("stream", GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
     (family,) = find(selection, options).families

@@ -12,7 +12,6 @@ from kerneltune.records import Record
 from kerneltune.search.task import Task, config_values
 from kerneltune.spec import Case, Op
 from kerneltune.stale import stale_lines
-from kerneltune.tune.candidates import config_for
 
 OPS = ops.load()
 OTHER_WARPS = 8
@@ -24,7 +23,7 @@ def with_config(config: dict[str, Any] | None, **changes: Any) -> Record:
 
 def at_hand(op: Op, entry: cache.CacheEntry, policy: str, gpu: str, configs: Path | None = None) -> dict[str, Any] | None:
     """Return the config that a measurement of an entry's case has on a GPU."""
-    return config_values(config_for(Task(op, entry.as_case, op.variant(entry.variant), policy), configs, gpu))
+    return config_values(Task(op, entry.as_case, op.variant(entry.variant), policy).config_of_call(configs, gpu))
 
 
 def test_record_of_another_config_is_named_with_the_knobs_that_differ() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kerneltune import sweep
-from kerneltune.run_options import Plan, Selection
+from kerneltune.plan import Plan, Selection
 from kerneltune.spec import Op, Option, Traffic, Variant
 
 REPO = Path(__file__).parent.parent

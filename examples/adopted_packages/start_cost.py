@@ -41,7 +41,7 @@ def write_first_configs(root: Path) -> None:
     from kerneltune.adopt.operators import first_config
     from kerneltune.adopt.overview import read_capture
     from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, write_table
-    from kerneltune.run_options import Quiet
+    from kerneltune.progress import Progress
 
     capture, kernels = read_capture(root), []
     for launches in capture.kernels().values():
@@ -56,7 +56,7 @@ def write_first_configs(root: Path) -> None:
     table = ServingTable(device.current().slug, {}, tuple(kernels))
     write_table(root, table)
     tuned: list[Any] = [SimpleNamespace(launch=launch) for launch in capture.classes if not launch.problem]
-    tuning._keep_compiled(root, table, tuned, Quiet())
+    tuning._keep_compiled(root, table, tuned, Progress())
     sys.stdout.write(json.dumps({"kernels": len(kernels), "entries": len(list((root / "compiled").iterdir()))}) + "\n")
 
 

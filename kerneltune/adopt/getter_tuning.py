@@ -15,7 +15,8 @@ from kerneltune import device
 from kerneltune.adopt.getter import FACTS, CallCase, call_case, given_knobs, operators, read_facts
 from kerneltune.adopt.tuning import Searched, search_tasks, searched
 from kerneltune.measuring.check import Checker
-from kerneltune.run_options import Options, Progress
+from kerneltune.plan import Options
+from kerneltune.progress import Progress
 from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config
 
@@ -48,7 +49,7 @@ class TunedCall:
 def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedCall]:
     """Tune the calls of a folder; return all calls, also the calls that are wanted for their own config only."""
     facts, (op,) = read_facts(root), operators(str(root))
-    tasks = [Task(op, call_case(facts, one), op.variants[0], options.policy) for one in facts.cases]
+    tasks = [Task(op, call_case(facts, one), op.variants[0], options.policy or op.policy) for one in facts.cases]
     wanted = [task for task, one in zip(tasks, facts.cases, strict=True) if one.is_wanted and not one.problem]
     search_tasks(root, "getter", root / FACTS, wanted, options, progress)
     return [_tuned_call(*each) for each in zip(tasks, facts.cases, searched(root, tasks), strict=True)]

@@ -30,16 +30,16 @@ from kerneltune.adopt.program import LAUNCH_FAILURES
 from kerneltune.adopt.replay import ReplayError, live_kernel, make_replay
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
 from kerneltune.files import replace_text
-from kerneltune.run_options import Options, Plan, Progress, Selection
+from kerneltune.plan import Options, Plan, Selection
+from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Config, Op
 from kerneltune.stats import ratio_interval
-from kerneltune.tune.candidates import cached, open_store
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
-from kerneltune.tune.run import run_tune
-from kerneltune.tune.tune_run import seconds_of
+from kerneltune.tune.provenance import open_store
+from kerneltune.tune.run import run_tune, seconds_of
 from kerneltune.wording import counted
 
 FAMILY = "captured"
@@ -138,8 +138,7 @@ def tune_capture(
         workers: processes that compile.
     """
     began = time.monotonic()
-    if not device.current().is_gpu:
-        raise ValueError("tune needs a GPU: in the interpreter nothing can be timed")
+    device.require_gpu("tune")
     if added := add_misses(root):
         progress.note(f"{counted(added, 'class', 'classes')} of {root / MISSES} {'is' if added == 1 else 'are'} tuned as well")
     capture = read_capture(root)
@@ -154,7 +153,7 @@ def tune_capture(
     by_name = {op.name: op for op in operators_of(capture, widen)}
     tasks = [_task(by_name, launch) for launch in chosen]
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
-    left = [launch for launch, task in zip(chosen, tasks, strict=True) if cached(task, root / "configs") is None]
+    left = [launch for launch, task in zip(chosen, tasks, strict=True) if task.stored(root / "configs") is None]
     if left and time.monotonic() >= until:
         needed = f"the command again takes about {max(_seconds(left, widen, workers), 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
@@ -192,7 +191,7 @@ def searched(root: Path, tasks: Sequence[Task]) -> Iterator[Searched]:
     for task in tasks:
         if (name := task.op.name) not in stores:
             stores[name] = open_store(task.op, task.variant, root / "results")
-        yield stores[name].of_task(task), cached(task, root / "configs")
+        yield stores[name].of_task(task), task.stored(root / "configs")
 
 
 def probe_blocks(capture: Capture, launches: Sequence[LaunchClass]) -> bool:

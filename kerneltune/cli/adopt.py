@@ -79,7 +79,7 @@ def getter_command(
     ] = "",
     budget: Annotated[float, o.seconds("Search time of all calls together.")] = 240.0,
     trials: o.Trials = None,
-    policy: o.PolicyName = "cold",
+    policy: o.PolicyName = None,
     force: Annotated[bool, typer.Option("--force", help="Search again where a config is known.")] = False,
     workers: o.Workers = None,
 ) -> None:
@@ -122,7 +122,7 @@ def getter_command(
     from kerneltune.cli.progress import reporter
 
     share = budget / sum(one.is_wanted and not one.problem for one in facts.cases)
-    options = o.make_options(policy, budget_s=share, trials=trials, force=force, until_gain=0.01, workers=workers)
+    options = o.make_options(policy=policy, budget_s=share, trials=trials, force=force, until_gain=0.01, workers=workers)
     with reporter() as progress:
         calls = tune_getter(out, options, progress)
     _show_calls(calls, time.monotonic() - began)
@@ -222,7 +222,7 @@ def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
     show(f"{counted(len(rows), 'call')} tuned in {seconds:.0f} s, {gained} of them faster than with the own config")
 
 
-def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None) -> None:
+def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None, budget: float | None) -> None:
     """Print how many classes and configs of a capture `tune` will try, and about how long that takes."""
     from kerneltune.adopt.tuning import forecast
 
@@ -232,7 +232,8 @@ def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None)
     if not classes:
         raise ValueError(f"{folder}: no class can be tuned")
     tried = f"{counted(classes, 'class', 'classes')}, {counted(configs, 'config')}"
-    show(f"{tried}: about {max(seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet")
+    ends = f"; --budget ends it after {budget:g} s" if budget and budget < seconds else ""
+    show(f"{tried}: about {max(seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet{ends}")
 
 
 def tune_folder(
@@ -242,7 +243,7 @@ def tune_folder(
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"share: {share!r}: expected a fraction above 0, up to 1")
     if dry_run:
-        return _show_forecast(folder, share or 1.0, widen, workers)
+        return _show_forecast(folder, share or 1.0, widen, workers, budget)
     o.require_writable(folder)
     from kerneltune.processes import start_server
 

@@ -18,7 +18,7 @@ from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
-    from kerneltune.run_options import Selection
+    from kerneltune.plan import Selection
 
 _GPU = Column("gpu", shared=True)
 
@@ -122,7 +122,7 @@ def _reach(op: Op) -> str:
 
 def _staleness(variant: Variant, case: Case, entries: Sequence["CacheEntry"]) -> str:
     """Return the changes since the case's own entry was stored; empty without changes or without an entry."""
-    from kerneltune.tune.candidates import changed
+    from kerneltune.tune.provenance import changed
 
     own = next((one for one in entries if one.as_case == case and (one.variant, one.policy) == (variant.name, "cold")), None)
     reason = "" if own is None else changed(variant, own, here=False)

@@ -14,9 +14,9 @@ from kerneltune.cli.progress import reporter
 from kerneltune.wording import wrapped
 
 if TYPE_CHECKING:
+    from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.reporting.tables import Comparison
-    from kerneltune.run_options import Selection
 
     Sides = tuple[list[Record], list[Record]]
 
@@ -40,7 +40,7 @@ def command(
     family: Annotated[
         str | None, typer.Option("--family", metavar="NAME", help="Only records of this family; needed by --run.")
     ] = None,
-    policy: o.PolicyName = "cold",
+    policy: o.PolicyName = None,
     style: o.Style = "text",
     output: o.Output = None,
     results: o.Results = None,
@@ -70,6 +70,7 @@ def command(
         sides = _measured(a, b, wanted, policy, results)
     else:
         records = [] if _is_file(a) and _is_file(b) else _loaded(source or (), family, results)
+        policy = policy or _usual_policy(records)
         if a is None and b is None and (own := own_tables([r for r in selected(records, wanted) if r.policy == policy])):
             deliver(join_tables(own, style, width()), output)
             return
@@ -78,18 +79,24 @@ def command(
             a, b = first, b or second
         assert b is not None  # without A there is a default of B
         sides = _side(a, records, wanted), _side(b, records, wanted)
-    tables = _tables(a, b, *([record for record in side if record.policy == policy] for side in sides))
+    tables = _tables(a, b, *([record for record in side if policy in (None, record.policy)] for side in sides))
     if not any(tables.values()):
         raise ValueError(f"nothing to compare: {a} and {b} have no record of the same case, device and policy")
     remarks = aa_lines(row for rows in tables.values() for row in rows) if a == b else []
     deliver(_render((a, b), tables, style, remarks), output)
 
 
+def _usual_policy(records: "list[Record]") -> str:
+    """Return `cold`; where no record has it, as of training steps, the policy of the first record."""
+    policies = [record.policy for record in records]
+    return "cold" if "cold" in policies or not policies else policies[0]
+
+
 def _is_file(name: str | None) -> bool:
     return name is not None and name.endswith(_SUFFIX)
 
 
-def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | None) -> "Sides":
+def _measured(a: str, b: str, wanted: "Selection", policy: str | None, results: Path | None) -> "Sides":
     """Measure A and B now; return their records."""
     if not wanted.family:
         raise ValueError("family: missing: expected --family where --run is given")
@@ -98,12 +105,12 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str, results: Path | 
     sweep.find(wanted.family)
     known = o.load_ops()
     from kerneltune.campaign import measure_live
-    from kerneltune.run_options import load_plan
+    from kerneltune.plan import load_plan
 
     for name in (a, b):  # a pattern may match several variants
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or known for v in known[op].variants))
     selection = o.make_selection(known, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
-    plan = load_plan(known, replace(selection, variants=(a, b)), o.make_options(policy, results=results))
+    plan = load_plan(known, replace(selection, variants=(a, b)), o.make_options(policy=policy, results=results))
     with reporter() as progress:
         measured = measure_live(plan, progress, "compare --run")
     if a == b:

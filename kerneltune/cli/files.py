@@ -13,8 +13,8 @@ from kerneltune.files import data_root
 from kerneltune.spec import PLUGINS
 
 if TYPE_CHECKING:
+    from kerneltune.plan import Selection
     from kerneltune.records import Record
-    from kerneltune.run_options import Selection
     from kerneltune.spec import Case, Op
     from kerneltune.sweep import SweepCase
 

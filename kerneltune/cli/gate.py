@@ -16,8 +16,8 @@ from kerneltune.cli.progress import reporter
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict
+    from kerneltune.plan import Options, Selection
     from kerneltune.records import Record
-    from kerneltune.run_options import Options, Selection
 
 _HELD_AGAINST = (
     "Records to hold against: a .jsonl file, or REV or REV:PATH of git; with --static REV or a file of inspect --save."
@@ -39,7 +39,7 @@ def command(
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Judge peers as well; with --run: measure them.")] = False,
     policy: Annotated[
         str | None,
-        o.pick("--policy", o.POLICIES, "With --run: how times are taken; else cold."),
+        o.pick("--policy", o.POLICIES, "With --run: how times are taken; else as the operator says."),
     ] = None,
     processes: Annotated[
         int | None,
@@ -106,7 +106,7 @@ def command(
     processes = _PROCESSES if processes is None else processes
     results = o.results_root(results, run)
     selection = o.make_selection(o.load_ops(), str(run), wanted)
-    options = o.make_options(policy or "cold", peers=peers, configs=configs, results=results)
+    options = o.make_options(policy=policy, peers=peers, configs=configs, results=results)
     if update:
         _update(baseline, selection, options, processes)
     else:
@@ -143,13 +143,13 @@ def _measured(
     baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
 ) -> "Verdict":
     """Compare a fresh run with the baseline."""
+    from kerneltune.device import require_gpu
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.run import run_gate
-    from kerneltune.run_options import require_gpu, results_folder
     from kerneltune.sweep import family_name
 
     require_gpu("gate --run")
-    against = load_baseline(baseline, results_folder(options) / f"{family_name(selection.family)}.jsonl")
+    against = load_baseline(baseline, options.records_folder / f"{family_name(selection.family)}.jsonl")
     if save is not None:
         o.require_writable(save.parent)
     with reporter() as progress:

@@ -18,7 +18,7 @@ from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.inspection.static import StaticRow, Survey
-    from kerneltune.run_options import Selection
+    from kerneltune.plan import Selection
     from kerneltune.search.task import Run
 
 _ALL = "all"
@@ -136,8 +136,10 @@ def command(
 
 def _whole_space(runs: "list[Run]") -> "list[Run]":
     """Return every valid config of each task of some runs."""
+    from kerneltune.search.task import Run
+
     tasks = {(task.variant.name, task.case): task for task, _ in runs}
-    return [(task, config) for task in tasks.values() for config in task.variant.configs(task.case)]
+    return [Run(task, config) for task in tasks.values() for config in task.variant.configs(task.case)]
 
 
 def _show_space(found: "Survey") -> None:
@@ -248,10 +250,10 @@ def _sized_runs(op: Op, sizes: list[str], selection: "Selection") -> "list[Run]"
 
 def _selected(runs: "list[Run]", selection: "Selection") -> "list[Run]":
     return [
-        (task, config)
-        for task, config in runs
-        if selection.takes_variant(task.variant.name)
-        and selection.covers(task.op.name, task.case.name, task.case.dtype, task.case.quant)
+        run
+        for run in runs
+        if selection.takes_variant(run.task.variant.name)
+        and selection.covers(run.task.op.name, run.task.case.name, run.task.case.dtype, run.task.case.quant)
     ]
 
 
@@ -262,8 +264,8 @@ def _with_config(runs: "list[Run]", field: str, text: str | None) -> "list[Run]"
     variants = sorted({f"{task.op.name} {task.variant.name}" for task, _ in runs})
     if len(variants) > 1:
         raise ValueError(f"{field}: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
-    config = o.config_of(runs[0][0].variant, field, text)
-    return [(task, config) for task, _ in runs]
+    config = o.config_of(runs[0].task.variant, field, text)
+    return [run._replace(config=config) for run in runs]
 
 
 def _show(found: "Survey") -> None:

@@ -20,7 +20,7 @@ from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 
 if TYPE_CHECKING:
     from kerneltune.listing import OpFacts
-    from kerneltune.run_options import Options, Plan, Selection
+    from kerneltune.plan import Options, Plan, Selection
 
 POLICIES = ("cold", "hot", "eager")
 STYLES = ("text", "markdown", "csv")
@@ -93,7 +93,10 @@ VariantNames = Annotated[
         "--variant", metavar="NAME", help="Only variants or peers whose name matches, like 'rowwise*'; may be repeated."
     ),
 ]
-PolicyName = Annotated[str, pick("--policy", POLICIES, "Time with a cold L2, with a hot L2, or launch by launch.")]
+PolicyName = Annotated[
+    str | None,
+    pick("--policy", POLICIES, "Time with a cold L2, a hot L2, or launch by launch; else as the operator says."),
+]
 Style = Annotated[str, pick("--format", STYLES, "Form of the table.")]
 Budget = Annotated[float | None, seconds("Tuning time per case.")]
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
@@ -126,7 +129,7 @@ def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None
     def changed(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            from kerneltune.run_options import Selection
+            from kerneltune.plan import Selection
 
             lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(given.pop(name) or ())) for name in names}
             command(wanted=Selection("", **lists), **given)
@@ -381,19 +384,19 @@ def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", ma
     return replace(wanted, family=family, max_cases=max_cases or wanted.max_cases)
 
 
-def make_plan(family: str, wanted: "Selection", max_cases: int | None, policy: str, **options: Any) -> "Plan":
+def make_plan(family: str, wanted: "Selection", max_cases: int | None = None, **options: Any) -> "Plan":
     """Return the plan of a command: the selected part of a family, with the options of `make_options`."""
-    from kerneltune.run_options import load_plan
+    from kerneltune.plan import load_plan
 
     known = load_ops()
-    return load_plan(known, make_selection(known, family, wanted, max_cases), make_options(policy, **options))
+    return load_plan(known, make_selection(known, family, wanted, max_cases), make_options(**options))
 
 
-def make_options(policy: str, **given: Any) -> "Options":
+def make_options(**given: Any) -> "Options":
     """Make the options of a run and the limits of its searches; an option that is None keeps its default."""
-    from kerneltune.run_options import Options
+    from kerneltune.plan import Options
 
     known = {name: value for name, value in given.items() if value is not None}
-    options = Options(policy)
+    options = Options()
     of_search = {name: known.pop(name) for name in given if name in known and hasattr(options.search, name)}
     return replace(options, search=replace(options.search, **of_search), **known)

@@ -78,11 +78,10 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
 
     known = o.load_ops()
     from kerneltune.search.task import Task
-    from kerneltune.tune.candidates import config_for
 
     chosen = known[op].variant(variant)
     shape = msgspec.json.decode(case, type=Case)
-    knobs = o.config_of(chosen, "config", config) if config else config_for(Task(known[op], shape, chosen), None)
+    knobs = o.config_of(chosen, "config", config) if config else Task(known[op], shape, chosen).config_of_call(None)
     inputs = known[op].inputs(shape, device="cuda")
     chosen.run(inputs, knobs)
     torch.cuda.synchronize()

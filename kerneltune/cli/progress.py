@@ -4,17 +4,10 @@ import time
 from types import TracebackType
 from typing import Self
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich import progress as bars
 
 from kerneltune.cli.console import messages, note
+from kerneltune.progress import Progress
 from kerneltune.wording import counted
 
 _LOG_EVERY_S = 5.0
@@ -27,22 +20,22 @@ def reporter() -> "RichProgress | LogProgress":
     return RichProgress() if messages.is_terminal else LogProgress()
 
 
-class RichProgress:
+class RichProgress(Progress):
     """Show a progress bar for the current stage, with the current step and the best result so far."""
 
     def __init__(self) -> None:
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[current]}", markup=False),
-            TextColumn("{task.fields[best]}", markup=False, style="green"),
+        self._bars = bars.Progress(
+            bars.TextColumn("{task.description}", markup=False),
+            bars.BarColumn(bar_width=24),
+            bars.MofNCompleteColumn(),
+            bars.TimeElapsedColumn(),
+            bars.TimeRemainingColumn(),
+            bars.TextColumn("{task.fields[current]}", markup=False),
+            bars.TextColumn("{task.fields[best]}", markup=False, style="green"),
             console=messages,
             speed_estimate_period=_WINDOW_S,
         )
-        self._task: TaskID | None = None
+        self._task: bars.TaskID | None = None
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -74,7 +67,7 @@ class RichProgress:
         self._bars.console.print(text, markup=False, soft_wrap=True)
 
 
-class LogProgress:
+class LogProgress(Progress):
     """Print a log line per stage, and a line every few seconds within a stage."""
 
     def __init__(self) -> None:

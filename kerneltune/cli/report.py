@@ -15,9 +15,9 @@ from kerneltune.cli.files import record_files, selected
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
+    from kerneltune.plan import Selection
     from kerneltune.records import Record
     from kerneltune.reporting.page import Sources
-    from kerneltune.run_options import Selection
 
 _PAGE = Path("report.html")
 _LARGE = 3_000_000

@@ -15,8 +15,8 @@ from kerneltune.wording import counted, pairs
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kerneltune.plan import Options, Plan, Selection
     from kerneltune.records import Record
-    from kerneltune.run_options import Options, Plan, Selection
     from kerneltune.spec import Op
     from kerneltune.stale import Stale
 
@@ -26,7 +26,7 @@ def command(
     family: o.Family = "",
     *,
     wanted: "Selection",
-    policy: o.PolicyName = "cold",
+    policy: o.PolicyName = None,
     tune: Annotated[bool, typer.Option("--tune/--no-tune", help="Tune cases that the config cache lacks.")] = True,
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the operators of other packages, too.")] = True,
     quick: Annotated[
@@ -63,14 +63,14 @@ def command(
     Exit code 1 if one of our own variants fails, or a stale config no longer runs.
     """
     folder = o.capture_of(family)
-    given = {"peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
+    given = {"policy": policy, "peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials)
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --stale` takes a capture")
         known = o.load_ops()
         selection = o.make_selection(known, family, wanted, max_cases)
-        return _refresh(known, selection, o.make_options(policy, configs=configs, results=results, **given))
+        return _refresh(known, selection, o.make_options(configs=configs, results=results, **given))
     if not family:
         from kerneltune.cli import without_family
 
@@ -88,7 +88,7 @@ def command(
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
     given |= {"tune": tune, "quick": quick, "trials": trials}
-    plan = o.make_plan(file, wanted, max_cases, policy, configs=configs, results=results, **given)
+    plan = o.make_plan(file, wanted, max_cases, configs=configs, results=results, **given)
     _require_writable(plan.options, tunes=tune and not quick)
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 
@@ -214,7 +214,7 @@ def _show_recorded(plan: "Plan", asked: str) -> None:
     from kerneltune.sweep import recorded_root
 
     files = sorted(recorded_root(None, str(plan.sweep.path)).glob(f"*/{plan.family}.jsonl"))
-    recorded = [r for path in files for r in load(path) if r.policy == "cold"]
+    recorded = [r for path in files for r in load(path) if r.op in plan.ops and r.policy == plan.policy(r.op)]
     for name, others in (
         ("baseline", side([r for r in recorded if r.role != "peer"], "baseline")),
         ("the fastest peer of every case", side(recorded, BEST_PEER)),

@@ -13,7 +13,7 @@ from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
-    from kerneltune.run_options import Plan, Selection
+    from kerneltune.plan import Plan, Selection
     from kerneltune.search.insight import Portfolio
     from kerneltune.search.task import Evaluation
     from kerneltune.spec import Case
@@ -31,7 +31,7 @@ def command(
     family: o.Family,
     wanted: "Selection",
     variant: o.Whose = "optimized",
-    policy: o.PolicyName = "cold",
+    policy: o.PolicyName = None,
     gpu: o.Gpu = None,
     results: o.Results = None,
 ) -> None:
@@ -40,7 +40,7 @@ def command(
     from kerneltune.search.task import store_folder
 
     results = o.results_root(results, family)
-    plan = o.make_plan(family, replace(wanted, variants=(variant,)), None, policy, results=results)
+    plan = o.make_plan(family, replace(wanted, variants=(variant,)), policy=policy, results=results)
     gpu = gpu or device.current().slug
     by_title = searches_of(plan, gpu)
     if not by_title:

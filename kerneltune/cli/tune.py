@@ -14,8 +14,8 @@ from kerneltune.cli.trials import searches_of, show_searches
 from kerneltune.wording import counted
 
 if TYPE_CHECKING:
-    from kerneltune.run_options import Plan, Selection
-    from kerneltune.tune.tune_run import TuningSummary
+    from kerneltune.plan import Plan, Selection
+    from kerneltune.tune.run import TuningSummary
 
 _MODEL_GAIN = "1%"
 """Default of `--until-gain` for the many cases of a model."""
@@ -36,7 +36,7 @@ def command(
     tokens: cases.Tokens = cases.TOKENS,
     ep: cases.Ep = 1,
     batch: cases.Batches = cases.BATCHES,
-    policy: o.PolicyName = "cold",
+    policy: o.PolicyName = None,
     budget: o.Budget = None,
     trials: o.Trials = None,
     max_cases: o.MaxCases = None,
@@ -95,7 +95,7 @@ def command(
         o.refuse(
             "expected without the folder of a capture",
             op=wanted.ops, case=wanted.cases, dtype=wanted.dtypes, quant=wanted.quants, variant=wanted.variants,
-            policy=policy if policy != "cold" else None, trials=trials, max_cases=max_cases, stale=stale,
+            policy=policy, trials=trials, max_cases=max_cases, stale=stale,
             sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus,
         )  # fmt: skip
         return tune_folder(Path(family), budget, share, widen, force, workers, dry_run)
@@ -108,7 +108,7 @@ def command(
 
         start_server()  # its imports run beside the imports of this process and take as long
     plan = o.make_plan(
-        family, wanted, max_cases, policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
+        family, wanted, max_cases, policy=policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
         until_gain=0.0 if until_gain == "off" else o.percent("until-gain", until_gain),
         exhaustive=exhaustive, knobs=o.knobs("knob", knob), gpus=gpus,
         configs=configs, results=results, workers=workers,
@@ -130,17 +130,24 @@ def command(
 
 def _show_forecast(plan: "Plan") -> None:
     """Print the cases and configs that `tune` would search on this machine, by variant, and about how long it takes."""
-    from kerneltune import device, records
-    from kerneltune.run_options import Quiet
-    from kerneltune.tune.tune_run import expected_work, missing
+    from kerneltune import device
+    from kerneltune.progress import Progress
+    from kerneltune.records import grouped
+    from kerneltune.tune.run import expected_work, missing
 
-    tasks, kept = missing(plan, Quiet())
-    works = [(f"{task.op.name} {task.variant.name}", *expected_work(task, plan.options)) for task in tasks]
-    for variant, of_variant in records.grouped(works, lambda work: work[0]).items():
-        show_wrapped(f"{variant}: {counted(len(of_variant), 'case')}, {sum(configs for _, configs, _ in of_variant)} configs")
+    here, budget_s, ops = device.current(), plan.options.search.budget_s, {entry.op for entry in plan.cases()}
+    tasks, kept = missing(plan, Progress())
+    works = [(task, *expected_work(task, plan.options)) for task in tasks]
+    for (op, variant), of_variant in grouped(works, lambda work: (work[0].op.name, work[0].variant.name)).items():
+        counts = f"{counted(len(of_variant), 'case')}, {sum(configs for _, configs, _ in of_variant)} configs"
+        show_wrapped(f"{op} {variant}: {counts}{'' if op in ops else ' (the ceiling of bandwidth in records)'}")
+    limit = f", each at most {budget_s:g} s" if budget_s else ""
+    known = f"{counted(kept, 'case')} with a config for {here.slug} not counted"
     seconds = sum(seconds for *_, seconds in works)
-    here = f"{counted(kept, 'case')} keep their config for {device.current().slug}"
-    show_wrapped(f"about {seconds:.0f} s for {counted(len(tasks), 'case')} on a GPU like H200; {here}")
+    show_wrapped(
+        f"about {seconds:.0f} s for {counted(len(tasks), 'case')}{limit} on a GPU like H200; "
+        f"{known if here.is_gpu else 'no GPU here: cases that have a config are counted as well'}"
+    )
 
 
 def _show_outcome(tuned: "TuningSummary", configs: Path | None) -> None:

@@ -10,9 +10,10 @@ from kerneltune import device, sweep
 from kerneltune.campaign import measure_live
 from kerneltune.gating.rows import defaults_of, pool
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict, confirm
+from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.processes import in_fresh_processes
+from kerneltune.progress import Progress
 from kerneltune.records import Key, Record
-from kerneltune.run_options import Options, Progress, Quiet, Selection, load_plan, require_gpu
 from kerneltune.spec import Op
 from kerneltune.wording import counted
 
@@ -39,7 +40,7 @@ def run_gate(
         ValueError: no GPU, or bad input.
     """
     ops = load_ops()
-    require_gpu(_COMMAND)
+    device.require_gpu(_COMMAND)
     family = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
     kept = [record for record in baseline if _selected(record, ops, family, selection, options)]
     obstacle = _obstacle(kept)
@@ -70,7 +71,7 @@ def run_processes(
     Raises:
         ValueError: no GPU, bad input, or a process that crashed.
     """
-    require_gpu(_COMMAND)
+    device.require_gpu(_COMMAND)
     progress.stage("measure", processes)
     rows: list[Record] = []
     for found in in_fresh_processes(processes, _measure, load_ops, selection, options, keys):
@@ -81,7 +82,7 @@ def run_processes(
 
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[Key] | None) -> list[Record]:
     """Measure the rows; runs in the subprocess."""
-    return measure_live(load_plan(load_ops(), selection, options), Quiet(), _COMMAND, keys)
+    return measure_live(load_plan(load_ops(), selection, options), Progress(), _COMMAND, keys)
 
 
 def _obstacle(baseline: Sequence[Record]) -> str:
@@ -100,7 +101,7 @@ def _selected(record: Record, ops: Mapping[str, Op], family: sweep.Sweep, select
     peer = record.variant in known and known[record.variant].is_peer
     return (
         of_family
-        and record.policy == options.policy
+        and record.policy == (options.policy or (op.policy if op else "cold"))
         and selection.covers(record.op, record.case, record.dtype, record.quant)
         and (selection.names(record.variant) if selection.variants else options.peers or not peer)
     )

@@ -23,7 +23,7 @@ from kerneltune.identity import code_digest
 from kerneltune.inspection.static import StaticRow, Survey, load
 from kerneltune.inspection.survey import case_text
 from kerneltune.processes import git, held_folder, run_bound
-from kerneltune.run_options import Progress
+from kerneltune.progress import Progress
 from kerneltune.search.task import Run, Task
 
 _DIGESTS = """
@@ -73,7 +73,7 @@ def changes_since(
     """
     with unpacked(revision) as tree:
         there, entries = _digests_of(tree), _entries(tree, gpu, {task.op.name for task, _ in runs})
-        keys = {_key(task): (task, config) for task, config in runs}
+        keys = {_key(run.task): run for run in runs}
         changed = {key: run for key, run in keys.items() if not _is_unchanged(run, there, entries.get(key))}
         earlier: list[StaticRow] = []
         variants = list(dict.fromkeys((op, variant) for op, variant, *_ in changed))

@@ -12,11 +12,12 @@ from kerneltune import cache, device
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.measuring.assembly import Kernel, occupancy_of
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job, is_picklable
-from kerneltune.run_options import Progress, Quiet, Selection
+from kerneltune.plan import Selection
+from kerneltune.progress import Progress
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Op
 
-_SILENT = Quiet()
+_SILENT = Progress()
 
 
 def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
@@ -31,7 +32,7 @@ def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
             case = entry.as_case
             try:
                 variant = op.variant(entry.variant)
-                found.append((Task(op, case, variant, entry.policy), variant.config_from(entry.config)))
+                found.append(Run(Task(op, case, variant, entry.policy), variant.config_from(entry.config)))
             except ValueError as error:
                 raise ValueError(f"{cache.path_of(op.name, gpu, root)}: {case.name}: {error}") from error
     return found
@@ -40,7 +41,7 @@ def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
 def default_runs(op: Op, cases: Iterable[Case], selection: Selection) -> list[Run]:
     """Return the default configs of an operator for the cases that a variant supports; a peer has configs if it is selected."""
     return [
-        (Task(op, case, variant), variant.default_config(case))
+        Run(Task(op, case, variant), variant.default_config(case))
         for case in cases
         for variant in op.variants
         if variant.config is not None

@@ -69,9 +69,9 @@ def time_runs(
         RuntimeError: a launch broke the GPU context of this process.
     """
     outcomes = dict(untimed)
-    left = {task.variant.name: (task, config) for task, config in runs if task.variant.name not in outcomes}
+    left = {run.task.variant.name: run for run in runs if run.task.variant.name not in outcomes}
     samples: dict[str, Samples] | Outcome = {}
-    shared = _check(runs[0][0], left, outcomes, on_variant)
+    shared = _check(runs[0].task, left, outcomes, on_variant)
     if shared is None:
         torch.cuda.empty_cache()
         contenders = _contenders({name: run for name, run in left.items() if name not in outcomes}, outcomes, on_variant)
@@ -116,7 +116,7 @@ def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome], on_variant
     contenders: dict[str, Contender] = {}
     if not runs:
         return contenders
-    task = next(iter(runs.values()))[0]
+    task = next(iter(runs.values())).task
     inputs = input_sets(task)
     if isinstance(inputs, Outcome):
         untimed |= dict.fromkeys(runs, inputs)

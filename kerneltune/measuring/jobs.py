@@ -50,12 +50,12 @@ class Job:
 def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
     parts = tuple(case_job([run]) for run in runs) if len(runs) > 1 else ()
-    return Job(case_label(runs), runs[0][0], lambda _begin: check_only(runs), parts, runs)
+    return Job(case_label(runs), runs[0].task, lambda _begin: check_only(runs), parts, runs)
 
 
 def case_label(runs: Sequence[Run]) -> str:
     """Name the case of some runs on one line."""
-    op, case = runs[0][0].op, runs[0][0].case
+    op, case = runs[0].task.op, runs[0].task.case
     return f"{op.name} {case.name} {case.dtype} {case.quant}"
 
 

@@ -26,11 +26,12 @@ def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, comp
     floor, records, seen = noise_floor(samples), [], set[str]()
     ceiling_gbps = None
     if ceiling is not None and CEILING in samples:
-        ceiling_gbps = ceiling[0].op.traffic(ceiling[0].case).total / median_interval(samples[CEILING]).median / 1e3
-    for task, config in runs:
+        ceiling_gbps = ceiling.task.op.traffic(ceiling.task.case).total / median_interval(samples[CEILING]).median / 1e3
+    for run in runs:
+        task, config = run
         name = task.variant.name
         if name in untimed:
-            records.append(checked_record(family, (task, config), untimed[name]))
+            records.append(checked_record(family, run, untimed[name]))
         else:
             taken = samples[SELF if name in seen else name]
             times = timing(taken, task.op.traffic(task.case).total, ceiling_gbps, floor)

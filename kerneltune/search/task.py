@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kerneltune import device
+from kerneltune.cache import CacheEntry, Chooser
 from kerneltune.records import TrialStatus
 from kerneltune.spec import Case, Config, Op, Variant
 
@@ -57,6 +59,18 @@ class Task:
         """Return the default config of the variant for the case."""
         return self.variant.default_config(self.case)
 
+    def chooser(self, root: Path | None) -> Chooser:
+        """Return the chooser of the task's configs; root: folder of the config cache, None for the usual folder."""
+        return Chooser.of(self.op, self.variant, self.policy, root)
+
+    def config_of_call(self, root: Path | None, gpu: str | None = None) -> Config:
+        """Return the config of a call without `config=`, on this GPU or a named GPU; None for a variant without knobs."""
+        return self.chooser(root).find(self.op.called(self.case), gpu).config if self.variant.config is not None else None
+
+    def stored(self, root: Path | None) -> tuple[CacheEntry, Config] | None:
+        """Return the entry of exactly this task on this GPU model and its config; None if there is no valid config."""
+        return self.chooser(root).own(self.case, device.current().slug)
+
 
 def _named_task(module: str, origin: tuple[Any, ...] | None, op_name: str, variant: str, case: Case, policy: str) -> Task:
     """Find a task by name: the operator in `OP` or `OPS` of its module or of a package that holds the module.
@@ -75,8 +89,11 @@ def _named_task(module: str, origin: tuple[Any, ...] | None, op_name: str, varia
     raise ValueError(f"no operator {op_name} in OP or OPS of {module} or of a package that holds it")
 
 
-Run = tuple[Task, Config]
-"""A task and the config to run it with."""
+class Run(NamedTuple):
+    """Hold a task and the config to run it with; None for a variant without knobs."""
+
+    task: Task
+    config: Config
 
 
 def knobs_of(config: Config) -> dict[str, Any]:

@@ -1,22 +1,17 @@
-"""Choose the candidates of a search and its first configs, from stored trials and the cache.
-
-A cached config may be older than the present knobs and limits of its variant, so only valid configs count.
-"""
+"""Choose the candidates of a search and its first configs, from stored trials and the cache."""
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kerneltune import cache, device
+from kerneltune import device
 from kerneltune.errors import unknown
-from kerneltune.processes import commit
-from kerneltune.search.task import Task, store_path
-from kerneltune.spec import Case, Config, Op, Space, Variant, knobs_of_class
+from kerneltune.search.task import Task
+from kerneltune.spec import Case, Config, Space, Variant, knobs_of_class
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -25,6 +20,10 @@ _NEIGHBOURS = 3
 """Near entries of the cache whose configs a search tries first."""
 _TRANSFERRED = 16
 """Fastest configs of the other 16-bit type that are searched in place of the whole space."""
+
+
+KnobOverrides = Sequence[tuple[str, tuple[str, ...]]]
+"""Names of knobs with values as text."""
 
 
 def neighbour_dtype(task: Task) -> Task | None:
@@ -50,7 +49,7 @@ def pool_of(task: Task, store: "TrialStore | None" = None) -> list[Config]:
 
 def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> list[Config]:
     """Return the default, the promising configs, and the cached configs of this case and of the nearest cases."""
-    near = chooser_of(task, root).near(task.case, device.current().slug)
+    near = task.chooser(root).near(task.case, device.current().slug)
     nearest = [config for _, config, _ in itertools.islice(near, _NEIGHBOURS)]
     offered = set(pool)
     return list(
@@ -58,15 +57,11 @@ def starting_points(task: Task, pool: Sequence[Config], root: Path | None) -> li
     )
 
 
-KnobOverrides = Sequence[tuple[str, tuple[str, ...]]]
-"""Names of knobs with values as text."""
-
-
 def widened(variant: Variant, knobs: KnobOverrides) -> Variant:
     """Return the variant with more values for some knobs of its space. `valid` still applies."""
-    if not knobs:
+    if not knobs or variant.config is None:
         return variant
-    types = knobs_of_class(variant.config)[0] if variant.config is not None else {}
+    types = knobs_of_class(variant.config)[0]
     added: dict[str, tuple[Any, ...]] = {}
     for name, texts in knobs:
         if name not in types:
@@ -125,50 +120,3 @@ def _why(variant: Variant, case: Case) -> str:
     configs = (variant.config(**dict(zip(space, values, strict=True))) for values in itertools.product(*space.values()))
     reasons = Counter(variant.valid(case, config) for config in configs)
     return f": {reasons.most_common(1)[0][0]} ({reasons.most_common(1)[0][1]} of {reasons.total()} configs)" if reasons else ""
-
-
-def config_for(task: Task, root: Path | None, gpu: str | None = None) -> Config:
-    """Return the config of a call without `config=`, on this GPU or a named GPU; None for a variant without knobs."""
-    return chooser_of(task, root).find(task.op.called(task.case), gpu).config if task.variant.config is not None else None
-
-
-def chooser_of(task: Task, root: Path | None) -> cache.Chooser:
-    """Return the chooser of a task's configs."""
-    return cache.Chooser.of(task.op, task.variant, task.policy, root)
-
-
-def cached(task: Task, root: Path | None) -> tuple[cache.CacheEntry, Config] | None:
-    """Return the entry of exactly this task on this GPU model and its config; None if there is no valid config."""
-    return chooser_of(task, root).own(task.case, device.current().slug)
-
-
-def present(variant: Variant) -> dict[str, str]:
-    """Return the present driver, source and packages that times of a variant depend on, by the names of `CacheEntry.evidence`."""
-    return {"driver": device.current().driver, "source_hash": variant.source_hash, **device.versions()}
-
-
-def open_store(op: Op, variant: Variant, results: Path, retries_transient: bool = False) -> "TrialStore":
-    """Open the store of an operator's trials on this GPU model, with the present fingerprint of a variant.
-
-    results: folder of the records; retries_transient: as in `TrialStore`.
-    """
-    from kerneltune.search.trials import TrialStore  # imports Optuna, which takes 0.4 s
-
-    path = store_path(results, device.current().slug, op.name)
-    return TrialStore(path, commit(), retries_transient, **present(variant))
-
-
-def stamp(variant: Variant) -> dict[str, Any]:
-    """Return the date, commit, driver, source and packages of a measurement now."""
-    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **present(variant)}
-
-
-def changed(variant: Variant, entry: cache.CacheEntry, here: bool) -> str:
-    """Return the changes since an entry was stored; empty if nothing changed.
-
-    Args:
-        here: this machine has the entry's GPU. On another machine only the code is compared, not the driver and the packages.
-    """
-    now = present(variant) if here else {"source_hash": variant.source_hash}
-    then = {name: entry.evidence.get(name) for name in now}
-    return ", ".join(f"{name} {then[name] or 'unknown'} is now {now[name]}" for name in now if then[name] != now[name])

@@ -27,7 +27,7 @@ class CompileQueue:
 
     def look_ahead(self, later: Iterable[Run]) -> None:
         """Replace the configs that later searches need first; `fill` compiles them."""
-        self._later = ((task, config) for task, config in later if (task.key, config) not in self._ahead)
+        self._later = (run for run in later if (run.task.key, run.config) not in self._ahead)
 
     def fill(self) -> None:
         """Begin to compile configs of later searches while a core is idle."""
@@ -36,7 +36,7 @@ class CompileQueue:
             following = next(self._later, None)
             if following is None:
                 return
-            self._ahead[following[0].key, following[1]] = self._submit(*following)
+            self._ahead[following.task.key, following.config] = self._submit(*following)
 
     def forget(self, task: Task) -> None:
         """Drop compilations that began ahead for a task whose search is over."""

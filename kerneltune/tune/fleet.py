@@ -12,12 +12,14 @@ from functools import cached_property, partial
 from threading import Lock
 
 from kerneltune import device
-from kerneltune.run_options import Options, Progress
+from kerneltune.plan import Options
+from kerneltune.progress import Progress
 from kerneltune.search.task import Task, TaskKey
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
-from kerneltune.tune.session import TuningSession
-from kerneltune.tune.tune_run import Performed, TuningResult, perform, tell
+from kerneltune.tune.session import TuningResult, TuningSession
 
+Performed = tuple[Task, TuningResult]
+"""A task that was performed, with its result."""
 ATTEMPTS = 3
 """Number of processes that may die over a task, and of times that the process of a GPU is started."""
 
@@ -43,7 +45,7 @@ class GpuTuner:
         """Perform a task; `following` are the tasks that this process will probably perform next."""
         try:
             self._session.refresh()
-            return perform(self._session, task, following)
+            return self._session.perform(task, following)
         except Exception as error:  # no task may end the process
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return TuningResult(problem=f"not tuned: {task.op.name} {task.case.name}: {text}")
@@ -134,7 +136,7 @@ class Fleet:
     def _finish(self, task: Task, done: TuningResult) -> None:
         with self._lock:
             self.finished.append((task, done))
-            tell(self._progress, task, done)
+            done.report(self._progress, task)
 
 
 def share_of_cores(index: int, count: int) -> frozenset[int] | None:

@@ -35,7 +35,7 @@ SCREEN_SAMPLES = 5
 _SCREEN_US = 250.0
 _REJECTED_AT = 1.3
 """Factor over the best time so far at which a config gets no sample after its first."""
-TRIAL_TIMEOUT_S = 60.0
+CONFIG_TIMEOUT_S = 60.0
 FINAL_TIMEOUT_S = 300.0
 VARIANT_TIMEOUT_S = 900.0
 """Seconds for each variant of a comparison, including compilation."""
@@ -96,7 +96,7 @@ class GpuBench:
         except CaseError as error:
             return Outcome("failed", str(error))
 
-    def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
+    def measure(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
         """Check a config and return the median of its samples; a config far behind `best_us` gets a single sample."""
         self.prepare(task)
         checked = self.check(task, config)
@@ -176,9 +176,9 @@ class WorkerStoppedError(WorkerCrashedError):
 class GpuWorker:
     """Send requests to a process that holds a `GpuBench`. Use as a context manager.
 
-    A config that hangs, faults or crashes the process has a trial of status `crashed`. The next request starts a process with a
-    clean context, which makes inputs and reference again. One thread sends requests. Another thread may call `stop`, or leave the
-    context. A request raises WorkerCrashedError if the process crashes over it, or if the worker is stopped.
+    The evaluation of a config that hangs, faults or crashes the process has the status `crashed`. The next request starts a
+    process with a clean context, which makes inputs and reference again. One thread sends requests. Another thread may call
+    `stop`, or leave the context. A request raises WorkerCrashedError if the process crashes over it, or if the worker is stopped.
 
     Attributes:
         process: the present process; None before the first request and after a crash.
@@ -190,7 +190,7 @@ class GpuWorker:
         self,
         make: Callable[[], Any] = GpuBench,
         cores: frozenset[int] | None = None,
-        trial_timeout_s: float = TRIAL_TIMEOUT_S,
+        config_timeout_s: float = CONFIG_TIMEOUT_S,
         environment: Mapping[str, str] | None = None,
         has_children: bool = False,
     ) -> None:
@@ -199,12 +199,12 @@ class GpuWorker:
         Args:
             make: importable function that makes the object that answers, a `GpuBench` for the methods of this class.
             cores: cores of the process; None for all.
-            trial_timeout_s: seconds after which a trial or a check is given up.
+            config_timeout_s: seconds after which a check or a measurement of a config is given up.
             environment: `os.environ` of the process; None for the environment of this process.
             has_children: the process may start processes.
         """
         self._start = partial(start, _serve, make, cores, environment=environment, is_daemon=not has_children)
-        self.trial_timeout_s, self.variant_timeout_s = trial_timeout_s, VARIANT_TIMEOUT_S
+        self.config_timeout_s, self.variant_timeout_s = config_timeout_s, VARIANT_TIMEOUT_S
         self.process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
         self._holds_tensors = False
@@ -249,15 +249,15 @@ class GpuWorker:
     def check(self, task: Task, config: Config) -> Outcome:
         """Call `GpuBench.check` in the process; the outcome is `failed` if the process crashes."""
         try:
-            return cast(Outcome, self.ask("check", task, config, timeout_s=self.trial_timeout_s))
+            return cast(Outcome, self.ask("check", task, config, timeout_s=self.config_timeout_s))
         except WorkerCrashedError as error:
             return Outcome("failed", f"crashed: {error}")
 
-    def trial(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
-        """Call `GpuBench.trial` in the process; the trial is `crashed` if the process ends without a signal from outside."""
+    def measure(self, task: Task, config: Config, best_us: float | None, samples: int = SCREEN_SAMPLES) -> Evaluation:
+        """Call `GpuBench.measure` in the process; a process that ends without a signal from outside has crashed."""
         self.prepare(task)
         try:
-            return cast(Evaluation, self.ask("trial", task, config, best_us, samples, timeout_s=self.trial_timeout_s))
+            return cast(Evaluation, self.ask("measure", task, config, best_us, samples, timeout_s=self.config_timeout_s))
         except WorkerStoppedError:
             raise
         except WorkerCrashedError as error:
@@ -276,7 +276,7 @@ class GpuWorker:
         """Free the tensors of the process."""
         if self._holds_tensors:
             with suppress(WorkerCrashedError):
-                self.ask("close", timeout_s=self.trial_timeout_s)
+                self.ask("close", timeout_s=self.config_timeout_s)
             self._holds_tensors = False
 
     def ask(self, name: str, *arguments: Any, timeout_s: float | None = None) -> Any:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
-from kerneltune.run_options import Plan, Progress
+from kerneltune.plan import Plan
+from kerneltune.progress import Progress
 from kerneltune.search.task import Run, Task, TaskKey, knobs_of
 from kerneltune.spec import Config, Op
-from kerneltune.tune.candidates import stamp
 from kerneltune.tune.gpu_worker import WorkerCrashedError
+from kerneltune.tune.provenance import stamp
 from kerneltune.tune.session import TuningSession
 
 StaleConfig = tuple[str, CacheEntry]
@@ -83,7 +84,7 @@ def _later(ops: Mapping[str, Op], configs: Sequence[StaleConfig], over: Collecti
         except ValueError:  # reported when its turn comes
             continue
         if task.key not in over:
-            yield from ((task, config) for config in wanted)
+            yield from (Run(task, config) for config in wanted)
 
 
 def _renewed(session: TuningSession, op: Op, entry: CacheEntry, over: set[TaskKey]) -> CacheEntry:
@@ -98,10 +99,10 @@ def _renewed(session: TuningSession, op: Op, entry: CacheEntry, over: set[TaskKe
             session.queue.fill()
             for one in begun:
                 one.result()
-            trials = tuner.trials(configs)
-            if trials[0].time_us is None:
-                raise ValueError(f"{trials[0].status}: {trials[0].detail}")
-            timed = [config for config, trial in zip(configs, trials, strict=True) if trial.time_us is not None]
+            measured = tuner.measure_again(configs)
+            if measured[0].time_us is None:
+                raise ValueError(f"{measured[0].status}: {measured[0].detail}")
+            timed = [config for config, one in zip(configs, measured, strict=True) if one.time_us is not None]
             best, evidence = tuner.run_final(timed, configs[-1])
     except WorkerCrashedError as error:
         raise ValueError(f"crashed: {error}") from error

@@ -1,30 +1,154 @@
-"""Tune a plan: the entry of every search, on the GPU of this process or on several GPUs of this host."""
+"""Tune a plan, on the GPU of this process or on several GPUs of this host: list the tasks to search, and search each task.
+
+A task, a variant on a case, is the unit of work on every GPU: its config is searched, or its whole space is measured.
+"""
 
 import math
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kerneltune import cache, device
-from kerneltune.run_options import Plan, Progress, require_gpu
-from kerneltune.tune.candidates import widened
-from kerneltune.tune.fleet import Fleet, visible_gpus
-from kerneltune.tune.tune_run import TuningSummary, missing, tune_here
+from kerneltune.measuring.check import release_memory
+from kerneltune.measuring.compare import ceiling_task
+from kerneltune.plan import Options, Plan
+from kerneltune.progress import Progress
+from kerneltune.search.task import Task, TaskKey
+from kerneltune.tune.candidates import checked_space, is_supported, widened
+from kerneltune.tune.fleet import Fleet, Performed, visible_gpus
+from kerneltune.tune.provenance import changed
+from kerneltune.tune.session import TuningSession
+
+_SEARCH_S, _COMPILE_S, _TRIAL_S = 1.6, 1.5, 0.06
+"""Seconds of a search that ends at an expected gain of 1 %; of a core to compile a config; of the GPU to check and time a config.
+
+H200, 16 cores: 390 searches of rmsnorm took 545 s, 100 of int4_fp8_gemm 180 s; 278 configs of a capture took 44 s.
+"""
+_KEPT = {
+    "stale": "are stale, chosen with other code: kept (`sweep --stale` times them beside their default)",
+    "outdated": "are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)",
+}
+"""State of cached configs that `tune` keeps -> the rest of its note."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningSummary:
+    """Hold the result of a run.
+
+    Attributes:
+        device_slug: folder name of the GPU model.
+        entries: entries that are now in the config cache.
+        searched: number of tasks that were searched, or whose spaces were measured.
+        failed: number of searched tasks that ended with a problem.
+        kept: number of tasks whose cached config was kept.
+    """
+
+    device_slug: str
+    entries: list[cache.CacheEntry]
+    searched: int = 0
+    failed: int = 0
+    kept: int = 0
 
 
 def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> TuningSummary:
     """Search the selected bench cases, or measure their whole spaces.
 
-    until: as of `tune_here`; several GPUs perform all tasks.
+    until: time of the monotonic clock in s, after which no further task begins; several GPUs perform all tasks.
     """
-    for op in dict.fromkeys(entry.op for entry in plan.cases() if plan.options.knobs):
-        for variant in plan.variants(op):
-            if variant.config is not None:
-                widened(variant, plan.options.knobs)  # raises for an unknown knob
-    gpus = visible_gpus(plan.options.gpus) if plan.options.gpus else []
-    require_gpu("tune")
+    options = plan.options
+    gpus = visible_gpus(options.gpus) if options.gpus else []
+    device.require_gpu("tune")
     slug = device.current().slug
     tasks, kept = missing(plan, progress)
     if not tasks:
         return TuningSummary(slug, [], kept=kept)
-    finished = Fleet(gpus, plan.options, progress).run(tasks) if gpus else tune_here(plan, tasks, progress, until)
+    finished = Fleet(gpus, options, progress).run(tasks) if gpus else _tune_here(options, tasks, progress, until)
     cache.clear()
     stored = [done.entry for _, done in finished if done.entry is not None]
     return TuningSummary(slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
+
+
+def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
+    """Return the tasks of a plan to search on this GPU model, and how many tasks keep their config.
+
+    A task is searched if the cache lacks its config, or with `stale` if the config is stale or outdated. All spaces and config
+    files are checked before anything is measured or written.
+    """
+    options, tasks, here = plan.options, _tasks(plan), device.current().slug
+    files = {cache.path_of(task.op.name, here, options.configs) for task in tasks}
+    for path in sorted(files if not options.exhaustive else ()):
+        if path.exists():
+            cache.load_strict(path)
+    chosen = tasks
+    if not options.force and not options.exhaustive:
+        states = [_state(task, options) for task in tasks]
+        num_cached = len(tasks) - states.count("lacking")
+        for state, text in _KEPT.items() if not options.stale else ():
+            if count := states.count(state):
+                progress.note(f"{count} of {num_cached} cached configs {text}")
+        searched = ("lacking", "stale", "outdated") if options.stale else ("lacking",)
+        chosen = [task for task, state in zip(tasks, states, strict=True) if state in searched]
+    for task in chosen:
+        checked_space(task)
+    return chosen, len(tasks) - len(chosen)
+
+
+def _tasks(plan: Plan) -> list[Task]:
+    """Return for every case its ceiling task, then its variants on the case as calls look it up; bf16 before other types.
+
+    If whole spaces are measured, there are no ceiling tasks, and every case stays as it is in the sweep.
+    """
+    whole, tasks = plan.options.exhaustive, dict[TaskKey, Task]()
+    for entry in sorted(plan.cases(), key=lambda e: e.case.dtype != "bfloat16"):
+        op = plan.ops[entry.op]
+        case = entry.case if whole else op.called(entry.case)
+        wanted = [task for task in plan.tasks(entry.op, case) if task.variant.config is not None and is_supported(task)]
+        wanted = [replace(task, variant=widened(task.variant, plan.options.knobs)) for task in wanted]
+        ceiling = None if whole else ceiling_task(plan.ops, op, case, plan.policy(entry.op))
+        tasks |= {task.key: task for task in (*wanted, *([ceiling] if ceiling is not None else []))}
+    return list(tasks.values())
+
+
+def _state(task: Task, options: Options) -> str:
+    """Return the state of a task's config in the cache: `lacking`, `stale`, `outdated` or `fresh`.
+
+    A stale config was chosen with other code. An outdated config was chosen with the present code and another driver, torch or
+    triton.
+    """
+    own = task.stored(options.configs)
+    if own is None:
+        return "lacking"
+    if changed(task.variant, own[0], here=False):
+        return "stale"
+    return "outdated" if changed(task.variant, own[0], here=True) else "fresh"
+
+
+def expected_work(task: Task, options: Options) -> tuple[int, float]:
+    """Return the number of configs that a search of a task may try, and estimate its seconds."""
+    search, configs = options.search, len(checked_space(task))
+    if options.exhaustive:
+        return configs, seconds_of(configs, options.workers)
+    configs = min(configs, search.trials or configs)
+    all_s = seconds_of(configs, options.workers)
+    return configs, min(all_s, _SEARCH_S if search.until_gain else all_s, search.budget_s or all_s)
+
+
+def seconds_of(configs: int, workers: int | None) -> float:
+    """Estimate the seconds to compile and time configs, with a number of compile processes; None for the number of cores."""
+    return configs * (_COMPILE_S / (workers or len(os.sched_getaffinity(0))) + _TRIAL_S)
+
+
+def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, until: float) -> list[Performed]:
+    """Perform tasks on the GPU of this process."""
+    release_memory()  # the GPU worker needs the memory
+    finished: list[Performed] = []
+    progress.stage("measure spaces" if options.exhaustive else "tune", len(tasks))
+    with TuningSession(options) as session:
+        for number, task in enumerate(tasks, start=1):
+            if finished and time.monotonic() >= until:
+                break
+            done = session.perform(task, tasks[number:])
+            finished.append((task, done))
+            done.report(progress, task)
+    return finished

@@ -1,24 +1,60 @@
-"""Own the GPU worker, the compile pool, the trial stores and the compile queue, which all searches of a run share."""
+"""Perform tasks on a GPU with the GPU worker, the compile pool, the trial stores and the compile queue of a run."""
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from kerneltune import cache, device
+from kerneltune.measuring.compare import obstacle
 from kerneltune.measuring.compiler import TARGETS, CompilePool
+from kerneltune.plan import Options
 from kerneltune.processes import start_server
-from kerneltune.run_options import Options
+from kerneltune.progress import Progress
+from kerneltune.search.loop import times_of
 from kerneltune.search.task import Task
-from kerneltune.tune.candidates import open_store
+from kerneltune.tune.candidates import widened
 from kerneltune.tune.compile_queue import CompileQueue
-from kerneltune.tune.gpu_worker import GpuWorker, split_cores
-from kerneltune.tune.tuner import Tuner
+from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError, split_cores
+from kerneltune.tune.provenance import open_store
+from kerneltune.tune.tuner import NothingPassedError, Tuner, first_runs, measure_space, tune
+from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
+
+
+_FROM = {"own": "its own config", "near": "of a near case", "default": "the default"}
+_CASES_AHEAD = 6
+"""Cases whose first configs are compiled ahead. Half of these cases are ceiling cases, which compile at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class TuningResult:
+    """Hold the result of a task.
+
+    Attributes:
+        entry: entry that is now in the config cache; None where a space was measured, or no config passed.
+        best: best config, or best time of a measured space, in a few words.
+        skipped: reason why this GPU cannot run the task, or empty.
+        problem: reason for a missing config on a GPU that can run the task; empty where all is well.
+    """
+
+    entry: cache.CacheEntry | None = None
+    best: str = ""
+    skipped: str = ""
+    problem: str = ""
+
+    def report(self, progress: Progress, task: Task) -> None:
+        """Report that a task was performed."""
+        if reason := self.skipped or self.problem:
+            progress.note(reason)
+        if self.best:
+            progress.best(self.best)
+        progress.advance(task.label)
 
 
 class TuningSession:
@@ -39,7 +75,11 @@ class TuningSession:
         self._stores: dict[tuple[str, str], TrialStore] = {}
 
     def tuner(self, task: Task) -> Tuner:
-        """Return a tuner of a task that knows the stored trials; `force` forgets transient failures."""
+        """Return a tuner of a task, with the knob values of the options, that knows the stored trials.
+
+        `force` forgets transient failures.
+        """
+        task = replace(task, variant=widened(task.variant, self.options.knobs))
         store = self._stores.get((task.op.name, task.variant.name))
         if store is None:
             store = open_store(task.op, task.variant, self.options.results, self.options.force)
@@ -51,6 +91,42 @@ class TuningSession:
         cache.clear()
         for store in self._stores.values():
             store.refresh()
+
+    def perform(self, task: Task, following: Sequence[Task]) -> TuningResult:
+        """Search a task, or measure its whole space.
+
+        `following` are the tasks that this session will probably perform next, in order.
+        """
+        reason = obstacle(task)
+        if reason is not None:
+            return TuningResult(skipped=f"not tuned: {task.op.name} {task.case.name}: {reason}")
+        tuner = self.tuner(task)
+        try:
+            with self.deciding():
+                return self._measured(tuner) if self.options.exhaustive else self._tuned(tuner, following)
+        except NothingPassedError as error:
+            return TuningResult(problem=str(error))
+        except WorkerCrashedError as error:
+            return TuningResult(problem=f"not tuned: {task.label}: {error}")
+        finally:
+            self.queue.forget(task)
+
+    def _tuned(self, tuner: Tuner, following: Sequence[Task]) -> TuningResult:
+        search, configs = self.options.search, self.options.configs
+        later = [self.tuner(task) for task in following[:_CASES_AHEAD]]
+        self.queue.look_ahead(run for one in later for run in first_runs(one, search, configs))
+        entry = tune(tuner, search, configs)
+        gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
+        over = f", {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else ""
+        return TuningResult(entry, best=pairs(entry.config) + over)
+
+    def _measured(self, tuner: Tuner) -> TuningResult:
+        """Measure the space of a case; the result says how many configs have a time, and the best time."""
+        trials = measure_space(tuner)
+        if not (times := times_of(trials)):
+            where = f"{tuner.task.op.name} {tuner.task.variant.name}"
+            raise NothingPassedError(f"{where}: no config has a time for {tuner.task.case.label}")
+        return TuningResult(best=f"{len(times)} of {len(trials)} configs have a time, best {min(times.values()):.2f} µs")
 
     @contextmanager
     def deciding(self) -> Iterator[None]:

@@ -22,9 +22,10 @@ from kerneltune.search.loop import Candidates, Compilation, Search, explore, tim
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of
 from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
-from kerneltune.tune.candidates import checked_space, chooser_of, pool_of, stamp, starting_points
+from kerneltune.tune.candidates import checked_space, pool_of, starting_points
 from kerneltune.tune.compile_queue import CompileQueue
 from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker, WorkerCrashedError
+from kerneltune.tune.provenance import stamp
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -51,7 +52,7 @@ class Tuner:
     ) -> None:
         self.task, self.store, self.worker, self.queue, self.searches_all = task, store, worker, queue, searches_all
         self.resources: dict[Config, int] = {}
-        self.samples_per_trial = SCREEN_SAMPLES
+        self.samples_per_config = SCREEN_SAMPLES
         self._best_us: float | None = None
         self._in_turn = ThreadPoolExecutor(1)
         self._preparing: Future[Any] | None = None
@@ -126,11 +127,11 @@ class Tuner:
 
     def measure(self, config: Config) -> Evaluation:
         """Check and time a config on the GPU."""
-        return self.worker.trial(
-            self.task, config, self._best_us if self.samples_per_trial == SCREEN_SAMPLES else None, self.samples_per_trial
+        return self.worker.measure(
+            self.task, config, self._best_us if self.samples_per_config == SCREEN_SAMPLES else None, self.samples_per_config
         )
 
-    def trials(self, configs: Sequence[Config]) -> list[Evaluation]:
+    def measure_again(self, configs: Sequence[Config]) -> list[Evaluation]:
         """Measure every config again, and store nothing."""
         return [self.in_turn(self.measure, config).result() for config in configs]
 
@@ -233,7 +234,7 @@ def tune(tuner: Tuner, search: Search, root: Path | None) -> cache.CacheEntry:
     with tuner:
         explored = _explored(tuner, _candidates(tuner, _pool(tuner), root), search)
         times = times_of(explored)
-        before = chooser_of(tuner.task, root).find(tuner.task.op.called(tuner.task.case))
+        before = tuner.task.chooser(root).find(tuner.task.op.called(tuner.task.case))
         if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
             evaluated = tuner.evaluate(before.config, tuner.begin(before.config)).result()
             times |= {before.config: evaluated.time_us} if evaluated.time_us is not None else {}
@@ -242,7 +243,7 @@ def tune(tuner: Tuner, search: Search, root: Path | None) -> cache.CacheEntry:
 
 def measure_space(tuner: Tuner) -> dict[Config, Evaluation]:
     """Evaluate all valid configs in random order with three times the samples of a search; store nothing in the cache."""
-    tuner.samples_per_trial = 3 * SCREEN_SAMPLES
+    tuner.samples_per_config = 3 * SCREEN_SAMPLES
     with tuner:
         return _explored(tuner, Candidates(checked_space(tuner.task)), Search(sampler="random"))
 
@@ -259,7 +260,7 @@ def first_runs(tuner: Tuner, search: Search, root: Path | None) -> Iterator[Run]
     pool = _pool(tuner)
     if not _known(tuner, pool):
         order = _candidates(tuner, pool, root).in_order(search)
-        yield from ((tuner.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
+        yield from (Run(tuner.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
 
 
 def _pool(tuner: Tuner) -> list[Config]:

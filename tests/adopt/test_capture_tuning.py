@@ -25,7 +25,7 @@ from kerneltune.adopt.replay import ReplayError, make_replay
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.cli import app, console
-from kerneltune.run_options import Quiet
+from kerneltune.progress import Progress
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.stats import Samples
 
@@ -44,7 +44,7 @@ class SizedBench(Bench):
         right = 64 if dict(task.case.axes).get("M", 4) <= 8 else 256
         return 10.0 * (1.0 if right == config.BLOCK else self.gain) * (1.0 if config.num_warps == self.best_warps else 1.1)
 
-    def trial(self, task: Task, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
+    def measure(self, task: Task, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
         """Correct and timed."""
         type(self).tried.append(config)
         return Evaluation("passed", self.time_us(task, config))
@@ -71,7 +71,7 @@ def capture_sums(root: Path, *sizes: tuple[int, int]) -> None:
 
 def test_tune_writes_the_fastest_config_of_each_class(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 128))
-    outcome = tune_capture(tmp_path, Quiet())
+    outcome = tune_capture(tmp_path, Progress())
     table = read_table(tmp_path, GPU)
     assert table is not None
     assert table.digest == outcome.digest
@@ -86,7 +86,7 @@ def test_tune_writes_the_fastest_config_of_each_class(tmp_path: Path, h200: type
 def test_tune_keeps_sizes_out_of_the_key_that_gain_less_than_3_percent(tmp_path: Path, h200: type[SizedBench]) -> None:
     h200.gain = 1.02
     capture_sums(tmp_path, (4, 96), (64, 96))
-    tune_capture(tmp_path, Quiet())
+    tune_capture(tmp_path, Progress())
     table = read_table(tmp_path, GPU)
     assert table is not None
     (group,) = table.kernels[0].groups
@@ -95,7 +95,7 @@ def test_tune_keeps_sizes_out_of_the_key_that_gain_less_than_3_percent(tmp_path:
 
 def test_tune_takes_sizes_that_the_key_omits_into_the_key_where_they_gain(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 96))
-    tune_capture(tmp_path, Quiet())
+    tune_capture(tmp_path, Progress())
     table = read_table(tmp_path, GPU)
     assert table is not None
     (group,) = table.kernels[0].groups
@@ -165,7 +165,7 @@ def test_tune_command_shows_each_class_against_its_author_and_where_the_table_is
 
 def test_tuned_table_is_served_with_its_live_configs(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
-    digest = tune_capture(tmp_path, Quiet()).digest
+    digest = tune_capture(tmp_path, Progress()).digest
     startup.install(tmp_path, miss="error", manifest=digest)
     module = example()
     module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
@@ -175,57 +175,57 @@ def test_tuned_table_is_served_with_its_live_configs(tmp_path: Path, h200: type[
 
 def test_tune_again_tunes_the_launches_that_serving_had_no_config_for(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
-    tune_capture(tmp_path, Quiet())
+    tune_capture(tmp_path, Progress())
     for columns, is_tuned in ((128, False), (128, True)):
         startup.install(tmp_path, miss="default")
         example().row_sum[(4,)](torch.ones(4, columns), torch.empty(4), 4, columns)
         assert (startup.server().counts.hits == 1) is is_tuned
         startup.uninstall()
-        outcome = tune_capture(tmp_path, Quiet())
+        outcome = tune_capture(tmp_path, Progress())
         assert sorted(one.launch.sizes["N"] for one in outcome.tuned) == [96, 128]
 
 
 def test_tune_of_an_author_choice_that_is_as_fast_keeps_it(tmp_path: Path, h200: type[SizedBench]) -> None:
     h200.gain, h200.best_warps = 1.0, 3
     capture_sums(tmp_path, (4, 96))
-    (one,) = tune_capture(tmp_path, Quiet()).tuned
+    (one,) = tune_capture(tmp_path, Progress()).tuned
     assert one.best == one.author
 
 
 def test_tune_again_measures_nothing_twice(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
-    first = tune_capture(tmp_path, Quiet())
+    first = tune_capture(tmp_path, Progress())
     tried = len(h200.tried)
-    again = tune_capture(tmp_path, Quiet())
+    again = tune_capture(tmp_path, Progress())
     assert (len(h200.tried), again.digest) == (tried, first.digest)
 
 
 def test_tune_with_widen_tries_configs_around_the_list(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
-    tune_capture(tmp_path, Quiet(), widen=True)
+    tune_capture(tmp_path, Progress(), widen=True)
     assert {config.BLOCK for config in h200.tried} == {32, 64, 128, 256, 512}
     assert {config.num_warps for config in h200.tried} >= {1, 2, 4, 8}
 
 
 def test_tune_with_a_share_leaves_the_cheap_classes(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 384))
-    outcome = tune_capture(tmp_path, Quiet(), share=0.9)
+    outcome = tune_capture(tmp_path, Progress(), share=0.9)
     assert [one.launch.sizes["M"] for one in outcome.tuned] == [64]
     assert [line for line in outcome.skipped if "below --share 0.9" in line]
 
 
 def test_tune_out_of_time_says_which_classes_it_did_not_reach(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 384))
-    outcome = tune_capture(tmp_path, Quiet(), budget_s=1e-9)
+    outcome = tune_capture(tmp_path, Progress(), budget_s=1e-9)
     assert [one.launch.sizes["M"] for one in outcome.tuned] == [64]
     assert outcome.skipped == ["row_sum 4x96 float32 M=4 N=96: not reached: run the command again"]
-    assert [len(tune_capture(tmp_path, Quiet()).tuned)] == [2]
+    assert [len(tune_capture(tmp_path, Progress()).tuned)] == [2]
 
 
 def test_tune_of_another_gpus_capture_says_so(tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "device_slug", lambda *_: "nvidia_b200")
     capture_sums(tmp_path, (4, 96))
-    outcome = tune_capture(tmp_path, Quiet())
+    outcome = tune_capture(tmp_path, Progress())
     assert outcome.tuned == []
     assert "captured on nvidia_b200, this is nvidia_h200: capture again here" in outcome.skipped[0]
 
@@ -235,7 +235,7 @@ def test_tune_of_a_changed_kernel_says_so(tmp_path: Path, h200: type[SizedBench]
     path = tmp_path / CLASSES / of_kernel(read_capture(tmp_path), "row_sum")[0].digest / META
     stored = json.loads(path.read_text())
     path.write_text(json.dumps(stored | {"source": "0" * 12, "bytecode": "0" * 16}))
-    outcome = tune_capture(tmp_path, Quiet())
+    outcome = tune_capture(tmp_path, Progress())
     assert "its source has changed since it was captured" in outcome.skipped[0]
 
 
@@ -243,7 +243,7 @@ def test_tune_skips_a_damaged_class_with_one_line(tmp_path: Path, h200: type[Siz
     capture_sums(tmp_path, (4, 96), (4, 128))
     path = sorted((tmp_path / CLASSES).iterdir())[0] / META
     path.write_text('{"kernel": ')
-    outcome = tune_capture(tmp_path, Quiet())
+    outcome = tune_capture(tmp_path, Progress())
     assert len(outcome.tuned) == 1
     assert len(outcome.skipped) == 1
     assert outcome.skipped[0].startswith(f"{path}: JSON: input data was truncated")
@@ -253,7 +253,7 @@ def test_class_whose_values_are_gone_is_skipped_by_name_and_fails_its_checks(tmp
     capture_sums(tmp_path, (4, 96), (4, 128))
     folder = sorted((tmp_path / CLASSES).iterdir())[0]
     (folder / VALUES).unlink()
-    (line,) = tune_capture(tmp_path, Quiet()).skipped
+    (line,) = tune_capture(tmp_path, Progress()).skipped
     assert line.endswith(f"{folder / VALUES}: missing: capture again")
     with pytest.raises(ReplayError, match="missing: capture again"):
         make_replay(read_class(folder), folder, "cpu", 0)
@@ -274,19 +274,19 @@ def test_tune_of_a_kernel_that_the_module_has_no_more_says_so(tmp_path: Path, h2
     stored = json.loads((folder / META).read_text())
     gone = {"module": stored["kernel"]["module"], "name": "row_gone"}
     (folder / META).write_text(json.dumps(stored | {"kernel": gone, "home": gone}))
-    assert "has no kernel of this name: capture again" in tune_capture(tmp_path, Quiet()).skipped[0]
+    assert "has no kernel of this name: capture again" in tune_capture(tmp_path, Progress()).skipped[0]
 
 
 def test_tune_of_a_class_without_index_values_says_so(tmp_path: Path, h200: type[SizedBench]) -> None:
     captured(tmp_path, max_bytes=8, pattern="scale_chosen")
-    outcome = tune_capture(tmp_path, Quiet())
+    outcome = tune_capture(tmp_path, Progress())
     assert "values were not kept" in outcome.skipped[0]
 
 
 def test_tune_without_a_gpu_raises(tmp_path: Path) -> None:
     capture_sums(tmp_path, (4, 96))
     with pytest.raises(ValueError, match="tune needs a GPU"):
-        tune_capture(tmp_path, Quiet())
+        tune_capture(tmp_path, Progress())
 
 
 LOADED = """

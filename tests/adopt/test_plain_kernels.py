@@ -26,7 +26,7 @@ from kerneltune.adopt.replay import live_kernel, make_replay
 from kerneltune.adopt.table import read_table
 from kerneltune.adopt.tuning import tune_capture
 from kerneltune.measuring.check import Checker, Outcome
-from kerneltune.run_options import Quiet
+from kerneltune.progress import Progress
 from kerneltune.search.task import Task
 
 SOURCE = """
@@ -240,7 +240,7 @@ def test_tune_of_a_plain_kernel_serves_the_fastest_options(
         monkeypatch.setattr(tuning, "GpuWorker", PlainBench)
         monkeypatch.setattr(program, "device_slug", lambda *_: GPU)
         captured(folder, module, 64, 96)
-        outcome = tune_capture(folder, Quiet())
+        outcome = tune_capture(folder, Progress())
         assert outcome.skipped == []
         table = read_table(folder, GPU)
         assert table is not None
@@ -294,7 +294,7 @@ def test_block_that_only_the_grid_reads_is_tuned_and_served_with_another_grid(
 ) -> None:
     folder, grids = tmp_path / "cap", []
     captured(folder, module, 96)
-    assert tune_capture(folder, Quiet()).skipped == []
+    assert tune_capture(folder, Progress()).skipped == []
     assert list(read_blocks(folder).values()) == [{"BLOCK": ""}]
     table = read_table(folder, GPU)
     assert table is not None
@@ -324,7 +324,7 @@ def test_block_that_the_host_or_the_result_depends_on_is_never_changed(
     folder, x = tmp_path / "cap", torch.arange(96.0)
     launch = captured_call(folder, lambda: getattr(module, name)[cdiv_grid(96)](x, torch.empty(length), 96, BLOCK=32))
     assert {one.config["kwargs"]["BLOCK"] for one in launch.candidates} > {16, 32, 64}
-    tune_capture(folder, Quiet())
+    tune_capture(folder, Progress())
     (verdict,) = read_blocks(folder).values()
     assert verdict["BLOCK"].startswith("BLOCK=64: ")
     (launch,) = read_capture(folder).classes

@@ -10,9 +10,9 @@ from command_line import both
 from kerneltune import device, records
 from kerneltune.campaign import SweepResult
 from kerneltune.cli import console
+from kerneltune.plan import Plan
 from kerneltune.records import Record
-from kerneltune.run_options import Plan
-from kerneltune.tune.tune_run import TuningSummary
+from kerneltune.tune.run import TuningSummary
 
 
 @pytest.fixture(autouse=True)

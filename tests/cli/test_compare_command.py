@@ -11,8 +11,8 @@ from command_line import NO_TIMES, both, record, refused, run
 from literal_records import changed
 
 from kerneltune import ops, sweep
+from kerneltune.plan import Plan, Selection
 from kerneltune.records import Record
-from kerneltune.run_options import Plan, Selection
 
 HEAD = "kind dtype    quant    M    N   A µs  B µs speedup   A GB/s B GB/s B % ceiling 95 % interval noise %"
 ROW = "fwd  bfloat16 fp8   8192 4096 100.00 50.00   2.00x +   1000   2000        50.0 2.00x–2.00x       1.0"

@@ -121,7 +121,7 @@ def test_tune_takes_a_family_or_a_model() -> None:
 def test_tune_of_a_model_tunes_what_calls_run(
     given: list[str], tuned: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kerneltune.run_options import Plan, Selection
+    from kerneltune.plan import Plan, Selection
 
     selected: list[Selection] = []
 

@@ -289,7 +289,7 @@ def test_mutations_of_a_right_variant_are_listed_and_need_check_only() -> None:
 
 
 def test_tune_with_dry_run_counts_the_configs_of_a_family_and_of_a_model(tmp_path: Path) -> None:
-    from kerneltune.run_options import Selection, load_plan
+    from kerneltune.plan import Selection, load_plan
 
     wanted = "--results", tmp_path, "--configs", tmp_path, "--op", "rmsnorm_fwd", "--variant", "optimized", "--dry-run"
     plan = load_plan(
@@ -304,7 +304,10 @@ def test_tune_with_dry_run_counts_the_configs_of_a_family_and_of_a_model(tmp_pat
         result = run(*one_case, *wanted, *limit)
         assert result.exit_code == 0, result.output
         assert f"rmsnorm_fwd optimized: 1 case, {expected} configs\n" in result.stdout
-        assert re.search(r"about [1-9]\d* s for 2 cases on a GPU like H200; 0 cases keep their config", result.stdout)
+        assert "stream baseline: 1 case, " in result.stdout
+        assert "configs (the ceiling of bandwidth in records)\n" in result.stdout
+        assert re.search(r"about [1-9]\d* s for 2 cases on a GPU like H200; no GPU here: cases that have", result.stdout)
+    assert re.search(r"about [12] s for 2 cases, each at most 0.5 s on a GPU", run(*one_case, *wanted, "--budget", "0.5").stdout)
     whole, few = (
         re.search(r"about (\d+) s for 1 case ", run(*one_case, *wanted, "--exhaustive", "--workers", workers).stdout)
         for workers in ("1", "100")

@@ -11,7 +11,8 @@ from kerneltune import device, ops
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.run import run_gate, run_processes
 from kerneltune.gating.verdict import gate
-from kerneltune.run_options import Options, Quiet, Selection
+from kerneltune.plan import Options, Selection
+from kerneltune.progress import Progress
 from kerneltune.search.task import Task
 from kerneltune.spec import Case
 
@@ -47,9 +48,9 @@ def test_a_run_of_two_processes_passes_against_itself(tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(STREAM)
     selection, options = Selection(str(path)), Options(peers=False)
-    baseline = run_processes(load_ops, selection, options, 2, Quiet())
+    baseline = run_processes(load_ops, selection, options, 2, Progress())
     assert {len(row.samples_us or ()) for row in baseline} == {2}
-    verdict, measured = run_gate(load_ops, baseline, selection, options, 2, 0.05, Quiet())
+    verdict, measured = run_gate(load_ops, baseline, selection, options, 2, 0.05, Progress())
     assert verdict.exit_code == 0
     assert verdict.compared == len(measured) == len(baseline)
     assert gate(baseline, baseline, 0.05).exit_code == 0

@@ -14,8 +14,9 @@ from simulated_records import one_process, rounds_us
 from kerneltune import campaign, device, ops
 from kerneltune.gating import run as gate_run
 from kerneltune.gating.run import run_gate
+from kerneltune.plan import Options, Selection
+from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.run_options import Options, Quiet, Selection
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 
@@ -79,14 +80,14 @@ def selection(tmp_path: Path) -> Selection:
 
 @pytest.fixture
 def baseline(lab: Lab, selection: Selection) -> list[Record]:
-    rows = gate_run.run_processes(ops.load, selection, OPTIONS, 3, Quiet())
+    rows = gate_run.run_processes(ops.load, selection, OPTIONS, 3, Progress())
     lab.measured.clear()
     lab.processes = 0
     return rows
 
 
 def run(selection: Selection, baseline: list[Record], options: Options = OPTIONS, margin: float | None = None) -> Any:
-    return run_gate(ops.load, baseline, selection, options, 3, margin, Quiet())
+    return run_gate(ops.load, baseline, selection, options, 3, margin, Progress())
 
 
 def test_nothing_changed(lab: Lab, selection: Selection, baseline: list[Record]) -> None:

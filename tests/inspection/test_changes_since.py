@@ -17,7 +17,7 @@ from kerneltune.inspection.revision import ChangedConfigs, changes_since
 from kerneltune.inspection.static import StaticRow, Survey, static_gate
 from kerneltune.inspection.survey import cached_runs, case_text
 from kerneltune.measuring.assembly import Kernel
-from kerneltune.run_options import Quiet
+from kerneltune.progress import Progress
 from kerneltune.search.task import Run
 
 OPS = {name: ops.load()[name] for name in ("rmsnorm_bwd", "rmsnorm_add_fwd")}
@@ -67,7 +67,7 @@ def revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Revision:
 
 
 def since(runs: Sequence[Run]) -> ChangedConfigs:
-    return changes_since("main", runs, GPU, lambda *named: list(named), Quiet())
+    return changes_since("main", runs, GPU, lambda *named: list(named), Progress())
 
 
 def test_a_revision_with_the_same_code_and_configs_compiles_nothing(revision: Revision) -> None:

@@ -17,8 +17,9 @@ from kerneltune import campaign, device
 from kerneltune.campaign import measure_live
 from kerneltune.measuring import check, compare
 from kerneltune.measuring.check import Outcome, affordable, out_of_memory_reason
+from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.run_options import Options, Quiet, Selection, load_plan
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
@@ -133,7 +134,7 @@ def measured(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     cases = "bench:\n  - {name: large, M: 2}\n  - {name: small, M: 1}\n"
     path.write_text(f"family: tiny\nops: [made]\ndefaults: {{dtype: bfloat16}}\n{cases}")
     ops = {"made": gpu.op("made", ("first", "second", "third")), "stream": gpu.op("stream", ("copy",))}
-    rows = measure_live(load_plan(ops, Selection(str(path)), Options(configs=tmp_path, results=tmp_path)), Quiet(), "test")
+    rows = measure_live(load_plan(ops, Selection(str(path)), Options(configs=tmp_path, results=tmp_path)), Progress(), "test")
     return {name: [row for row in rows if row.case == name] for name in ("large", "small")}
 
 
@@ -272,7 +273,7 @@ def task() -> Task:
 
 
 def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: gpu_worker.GpuBench, task: Task) -> None:
-    trials = [gpu_bench.trial(task, Knobs(n), None) for n in (0, 1, 2, 3, 4, 5)]
+    trials = [gpu_bench.measure(task, Knobs(n), None) for n in (0, 1, 2, 3, 4, 5)]
     assert trials[0] == Evaluation("passed", 10.0)
     assert trials[5] == Evaluation("passed", 15.0)
     assert trials[1:4] == [Evaluation("skipped", None, REASON)] * 3

@@ -13,7 +13,7 @@ from kerneltune.search.insight import dead_values, importances, portfolio, regre
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case
-from kerneltune.tune.tune_run import TuningSummary
+from kerneltune.tune.run import TuningSummary
 
 
 def knobs(block: int, warps: int) -> insight.Knobs:

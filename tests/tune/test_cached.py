@@ -8,10 +8,10 @@ import pytest
 from made_up import CASE, HALF, Small, nothing, op_of, small_space
 
 from kerneltune import cache, device
-from kerneltune.run_options import Options
+from kerneltune.plan import Options
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
-from kerneltune.tune.candidates import cached, config_for, starting_points
+from kerneltune.tune.candidates import starting_points
 
 REFUSED = {1: None, 2: None, 4: None, 8: None}
 VARIANT = Variant(
@@ -47,11 +47,11 @@ def store(options: Options, config: dict[str, Any], case: Case = CASE, slug: str
 def test_an_entry_that_no_longer_fits_is_passed_over(config: dict[str, Any], options: Options) -> None:
     op = op_of(VARIANT)
     store(options, config)
-    assert cached(Task(op, CASE, VARIANT), options.configs) is None
-    assert config_for(Task(op, CASE, VARIANT), options.configs) == Small(256, 4)
+    assert Task(op, CASE, VARIANT).stored(options.configs) is None
+    assert Task(op, CASE, VARIANT).config_of_call(options.configs) == Small(256, 4)
     store(options, GOOD, HALF)
-    assert cached(Task(op, CASE, VARIANT), options.configs) is None  # it is of another type
-    assert config_for(Task(op, CASE, VARIANT), options.configs) == Small(64, 2)
+    assert Task(op, CASE, VARIANT).stored(options.configs) is None  # it is of another type
+    assert Task(op, CASE, VARIANT).config_of_call(options.configs) == Small(64, 2)
     pool = [Small(256, 4), Small(64, 2), Small(128, 1)]
     assert starting_points(Task(op, CASE, VARIANT), pool, options.configs) == [Small(256, 4), Small(64, 2)]
 
@@ -61,23 +61,23 @@ def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_
     store(options, GOOD)
     store(options, {"block": 512, "warps": 1}, HALF)
     store(options, {"block": 128, "warps": 1}, CASE, "another_gpu")
-    found = cached(Task(op, CASE, VARIANT), options.configs)
+    found = Task(op, CASE, VARIANT).stored(options.configs)
     assert found is not None
-    assert found[1] == config_for(Task(op, CASE, VARIANT), options.configs) == Small(64, 2)
+    assert found[1] == Task(op, CASE, VARIANT).config_of_call(options.configs) == Small(64, 2)
     there = cache.Chooser.of(op, VARIANT, "cold", options.configs).own(CASE, "another_gpu")
     assert there is not None
     assert there[1] == Small(128, 1)
-    assert cached(Task(op, CASE, VARIANT, "hot"), options.configs) is None  # so `tune --policy hot` searches it
-    assert config_for(Task(op, CASE, VARIANT, "hot"), options.configs) == Small(64, 2)
-    assert config_for(Task(op, CASE, Variant("eager", nothing)), options.configs) is None
+    assert Task(op, CASE, VARIANT, "hot").stored(options.configs) is None  # so `tune --policy hot` searches it
+    assert Task(op, CASE, VARIANT, "hot").config_of_call(options.configs) == Small(64, 2)
+    assert Task(op, CASE, Variant("eager", nothing)).config_of_call(options.configs) is None
 
 
 def test_a_config_for_another_value_of_a_free_option_is_run_but_is_not_the_case_s_own(options: Options) -> None:
     op = replace(op_of(VARIANT), options={"group": (64, 32)}, free_options=("group",), unseen_options=())
     wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
     store(options, GOOD, wide)
-    assert config_for(Task(op, narrow, VARIANT), options.configs) == Small(64, 2)
-    assert cached(Task(op, narrow, VARIANT), options.configs) is None  # so `tune` searches it
-    assert config_for(Task(replace(op, free_options=()), narrow, VARIANT), options.configs) == Small(256, 4)
+    assert Task(op, narrow, VARIANT).config_of_call(options.configs) == Small(64, 2)
+    assert Task(op, narrow, VARIANT).stored(options.configs) is None  # so `tune` searches it
+    assert Task(replace(op, free_options=()), narrow, VARIANT).config_of_call(options.configs) == Small(256, 4)
     store(options, {"block": 128, "warps": 1}, narrow)
-    assert config_for(Task(op, narrow, VARIANT), options.configs) == Small(128, 1)
+    assert Task(op, narrow, VARIANT).config_of_call(options.configs) == Small(128, 1)

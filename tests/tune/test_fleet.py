@@ -17,14 +17,15 @@ from started import TESTS, environment, running, wait_for
 from versus_jobs import H200
 
 from kerneltune import cache, device, ops
-from kerneltune.run_options import Options, Quiet, Selection, load_plan
+from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.progress import Progress
 from kerneltune.search.loop import Search
 from kerneltune.search.trials import history
 from kerneltune.tune.fleet import Fleet, share_of_cores, visible_gpus
 from kerneltune.tune.run import run_tune
 
 
-class Spoken(Quiet):
+class Spoken(Progress):
     """Remembers what is worth a line."""
 
     def __init__(self) -> None:
@@ -50,8 +51,8 @@ def options(tmp_path: Path) -> Options:
     return Options(results=tmp_path / "results", configs=tmp_path / "configs", search=Search())
 
 
-def fleet_of(gpus: list[str], options: Options, progress: Quiet | None = None) -> Fleet:
-    return Fleet(gpus, options, progress or Quiet(), fleet_jobs.made_up)
+def fleet_of(gpus: list[str], options: Options, progress: Progress | None = None) -> Fleet:
+    return Fleet(gpus, options, progress or Progress(), fleet_jobs.made_up)
 
 
 def evaluations(log: Path) -> list[tuple[str, str, str]]:
@@ -146,7 +147,7 @@ def test_a_gpu_of_another_model_is_left_out(options: Options, log: Path) -> None
 
 def test_processes_without_a_gpu_are_of_no_use(options: Options, log: Path) -> None:
     with pytest.raises(ValueError, match=r"^no GPU is left: GPU  is interpreter, expected NVIDIA H200$"):
-        Fleet([""], options, Quiet()).run(WORKS)
+        Fleet([""], options, Progress()).run(WORKS)
 
 
 def test_trials_of_whole_spaces_are_kept(log: Path, tmp_path: Path) -> None:

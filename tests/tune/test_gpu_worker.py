@@ -31,12 +31,12 @@ TASK = Task(OPS[0], CASE, VARIANT)
 
 @pytest.fixture
 def worker() -> Iterator[GpuWorker]:
-    with GpuWorker(FakeBench, trial_timeout_s=20.0) as worker:
+    with GpuWorker(FakeBench, config_timeout_s=20.0) as worker:
         yield worker
 
 
 def test_a_worker_answers_as_the_bench_does_and_stays(worker: GpuWorker) -> None:
-    first, second = worker.trial(TASK, Knobs("run", 1), None), worker.trial(TASK, Knobs("run", 2), 11.0)
+    first, second = worker.measure(TASK, Knobs("run", 1), None), worker.measure(TASK, Knobs("run", 2), 11.0)
     assert (first, second.time_us) == (Evaluation("passed", 11.0, first.detail), 12.0)
     assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
     assert second.detail.startswith("2 ")
@@ -62,7 +62,7 @@ def test_a_worker_that_was_begun_early_is_the_one_that_is_asked(worker: GpuWorke
     worker.begin()
     begun = worker.process
     worker.begin()
-    assert worker.trial(TASK, Knobs("run", 1), None).status == "passed"
+    assert worker.measure(TASK, Knobs("run", 1), None).status == "passed"
     assert begun is not None
     assert begun is worker.process
     assert worker.started == 1
@@ -78,9 +78,9 @@ def test_a_worker_that_was_begun_early_is_the_one_that_is_asked(worker: GpuWorke
     ],
 )
 def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, worker: GpuWorker) -> None:
-    before = worker.trial(TASK, Knobs("run", 1), None)
-    assert worker.trial(TASK, Knobs(does, 0), None) == Evaluation("crashed", None, detail)
-    after = worker.trial(TASK, Knobs("run", 2), None)
+    before = worker.measure(TASK, Knobs("run", 1), None)
+    assert worker.measure(TASK, Knobs(does, 0), None) == Evaluation("crashed", None, detail)
+    after = worker.measure(TASK, Knobs("run", 2), None)
     assert after.status == "passed"
     assert after.detail.startswith("1 ")
     assert after.detail.split()[1] != before.detail.split()[1]
@@ -88,26 +88,26 @@ def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, deta
 
 
 def test_a_config_that_hangs_is_killed() -> None:
-    with GpuWorker(FakeBench, trial_timeout_s=15.0) as worker:
-        assert worker.trial(TASK, Knobs("run", 1), None).status == "passed"
-        worker.trial_timeout_s = 1.0
+    with GpuWorker(FakeBench, config_timeout_s=15.0) as worker:
+        assert worker.measure(TASK, Knobs("run", 1), None).status == "passed"
+        worker.config_timeout_s = 1.0
         hung = worker.process
         began = time.monotonic()
-        assert worker.trial(TASK, Knobs("hang", 0), None) == Evaluation("crashed", None, "took longer than 1 s")
+        assert worker.measure(TASK, Knobs("hang", 0), None) == Evaluation("crashed", None, "took longer than 1 s")
         assert time.monotonic() - began < 5.0
         assert hung is not None
         assert hung.exitcode == -9
-        worker.trial_timeout_s = 15.0
-        assert worker.trial(TASK, Knobs("run", 2), None).status == "passed"
+        worker.config_timeout_s = 15.0
+        assert worker.measure(TASK, Knobs("run", 2), None).status == "passed"
 
 
 def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
     with GpuWorker(NeverOpens) as worker, pytest.raises(WorkerCrashedError, match=r"^MemoryError: inputs do not fit$"):
-        worker.trial(TASK, Knobs("run", 1), None)
+        worker.measure(TASK, Knobs("run", 1), None)
 
 
 def test_no_process_outlives_its_bench(worker: GpuWorker) -> None:
-    worker.trial(TASK, Knobs("run", 1), None)
+    worker.measure(TASK, Knobs("run", 1), None)
     process = worker.process
     worker.close()
     assert process is not None
@@ -132,8 +132,8 @@ def test_a_bench_that_another_thread_stops_blames_no_config(
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(worker.trial, TASK, Knobs("hang", 0), None)
-        queued = thread.submit(worker.trial, TASK, Knobs("run", 1), None)
+        running = thread.submit(worker.measure, TASK, Knobs("hang", 0), None)
+        queued = thread.submit(worker.measure, TASK, Knobs("run", 1), None)
         assert is_hanging(worker, tmp_path / "log")
         process, began = worker.process, time.monotonic()
         end(worker)
@@ -154,7 +154,7 @@ def test_a_worker_that_is_sent_sigterm_blames_no_config(
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(worker.trial, TASK, Knobs("hang", 0), None)
+        running = thread.submit(worker.measure, TASK, Knobs("hang", 0), None)
         assert is_hanging(worker, tmp_path / "log")
         assert worker.process is not None
         assert worker.process.pid is not None
@@ -165,7 +165,7 @@ def test_a_worker_that_is_sent_sigterm_blames_no_config(
         os.kill(worker.process.pid, signal.SIGTERM)
         with pytest.raises(WorkerCrashedError, match=f"^the GPU worker died: exit code {exit_code}$"):
             running.result(timeout=10)
-    assert worker.trial(TASK, Knobs("run", 1), None).status == "passed"
+    assert worker.measure(TASK, Knobs("run", 1), None).status == "passed"
 
 
 def test_the_gpu_worker_has_a_core_that_no_compiler_uses() -> None:
@@ -198,15 +198,15 @@ def test_a_broken_kernel_costs_at_most_its_process(does: str, status: str, detai
     import broken_kernels as broken
 
     op = broken.OPS[0]
-    with GpuWorker(GpuBench, trial_timeout_s=60.0) as worker:
+    with GpuWorker(GpuBench, config_timeout_s=60.0) as worker:
         task = Task(op, broken.CASE, op.variants[0])
-        assert worker.trial(task, broken.Knobs("fine"), None).status == "passed"
-        worker.trial_timeout_s = 10.0
-        trial = worker.trial(task, broken.Knobs(does), None)
+        assert worker.measure(task, broken.Knobs("fine"), None).status == "passed"
+        worker.config_timeout_s = 10.0
+        trial = worker.measure(task, broken.Knobs(does), None)
         assert trial.status == status
         assert detail in trial.detail
-        worker.trial_timeout_s = 60.0
-        again: Any = worker.trial(task, broken.Knobs("fine"), None)
+        worker.config_timeout_s = 60.0
+        again: Any = worker.measure(task, broken.Knobs("fine"), None)
         assert again.status == "passed"
         assert worker.started == processes
 
@@ -215,7 +215,8 @@ LIVE = """
 from pathlib import Path
 import broken_kernels as broken
 from kerneltune.campaign import measure_live
-from kerneltune.run_options import Options, Quiet, Selection, load_plan
+from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.progress import Progress
 
 folder = Path(%r)
 (folder / "broken.yaml").write_text(
@@ -224,7 +225,7 @@ folder = Path(%r)
 )
 selection = Selection(str(folder / "broken.yaml"), variants=("optimized", "faulty"))
 options = Options(configs=folder, results=folder)
-for row in measure_live(load_plan({"broken": broken.OPS[0]}, selection, options), Quiet(), "test"):
+for row in measure_live(load_plan({"broken": broken.OPS[0]}, selection, options), Progress(), "test"):
     print(row.case, row.variant, row.status, "illegal memory access" in row.reason)
 """
 

@@ -16,7 +16,6 @@ from kerneltune.cache import Choice, Chooser
 from kerneltune.files import data_root
 from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op
-from kerneltune.tune.candidates import config_for
 
 GPU = "nvidia_h200"
 ALL = {name: op for name, op in ops.load().items() if name != "stream"}
@@ -83,7 +82,7 @@ def test_a_sweep_without_tuning_runs_what_a_call_runs(name: str, monkeypatch: py
     for case in (random_case(op, rng) for _ in range(CASES)):
         wanted, config = called_with(op, case, monkeypatch)
         assert wanted == op.called(case), case.label
-        assert config == config_for(Task(op, case, variant), None), case.label
+        assert config == Task(op, case, variant).config_of_call(None), case.label
 
 
 UNNAMED = (1, 2, 3, 17, 96, 112, 333, 1000, 1664, 2560, 3328, 5376, 9216, 18944, 20000)

@@ -16,11 +16,11 @@ from asserting import every
 from made_up import CASE, LARGE, SMALL, Setting, Small, op_of, small_time
 from replayed import StandIn
 from started import environment
-from test_tune_run import H200, Bench, Pool
+from test_run import H200, Bench, Pool
 
 from kerneltune import device
 from kerneltune.measuring.compiler import CompileResult, Kernel
-from kerneltune.run_options import Options
+from kerneltune.plan import Options
 from kerneltune.search import loop
 from kerneltune.search.loop import Candidates, Search, explore
 from kerneltune.search.task import Evaluation, Task

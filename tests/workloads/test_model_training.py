@@ -12,7 +12,7 @@ from torch import nn
 
 from kerneltune import stale
 from kerneltune.measuring.check import poisoned_memory
-from kerneltune.run_options import Options, Selection, load_plan
+from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.spec import Case
 from kerneltune.workloads import model_training, models
 from kerneltune.workloads.model_training import OPS, compare, inputs, run, traffic

@@ -1,50 +1,21 @@
-"""Plan the work of a command: a part of a sweep with options; find the rows that an interrupted run has kept.
-
-A journal under `results/runs` keeps the rows of a stage. The end of the stage deletes the journal.
-"""
+"""Plan the work of a command: the operators, the selected part of a sweep, and the options of the run."""
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from kerneltune import device, records, sweep
+from kerneltune import device, sweep
 from kerneltune.errors import meant, unknown
-from kerneltune.files import read_bytes
 from kerneltune.listing import check_case
 from kerneltune.records import Key, Record, key_of_case
 from kerneltune.search.loop import Search
-from kerneltune.search.task import Run, Task, config_values
+from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op, Variant
 from kerneltune.sweep import MAX_CASES, Section, Sweep, SweepCase
 
 _HEADLINES = 10
 _TO_A_PERCENT = Search(until_gain=0.01)
-
-
-class Progress(Protocol):
-    """Observe long work: the work calls a method at every step."""
-
-    def stage(self, name: str, total: int, kept: int = 0) -> None:
-        """Begin a stage of `total` steps, of which an earlier run has done `kept`."""
-        return
-
-    def advance(self, text: str) -> None:
-        """Count a step as done; `text` names the finished step or the next step."""
-        return
-
-    def best(self, text: str) -> None:
-        """Show the best result so far."""
-        return
-
-    def note(self, text: str) -> None:
-        """Print a separate line."""
-        return
-
-
-class Quiet(Progress):
-    """Ignore all progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +67,7 @@ class Options:
     """Hold the settings of a run.
 
     Attributes:
-        policy: timing policy: `hot`, `eager`, or `cold` for the policy of each operator.
+        policy: timing policy, `cold`, `hot` or `eager`; None for the policy of each operator.
         tune: search missing configs before a sweep measures.
         peers: measure other packages' variants as well.
         quick: measure ten headline cases of a sweep with their present configs; check and tune nothing else.
@@ -112,7 +83,7 @@ class Options:
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.
     """
 
-    policy: str = "cold"
+    policy: str | None = None
     tune: bool = True
     peers: bool = True
     quick: bool = False
@@ -126,6 +97,12 @@ class Options:
     exhaustive: bool = False
     knobs: tuple[tuple[str, tuple[str, ...]], ...] = ()
     gpus: str = ""
+
+    @property
+    def records_folder(self) -> Path:
+        """Return results/<device> for a GPU; results/runs/interpreter, which git ignores, for the interpreter."""
+        here = device.current()
+        return self.results / (here.slug if here.is_gpu else f"runs/{here.slug}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +149,8 @@ class Plan:
         ]
 
     def policy(self, op: str) -> str:
-        """Return the timing policy of an operator: the policy of the options, or the operator's policy in place of `cold`."""
-        return self.ops[op].policy if self.options.policy == "cold" else self.options.policy
+        """Return the timing policy of an operator: the policy of the options, else the operator's own."""
+        return self.options.policy or self.ops[op].policy
 
     def tasks(self, op: str, case: Case, policy: str = "") -> list[Task]:
         """Return a task for each selected variant of a case; an empty policy stands for `self.policy`."""
@@ -184,7 +161,7 @@ class Plan:
         return key_of_case(entry.op, entry.case, self.policy(entry.op))
 
     def journal(self, name: str) -> Path:
-        """Return the journal of a stage on this device."""
+        """Return the journal of a stage on this device; it keeps the rows of the stage until the stage ends."""
         return self.options.results / "runs" / device.current().slug / f"{self.family}.{name}.jsonl"
 
 
@@ -209,40 +186,3 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
     for entry in chosen:
         check_case(ops[entry.op], entry.case)
     return Plan(ops, loaded, selection, options or Options())
-
-
-def results_folder(options: Options) -> Path:
-    """Return results/<device> for a GPU; results/runs/interpreter, which git ignores, for the interpreter."""
-    here = device.current()
-    return options.results / (here.slug if here.is_gpu else f"runs/{here.slug}")
-
-
-def require_gpu(command: str) -> None:
-    """Raise ValueError where `command` has no GPU to run on."""
-    if not device.current().is_gpu:
-        raise ValueError(f"{command} needs a GPU: in the interpreter nothing can be timed")
-
-
-def journalled(journal: Path) -> list[Record]:
-    """Load the rows of a journal, except a line that was being written; an empty list without a file."""
-    if not journal.exists():
-        return []
-    whole, end, _cut = read_bytes(journal).rpartition(b"\n")
-    return records.parse((whole + end).splitlines(keepends=True), str(journal), is_journal=True)
-
-
-def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Sequence[Run]) -> list[Record] | None:
-    """Return the rows of a case from an interrupted run, if it has all rows for this environment and these configs; else None.
-
-    Failed rows do not count: a row that failed in an interrupted run is measured again.
-    """
-    gpu = device.current()
-    here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}
-    finished = []
-    for task, config in runs:
-        key = key_of_case(task.op.name, task.case, task.policy)
-        wanted = {**here, "source_hash": task.variant.source_hash, "config": config_values(config)}
-        kept = (row for row in done.get((key, task.variant.name), ()) if row.status != "failed")
-        rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
-        finished += rows[-1:]
-    return finished if len(finished) == len(runs) else None

@@ -20,7 +20,8 @@ from optuna.storages.journal import JournalFileBackend
 from kerneltune import cache
 from kerneltune.measuring.compiler import CompileResult
 from kerneltune.ops.stream import StreamConfig
-from kerneltune.run_options import Options, Quiet, Selection, load_plan
+from kerneltune.plan import Options, Selection, load_plan
+from kerneltune.progress import Progress
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knob_pairs
 from kerneltune.search.trials import history
@@ -39,7 +40,7 @@ bench:
 """
 
 
-class Spoken(Quiet):
+class Spoken(Progress):
     """Remembers what is worth a line."""
 
     def __init__(self, notes: list[str]) -> None:
@@ -69,7 +70,7 @@ def _appended(path: Path) -> list[str]:
 
 
 def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
@@ -79,14 +80,14 @@ def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, o
     assert (first.resources, first.shared_bytes) == (128, 1024)
     assert first.date
     assert first.commit
-    assert run_tune(load_plan(OPS, selection, options), Quiet()).entries == []  # nothing is lacking
+    assert run_tune(load_plan(OPS, selection, options), Progress()).entries == []  # nothing is lacking
 
 
 def test_a_config_that_is_lost_does_not_end_the_search(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bench, "crashed", staticmethod(lambda config: config.block == 2048))
-    (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
     assert entry.config["block"] in (1024, 4096)
     assert entry.evidence["trials"] > 4
 
@@ -107,10 +108,10 @@ def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
             moment.setattr(Bench, "crashed", staticmethod(lambda config: config.block == 2048))
         else:
             moment.setattr(Pool, "submit", submit)
-        (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
+        (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
         assert entry.config["block"] != 2048
     forced = replace(options, force=True)
-    (entry,) = run_tune(load_plan(OPS, selection, forced), Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, forced), Progress()).entries
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
@@ -118,7 +119,7 @@ def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
     rows = Counter(kept)
     assert {json.loads(config)["block"] for config, count in rows.items() if count == 2} == {2048}
     assert max(rows.values()) == 2
-    run_tune(load_plan(OPS, selection, forced), Quiet())
+    run_tune(load_plan(OPS, selection, forced), Progress())
     assert _appended(path) == kept  # nothing is left to be tried again
 
 
@@ -134,8 +135,8 @@ def test_all_of_the_space_is_searched_where_that_is_asked_for(
     (tmp_path / "made.yaml").write_text(sweep)
     first, second = (Selection(str(tmp_path / "made.yaml"), dtypes=(dtype,)) for dtype in ("bfloat16", "float16"))
     whole = replace(options, search=Search())
-    run_tune(load_plan(made, first, whole), Quiet())
-    (entry,) = run_tune(load_plan(made, second, replace(whole, **asked)), Quiet()).entries
+    run_tune(load_plan(made, first, whole), Progress())
+    (entry,) = run_tune(load_plan(made, second, replace(whole, **asked)), Progress()).entries
     assert entry.evidence["trials"] == tried
 
 
@@ -146,7 +147,7 @@ def test_a_search_stops_by_default_where_the_rest_is_expected_to_gain_less_than_
     variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
     selection, made = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
-    (entry,) = run_tune(load_plan(made, selection, options), Quiet()).entries
+    (entry,) = run_tune(load_plan(made, selection, options), Progress()).entries
     assert 16 <= entry.evidence["trials"] < 40
     assert entry.config == {"block": 3, "warps": 8}
 
@@ -159,7 +160,7 @@ def test_a_case_whose_child_is_lost_is_left_out_and_said(
     def lost(*_: object) -> None:
         raise WorkerCrashedError("MemoryError: inputs do not fit")
 
-    monkeypatch.setattr(Bench, "trial", lost)
+    monkeypatch.setattr(Bench, "measure", lost)
     tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 1)
     assert notes[:1] == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
@@ -169,7 +170,7 @@ def test_a_case_that_the_gpu_has_no_room_for_is_said_and_is_no_failure(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
-    monkeypatch.setattr("kerneltune.tune.tune_run.obstacle", lambda *_: "needs 200 GB")
+    monkeypatch.setattr("kerneltune.tune.session.obstacle", lambda *_: "needs 200 GB")
     tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 0)
     assert notes == ["not tuned: stream 1048576+1048576: needs 200 GB"]
@@ -181,15 +182,15 @@ def test_a_broken_config_file_is_found_before_anything_is_measured(
     path = cache.path_of("stream", H200.slug, options.configs)
     path.parent.mkdir(parents=True)
     path.write_text('{"schema": 7}')
-    monkeypatch.setattr(Bench, "trial", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(Bench, "measure", lambda *_: pytest.fail("measured"))
     for changes in ({}, {"force": True}, {"stale": True}):
         with pytest.raises(ValueError, match=f"^{path}: schema: 7: expected 1$"):
-            run_tune(load_plan(OPS, selection, replace(options, **changes)), Quiet())
+            run_tune(load_plan(OPS, selection, replace(options, **changes)), Progress())
     assert path.read_text() == '{"schema": 7}'
 
 
 def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
     old = replace(entry, config={"block": 512, "warps": 4, "ctas": 0}, evidence=entry.evidence | {"source_hash": "old"})
     path = cache.store("stream", H200.slug, old, options.configs)
     notes: list[str] = []
@@ -209,7 +210,9 @@ def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selecti
     assert again.config == entry.config
     assert again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
     assert len(notes) == 1
-    assert run_tune(load_plan(OPS, selection, replace(options, stale=True)), Quiet()).searched == 0  # what is fresh is left alone
+    assert (
+        run_tune(load_plan(OPS, selection, replace(options, stale=True)), Progress()).searched == 0
+    )  # what is fresh is left alone
 
 
 def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
@@ -231,7 +234,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
 
     monkeypatch.setattr(Pool, "submit", submit)
     monkeypatch.setattr(Bench, "prepare", prepare)
-    _first, second = run_tune(load_plan(OPS, Selection(str(tmp_path / "two.yaml")), options), Quiet()).entries
+    _first, second = run_tune(load_plan(OPS, Selection(str(tmp_path / "two.yaml")), options), Progress()).entries
     assert happened[0] == ("prepare", 1 << 20)
     assert happened.index(("compile", 2 << 20)) < happened.index(("prepare", 2 << 20))
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
@@ -243,7 +246,7 @@ def test_a_whole_space_is_measured_once_and_no_config_is_chosen(selection: Selec
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
     for _ in range(2):
-        assert run_tune(load_plan(OPS, selection, wide), Quiet()).entries == []
+        assert run_tune(load_plan(OPS, selection, wide), Progress()).entries == []
         trials = history(path)
         variant = widened(OPS["stream"].variants[0], knobs)
         assert {trial.knobs for trial in trials} == {knob_pairs(config) for config in variant.configs(trials[0].key.case)}
@@ -261,14 +264,14 @@ def test_a_whole_space_is_measured_once_and_no_config_is_chosen(selection: Selec
 )
 def test_knobs_that_do_not_exist_are_refused(knobs: Any, message: str, selection: Selection, options: Options) -> None:
     with pytest.raises(ValueError) as caught:
-        run_tune(load_plan(OPS, selection, replace(options, knobs=knobs)), Quiet())
+        run_tune(load_plan(OPS, selection, replace(options, knobs=knobs)), Progress())
     assert str(caught.value) == message
 
 
 def test_stale_entries_of_this_gpu_are_timed_again(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (entry,) = run_tune(load_plan(OPS, selection, options), Quiet()).entries
+    (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
     prepared: list[Case] = []
     monkeypatch.setattr(Bench, "prepare", lambda _self, task: prepared.append(task.case))
 
@@ -276,7 +279,7 @@ def test_stale_entries_of_this_gpu_are_timed_again(
         stale = [("stream", replace(entry, **changes))]
         return [
             (one.is_kept, one.failure)
-            for one in renew(load_plan(OPS, selection, replace(options, search=Search(budget_s))), stale, Quiet())
+            for one in renew(load_plan(OPS, selection, replace(options, search=Search(budget_s))), stale, Progress())
         ]
 
     def stored() -> cache.CacheEntry:
@@ -348,6 +351,6 @@ def test_a_space_that_makes_no_sense_is_one_line_and_nothing_is_written(
 ) -> None:
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(ValueError) as caught:
-        run_tune(load_plan(broken(**changes), selection, options), Quiet())
-    assert re.sub(r"^test_tune_run\.py:\d+: ", "PLACE", str(caught.value)) == message
+        run_tune(load_plan(broken(**changes), selection, options), Progress())
+    assert re.sub(r"^test_run\.py:\d+: ", "PLACE", str(caught.value)) == message
     assert sorted(tmp_path.rglob("*")) == before

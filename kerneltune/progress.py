@@ -1,0 +1,17 @@
+"""Observe long work."""
+
+
+class Progress:
+    """Ignore the steps of long work. The command line shows them by subclasses."""
+
+    def stage(self, name: str, total: int, kept: int = 0) -> None:
+        """Begin a stage of `total` steps, of which an earlier run has done `kept`."""
+
+    def advance(self, text: str) -> None:
+        """Count a step as done; `text` names the finished step or the next step."""
+
+    def best(self, text: str) -> None:
+        """Show the best result so far."""
+
+    def note(self, text: str) -> None:
+        """Print a separate line."""
