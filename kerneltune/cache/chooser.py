@@ -217,4 +217,4 @@ def clear() -> None:
     misses.forget()
 
 
-entries.when_stored(clear)
+entries.when_stored.append(clear)

@@ -32,7 +32,8 @@ from kerneltune.files import (
 from kerneltune.nearness import Place
 from kerneltune.spec import MOST, Case, Option
 
-_when_stored: list[Callable[[], None]] = []
+when_stored: list[Callable[[], None]] = []
+"""Functions that are called after entries are stored."""
 SCHEMA = 1
 _NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
 """NaN and infinity, which some writers write and JSON lacks: they are read as null, so that only their entry is bad."""
@@ -203,7 +204,7 @@ def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], roo
             replace_text(path, _render(op_name, device_slug, list(stored.values())))
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
-    for forget_answers in _when_stored:
+    for forget_answers in when_stored:
         forget_answers()
     return path
 
@@ -217,11 +218,6 @@ def forget() -> None:
     """Forget every file read."""
     for remembered in (alike, _loaded):
         remembered.cache_clear()
-
-
-def when_stored(forget_answers: Callable[[], None]) -> None:
-    """Call a function after entries are stored."""
-    _when_stored.append(forget_answers)
 
 
 @lru_cache(maxsize=1024)

@@ -65,8 +65,9 @@ def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Confi
         speedup = entry.evidence.get("speedup")
         gain = float(speedup) if isinstance(speedup, float | int) else None
         rows.append(Row((where, entry.policy, entry.variant, case, pairs(entry.config), gain)))
-    if wanted.cases and not rows:
-        raise ValueError(f"no entry of {op} with case={', '.join(wanted.cases)}")
+    if not rows:
+        selected = f" with case={', '.join(wanted.cases)}" if wanted.cases else ""
+        raise ValueError(f"no entry of {op}{selected} in {o.configs_root(configs)}")
     columns = (
         _GPU,
         Column("policy", shared=True),

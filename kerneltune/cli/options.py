@@ -186,7 +186,7 @@ def percent(field: str, text: str | None) -> float | None:
     except ValueError:
         value = float("nan")
     if not 0 < value < 100:
-        raise ValueError(f"{field}: {text!r}: expected a percentage above 0, such as 1%")
+        raise ValueError(f"{field}: {text!r}: expected a percentage above 0 and below 100, such as 1%")
     return value / 100
 
 

@@ -209,11 +209,12 @@ def _show_unchecked(plan: "Plan", checked: "Sequence[Record]") -> None:
 
 def _show_recorded(plan: "Plan", asked: str) -> None:
     """Show the recorded GPU times of the family, and the steps that `kerneltune sweep ASKED` would add on a GPU."""
+    from kerneltune.files import data_root
     from kerneltune.records import load
     from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, side
-    from kerneltune.sweep import recorded_root
 
-    files = sorted(recorded_root(None, str(plan.sweep.path)).glob(f"*/{plan.family}.jsonl"))
+    pattern = f"*/{plan.family}.jsonl"
+    files = sorted(plan.options.results.glob(pattern)) or sorted(data_root("results").glob(pattern))
     recorded = [r for path in files for r in load(path) if r.op in plan.ops and r.policy == plan.policy(r.op)]
     for name, others in (
         ("baseline", side([r for r in recorded if r.role != "peer"], "baseline")),

@@ -181,8 +181,6 @@ def _sets(task: Task) -> int:
     return rotation(POLICIES[task.policy], bytes_of_set, device.current().l2_bytes, gpu_free_bytes())
 
 
-def contender(
-    variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy, after: Callable[[int], None] | None = None
-) -> Contender:
-    """Make a variant that walks over input sets; `after` as in Contender."""
-    return Contender(lambda i: variant.run(inputs[i], config), len(inputs), policy, after=after)
+def contender(variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy, **options: Any) -> Contender:
+    """Make a variant that walks over input sets; `options` as in Contender."""
+    return Contender(lambda i: variant.run(inputs[i], config), len(inputs), policy, **options)

@@ -19,7 +19,7 @@ import torch
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import CaseError, Checker, Outcome, affordable, broken_context, out_of_memory_reason
-from kerneltune.measuring.compare import CEILING, Compared, input_sets, time_runs
+from kerneltune.measuring.compare import CEILING, Compared, contender, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.measured import compared_records
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
@@ -107,10 +107,10 @@ class GpuBench:
 
     def _timed(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
         try:
-            contender = self._contender(task, config, _SCREEN_US)
-            times = [contender.sample_us()]
+            screened = self._contender(task, config, sample_us=_SCREEN_US)
+            times = [screened.sample_us()]
             while len(times) < samples and not (best_us and times[0] > _REJECTED_AT * best_us):
-                times.append(contender.sample_us())
+                times.append(screened.sample_us())
             return Evaluation("passed", time_us=float(np.median(times)))
         except RuntimeError as error:
             if out_of_memory_reason(error):
@@ -143,9 +143,8 @@ class GpuBench:
         self._task, self._checker, self._inputs = None, None, []
         torch.cuda.empty_cache()
 
-    def _contender(self, task: Task, config: Config, sample_us: float = 800.0) -> Contender:
-        run, inputs = task.variant.run, self._inputs
-        return Contender(lambda i: run(inputs[i], config), len(inputs), POLICIES[task.policy], sample_us)
+    def _contender(self, task: Task, config: Config, **options: Any) -> Contender:
+        return contender(task.variant, config, self._inputs, POLICIES[task.policy], **options)
 
 
 def open_driver() -> None:

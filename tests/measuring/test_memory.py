@@ -261,7 +261,7 @@ CASE = Case("a", (("M", 8),), "bfloat16")
 def gpu_bench(monkeypatch: pytest.MonkeyPatch) -> gpu_worker.GpuBench:
     monkeypatch.setattr(gpu_worker, "open_driver", lambda: None)
     monkeypatch.setattr(gpu_worker, "input_sets", lambda _: [{}])
-    monkeypatch.setattr(gpu_worker, "Contender", Timed)
+    monkeypatch.setattr(compare, "Contender", Timed)
     monkeypatch.setattr(gpu_worker, "interleave", lambda cs, **_: {name: np.full(15, c.sample_us()) for name, c in cs.items()})
     return gpu_worker.GpuBench()
 
