@@ -219,7 +219,7 @@ def test_what_others_than_torch_s_allocator_ask_for_counts(text: str) -> None:
 class Timed:
     """A contender of a config: one of 2 does not fit, one of 3 does not under capture, one of 4 fails."""
 
-    def __init__(self, run: Any, _sets: int, _policy: object, _sample_us: float) -> None:
+    def __init__(self, run: Any, _sets: int, _policy: object, sample_us: float = 800.0) -> None:
         self.n = run(0)["n"]
         if self.n == 2:
             raise torch.OutOfMemoryError(TEXT)
