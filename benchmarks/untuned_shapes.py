@@ -61,7 +61,7 @@ def known(op: Op, variant: Variant, gpu: str, trials: Path = ROOT, configs: Path
                 put(case, dict(knobs), trial.time_us)
     tuned, timed = {}, {(case.axes, case.options) for case in times}
     for entry in cache.load(op.name, gpu, configs):
-        case = entry.as_case
+        case = entry.case
         if (entry.variant, entry.policy) == (variant.name, "cold"):
             if (pairs := put(case, entry.config, entry.evidence.get("time_us"))) is not None:
                 tuned[case] = pairs

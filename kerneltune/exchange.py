@@ -17,7 +17,6 @@ from kerneltune.files import read_text
 from kerneltune.spec import Op
 
 _TRITON = {"warps": "num_warps", "stages": "num_stages", "num_warps": "num_warps", "num_stages": "num_stages"}
-_CASE = ("variant", "case", "axes", "dtype", "quant", "options", "policy")
 _LARGEST = 4 << 20
 """Bytes of the largest imported file: Python's own parser needs about a hundred times as much memory."""
 _IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
@@ -85,10 +84,10 @@ def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) ->
     """Return a JSON object for each set of entries that differ along a single axis: the case, and the configs by size."""
     axis = (op.free_axes or op.axes)[0]
     files: dict[str, dict[str, Any]] = {}
-    for entry in sorted(entries, key=lambda e: dict(e.axes).get(axis, 0)):
-        case = _case(entry)
+    for entry in sorted(entries, key=lambda e: dict(e.case.axes).get(axis, 0)):
+        case = entry.key_fields
         fixed = {name: size for name, size in case["axes"].items() if name != axis}
-        parts = {"variant": entry.variant, **fixed, "dtype": entry.dtype, "quant": entry.quant, **case["options"]}
+        parts = {"variant": entry.variant, **fixed, "dtype": case["dtype"], "quant": case["quant"], **case["options"]}
         name = ",".join([op.name, *(f"{key}={value}" for key, value in parts.items()), entry.policy])
         content = {
             "op": op.name,
@@ -174,7 +173,7 @@ def _head(op: Op, device: str) -> list[str]:
 
 
 def _rows(entries: Sequence[CacheEntry]) -> list[str]:
-    return [f"    { ({**_case(entry), 'config': entry.config})!r}," for entry in entries]
+    return [f"    { ({**entry.key_fields, 'config': entry.config})!r}," for entry in entries]
 
 
 def _module(name: str) -> str:
@@ -194,11 +193,6 @@ def _unique(name: str, content: Mapping[str, Any], files: Mapping[str, Mapping[s
     raise AssertionError
 
 
-def _case(entry: CacheEntry) -> dict[str, Any]:
-    values = {name: getattr(entry, name) for name in _CASE}
-    return values | {"axes": dict(entry.axes), "options": dict(entry.options)}
-
-
 def _entry(case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> CacheEntry:
-    values = {name: case[name] for name in _CASE}
+    values = {name: case[name] for name in ("variant", "case", "axes", "dtype", "quant", "options", "policy")}
     return entry_from({**values, "config": dict(knobs), "evidence": {"imported": path.name}})

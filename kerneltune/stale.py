@@ -115,7 +115,7 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
             if _selects(first.selection, name, entry, uses):
                 known[name] += 1
                 stale += [(name, entry)] if _is_stale(op, entry) else []
-    stale.sort(key=lambda pair: (pair[1].variant != "optimized", uses.get((pair[0], pair[1].as_case), len(uses))))
+    stale.sort(key=lambda pair: (pair[1].variant != "optimized", uses.get((pair[0], pair[1].case), len(uses))))
     return Stale(gpu, known, tuple(stale), tuple(families), tuple(plans))
 
 
@@ -130,8 +130,8 @@ def _uses(plans: Sequence[Plan]) -> _Uses:
 
 def _selects(selection: Selection, op: str, entry: CacheEntry, uses: _Uses) -> bool:
     """Return whether a config is selected; if a family or cases are selected, one of their cases must look the config up."""
-    is_used = (op, entry.as_case) in uses or not (selection.family or selection.cases)
-    covered = replace(selection, cases=()).covers(op, entry.case, entry.dtype, entry.quant)
+    is_used = (op, entry.case) in uses or not (selection.family or selection.cases)
+    covered = replace(selection, cases=()).covers(op, entry.case.name, entry.case.dtype, entry.case.quant)
     return is_used and covered and selection.takes_variant(entry.variant)
 
 

@@ -193,7 +193,7 @@ class Setting:
 
     def cached(self, case: Case = CASE) -> dict[str, Any] | None:
         stored = cache.load("fake", device.current().slug, self.root)
-        return next((entry.config for entry in stored if (entry.as_case, entry.policy) == (case, "cold")), None)
+        return next((entry.config for entry in stored if (entry.case, entry.policy) == (case, "cold")), None)
 
 
 def evaluated(tuner: Tuner, config: Config, compiled: CompileResult) -> Evaluation:

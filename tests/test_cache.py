@@ -5,7 +5,7 @@ import math
 import multiprocessing
 import random
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,11 @@ def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
 
 
 def entry(rows: int = 8192, columns: int = 4096, warps: int = 4, **changes: Any) -> CacheEntry:
+    case = Case(f"{rows}x{columns}", axes(rows, columns), "bfloat16", "fp8", OPTIONS)
+    of_case = {name: changes.pop(name) for name in ("axes", "dtype", "quant", "options") if name in changes}
     values: dict[str, Any] = {
         "variant": "optimized",
-        "case": f"{rows}x{columns}",
-        "axes": axes(rows, columns),
-        "dtype": "bfloat16",
-        "quant": "fp8",
-        "options": OPTIONS,
+        "case": replace(case, **of_case),
         "policy": "cold",
         "config": {"block": 1024, "warps": warps},
         "evidence": {"time_us": 43.5, "speedup": 1.2},
@@ -455,7 +453,7 @@ def test_two_processes_lose_nothing(tmp_path: Path) -> None:
     for worker in workers:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0, 0]
-    stored = [dict(e.axes)["M"] for e in cache.load_strict(tmp_path / GPU / f"{OP}.json")]
+    stored = [dict(e.case.axes)["M"] for e in cache.load_strict(tmp_path / GPU / f"{OP}.json")]
     assert stored == [*range(1, 21), *range(101, 121)]
 
 

@@ -49,7 +49,7 @@ def test_what_is_exported_comes_back(format_: str, op: str, tmp_path: Path) -> N
 
 def test_the_dispatch_module_needs_nothing_and_finds_the_nearest(tmp_path: Path) -> None:
     run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
-    wanted = next(e for e in ours("rmsnorm_bwd") if dict(e.axes) == {"M": 16384, "N": 4096} and e.dtype == "bfloat16")
+    wanted = next(e for e in ours("rmsnorm_bwd") if dict(e.case.axes) == {"M": 16384, "N": 4096} and e.case.dtype == "bfloat16")
     call = "rmsnorm_bwd.best('optimized', {'M': 15000, 'N': 4096}, 'bfloat16', options={'zero_centered': False})"
     script = f"import rmsnorm_bwd; print({call}); print(rmsnorm_bwd.best('optimized', {{'M': 1, 'N': 3}}, 'bfloat16'))"
     done = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -60,7 +60,7 @@ def test_the_dispatch_module_knows_what_another_policy_takes(tmp_path: Path) -> 
     run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
     best = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))["best"]
     entry = ours("rmsnorm_bwd")[0]
-    where = entry.variant, dict(entry.axes), entry.dtype, entry.quant, entry.options
+    where = entry.variant, dict(entry.case.axes), entry.case.dtype, entry.case.quant, entry.case.options
     assert entry.policy == "cold"
     assert best(*where, policy="hot") == best(*where) == entry.config
 
@@ -81,10 +81,10 @@ def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Pat
     choose = cache.Chooser.of(op, without_default)
     found = []
     for entry in rng.choices(ours(name), k=150):
-        axes = tuple((axis, max(1, int(size * rng.choice((0.1, 0.7, 1, 1, 3))))) for axis, size in entry.axes)
-        axes = tuple((axis, size if axis in op.free_axes else dict(entry.axes)[axis]) for axis, size in axes)
-        options = tuple((option, rng.choice((value, *op.options[option]))) for option, value in entry.options)
-        case = Case("", axes, rng.choice((entry.dtype, "float16")), entry.quant, options)
+        axes = tuple((axis, max(1, int(size * rng.choice((0.1, 0.7, 1, 1, 3))))) for axis, size in entry.case.axes)
+        axes = tuple((axis, size if axis in op.free_axes else dict(entry.case.axes)[axis]) for axis, size in axes)
+        options = tuple((option, rng.choice((value, *op.options[option]))) for option, value in entry.case.options)
+        case = Case("", axes, rng.choice((entry.case.dtype, "float16")), entry.case.quant, options)
         there = best("optimized", dict(axes), case.dtype, case.quant, options, valid=partial(without_default.valid_config, case))
         assert variant.config is not None
         found.append(choose(axes, case.dtype, case.quant, options, "nvidia_h200"))
@@ -222,10 +222,8 @@ def test_generated_modules_import_whatever_names_hold(
     device: str, name: str, variant: str, dtype: str, option: str, knob: str, value: str
 ) -> None:
     """Names of folders and of a cache's entries never become code or a path."""
-    entry = CacheEntry(
-        variant=variant, case="c", axes=(("M", 8), ("N", 8)), dtype=dtype, quant="none", options=((option, value),),
-        policy="cold", config={knob: value, "warps": 4}, evidence={},
-    )  # fmt: skip
+    case = Case("c", (("M", 8), ("N", 8)), dtype, "none", ((option, value),))
+    entry = CacheEntry(variant=variant, case=case, policy="cold", config={knob: value, "warps": 4})
     op = replace(OPS["rmsnorm_bwd"], name=name)
     for format_ in ("triton", "python", "json"):
         for file, text in exchange.WRITERS[format_](op, device, [entry], {knob: value}).items():

@@ -83,17 +83,14 @@ def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: 
     monkeypatch.setattr(sys, "path", [*sys.path])
     op = ops.load()["swiglu"]
     assert re.fullmatch("[0-9a-f]{12}", op.variant("optimized").source_hash)
-    axes = (("M", 64), ("N", 1024))
-    entry = cache.CacheEntry(
-        variant="optimized", case="ffn", axes=axes, dtype="bfloat16", quant="none", options=(), policy="cold",
-        config={"block": 2048, "warps": 8},
-    )  # fmt: skip
+    case = Case("ffn", (("M", 64), ("N", 1024)), "bfloat16")
+    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config={"block": 2048, "warps": 8})
     stored = cache.store("swiglu", "nvidia_h200", entry, configs_dir)
     assert stored == configs_dir / "nvidia_h200" / "swiglu.json"
     near = Case("", (("M", 128), ("N", 1024)), "bfloat16")
     ((_, config, _),) = cache.Chooser.of(op, op.variant("optimized"), root=configs_dir).near(near, "nvidia_h200")
     assert config.block == 2048
-    assert op.traffic(Case("", axes, "bfloat16")).total == 3 * 2 * 64 * 1024
+    assert op.traffic(case).total == 3 * 2 * 64 * 1024
     sys.modules.pop("swiglu")
 
 

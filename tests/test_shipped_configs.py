@@ -31,7 +31,7 @@ def entries_of(name: str) -> list[CacheEntry]:
 
 
 def of_call(entry: CacheEntry) -> tuple[object, ...]:
-    return entry.axes, entry.dtype, entry.quant, entry.options
+    return entry.case.axes, entry.case.dtype, entry.case.quant, entry.case.options
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def first_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_call_for_the_case_of_a_shipped_config_looks_up_this_config(name: str) -> None:
     op = OPS[name]
     for entry in entries_of(name):
-        variant, case = op.variant(entry.variant), entry.as_case
+        variant, case = op.variant(entry.variant), entry.case
         found = cache.Chooser.of(op, variant, entry.policy).find(op.called(case), "nvidia_h200")
         assert (found.source, found.config) == ("own", variant.config_from(entry.config)), case.label
         assert op.called(case) == case, f"no call looks up {case.label}"
@@ -75,9 +75,9 @@ def test_python_export_answers_every_shipped_case_with_its_config(name: str, tmp
     for entries, (file,) in exported(name, "python", tmp_path):
         best = runpy.run_path(str(file))["best"]
         for entry in random.Random(0).sample(entries, min(len(entries), 60)):  # a call ranks all entries
-            options = dict(entry.options)
-            given = best(entry.variant, dict(entry.axes), entry.dtype, entry.quant, options, entry.policy)
-            assert given == entry.config, entry.as_case.label
+            case = entry.case
+            given = best(entry.variant, dict(case.axes), case.dtype, case.quant, dict(case.options), entry.policy)
+            assert given == entry.config, entry.case.label
 
 
 _KERNEL = """
@@ -126,7 +126,7 @@ def test_json_export_has_every_shipped_config_once(name: str, tmp_path: Path) ->
                 (case["policy"], case["dtype"], case["quant"], case["options"], sizes_of(table, size), config)
                 for size, config in table["configs"].items()
             ]
-        expected = [(e.policy, e.dtype, e.quant, dict(e.options), dict(e.axes), e.config) for e in entries]
+        expected = [(e.policy, e.case.dtype, e.case.quant, dict(e.case.options), dict(e.case.axes), e.config) for e in entries]
         assert sorted(map(repr, found)) == sorted(map(repr, expected))
 
 

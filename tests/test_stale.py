@@ -68,7 +68,7 @@ def options(tmp_path: Path, selection: Selection) -> Options:
     entries = run_tune(load_plan(OPS, selection, options), Progress()).entries
     assert len(entries) == 3
     old = [replace(entry, evidence=entry.evidence | {"source_hash": "old"}) for entry in entries]
-    old = [replace(entry, config=SLOW) if entry.axes[0][1] == 2097152 else entry for entry in old]
+    old = [replace(entry, config=SLOW) if entry.case.axes[0][1] == 2097152 else entry for entry in old]
     for entry in old:
         cache.store("stream", GPU, entry, options.configs)
     (tmp_path / "results" / GPU).mkdir(parents=True)
@@ -94,18 +94,18 @@ def recorded(options: Options) -> list[Record]:
 
 def stored(options: Options) -> dict[int, cache.CacheEntry]:
     entries = cache.load_strict(cache.path_of("stream", GPU, options.configs))
-    return {entry.axes[0][1]: entry for entry in entries}
+    return {entry.case.axes[0][1]: entry for entry in entries}
 
 
 def test_stale_configs_and_records_are_found_with_headlines_first(selection: Selection, options: Options) -> None:
     found = find(selection, options)
-    assert [entry.axes[0][1] for _, entry in found.configs] == [1048576, 524288, 2097152]
+    assert [entry.case.axes[0][1] for _, entry in found.configs] == [1048576, 524288, 2097152]
     assert found.known == {"stream": 3}
     assert [entry.case.name for entry in found.families[0].stale] == ["first", "other", "last"]
     assert (found.families[0].cases, found.cases, found.families[0].orphans) == (3, 3, 0)
     one = find(replace(selection, cases=("other",)), options)
     assert [entry.case.name for entry in one.families[0].stale] == ["other"]
-    assert [entry.axes[0][1] for _, entry in one.configs] == [524288]
+    assert [entry.case.axes[0][1] for _, entry in one.configs] == [524288]
     other = find(selection, options, "nvidia_h100")
     assert (other.gpu, other.known, other.configs, other.families) == ("nvidia_h100", {}, (), ())
 
@@ -119,7 +119,7 @@ def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Se
     assert (done.left.configs, done.left.cases) == ((), 0)
     now = stored(options)
     assert [now[size].config for size in (524288, 1048576)] == [before[size].config for size in (524288, 1048576)]
-    default = OPS["stream"].variants[0].default_config(now[2097152].as_case)
+    default = OPS["stream"].variants[0].default_config(now[2097152].case)
     assert now[2097152].config == {"block": default.block, "warps": default.warps, "ctas": default.ctas} != SLOW
     assert {row.source_hash for row in recorded(options)} == {OPS["stream"].variants[0].source_hash}
     again = stale.refresh(done.left, Progress())

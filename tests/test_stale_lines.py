@@ -23,21 +23,21 @@ def with_config(config: dict[str, Any] | None, **changes: Any) -> Record:
 
 def at_hand(op: Op, entry: cache.CacheEntry, policy: str, gpu: str, configs: Path | None = None) -> dict[str, Any] | None:
     """Return the config that a measurement of an entry's case has on a GPU."""
-    return config_values(Task(op, entry.as_case, op.variant(entry.variant), policy).config_of_call(configs, gpu))
+    return config_values(Task(op, entry.case, op.variant(entry.variant), policy).config_of_call(configs, gpu))
 
 
 def test_record_of_another_config_is_named_with_the_knobs_that_differ() -> None:
     entry = h200_entries()[0]
     (line,) = stale_lines([with_config(entry.config | {"warps": OTHER_WARPS})], OPS, None)
     assert line == (
-        f"rmsnorm_fwd optimized: 1 of 1 row measured with another config: {entry.case} {entry.dtype} {entry.quant} "
-        f"(warps=8, here warps={entry.config['warps']}): measure again"
+        "rmsnorm_fwd optimized: 1 of 1 row measured with another config: "
+        f"{entry.case.name} {entry.case.dtype} {entry.case.quant} (warps=8, here warps={entry.config['warps']}): measure again"
     )
     variants = [with_config({"warps": 1}, op="mine", options={"mode": mode}) for mode in ("a", "b")]
     op = dataclasses.replace(OPS["rmsnorm_fwd"], name="mine", options={"mode": ("a", "b")})
     (line,) = stale_lines(variants, {"mine": op}, None)
-    assert f": {entry.case} {entry.dtype} {entry.quant} (" in line
-    assert f"; {entry.case} mode=b {entry.dtype} {entry.quant} (" in line
+    assert f": {entry.case.name} {entry.case.dtype} {entry.case.quant} (" in line
+    assert f"; {entry.case.name} mode=b {entry.case.dtype} {entry.case.quant} (" in line
     (line,) = stale_lines([with_config(None)], OPS, None)
     assert "(none, here rows=" in line
 
@@ -45,7 +45,8 @@ def test_record_of_another_config_is_named_with_the_knobs_that_differ() -> None:
 def test_records_of_the_cached_configs_are_fresh_in_any_order_of_axes_and_options() -> None:
     rows = [entry_record(entry) for entry in h200_entries()]
     reordered = [
-        entry_record(entry, axes=dict(reversed(entry.axes)), options=dict(reversed(entry.options))) for entry in h200_entries()
+        entry_record(entry, axes=dict(reversed(entry.case.axes)), options=dict(reversed(entry.case.options)))
+        for entry in h200_entries()
     ]
     assert len(rows) > 10
     assert stale_lines(rows, OPS, None) == stale_lines(reordered, OPS, None) == []
@@ -105,7 +106,7 @@ def test_record_of_a_gpu_without_configs_is_compared_with_the_configs_that_serve
 def test_record_of_a_plug_in_or_capture_is_compared_by_the_case_that_its_operator_looks_up(tmp_path: Path) -> None:
     """A capture gives many classes of launches one config: `as_called` returns the case of the config."""
     first, second = h200_entries()[:2]
-    op = dataclasses.replace(OPS["rmsnorm_fwd"], name="mine", as_called=lambda _case: first.as_case)
+    op = dataclasses.replace(OPS["rmsnorm_fwd"], name="mine", as_called=lambda _case: first.case)
     cache.store("mine", "nvidia_h200", first, tmp_path)
     rows = [entry_record(second, op="mine", config=config) for config in (first.config, {"warps": 1})]
     assert stale_lines(rows[:1], {"mine": op}, tmp_path) == []

@@ -3,6 +3,7 @@
 from kerneltune.cache.chooser import Choice, Chooser, clear
 from kerneltune.cache.entries import (
     CacheEntry,
+    case_fields,
     default_root,
     entry_from,
     in_order,
@@ -16,7 +17,7 @@ from kerneltune.cache.entries import (
 )
 
 __all__ = [
-    "CacheEntry", "Choice", "Chooser", "clear", "default_root",
+    "CacheEntry", "Choice", "Chooser", "case_fields", "clear", "default_root",
     "entry_from", "in_order", "load", "load_strict", "path_of", "read_roots", "readable", "store",
     "store_all",
 ]  # fmt: skip

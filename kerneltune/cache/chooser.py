@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kerneltune import device, misses
 from kerneltune.cache import entries
-from kerneltune.cache.entries import Axes, CacheEntry, CaseOptions, alike, json_text, path_of, read_roots
+from kerneltune.cache.entries import Axes, CacheEntry, CaseOptions, alike, json_text, path_of, place_of, read_roots
 from kerneltune.nearness import Place, band_of, ranked
 from kerneltune.spec import Case, Op, Variant, config_from, out_of_range, ranges_of
 
@@ -94,7 +94,7 @@ class Chooser:
 
     def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
         """Return the entry of exactly a case and its config; None if there is no valid config."""
-        entry = _table(self, gpu, case.quant).own.get((case.axes, case.dtype, case.options))
+        entry = _table(self, gpu, case.quant).own.get(case)
         config = None if entry is None else self.variant.valid_config(case, entry.config)
         return None if entry is None or config is None else (entry, config)
 
@@ -104,16 +104,15 @@ class Chooser:
         Of two equally near entries, an entry of the chooser's policy comes before an entry of `cold`.
         """
         kin = _table(self, gpu, case.quant).same_bands.get(_fixed(self, case.axes), ())
-        place = dict(case.axes), case.dtype, dict(case.options)
         free = self.op.free_axes, self.op.free_options, self.op.bands, max_distance
-        for (_, _, distance), entry in ranked(place, kin, *free) if kin else ():
+        for (_, _, distance), entry in ranked(place_of(case), kin, *free) if kin else ():
             if (config := self.variant.valid_config(case, entry.config)) is not None:
                 yield entry, config, distance
 
     def defect(self, entry: CacheEntry) -> str | None:
         """Return why an entry is not used: a knob's name, type or range, or `valid` for its own case; None if it is used."""
-        case = entry.as_case
-        if any(size > _MOST_ELEMENTS for _, size in entry.axes):
+        case = entry.case
+        if any(size > _MOST_ELEMENTS for _, size in case.axes):
             return f"axes: a size of more than {_MOST_ELEMENTS}"
         try:
             assert self.variant.config is not None
@@ -130,11 +129,11 @@ class _Table:
     """Hold the entries of a variant and mode without a defect; entries of the chooser's policy come before entries of `cold`.
 
     Attributes:
-        own: entries of the chooser's policy, by sizes, type and options.
+        own: entries of the chooser's policy, by case.
         same_bands: all entries, by sizes and by the bands of free axes.
     """
 
-    own: Mapping[Any, CacheEntry]
+    own: Mapping[Case, CacheEntry]
     same_bands: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
 
 
@@ -174,16 +173,16 @@ def _say_borrowed(gpu: str, other: str) -> None:
 @lru_cache(maxsize=1024)
 def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
     path = path_of(chooser.op.name, gpu, chooser.root)
-    own: dict[Any, CacheEntry] = {}
+    own: dict[Case, CacheEntry] = {}
     same_bands: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
     bad = []
     for place, entry in alike(path, chooser.variant.name, chooser.policy, quant):
         if (reason := chooser.defect(entry)) is not None:
-            bad.append(f"{path}: {entry.variant} {entry.case} {entry.as_case.label}: {reason}")
+            bad.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
             continue
         if entry.policy == chooser.policy:
-            own.setdefault((entry.axes, entry.dtype, entry.options), entry)
-        same_bands.setdefault(_fixed(chooser, entry.axes), []).append((place, entry))
+            own.setdefault(entry.case, entry)
+        same_bands.setdefault(_fixed(chooser, entry.case.axes), []).append((place, entry))
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         warnings.warn(f"{bad[0]}{more}; not used", stacklevel=2)
@@ -202,11 +201,11 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
 
 def _described(case: Case, entry: CacheEntry, distance: float, policy: str, gpu: str) -> str:
     """Return how an entry's case differs from a case, and the entry's config; gpu: the folder of another GPU, or empty."""
-    sizes = " ".join(f"{axis}={size}" for axis, size in entry.axes)
-    changed = "".join(f" {name}={value}" for name, value in entry.options if value != case.option(name))
+    sizes = " ".join(f"{axis}={size}" for axis, size in entry.case.axes)
+    changed = "".join(f" {name}={value}" for name, value in entry.case.options if value != case.option(name))
     changed += f" {entry.policy}" if entry.policy != policy else ""
     changed += f" on {gpu}" if gpu else ""
-    return f"that of {sizes} {entry.dtype}{changed}, log2 distance {distance:.1f}: {json_text(entry.config)}"
+    return f"that of {sizes} {entry.case.dtype}{changed}, log2 distance {distance:.1f}: {json_text(entry.config)}"
 
 
 def clear() -> None:

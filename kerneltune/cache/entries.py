@@ -9,7 +9,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,7 +87,6 @@ class CacheEntry:
     """Hold the fastest known config of a variant on a case, and the evidence.
 
     Attributes:
-        case: the case's name; no part of the entry's identity.
         evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash; over_default, the
             95 % interval of the default's time over this config's, from the rounds that chose it.
 
@@ -95,29 +94,31 @@ class CacheEntry:
     """
 
     variant: str
-    case: str
-    axes: Axes
-    dtype: str
-    quant: str
-    options: CaseOptions
+    case: Case
     policy: str
     config: dict[str, Any]
     evidence: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def as_case(self) -> Case:
-        """Return the case of the entry."""
-        return Case(self.case, self.axes, self.dtype, self.quant, self.options)
-
-    @property
     def label(self) -> str:
         """Name the entry on one line."""
-        return f"{self.variant} {self.case} {self.dtype} {self.quant}"
+        return f"{self.variant} {self.case.name} {self.case.dtype} {self.case.quant}"
 
     @property
-    def identity(self) -> tuple[str, str, str, str, CaseOptions, Axes]:
-        """Return variant, policy, type, mode, options and sizes, which no other entry of a file shares."""
-        return self.variant, self.policy, self.dtype, self.quant, self.options, self.axes
+    def identity(self) -> tuple[str, str, Case]:
+        """Return variant, policy and case, which no other entry of a file shares; the name of the case may differ."""
+        return self.variant, self.policy, self.case
+
+    @property
+    def key_fields(self) -> dict[str, Any]:
+        """Return variant, case and policy in the form of a file."""
+        return {"variant": self.variant, **case_fields(self.case), "policy": self.policy}
+
+
+def case_fields(case: Case) -> dict[str, Any]:
+    """Return a case in the form of a file."""
+    sizes, options = dict(case.axes), dict(case.options)
+    return {"case": case.name, "axes": sizes, "dtype": case.dtype, "quant": case.quant, "options": options}
 
 
 def entry_from(values: Mapping[str, Any]) -> CacheEntry:
@@ -211,7 +212,7 @@ def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], roo
 
 def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     """Sort entries by falling size, then by the text of their config, so that equally near entries have a fixed order."""
-    return sorted(entries, key=lambda entry: (-_size(entry), _order(entry.config)))
+    return sorted(entries, key=lambda entry: (-_size(entry.case), _order(entry.config)))
 
 
 def forget() -> None:
@@ -228,14 +229,19 @@ def _loaded(path: Path) -> tuple[CacheEntry, ...]:
 @lru_cache(maxsize=1024)
 def alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, CacheEntry], ...]:
     """Return (sizes, type and options; entry) of all entries of a variant and mode, by `in_order`, entries of `cold` last."""
-    of_variant = [e for e in _loaded(path) if (e.variant, e.quant) == (variant, quant)]
+    of_variant = [e for e in _loaded(path) if (e.variant, e.case.quant) == (variant, quant)]
     in_turn = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in of_variant if e.policy == wanted)]
-    return tuple(((dict(e.axes), e.dtype, dict(e.options)), e) for e in in_turn)
+    return tuple((place_of(e.case), e) for e in in_turn)
 
 
-def _size(entry: CacheEntry) -> int:
-    numbers = (value for _, value in entry.options if type(value) is int and value > 0)
-    return math.prod(size for _, size in entry.axes) * math.prod(numbers)
+def place_of(case: Case) -> Place:
+    """Return a case as `nearness.ranked` takes it."""
+    return dict(case.axes), case.dtype, dict(case.options)
+
+
+def _size(case: Case) -> int:
+    numbers = (value for _, value in case.options if type(value) is int and value > 0)
+    return math.prod(size for _, size in case.axes) * math.prod(numbers)
 
 
 def json_text(value: object) -> str:
@@ -260,7 +266,7 @@ def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
         try:
             entry = _entry(decode(bytes(item), _EntryRow))
             if entry.identity in entries:
-                raise bad("case", entry.case, "one entry of each identity")
+                raise bad("case", entry.case.name, "one entry of each identity")
             entries[entry.identity] = entry
         except ValueError as error:
             errors.append(ValueError(f"{path}: entries[{index}]: {error}"))
@@ -278,17 +284,21 @@ def _read(path: Path) -> list[msgspec.Raw]:
 
 def _entry(row: _EntryRow) -> CacheEntry:
     checked(row.evidence, _Evidence, "evidence")
-    values = {name: getattr(row, name) for name in _EntryRow.__struct_fields__}
-    return CacheEntry(**{**values, "axes": tuple(row.axes.items()), "options": tuple(row.options.items())})
+    case = Case(row.case, tuple(row.axes.items()), row.dtype, row.quant, tuple(row.options.items()))
+    return CacheEntry(variant=row.variant, case=case, policy=row.policy, config=row.config, evidence=row.evidence)
+
+
+def _place_in_file(entry: CacheEntry) -> tuple[Any, ...]:
+    case = entry.case
+    return entry.variant, entry.policy, case.dtype, case.quant, json_text(case.options), case.axes
 
 
 def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> str:
     """Return the file's text: each entry on its line, sorted, so that a diff shows the entries that changed."""
     rows = []
-    for entry in sorted(entries, key=lambda e: (*e.identity[:4], json_text(e.options), e.axes)):
-        values = {f.name: getattr(entry, f.name) for f in fields(CacheEntry)}
+    for entry in sorted(entries, key=_place_in_file):
         try:
-            rows.append("    " + json_text({**values, "axes": dict(entry.axes), "options": dict(entry.options)}))
+            rows.append("    " + json_text({**entry.key_fields, "config": entry.config, "evidence": entry.evidence}))
         except (TypeError, ValueError) as error:
             raise bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
     head = f'{{\n  "schema": {SCHEMA},\n  "op": {json_text(op_name)},\n  "device": {json_text(device_slug)},\n  "entries": [\n'

@@ -56,15 +56,16 @@ def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Confi
         ("quant", wanted.quants, o.chosen),
         ("variant", wanted.variants, o.matching),
     ):
-        among(name, values, [getattr(entry, name) for _, entry in entries])
+        among(name, values, [entry.key_fields[name] for _, entry in entries])
     rows = []
     for where, entry in entries:
-        if not (wanted.covers(op, entry.case, entry.dtype, entry.quant) and wanted.takes_variant(entry.variant)):
+        case = entry.case
+        if not (wanted.covers(op, case.name, case.dtype, case.quant) and wanted.takes_variant(entry.variant)):
             continue
-        case = " ".join([entry.case, pairs(dict((*entry.axes, *entry.options))), entry.dtype, entry.quant])
+        shown = " ".join([case.name, pairs(dict((*case.axes, *case.options))), case.dtype, case.quant])
         speedup = entry.evidence.get("speedup")
         gain = float(speedup) if isinstance(speedup, float | int) else None
-        rows.append(Row((where, entry.policy, entry.variant, case, pairs(entry.config), gain)))
+        rows.append(Row((where, entry.policy, entry.variant, shown, pairs(entry.config), gain)))
     if not rows:
         selected = f" with case={', '.join(wanted.cases)}" if wanted.cases else ""
         raise ValueError(f"no entry of {op}{selected} in {o.configs_root(configs)}")
@@ -125,7 +126,7 @@ def _staleness(variant: Variant, case: Case, entries: Sequence["CacheEntry"]) ->
     """Return the changes since the case's own entry was stored; empty without changes or without an entry."""
     from kerneltune.tune.provenance import changed
 
-    own = next((one for one in entries if one.as_case == case and (one.variant, one.policy) == (variant.name, "cold")), None)
+    own = next((one for one in entries if one.case == case and (one.variant, one.policy) == (variant.name, "cold")), None)
     reason = "" if own is None else changed(variant, own, here=False)
     return f"; stale: {reason}" if reason else ""
 
@@ -291,18 +292,18 @@ def _require_fit(op: Op, entry: "CacheEntry") -> None:
 
     variant = op.variant(entry.variant)
     variant.config_from(entry.config)
-    names = tuple(axis for axis, _ in entry.axes)
+    names = tuple(axis for axis, _ in entry.case.axes)
     if names != op.axes:
         raise ValueError(f"axes: {', '.join(names) or 'none'}: expected {', '.join(op.axes)}")
-    for field, value, known in (("dtype", entry.dtype, op.dtypes), ("quant", entry.quant, op.quants)):
+    for field, value, known in (("dtype", entry.case.dtype, op.dtypes), ("quant", entry.case.quant, op.quants)):
         o.choice(field, value, known)
     o.choice("policy", entry.policy, o.POLICIES)
-    given = dict(entry.options)
+    given = dict(entry.case.options)
     if given.keys() != op.options.keys() or any(given[name] not in offered for name, offered in op.options.items()):
         raise ValueError(f"options: {given}: expected a value for each of {', '.join(op.options) or 'none'}")
     reason = Chooser.of(op, variant).defect(entry)
     if reason is not None:
-        raise ValueError(f"{entry.as_case.label}: {reason}")
+        raise ValueError(f"{entry.case.label}: {reason}")
 
 
 def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:

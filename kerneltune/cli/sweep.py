@@ -141,7 +141,7 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
         f"replaces, {len(broken)} that no longer run; {counted(len(done.measured), 'record')} made"
     )
     for renewal in broken:
-        show_wrapped(f"failed: {renewal.op} {renewal.entry.variant} {renewal.entry.as_case.label}: {renewal.failure}")
+        show_wrapped(f"failed: {renewal.op} {renewal.entry.variant} {renewal.entry.case.label}: {renewal.failure}")
     left = f"{counted(len(done.left.configs), 'config')} and {counted(done.left.cases, 'case')} are stale"
     is_left = done.left.configs or done.left.cases
     show_wrapped(f"{left}; the same command goes on there" if is_left else f"nothing is stale for {here.slug}")

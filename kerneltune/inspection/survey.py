@@ -29,7 +29,7 @@ def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
     found = []
     for op in ops:
         for entry in cache.load(op.name, gpu, root):
-            case = entry.as_case
+            case = entry.case
             try:
                 variant = op.variant(entry.variant)
                 found.append(Run(Task(op, case, variant, entry.policy), variant.config_from(entry.config)))

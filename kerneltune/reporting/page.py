@@ -219,7 +219,8 @@ def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) 
         if entry.evidence.get("time_us") and entry.evidence.get("default_us")
     ]
     names = told_apart(
-        CaseName(op, e.case, e.dtype, e.quant, dict(e.axes), {**dict(e.options), "policy": e.policy}) for op, e in timed
+        CaseName(op, e.case.name, e.case.dtype, e.case.quant, dict(e.case.axes), {**dict(e.case.options), "policy": e.policy})
+        for op, e in timed
     )
     return [
         {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kerneltune import device
-from kerneltune.cache import CacheEntry, Chooser
+from kerneltune.cache import CacheEntry, Chooser, case_fields
 from kerneltune.records import TrialStatus
 from kerneltune.spec import Case, Config, Op, Variant
 
@@ -50,9 +50,7 @@ class Task:
     @property
     def identity(self) -> dict[str, Any]:
         """Return the task as JSON."""
-        op, case = self.op, self.case
-        names = {"op": op.name, "variant": self.variant.name, "case": case.name, "axes": dict(case.axes)}
-        return {**names, "dtype": case.dtype, "quant": case.quant, "options": dict(case.options), "policy": self.policy}
+        return {"op": self.op.name, "variant": self.variant.name, **case_fields(self.case), "policy": self.policy}
 
     @property
     def default(self) -> Config:

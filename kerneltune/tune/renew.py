@@ -63,7 +63,7 @@ def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> lis
 
 def _runs_of(op: Op, entry: CacheEntry) -> tuple[Task, list[Config]]:
     """Return the task of an entry, with its config and, if it differs, the default."""
-    case = entry.as_case
+    case = entry.case
     try:
         variant = op.variant(entry.variant)
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)

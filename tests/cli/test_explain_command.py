@@ -71,9 +71,9 @@ def test_explain_says_that_an_entry_is_stale(configs_dir: Path) -> None:
     cache.store(
         "fp8_transpose_2d", "nvidia_h200", replace(entry, evidence=dict(entry.evidence) | {"source_hash": "0123456789ab"})
     )
-    sizes = [f"{axis}={size}" for axis, size in entry.axes]
-    options = [f"{name}={value}" for name, value in entry.options]
-    found = run("cache", "explain", "fp8_transpose_2d", *sizes, *options, "--dtype", entry.dtype, "--quant", entry.quant)
+    case = entry.case
+    sizes = [f"{name}={value}" for name, value in (*case.axes, *case.options)]
+    found = run("cache", "explain", "fp8_transpose_2d", *sizes, "--dtype", case.dtype, "--quant", case.quant)
     assert "for exactly this case; stale: source_hash 0123456789ab is now" in " ".join(found.stdout.split())
 
 

@@ -261,7 +261,7 @@ def test_gate_fails_where_a_config_of_the_records_is_not_the_config_at_hand(writ
     result = run("gate", path, path, "--configs", tmp_path / "configs")
     assert result.exit_code == 1
     assert (
-        f"1 of 1 row measured with another config: {entry.case} {entry.dtype} {entry.quant} "
+        f"1 of 1 row measured with another config: {entry.case.name} {entry.case.dtype} {entry.case.quant} "
         f"(warps={entry.config['warps']}, here warps={slow.config['warps']}): measure again, or --allow-stale"
     ) in " ".join(result.stdout.split())
     assert run("gate", path, path, "--configs", tmp_path / "configs", "--allow-stale").exit_code == 0

@@ -38,8 +38,7 @@ def options(tmp_path: Path) -> Options:
 
 
 def store(options: Options, config: dict[str, Any], case: Case = CASE, slug: str = "") -> None:
-    identity = {"case": case.name, "axes": case.axes, "dtype": case.dtype, "quant": case.quant, "options": case.options}
-    entry = cache.CacheEntry(variant="optimized", policy="cold", config=config, **identity)
+    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config=config)
     cache.store("fake", slug or device.current().slug, entry, options.configs)
 
 

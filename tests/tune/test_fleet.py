@@ -69,7 +69,7 @@ def test_two_gpus_share_the_cases_and_the_folders(options: Options, log: Path, t
     assert len({pid for *_, pid in done}) == 2
     assert len({pid for case, _, pid in done if case == "m8"}) == 1
     entries = cache.load_strict(tmp_path / "configs" / "nvidia_h200" / "fake.json")
-    assert {e.case: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS}
+    assert {e.case.name: e.config for e in entries} == {work.case.name: {"block": 3, "warps": 8} for work in WORKS}
     rows = history(tmp_path / "results" / "runs" / "trials" / "nvidia_h200" / "fake.log")
     assert Counter(trial.key.case["M"] for trial in rows) == {work.case["M"]: 20 for work in WORKS}
     assert progress.notes == []
@@ -90,7 +90,7 @@ def test_a_process_that_dies_costs_one_evaluation_and_its_case_goes_on(options: 
     assert {pid for case, config, pid in done if (case, config) == ("m16", "3 8")} - {dead.stem}
     (note,) = progress.notes
     assert note in ("GPU 0: the GPU worker died: exit code 9", "GPU 1: the GPU worker died: exit code 9")
-    assert {done.entry.case for _, done in run.finished if done.entry} == {work.case.name for work in WORKS}
+    assert {done.entry.case.name for _, done in run.finished if done.entry} == {work.case.name for work in WORKS}
 
 
 @pytest.mark.parametrize("when", ["starting", "measuring"])
@@ -132,7 +132,7 @@ def test_a_case_that_kills_every_process_is_given_up_and_the_rest_is_done(
     run.run(WORKS[:2])
     (problem,) = (done.problem for _, done in run.finished if done.problem)
     assert problem.startswith("not tuned: fake optimized m8 bfloat16 none: 3 processes died over it, the last: ")
-    assert [done.entry.case for _, done in run.finished if done.entry] == ["m16"]
+    assert [done.entry.case.name for _, done in run.finished if done.entry] == ["m16"]
     assert sum("died" in note for note in progress.notes) == 4
 
 

@@ -300,7 +300,7 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     )
     slow = {"block": 4096, "warps": 8, "ctas": 8}
     assert renewed_as(evidence=old, config=slow) == [(False, "")]
-    default = OPS["stream"].variants[0].default_config(entry.as_case)
+    default = OPS["stream"].variants[0].default_config(entry.case)
     assert stored().config == {"block": default.block, "warps": default.warps, "ctas": default.ctas}
     assert stored().evidence["source_hash"] == entry.evidence["source_hash"]
     assert len(prepared) == 2  # once for each that was timed

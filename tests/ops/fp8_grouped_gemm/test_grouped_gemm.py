@@ -241,11 +241,9 @@ def test_the_cache_names_the_backend(backend: str, configs_dir: Path, monkeypatc
     from kerneltune import device
 
     c = gemm.CUTLASS if backend == "cutlass" else config()
-    entry = cache.CacheEntry(
-        variant="optimized", case="stored", axes=(("M", 64), ("N", 32), ("K", 48), ("E", 2)), dtype="bfloat16", quant="fp8",
-        options=(("product", "rows"), ("scales", "rowwise"), ("groups", "balanced"), ("values", "normal")), policy="cold",
-        config=dataclasses.asdict(c),
-    )  # fmt: skip
+    options = (("product", "rows"), ("scales", "rowwise"), ("groups", "balanced"), ("values", "normal"))
+    case = Case("stored", (("M", 64), ("N", 32), ("K", 48), ("E", 2)), "bfloat16", "fp8", options)
+    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config=dataclasses.asdict(c))
     cache.store(OP.name, device.current_slug(), entry)
     took = []
     monkeypatch.setattr(peers, "scaled_mm", lambda *_: took.append("cutlass") or torch.zeros(48, 32, device=WHERE))

@@ -73,10 +73,7 @@ def test_a_cached_product_serves_the_tokens_of_its_band_and_needs_its_weight(
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     cache.clear()
     case = case_of(96, 64, 256)
-    entry = cache.CacheEntry(
-        variant="optimized", case="x", axes=case.axes, dtype=case.dtype, quant=case.quant, options=case.options, policy="cold",
-        config={"product": "fp8"},
-    )  # fmt: skip
+    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config={"product": "fp8"})
     try:
         cache.store(OP.name, "some_gpu", entry)
         chooser = cache.Chooser.of(OP, OP.variant("optimized"))

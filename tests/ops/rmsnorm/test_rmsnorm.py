@@ -308,8 +308,7 @@ def test_every_cached_config_is_correct_bit_for_bit() -> None:
             pytest.skip(f"nothing is cached for {device.current().name}")
         for entry in entries:
             variant = op.variant(entry.variant)
-            case = Case(entry.case, entry.axes, entry.dtype, entry.quant, entry.options)
-            assert Checker(op, case, "cuda", seed=7).errors(variant, variant.config_from(entry.config)) == [], entry
+            assert Checker(op, entry.case, "cuda", seed=7).errors(variant, variant.config_from(entry.config)) == [], entry
 
 
 def case_of(op: str, M: int, N: int, dtype: str = "bfloat16", quant: str = "none", **options: Any) -> Case:
