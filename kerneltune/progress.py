@@ -5,7 +5,7 @@ class Progress:
     """Ignore the steps of long work. The command line shows them by subclasses."""
 
     def stage(self, name: str, total: int, kept: int = 0) -> None:
-        """Begin a stage of `total` steps, of which an earlier run has done `kept`."""
+        """Begin a stage of `total` steps; an earlier run has done `kept` of them."""
 
     def advance(self, text: str) -> None:
         """Count a step as done; `text` names the finished step or the next step."""

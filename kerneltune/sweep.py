@@ -225,10 +225,7 @@ class _Reader:
         self.named: dict[object, tuple[str, int]] = {}
 
     def sweep(self, root: yaml.Node) -> Sweep:
-        items = self.mapping(root, "file")
-        for key, item in items.items():
-            if key not in _TOP:
-                self.fail(item.key, key, self.shown(item.value), f"one of {', '.join(_TOP)}{meant(key, _TOP)}")
+        items = self.known_fields(root, "file", _TOP)
         family = self.family(root)
         if "ops" not in items:
             self.fail(root, "ops", "missing", "names of operators")
@@ -377,9 +374,7 @@ class _Reader:
 
     def gate(self, item: _Item | None) -> dict[str, float]:
         limits: dict[str, float] = {}
-        for key, limit in self.mapping(item.value, "gate").items() if item else ():
-            if key != "margin":
-                self.fail(limit.key, f"gate.{key}", self.shown(limit.value), "no limit but margin")
+        for key, limit in self.known_fields(item.value, "gate", ("margin",)).items() if item else ():
             value = self.scalar(limit.value, "gate.margin")
             if type(value) not in (int, float) or not 0 <= value < 1:
                 self.fail(limit.value, "gate.margin", repr(value), "a fraction from 0 to below 1")
@@ -388,11 +383,8 @@ class _Reader:
 
     def headline(self, item: _Item | None) -> dict[str, tuple[str, ...]]:
         named: dict[str, tuple[str, ...]] = {}
-        for key, entry in self.mapping(item.value, "headline").items() if item else ():
-            if key not in _HEADLINE:
-                expected = f"a field among {', '.join(_HEADLINE)}{meant(key, _HEADLINE)}"
-                self.fail(entry.key, f"headline.{key}", self.shown(entry.value), expected)
-            texts = [(node, value) for node, value in self.values(entry.value, f"headline.{key}")]
+        for key, entry in self.known_fields(item.value, "headline", _HEADLINE).items() if item else ():
+            texts = self.values(entry.value, f"headline.{key}")
             for node, value in texts:
                 if not isinstance(value, str):
                     self.fail(node, f"headline.{key}", repr(value), "a text")
@@ -425,6 +417,15 @@ class _Reader:
             if key.value in items:
                 self.fail(key, key.value, self.shown(value), "each field once")
             items[key.value] = _Item(key, value)
+        return items
+
+    def known_fields(self, node: yaml.Node, field: str, known: tuple[str, ...]) -> dict[str, _Item]:
+        """Return the items of a mapping whose keys are all known."""
+        items = self.mapping(node, field)
+        for key, item in items.items():
+            if key not in known:
+                place = key if field == "file" else f"{field}.{key}"
+                self.fail(item.key, place, self.shown(item.value), f"one of {', '.join(known)}{meant(key, known)}")
         return items
 
     def values(self, node: yaml.Node, field: str) -> list[tuple[yaml.Node, Any]]:

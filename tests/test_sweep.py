@@ -223,7 +223,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (check("{name: a, M: 8, N: 1, op: gemm}"), ":4: op: 'gemm': expected one of rmsnorm_fwd, rmsnorm_bwd"),
         (
             f"{HEAD}bench:\n  - {{name: a, M: 8, N: 1}}\nheadline: {{cases: a}}\n",
-            ":5: headline.cases: 'a': expected a field among op, case, dtype, quant; did you mean case?",
+            ":5: headline.cases: 'a': expected one of op, case, dtype, quant; did you mean case?",
         ),
         (
             f"{HEAD}bench:\n  - {{name: a, M: 8, N: 1}}\nheadline: {{case: b, op: rmsnorm_fwd}}\n",
@@ -261,7 +261,7 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (f"{HEAD}defaults: {{dtype: bf17}}\n", ":3: dtype: 'bf17': expected one of bfloat16, float16, float32"),
         (f"{HEAD}defaults: {{M: -2}}\n", ":3: M: -2: expected an integer of 0 or more"),
         (check("{name: a, M: 1, N: 1}\ngate: 3"), ":5: gate: '3': expected fields with values"),
-        (check("{name: a, M: 1, N: 1}\ngate: {margn: 3}"), ":5: gate.margn: '3': expected no limit but margin"),
+        (check("{name: a, M: 1, N: 1}\ngate: {margn: 3}"), ":5: gate.margn: '3': expected one of margin; did you mean margin?"),
         (check("{name: a, M: 1, N: 1}\ngate: {margin: 3}"), ":5: gate.margin: 3: expected a fraction from 0 to below 1"),
         (check("{name: a, M: 1, N: 1}\ngate: {margin: yes}"), ":5: gate.margin: True: expected a fraction from 0 to below 1"),
         (check("{name: a, M: 1, N: 1}\ngate: {margin: .nan}"), ":5: gate.margin: nan: expected a fraction from 0 to below 1"),

@@ -1,4 +1,4 @@
-"""Tell with which driver, packages and source a variant is timed now, and what has changed since."""
+"""Describe the driver, packages and source of a variant's times, and the changes since a time was stored."""
 
 from datetime import UTC, datetime
 from pathlib import Path

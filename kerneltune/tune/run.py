@@ -20,7 +20,7 @@ from kerneltune.tune.fleet import Fleet, Performed, visible_gpus
 from kerneltune.tune.provenance import changed
 from kerneltune.tune.session import TuningSession
 
-_SEARCH_S, _COMPILE_S, _TRIAL_S = 1.6, 1.5, 0.06
+_SEARCH_S, _COMPILE_S, _MEASURE_S = 1.6, 1.5, 0.06
 """Seconds of a search that ends at an expected gain of 1 %; of a core to compile a config; of the GPU to check and time a config.
 
 H200, 16 cores: 390 searches of rmsnorm took 545 s, 100 of int4_fp8_gemm 180 s; 278 configs of a capture took 44 s.
@@ -136,7 +136,7 @@ def expected_work(task: Task, options: Options) -> tuple[int, float]:
 
 def seconds_of(configs: int, workers: int | None) -> float:
     """Estimate the seconds to compile and time configs, with a number of compile processes; None for the number of cores."""
-    return configs * (_COMPILE_S / (workers or len(os.sched_getaffinity(0))) + _TRIAL_S)
+    return configs * (_COMPILE_S / (workers or len(os.sched_getaffinity(0))) + _MEASURE_S)
 
 
 def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, until: float) -> list[Performed]:

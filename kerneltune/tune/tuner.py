@@ -90,8 +90,8 @@ class Tuner:
 
     def known(self, config: Config) -> Evaluation | None:
         """Return the stored evaluation of a config, or None."""
-        trial = self.store.get(self.task, config)
-        return None if trial is None else self._remember(config, trial)
+        stored = self.store.get(self.task, config)
+        return None if stored is None else self._remember(config, stored)
 
     def settle(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
         """Return the stored evaluation of a config, or store its `refusal`, or measure the config and store the result."""
@@ -148,7 +148,7 @@ class Tuner:
         return self._preparing is None or self._preparing.done()
 
     def _prepare(self) -> None:
-        with suppress(WorkerCrashedError):  # the first trial starts another process, or says so
+        with suppress(WorkerCrashedError):  # the first measurement starts another process, or says so
             self.worker.prepare(self.task)
 
     def run_final(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
