@@ -35,11 +35,9 @@ _LARGEST = 2**48
 MAX_CASES = 100_000
 """Default limit of the rows of a sweep file; an entry for two operators counts twice."""
 _MAX_BYTES = 1 << 20
-_SHOWN = 1000
-"""Longest text of the file in a message, in characters."""
+_LONGEST = 1000
+"""Characters of the longest value, and of the longest text of the file in a message."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None): "nothing"}
-_MAX_SCALAR = 1000
-"""Longest value in a file, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,8 +457,8 @@ class _Reader:
     def scalar(self, node: yaml.Node, field: str) -> Any:
         if not isinstance(node, yaml.ScalarNode):
             self.fail(node, field, self.shown(node), "a plain value")
-        if len(node.value) > _MAX_SCALAR:
-            self.fail(node, field, f"{len(node.value)} characters", f"at most {_MAX_SCALAR}")
+        if len(node.value) > _LONGEST:
+            self.fail(node, field, f"{len(node.value)} characters", f"at most {_LONGEST}")
         try:
             value = yaml.constructor.SafeConstructor().construct_object(node)
             hash(value)
@@ -480,9 +478,9 @@ class _Reader:
 
 
 def _plain(text: str) -> str:
-    """Return a text of the file for a message: a single printable line, shortened to _SHOWN characters."""
+    """Return a text of the file for a message: a single printable line, shortened to _LONGEST characters."""
     text = printable(text.replace("\n", "\\n").replace("\t", "\\t"))
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _fields(op: Op) -> tuple[str, ...]:
