@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from kerneltune import device, misses
 from kerneltune.cache import entries
-from kerneltune.cache.entries import Axes, CacheEntry, CaseOptions, alike, json_text, path_of, place_of, read_roots
+from kerneltune.cache.entries import Axes, CacheEntry, CaseOptions, in_order, json_text, path_of, read_roots
 from kerneltune.nearness import Place, band_of, ranked
 from kerneltune.spec import Case, Op, Variant, config_from, out_of_range, ranges_of
 
@@ -105,7 +105,7 @@ class Chooser:
         """
         kin = _table(self, gpu, case.quant).same_bands.get(_fixed(self, case.axes), ())
         free = self.op.free_axes, self.op.free_options, self.op.bands, max_distance
-        for (_, _, distance), entry in ranked(place_of(case), kin, *free) if kin else ():
+        for (_, _, distance), entry in ranked(_place(case), kin, *free) if kin else ():
             if (config := self.variant.valid_config(case, entry.config)) is not None:
                 yield entry, config, distance
 
@@ -135,6 +135,11 @@ class _Table:
 
     own: Mapping[Case, CacheEntry]
     same_bands: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
+
+
+def _place(case: Case) -> Place:
+    """Return a case as `ranked` takes it."""
+    return dict(case.axes), case.dtype, dict(case.options)
 
 
 def _fixed(chooser: Chooser, axes: Axes) -> Axes:
@@ -176,13 +181,15 @@ def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
     own: dict[Case, CacheEntry] = {}
     same_bands: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
     bad = []
-    for place, entry in alike(path, chooser.variant.name, chooser.policy, quant):
+    wanted = [e for e in entries.remembered(path) if (e.variant, e.case.quant) == (chooser.variant.name, quant)]
+    in_turn = (e for policy in dict.fromkeys((chooser.policy, "cold")) for e in in_order(wanted) if e.policy == policy)
+    for entry in in_turn:
         if (reason := chooser.defect(entry)) is not None:
             bad.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
             continue
         if entry.policy == chooser.policy:
             own.setdefault(entry.case, entry)
-        same_bands.setdefault(_fixed(chooser, entry.case.axes), []).append((place, entry))
+        same_bands.setdefault(_fixed(chooser, entry.case.axes), []).append((_place(entry.case), entry))
     if bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
         warnings.warn(f"{bad[0]}{more}; not used", stacklevel=2)
@@ -210,9 +217,8 @@ def _described(case: Case, entry: CacheEntry, distance: float, policy: str, gpu:
 
 def clear() -> None:
     """Forget every answer and every file read; call it after KERNELTUNE_CONFIGS or a file was changed from outside."""
-    for remembered in (_chosen, _table, _folder, _say_borrowed):
-        remembered.cache_clear()
-    entries.forget()
+    for answered in (_chosen, _table, _folder, _say_borrowed, entries.remembered):
+        answered.cache_clear()
     misses.forget()
 
 

@@ -29,7 +29,6 @@ from kerneltune.files import (
     read_bytes,
     replace_text,
 )
-from kerneltune.nearness import Place
 from kerneltune.spec import MOST, Case, Option
 
 when_stored: list[Callable[[], None]] = []
@@ -215,28 +214,10 @@ def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
     return sorted(entries, key=lambda entry: (-_size(entry.case), _order(entry.config)))
 
 
-def forget() -> None:
-    """Forget every file read."""
-    for remembered in (alike, _loaded):
-        remembered.cache_clear()
-
-
 @lru_cache(maxsize=1024)
-def _loaded(path: Path) -> tuple[CacheEntry, ...]:
+def remembered(path: Path) -> tuple[CacheEntry, ...]:
+    """Return the readable entries of a file, which are read once."""
     return tuple(load(path.stem, path.parent.name, path.parent.parent))
-
-
-@lru_cache(maxsize=1024)
-def alike(path: Path, variant: str, policy: str, quant: str) -> tuple[tuple[Place, CacheEntry], ...]:
-    """Return (sizes, type and options; entry) of all entries of a variant and mode, by `in_order`, entries of `cold` last."""
-    of_variant = [e for e in _loaded(path) if (e.variant, e.case.quant) == (variant, quant)]
-    in_turn = [e for wanted in dict.fromkeys((policy, "cold")) for e in in_order(e for e in of_variant if e.policy == wanted)]
-    return tuple((place_of(e.case), e) for e in in_turn)
-
-
-def place_of(case: Case) -> Place:
-    """Return a case as `nearness.ranked` takes it."""
-    return dict(case.axes), case.dtype, dict(case.options)
 
 
 def _size(case: Case) -> int:

@@ -67,7 +67,7 @@ def command(
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials)
         if folder:
-            raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --stale` takes a capture")
+            raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
         known = o.load_ops()
         selection = o.make_selection(known, family, wanted, max_cases)
         return _refresh(known, selection, o.make_options(configs=configs, results=results, **given))
