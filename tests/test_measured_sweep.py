@@ -22,7 +22,7 @@ from kerneltune.measuring.compare import CEILING
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.search.task import Task, config_values
+from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, WorkerCrashedError, compare_in_worker
 
@@ -32,7 +32,7 @@ OPS = ops.load()
 CASE = Case("a", (("M", 8), ("N", 64)), "bfloat16", "none", (("zero_centered", False),))
 OP = OPS["rmsnorm_bwd"]
 BASELINE, OPTIMIZED = OP.variant("baseline"), OP.variant("optimized")
-RUNS = [(task, task.default) for task in (Task(OP, CASE, BASELINE), Task(OP, CASE, OPTIMIZED))]
+RUNS = [Run(task, task.default) for task in (Task(OP, CASE, BASELINE), Task(OP, CASE, OPTIMIZED))]
 CONFIGS = {task.variant.name: config_values(config) for task, config in RUNS}
 
 
@@ -144,7 +144,7 @@ def test_a_crash_of_what_cases_share_costs_the_case_or_the_ceiling_s_column(
     stream = OPS["stream"]
     beside = Task(stream, Case("c", (("read", 64), ("write", 64)), "int32"), stream.variants[0])
     bench = Crashes()
-    found = compare_in_worker(bench, "f", RUNS, (beside, beside.default))
+    found = compare_in_worker(bench, "f", RUNS, Run(beside, beside.default))
     assert [(record.status, record.ceiling_gbps) for record in found] == [(status, None) for status in statuses]
     assert bench.asked == ([True, False] if launched else [True])
 
@@ -235,7 +235,7 @@ def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
     """Rows as the journal gives them back."""
     loaded = [from_json(json.dumps(json.loads(to_json(r)))) for r in rows]
     done = {(r.key, r.variant): [r] for r in loaded}
-    return finished_rows(done, [(replace(task, policy=policy), config) for task, config in RUNS])
+    return finished_rows(done, [Run(replace(task, policy=policy), config) for task, config in RUNS])
 
 
 def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:

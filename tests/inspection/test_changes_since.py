@@ -88,7 +88,7 @@ def test_a_revision_with_other_code_compiles_the_variant_whose_code_changed(revi
 def test_a_revision_with_another_config_compiles_only_that(revision: Revision) -> None:
     others = {config for _, config in RUNS}
     first, other = next((r, c) for r in RUNS for c in others if type(c) is type(r[1]) and c != r[1])
-    found = since([(first[0], other) if run is first else run for run in RUNS])
+    found = since([first._replace(config=other) if run is first else run for run in RUNS])
     assert [(task.case, config) for task, config in found.runs] == [(first[0].case, other)]
     assert [row.case for row in found.earlier.rows] == [case_text(first[0].case)]
 

@@ -333,7 +333,7 @@ def test_programs_that_wait_for_each_other_must_all_fit(
     op = ops.load()["rmsnorm_bwd"]
     variant, case = op.variant("optimized"), Case("c", (("M", 8192), ("N", 4096)), "bfloat16")
     config = dataclasses.replace(variant.default_config(case), ctas=3)
-    (row,) = survey.survey([(Task(op, case, variant), config)], ["sm_90"], 1).rows
+    (row,) = survey.survey([Run(Task(op, case, variant), config)], ["sm_90"], 1).rows
     assert row.error == error
 
 
@@ -427,4 +427,4 @@ def test_survey_of_a_variant_whose_function_is_a_lambda_is_refused() -> None:
         dataclasses.replace(op, variants=(plain,)), Case("small", (("read", 1 << 20), ("write", 1 << 20)), "int32"), plain
     )
     with pytest.raises(ValueError, match=r"^stream baseline: inputs or run: expected functions of a module, not a lambda$"):
-        survey.survey([(task, task.default)], ["sm_90"])
+        survey.survey([Run(task, task.default)], ["sm_90"])

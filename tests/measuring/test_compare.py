@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GP
 OP = ops.load()["rmsnorm_fwd"]
 CASE = Case("c", (("M", 64), ("N", 64)), "bfloat16", "none", (("zero_centered", False),))
 TASKS = [Task(OP, CASE, OP.variant(name)) for name in ("baseline", "pr593", "optimized")]
-RUNS = [(task, task.default) for task in TASKS]
+RUNS = [Run(task, task.default) for task in TASKS]
 
 
 def compared(runs: Sequence[Run] = RUNS) -> list[Record]:

@@ -23,7 +23,7 @@ from kerneltune.measuring.jobs import (
     pairs_job,
     run_jobs,
 )
-from kerneltune.search.task import Task
+from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="jobs run in Triton's interpreter")
@@ -46,7 +46,7 @@ def test_jobs_give_the_outcomes_of_every_check(cores: set[int], monkeypatch: pyt
     small = Case("small", (("M", 3), ("N", 40)), "bfloat16")
     addresses = address_job(Task(op, small, op.variant("optimized")))
     right, wrong = pairs_job(task_of(""), CASES), pairs_job(task_of("maximum of the whole tile"), CASES)
-    case = case_job([(task_of(""), Rows(1, 1)), (task_of("no row mask"), Rows(2, 1))])
+    case = case_job([Run(task_of(""), Rows(1, 1)), Run(task_of("no row mask"), Rows(2, 1))])
     found = outcomes(addresses, right, wrong, case)
     assert found[:2] == [[], [Outcome("checked", "scaled optimized: 12 configs on 4 cases, 18 of 48 pairs")]]
     assert [outcome.status for outcome in found[2]] == ["failed", "failed", "failed", "checked"]
@@ -67,7 +67,7 @@ def ending(task: Task, how: str, at_rows: int) -> Task:
 @pytest.mark.parametrize(("how", "reason"), [("exit", "crashed: exit code 0"), ("signal", "crashed: SIGSEGV")])
 def test_check_that_ends_its_process_fails_alone(how: str, reason: str) -> None:
     task = task_of("")
-    runs = [(task, Rows(1, 1)), (ending(task, how, 1), Rows(1, 1)), (task, Rows(2, 1))]
+    runs = [Run(task, Rows(1, 1)), Run(ending(task, how, 1), Rows(1, 1)), Run(task, Rows(2, 1))]
     pairs, mutations, addresses = (ending(task, how, rows) for rows in (2, 1, 1))
     found = outcomes(
         case_job(runs), pairs_job(pairs, CASES), mutation_job(mutations, CASES), address_job(addresses), case_job(runs[:1])

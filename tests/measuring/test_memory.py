@@ -20,7 +20,7 @@ from kerneltune.measuring.check import Outcome, affordable, out_of_memory_reason
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record
-from kerneltune.search.task import Evaluation, Task
+from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
 from kerneltune.stats import Samples
@@ -188,7 +188,7 @@ def test_a_variant_that_was_lost_stays_failed_where_the_case_does_not_fit(monkey
     gpu = Gpu("reference")
     pretend(gpu, monkeypatch)
     op, case = gpu.op("made", ("first", "second")), Case("large", (("M", 2),), "bfloat16")
-    runs = [(Task(op, case, variant), Knobs(0)) for variant in op.variants]
+    runs = [Run(Task(op, case, variant), Knobs(0)) for variant in op.variants]
     fault = Outcome("failed", "it faults")
     samples, untimed = compare.time_runs(runs, None, {"second": fault})
     assert (samples, untimed) == ({}, {"first": Outcome("skipped", REASON), "second": fault})
