@@ -77,7 +77,7 @@ class Options:
         results: folder of the records.
         workers: number of compile processes; None for the number of cores.
         force: search cached configs again, and try configs with transient failures again.
-        stale: search stale and outdated configs again, see `tune_run`.
+        stale: search stale and outdated configs again, see `tune.run`.
         exhaustive: measure every config of a space, and choose none.
         knobs: knob values, as text, to try in addition to a space.
         gpus: GPUs of this host: `all` or a number; empty for the GPU of this process.

@@ -67,8 +67,8 @@ def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Confi
         gain = float(speedup) if isinstance(speedup, float | int) else None
         rows.append(Row((where, entry.policy, entry.variant, shown, pairs(entry.config), gain)))
     if not rows:
-        selected = f" with case={', '.join(wanted.cases)}" if wanted.cases else ""
-        raise ValueError(f"no entry of {op}{selected} in {o.configs_root(configs)}")
+        selected = f"with case={', '.join(wanted.cases)}" if wanted.cases else f"in {o.configs_root(configs)}"
+        raise ValueError(f"no entry of {op} {selected}")
     columns = (
         _GPU,
         Column("policy", shared=True),

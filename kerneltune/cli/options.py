@@ -218,14 +218,7 @@ def results_root(results: Path | None, family: str | None = None) -> Path:
 
     if family is not None:
         sweep.find(family)
-    return _as_folder(sweep.results_root(results, family))
-
-
-def _as_folder(path: Path) -> Path:
-    """Return a path that is a folder, or does not exist yet."""
-    if path.is_file():
-        raise ValueError(f"cannot read {path}: expected a folder")
-    return path
+    return sweep.results_root(results, family)
 
 
 def configs_root(configs: Path | None) -> Path:
@@ -239,7 +232,9 @@ def config_files(configs: Path | None) -> list[Path]:
     """Return the files of the config cache, GPU by GPU; without a given folder also packaged files that no file replaces."""
     from kerneltune.cache import read_roots, readable
 
-    folders = list(map(_as_folder, read_roots(configs)))
+    folders = read_roots(configs)
+    for folder in filter(Path.is_file, folders):
+        raise ValueError(f"cannot read {folder}: expected a folder")
     names = {path.relative_to(folder) for folder in folders for path in folder.glob("*/*.json")}
     return [readable(name, configs) for name in sorted(names)]
 

@@ -139,7 +139,7 @@ def test_tune_lets_classes_share_a_config_that_has_another_place_in_each_pruned_
         importlib.import_module("of_mixed_knobs").mixed[(3,)](torch.ones(96), torch.empty(96), rows, 96)
     startup.recorder().flush()
     startup.uninstall()
-    assert tune_capture(tmp_path / "cap", Quiet()).skipped == []
+    assert tune_capture(tmp_path / "cap", Progress()).skipped == []
     table = read_table(tmp_path / "cap", GPU)
     assert table is not None
     (group,) = table.kernels[0].groups

@@ -110,8 +110,8 @@ def test_sweep_and_tune_refuse_what_is_unknown(command: str, arguments: list[str
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--until-gain", "0", "until-gain: '0': expected a percentage above 0, such as 1%"),
-        ("--until-gain", "soon", "until-gain: 'soon': expected a percentage above 0, such as 1%"),
+        ("--until-gain", "0", "until-gain: '0': expected a percentage above 0 and below 100, such as 1%"),
+        ("--until-gain", "soon", "until-gain: 'soon': expected a percentage above 0 and below 100, such as 1%"),
         ("--knob", "warps", "knob: 'warps': expected NAME=V1,V2"),
         ("--knob", "warps=1,,2", "knob: 'warps=1,,2': expected NAME=V1,V2"),
     ],
