@@ -129,7 +129,7 @@ def shifted(name: str, M: int, N: int, shift: int = 0) -> Case:
 def test_coverage_names_loops_and_axes_that_no_check_has_twice(checked: Case, largest: Case, missing: set[str]) -> None:
     op = summing()
     tasks = [Task(op, case, op.variants[0]) for case in (checked, largest)]
-    work = [case_job([(tasks[0], None)]), address_job(tasks[1])]
+    work = [case_job([Run(tasks[0], None)]), address_job(tasks[1])]
     assert outcomes(*work) == [[Outcome("checked")], []]
     named = "; ".join(coverage_lines(work))
     assert named.startswith("summed: no check has two: ") == bool(missing)
@@ -147,5 +147,5 @@ def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
     assert derived_cases(summing(), [*check, tall[0]], [shifted("tall", 8192, 64)]) == ([], [])
     assert without == ["shift=9"]
     task = Task(summing(shift=1.0), derived[0], summing(shift=1.0).variants[0])
-    ((outcome,),) = outcomes(case_job([(task, None)]))
+    ((outcome,),) = outcomes(case_job([Run(task, None)]))
     assert outcome.status == "failed"
