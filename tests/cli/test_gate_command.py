@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -265,6 +267,20 @@ def test_gate_fails_where_a_config_of_the_records_is_not_the_config_at_hand(writ
         f"(warps={entry.config['warps']}, here warps={slow.config['warps']}): measure again, or --allow-stale"
     ) in " ".join(result.stdout.split())
     assert run("gate", path, path, "--configs", tmp_path / "configs", "--allow-stale").exit_code == 0
+
+
+def test_gate_of_records_alone_imports_no_torch(write: Callable[..., Path]) -> None:
+    paths = [str(write(name, *both())) for name in ("old.jsonl", "new.jsonl")]
+    code = "import sys\nfrom kerneltune.cli import app\ntry: app()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "gate", *paths, "--allow-stale"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False")
+
+
+def test_gate_reads_lines_that_end_as_windows_ends_them(write: Callable[..., Path]) -> None:
+    path = write("old.jsonl", *both())
+    other = path.with_name("new.jsonl")
+    other.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert run("gate", path, other, "--allow-stale").exit_code == 0
 
 
 @pytest.mark.parametrize("side", ["old", "new"])

@@ -1,0 +1,21 @@
+"""Words on lines: counts, lists that are cut short, named values, and characters that a terminal would obey."""
+
+from kerneltune.wording import counted, first_of, pairs, printable, wrapped
+
+
+def test_counts_and_lists_name_what_they_leave_out() -> None:
+    assert [counted(n, "row") for n in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+    assert counted(2, "entry", "entries") == "2 entries"
+    assert first_of("abcde", 2) == "a, b and 3 more"
+    assert first_of("ab", 2) == "a, b"
+    assert first_of([], 2) == ""
+    assert pairs({"block": 1024, "split": False}) == "block=1024 split=False"
+
+
+def test_characters_that_a_terminal_obeys_are_visible_escapes() -> None:
+    assert printable("a\x1b[31m\u202eb\ud800\tµ\n") == "a\\x1b[31m\\u202eb\\ud800\tµ\n"
+
+
+def test_lines_break_between_words_and_keep_longer_words_whole() -> None:
+    assert wrapped("one two extraordinary", 8) == ["one two", "  extraordinary"]
+    assert wrapped("one-two three", 8, "") == ["one-two", "three"]
