@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 from kerneltune.listing import OpFacts, listed
-from kerneltune.records import Record
+from kerneltune.records import Record, grouped
 from kerneltune.spec import Inputs, Op
 from kerneltune.table import Table
 
@@ -42,19 +42,28 @@ def once(inputs: Inputs, name: str, make: Callable[[], Any]) -> Any:
     return kept[name]
 
 
+OfCase = dict[str, Record]
+"""The last record of each variant of a case."""
+
+
+def cases_of(records: Iterable[Record], op: str) -> dict[tuple[str, str], list[OfCase]]:
+    """Return the cases of an operator by policy and device."""
+    places = grouped((r for r in records if r.op == op), lambda r: (r.policy, r.device))
+    return {
+        place: [{r.variant: r for r in case} for case in grouped(of_place, lambda r: r.key).values()]
+        for place, of_place in places.items()
+    }
+
+
 def own_tables(records: Sequence[Record]) -> list[Table]:
     """Return the tables that workloads declare for these records; none unless these tables cover all operators of the records."""
     present = {record.op for record in records}
     tables: list[Table] = []
     covered: set[str] = set()
-    for name in _modules():
+    for name in sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name.endswith(_SUFFIX)):
         module = importlib.import_module(f"{__name__}.{name}")
         found = module.tables(records) if present & set(module.OPS) else []
         if found:
             tables += found
             covered |= set(module.OPS)
     return tables if present <= covered else []
-
-
-def _modules() -> Iterable[str]:
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name.endswith(_SUFFIX))

@@ -9,7 +9,6 @@ Every variant has the same weights: codes of four bits, or the values of these c
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +20,6 @@ from kerneltune.kernel_lib.tl_lib import FP8_MAX
 from kerneltune.ops.int4_gemm import fastest, packing
 from kerneltune.ops.rmsnorm import rmsnorm_add_fwd, rmsnorm_fwd
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
-from kerneltune.workloads.model_cases import projections
-from kerneltune.workloads.model_config import Model
 
 _16_BITS, _CAST = (0.03, 0.15), (0.3, 1.5)
 """Noise and largest error against fp32, in parts of a token's root mean square, of products in 16 bits and of e4m3 tokens.
@@ -37,11 +34,9 @@ Product = Callable[[Inputs, Any], Tensor]
 
 
 def _linears(hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of qkv, o, gate-up and down; sizes as in `Model`."""
-    model = Model(
-        Path(), "", hidden, heads, kv_heads, head_dim, mlp, value_dim=head_dim, fused_attention=True, fused_mlp=True
-    )  # fmt: skip
-    return {name.partition(".")[2]: shape for name, shape in projections(model).items()}
+    """Return (outputs, inputs) of each product of a layer."""
+    attention = {"qkv": ((heads + 2 * kv_heads) * head_dim, hidden), "o": (hidden, heads * head_dim)}
+    return attention | {"gate-up": (2 * mlp, hidden), "down": (hidden, mlp)}
 
 
 SHAPES = {

@@ -10,6 +10,7 @@ from statistics import geometric_mean
 
 from kerneltune.records import Record, ratio
 from kerneltune.table import Column, Row, Table
+from kerneltune.workloads import OfCase, cases_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,14 @@ _Times = dict[str, float]
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """Return a table per operator, GPU and policy: a row per layer and number of tokens, means above and the fastest below."""
-    by_kind: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        if record.op in _LAYOUTS and record.time_us is not None:
-            by_kind.setdefault((record.op, record.device, record.policy), []).append(record)
-    titles = ["" if len(by_kind) == 1 else ", ".join(kind) for kind in by_kind]
-    made = [_table(_LAYOUTS[kind[0]], of_kind, title) for (kind, of_kind), title in zip(by_kind.items(), titles, strict=True)]
+    timed = [record for record in records if record.time_us is not None]
+    kinds = [(op, *place, cases) for op in _LAYOUTS for place, cases in cases_of(timed, op).items()]
+    made = [_table(_LAYOUTS[op], cases, f"{op}, {gpu}, {policy}" * (len(kinds) > 1)) for op, policy, gpu, cases in kinds]
     return [table for table in made if table.rows]
 
 
-def _table(layout: _Layout, records: Sequence[Record], title: str) -> Table:
-    cases: dict[tuple[str, int], dict[str, Record]] = {}
-    for record in records:  # the last record of a variant counts
-        cases.setdefault((_layer(record), record.axes["N"]), {})[record.variant] = record
+def _table(layout: _Layout, of_cases: Sequence[OfCase], title: str) -> Table:
+    cases = {_layer_and_tokens(next(iter(of_case.values()))): of_case for of_case in of_cases}
     times = {case: _times(layout, of_case) for case, of_case in cases.items()}
     layers = list(dict.fromkeys(layer for layer, _ in cases))
     ordered = sorted((case for case in cases if layout.ours in times[case]), key=lambda case: (layers.index(case[0]), case[1]))
@@ -108,15 +104,15 @@ def _columns(layout: _Layout) -> tuple[Column, ...]:
     return Column("layer", wraps=True), Column("n", digits=0), *timed, *product, *compared
 
 
-def _layer(record: Record) -> str:
-    """Return the sizes of a weight, the type of its tokens, and the options that are on."""
+def _layer_and_tokens(record: Record) -> tuple[str, int]:
+    """Return the sizes of a weight, the type of its tokens and the options that are on, in a line; and the number of tokens."""
     sizes = [f"{name}={size}" for name, size in record.axes.items() if name != "N"]
     settings = [f"{name}={value}" for name, value in record.options.items() if value is not False and name != "fp8_copy"]
     kept = [] if record.options.get("fp8_copy", True) else ["without an fp8 copy"]
-    return " ".join([*sizes, record.dtype, *settings, *kept])
+    return " ".join([*sizes, record.dtype, *settings, *kept]), record.axes["N"]
 
 
-def _times(layout: _Layout, of_case: dict[str, Record]) -> _Times:
+def _times(layout: _Layout, of_case: OfCase) -> _Times:
     """Return the fastest time of each product that was timed."""
     timed = {variant: record.time_us for variant, record in of_case.items() if record.time_us is not None}
     times_us = {name: [timed[v] for v in variants if v in timed] for name, variants in layout.products.items()}

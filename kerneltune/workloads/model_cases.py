@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from kerneltune.rounding import ALIGNED, cdiv
 from kerneltune.workloads.model_config import Experts, Model
@@ -17,19 +16,8 @@ _LONGEST_NAME = 150
 CaseFields = tuple[tuple[str, object], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCase:
-    """Hold a case of the sweep.
-
-    Attributes:
-        layer: common name of the layer.
-        op: name of the operator.
-        fields: axes, type and options as the sweep gives them.
-    """
-
-    layer: str
-    op: str
-    fields: CaseFields
+_Line = tuple[str, str, CaseFields]
+"""The common name of a layer, the operator, and its axes, type and options."""
 
 
 def model_sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int = 1) -> str:
@@ -44,10 +32,10 @@ def model_sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int]
     if not lines:
         raise ValueError(f"{model.path}: model_type: {model.kind!r}: no layer for which there is an operator")
     named: dict[tuple[str, CaseFields], list[str]] = {}
-    for line in lines:
-        layers = named.setdefault((line.op, line.fields), [])
-        if line.layer not in layers:
-            layers.append(line.layer)
+    for layer, op, fields in lines:
+        layers = named.setdefault((op, fields), [])
+        if layer not in layers:
+            layers.append(layer)
     family = re.sub(r"[^\w.-]+", "-", f"{model.kind or 'model'}-{model.hidden}")[:79].strip("-.")
     shared = f", experts on {ep} GPUs" if ep > 1 and model.experts is not None else ""
     head = f"# {model.kind}: {', '.join(map(str, tokens))} tokens{shared}. Written by `kerneltune cases`."
@@ -85,7 +73,7 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int) -> Iterator[ModelCase]:
+def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int) -> Iterator[_Line]:
     for count in tokens:
         yield from _norms(model, count)
     if model.experts is not None:
@@ -98,7 +86,7 @@ def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int)
         yield from _projections(model, count)
 
 
-def _norms(model: Model, tokens: int) -> Iterator[ModelCase]:
+def _norms(model: Model, tokens: int) -> Iterator[_Line]:
     """Yield RMSNorm of the hidden size, of queries and keys, and of latents."""
     if not model.has_rms_norm:
         return
@@ -114,8 +102,8 @@ def _norms(model: Model, tokens: int) -> Iterator[ModelCase]:
     rows += [(f"{name}-latent-norm", tokens, model.latents[name]) for name in ("q", "kv") if name in model.latents]
     for layer, m, n in rows:
         shape = (("M", m), ("N", n), ("dtype", model.dtype), ("quant", "none"), ("zero_centered", model.zero_centered))
-        yield ModelCase(layer, "rmsnorm_fwd", shape)
-        yield ModelCase(layer, "rmsnorm_bwd", shape)
+        yield layer, "rmsnorm_fwd", shape
+        yield layer, "rmsnorm_bwd", shape
 
 
 def _norms_of_heads(which: str, tokens: int, heads: int, head_dim: int, kv_heads: int) -> list[tuple[str, int, int]]:
@@ -142,43 +130,43 @@ def _expert_layers(model: Model, experts: Experts) -> list[tuple[str, int, int]]
     return [(*up, model.hidden), ("experts.down", model.hidden, experts.width)]
 
 
-def _expert_products(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[ModelCase]:
+def _expert_products(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[_Line]:
     """Yield the forward product and both gradients of fused gate and up and of down, and the casts of their activations."""
     rows = cdiv(tokens * experts.top_k, ALIGNED) * ALIGNED
     for layer, n, k in _expert_layers(model, experts):
         for suffix, cols, depth, product in (("", n, k, "rows"), (".dgrad", k, n, "rows"), (".wgrad", n, k, "weights")):
             sizes = (("M", rows), ("N", cols), ("K", depth), ("E", local), ("dtype", model.dtype), ("product", product))
-            yield ModelCase(layer + suffix, "fp8_grouped_gemm", sizes)
+            yield layer + suffix, "fp8_grouped_gemm", sizes
         for what, width in ((f"{layer}.x", k), (f"{layer}.dy", n)):
-            yield ModelCase(what, "fp8_group_both", (("M", rows), ("K", width), ("G", local), ("dtype", model.dtype)))
-            yield ModelCase(what, "fp8_tensorwise_2d", (("M", rows), ("K", width), ("dtype", model.dtype), ("layout", "both")))
+            yield what, "fp8_group_both", (("M", rows), ("K", width), ("G", local), ("dtype", model.dtype))
+            yield what, "fp8_tensorwise_2d", (("M", rows), ("K", width), ("dtype", model.dtype), ("layout", "both"))
 
 
-def _routing(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[ModelCase]:
+def _routing(model: Model, experts: Experts, local: int, tokens: int) -> Iterator[_Line]:
     """Yield the sort of tokens, copies to experts and sums back, forward and backward; SwiGLU and its gradient with casts."""
     of_tokens = (("T", tokens), ("H", model.hidden), ("E", local), ("K", experts.top_k))
     if experts.top_k <= local:
-        yield ModelCase("experts.sort", "moe_sort", (*of_tokens[:1], *of_tokens[2:], ("dtype", "int64")))
-        yield ModelCase("experts.copy", "moe_permute_fp8", (*of_tokens, ("dtype", "uint8"), ("quant", "fp8")))
+        yield "experts.sort", "moe_sort", (*of_tokens[:1], *of_tokens[2:], ("dtype", "int64"))
+        yield "experts.copy", "moe_permute_fp8", (*of_tokens, ("dtype", "uint8"), ("quant", "fp8"))
         for op in ("moe_permute", "moe_unpermute", "moe_unpermute_bwd"):
-            yield ModelCase("experts.copy" if op == "moe_permute" else "experts.sum", op, (*of_tokens, ("dtype", model.dtype)))
-        yield ModelCase("experts.copy.dx", "moe_unpermute", (*of_tokens, ("dtype", model.dtype), ("weighted", False)))
+            yield "experts.copy" if op == "moe_permute" else "experts.sum", op, (*of_tokens, ("dtype", model.dtype))
+        yield "experts.copy.dx", "moe_unpermute", (*of_tokens, ("dtype", model.dtype), ("weighted", False))
     if model.has_swiglu:
         rows = (("M", tokens * experts.top_k), ("N", experts.width), ("G", local), ("dtype", model.dtype), ("quant", "fp8"))
         for op in ("fp8_swiglu_2d", "fp8_swiglu_bwd_2d"):
-            yield ModelCase("experts.swiglu" if op == "fp8_swiglu_2d" else "experts.swiglu.dx", op, rows)
+            yield "experts.swiglu" if op == "fp8_swiglu_2d" else "experts.swiglu.dx", op, rows
 
 
-def _expert_weights(model: Model, experts: Experts, local: int) -> Iterator[ModelCase]:
+def _expert_weights(model: Model, experts: Experts, local: int) -> Iterator[_Line]:
     """Yield the casts of expert weights, which do not depend on tokens."""
     for layer, n, k in _expert_layers(model, experts):
         sizes = (("E", local), ("K", k), ("N", n), ("dtype", model.dtype))
-        yield ModelCase(f"{layer}.weight", "fp8_rowwise_3d_both", sizes)
-        yield ModelCase(f"{layer}.weight", "fp8_tensorwise_3d", (*sizes, ("layout", "both")))
-        yield ModelCase(f"{layer}.weight", "multi_cast_transpose", (("T", local), ("M", n), ("N", k), ("dtype", model.dtype)))
+        yield f"{layer}.weight", "fp8_rowwise_3d_both", sizes
+        yield f"{layer}.weight", "fp8_tensorwise_3d", (*sizes, ("layout", "both"))
+        yield f"{layer}.weight", "multi_cast_transpose", (("T", local), ("M", n), ("N", k), ("dtype", model.dtype))
 
 
-def _projections(model: Model, tokens: int) -> Iterator[ModelCase]:
+def _projections(model: Model, tokens: int) -> Iterator[_Line]:
     """Yield int4 products of attention, dense layers and shared experts."""
     if model.dtype == "float32":
         return
@@ -186,7 +174,7 @@ def _projections(model: Model, tokens: int) -> Iterator[ModelCase]:
         group = next((group for group in _GROUPS if depth % group == 0), None)
         if group is not None and out % 2 == 0:
             sizes = (("N", tokens), ("M", out), ("K", depth), ("dtype", model.dtype), ("group", group))
-            yield ModelCase(layer, "int4_gemm", sizes)
+            yield layer, "int4_gemm", sizes
 
 
 def projections(model: Model) -> dict[str, tuple[int, int]]:

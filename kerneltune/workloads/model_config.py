@@ -1,10 +1,13 @@
 """Read the sizes of a language model's layers from its Hugging Face `config.json`, also without `transformers`."""
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
+
+from kerneltune.files import read_text
 
 _MOST_SIZE = 1 << 24
 """Largest size that is accepted."""
@@ -171,23 +174,15 @@ def read(path: Path) -> Model:
 
 
 def _loaded(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if os.path.isdir(path) else path
+    text = read_text(path, _MOST_BYTES)
     try:
-        if path.is_dir():
-            path = path / "config.json"
-        if path.exists() and (not path.is_file() or path.stat().st_size > _MOST_BYTES):
-            raise ValueError(f"{path}: file: expected a regular file of at most {_MOST_BYTES >> 20} MiB")
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"cannot read {path}: not UTF-8") from error
+        data = json.loads(text)  # msgspec refuses Infinity, which some files have
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path}: JSON: nested too deeply") from error
-    except ValueError as error:
-        text = str(error)
-        raise ValueError(text if text.startswith(str(path)) else f"{path}: JSON: {text[:120]}") from error
+    except (ValueError, RecursionError) as error:
+        what = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:120]
+        raise ValueError(f"{path}: JSON: {what}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path}: JSON: expected an object, got {type(data).__name__}")
     return data

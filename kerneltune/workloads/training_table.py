@@ -3,11 +3,12 @@
 Pure: imports no torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import geometric_mean
 
-from kerneltune.records import Record, grouped, other_run, ratio
+from kerneltune.records import Record, other_run, ratio
 from kerneltune.table import CellValue, Column, Row, Table
+from kerneltune.workloads import OfCase, cases_of
 
 OPS = ("model_step", "moe_step")
 RECIPES = ("tensorwise", "rowwise", "delayed")
@@ -48,28 +49,17 @@ _MEANING = (
     "Ratios are of times of one run; blank: not measured in it."
 )
 
-_Case = dict[str, Record]
-"""The last record of each variant of a case."""
-
 
 def tables(records: Sequence[Record]) -> list[Table]:
     """Return a table of all steps of models, and per policy and device a table of steps of expert layers."""
-    steps = [case for cases in _cases(records, "model_step").values() for case in cases]
+    steps = [case for cases in cases_of(records, "model_step").values() for case in cases]
     rows = [_model_row(record, case) for case in steps for record in case.values()]
     tables = [Table(_MODEL_COLUMNS, tuple(rows), repeated=2)] if rows else []
     places = {
-        place: [(case, r) for case in cases for r in RECIPES if r in case] for place, cases in _cases(records, "moe_step").items()
+        place: [(case, r) for case in cases for r in RECIPES if r in case]
+        for place, cases in cases_of(records, "moe_step").items()
     }
     return tables + [_layers(cases, ", ".join(place) if len(places) > 1 else "") for place, cases in places.items() if cases]
-
-
-def _cases(records: Iterable[Record], op: str) -> dict[tuple[str, str], list[_Case]]:
-    """Return the cases of an operator by policy and device."""
-    places = grouped((r for r in records if r.op == op), lambda r: (r.policy, r.device))
-    return {
-        place: [{r.variant: r for r in case} for case in grouped(of_place, lambda r: r.key).values()]
-        for place, of_place in places.items()
-    }
 
 
 def _us(record: Record, other: Record | None) -> float | None:
@@ -77,7 +67,7 @@ def _us(record: Record, other: Record | None) -> float | None:
     return None if other is None or other_run(record, other) else other.time_us
 
 
-def _model_row(record: Record, case: _Case) -> Row:
+def _model_row(record: Record, case: OfCase) -> Row:
     step, peer = record.time_us, "torchao_dense" if record.variant.endswith("_dense") else "torchao"
     return Row(
         (
@@ -92,7 +82,7 @@ def _model_row(record: Record, case: _Case) -> Row:
     )
 
 
-def _layers(rows: Sequence[tuple[_Case, str]], title: str) -> Table:
+def _layers(rows: Sequence[tuple[OfCase, str]], title: str) -> Table:
     """Return the table of cases of an expert layer, each with a recipe: rows, and geometric means above them."""
     values = [_layer_values(*row) for row in rows]
     means = filter(None, (_means([row for row in values if row["recipe"] == recipe], recipe) for recipe in RECIPES))
@@ -100,7 +90,7 @@ def _layers(rows: Sequence[tuple[_Case, str]], title: str) -> Table:
     return Table(_LAYER_COLUMNS, tuple(lines), tuple(means), (_MEANING,), repeated=2, title=title)
 
 
-def _layer_values(case: _Case, recipe: str) -> dict[str, CellValue]:
+def _layer_values(case: OfCase, recipe: str) -> dict[str, CellValue]:
     """Return the values of a row by the keys of the columns; None where a part has no time."""
     record, base, peer = case[recipe], case.get("baseline"), case.get("torchao_rowwise")
     step, bf16 = record.time_us, _us(record, base)
