@@ -100,6 +100,11 @@ PRIVATE_NAMES = (
         "tells that a module was compiled before its conversion",
         "the conversion does not say so",
     ),
+    PrivateName(
+        "torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+        "keeps fp8 weights, which each replica casts for itself, out of the broadcast of buffers before each forward pass",
+        "the broadcast takes time, and Gloo, which has no fp8, refuses it",
+    ),
     *(
         PrivateName(f"torch.nn:Module.{name}", "tells that somebody hooked a module", "a fused forward pass skips hooks")
         for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -212,6 +217,8 @@ grouped_mm = torch._grouped_mm
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 _GATED_EXPERTS = "has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate"
 _EXPERTS_MODULE = "transformers.integrations.moe"
+_NOT_REPLICATED = "_ddp_params_and_buffers_to_ignore"
+"""Attribute that `_set_params_and_buffers_to_ignore_for_model` sets. The function also marks tensors, which here are replaced."""
 
 
 def unsafe_view(t: Tensor, shape: list[int]) -> Tensor:
@@ -264,6 +271,15 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter:
 def apply_to_tensors(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
     """Apply a function to the parameters and buffers of a module, as `module.to` does."""
     return nn.Module._apply(module, change, recurse)
+
+
+def leave_out_of_broadcasts(model: nn.Module, names: set[str]) -> None:
+    """Let DistributedDataParallel broadcast no buffer of these names, if it is the model or once it wraps the model."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.parameters_to_ignore |= {name.removeprefix("module.") for name in names}
+        return
+    ignored: set[str] = {*getattr(model, _NOT_REPLICATED, ())}
+    setattr(model, _NOT_REPLICATED, ignored | names)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kerneltune.compat import apply_to_tensors
 from kerneltune.kernel_lib.tl_lib import FP8_MAX
-from kerneltune.nn.recipes import Fp8Operand
+from kerneltune.nn.recipes import Fp8Operand, Recipe
 from kerneltune.ops import fp8
 from kerneltune.ops.multi_cast_transpose import multi_cast_transpose
 
@@ -145,6 +145,10 @@ class DelayedScaling(nn.Module):
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""
         return f"{self.num_experts}, history={self.history.shape[0]}"
+
+
+AnyRecipe = Recipe | DelayedScaling
+"""A recipe whose casts have fresh scales, or the scales of past steps."""
 
 
 def update_scales(model: nn.Module) -> int:

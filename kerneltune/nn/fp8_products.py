@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from kerneltune.compat import scaled_mm, unsafe_view
 from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.nn.alignment import row_major
-from kerneltune.nn.recipes import AnyRecipe, Fp8Operand, Recipe, one_group
+from kerneltune.nn.delayed import AnyRecipe
+from kerneltune.nn.recipes import Fp8Operand, Recipe, one_group
 from kerneltune.rounding import ALIGNED
 
 
@@ -43,8 +44,8 @@ def weight_gradient(dy: Sequence[Any], x: Sequence[Any], offs: Tensor | None, dt
 def _multiply_all(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a (M, K) row-major with b (K, N) column-major; scale_a: of 1 or M elements, scale_b: of 1 or N elements.
 
-    torch multiplies on a GPU where the result is bf16 or fp16 and K a multiple of 16; elsewhere a grouped product of one group
-    does.
+    torch multiplies on a GPU where the result is bf16 or fp16 and K a multiple of 16; elsewhere a grouped product of one
+    group does.
     """
     (M, K), N = a.shape, b.shape[1]
     if not a.is_cuda or K % ALIGNED or dtype == torch.float32:
@@ -63,8 +64,8 @@ def input_gradient(
 ) -> Tensor:
     """Multiply cast rows of dY with the transpose of b (E, K, N), which is cast here.
 
-    An operator of its own, as `late_weight_gradient` is, because the compiler would move casts that do not depend on dY to the
-    forward pass and keep them.
+    An operator of its own, as `late_weight_gradient` is, because the compiler would move casts that do not depend on dY to
+    the forward pass and keep them.
     """
     return multiply((q, scale), Recipe(scaling, pow2).cast_weights(b.mT, False), offs, dtype)
 
@@ -123,7 +124,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(offs, places, h, *kept)
         ctx.recipe, ctx.shape = recipe, x.shape
         ctx.dtypes = dtype, x.dtype, w.dtype, None if v is None else v.dtype
-        # in the result's shape, because FSDP2 warns of views; and no view, because autograd lets no caller change that in place
+        # in the result's shape, because FSDP2 warns of views; and no view, because autograd lets no caller change that in
+        # place
         return unsafe_view(y, [*x.shape[:-1], y.shape[1]]) if offs is None else y
 
     @staticmethod

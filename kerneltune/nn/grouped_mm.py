@@ -11,10 +11,10 @@ from torch import Tensor
 from kerneltune.compat import assert_group_ends, untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like, debugging
 from kerneltune.nn.alignment import is_row_major
-from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
 from kerneltune.nn.fp8_products import fp8_product
 from kerneltune.nn.kept_weights import KeptWeights
-from kerneltune.nn.recipes import AnyRecipe, Fp8Operand, Recipe, recipe_of
+from kerneltune.nn.recipes import Fp8Operand, Recipe, recipe_of
 from kerneltune.nn.routing import Routing
 from kerneltune.ops.fp8_grouped_gemm.operands import MOST_GROUPS
 from kerneltune.rounding import ALIGNED
@@ -39,22 +39,23 @@ def fp8_grouped_mm(
 
     Args:
         A: (M, K) bf16, fp16 or fp32, rows contiguous.
-        B_t: (E, K, N) bf16, fp16 or fp32, column-major, which is the transposed view of a contiguous (E, N, K), or contiguous. K
-            and N multiples of 16. Its gradient is column-major.
-        offs: (E,) int32, E to 1024, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size.
-            Rows behind the last group have no part in scales and gradients; the result has zeros there.
+        B_t: (E, K, N) bf16, fp16 or fp32, column-major, which is the transposed view of a contiguous (E, N, K), or
+            contiguous. K and N multiples of 16. Its gradient is column-major.
+        offs: (E,) int32, E to 1024, where each group's rows end, not decreasing, at most M. Groups may be empty and of any
+            size. Rows behind the last group have no part in scales and gradients; the result has zeros there.
         recipe: `tensorwise`, `rowwise`, or a Recipe; or a DelayedScaling, with which the graph breaks.
         out_dtype: type of the result; None for A's type.
         weights: an earlier cast of B_t by the same recipe, or the KeptWeights that cast B_t; None casts B_t here.
-        amax: (E,) fp32, the largest magnitudes of B_t at the last cast, zeros at first; the caller keeps the tensor from step to
-            step, and the cast updates it. Under `tensorwise` with powers of two, a cast reads B_t once instead of twice while
-            the scales stay. No result depends on it. Used only where the backward pass needs the weights' transpose.
-        check_offs: whether to check the order of offs, which waits for the GPU. The CPU always checks it. Under TRITON_DEBUG=1
-            the GPU asserts it.
+        amax: (E,) fp32, the largest magnitudes of B_t at the last cast, zeros at first; the caller keeps the tensor from
+            step to step, and the cast updates it. Under `tensorwise` with powers of two, a cast reads B_t once instead of
+            twice while the scales stay. No result depends on it. Used only where the backward pass needs the weights'
+            transpose.
+        check_offs: whether to check the order of offs, which waits for the GPU. The CPU always checks it. Under
+            TRITON_DEBUG=1 the GPU asserts it.
 
     Returns:
-        (M, N), contiguous. Of A the backward keeps M K bytes; of the weights E K N bytes with `Recipe.keep_weights`, unless they
-        are passed in.
+        (M, N), contiguous. Of A the backward keeps M K bytes; of the weights E K N bytes with `Recipe.keep_weights`, unless
+        they are passed in.
 
     Source: torchao's rowwise grouped product for MoE training and its pull requests 4179 and 4389, from their contract.
     """
@@ -79,16 +80,16 @@ def fp8_routed_mm(
 ) -> Tensor:
     """Multiply each token by the matrices of its experts, in fp8, x W or swiglu(x W) V; differentiable once in x, W and V.
 
-    Because one `tensorwise` scale serves all copies of a token, tokens are cast before they are copied to their experts: the copy
-    moves bytes in place of bf16 values, and a K-th of the rows is cast. Where every token has an expert, x W has the bits of
-    `fp8_grouped_mm` on `permute_tokens`. The rows that SwiGLU gates and their gradient are never written in 16 bits.
+    Because one `tensorwise` scale serves all copies of a token, tokens are cast before they are copied to their experts: the
+    copy moves bytes in place of bf16 values, and a K-th of the rows is cast. Where every token has an expert, x W has the
+    bits of `fp8_grouped_mm` on `permute_tokens`. The rows that SwiGLU gates and their gradient are never written in 16 bits.
 
     Args:
         x: (T, K) bf16, fp16 or fp32, rows contiguous.
         matrices: W (E, K, N); or W (E, K, 2I), whose columns hold gate, then up, and V (E, I, N).
         routing: routing of the same tokens.
-        recipe: recipe with tensorwise scaling, and with powers of two if V is given. The scale covers tokens without an expert,
-            too.
+        recipe: recipe with tensorwise scaling, and with powers of two if V is given. The scale covers tokens without an
+            expert, too.
         weights: of `fp8_grouped_mm`, for each of the matrices.
 
     Returns:

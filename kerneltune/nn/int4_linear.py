@@ -40,9 +40,6 @@ class Int4Linear(nn.Module):
         ordered: whether inputs are put into the order of a checkpoint with act-order before the product.
         activations: `fp8` casts inputs to e4m3 where the cached times of `fastest_gemm` say that it is faster, on GPUs since
             Hopper. None never casts.
-
-    Raises:
-        ValueError: sizes, a type or activations that do not fit.
     """
 
     packed: Tensor
@@ -88,11 +85,7 @@ class Int4Linear(nn.Module):
     def from_linear(
         cls, linear: nn.Linear, *, group: int = 128, zeros: bool = False, activations: Literal["fp8"] | None = None
     ) -> "Int4Linear":
-        """Make a layer with the nearest codes to a float16 or bfloat16 layer's weights, and its bias.
-
-        Raises:
-            ValueError: its sizes, type or values do not fit.
-        """
+        """Make a layer with the nearest codes to a float16 or bfloat16 layer's weights, and its bias."""
         return cls.from_codes(quantise(linear.weight.detach(), group, zeros), linear.bias, activations=activations)
 
     @classmethod
@@ -106,16 +99,13 @@ class Int4Linear(nn.Module):
     ) -> "Int4Linear":
         """Make a layer with these codes, scales and zero points, as `from_gptq` and `from_awq` give them.
 
-        Zero points that are all 8, as symmetric checkpoints store them, are left out: the weights are the same, the kernel is
-        faster.
+        Zero points that are all 8, as symmetric checkpoints store them, are left out: the weights are the same, the kernel
+        is faster.
 
         Args:
             bias: (M,) numbers on the codes' device, or None.
             activations: as in the constructor.
             order: the columns of the codes in the order of their groups, from `group_order`; None for consecutive groups.
-
-        Raises:
-            ValueError: they do not fit.
         """
         if order is not None:
             if wrong := _broken_order(order, codes.codes.shape[1], codes.codes.device):
@@ -128,8 +118,7 @@ class Int4Linear(nn.Module):
             raise ValueError(f"bias must be ({weight.rows},) on {codes.codes.device}, got {tuple(bias.shape)} on {bias.device}")
         layer = cls(
             weight.depth, weight.rows, group=weight.group, zeros=weight.zeros is not None, bias=bias is not None,
-            device=weight.packed.device, dtype=weight.scales.dtype, activations=activations,
-            ordered=order is not None,
+            device=weight.packed.device, dtype=weight.scales.dtype, activations=activations, ordered=order is not None,
         )  # fmt: skip
         layer.packed, layer.scales, layer.zeros = weight.packed, weight.scales, weight.zeros
         layer.order = order
@@ -146,20 +135,13 @@ class Int4Linear(nn.Module):
         """Keep the weights in e4m3 too, a byte each, for inputs of many tokens under `activations="fp8"`.
 
         Call it again after the weights have changed; `load_state_dict` drops the copy.
-
-        Raises:
-            ValueError: the layer does not cast its inputs, or has sizes that are not multiples of 16.
         """
         if self.activations != "fp8":
             raise ValueError(f"a layer keeps its weights in fp8 under activations='fp8', got activations={self.activations!r}")
         self.fp8_weight, self.fp8_scale = to_fp8(dequantise(self.weight, self.scales.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x (…, in_features) to (…, out_features).
-
-        Raises:
-            ValueError: a shape, type or device that does not fit.
-        """
+        """Multiply x (…, in_features) to (…, out_features)."""
         if x.shape[-1:] != (self.in_features,) or x.dtype != self.scales.dtype or x.device != self.scales.device:
             raise ValueError(
                 f"Int4Linear takes (…, {self.in_features}) {self.scales.dtype} on {self.scales.device}, "
@@ -173,18 +155,13 @@ class Int4Linear(nn.Module):
         )  # fmt: skip
         return y.view(*x.shape[:-1], self.out_features)
 
-    def _load_from_state_dict(
-        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         """Load nothing of a state that torch would convert to the layer's types, or whose values no weights have."""
         found = [e for name, t in self.named_buffers() if (e := _broken(name, state_dict.get(prefix + name), t.dtype))]
-        error_msgs.extend(f"{prefix}{error}" for error in found)
+        args[-1].extend(f"{prefix}{error}" for error in found)  # the list of error messages
         self.fp8_weight = self.fp8_scale = None
         if not found:
-            super()._load_from_state_dict(
-                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-            )  # fmt: skip
+            super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
         """Return the text that `print(module)` shows."""
@@ -234,8 +211,5 @@ def int4_linear(
 
 
 @int4_linear.register_fake
-def _(
-    x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, group: int,
-    cast: bool = False, fp8_weight: Tensor | None = None, fp8_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def _(x: Tensor, packed: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: int, *_others: Any) -> Tensor:
     return x.new_empty((x.shape[0], rows))

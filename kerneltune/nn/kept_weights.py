@@ -1,9 +1,9 @@
 """Keep weights in fp8 from microbatch to microbatch, at the same addresses, so that captured graphs find them there.
 
 With None as the setting of `set_first_microbatch`, a forward pass casts the weight and keeps nothing; with True it casts the
-weight into the buffers; with False it reads the buffers. So does every compiled graph. The argument `is_first_microbatch` of a
-GroupedLinear overrides the setting for a call, which is not traced. A call with False casts again if torch knows that the weight
-has changed since the last call.
+weight into the buffers; with False it reads the buffers. So does every compiled graph. The argument `is_first_microbatch` of
+a GroupedLinear overrides the setting for a call, which is not traced. A call with False casts again if torch knows that the
+weight has changed since the last call.
 """
 
 import threading
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from kerneltune.compat import apply_to_tensors, preserved_versions, untraced, version
-from kerneltune.nn.delayed import DelayedScaling
-from kerneltune.nn.recipes import AnyRecipe, Fp8Operand
+from kerneltune.compat import apply_to_tensors, leave_out_of_broadcasts, preserved_versions, untraced, version
+from kerneltune.nn.delayed import AnyRecipe, DelayedScaling
+from kerneltune.nn.recipes import Fp8Operand
 
 
 @dataclass(eq=False)
@@ -83,8 +83,8 @@ class KeptWeights(nn.Module):
     Any thread may call `current`, on any stream. A copy, by deepcopy or pickle, holds no weights.
 
     Attributes:
-        amax: (E,) fp32, the largest magnitudes of the weight at the last cast, as `fp8_grouped_mm` takes them. A buffer stays at
-            its address, so that compiled graphs may write to it.
+        amax: (E,) fp32, the largest magnitudes of the weight at the last cast, as `fp8_grouped_mm` takes them. A buffer
+            stays at its address, so that compiled graphs may write to it.
         is_first_microbatch: the setting of `set_first_microbatch`.
     """
 
@@ -141,12 +141,13 @@ class KeptWeights(nn.Module):
         Args:
             weight: a parameter, or a tensor that stands for a parameter.
             recipe: recipe of the cast.
-            update: whether to cast in any case. If False, a cast follows only if the weight is another tensor than at the last
-                call, at another address, or of another version, or if the weight takes gradients and any optimizer has made a
-                step since, because FSDP gathers weights without a new version. Changes that torch does not count are not found:
-                through `.data`, of weights made under inference_mode, and by a replayed graph.
-            skip: one value on the device; if it is not 0, the fp8 weights stay. The device reads the value when the work runs,
-                also in every replay of a graph. Only delayed scaling saves the time of the cast. The first call always casts.
+            update: whether to cast in any case. If False, a cast follows only if the weight is another tensor than at the
+                last call, at another address, or of another version, or if the weight takes gradients and any optimizer has
+                made a step since, because FSDP gathers weights without a new version. Changes that torch does not count are
+                not found: through `.data`, of weights made under inference_mode, and by a replayed graph.
+            skip: one value on the device; if it is not 0, the fp8 weights stay. The device reads the value when the work
+                runs, also in every replay of a graph. Only delayed scaling saves the time of the cast. The first call always
+                casts.
         """
         last, b_t = self._last, weight.transpose(1, 2)
         with last.lock:
@@ -226,13 +227,13 @@ def set_first_microbatch(model: nn.Module, is_first: bool | None) -> int:
 
     Args:
         model: model with converted expert modules, or GroupedLinear or Fp8Linear layers.
-        is_first: True casts and keeps; False reads the buffers, also after the weights changed; None casts in every forward pass
-            and releases the buffers.
+        is_first: True casts and keeps; False reads the buffers, also after the weights changed; None casts in every forward
+            pass and releases the buffers.
 
     Returns:
         The number of weights.
     """
-    weights = [module for module in model.modules() if isinstance(module, KeptWeights)]
+    weights = kept_weights_of(model)
     if not weights:
         raise ValueError(f"{type(model).__name__} has no converted modules: call convert_to_fp8_training first")
     for module in weights:
@@ -240,6 +241,13 @@ def set_first_microbatch(model: nn.Module, is_first: bool | None) -> int:
         if is_first is None:
             module.clear()
     return len(weights)
+
+
+def kept_weights_of(model: nn.Module) -> list[KeptWeights]:
+    """Return all KeptWeights of a model, and keep their buffers out of the broadcasts of DistributedDataParallel."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, KeptWeights)}
+    leave_out_of_broadcasts(model, {f"{name}.{buffer}" for name in found for buffer in ("amax", *Fp8Operand._fields)})
+    return list(found.values())
 
 
 @cache

@@ -1,7 +1,7 @@
 """Cast rows and weights to fp8 by a recipe with fresh scales; `delayed.py` has the scales of past steps."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ class Fp8Operand(NamedTuple):
     """Hold rows, or a weight (E, K, N), in fp8 for two products; a tensor that no product reads is None.
 
     Attributes:
-        q: values for the product that gives Y; of dY for the product that gives dX. Of a weight (E, K, N), strides (K N, 1, K).
+        q: values for the product that gives Y; of dY for the product that gives dX. Of a weight (E, K, N), strides (K N, 1,
+            K).
         scale: factors of the values of q: of a weight (E,) or (E, N) fp32.
         q_t: values for the other product, which gives dW, or dX of a weight. Of a weight (E, N, K), strides (N K, 1, N).
         scale_t: factors of the values of q_t: of a weight (E,) or (E, K) fp32; may be scale.
@@ -33,33 +34,6 @@ class Fp8Operand(NamedTuple):
         return Fp8Operand(self.q_t, self.scale_t, self.q, self.scale)
 
 
-class AnyRecipe(Protocol):
-    """Cast the operands of a product: the methods of Recipe and DelayedScaling that products call."""
-
-    @property
-    def keep_weights(self) -> bool:
-        """Return whether a cast of weights for the forward pass also has the weights' transpose, for the backward pass."""
-
-    @property
-    def is_rowwise(self) -> bool:
-        """Return whether a weight has a scale for each column."""
-
-    @property
-    def uses_amax(self) -> bool:
-        """Return whether a cast of weights in both layouts is faster with the largest magnitudes of the cast before."""
-
-    def cast_rows(
-        self, x: Tensor, offs: Tensor | None, along: bool = True, down: bool = True, is_gradient: bool = False
-    ) -> Fp8Operand:
-        """Cast x (M, K) or its gradient in groups that end at offs: `along` rows for Y or dX, `down` columns for dW."""
-
-    def cast_weights(self, b: Tensor, both: bool = True, amax: Tensor | None = None) -> Fp8Operand:
-        """Cast a weight b (E, K, N) of either order for Y, and with `both` for dX; write its largest magnitudes to amax (E,)."""
-
-    def write_weights(self, into: Fp8Operand, b: Tensor, amax: Tensor, skip: Tensor | None = None) -> None:
-        """Overwrite the tensors of an earlier cast of a weight, unless `skip`, one value on the device, is not 0."""
-
-
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """Compute fresh scales in every step; all operands are e4m3.
@@ -68,9 +42,10 @@ class Recipe:
         scaling: `tensorwise` has a scale per activation or gradient tensor and a scale per expert's weights. `rowwise` has a
             scale per row of an operand: per token and per weight column, and for the weight gradient per group and column.
         pow2: whether scales are rounded down to powers of two.
-        keep_weights: whether the forward pass also casts the weights' transpose and keeps it for the backward pass, E K N bytes.
-            If False, the backward pass casts the weights again, which takes one launch more, under tensorwise two. An Fp8Linear
-            then also keeps its input instead of the input's cast, because other operators often keep this input anyway.
+        keep_weights: whether the forward pass also casts the weights' transpose and keeps it for the backward pass, E K N
+            bytes. If False, the backward pass casts the weights again, which takes one launch more, under tensorwise two. An
+            Fp8Linear then also keeps its input instead of the input's cast, because other operators often keep this input
+            anyway.
     """
 
     scaling: str = "tensorwise"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
+from kerneltune.nn.alignment import row_major
 from kerneltune.ops import rmsnorm
 
 
@@ -43,16 +44,11 @@ def rms_norm(
         y (…, N) of x's dtype, contiguous; with a residual y and x + residual, rounded to x's dtype.
     """
     _check(x, weight, eps, zero_centered, residual)
-    if not _has_kernels(x):
+    if not has_kernels(x):
         return _plain(x, weight, eps, zero_centered, residual)
-    y, total, _ = rmsnorm_fwd(_rows(x), None if residual is None else _rows(residual), weight, eps, zero_centered)
+    rows, added = (None if t is None else row_major(t.reshape(-1, t.shape[-1])) for t in (x, residual))
+    y, total, _ = rmsnorm_fwd(rows, added, weight, eps, zero_centered)
     return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total.reshape(x.shape))
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Return x as a matrix whose rows are contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 class RMSNorm(nn.Module):
@@ -122,9 +118,7 @@ def rmsnorm_fwd(
 
 
 @rmsnorm_fwd.register_fake
-def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, zero_centered: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, residual: Tensor | None, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
     total = x.new_empty(0 if residual is None else x.shape)
     return x.new_empty(x.shape), total, x.new_empty(x.shape[0], dtype=torch.float32)
 
@@ -170,7 +164,7 @@ def _backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, _drsigma: Tens
     return dx, dx if ctx.is_sum else None, dgamma, None, None
 
 
-def _has_kernels(x: Tensor) -> bool:
+def has_kernels(x: Tensor) -> bool:
     """Return whether Triton can run on x's device."""
     return x.is_cuda or bool(INTERPRETED)
 

@@ -1,0 +1,173 @@
+"""Whole models of `transformers` in fp8: graphs, checkpoints, bytes, copies, frozen weights, replicas, recomputation."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kerneltune.nn import convert_to_fp8_training, fp8_linear, revert_from_fp8_training, set_first_microbatch
+from kerneltune.workloads import models
+
+transformers = pytest.importorskip("transformers")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPES = ("tensorwise", "rowwise", "delayed")
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1,
+    "first_k_dense_replace": 0, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4, "n_shared_experts": 1,
+    "num_experts_per_tok": 2, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "max_position_embeddings": 32, "use_cache": False,
+}  # fmt: skip
+"""A layer with routed and shared experts: 7 dense weights and 2 weights of 4 experts."""
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_linear, "LEAST_SIZE", 0)
+
+
+def build(device: str = DEVICE, **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("deepseek_v3", **SIZES | sizes)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+
+
+def converted(recipe: str, device: str = DEVICE, **sizes: Any) -> Any:
+    model = build(device, **sizes)
+    assert len(convert_to_fp8_training(model, recipe, dense=True)) == 8
+    return model
+
+
+def step(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss of a step, and the gradients by the names of the parameters."""
+    loss = models.step(model, torch.arange(16, device=DEVICE).view(2, 8))
+    return float(loss), {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: tuple[float, dict[str, torch.Tensor]], want: tuple[float, dict[str, torch.Tensor]]) -> None:
+    assert got[0] == want[0]
+    assert got[1].keys() == want[1].keys()
+    assert [name for name, gradient in want[1].items() if not torch.equal(got[1][name], gradient)] == []
+
+
+def num_graphs(model: Any) -> int:
+    torch.compiler.reset()
+    made: list[Any] = []
+    models.compile_layers(model, backend=lambda graph, _: made.append(graph) or graph.forward)
+    for _ in range(2):
+        step(model)
+    return len(made)
+
+
+def test_converted_model_compiles_into_as_many_graphs_as_in_bf16() -> None:
+    assert [num_graphs(model) for model in (build(), converted("tensorwise"))] == [1, 1]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpoints_load_strictly_both_ways(recipe: str) -> None:
+    model, plain = converted(recipe), build()
+    model.load_state_dict(plain.state_dict(), strict=True)
+    converted(recipe).load_state_dict(model.state_dict(), strict=True)
+    if recipe == "delayed":  # whose scales are the only keys that a recipe adds
+        added = model.state_dict().keys() - plain.state_dict().keys()
+        assert {name.rpartition(".")[2] for name in added} == {"scales", "history", "_extra_state"}
+        revert_from_fp8_training(model)
+    plain.load_state_dict(model.state_dict(), strict=True)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_conversion_keeps_four_bytes_for_an_expert_weight_and_the_scales(recipe: str) -> None:
+    def nbytes(model: nn.Module) -> int:
+        return sum(t.untyped_storage().nbytes() for t in {*model.parameters(), *model.buffers()})
+
+    model = converted(recipe)
+    step(model)
+    experts = [1] * 7 + [4, 4]  # of each weight
+    scales = sum(17 * (2 + E) for E in experts) if recipe == "delayed" else 0
+    assert nbytes(model) - nbytes(build()) == 4 * (sum(experts) + scales)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+def test_copy_of_a_converted_model_trains_alike_and_reverts(copied: Callable[[Any], Any]) -> None:
+    model = converted("delayed")
+    want = step(model)
+    other = copied(model)
+    assert_same(step(other), want)
+    assert len(revert_from_fp8_training(other)) == 8
+    assert_same(step(other), step(build()))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_frozen_weights_get_no_gradient_and_change_no_other(recipe: str) -> None:
+    (loss, gradients), model = step(converted(recipe)), converted(recipe)
+    frozen = {name for name in gradients if "experts.gate_up_proj" in name or "shared_experts" in name or "o_proj" in name}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    assert_same(step(model), (loss, {name: gradient for name, gradient in gradients.items() if name not in frozen}))
+
+
+@pytest.mark.parametrize(("recipe", "reentrant"), [("tensorwise", True), ("rowwise", False), ("delayed", False)])
+def test_recomputed_layers_give_the_bits_of_layers_that_keep_their_activations(recipe: str, reentrant: bool) -> None:
+    model, want = converted(recipe), step(converted(recipe))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_same(step(model), want)
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a group of one process on the CPU")
+def test_replicated_model_trains_alike_whether_converted_before_or_after(one_process: None) -> None:
+    want = step(converted("delayed"))
+    before = DistributedDataParallel(converted("delayed"), find_unused_parameters=True)
+    after = DistributedDataParallel(build(), find_unused_parameters=True)
+    assert len(convert_to_fp8_training(after, "delayed", dense=True)) == 8
+    for model in (before, after):
+        assert_same(step(model), want)
+        assert set_first_microbatch(model, True) == 9
+        assert_same(step(model), want)
+
+
+def test_layers_with_a_bias_train_as_in_bf16() -> None:
+    model, plain = converted("tensorwise", attention_bias=True), build(attention_bias=True)
+    for name, parameter in plain.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    model.load_state_dict(plain.state_dict())
+    (loss, got), (want_loss, want) = step(model), step(plain)
+    assert loss == pytest.approx(want_loss, rel=0.01)
+    biases = [name for name in want if name.endswith("bias")]
+    assert biases
+    for name in biases:
+        assert nn.functional.cosine_similarity(got[name].float(), want[name].float(), 0) > 0.95
+
+
+def test_weight_of_the_output_layer_that_is_tied_to_the_embedding_stays_tied() -> None:
+    model = converted("tensorwise", tie_word_embeddings=True)
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_layers_of_other_kinds_and_odd_sizes_stay() -> None:
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = nn.ModuleDict({"own": Own(32, 32), "plain": nn.Linear(32, 32), "odd": nn.Linear(32, 40)})
+    found = convert_to_fp8_training(model, dense=True)
+    assert found == ["plain"]
+    assert found.skipped == {
+        "own": "a Own, which may have a forward of its own",
+        "odd": "in_features and out_features must be multiples of 16, got 32 and 40",
+    }
