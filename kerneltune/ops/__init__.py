@@ -90,11 +90,7 @@ def _plugged_in(plugins: str) -> tuple[Op, ...]:
 
 
 def _plugged(name: str, get: Callable[[], Any]) -> tuple[Op, ...]:
-    """Return the operators of a plug-in: a module with OPS, or OPS itself.
-
-    Raises:
-        ValueError: one line that names the plug-in.
-    """
+    """Return the operators of a plug-in: a module with OPS, or OPS itself."""
     try:
         given = get()
     except (Exception, SystemExit) as error:  # whatever a stranger's module raises on import

@@ -1,8 +1,7 @@
 """Read and write streams: the ceiling of memory-bound operators.
 
-Reads `read` bytes and writes `write` bytes, every byte once, and computes an exclusive or alone. Tuned like any other operator,
-its time is the least in which this GPU moves so many bytes at this mix of reads and writes.
-Source: kerneltune.
+Reads `read` bytes and writes `write` bytes, every byte once, and computes an exclusive or alone. Tuned like any other
+operator, its time is the least in which this GPU moves so many bytes at this mix of reads and writes. Source: kerneltune.
 """
 
 import math
@@ -40,8 +39,8 @@ class StreamConfig:
 
 _MOST_READS = 16
 _MOST_FOLDED = 256
-"""Most loads that are unrolled for a store, and most words that are folded to a word where an operator reads more: unrolled, they
-would be thousands of loads."""
+"""Most loads that are unrolled for a store, and most words that are folded to a word where an operator reads more: unrolled,
+they would be thousands of loads."""
 
 
 def valid(_case: Case, config: StreamConfig) -> str | None:

@@ -18,25 +18,8 @@ from kerneltune.ops.fp8.tensorwise_group import fp8_tensorwise_group
 from kerneltune.ops.fp8.transpose_2d import TransposeConfig, fp8_transpose_2d
 
 __all__ = [
-    "BothConfig",
-    "BothLayouts",
-    "GroupConfig",
-    "RowConfig",
-    "SegmentConfig",
-    "SegmentOutput",
-    "TransposeConfig",
-    "fp8_colwise_3d",
-    "fp8_delayed_2d",
-    "fp8_group_both",
-    "fp8_group_colwise",
-    "fp8_group_colwise_dual",
-    "fp8_rowwise_2d",
-    "fp8_rowwise_3d_both",
-    "fp8_rowwise_3d_transpose",
-    "fp8_swiglu_2d",
-    "fp8_swiglu_bwd_2d",
-    "fp8_tensorwise_2d",
-    "fp8_tensorwise_3d",
-    "fp8_tensorwise_group",
-    "fp8_transpose_2d",
-]
+    "BothConfig", "BothLayouts", "GroupConfig", "RowConfig", "SegmentConfig", "SegmentOutput", "TransposeConfig",
+    "fp8_colwise_3d", "fp8_delayed_2d", "fp8_group_both", "fp8_group_colwise", "fp8_group_colwise_dual",
+    "fp8_rowwise_2d", "fp8_rowwise_3d_both", "fp8_rowwise_3d_transpose", "fp8_swiglu_2d", "fp8_swiglu_bwd_2d",
+    "fp8_tensorwise_2d", "fp8_tensorwise_3d", "fp8_tensorwise_group", "fp8_transpose_2d",
+]  # fmt: skip

@@ -2,9 +2,9 @@
 
     s = fp32(FP8_MAX / max(amax, 1e-12)), rounded down to a power of two if asked       q = fp8(x * s), to nearest even
 
-amax is the largest |x| of all elements that share a scale. NaN is not sanitised: its scale and all elements under it become NaN.
-Infinity gives scale 0: finite elements become 0, infinite elements NaN. Source: torchao's amax_to_scale and to_fp8_saturated. The
-formula shares no code with the kernels.
+amax is the largest |x| of all elements that share a scale. NaN is not sanitised: its scale and all elements under it become
+NaN. Infinity gives scale 0: finite elements become 0, infinite elements NaN. Source: torchao's amax_to_scale and
+to_fp8_saturated. The formula shares no code with the kernels.
 """
 
 import math
@@ -57,7 +57,8 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw the arguments of the operator's function.
 
     Args:
-        case: its axes name the tensors: x (M, columns), x1 and x2 (M, N1) and (M, N2), or w (E, K, N), column-major; offs (G,).
+        case: its axes name the tensors: x (M, columns), x1 and x2 (M, N1) and (M, N2), or w (E, K, N), column-major; offs
+            (G,).
         device: where; without values on `meta`.
         seed: the seed of the random values.
     """

@@ -25,12 +25,13 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
 def default(case: Case) -> BothConfig:
     """Return a config for any shape: the config of weights of as many rows.
 
-    Few groups of short rows have a lag of 4 and, where rows are many, 32 rows per program. Long rows or many groups have 16 rows
-    per program and the weights' lag of 2: H200, 2026-11-26, 20 cases: 0.96 of the tuned speed -> 0.99.
+    Few groups of short rows have a lag of 4 and, where rows are many, 32 rows per program. Long rows or many groups have 16
+    rows per program and the weights' lag of 2: H200, 2026-11-26, 20 cases: 0.96 of the tuned speed -> 0.99.
     """
     weights = config_for_rows(Case(case.name, (("E", 1), ("K", case["K"]), ("N", case["M"])), case.dtype, case.quant), 32)
     if case["G"] == 1 and case["M"] >= 32768:
-        # a single group, as of a dense layer: H200, 2026-11-26, 7 cases of 32768 rows had 0.95 of the tuned speed with fewer rows
+        # a single group, as of a dense layer: H200, 2026-11-26, 7 cases of 32768 rows had 0.95 of the tuned speed with fewer
+        # rows
         step = max(1, 8192 // next_power_of_2(case["K"])) if case["K"] > 2500 else weights.step
         return replace(weights, rows=64, step=step, lag=1)
     if case["K"] > 2500 or case["G"] >= 32:
@@ -76,7 +77,8 @@ def fp8_group_both(
     Args:
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
         offs: (G,) int32, where each group's rows end, as in `fp8_group_colwise`.
-        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size), for `fp8_grouped_gemm(aligned=True)`.
+        aligned: write q_t as aligned groups, (aligned_size, K), strides (1, aligned_size), for
+            `fp8_grouped_gemm(aligned=True)`.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:

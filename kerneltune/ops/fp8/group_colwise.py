@@ -107,10 +107,12 @@ def fp8_group_colwise(
 
     Args:
         x: (M, N) bf16, fp16 or fp32; rows may be less than 2^22 elements apart, elements of a row must be adjacent.
-        offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows behind
-            the last are not written. The host does not wait for the GPU to check it; under TRITON_DEBUG=1 the device asserts it.
-            Where ends decrease or exceed M, results are undefined, and nothing outside the tensors is read or written.
-        aligned: write q as aligned groups, (aligned_size, N), strides (1, aligned_size), for `fp8_grouped_gemm(aligned=True)`.
+        offs: (G,) int32, where each group's rows end, not decreasing, at most M. Groups may be empty and of any size. Rows
+            behind the last are not written. The host does not wait for the GPU to check it; under TRITON_DEBUG=1 the device
+            asserts it. Where ends decrease or exceed M, results are undefined, and nothing outside the tensors is read or
+            written.
+        aligned: write q as aligned groups, (aligned_size, N), strides (1, aligned_size), for
+            `fp8_grouped_gemm(aligned=True)`.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:

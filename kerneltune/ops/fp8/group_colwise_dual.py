@@ -1,7 +1,6 @@
 """Cast two matrices with the same token groups to fp8 for wgrad, in one launch.
 
-Shares config, space and validity with `fp8_group_colwise`. Source: torchao's
-triton_fp8_per_group_colwise_scales_dual.
+Shares config, space and validity with `fp8_group_colwise`. Source: torchao's triton_fp8_per_group_colwise_scales_dual.
 """
 
 import torch

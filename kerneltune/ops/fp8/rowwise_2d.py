@@ -146,8 +146,8 @@ def fp8_rowwise_2d(
         config: None takes the best known config.
 
     Returns:
-        q (M, K) fp8, contiguous; scales (M, 1) fp32. NaN makes its row's scale and values NaN; infinity makes its row's scale 0,
-        its finite elements 0 and its infinite elements NaN.
+        q (M, K) fp8, contiguous; scales (M, 1) fp32. NaN makes its row's scale and values NaN; infinity makes its row's
+        scale 0, its finite elements 0 and its infinite elements NaN.
     """
     check_matrix("x", x)
     cast, (M, K) = Cast(fp8_format, pow2, inverse), x.shape

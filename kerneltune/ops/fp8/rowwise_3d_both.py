@@ -34,7 +34,8 @@ class BothConfig:
         step: rows that a row program casts at a time.
         cols: columns of a load; a row takes several loads.
         warps: warps of a program of either kind; a transpose program's tile has 16 columns per warp.
-        lag: row programs per SM that begin before the first transpose program; for weights the row programs of an expert as well.
+        lag: row programs per SM that begin before the first transpose program; for weights the row programs of an expert as
+            well.
     """
 
     rows: int
@@ -81,8 +82,8 @@ def default(case: Case) -> BothConfig:
 def config_for_rows(case: Case, of_whole_rows: int) -> BothConfig:
     """Return a config of few idle lanes and up to 32 registers of input, `of_whole_rows` where a load takes whole rows.
 
-    A program has 16 rows where the matrix has few rows, or rows of at most 2048 bf16 elements: the rows that run ahead then stay
-    in L2.
+    A program has 16 rows where the matrix has few rows, or rows of at most 2048 bf16 elements: the rows that run ahead then
+    stay in L2.
     """
     K, few = case["K"], case["E"] * case["N"] < MANY_ROWS
     if ITEMSIZE[case.dtype] == 2 and 2500 < K <= 32768:

@@ -2,7 +2,8 @@
 
     dx = swiglu_bwd(dy, x), rounded to x's type      q = fp8(dx' * s), as `fp8_tensorwise_2d` casts dx with one scale
 
-The gradient is not written in x's type. Shares the config of `fp8_tensorwise_2d`. Source: the gated casts of TransformerEngine.
+The gradient is not written in x's type. Shares the config of `fp8_tensorwise_2d`. Source: the gated casts of
+TransformerEngine.
 """
 
 from functools import partial
@@ -109,7 +110,8 @@ def fp8_swiglu_bwd_2d(
         config: None takes the best known config.
 
     Returns:
-        q (M, 2N), contiguous; q_t (aligned_size, 2N), strides (1, aligned_size), or None: aligned groups; the inverse scale (1,).
+        q (M, 2N), contiguous; q_t (aligned_size, 2N), strides (1, aligned_size), or None: aligned groups; the inverse scale
+        (1,).
     """
     swiglu_2d.check_operands(x, offs)
     check_matrix("dy", dy)

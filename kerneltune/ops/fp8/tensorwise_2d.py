@@ -2,9 +2,9 @@
 
     x' = 0 for NaN, ± the largest finite value of x's type for ± infinity      q = fp8(x' * s), s from max |x'|
 
-Two launches, no host sync. If scales are powers of two, the launches read x once, and a second time the tiles that were cast too
-early: their number depends on where the largest elements lie, at worst all. Other scales read x twice.
-Source: torchao pull request 4179's fp8_tensorwise_quantize_2d, 4389's dual layout.
+Two launches, no host sync. If scales are powers of two, the launches read x once, and a second time the tiles that were cast
+too early: their number depends on where the largest elements lie, at worst all. Other scales read x twice. Source: torchao
+pull request 4179's fp8_tensorwise_quantize_2d, 4389's dual layout.
 """
 
 from dataclasses import dataclass
@@ -164,9 +164,9 @@ def fp8_tensorwise_2d(
     Args:
         x: (M, K) bf16, fp16 or fp32; rows may be less than 2^24 elements apart, elements of a row must be adjacent.
         layout: `row`, `col` or `both`, from one pass.
-        offs: (G,) int32, where groups of rows end, not decreasing, at most M. The scale is made of the rows of groups, and q_t
-            holds aligned groups, for `fp8_grouped_gemm(aligned=True)`. Rows behind the last group are not written. If offs
-            decreases or exceeds M, results are undefined, but nothing outside the tensors is read or written.
+        offs: (G,) int32, where groups of rows end, not decreasing, at most M. The scale is made of the rows of groups, and
+            q_t holds aligned groups, for `fp8_grouped_gemm(aligned=True)`. Rows behind the last group are not written. If
+            offs decreases or exceeds M, results are undefined, but nothing outside the tensors is read or written.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 
     Returns:

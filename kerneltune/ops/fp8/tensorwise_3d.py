@@ -52,9 +52,9 @@ def fp8_tensorwise_3d(
     Args:
         w: (E, K, N) bf16, fp16 or fp32, column-major: strides (K N, 1, K), the transposed view of a contiguous (E, N, K).
         layout: `row`, as w lies in memory; `col`, transposed; `both`.
-        amax: (E,) fp32, the expected largest magnitudes, 0 for an unknown one; overwritten by the largest magnitudes of w. The
-            results do not depend on amax: if a scale is as expected, no tile of the expert is cast twice. Without pow2 amax is
-            neither read nor written.
+        amax: (E,) fp32, the expected largest magnitudes, 0 for an unknown one; overwritten by the largest magnitudes of w.
+            The results do not depend on amax: if a scale is as expected, no tile of the expert is cast twice. Without pow2
+            amax is neither read nor written.
         out: tensors that receive the results, in place of new tensors.
         fp8_format, pow2, inverse, config: as in `fp8_rowwise_2d`.
 

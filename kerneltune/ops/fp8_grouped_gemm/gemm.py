@@ -175,22 +175,22 @@ def fp8_grouped_gemm(
 ) -> torch.Tensor:
     """Multiply groups of tokens, (a @ b) * scale_a * scale_b, accumulated in fp32 as fast as the tensor cores do.
 
-    With b (E, K, N), groups of rows of a: the forward product and, with transposed weights, the input gradient. With b (M, K),
-    groups along the contraction: the weight gradient. Nothing waits for the GPU; M may change without a compilation.
+    With b (E, K, N), groups of rows of a: the forward product and, with transposed weights, the input gradient. With b (M,
+    K), groups along the contraction: the weight gradient. Nothing waits for the GPU; M may change without a compilation.
 
     Args:
         a: e4m3, row-major: (M, K) tokens, or (N, M), the transposed output gradient.
-        b: e4m3, column-major: (E, K, N) weights, strides (K N, 1, K), or (M, K) tokens, stride 1 along M. M may be any number;
-            where M is contiguous, the other stride is a multiple of 16.
+        b: e4m3, column-major: (E, K, N) weights, strides (K N, 1, K), or (M, K) tokens, stride 1 along M. M may be any
+            number; where M is contiguous, the other stride is a multiple of 16.
         scale_a: fp32, factors of the values of a: one element; for b (E, K, N) also (M,) or (M, 1); for b (M, K) also
             (E,), (E, N) or (E N,).
-        scale_b: likewise for b: one element; for b (E, K, N) also (E,), (E, N) or (E, 1, N); for b (M, K) also (E,), (E, K) or
-            (E K,).
-        offs: (E,) int32, where each group's tokens end, not decreasing, at most M. Groups may be empty and of any size. Not read
-            by the host: under TRITON_DEBUG=1 the device asserts the order. Without it, groups of offsets in disorder have
-            undefined results, and no byte outside the tensors is read or written.
-        aligned: for b (M, K), a and b hold aligned groups, as casts with `aligned=True` write them: M is `aligned_size` of the
-            tokens, and offs still counts tokens. Side by side, groups that begin at no multiple of 16 are slow.
+        scale_b: likewise for b: one element; for b (E, K, N) also (E,), (E, N) or (E, 1, N); for b (M, K) also (E,), (E, K)
+            or (E K,).
+        offs: (E,) int32, where each group's tokens end, not decreasing, at most M. Groups may be empty and of any size. Not
+            read by the host: under TRITON_DEBUG=1 the device asserts the order. Without it, groups of offsets in disorder
+            have undefined results, and no byte outside the tensors is read or written.
+        aligned: for b (M, K), a and b hold aligned groups, as casts with `aligned=True` write them: M is `aligned_size` of
+            the tokens, and offs still counts tokens. Side by side, groups that begin at no multiple of 16 are slow.
         out_dtype: bfloat16, float16 or float32.
         out: written and returned, if given.
         config: None takes the best known config.

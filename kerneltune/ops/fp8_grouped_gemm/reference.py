@@ -23,9 +23,9 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
 }
 """The values of a case's options.
 
-product: groups of rows of a times a matrix each, or the weight gradient, groups of its contraction. scales: one scale per row and
-column, or per tensor and group. groups: see `group_ends`; weight gradients of `routed` groups are aligned. values: normal, or
-integers whose sums are exact.
+product: groups of rows of a times a matrix each, or the weight gradient, groups of its contraction. scales: one scale per
+row and column, or per tensor and group. groups: see `group_ends`; weight gradients of `routed` groups are aligned. values:
+normal, or integers whose sums are exact.
 """
 
 _FAST_BITS = 2.0**-13

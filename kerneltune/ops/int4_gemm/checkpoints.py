@@ -15,16 +15,13 @@ def from_gptq(
 ) -> Codes:
     """Read GPTQ's plain packing.
 
-    qweight (K / 8, M) int32: a word has eight k of a row, the first in the lowest bits. qzeros (K / group, M / 8) int32: zero
-    points of eight rows, each minus 1, or None if all zero points are 8. scales (K / group, M).
+    qweight (K / 8, M) int32: a word has eight k of a row, the first in the lowest bits. qzeros (K / group, M / 8) int32:
+    zero points of eight rows, each minus 1, or None if all zero points are 8. scales (K / group, M).
 
     Args:
         g_idx: (K,) the group of every k, if the checkpoint has it; None for groups of consecutive k. Groups must be of
             consecutive k, as they are without act-order (`desc_act`). For act-order see `group_order`.
         v2: zero points are stored as they are (`checkpoint_format: gptq_v2`).
-
-    Raises:
-        ValueError: a wrong shape, type, device or value.
     """
     _check(qweight, qzeros, scales, 1)
     codes = out_of_words(qweight.t()).reshape(qweight.shape[1], -1)
@@ -65,9 +62,6 @@ def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor | None, scales: torch.T
 
     qweight (K, M / 8) int32: a word has eight rows of a k, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits. qzeros
     (K / group, M / 8) alike, or None for 8. scales (K / group, M).
-
-    Raises:
-        ValueError: a wrong shape, type, device or value.
     """
     _check(qweight, qzeros, scales, 8)
     back = [ORDER.index(t) for t in range(8)]

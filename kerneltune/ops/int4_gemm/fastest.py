@@ -112,9 +112,6 @@ def fastest_gemm(
 
     Returns:
         (N, M) of x's type, contiguous. The same inputs and config give the same bits.
-
-    Raises:
-        ValueError: a shape, stride, type or device that does not fit, or a product that is unknown or lacks its weight.
     """
     gemm.check(x, weight, bias)
     if not (INTERPRETED or since_sm_90()):

@@ -81,9 +81,6 @@ def cast_tokens(x: torch.Tensor, *, reorder: bool = True) -> Fp8Tokens:
     Args:
         x: (N, K); rows may be any distance apart, elements of a row must be adjacent.
         reorder: False leaves k in their order, for products that are not `int4_fp8_gemm`.
-
-    Raises:
-        ValueError: a shape, stride, type or device that does not fit.
     """
     check_matrix("x", x)
     if x.dtype == torch.float32:
@@ -134,9 +131,6 @@ def int4_fp8_gemm(
 
     Returns:
         (N, M) of x's type, contiguous. The same inputs and config give the same bits.
-
-    Raises:
-        ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the weight.
     """
     N, M, depth = check("int4_fp8_gemm", x, weight, bias), weight.rows, cdiv(weight.depth, DEPTH)
     y = torch.empty((N, M), dtype=x.dtype, device=weight.packed.device)
@@ -179,11 +173,7 @@ def check(op: str, x: torch.Tensor | Fp8Tokens, weight: Int4Weight, bias: torch.
 
 
 def _check_tokens(x: Fp8Tokens) -> None:
-    """Check cast tokens.
-
-    Raises:
-        ValueError: tokens that `cast_tokens` does not make.
-    """
+    """Check cast tokens."""
     if not isinstance(x.q, torch.Tensor) or x.q.ndim != 2 or not x.q.is_contiguous():
         raise ValueError(f"x.q must be a contiguous matrix, got {x.q if not isinstance(x.q, torch.Tensor) else x.q.stride()}")
     padded = cdiv(x.depth, DEPTH) * DEPTH

@@ -53,9 +53,6 @@ def int4_gemm(
 
     Returns:
         (N, M) of x's type, contiguous. The same inputs and config give the same bits.
-
-    Raises:
-        ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the weight.
     """
     check(x, weight, bias)
     (N, K), M = x.shape, weight.rows
@@ -137,11 +134,7 @@ def _lead(config: Int4Config) -> int:
 
 
 def check(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> None:
-    """Check the arguments of `int4_gemm`.
-
-    Raises:
-        ValueError: arguments that do not fit each other.
-    """
+    """Check the arguments of `int4_gemm`."""
     check_matrix("x", x)
     if not isinstance(weight, Int4Weight):
         raise ValueError(f"weight must be an Int4Weight, as `pack` makes it, got {type(weight).__name__}")

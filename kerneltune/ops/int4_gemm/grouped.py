@@ -58,9 +58,6 @@ def int4_fp8_grouped_gemm(
 
     Returns:
         (N, M) of x's type, contiguous. The same inputs and config give the same bits.
-
-    Raises:
-        ValueError: a shape, stride, type or device that does not fit, or a config that does not fit the weight.
     """
     count = fp8_gemm.check("int4_fp8_grouped_gemm", x, weight, None)
     E = offs.numel() if isinstance(offs, torch.Tensor) else 0

@@ -21,8 +21,8 @@ MIDDLE = 8
 """The zero point where none are given."""
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""ORDER[i] is the index, among eight consecutive codes, of the code in nibble i: codes 2 j and 2 j + 1 lie 16 bits apart. AWQ has
-the same order."""
+"""ORDER[i] is the index, among eight consecutive codes, of the code in nibble i: codes 2 j and 2 j + 1 lie 16 bits apart.
+AWQ has the same order."""
 MOST_CODE = 15
 _MOST_ZERO = 16
 """The largest code, of four bits, and the largest zero point: GPTQ stores z - 1 in four bits, so that z may be 16."""
@@ -40,8 +40,8 @@ class Int4Weight(NamedTuple):
     """Hold a packed weight, the operand of `int4_gemm`; all tensors are contiguous. `pack` makes it, `unpack` reverses `pack`.
 
     Attributes:
-        packed: (⌈K/128⌉, ⌈M/64⌉, 8, 8, 4, 4) int32. Word [b, r, i, j, c, q] holds row 64 r + 8 j + i, k = 128 b + 32 q + 8 c + t
-            for t = 0 … 7; code t = (0, 2, 4, 6, 1, 3, 5, 7)[p] in bits 4 p … 4 p + 3.
+        packed: (⌈K/128⌉, ⌈M/64⌉, 8, 8, 4, 4) int32. Word [b, r, i, j, c, q] holds row 64 r + 8 j + i, k = 128 b + 32 q + 8 c
+            + t for t = 0 … 7; code t = (0, 2, 4, 6, 1, 3, 5, 7)[p] in bits 4 p … 4 p + 3.
         scales: (B, ⌈M/64⌉, 8, G, 8), B = ⌈K/128⌉ and G = 128 / group, or G = 1 from group 128 on, where B counts the groups.
             [b, r, j, g, i] is the scale of row 64 r + 8 j + i and group G b + g. fp16 or bf16.
         zeros: the zero points in the shape and type of the scales; None for 8.
@@ -57,11 +57,7 @@ class Int4Weight(NamedTuple):
 
 
 def check_sizes(rows: int, depth: int, group: int) -> None:
-    """Check that a weight of these sizes can be packed.
-
-    Raises:
-        ValueError: a size that cannot be packed.
-    """
+    """Check that a weight of these sizes can be packed."""
     if group not in GROUPS and group != depth:
         raise ValueError(f"group must be {', '.join(map(str, GROUPS))} or all of k, got {group=} k={depth}")
     if depth < 1 or depth % group or depth % 32:
@@ -118,9 +114,6 @@ def quantise(w: torch.Tensor, group: int, zeros: bool = False) -> Codes:
     """Quantize weights (M, K) of fp16 or bf16 to the nearest codes, group by group.
 
     Codes are -8 … 7 times a scale that fits the largest, or with zero points 0 … 15 from the smallest to the largest.
-
-    Raises:
-        ValueError: sizes that cannot be packed, or weights that are not finite.
     """
     if w.ndim != 2 or w.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"w must be (M, K) float16 or bfloat16, got {tuple(w.shape)} {w.dtype}")
@@ -155,11 +148,7 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check_codes(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> tuple[int, int, int]:
-    """Check codes, scales and zero points as in `Codes`, and return M, K and the group size.
-
-    Raises:
-        ValueError: a shape, type, device or value that does not fit.
-    """
+    """Check codes, scales and zero points as in `Codes`, and return M, K and the group size."""
     if codes.ndim != 2 or codes.dtype != torch.uint8 or not codes.numel():
         raise ValueError(f"codes must be (M, K) uint8, got {tuple(codes.shape)} {codes.dtype}")
     if int(codes.max()) > MOST_CODE:

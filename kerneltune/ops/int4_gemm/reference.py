@@ -83,8 +83,8 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 def reference(inputs: Inputs) -> Outputs:
     """Return y in fp64, spread and rounded.
 
-    spread: the root of the sum of the squares of the products that y adds up. rounded: the product of x with weights rounded to
-    its type, in that type.
+    spread: the root of the sum of the squares of the products that y adds up. rounded: the product of x with weights rounded
+    to its type, in that type.
     """
     x, weight = inputs["x"], inputs["weight"]
     codes, scales, zeros = packing.unpack(weight)
@@ -109,8 +109,8 @@ def reference(inputs: Inputs) -> Outputs:
 def compare(_case: Case, inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
     """Compare every element within the rounding of operands and result.
 
-    A variant that casts operands states their largest relative error as the output `rounding`. Without it, y may on average be
-    1.5 times as far from fp64 as the product of x with the rounded weights.
+    A variant that casts operands states their largest relative error as the output `rounding`. Without it, y may on average
+    be 1.5 times as far from fp64 as the product of x with the rounded weights.
     """
     got, want = outputs["y"], expected["y"]
     unit = torch.finfo(inputs["x"].dtype).eps / 2

@@ -7,13 +7,6 @@ from kerneltune.ops.moe_routing.unpermute import moe_unpermute
 from kerneltune.ops.moe_routing.unpermute_bwd import moe_unpermute_bwd
 
 __all__ = [
-    "PermuteFp8Config",
-    "PermutedFp8",
-    "RowsConfig",
-    "SortedPairs",
-    "moe_permute",
-    "moe_permute_fp8",
-    "moe_sort",
-    "moe_unpermute",
-    "moe_unpermute_bwd",
-]
+    "PermuteFp8Config", "PermutedFp8", "RowsConfig", "SortedPairs", "moe_permute", "moe_permute_fp8", "moe_sort",
+    "moe_unpermute", "moe_unpermute_bwd",
+]  # fmt: skip

@@ -12,8 +12,8 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.spec import Case, Inputs, Option
 
 OPTIONS: dict[str, tuple[Option, ...]] = {"routing": ("routed", "one", "dropped")}
-"""The experts of a case's tokens: drawn, so that some experts are more popular; the first K for all tokens; drawn, a quarter of
-the choices of no expert."""
+"""The experts of a case's tokens: drawn, so that some experts are more popular; the first K for all tokens; drawn, a quarter
+of the choices of no expert."""
 
 CALL_OPTIONS: tuple[tuple[str, Option], ...] = (("routing", "routed"),)
 """The options under which configs are looked up: the host does not know how tokens fall to experts."""

@@ -1,7 +1,7 @@
 """Copy fp8 rows of tokens to their experts in both layouts that grouped products take, in one pass.
 
-Tokens are cast before they are copied: K times fewer elements, and under a scale of the whole tensor the same bytes. Source: the
-permute of MoE training frameworks, by their contract.
+Tokens are cast before they are copied: K times fewer elements, and under a scale of the whole tensor the same bytes. Source:
+the permute of MoE training frameworks, by their contract.
 """
 
 from dataclasses import dataclass
@@ -133,8 +133,8 @@ def moe_permute_fp8(
 
 
 _SPACE = constant({"rows": (64, 128), "cols": (64, 128, 256), "warps": (2, 4, 8)})
-"""Tiles of 64 or 128 rows and 64 to 256 bytes of each. The default is the fastest of five configs at sizes of models with 16B and
-671B parameters (H200, 2026-11-23)."""
+"""Tiles of 64 or 128 rows and 64 to 256 bytes of each. The default is the fastest of five configs at sizes of models with
+16B and 671B parameters (H200, 2026-11-23)."""
 OP = Op(
     name="moe_permute_fp8",
     dtypes=("uint8",),

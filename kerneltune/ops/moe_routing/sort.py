@@ -19,8 +19,8 @@ from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 _BLOCK = 128
 _MOST_BLOCKS = 1 << 16
 _MOST_EXPERTS = 1024
-"""Pairs per program; most programs whose counts a program of `sum_blocks` adds, for 8 million pairs in all; most experts whose
-counts a program holds in registers."""
+"""Pairs per program; most programs whose counts a program of `sum_blocks` adds, for 8 million pairs in all; most experts
+whose counts a program holds in registers."""
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
@@ -44,7 +44,8 @@ class SortedPairs(NamedTuple):
     """The order of a router's pairs, which are numbered token * K + choice; M = T K.
 
     Attributes:
-        pairs: (M,) int32, the pair of each row, experts in order and pairs of an expert in order; -1 behind the last expert's.
+        pairs: (M,) int32, the pair of each row, experts in order and pairs of an expert in order; -1 behind the last
+            expert's.
         places: (T, K) int32, the row of each pair; -1 for a pair of no expert.
         offs: (E,) int32, where each expert's rows end.
     """

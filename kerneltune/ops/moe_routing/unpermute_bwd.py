@@ -108,8 +108,8 @@ def moe_unpermute_bwd(
         config: None takes the best known config.
 
     Returns:
-        dy (M, H) of y's type, zeros behind the last expert's rows; dweights (T, K) of the weights' type, summed in fp32, 0 for
-        a pair of no expert.
+        dy (M, H) of y's type, zeros behind the last expert's rows; dweights (T, K) of the weights' type, summed in fp32, 0
+        for a pair of no expert.
     """
     check_rows("dout", dout)
     check_rows("y", y)

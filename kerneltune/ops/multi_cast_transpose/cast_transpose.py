@@ -2,7 +2,8 @@
 
     q_t = fp8(clamp(x_t * scale_t))      q_tᵀ      amax_t = max(amax_t, max |x_t|)      scale_inv_t = 1 / scale_t
 
-Source: TransformerEngine's nvte_multi_cast_transpose and ROCm/TransformerEngine's pull requests 586 and 628, from their contract.
+Source: TransformerEngine's nvte_multi_cast_transpose and ROCm/TransformerEngine's pull requests 586 and 628, from their
+contract.
 """
 
 from collections.abc import Sequence
@@ -239,8 +240,8 @@ def multi_cast_transpose(
         fp8_format: `e4m3`, `e5m2`, `e4m3fnuz` or `e5m2fnuz`.
         outputs: (cast (M_t, N_t), transpose (N_t, M_t)) fp8 of every matrix, contiguous, written in place; None allocates.
         scale_inv: (T,) fp32, likewise.
-        skip: (1,) fp32 on the device: a value other than 0, when the launch runs, leaves all outputs as they are. Takes outputs
-            and scale_inv, and matrices that are not empty.
+        skip: (1,) fp32 on the device: a value other than 0, when the launch runs, leaves all outputs as they are. Takes
+            outputs and scale_inv, and matrices that are not empty.
         config: None takes the best known config.
     """
     _check(xs, scales, amaxes)

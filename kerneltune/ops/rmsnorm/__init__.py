@@ -6,12 +6,6 @@ from kerneltune.ops.rmsnorm.bwd import BwdConfig, rmsnorm_bwd
 from kerneltune.ops.rmsnorm.fwd import FwdConfig, RMSNormOutput, rmsnorm_fwd
 
 __all__ = [
-    "BwdConfig",
-    "FwdConfig",
-    "RMSNormOutput",
-    "RMSNormSum",
-    "rmsnorm_add_bwd",
-    "rmsnorm_add_fwd",
-    "rmsnorm_bwd",
+    "BwdConfig", "FwdConfig", "RMSNormOutput", "RMSNormSum", "rmsnorm_add_bwd", "rmsnorm_add_fwd", "rmsnorm_bwd",
     "rmsnorm_fwd",
-]
+]  # fmt: skip

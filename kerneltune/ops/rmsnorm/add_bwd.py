@@ -12,7 +12,7 @@ from kerneltune.kernel_lib.functions import run_of
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.rmsnorm import bwd, contract, peers
 from kerneltune.ops.rmsnorm.bwd import BwdConfig, rmsnorm_bwd
-from kerneltune.ops.rmsnorm.contract import CONTRACT, ROUNDING, SUM_OPTIONS, sum_options, uniform
+from kerneltune.ops.rmsnorm.contract import ROUNDING, sum_options, uniform
 from kerneltune.ops.rmsnorm.kernels.backward import gradients
 from kerneltune.ops.rmsnorm.tiles import check_config, first_valid, sum_too_large
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
@@ -35,16 +35,10 @@ def default(case: Case) -> BwdConfig:
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     """Draw dz, dtotal and total (M, N), weight (N,) or None, and the rsigma (M,) of total."""
-    M, N, dtype = case["M"], case["N"], getattr(torch, case.dtype)
-    total = uniform((M, N), -2.0, 1.0, dtype, device, seed)
-    return {
-        "dz": uniform((M, N), -1.0, 1.0, dtype, device, seed + 3),
-        "dtotal": uniform((M, N), -1.0, 1.0, dtype, device, seed + 4),
-        "total": total,
-        "rsigma": contract.rsigma_of(total),
-        "weight": contract.weight_of(case, device, seed + 1),
-        "zero_centered": case.option("zero_centered"),
-    }
+    drawn = dict(bwd.inputs(case, device=device, seed=seed))
+    total = drawn.pop("x")
+    dtotal = uniform(total.shape, -1.0, 1.0, total.dtype, device, seed + 4)
+    return {**drawn, "total": total, "dtotal": dtotal, "weight": contract.weight_of(case, device, seed + 1)}
 
 
 def reference(inputs: Inputs) -> Outputs:
@@ -115,9 +109,6 @@ def _two_launches(inputs: Inputs, _config: None) -> Outputs:
 
 OP = Op(
     name="rmsnorm_add_bwd",
-    options=SUM_OPTIONS,
-    free_options=tuple(SUM_OPTIONS),
-    as_called=contract.sum_as_called,
     inputs=inputs,
     reference=reference,
     compare=compare,
@@ -128,6 +119,6 @@ OP = Op(
         *peers.ADD_BACKWARD,
     ),
     module=__name__,
-    **CONTRACT,
+    **contract.SUM,
 )
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

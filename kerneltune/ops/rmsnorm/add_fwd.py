@@ -13,7 +13,7 @@ from kerneltune.kernel_lib.arguments import DTYPE_NAMES, ITEMSIZE, check_like, c
 from kerneltune.kernel_lib.functions import run_of
 from kerneltune.kernel_lib.launch import on_its_device
 from kerneltune.ops.rmsnorm import contract, fwd, peers
-from kerneltune.ops.rmsnorm.contract import CONTRACT, EPS, SUM_OPTIONS, sum_options, uniform
+from kerneltune.ops.rmsnorm.contract import EPS, sum_options, uniform
 from kerneltune.ops.rmsnorm.fwd import FwdConfig, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.kernels.forward import normalize
 from kerneltune.ops.rmsnorm.tiles import check_config, first_valid, sum_too_large
@@ -134,9 +134,6 @@ def _two_launches(inputs: Inputs, _config: None) -> Outputs:
 OP = Op(
     name="rmsnorm_add_fwd",
     quants=contract.QUANTS,
-    options=SUM_OPTIONS,
-    free_options=tuple(SUM_OPTIONS),
-    as_called=contract.sum_as_called,
     inputs=inputs,
     reference=reference,
     compare=compare,
@@ -147,6 +144,6 @@ OP = Op(
         *peers.ADD_FORWARD,
     ),
     module=__name__,
-    **CONTRACT,
+    **contract.SUM,
 )
 _choose = cache.Chooser.of(OP, OP.variant("optimized"))

@@ -29,8 +29,8 @@ class BwdConfig(Tiles):
     def sum_rows(self, itemsize: int) -> int:
         """Return the number of rows of a program's sums for dγ: the rows that its warps load at once.
 
-        The other rows of a column lie in the same thread, so that their sum moves no data between threads. The number is 1 if the
-        warps lie side by side along a row.
+        The other rows of a column lie in the same thread, so that their sum moves no data between threads. The number is 1
+        if the warps lie side by side along a row.
         """
         return min(self.rows, max(1, _WARP_BYTES * self.warps // (self.cols * itemsize)))
 

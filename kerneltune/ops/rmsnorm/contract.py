@@ -45,6 +45,12 @@ def sum_as_called(case: Case) -> Case:
     return replace(case, options=(*case.options[:-1], ("weight", "same"))) if is_same else case
 
 
+SUM: dict[str, Any] = {
+    **CONTRACT, "options": SUM_OPTIONS, "free_options": tuple(SUM_OPTIONS), "as_called": sum_as_called,
+}  # fmt: skip
+"""The fields of `Op` that the operators with a residual share."""
+
+
 def weight_of(case: Case, device: str, seed: int) -> torch.Tensor | None:
     """Draw the weight (N,) of a case with `SUM_OPTIONS`, or return None."""
     kind = case.option("weight")

@@ -21,8 +21,8 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _LARGE = 1 << 25
-"""Elements of x from which on a program reads x again instead of holding it, so that more programs fit an SM. At 4096 rows of
-2304 to 5120 elements, which are fewer elements, holding x was level or faster (H200, 2026-11-23)."""
+"""Elements of x from which on a program reads x again instead of holding it, so that more programs fit an SM. At 4096 rows
+of 2304 to 5120 elements, which are fewer elements, holding x was level or faster (H200, 2026-11-23)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ REGISTERS = 65536
 """Registers of an SM."""
 
 SHARING = 2
-"""Programs that share an SM's registers if they hold parts of rows: a program reads while the other program waits for its sum."""
+"""Programs that share an SM's registers if they hold parts of rows: a program reads while the other program waits for its
+sum."""
 
 LONG = 16384
 """Elements of a row beyond which a program may hold a part of the row."""

@@ -1,8 +1,8 @@
 """Differentiate y = silu(gate) * up, where gate and up are the halves of each row, in one launch that reads every value once.
 
-Because torch.compile writes both halves as a concatenation, it computes each half for all columns and drops half of the values:
-1.3 ms for 196608 x 2 x 1408 in bf16, twice the time that the bytes take; H200, 2026-11-23. Source: the gate of Llama's
-feed-forward layers.
+Because torch.compile writes both halves as a concatenation, it computes each half for all columns and drops half of the
+values: 1.3 ms for 196608 x 2 x 1408 in bf16, twice the time that the bytes take; H200, 2026-11-23. Source: the gate of
+Llama's feed-forward layers.
 """
 
 from dataclasses import dataclass

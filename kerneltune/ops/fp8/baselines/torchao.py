@@ -1,8 +1,9 @@
 """Published designs of torchao 0.18, written anew from their contract: the `baseline` variants of the casts with scales per row.
 
-Rows: a program per row, which it reads twice in pieces. Weights: tiles that are read once for the scales, which they lower by
-atomic min, and once more for the cast; `reduction` loops over a stripe twice instead. Token groups: a program per group and block
-of columns, two passes. Left out: torchao's lost rows of uneven groups and its scales written beyond a group's columns.
+Rows: a program per row, which it reads twice in pieces. Weights: tiles that are read once for the scales, which they lower
+by atomic min, and once more for the cast; `reduction` loops over a stripe twice instead. Token groups: a program per group
+and block of columns, two passes. Left out: torchao's lost rows of uneven groups and its scales written beyond a group's
+columns.
 """
 
 from dataclasses import dataclass

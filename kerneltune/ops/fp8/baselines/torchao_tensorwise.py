@@ -1,9 +1,9 @@
 """Published designs of tensor-wise quantization, written anew: the variants `baseline` and `staged`.
 
-Blocks of elements in the order of memory: their maxima, then the cast; a transpose is a copy afterwards. `baseline`, torchao pull
-request 4179, takes the maximum by atomic max into a cleared tensor. In `staged`, pull request 4389, every block writes its own
-maximum, and one program takes the maximum of these. Left out: one group per block, at most 16 groups, 32-bit offsets, at most
-65536 blocks.
+Blocks of elements in the order of memory: their maxima, then the cast; a transpose is a copy afterwards. `baseline`, torchao
+pull request 4179, takes the maximum by atomic max into a cleared tensor. In `staged`, pull request 4389, every block writes
+its own maximum, and one program takes the maximum of these. Left out: one group per block, at most 16 groups, 32-bit
+offsets, at most 65536 blocks.
 """
 
 from collections.abc import Callable
@@ -83,8 +83,8 @@ def _partials_flat(
 ):  # fmt: skip
     """Write the largest magnitude of every block, a row of blocks for every segment.
 
-    A block that several groups share has a maximum of each group, of empty groups between them too: the maximum of group g lies
-    g behind.
+    A block that several groups share has a maximum of each group, of empty groups between them too: the maximum of group g
+    lies g behind.
     """
     segment = wide(tl.program_id(1))
     block = tl.program_id(0)

@@ -1,9 +1,10 @@
 """Cast expert weights or token groups into both layouts, each with scales of its own, in one launch.
 
-An expert or a group takes two passes. Row programs cast whole rows and publish the largest magnitudes of the columns by atomic
-max; transpose programs cast the same elements by the scales of the columns and transpose the bytes. Row programs go so far ahead
-of the transpose programs of their expert that nobody spins for long: programs begin in the order of their ids. L2 still has a
-small expert when transpose programs read it; of large experts most of the gain is that the two passes overlap.
+An expert or a group takes two passes. Row programs cast whole rows and publish the largest magnitudes of the columns by
+atomic max; transpose programs cast the same elements by the scales of the columns and transpose the bytes. Row programs go
+so far ahead of the transpose programs of their expert that nobody spins for long: programs begin in the order of their ids.
+L2 still has a small expert when transpose programs read it; of large experts most of the gain is that the two passes
+overlap.
 """
 
 from dataclasses import dataclass
@@ -269,8 +270,8 @@ def _transpose_tile(
     """Transpose a group's tile at x_ptr to to_ptr, whose rows lie `ld` apart, after `arrivals` row programs.
 
     at: whether the tile has the group's first rows, and so writes its scales; the tile's first column; its rows [lo, hi).
-    waiters: tiles of the group. WHOLE: all rows of a tile are the group's; without JAGGED lo is 0. ALIGNED: all columns that the
-    tile has in the transpose are the group's, zeros behind its rows.
+    waiters: tiles of the group. WHOLE: all rows of a tile are the group's; without JAGGED lo is 0. ALIGNED: all columns that
+    the tile has in the transpose are the group's, zeros behind its rows.
     """
     first, col0, lo, hi = at
     ROWS: tl.constexpr = TILE.rows
@@ -314,8 +315,8 @@ def _transpose_tile(
 def role_of(program, lag, BLOCKS: tl.constexpr, TILES: tl.constexpr):
     """Return the role of a program: its expert and tile, or tile -1 and its row block of all experts' BLOCKS; whether it casts.
 
-    After the first `lag` ids, at least BLOCKS, an expert's BLOCKS + TILES ids hold its tiles in order, and evenly between them
-    row blocks of later experts. So all of an expert's row blocks have smaller ids than its tiles.
+    After the first `lag` ids, at least BLOCKS, an expert's BLOCKS + TILES ids hold its tiles in order, and evenly between
+    them row blocks of later experts. So all of an expert's row blocks have smaller ids than its tiles.
     """
     after = tl.maximum(program - lag, 0)
     expert = after // (BLOCKS + TILES)
@@ -371,7 +372,8 @@ def cast_both(
 def _slots_before(starts, ROWS: tl.constexpr):
     """Return the blocks in the groups before each group that begins at one of `starts`.
 
-    A group has one block more than it has multiples of ROWS in it. The last block may be empty; in return groups need no table.
+    A group has one block more than it has multiples of ROWS in it. The last block may be empty; in return groups need no
+    table.
     """
     return starts // ROWS + tl.arange(0, starts.shape[0])
 
@@ -390,9 +392,9 @@ def cast_both_groups(
 ):  # fmt: skip
     """Cast G ≤ GROUPS groups of rows of x (M, K), ends offs (G,), into q (M, K), scale (M,), qt (K, ld), scale_t (G, K).
 
-    Row programs begin where the group does; tiles lie at multiples of their rows, so that their bytes go out in whole lines; or
-    they begin with the group, where its columns are ALIGNED. Groups in disorder are taken for empty. Rows of x are `stride`
-    elements apart.
+    Row programs begin where the group does; tiles lie at multiples of their rows, so that their bytes go out in whole lines;
+    or they begin with the group, where its columns are ALIGNED. Groups in disorder are taken for empty. Rows of x are
+    `stride` elements apart.
     """
     ROWS: tl.constexpr = ROW_PASS.rows
     ABREAST: tl.constexpr = ROW_PASS.abreast
@@ -407,7 +409,8 @@ def cast_both_groups(
     starts = tl.where(usable, starts, 0)
     blocks_before = _slots_before(starts, ROWS)
     tiles_before = _slots_before(starts, TILE_ROWS) * STRIPES
-    # Find the program's role: the first `lag` programs cast rows, all later programs cast rows or transpose tiles of a group.
+    # Find the program's role: the first `lag` programs cast rows, all later programs cast rows or transpose tiles of a
+    # group.
     after = tl.maximum(program - lag, 0)
     if PHASE == 0:
         group = _group_of(after, blocks_before + tiles_before, G)

@@ -1,11 +1,11 @@
 """Quantize down the columns of groups of rows and transpose, reading the input from memory once.
 
-The scale of a column needs all rows of the group, and the output wants the rows side by side. A stripe, COLS columns of a group,
-is cut into tiles of ROWS rows. Programs publish the largest magnitudes of their tiles by atomic max, spin until the stripe is
-complete, and cast. A program publishes a tile AHEAD of the present tile before it spins, so that the stripe is complete when it
-begins to spin; it holds that tile in registers, or reads it again from L2 (RELOAD). No stripe may have more than AHEAD + 1 times
-as many tiles as there are programs. 16-bit elements come in PAIRS, as int32: a 16-bit element that a loop holds takes a register
-of its own.
+The scale of a column needs all rows of the group, and the output wants the rows side by side. A stripe, COLS columns of a
+group, is cut into tiles of ROWS rows. Programs publish the largest magnitudes of their tiles by atomic max, spin until the
+stripe is complete, and cast. A program publishes a tile AHEAD of the present tile before it spins, so that the stripe is
+complete when it begins to spin; it holds that tile in registers, or reads it again from L2 (RELOAD). No stripe may have more
+than AHEAD + 1 times as many tiles as there are programs. 16-bit elements come in PAIRS, as int32: a 16-bit element that a
+loop holds takes a register of its own.
 """
 
 from dataclasses import dataclass, replace
@@ -286,8 +286,8 @@ def _cast_transpose_groups(
 ):  # fmt: skip
     """Write q[group, col, row] = fp8(x[group, row, col] * s[group, col]) of one or two matrices.
 
-    Weights (G * weight_rows, C) give q (G, C, weight_rows); token groups of (rows, C) give q (C, columns): columns is rows, or
-    with an alignment holds aligned groups, zeros behind each. Scales are (G, C) either way. In pairs x is int32.
+    Weights (G * weight_rows, C) give q (G, C, weight_rows); token groups of (rows, C) give q (C, columns): columns is rows,
+    or with an alignment holds aligned groups, zeros behind each. Scales are (G, C) either way. In pairs x is int32.
     """
     ROWS: tl.constexpr = TILE.rows
     COLS: tl.constexpr = TILE.cols
@@ -305,7 +305,8 @@ def _cast_transpose_groups(
     if JAGGED:
         number_tiles(table_ptr, offs_ptr, rows, G, GROUPS.log2, ROWS, GROUPS.alignment)
 
-    # Publish the first tile before the loop, so that each iteration begins with a tile that the iteration before has published.
+    # Publish the first tile before the loop, so that each iteration begins with a tile that the iteration before has
+    # published.
     xs_next = ()
     for early in tl.static_range(AHEAD):
         next_at = _locate(tl.program_id(0) + early * step, total, table_ptr, offs_ptr, G, STRIPES, GROUPS, ROWS)

@@ -1,11 +1,11 @@
 """Cast with one scale per segment; where scales are powers of two, read memory once.
 
-`cast_early` casts every tile by the largest magnitude of its segment that was published until then, its own included: before the
-scale of the segment is known. Most tiles see the binade of the segment's largest element, so that their scale is right. The k-th
-tile to arrive sees another binade only if none of the first k tiles has an element of the segment's binade, and the expected
-magnitude lies in another binade, too.
-`cast_again`, the second launch, knows the largest magnitude and repeats the tiles that were cast by another scale. Scales and
-bytes equal the results of two passes, for any expected magnitude and any order in which tiles arrive. No program spins.
+`cast_early` casts every tile by the largest magnitude of its segment that was published until then, its own included: before
+the scale of the segment is known. Most tiles see the binade of the segment's largest element, so that their scale is right.
+The k-th tile to arrive sees another binade only if none of the first k tiles has an element of the segment's binade, and the
+expected magnitude lies in another binade, too. `cast_again`, the second launch, knows the largest magnitude and repeats the
+tiles that were cast by another scale. Scales and bytes equal the results of two passes, for any expected magnitude and any
+order in which tiles arrive. No program spins.
 """
 
 from collections.abc import Hashable
@@ -228,8 +228,8 @@ def cast_with_known_scale(
 def _pairs(x: torch.Tensor, q: torch.Tensor | None, q_t: torch.Tensor | None) -> int:
     """Return 2 where 16-bit elements are cast in pairs, if widths and addresses allow.
 
-    Because both layouts of 66 columns were wrong on an H200 in pairs, an odd number of pairs that is written both ways is cast
-    element by element.
+    Because both layouts of 66 columns were wrong on an H200 in pairs, an odd number of pairs that is written both ways is
+    cast element by element.
     """
     both = q is not None and q_t is not None
     return 2 if in_pairs(x) and not (both and x.shape[1] % 4) else 1
@@ -278,8 +278,8 @@ def cast_again(
 ):  # fmt: skip
     """Write the scales and, at amax_ptr, the largest magnitudes; repeat the tiles that `cast_early` cast by another scale.
 
-    A program looks at LANES tiles at a time, each as far from the next as there are programs, because wrong tiles lie side by
-    side.
+    A program looks at LANES tiles at a time, each as far from the next as there are programs, because wrong tiles lie side
+    by side.
     """
     if since_sm_90():
         gdc_wait()

@@ -1,8 +1,8 @@
 """Compute SwiGLU of token groups, or its gradient, and cast the result with one scale as `early.py` casts a matrix.
 
 `gate_early` computes every tile and casts it by the largest magnitude that was published until then. `gate_again` knows the
-largest magnitude of all, and computes and casts once more the tiles that were cast by another scale. A value is computed in fp32,
-rounded to the operand's type, and then cast, so that the bytes equal the bytes of two launches. Memory is read once.
+largest magnitude of all, and computes and casts once more the tiles that were cast by another scale. A value is computed in
+fp32, rounded to the operand's type, and then cast, so that the bytes equal the bytes of two launches. Memory is read once.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
 """Quantize segments of rows with one scale each, reading twice: make finite and take amax, then make finite, scale and cast.
 
-A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; no tile has rows of two
-segments. The first launch leaves the largest magnitudes in a workspace. The second launch walks the tiles in reverse, because L2
-still holds the tiles that the first launch read last, and closes the launch. 16-bit elements come in PAIRS, as int32: made finite
-and cast two by two, and rows of four bytes transposed with byte permutes.
+A segment is a tensor, an expert or a token group. Tiles of ROWS x COLS are numbered segment by segment; no tile has rows of
+two segments. The first launch leaves the largest magnitudes in a workspace. The second launch walks the tiles in reverse,
+because L2 still holds the tiles that the first launch read last, and closes the launch. 16-bit elements come in PAIRS, as
+int32: made finite and cast two by two, and rows of four bytes transposed with byte permutes.
 """
 
 from dataclasses import dataclass

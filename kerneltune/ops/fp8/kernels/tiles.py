@@ -1,6 +1,7 @@
 """Locate the tiles of expert weights and of token groups; publish the largest magnitudes of their columns.
 
-A stripe is COLS columns of a group, a tile ROWS rows of a stripe. Tiles of a stripe follow each other, stripes of a group too.
+A stripe is COLS columns of a group, a tile ROWS rows of a stripe. Tiles of a stripe follow each other, stripes of a group
+too.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from kerneltune.kernel_lib.tl_lib import (
 )
 
 _BLOCKS_TOGETHER = tl.constexpr(8)
-"""Blocks of aligned groups whose tiles follow each other: they write neighbouring pieces of the same rows of the transpose."""
+"""Blocks of aligned groups whose tiles follow each other: they write neighbouring pieces of the same rows of the
+transpose."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,8 +73,8 @@ def start_of(offs_ptr, group):
 def locate_in_weights(tile, total, rows, stripes, ROWS: tl.constexpr):
     """Locate a tile of weights with `rows` rows in every group.
 
-    Returns group, stripe of the group, tiles of the stripe, first of all rows, and the group's rows [lo, hi) from there. Past the
-    last tile it returns the last tile's, with hi = 0.
+    Returns group, stripe of the group, tiles of the stripe, first of all rows, and the group's rows [lo, hi) from there.
+    Past the last tile it returns the last tile's, with hi = 0.
     """
     tiles = tl.cdiv(rows, ROWS)
     inside = tl.minimum(tile, total - 1)
@@ -116,8 +118,8 @@ def locate_block(tile, total, offs_ptr, rows, stripes, G, GROUPS: tl.constexpr, 
     A token group may share its first and last block with its neighbours, and has a slot more than blocks if it ends at a
     multiple. With an alignment a token group is cut at its first row and multiples of ROWS from there.
 
-    Returns group, stripe of the group, tiles of the stripe (with an alignment columns of the transpose), first of all rows, and
-    the group's rows [lo, hi) from there.
+    Returns group, stripe of the group, tiles of the stripe (with an alignment columns of the transpose), first of all rows,
+    and the group's rows [lo, hi) from there.
     """
     if not GROUPS.jagged:
         return locate_in_weights(tile, total, rows, stripes, ROWS)

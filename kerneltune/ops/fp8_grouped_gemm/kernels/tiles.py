@@ -268,8 +268,8 @@ def _clear_behind_groups(out_ptr, offs_ptr, M, COLS: tl.constexpr, E: tl.constex
 def _schedule(offs_ptr, M, SHAPE: tl.constexpr, TILE: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Return the order of all tiles, and the steps of k that this program takes in all.
 
-    Returns the most rows that groups can have together, the place of each group, the number of tiles up to each group's end, and
-    the steps of all tiles that this program takes.
+    Returns the most rows that groups can have together, the place of each group, the number of tiles up to each group's end,
+    and the steps of all tiles that this program takes.
     """
     ROWS: tl.constexpr = SHAPE.rows
     BM: tl.constexpr = TILE.rows
@@ -310,9 +310,10 @@ def _grouped_gemm(
 ):  # fmt: skip
     """Multiply. Forward (ROWS 0): a and b are descriptors of (M, DEPTH) and (E COLS, DEPTH), out is a pointer to (M, COLS).
 
-    Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS, COLS).
-    With ALIGNMENT a and b are descriptors of the same, in which a group begins at its `aligned_start`, with zeros behind it up
-    to a multiple of ALIGNMENT. Else groups that no descriptor can begin with get zeros, and are `_weight_gradient_of_the_rest`'s.
+    Weight gradient: a and b are pointers to (ROWS, M) and (COLS, M), rows stride_… apart, out a descriptor of (E, ROWS,
+    COLS). With ALIGNMENT a and b are descriptors of the same, in which a group begins at its `aligned_start`, with zeros
+    behind it up to a multiple of ALIGNMENT. Else groups that no descriptor can begin with get zeros, and are
+    `_weight_gradient_of_the_rest`'s.
     """
     ROWS: tl.constexpr = SHAPE.rows
     COLS: tl.constexpr = SHAPE.cols
@@ -339,7 +340,8 @@ def _grouped_gemm(
     else:
         a_desc = a
         b_desc = b
-    # A single loop over the steps of all tiles, so that the pipeline loads the next tile while the last steps of a tile multiply.
+    # A single loop over the steps of all tiles, so that the pipeline loads the next tile while the last steps of a tile
+    # multiply.
     step = tile_steps - 1
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for _ in tl.range(total, num_stages=STAGES):

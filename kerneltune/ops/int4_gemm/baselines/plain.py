@@ -262,11 +262,7 @@ def valid(case: Case, config: PlainConfig) -> str | None:
 
 
 def _tile(case: Case) -> dict[str, int]:
-    """Return the knobs that all three designs have.
-
-    Raises:
-        ValueError: sizes that cannot be packed.
-    """
+    """Return the knobs that all three designs have."""
     check_sizes(case["M"], case["K"], group_size(case))
     depth = next(d for d in (64, 32) if group_size(case) % d == 0 and case["K"] % d == 0)
     return {"tokens": 16 if case["N"] <= 16 else 32, "rows": 64, "depth": depth, "warps": 4, "stages": 3}

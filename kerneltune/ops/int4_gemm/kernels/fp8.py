@@ -1,13 +1,13 @@
 """Multiply on the fp8 tensor cores: codes become e4m3 in registers, the first operand of wgmma; tokens come from shared memory.
 
-TMA copies both operands to shared memory. A thread reads bytes of two codes, and four bytes become two registers of four e4m3
-elements: the lower codes of the bytes, and the upper codes. So the k of a register are not neighbours. `cast_rows` writes each
-32 k of x in the order that the registers have, `ORDER`, so that neither operand is reordered here.
+TMA copies both operands to shared memory. A thread reads bytes of two codes, and four bytes become two registers of four
+e4m3 elements: the lower codes of the bytes, and the upper codes. So the k of a register are not neighbours. `cast_rows`
+writes each 32 k of x in the order that the registers have, `ORDER`, so that neither operand is reordered here.
 
 The byte u <= 16 is the e4m3 element u / 512. So a code q becomes (q - z) / 512 exactly, for every zero point z from 0 to 16.
 
-ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the next
-codes become elements, and all configs must multiply whole numbers exactly before they are timed.
+ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the
+next codes become elements, and all configs must multiply whole numbers exactly before they are timed.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ _PTX = tl.constexpr(
     lop3.b32 $1, size, upper, 0x0f0f0f0f, 0xe4;
     }"""
 )
-"""PTX from eight codes q to bytes of q - 8, sign and size. negative: 1 in each of eight nibbles if q < 8. size: |q - 8|, as q ^ 8
-or as (q ^ 7) + 1. Then the sign goes to bit 7 of its byte."""
+"""PTX from eight codes q to bytes of q - 8, sign and size. negative: 1 in each of eight nibbles if q < 8. size: |q - 8|, as
+q ^ 8 or as (q ^ 7) + 1. Then the sign goes to bit 7 of its byte."""
 
 
 def _less_zero_points(register: str) -> str:
@@ -223,8 +223,8 @@ def int4_fp8_gemm(
 ):  # fmt: skip
     """Write y (N, M); x (N, ⌈K/128⌉ 128) in `ORDER`, zeros past K; w as rows of 128 bytes.
 
-    share: steps of 128 k of a program; the last split takes the rest. EARLY: begin while the kernel in front still runs, which
-    may write any operand, and ask L2 for the first LEAD steps of w.
+    share: steps of 128 k of a program; the last split takes the rest. EARLY: begin while the kernel in front still runs,
+    which may write any operand, and ask L2 for the first LEAD steps of w.
     """
     row_blocks = tl.cdiv(M, 64)
     split, tile = tl.program_id(0), tl.program_id(1)

@@ -1,14 +1,14 @@
 """Multiply by warpgroups (wgmma): codes go straight into registers, x through shared memory.
 
-A warp has sixteen rows of w, the warpgroup of a block its 64, and all warps of a program read one tile of x from shared memory,
-half a block of k at a time. wgmma multiplies sixteen k at once, of which a lane holds two neighbours and the two k that are eight
-further. Because the packed layout gives a lane eight neighbours, x is put into the order of the codes on its way to shared
-memory. With 32 tokens, an SM has room for sixteen warps of this kernel, but only for eight warps of `warps`. Both tiles of x of a
-step are stored before the first is read, so that a step has two barriers with Triton 3.6. Triton 3.7.1 also moves the elements
-of w and the scales through shared memory, with six barriers to a step.
+A warp has sixteen rows of w, the warpgroup of a block its 64, and all warps of a program read one tile of x from shared
+memory, half a block of k at a time. wgmma multiplies sixteen k at once, of which a lane holds two neighbours and the two k
+that are eight further. Because the packed layout gives a lane eight neighbours, x is put into the order of the codes on its
+way to shared memory. With 32 tokens, an SM has room for sixteen warps of this kernel, but only for eight warps of `warps`.
+Both tiles of x of a step are stored before the first is read, so that a step has two barriers with Triton 3.6. Triton 3.7.1
+also moves the elements of w and the scales through shared memory, with six barriers to a step.
 
-ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the next
-codes become elements, and all configs must multiply whole numbers exactly before they are timed.
+ptxas before 13.3 may overwrite the registers of a wgmma that still reads them. Here every wgmma is waited for before the
+next codes become elements, and all configs must multiply whole numbers exactly before they are timed.
 """
 
 import triton
@@ -59,8 +59,8 @@ def _int4_gemm_by_warpgroups(
 ):  # fmt: skip
     """Write y (N, M).
 
-    The last split takes the rest of k. LEAD: steps that L2 is asked for in advance, 0 for none. The weight has at most two groups
-    in 128 of k.
+    The last split takes the rest of k. LEAD: steps that L2 is asked for in advance, 0 for none. The weight has at most two
+    groups in 128 of k.
     """
     GROUPS: tl.constexpr = WEIGHT.groups
     ONE_GROUP: tl.constexpr = WEIGHT.one_group

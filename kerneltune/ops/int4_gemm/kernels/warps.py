@@ -1,16 +1,16 @@
 """Multiply by single warps (mma.sync), without shared memory on the way from memory to the tensor cores.
 
 Each warp loads the codes of its rows and its k into the registers from which mma.sync reads its first operand, and loads the
-codes of the next block while it multiplies. x is loaded into the registers of the second operand in the same way. Codes minus
-their zero points are exact in 16 bits, so the sum over a group is a sum of integers times x, which a single scale multiplies.
-Tensors have an axis for the four lanes that share a row (c) and an axis for the eight rows of lanes (j), the fastest axis first,
-because Triton distributes lanes in this order. `warpgroups` unpacks codes by the same functions.
+codes of the next block while it multiplies. x is loaded into the registers of the second operand in the same way. Codes
+minus their zero points are exact in 16 bits, so the sum over a group is a sum of integers times x, which a single scale
+multiplies. Tensors have an axis for the four lanes that share a row (c) and an axis for the eight rows of lanes (j), the
+fastest axis first, because Triton distributes lanes in this order. `warpgroups` unpacks codes by the same functions.
 
-The warps of several blocks of rows in a program read the same x at the same time, so that x goes from L2 to L1 once for all of
-them. If registers are left, warps load x a step ahead. With 16 tokens and more than two steps, x takes the registers of the next
-codes, which are then loaded half a step later. With 32 tokens a warp needs so many registers that an SM holds eight warps, too
-few to hide the latency of L2. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps, a scheduler issues 8 steps x
-2 warps x 411 instructions, 3.4 us; 14.7 MB of codes and 29.4 MB of x go through L2.
+The warps of several blocks of rows in a program read the same x at the same time, so that x goes from L2 to L1 once for all
+of them. If registers are left, warps load x a step ahead. With 16 tokens and more than two steps, x takes the registers of
+the next codes, which are then loaded half a step later. With 32 tokens a warp needs so many registers that an SM holds eight
+warps, too few to hide the latency of L2. For 32 tokens, m = 3584 and k = 8192 in 112 programs of eight warps, a scheduler
+issues 8 steps x 2 warps x 411 instructions, 3.4 us; 14.7 MB of codes and 29.4 MB of x go through L2.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ _LOADS_FP16 = """
         lop3.b32 $5, $9, 0x00f000f0, 0x54005400, 0xea;
         lop3.b32 $6, u, 0x000f000f, 0x64006400, 0xea;
         lop3.b32 $7, u, 0x00f000f0, 0x54005400, 0xea;"""
-"""Codes 1024 + q and 64 + q in fp16: q in the lowest bits of the mantissa of 1024, and four bits higher in the mantissa of 64."""
+"""Codes 1024 + q and 64 + q in fp16: q in the lowest bits of the mantissa of 1024, and four bits higher in the mantissa of
+64."""
 
 _LOADS_BF16 = "".join(
     f"""
@@ -50,7 +51,8 @@ _LOADS_BF16 = "".join(
 def _steps(loads: str, number: str, even: str, odd: str, zeros: bool) -> str:
     """Return PTX from two words of codes ($8, $9) to eight pairs of q - z, with `zeros` the zero points of each ($10, $11).
 
-    even, odd: the excess of the loads of even and odd pairs, negated, as two values of that type; 8 more without zero points.
+    even, odd: the excess of the loads of even and odd pairs, negated, as two values of that type; 8 more without zero
+    points.
     """
     lines = ["{", ".reg .b32 t, u, a0, a1, b0, b1;", loads, f"mov.b32 a0, {even};", f"mov.b32 a1, {odd};"]
     if zeros:  # -1024 - z and -64 - z are exact
@@ -67,8 +69,8 @@ _CONSTRAINTS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r")
 _CONSTRAINTS_ZEROS = tl.constexpr("=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r")
 _EIGHT_FP16 = tl.constexpr((tl.float16,) * 8)
 _EIGHT_BF16 = tl.constexpr((tl.bfloat16,) * 8)
-"""PTX of `_steps`, its constraints with and without zero points, and the types of its results. The negated excess is -(1024 + 8)
-and -(64 + 8) in fp16, and -(128 + 8) in bf16; with zero points the 8 is left out."""
+"""PTX of `_steps`, its constraints with and without zero points, and the types of its results. The negated excess is -(1024
++ 8) and -(64 + 8) in fp16, and -(128 + 8) in bf16; with zero points the 8 is left out."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -361,7 +363,8 @@ def weight_places(w_ptr, block, s_block, piece, R: tl.constexpr, GROUPS: tl.cons
 def _token_places(x_ptr, stride_xn, kb, first_token, TOKENS: tl.constexpr):
     """Return the places of x in a block: six axes, c, token, warp, and token, quarter of the block and k within a thread.
 
-    Returns tokens, offsets of the quarters, offsets of k within a thread, k without these offsets, and pointers without offsets.
+    Returns tokens, offsets of the quarters, offsets of k within a thread, k without these offsets, and pointers without
+    offsets.
     """
     c6 = tl.arange(0, 4)[:, None, None, None, None, None] * 8
     token = tl.arange(0, 8)[None, :, None, None, None, None] + tl.arange(0, TOKENS // 8)[None, None, None, :, None, None] * 8
@@ -397,10 +400,10 @@ def _int4_gemm(
 ):  # fmt: skip
     """Write y (N, M).
 
-    LEAD: steps that L2 is asked for in advance, 0 for none. FULL: N is a multiple of a program's tokens. EVEN: the programs take
-    exactly K; LAST_SHORTER: programs of the last split take fewer steps. AHEAD: load x a step ahead of its use. LAST_APART: the
-    last step follows the loop, which loads nothing past the end and codes between the halves of a block; of even programs AHEAD,
-    without zero points.
+    LEAD: steps that L2 is asked for in advance, 0 for none. FULL: N is a multiple of a program's tokens. EVEN: the programs
+    take exactly K; LAST_SHORTER: programs of the last split take fewer steps. AHEAD: load x a step ahead of its use.
+    LAST_APART: the last step follows the loop, which loads nothing past the end and codes between the halves of a block; of
+    even programs AHEAD, without zero points.
     """
     STEPS: tl.constexpr = WORK.steps
     ALONG: tl.constexpr = WORK.along
@@ -443,7 +446,8 @@ def _int4_gemm(
     if AHEAD:
         x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
-    # Multiply a block while the codes of the next block are on their way. No pipeline of Triton's: it would use shared memory.
+    # Multiply a block while the codes of the next block are on their way. No pipeline of Triton's: it would use shared
+    # memory.
     for step in tl.range(steps - 1 if LAST_APART else steps, num_stages=1):
         if not AHEAD:
             x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)

@@ -1,7 +1,7 @@
 """The published design: one launch per weight of TransformerEngine's Triton cast-transpose, under delayed scaling.
 
-Source: ROCm/TransformerEngine's te_cast_transpose_noop_triton, written anew from its contract: a tile is stored twice from the
-registers that loaded it, where sizes are multiples of 16, programs are ordered in groups of row blocks, every tile
+Source: ROCm/TransformerEngine's te_cast_transpose_noop_triton, written anew from its contract: a tile is stored twice from
+the registers that loaded it, where sizes are multiples of 16, programs are ordered in groups of row blocks, every tile
 raises amax by atomic max; NaN does not.
 """
 
@@ -42,8 +42,8 @@ def _cast_transpose_te(
 ):  # fmt: skip
     """Cast and transpose a tile. WHOLE: M and N are multiples of 16.
 
-    For other sizes x is loaded a second time, by columns: of one tile of fp8 that is stored both ways byte by byte ptxas 12.8
-    makes wrong code.
+    For other sizes x is loaded a second time, by columns: of one tile of fp8 that is stored both ways byte by byte ptxas
+    12.8 makes wrong code.
     """
     down, across = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
     first = tl.program_id(0) // (GROUP * across) * GROUP

@@ -77,7 +77,8 @@ _captured: list[torch.Tensor] = []
 def table_of(tensors: tuple[tuple[int, ...], ...], where: torch.device, rows: int, cols: int) -> _Table:
     """Return the table for the next launch on the current stream.
 
-    The table is built once for the same tensors, and again in every captured graph, because no other launch may read its memory.
+    The table is built once for the same tensors, and again in every captured graph, because no other launch may read its
+    memory.
     """
     if where.type != "cuda":
         return _build(tensors, where, rows, cols)
@@ -220,8 +221,8 @@ def cast_transpose_odd_tiles(
 ):  # fmt: skip
     """Cast and transpose matrices of any sizes and addresses, which are multiples of 16 if ALIGNED.
 
-    A program casts as many elements as a tile has, as they lie, whatever the sizes are; and then a tile that it transposes. Of
-    one tile of fp8 that is stored both ways byte by byte ptxas 12.8 would make wrong code.
+    A program casts as many elements as a tile has, as they lie, whatever the sizes are; and then a tile that it transposes.
+    Of one tile of fp8 that is stored both ways byte by byte ptxas 12.8 would make wrong code.
     """
     ELEMENTS: tl.constexpr = ROWS * COLS
     if SKIP:

@@ -1,13 +1,13 @@
 """Run the published designs: `baseline`, TransformerEngine's Triton RMSNorm, and `pr593`, its pull request 593.
 
 Source: ROCm/TransformerEngine pull request 593; written anew from its contract. One kernel serves both, told apart by
-constexprs: gamma hoisted out of the row loop, the transpose written by the norm kernel itself or by a tiled second kernel, the
-backward's warps and reduce tile tuned, dγ of a single row of partials written at once.
+constexprs: gamma hoisted out of the row loop, the transpose written by the norm kernel itself or by a tiled second kernel,
+the backward's warps and reduce tile tuned, dγ of a single row of partials written at once.
 
-Differences from the published code: 1 / N is hoisted with gamma alone, elsewhere a sum is divided by N; c = r² s / N is one value
-per row in both backwards, where the baseline had r³ x (s / N); the default is eight warps, where the published forward without
-tuning has four; the baseline always reduces its partials; no SMs are left free (sm_margin), outputs are not handed in (ln_out) or
-of another type (otype). Triton finds out by itself which addresses are aligned.
+Differences from the published code: 1 / N is hoisted with gamma alone, elsewhere a sum is divided by N; c = r² s / N is one
+value per row in both backwards, where the baseline had r³ x (s / N); the default is eight warps, where the published forward
+without tuning has four; the baseline always reduces its partials; no SMs are left free (sm_margin), outputs are not handed
+in (ln_out) or of another type (otype). Triton finds out by itself which addresses are aligned.
 """
 
 from dataclasses import dataclass
@@ -294,7 +294,8 @@ def _pr593_fwd_space(case: Case) -> Space:
 
 _TRANSPOSE_TILES = {(32, 64, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8), (64, 64, 8)}
 _REDUCE_TILES = {(64, 64, 4), (128, 64, 4), (128, 128, 4), (128, 64, 8), (256, 64, 8), (256, 128, 8)}
-"""Rows, columns and warps of the tiles that the pull request of Transformer Engine lists for the transpose and the reduction."""
+"""Rows, columns and warps of the tiles that the pull request of Transformer Engine lists for the transpose and the
+reduction."""
 
 
 def _pr593_fwd_valid(_case: Case, config: TePr593FwdConfig) -> str | None:

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from kerneltune.ops.rmsnorm.bwd import BwdConfig
 
 _SHORT = 1 << 25
-"""Elements of x up to which the dγ reduction is launched when the main kernel begins. For more elements, and if programs share
-rows, the reduction is launched when the main loops end. H200, 2026-11-22: the early launch is 1 to 6 % faster up to 8192 x 4096,
-1 % slower at twice as many elements, and 6 % slower if programs share rows (docs/notes/rmsnorm.md)."""
+"""Elements of x up to which the dγ reduction is launched when the main kernel begins. For more elements, and if programs
+share rows, the reduction is launched when the main loops end. H200, 2026-11-22: the early launch is 1 to 6 % faster up to
+8192 x 4096, 1 % slower at twice as many elements, and 6 % slower if programs share rows (docs/notes/rmsnorm.md)."""
 
 _DGAMMA_TILE = 4096
 """Elements that a program of the dγ reduction loads at once: all partials of at least eight columns."""
@@ -240,8 +240,8 @@ def _rmsnorm_bwd_main(
 
     g_ptr None: γ is 1. dg_ptr None: no dγ. dsum_ptr: a gradient that is added to dx, or None.
 
-    Programs share a row, each with a load, or a program holds all loads of its row. In pairs dz, x, 16-bit γ, dsum and dx are
-    int32, and N counts words. EARLY: the next kernel may be launched at once, not only when the loops are over.
+    Programs share a row, each with a load, or a program holds all loads of its row. In pairs dz, x, 16-bit γ, dsum and dx
+    are int32, and N counts words. EARLY: the next kernel may be launched at once, not only when the loops are over.
     """
     ROWS: tl.constexpr = LOOP.rows
     COLS: tl.constexpr = LOOP.cols

@@ -62,14 +62,15 @@ BEHIND_COLS = range(8192, 16385)
 """Lengths of rows that are transposed in the launch that writes them."""
 
 BEHIND_BYTES = 8_000_000
-"""Bytes of y by which the transpose stays behind the writers, so that y is still in L2. H200, 2026-11-22: 3 to 7 % faster than a
-second launch; level at rows of 4096 elements, slower for shorter rows, and for longer rows, which looping programs write faster
-(docs/notes/rmsnorm.md). A matrix of less than three times the bytes leaves little to do beside."""
+"""Bytes of y by which the transpose stays behind the writers, so that y is still in L2. H200, 2026-11-22: 3 to 7 % faster
+than a second launch; level at rows of 4096 elements, slower for shorter rows, and for longer rows, which looping programs
+write faster (docs/notes/rmsnorm.md). A matrix of less than three times the bytes leaves little to do beside."""
 
 _PLAIN = 512
-"""Elements of a row up to which L2 is not told that x and y are used once. H200, 2026-11-23, 268 MB of x: rows of 64 elements
-134.1 → 130.7 µs, of 128 132.6 → 130.4, of 256 130.9 → 128.7, of 512 129.6 → 129.2; longer rows 0.95 to 1.04 times as fast. L2 is
-not told either if a matrix is added to x, which makes four streams: 1.02 to 1.07 times as fast at rows of 2048 to 8192."""
+"""Elements of a row up to which L2 is not told that x and y are used once. H200, 2026-11-23, 268 MB of x: rows of 64
+elements 134.1 → 130.7 µs, of 128 132.6 → 130.4, of 256 130.9 → 128.7, of 512 129.6 → 129.2; longer rows 0.95 to 1.04 times
+as fast. L2 is not told either if a matrix is added to x, which makes four streams: 1.02 to 1.07 times as fast at rows of
+2048 to 8192."""
 
 
 def normalize(
@@ -294,8 +295,8 @@ def _rmsnorm_fwd_transposed(
 ):  # fmt: skip
     """Write y as fp8, and its transpose (N, M), M a multiple of 4.
 
-    A tile of BLOCK rows and TILE columns is transposed by a program whose id comes `lag` blocks after the programs that write
-    its rows, so that it seldom waits for them and L2 still has them.
+    A tile of BLOCK rows and TILE columns is transposed by a program whose id comes `lag` blocks after the programs that
+    write its rows, so that it seldom waits for them and L2 still has them.
 
     done_ptr: a 32-bit counter per block of rows, 0 before and after.
     """

@@ -33,9 +33,10 @@ class WholeRows(Constants):
     Attributes:
         rows: rows of a program.
         cols: elements of a load.
-        held: loads of x that are held between the sum and the output. The other loads are read again from L2, `held` loads ahead
-            of their use. If a matrix is added to x, all loads are held.
-        gammas: loads of the weight that are issued ahead of their use; more loads take more registers, fewer wait for memory.
+        held: loads of x that are held between the sum and the output. The other loads are read again from L2, `held` loads
+            ahead of their use. If a matrix is added to x, all loads are held.
+        gammas: loads of the weight that are issued ahead of their use; more loads take more registers, fewer wait for
+            memory.
         by_warps: whether each warp publishes its own largest magnitude, which ends a large program without a barrier.
         policy: the eviction policy of the loads of x that are held.
     """
@@ -132,8 +133,8 @@ def raised(amax, y):
 def raise_amax(amax_ptr, amax, seen, BY_WARPS: tl.constexpr):
     """Take the atomic max of *amax_ptr and the tensor amax ≥ 0, unless *amax_ptr, or its earlier value `seen`, is large enough.
 
-    BY_WARPS: every warp publishes its own magnitude, so that a large program ends without a barrier and the next program begins
-    sooner.
+    BY_WARPS: every warp publishes its own magnitude, so that a large program ends without a barrier and the next program
+    begins sooner.
     """
     if BY_WARPS and is_cuda():  # in any layout of `amax`; the bits of values ≥ 0 have the order of the values
         tl.inline_asm_elementwise(
