@@ -23,9 +23,9 @@ def aligned_groups(offs: Tensor, M: int) -> tuple[Tensor, Tensor, int]:
         offs: (E,) int32, where each group's rows end, not decreasing; the last is M.
 
     Returns:
-        (M,) int64, the new place of each row; (E,) int32, the new ends of the groups; and the number of all rows, a multiple of
-        16 that M and E alone decide. Rows between groups are to be zero, which adds nothing to any product; rows after the last
-        group count as rows of that group.
+        (M,) int64, the new place of each row; (E,) int32, the new ends of the groups; and the number of all rows, a multiple
+        of 16 that M and E alone decide. Rows between groups are to be zero, which adds nothing to any product; rows after
+        the last group count as rows of that group.
     """
     E = offs.shape[0]
     total = cdiv(M + (ALIGNED - 1) * E, ALIGNED) * ALIGNED

@@ -78,30 +78,33 @@ def convert_to_fp8_training(
 ) -> Conversion:
     """Let the expert layers of a model, and its dense layers, multiply in fp8 from now on, in place: forward and backward.
 
-    - GroupedLinear, experts of `transformers` with any `experts_implementation`, and torchtitan's grouped experts multiply by
-      the recipe.
+    - GroupedLinear, experts of `transformers` with any `experts_implementation`, and torchtitan's grouped experts multiply
+      by the recipe.
     - Any other module with expert weights of its own, which are parameters of three axes, runs its own forward pass, whose
       grouped and batched products with the weights (`torch._grouped_mm`, `torch.bmm`, `torch.matmul`) run in fp8. Conversion
       skips a module whose forward pass names none of these products. A forward pass that makes none with one of the weights
       raises a ValueError: nothing stays in bf16 unnoticed.
-    - With `dense`, each `nn.Linear` that is large enough for fp8 to pay becomes an `Fp8Linear`. Output layers and routers stay.
+    - With `dense`, each `nn.Linear` that is large enough for fp8 to pay becomes an `Fp8Linear`. Output layers and routers
+      stay.
 
-    Parameters, their names and all hooks stay. The forward passes compile without a graph break, but for `delayed` and modules of
-    other kinds that call `torch._grouped_mm`. Converted modules can be copied and pickled. `revert_from_fp8_training` undoes it.
+    Parameters, their names and all hooks stay. The forward passes compile without a graph break, but for `delayed` and
+    modules of other kinds that call `torch._grouped_mm`. Converted modules can be copied and pickled.
+    `revert_from_fp8_training` undoes it.
 
     Args:
         model: model to convert; the model itself may be converted, too.
         recipe: `tensorwise`, `rowwise`, `delayed` or a Recipe. `delayed` needs `update_scales` once per optimizer step.
         experts: whether to convert expert layers.
         dense: whether to convert linear layers.
-        filter_fn: (module, its name in the model) -> whether to convert the module, called for candidates; None converts all.
+        filter_fn: (module, its name in the model) -> whether to convert the module, called for candidates; None converts
+            all.
 
     Returns:
         The names of the converted modules, and the reasons for skipped modules.
 
     Raises:
-        ValueError: no module, a parameter without a shape, an unknown recipe, nothing to convert, or an expert weight that no
-            product supports; the model stays as it is.
+        ValueError: no module, a parameter without a shape, an unknown recipe, nothing to convert, or an expert weight that
+            no product supports; the model stays as it is.
     """
     _check_model(model)
     for name, p in model.named_parameters():
@@ -194,8 +197,8 @@ def revert_from_fp8_training(model: nn.Module) -> list[str]:
         The names of the reverted modules; empty where none is converted.
 
     Raises:
-        ValueError: no module; or a converted module became another class's since, as `fully_shard` makes it, or has a forward
-            set on the object. The model stays as it is.
+        ValueError: no module; or a converted module became another class's since, as `fully_shard` makes it, or has a
+            forward set on the object. The model stays as it is.
     """
     _check_model(model)
     converted = {n: m for n, m in model.named_modules() if is_converted(m)}

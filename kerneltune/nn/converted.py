@@ -51,8 +51,9 @@ class ConvertedProducts(nn.Module):
         module: name of the converted module, for messages.
 
     Attributes:
-        multiplied: names of the weights with which the watched forward pass under way has multiplied in fp8; None outside of the
-            pass. Forward passes of this package never set it, because torch.compile guards on a set that a forward pass changes.
+        multiplied: names of the weights with which the watched forward pass under way has multiplied in fp8; None outside of
+            the pass. Forward passes of this package never set it, because torch.compile guards on a set that a forward pass
+            changes.
     """
 
     def __init__(self, recipe: Recipe | str, weights: dict[str, Tensor], module: str) -> None:
@@ -217,7 +218,8 @@ class Converted:
     A kind defines `forward` alone, because any other name could hide a parameter of the module.
 
     Attributes:
-        fp8_operands: names of parameters that a forward pass sees as `ExpertOperand`, each with its name in `ConvertedProducts`.
+        fp8_operands: names of parameters that a forward pass sees as `ExpertOperand`, each with its name in
+            `ConvertedProducts`.
     """
 
     fp8_operands: tuple[tuple[str, str], ...]

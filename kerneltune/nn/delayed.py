@@ -26,8 +26,8 @@ class DelayedScaling(nn.Module):
     """Hold the scales of one expert layer's rows, gradients and weights, and the largest magnitudes behind the scales.
 
     Call `update` once per optimizer step. Until an update has seen rows, gradients and every expert's weights with a value
-    that is neither 0 nor infinite, each cast computes fresh scales, as under `tensorwise`. The state stays fp32 if the layer is
-    cast.
+    that is neither 0 nor infinite, each cast computes fresh scales, as under `tensorwise`. The state stays fp32 if the layer
+    is cast.
 
     Args:
         num_experts: E.

@@ -16,8 +16,9 @@ from kerneltune.nn.recipes import Recipe, one_group, recipe_of
 from kerneltune.rounding import ALIGNED
 
 LEAST_SIZE = 350
-"""Least N K / (N + K) at which fp8 is faster than bf16. Per token, products save 4e-15 s for each of N K values, and casts cost
-1.4e-12 s for each of N + K values: an H200 multiplies at about 650 TFLOP/s in bf16 and 1150 in fp8, and moves 4.2 TB/s."""
+"""Least N K / (N + K) at which fp8 is faster than bf16. Per token, products save 4e-15 s for each of N K values, and casts
+cost 1.4e-12 s for each of N + K values: an H200 multiplies at about 650 TFLOP/s in bf16 and 1150 in fp8, and moves 4.2
+TB/s."""
 
 
 class Fp8Linear(nn.Linear):
@@ -25,8 +26,8 @@ class Fp8Linear(nn.Linear):
 
     Args:
         in_features, out_features: K, N; multiples of 16.
-        recipe: `tensorwise`, `rowwise`, a Recipe, or `delayed`, which takes `update_scales` once per optimizer step and breaks
-            torch.compile's graph.
+        recipe: `tensorwise`, `rowwise`, a Recipe, or `delayed`, which takes `update_scales` once per optimizer step and
+            breaks torch.compile's graph.
     """
 
     fp8_recipe: Recipe | str

@@ -19,8 +19,8 @@ class GroupedLinear(nn.Module):
 
     Args:
         num_experts, in_features, out_features: E, K, N; K and N multiples of 16.
-        recipe: as for `fp8_grouped_mm`, or `delayed`, which takes `update_scales` in every step; None multiplies in x's type, by
-            torch's grouped product.
+        recipe: as for `fp8_grouped_mm`, or `delayed`, which takes `update_scales` in every step; None multiplies in x's
+            type, by torch's grouped product.
 
     Attributes:
         weight: (E, N, K).
@@ -85,11 +85,11 @@ class GroupedLinear(nn.Module):
         """Multiply x (M, K), in groups that end at offs (E,) int32, to (M, N) of x's type.
 
         Args:
-            is_first_microbatch: None casts the weight and keeps no fp8, unless `set_first_microbatch` says more. True casts into
-                kept memory. False reads that memory, and casts only if torch knows that the weight has changed: an optimizer step
-                counts, a change through `.data` does not. True and False break torch.compile's graph.
-            skip_update: with True or False, one value on the device: not 0 keeps the fp8 as it is. For captured steps, which are
-                replayed for first and later microbatches.
+            is_first_microbatch: None casts the weight and keeps no fp8, unless `set_first_microbatch` says more. True casts
+                into kept memory. False reads that memory, and casts only if torch knows that the weight has changed: an
+                optimizer step counts, a change through `.data` does not. True and False break torch.compile's graph.
+            skip_update: with True or False, one value on the device: not 0 keeps the fp8 as it is. For captured steps, which
+                are replayed for first and later microbatches.
         """
         if skip_update is not None:
             self._check_skip(skip_update, is_first_microbatch)

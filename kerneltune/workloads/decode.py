@@ -3,8 +3,8 @@
     total += previous      h = norm(total)      qkv = h · wᵀ      total += attended · wᵀ
     h = norm(total)        gate, up = h · wᵀ    previous = (silu(gate) * up) · wᵀ
 
-Attention is left out: its time depends on the length of the context alone. `attended` is an input in the place of its result.
-Every variant has the same weights: codes of four bits, or the values of these codes cast to e4m3 or rounded to bf16.
+Attention is left out: its time depends on the length of the context alone. `attended` is an input in the place of its
+result. Every variant has the same weights: codes of four bits, or the values of these codes cast to e4m3 or rounded to bf16.
 """
 
 from collections.abc import Callable
@@ -71,8 +71,8 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
 def _center(packed: Tensor) -> None:
     """Replace the codes 0 by 8, so that weights have no mean.
 
-    Weights with a mean make all elements of a product alike; the sign of their square then decides the next layer, and rounding
-    decides the sign.
+    Weights with a mean make all elements of a product alike; the sign of their square then decides the next layer, and
+    rounding decides the sign.
     """
     if packed.is_meta:
         return

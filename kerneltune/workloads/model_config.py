@@ -52,11 +52,12 @@ _TRAITS: Mapping[str, tuple[str, ...]] = {
         "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi", "-phi3", "-phi4", "-phimoe", "starcoder2", "xglm",
     ),
     "own gate": ("gpt_oss",),
-    # experts of a width that the dense width must not stand for; a shared expert, as wide as a routed expert, that no field names
+    # experts of a width that the dense width must not stand for; a shared expert, as wide as a routed expert, that no field
+    # names
     "own expert width": ("deepseek", "qwen2_moe", "qwen3", "glm4", "dots1", "ernie4_5_moe", "kimi"),
     "shared as routed": ("llama4",),
-    # dense layers beside the experts of every layer; four times as wide as the model unless a field gives the width; a field that
-    # holds the width of gate and up together
+    # dense layers beside the experts of every layer; four times as wide as the model unless a field gives the width; a field
+    # that holds the width of gate and up together
     "dense beside": ("longcat",),
     "four times": ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt"),
     "half": ("moshi", "recurrent_gemma"),
@@ -96,8 +97,8 @@ class Model:
         kind: the file's `model_type`.
         hidden, heads, kv_heads, head_dim: of attention.
         mlp: inner size of a dense layer, 0 where every layer has experts.
-        latents: sizes of projections and norms of a latent attention by name: q, kv, rope, nope, value; of queries and outputs
-            alone q, out and groups; empty for none.
+        latents: sizes of projections and norms of a latent attention by name: q, kv, rope, nope, value; of queries and
+            outputs alone q, out and groups; empty for none.
         qk_norm: `head`, `width` or empty.
         has_rms_norm, zero_centered: what its norms are.
         fused_attention, fused_mlp: whether a single matrix holds query, key and value, or gate and up.
@@ -207,8 +208,8 @@ def _describes(data: Mapping[str, Any]) -> bool:
 class _Fields:
     """Hold the fields of a file.
 
-    The file of a composite model leaves out sizes of its text model that are the defaults of the model's class, which come from
-    transformers, if it is installed. Any other file names all sizes.
+    The file of a composite model leaves out sizes of its text model that are the defaults of the model's class, which come
+    from transformers, if it is installed. Any other file names all sizes.
     """
 
     def __init__(self, path: Path, data: Mapping[str, Any], is_part: bool) -> None:

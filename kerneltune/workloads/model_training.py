@@ -21,13 +21,16 @@ _LEAST_COSINE, _LOSS_TOLERANCE = 0.9, 0.02
 _WATCHED = ("lm_head.weight", "input_layernorm.weight", "o_proj.weight")
 """Ends of names of parameters whose gradients are compared; the first of each in a model."""
 MOST_GRAPHS = 32
-"""Largest number of graphs that torch.compile keeps of a class of layers: 7 variants have 14, of dense layers and of experts."""
+"""Largest number of graphs that torch.compile keeps of a class of layers: 7 variants have 14, of dense layers and of
+experts."""
 
 _MEMORY_FACTOR = 3
-"""Memory per byte of weights and gradients: on an H200 a step of DeepSeek-V3 671B sizes peaks at 26.6 GB, 1.9 times these."""
+"""Memory per byte of weights and gradients: on an H200 a step of DeepSeek-V3 671B sizes peaks at 26.6 GB, 1.9 times
+these."""
 
 _models_of: dict[tuple[str, bool, str], dict[str, nn.Module]] = {}
-"""(model, whether compiled, device) of the last case -> `base` and the models of its variants, which all its inputs share."""
+"""(model, whether compiled, device) of the last case -> `base` and the models of its variants, which all its inputs
+share."""
 
 
 def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:

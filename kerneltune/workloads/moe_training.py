@@ -2,10 +2,10 @@
 
     Y = A Wᵀ      dA = dY W      dW = dYᵀ A      for every group of tokens with its expert's W
 
-Variants named after a recipe of kerneltune.nn run the step; with `_compiled` under torch.compile, with `_casts` only its casts,
-with `_gemms` only its products, with `_cached` the step with weights cast before, with `_refresh` the cast of the weights into
-their workspace. In bf16 a step must read and write as many bytes as its casts must, so that time at the ceiling is the least
-that the casts can take.
+Variants named after a recipe of kerneltune.nn run the step; with `_compiled` under torch.compile, with `_casts` only its
+casts, with `_gemms` only its products, with `_cached` the step with weights cast before, with `_refresh` the cast of the
+weights into their workspace. In bf16 a step must read and write as many bytes as its casts must, so that time at the ceiling
+is the least that the casts can take.
 """
 
 from collections.abc import Callable
@@ -203,8 +203,8 @@ _RUNS: dict[str, Callable[[str, Inputs, None], Outputs]] = {
 }  # fmt: skip
 _STEPS = ("", "_compiled")
 _RECIPES = dict.fromkeys(SCALINGS, tuple(_RUNS)) | {"delayed": ("", "_cached", "_refresh", "_casts")}
-"""Recipe -> suffixes of its timed variants. `delayed` lacks a compiled variant, because its graph breaks, and products, because
-they equal the products of `tensorwise`."""
+"""Recipe -> suffixes of its timed variants. `delayed` lacks a compiled variant, because its graph breaks, and products,
+because they equal the products of `tensorwise`."""
 
 OPS = (
     Op(
