@@ -446,8 +446,7 @@ def _int4_gemm(
     if AHEAD:
         x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
         x1 = _tokens(x_ptrs + 64, token < N, k6 + 64, K, FULL, EVEN)
-    # Multiply a block while the codes of the next block are on their way. No pipeline of Triton's: it would use shared
-    # memory.
+    # Multiply a block while the codes of the next block are on their way. Triton's pipeline would use shared memory.
     for step in tl.range(steps - 1 if LAST_APART else steps, num_stages=1):
         if not AHEAD:
             x0 = _tokens(x_ptrs, token < N, k6, K, FULL, EVEN)
