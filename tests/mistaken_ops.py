@@ -1,6 +1,6 @@
 """Check operators with planted mistakes without a GPU; they are declared as docs/your_own_kernel.md says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from kerneltune.kernel_lib.agreement import close
 from kerneltune.kernel_lib.check_values import vary_rows
 from kerneltune.measuring import pairs
 from kerneltune.measuring.check import Checker, address_errors
+from kerneltune.measuring.jobs import derived_cases
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 
@@ -19,6 +20,7 @@ def case_of(name: str, M: int, N: int) -> Case:
 
 
 CASES = [case_of("one", 1, 2), case_of("odd", 13, 34), case_of("wide", 8, 260)]
+SMALL = [case_of("one", 1, 1), case_of("odd", 7, 70), case_of("wide", 3, 140)]
 LARGE = case_of("large", 200_000, 20_000)
 
 
@@ -47,13 +49,18 @@ def all_close(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs)
 
 @dataclass(frozen=True)
 class Mistaken:
-    """Hold an operator whose launch takes the name of a mistake, empty for none."""
+    """Hold an operator whose launch takes the name of a mistake, empty for none.
+
+    Attributes:
+        cases: check cases; a case with more rows than columns is derived. Without them, `CASES`.
+    """
 
     launch: Callable[[str, Inputs, Knobs], Outputs]
     inputs: Callable[..., Inputs]
     reference: Callable[[Inputs], Outputs]
     mistakes: tuple[str, ...]
     compare: Callable[..., list[str]] = all_close
+    cases: Sequence[Case] = ()
 
     def findings(self, mistake: str) -> list[str]:
         """Check default configs, covering pairs and the addresses of a large case, until a check finds something."""
@@ -66,10 +73,11 @@ class Mistaken:
             variants=(variant,), module=__name__,
         )  # fmt: skip
         default = variant.default_config(LARGE)
-        for case in CASES:
+        cases = [*self.cases, *derived_cases(op, self.cases, [LARGE])[0]] if self.cases else CASES
+        for case in cases:
             if found := Checker(op, case, "cpu").errors(variant, default):
                 return found
-        outcomes = pairs.check_pairs(op, variant, CASES, lambda case: 1.0 + case["M"] * case["N"])
+        outcomes = pairs.check_pairs(op, variant, cases, lambda case: 1.0 + case["M"] * case["N"])
         found = [outcome.reason for outcome in outcomes if outcome.status == "failed"]
         return found or address_errors(op, LARGE, variant, default)
 
