@@ -6,6 +6,7 @@ in front of the sums.
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, INTERPRETED, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import configs, gemm, reference
+from kerneltune.ops.int4_gemm.estimate import HELD, SMS, TIMES, StepTimes, sm_us, step_cost, warps_of
 from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, cast_rows
 from kerneltune.ops.int4_gemm.kernels.fp8 import int4_fp8_gemm as kernel
 from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, Int4Weight
@@ -29,8 +31,9 @@ _CAST_BLOCK = 4096
 """Elements of a token that a program casts at a time."""
 _SPLITS = (1, 2, 3, 4, 6, 8)
 """Counts of programs that may share a row of w."""
-_SMS = 132
-"""SMs of the GPU for which the rule of `default` was found."""
+_EARLY = 24
+"""Tokens up to which programs begin early. H100, 2026-11-26, medians of 4,153 pairs of configs: 0.8 µs less for 12 and 16 tokens;
+from 40 tokens on 4 to 28 µs more where an SM could hold further programs."""
 _MOST_PROGRAMS = 2048
 """Most programs of a product of several splits, because each split has memory for its part."""
 
@@ -220,69 +223,45 @@ def valid(case: Case, config: Int4Fp8Config) -> str | None:
 
 
 def default(case: Case) -> Int4Fp8Config:
-    """Return a config for any shape, by rule: warpgroups of one or two blocks of rows, and two to four programs per SM.
+    """Return a config for any shape: the config of the shortest time that `estimate` gives.
 
-    H200, 2026-11-26: 0.995 of the tuned speed over 95 cases with 16 to 128 tokens, worst 0.932.
+    H100, 2026-11-26: 0.963 of the speed of the fastest of all configs over 46 cases that the fit had not seen, worst 0.796; see
+    docs/untuned_shapes.md.
     """
-    N, rows, depth = max(case["N"], 1), cdiv(case["M"], ROWS), cdiv(case["K"], DEPTH)
-    tokens, blocks = _tile(N, rows, depth)
-    tiles = cdiv(rows, blocks) * cdiv(N, tokens)
-    splits = _splits(N, tokens, blocks, tiles, depth)
-    stages, early = _pipeline(N, tokens, blocks, rows, depth, splits, tiles * splits)
-    return Int4Fp8Config(tokens, blocks, 4, splits, stages, early)
+    return shortest(*sizes_of(case))
 
 
-def _tile(N: int, rows: int, depth: int) -> tuple[int, int]:
-    """Return the rows of x and the blocks of rows of w of a program. rows: blocks of rows of w; depth: blocks of k."""
-    tokens = 16 if N <= 16 else 32 if N <= 32 else 64
-    if rows * cdiv(N, 128) >= 92 if N > 128 else N > 64 and rows >= (120 if N <= 96 and depth <= 200 else 160):
-        tokens = 128
-    while tokens // 2 in _token_tiles(N) and rows * cdiv(N, tokens) * _SPLITS[-1] < 2 * _SMS:
-        tokens //= 2
-    if N <= 16:
-        is_wide = rows >= 192 or (rows >= 128 and depth >= 64)
-    else:
-        is_wide = depth >= 12 and (400 <= rows < 800 if tokens == 64 else rows >= 200)
-    return tokens, 2 if is_wide and tokens <= 64 else 1
+def sizes_of(case: Case) -> tuple[int, int, int, int]:
+    """Return the tokens, at least 1, the blocks of rows of w, the blocks of k, and the groups of k in a block."""
+    group = int(case.option("group"))
+    return max(case["N"], 1), cdiv(case["M"], ROWS), cdiv(case["K"], DEPTH), cdiv(DEPTH, group) if group else 1
 
 
-def _splits(N: int, tokens: int, blocks: int, tiles: int, depth: int) -> int:
-    """Return the programs that share a row: as many as leave each program enough steps, and the chip not too many programs."""
-    if tokens == 128:
-        return 1
-    if tokens == 64 < N:
-        most, enough_steps = 520 if depth > 200 else 480, 18
-    else:
-        most = 330 if blocks == 2 else 700 if depth > 100 and tokens <= 32 else 480
-        enough_steps = 12 if blocks == 2 else 10 if tokens == 32 else 7 if tokens == 16 < N else 8
-    allowed = [s for s in _SPLITS if s * tiles <= most and cdiv(depth, s) >= (8 if s == 2 else enough_steps)]
-    if N <= 16:
-        allowed += [s for s in _SPLITS if s <= 6 and s * tiles <= 200 and cdiv(depth, s) >= 3]
-    elif tokens == 64:
-        allowed = [s for s in allowed if s <= 4 and (N > 64 or s * tiles <= 440 or cdiv(depth, s) > 20)]
-    return max(allowed, default=1)
+def is_early(N: int) -> bool:
+    """Return whether programs of the default begin early."""
+    return N <= _EARLY
 
 
-def _pipeline(N: int, tokens: int, blocks: int, rows: int, depth: int, splits: int, programs: int) -> tuple[int, bool]:
-    """Return the stages, and whether to begin early: programs of a small launch that do so lie unevenly on the SMs."""
-    steps = cdiv(depth, splits)
-    if tokens == 64 < N:
-        early = steps >= 16 and 300 <= programs <= 3 * _SMS  # an SM holds three programs of five stages
-        return 5 if early else 3 if steps < 16 else 4, early
-    if tokens == 64:
-        stages = (3 if splits > 1 else 5) if steps <= 16 and blocks == 1 else 4
-        early = rows >= 384 or programs <= 200
-    elif tokens == 128:
-        stages = 3 if steps <= 16 or 2 * _SMS < programs <= 3 * _SMS else 4
-        early = rows >= (160 if N <= 128 else 224)
-    elif N <= 16:
-        stages, early = 4, splits < 4 or blocks == 1
-    else:
-        stages = 3 if tokens == 16 else 4
-        early = rows >= 800 or (rows <= 112 and depth <= 64) or (splits == 1 and depth <= 16)
-        if N > 32:
-            early = rows >= 384 or (N <= 64 and programs <= 200)
-    return 3 if rows >= 800 else stages, early
+@lru_cache(maxsize=4096)
+def shortest(N: int, rows: int, depth: int, groups: int, times: StepTimes = TIMES) -> Int4Fp8Config:
+    """Return the config of the shortest estimated time for the results of `sizes_of`.
+
+    Beyond `_EARLY` tokens programs do not begin early: the programs of the cast take room on the SMs, and the programs of a
+    launch that would fill each SM in part lie unevenly. A fourth stage is taken where k is whole and an SM holds as many
+    programs with it.
+    """
+    offers = []
+    for tokens in _token_tiles(N):
+        for blocks in (1, 2) if 3 * tokens >= min(N, 128) else ():
+            token_tiles = cdiv(N, tokens)
+            tiles, cost = cdiv(rows, blocks) * token_tiles, step_cost(tokens, blocks, N / token_tiles, groups, times)
+            for splits in _SPLITS if tokens < 128 else (1,):
+                programs, steps = cdiv(tiles * splits, SMS), cdiv(depth, splits)
+                if splits == 1 or (programs <= cost.held and (splits - 1) * steps < depth):
+                    offers.append((sm_us(cost, programs, steps, splits), tokens, blocks, splits, programs))
+    _, tokens, blocks, splits, programs = min(offers)
+    is_deep = splits == 1 and programs <= min(HELD[tokens, blocks], 256 // tokens)
+    return Int4Fp8Config(tokens, blocks, warps_of(tokens, blocks), splits, 4 if is_deep else 3, is_early(N))
 
 
 def run(inputs: Inputs, config: Int4Fp8Config | None) -> Outputs:

@@ -1,0 +1,39 @@
+"""The estimate of `int4_fp8_gemm`: its fit, and how good the chosen configs are at sizes of no sweep."""
+
+import statistics
+
+import fit_int4_estimate as script
+import pytest
+
+from kerneltune import ops
+from kerneltune.ops.int4_gemm.estimate import TIMES, StepTimes
+from kerneltune.spec import Case
+
+
+def case(N: int, M: int, K: int, group: int = 128) -> Case:
+    return Case("made", (("N", N), ("M", M), ("K", K)), "bfloat16", "int4", (("group", group), ("zeros", False), ("bias", False)))
+
+
+def test_fit_of_estimated_times_finds_the_times_they_are_made_of() -> None:
+    made = (*script.LAUNCHES, *TIMES._replace(wait=0.5, block=0.12, part=0.01))
+    cases = [case(N, M, K, group) for N, group in ((12, 128), (72, 128), (150, 64)) for M, K in ((3072, 3072), (20480, 4096))]
+    variant = ops.load()["int4_fp8_gemm"].variant("optimized")
+    rows = [
+        script.Seen(one, config, script.estimate_us(one, config, made), 1.0)
+        for one in cases
+        for config in variant.configs(one)
+        if script.is_compared(one, config)
+    ]
+    fitted = StepTimes(*script.fit(rows, (*script.LAUNCHES, *TIMES))[2:])
+    assert fitted.wait == pytest.approx(0.5, rel=0.02)
+    assert fitted.block == pytest.approx(0.12, rel=0.02)
+    assert fitted.part == pytest.approx(0.01, rel=0.02)
+
+
+def test_default_takes_nearly_the_time_of_the_fastest_config_of_known_spaces() -> None:
+    times = script.known_times("nvidia_h100_80gb_hbm3")
+    judged = [one for one, of_case in times.items() if len(of_case) >= script.WHOLE]
+    found = script.shares(times, judged, TIMES)
+    assert len(found) == len(judged) >= 50
+    assert statistics.geometric_mean(found.values()) > 0.97
+    assert min(found.values()) > 0.88
