@@ -180,9 +180,10 @@ def plain_tuner(kernel: Any, options: Mapping[str, Any], keys: Sequence[str]) ->
     counts = [warps, *(count for count in (warps // 2, warps * 2, warps // 4, warps * 4) if 1 <= count <= _MOST_WARPS)]
     tried = [{**own, "num_warps": count, "num_stages": stage} for count in counts for stage in stages]
     tuner = object.__new__(module.Autotuner)
+    keys = [name for name in keys if name in kernel.arg_names]  # the kernel may be another one of the module of a captured kernel
     # the unwrapped method, because the program's autotuners are noted when they are made
     make = inspect.unwrap(module.Autotuner.__init__)
-    make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **one) for one in tried], list(keys), None, None)
+    make(tuner, kernel, list(kernel.arg_names), [module.Config({}, **one) for one in tried], keys, None, None)
     setattr(tuner, PLAIN_MARK, True)
     return tuner
 

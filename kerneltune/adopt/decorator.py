@@ -6,10 +6,11 @@ Imports triton when a kernel is decorated.
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from kerneltune.adopt.configs import misnamed
-from kerneltune.adopt.kernels import kernel_name
+from kerneltune.adopt.kernels import jit_of, kernel_name
 from kerneltune.adopt.startup import recorder, start_from_environment
 from kerneltune.device import may_have_gpu, wants_interpreter
 
@@ -93,11 +94,13 @@ def autotune(
     decorate = triton.autotune(configs, key, *args, **kwargs)
 
     def decorator(fn: Any) -> Any:
-        autotuner = decorate(fn)
-        if problem := misnamed(autotuner, key, space or ()):
+        # before Triton's own check, which names no place (3.9)
+        described = SimpleNamespace(arg_names=fn.arg_names, configs=configs, base_fn=jit_of(fn).fn)
+        if problem := misnamed(described, key, space or ()):
             if (recording := recorder()) is not None:
-                recording.refuse_misnamed(kernel_name(autotuner), problem)
+                recording.refuse_misnamed(kernel_name(jit_of(fn)), problem)
             raise ValueError(problem)
+        autotuner = decorate(fn)
         if not wants_interpreter() and not may_have_gpu():
             autotuner.run = partial(_run_if_possible, autotuner)
         autotuner.kerneltune_reference = reference

@@ -103,7 +103,7 @@ def guarded() -> Iterator[None]:
         (interpreter.GridExecutor, "__call__"): guard.launch,
         (interpreter.InterpreterBuilder, "set_grid_dim"): guard.begin_launch,
         (interpreter.InterpreterBuilder, "set_grid_idx"): guard.begin_program,
-        (interpreter.TritonSemantic, "_load_legacy"): guard.note_options_of_load,
+        (interpreter.TritonSemantic, "load"): guard.note_options_of_load,
         (interpreter.InterpreterBuilder, "create_masked_load"): guard.load_under_mask,
     }
     replaced = {
@@ -150,7 +150,7 @@ class _Guard:
         self._grid: tuple[int, ...] = (1, 1, 1)
         self._kernel = ""
         self._races = Races()
-        self._load: Callable[..., Any] = interpreter.TritonSemantic._load_legacy
+        self._load: Callable[..., Any] = interpreter.TritonSemantic.load
         self._loading = _Loading()
         self.deadline = 0.0
         self.program_begin = 0.0
@@ -177,8 +177,9 @@ class _Guard:
 
     def note_options_of_load(self, semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
         """Note a load's options, which the interpreter's own code drops."""
-        cache, is_volatile = str(rest[2]), rest[4]
-        self._loading = _Loading(other is not None, bool(is_volatile), cache.endswith((".CG", ".CV")))
+        *_, is_volatile = rest
+        cache = str(rest[2]) if len(rest) > 2 else rest[0].cache_modifier  # Triton 3.9 has a policy in place of four options
+        self._loading = _Loading(other is not None, bool(is_volatile), cache.endswith(("cg", "cv")))
         try:
             return self._load(semantic, pointer, mask, other, *rest)
         finally:

@@ -4,6 +4,7 @@ A worker calls the variant's function on meta tensors under a driver that compil
 kernels in Triton's disk cache.
 """
 
+import inspect
 import os
 import pickle
 import time
@@ -326,7 +327,6 @@ def _compile(job: CompileJob) -> CompileResult:
 
 def _place(error: Exception) -> str:
     """Return `FILE:LINE: ` of the kernel's line that a compilation failed at; empty if unknown."""
-    from triton.compiler.code_generator import get_jit_fn_file_line
     from triton.runtime.jit import JITFunction
 
     line = getattr(getattr(error, "node", None), "lineno", None)
@@ -334,8 +334,9 @@ def _place(error: Exception) -> str:
     kernels = [owner for owner in owners if isinstance(owner, JITFunction)]
     if line is None or not kernels:
         return ""
-    file, first = get_jit_fn_file_line(kernels[-1])
-    return f"{Path(file).name}:{first + line - 1}: "
+    lines, first = inspect.getsourcelines(function := kernels[-1].fn)
+    above = next(count for count, text in enumerate(lines) if text.lstrip().startswith("def "))  # Triton compiles no decorators
+    return f"{Path(function.__code__.co_filename).name}:{first + above + line - 1}: "
 
 
 def _wrong_code(kernel: Kernel) -> str:
