@@ -3,16 +3,21 @@
 A capture keeps all bytes of indices, and samples and statistics of other data. Nothing is executed on load.
 """
 
+import functools
 import hashlib
 import importlib
+import inspect
 import json
 import math
 import sys
 from collections import namedtuple
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, TypeGuard
+
+from kerneltune.adopt.program import main_name
+from kerneltune.identity import code_digest
 
 PLAIN = (bool, int, float, str, type(None))
 _NOT_FINITE = ("inf", "-inf", "nan")
@@ -41,19 +46,68 @@ def encode_value(value: Any) -> Any:
         return {"triton": str(value)}
     if kind.__module__.startswith("triton.language") and kind.__name__ == "constexpr":
         return encode_value(value.value)
+    if is_function(value):
+        return {"function": _encode_function(value.fn)}
     raise NotRecordableError(f"a value of type {kind.__module__}.{kind.__qualname__}")
 
 
-def decode_value(value: Any) -> Any:
-    """Return the value from the JSON of `encode_value`."""
+def is_function(value: Any) -> bool:
+    """Return whether a value is a function under `triton.jit`, which a kernel may call."""
+    return type(value).__module__.startswith("triton.") and inspect.isfunction(getattr(value, "fn", None))
+
+
+def _encode_function(function: Any) -> list[str]:
+    """Return the module of a function under `triton.jit`, its name there, and its `source_digest`."""
+    module, name = function.__module__, function.__qualname__
+    found = functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), sys.modules.get(module))
+    if getattr(found, "fn", None) is not function:
+        raise NotRecordableError(f"a function that {main_name(module)} does not hold by its name, {name}")
+    return [main_name(module), name, source_digest(function)]
+
+
+def _names_function(value: Any) -> bool:
+    """Return whether a value is the JSON of a function."""
+    what = value.get("function") if isinstance(value, dict) else None
+    return isinstance(what, list) and len(what) == 3 and all(isinstance(part, str) for part in what)
+
+
+def _decode_function(stored: Sequence[str], load: Callable[[str, str], Any]) -> Any:
+    module, name, digest = stored
+    found = functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), load(module, name))
+    if not is_function(found):
+        raise ValueError(f"{module}.{name}: the module holds no function of this name under triton.jit: capture again")
+    if source_digest(found.fn) != digest:
+        raise ValueError(f"{module}.{name}: its source has changed since it was captured: capture again")
+    return found
+
+
+@cache
+def source_digest(function: Any) -> str:
+    """Return the digest of a function's code and of its helpers, without names, comments and lines; empty without source."""
+    try:
+        return code_digest(function)
+    except ValueError:
+        return ""
+
+
+def decode_value(value: Any, load: Callable[[str, str], Any] = lambda module, _: importlib.import_module(module)) -> Any:
+    """Return the value from the JSON of `encode_value`.
+
+    load: function that returns the module of a function's module name and name.
+
+    Raises:
+        ValueError: no such value, or a function whose source has changed.
+    """
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, dict) and len(value) == 1:
         (kind, what), *_ = value.items()
         if kind == "tuple" and isinstance(what, list):
-            return tuple(decode_value(item) for item in what)
+            return tuple(decode_value(item, load) for item in what)
         if kind == "fields" and isinstance(what, dict):
-            return namedtuple("Fields", what)(*map(decode_value, what.values()))
+            return namedtuple("Fields", what)(*(decode_value(item, load) for item in what.values()))
+        if _names_function(value):
+            return _decode_function(what, load)
         if kind == "float" and what in _NOT_FINITE:
             return float(what)
         if kind == "torch" and isinstance(what, str):
@@ -64,7 +118,7 @@ def decode_value(value: Any) -> Any:
                 return language.dtype(what)
             except Exception as error:  # an assertion, in the versions seen
                 raise ValueError(f"dtype: {what!r}: expected the name of an element type of triton") from error
-    raise ValueError(f"{value!r}: expected a plain value, an element type or a tuple")
+    raise ValueError(f"{value!r}: expected a plain value, an element type, a function or a tuple")
 
 
 def torch_dtype(name: str) -> Any:
@@ -164,6 +218,11 @@ class Argument:
         """Raise ValueError for an argument that is neither a plain value nor has a tensor's layout."""
         if (self.tensor is None) != (self.kind == "value") or not isinstance(self.value, (*PLAIN, dict)):
             raise ValueError(f"argument {self.name}: expected a plain value, or the layout of a {self.kind}")
+
+    @property
+    def function(self) -> str:
+        """Return the name of a function under `triton.jit`; empty for any other argument."""
+        return str(self.value["function"][1]) if _names_function(self.value) else ""
 
     @property
     def sizes(self) -> dict[str, int]:

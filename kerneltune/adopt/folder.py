@@ -123,9 +123,9 @@ class LaunchClass:
 
     @property
     def label(self) -> str:
-        """Return the kernel's name and a few sizes of the class."""
-        sizes = [(a.name, a.value) for a in self.arguments if type(a.value) is int and a.value > 1]
-        shown = [f"{name}={size}" for name, size in sizes if "stride" not in name.lower()]
+        """Return the kernel's name, the names of functions among its arguments, and a few sizes of the class."""
+        values = [(a.name, a.function or (a.sizes.get(a.name, 0) > 1 and a.value)) for a in self.arguments]
+        shown = [f"{name}={value}" for name, value in values if value and "stride" not in name.lower()]
         first = next((a.tensor for a in self.arguments if a.tensor is not None), None)
         shape = "x".join(map(str, first.shape)) + f" {first.dtype}" if first else ""
         return " ".join([self.kernel.name, shape, *shown[:_MOST_LABEL]])

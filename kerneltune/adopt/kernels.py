@@ -19,8 +19,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from kerneltune.adopt import arguments
-from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_tensor, is_whole, parts
-from kerneltune.identity import code_digest
+from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_function, is_tensor, is_whole, parts
 
 NO_ARGUMENT = ("grid", "warmup")
 """Arguments of a launch that are no arguments of its kernel."""
@@ -60,15 +59,6 @@ def kernel_name(kernel: Any) -> KernelName:
     """Return the name of an autotuner's kernel, or of a kernel without an autotuner."""
     function = getattr(kernel, "base_fn", kernel.fn)
     return KernelName(function.__module__, function.__qualname__)
-
-
-@cache
-def source_digest(function: Any) -> str:
-    """Return the digest of a kernel's code, helpers included, without names, comments and line numbers; empty without source."""
-    try:
-        return code_digest(function)
-    except ValueError:
-        return ""
 
 
 @cache
@@ -124,8 +114,10 @@ def read_globals(function: Any) -> dict[str, Any]:
     plain = {}
     for each in functions_of(function):
         for name in _globals_named(each):
-            with suppress(NotRecordableError, KeyError):
-                plain[f"{each.__name__}.{name}"] = encode_value(each.__globals__[name])
+            value = each.__globals__.get(name)
+            with suppress(NotRecordableError):
+                if name in each.__globals__ and not is_function(value):  # functions are in the digest of the source
+                    plain[f"{each.__name__}.{name}"] = encode_value(value)
     return plain
 
 
@@ -433,6 +425,8 @@ def plan_key(call: KernelCall, deciding: Collection[str], has_layout: bool = Fal
             parts += [f"{v}.stride()", f"{v}.data_ptr() % {arguments.ALIGNMENT} == 0"] if has_layout else []
         elif is_deciding and type(value) in arguments.PLAIN:
             parts.append(v)
+        elif is_deciding and is_function(value):
+            parts.append(f"{v}.fn")
         elif is_deciding or arguments.holds_tensor(value):
             parts.append(f"other({v})")
         else:

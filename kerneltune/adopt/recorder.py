@@ -342,7 +342,7 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
     home_file = os.path.abspath(file) if file else ""
     described, storages = arguments.describe(tuner.arg_names, call.args, call.given)
     candidates = _candidates(call, allowed)
-    source, listed = kernels.source_digest(function), configs.configs_digest(tuner.configs)
+    source, listed = arguments.source_digest(function), configs.configs_digest(tuner.configs)
     read = kernels.read_globals(function)
     parts = [module, name.name, source, listed, arguments.signature(described, ignored), *([json.dumps(read)] if read else ())]
     launch = LaunchClass(
@@ -361,13 +361,19 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
         candidates=tuple(candidates),
         home=KernelName(main_name(home.module), home.name) if home is not None else None,
         home_file=home_file,
-        argv=tuple(sys.argv),
+        argv=_command(),
         path=program.import_folders(),
         globals=read,
         problem=_problem(name, home, home_file, candidates),
         is_plain=is_plain(tuner),
     )
     return launch, storages
+
+
+def _command() -> tuple[str, ...]:
+    """Return the arguments of the program, with the whole path of its file."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return (os.path.abspath(file), *sys.argv[1:]) if file else tuple(sys.argv)
 
 
 def _candidates(call: KernelCall, allowed: Sequence[Any]) -> list[Candidate]:

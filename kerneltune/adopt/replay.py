@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from kerneltune.adopt import kernels
+from kerneltune.adopt import arguments, kernels
 from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, span, torch_dtype, views, with_tuples
 from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, live_config, plain_tuner
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
@@ -39,7 +39,7 @@ def live_kernel(captured: LaunchClass) -> Any:
     """Import a captured kernel's module and return its autotuner."""
     home, name = captured.home or captured.kernel, captured.kernel.text
     file = captured.home_file or captured.file
-    held = vars(_module(home, file, captured.argv, captured.path))
+    held = vars(_module_of(captured, home, file))
     unwrap = kernels.jit_of if captured.is_plain else kernels.autotuner_of
     tuners = [found for found in map(unwrap, [kernels.attribute(held, home.name), *held.values()]) if found is not None]
     if captured.is_plain:
@@ -48,7 +48,7 @@ def live_kernel(captured: LaunchClass) -> Any:
     tuners = [tuner for tuner in tuners if tuner.base_fn.__qualname__ == captured.kernel.name]
     same = [tuner for tuner in tuners if bytecode_digest(tuner.base_fn) == captured.bytecode]
     is_other_bytecode = not same
-    same = same or [tuner for tuner in tuners if kernels.source_digest(tuner.base_fn) == captured.source]
+    same = same or [tuner for tuner in tuners if arguments.source_digest(tuner.base_fn) == captured.source]
     if tuners and not same:
         raise ReplayError(f"{name}: its source has changed since it was captured: capture again")
     if not same:
@@ -64,6 +64,14 @@ def live_kernel(captured: LaunchClass) -> Any:
     if is_other_bytecode and captured.versions.get("python") == python_version():  # another Python has other bytecode
         raise ReplayError(f"{name}: the file has several kernels of this name: give each a name of its own")
     return next((tuner for tuner in same if configs_digest(tuner.configs) == captured.configs), same[0])
+
+
+def _module_of(captured: LaunchClass, name: KernelName, file: str = "") -> Any:
+    """Import the module of a kernel, or of a function that is an argument of the kernel: see `_module`.
+
+    file: source file of the module; empty for the program's file.
+    """
+    return _module(name, file or next(iter(captured.argv), ""), captured.argv, captured.path)
 
 
 @cache
@@ -146,7 +154,9 @@ def _package(path: Path) -> str:
 def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     """Return the statements of a module that a definition of a name needs, in their order."""
     bound = [_bound(one) for one in statements]
-    wanted = _decorated(statements, bound, name)
+    wanted = _decorated(statements, bound, name) | {
+        "tl"
+    }  # Triton's interpreter refuses a function whose module lacks its language
     last = max((place for place, names in enumerate(bound) if names & wanted), default=0)
     changes = [_changes(one) for one in statements[:last]]
     chosen, data = set[int](), set(_SETTINGS)
@@ -370,7 +380,10 @@ def _storage(
 
 def _live(argument: Argument, captured: LaunchClass, storages: Sequence[torch.Tensor]) -> Any:
     if argument.tensor is None:
-        return decode_value(argument.value)
+        try:
+            return decode_value(argument.value, lambda module, name: _module_of(captured, KernelName(module, name)))
+        except ValueError as error:
+            raise ReplayError(f"{captured.label}: {argument.name}: {error}") from error
     tensor = argument.tensor
     begin, _ = span(views(captured.arguments, tensor.storage))
     storage = storages[tensor.storage]

@@ -14,7 +14,7 @@ from threading import RLock
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kerneltune.adopt import kernels, program
+from kerneltune.adopt import arguments, kernels, program
 from kerneltune.adopt.configs import (
     OPTIONS,
     changed_blocks,
@@ -188,7 +188,7 @@ class Server:
         wanted = program.main_name(name.module), name.name, is_plain
         named = [one for one in table.kernels if (one.module, one.name, one.is_plain) == wanted] if table is not None else []
         same = [one for one in named if one.bytecode == kernels.bytecode_digest(function)]
-        same = same or [one for one in named if one.source == kernels.source_digest(function)]  # another Python, or other code
+        same = same or [one for one in named if one.source == arguments.source_digest(function)]  # another Python, or other code
         if named and not same:
             warn_once(f"{name.text}: its source has changed since it was tuned: {self._as_missed}")
         here = program.version_of(name.module)

@@ -14,7 +14,7 @@ import triton
 from adopted import author_configs, captured, example, kernel_of, write_table
 from triton.runtime.autotuner import Autotuner
 
-from kerneltune.adopt import ahead, kernels, startup
+from kerneltune.adopt import ahead, arguments, startup
 from kerneltune.adopt.serving import Server
 
 TYPES = ["*bf16", "fp32", "constexpr", ["i32", ["*fp32"]]]
@@ -81,10 +81,10 @@ def test_preparation_for_another_gpu_does_not_begin(tmp_path: Path) -> None:
 def test_served_launches_of_unchanged_kernels_parse_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = served_folder(tmp_path)
     parsed: list[Any] = []
-    kernels.source_digest.cache_clear()
-    monkeypatch.setattr(kernels, "code_digest", lambda function: parsed.append(function) or "")
+    arguments.source_digest.cache_clear()
+    monkeypatch.setattr(arguments, "code_digest", lambda function: parsed.append(function) or "")
     server = launched(folder, Steps(), 96, 256)
-    kernels.source_digest.cache_clear()
+    arguments.source_digest.cache_clear()
     assert server.counts.hits == 3
     assert parsed == []
 
