@@ -427,6 +427,8 @@ def _module(name: str) -> _Module | None:
     tree = ast.parse(source)
     bound: dict[str, tuple[ast.stmt, ...]] = {}
     for statement in tree.body:
+        if isinstance(statement, ast.If) and not statement.orelse and ast.unparse(statement.test).endswith("TYPE_CHECKING"):
+            continue  # it never runs; vLLM declares 300 settings in it
         for name_ in dict.fromkeys(_binds(statement)):
             bound[name_] = (*bound.get(name_, ()), statement)
     return _Module(name, package, tree, bound)

@@ -107,6 +107,7 @@ def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Digest:
         ("import triton.language as tl", "from triton import language as tl"),
         ("def run(", "def unused():\n    return 1\n\n\ndef run("),
         ("x = inputs", "x: torch.Tensor = inputs"),
+        ("WIDTH = 1 << 4\n", "from typing import TYPE_CHECKING\nWIDTH = 1 << 4\nif TYPE_CHECKING:\n    WIDTH: int = 16\n"),
     ],
     ids=lambda change: change[0][:20],
 )
