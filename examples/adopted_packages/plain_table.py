@@ -1,8 +1,9 @@
-"""Capture, tune and serve the kernels of a program, which no autotuner wraps, and print their table.
+"""Capture, tune and serve the kernels of a program, with and without an autotuner, and print their table.
 
-`python plain_table.py --work DIR --json FILE` needs a GPU and liger-kernel, or torchao for `--program torchao_plain.py`;
-`--workers N` compile, and tuning begins no further class after `--budget` seconds. With `--lock FILE` it tunes while no other
-such command does. `python plain_table.py --from FILE` prints the table of a file.
+`python plain_table.py --work DIR --json FILE` needs a GPU and liger-kernel; `--program` names another program and its package.
+`--autotune` captures under the authors' own tuning, so that gains are over the authors' choices. `--workers N` compile, and
+tuning begins no further class after `--budget` seconds. With `--lock FILE` it tunes while no other such command does.
+`python plain_table.py --from FILE` prints the table of a file.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = ("liger_plain.py", "torchao_plain.py")
+PROGRAMS = ("liger_plain.py", "torchao_plain.py", "unsloth_plain.py", "vllm_mamba.py")
 KERNELTUNE = [sys.executable, "-m", "kerneltune"]
 GAINED = 1.01
 """Speedup of the least class that counts as a gain; its interval must lie above 1 as well."""
@@ -36,13 +37,13 @@ def lock_command(lock: Path | None) -> list[str]:
     return ["flock", str(lock)] if lock else []
 
 
-def measure(name: str, work: Path, target: Path, lock: Path | None, tune: list[str]) -> None:
-    """Capture, tune and serve a program; the file is written anew after every step."""
+def measure(name: str, work: Path, target: Path, lock: Path | None, flags: list[str], tune: list[str]) -> None:
+    """Capture a program with flags, tune and serve it; the file is written anew after every step."""
     program = [sys.executable, str(Path(__file__).resolve().with_name(name))]
     capture, cache, expected = work / "capture", work / "triton", str(work / "program.pt")
     found: dict[str, Any] = {}
     steps = {
-        "capture": [*KERNELTUNE, "capture", "--plain", "--out", str(capture), "--", *program, expected],
+        "capture": [*KERNELTUNE, "capture", "--plain", *flags, "--out", str(capture), "--", *program, expected],
         "again": [*program, str(work / "again.pt"), expected],
         "tune": [*lock_command(lock), *KERNELTUNE, "tune", str(capture), *tune],
         "serve": [*KERNELTUNE, "serve", "--configs", str(capture), "--", *program, str(work / "served.pt"), expected],
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("plain"))
     parser.add_argument("--json", type=Path, default=Path("plain.json"))
     parser.add_argument("--program", choices=PROGRAMS, default=PROGRAMS[0])
+    parser.add_argument("--autotune", action="store_true")
     parser.add_argument("--lock", type=Path)
     parser.add_argument("--workers", type=int)
     parser.add_argument("--budget", type=float)
@@ -131,7 +133,8 @@ def main() -> None:
             ["--workers", str(given.workers)] if given.workers else [],
             ["--budget", str(given.budget)] if given.budget else [],
         ]
-        measure(given.program, given.work.resolve(), given.json, given.lock, [word for words in tune for word in words])
+        flags = ["--autotune"] if given.autotune else []
+        measure(given.program, given.work.resolve(), given.json, given.lock, flags, [word for words in tune for word in words])
     print(table(json.loads((given.source or given.json).read_text())))
 
 
