@@ -260,7 +260,9 @@ class _Guard:
             return self._races.load(storage, size, at, np.dtype(dtype).itemsize, line_of(), self._loading.is_shared)
 
         real = self._checked("load", addresses, mask, np.dtype(dtype).itemsize, noted)
-        return np.zeros(addresses.shape, dtype) if real is None else self._native.load(real, mask, other, dtype)
+        if real is None:  # `other` may decide which elements a kernel reads next
+            return np.where(mask, np.zeros(addresses.shape, dtype), other).astype(dtype)
+        return self._native.load(real, mask, other, dtype)
 
     def store(self, addresses: Any, values: Any, mask: Any) -> Any:
         """Store to checked addresses."""

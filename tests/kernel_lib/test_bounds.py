@@ -257,6 +257,18 @@ def test_block_pointer_without_padding_gives_garbage_behind_the_boundary() -> No
 
 
 @triton.jit
+def _before_first(x_ptr, y_ptr):
+    at = tl.program_id(0) - 1
+    if tl.load(x_ptr + at, mask=at >= 0, other=-1) >= 0:
+        tl.store(y_ptr + at, 1)
+
+
+def test_load_without_memory_has_its_other_where_the_mask_leaves_out_the_element() -> None:
+    x, y = (torch.empty(3, dtype=torch.int32, device="meta") for _ in range(2))
+    assert fault(lambda: _before_first[(3,)](x, y)) == ""
+
+
+@triton.jit
 def _grid_of_arguments(y_ptr, N):
     tl.store(y_ptr + tl.program_id(0), 1.0)
 
