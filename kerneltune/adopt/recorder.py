@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -341,7 +342,10 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
     file = getattr(sys.modules[home.module], "__file__", None) if home is not None else None
     home_file = os.path.abspath(file) if file else ""
     described, storages = arguments.describe(tuner.arg_names, call.args, call.given)
+    key = call.author_key()
     candidates = _candidates(call, allowed)
+    with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: write it for the own blocks again
+        call.grid(allowed[0])
     source, listed = arguments.source_digest(function), configs.configs_digest(tuner.configs)
     read = kernels.read_globals(function)
     parts = [module, name.name, source, listed, arguments.signature(described, ignored), *([json.dumps(read)] if read else ())]
@@ -356,7 +360,7 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
         device=program.device_slug(),
         versions=program.package_versions(name.module),
         keys=tuple(tuner.keys),
-        key=call.author_key(),
+        key=key,
         arguments=tuple(described),
         candidates=tuple(candidates),
         home=KernelName(main_name(home.module), home.name) if home is not None else None,

@@ -66,6 +66,10 @@ def biased(x_ptr, bias_ptr, y_ptr, N, HAS_BIAS: tl.constexpr, BLOCK: tl.constexp
 def product(x_ptr, y_ptr, BLOCK: tl.constexpr):
     places = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(y_ptr + places, tl.dot(tl.load(x_ptr + places), tl.load(x_ptr + places)))
+@triton.jit
+def listed(x_ptr, blocks_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    places = tl.load(blocks_ptr + tl.program_id(0)) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N), mask=places < N)
 even = triton.heuristics({"EVEN": lambda args: args["N"] % args["BLOCK"] == 0})(looped)
 """
 SOURCE += COUPLED
@@ -332,6 +336,24 @@ def test_block_that_the_host_or_the_result_depends_on_is_never_changed(
     table = read_table(folder, GPU)
     assert table is not None
     assert table.kernels[0].groups[0].rows[0].configs[0]["kwargs"] == {"BLOCK": 32}
+
+
+def test_grid_that_writes_its_arguments_is_captured_as_the_program_launches_it(tmp_path: Path, module: Any) -> None:
+    """A grid of vLLM's causal_conv1d_fn lists its blocks in a tensor, and resizes the tensor if there are more."""
+    blocks, x, y = torch.zeros(3, dtype=torch.int32), torch.arange(96.0), torch.empty(96)
+
+    def grid(meta: Any) -> tuple[int]:
+        count = triton.cdiv(96, meta["BLOCK"])
+        if blocks.numel() < count:
+            blocks.resize_(count)
+        blocks[:count] = torch.arange(count, dtype=torch.int32).flip(0)
+        return (count,)
+
+    launch = captured_call(tmp_path, lambda: module.listed[grid](x, blocks, y, 96, BLOCK=32))
+    assert y.tolist() == x.tolist()
+    assert launch.key == ["torch.float32[96]", "torch.int32[3]", "torch.float32[96]", 96, 32]
+    made = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    assert made.named["blocks_ptr"].tolist() == [2, 1, 0]
 
 
 def test_grid_of_numbers_and_heuristics_that_read_a_block_leave_the_block_alone(tmp_path: Path, module: Any) -> None:
