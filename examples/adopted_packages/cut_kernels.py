@@ -18,10 +18,12 @@ from pathlib import Path, PurePosixPath
 CUT = Path(__file__).resolve().with_name("cut")
 KEPT = (
     "vllm/envs.py", "vllm/triton_utils/[!i]*.py", "vllm/utils/math_utils.py",
-    "vllm/model_executor/layers/mamba/ops/*.py", "vllm/model_executor/layers/fused_moe/fused_moe.py",
+    "vllm/model_executor/layers/mamba/ops/*.py", "vllm/model_executor/layers/mamba/ops/configs/*/*NVIDIA_H[12]00*.json",
+    "vllm/model_executor/layers/fused_moe/fused_moe.py",
     "unsloth/kernels/[!_]*.py", "unsloth/device_type.py", "unsloth/bnb_availability.py",
     "unsloth_zoo/utils.py", "unsloth_zoo/log.py",
 )  # fmt: skip
+SUFFIXES = (".py", ".json")
 ANYTHING = '''"""Stand in for a module that kernels do not use."""
 
 
@@ -114,14 +116,15 @@ STUBS = {
 def files(archive: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the path in the package, and the content, of each file of an archive."""
     if archive.is_dir():
-        yield from ((str(path.relative_to(archive)), path.read_bytes()) for path in archive.rglob("*.py"))
+        found = [path for path in archive.rglob("*") if path.suffix in SUFFIXES]
+        yield from ((str(path.relative_to(archive)), path.read_bytes()) for path in found)
     elif zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as wheel:
             yield from ((name, wheel.read(name)) for name in wheel.namelist())
     else:
         with tarfile.open(fileobj=io.BytesIO(archive.read_bytes())) as sdist:
             for member in sdist.getmembers():
-                if member.isfile() and member.name.endswith(".py"):
+                if member.isfile() and member.name.endswith(SUFFIXES):
                     yield member.name.partition("/")[2], sdist.extractfile(member).read()  # type: ignore[union-attr]
 
 
@@ -142,9 +145,7 @@ def main(*archives: str) -> None:
         stubs = {name: text.encode() for each in packages for name, text in each.items()}
         for name, content in (stubs | kept).items():
             write(name, content)
-        print(
-            f"{archive.name}: {len(kept)} modules, {sum(map(len, kept.values())) / 1e3:.0f} KB, and {len(stubs)} stubs in {CUT}"
-        )
+        print(f"{archive.name}: {len(kept)} files, {sum(map(len, kept.values())) / 1e3:.0f} KB, and {len(stubs)} stubs in {CUT}")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def rows(capture: Path) -> list[dict[str, Any]]:
             tensor = next(one["tensor"] for one in stored["arguments"] if one["tensor"])
             evidence = {name: row["evidence"].get(name) for name in ("default_us", "time_us", "over_default")}
             found.append({
-                "kernel": kernel["name"], "shape": tensor["shape"], "program": stored["candidates"][0]["config"],
+                "kernel": kernel["name"], "shape": tensor["shape"],
+                "program": stored["choice"] or stored["candidates"][0]["config"],
                 "config": row["configs"][0], **evidence,
             })  # fmt: skip
     return found
