@@ -30,7 +30,7 @@ def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
 
 
 def stored(root: Path, rows: int, columns: int, options: CaseOptions = OPTIONS, **knobs: Any) -> None:
-    case = Case("", axes(rows, columns), "bfloat16", "none", options)
+    case = Case("c", axes(rows, columns), "bfloat16", "none", options)
     config = dataclasses.asdict(OPTIMIZED.default_config(case)) | knobs
     entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config=config)
     cache.store("rmsnorm_fwd", GPU, entry, root)

@@ -79,7 +79,7 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     spilling = (i + 1) // 5
-    assert lines[0] == f"rmsnorm_bwd optimized none: 1 case, {i + 1} trials ({i + 1 - spilling} ok, {spilling} spills)"
+    assert lines[0] == f"rmsnorm_bwd optimized none: 1 case, {i + 1} trials ({i + 1 - spilling} passed, {spilling} spills)"
     (row,) = [line for line in lines if line.startswith("te-8192x4096")]
     assert row.split()[:4] == ["te-8192x4096", "bfloat16", "51.00", str(i + 1)]
     assert any(line.startswith("  never within 2 %: stages=2 (-") for line in lines)
@@ -102,9 +102,8 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
     assert result.exit_code == 0, result.output
     title, regret_line, matter, dead, few = result.stdout.splitlines()
     trials, spilling = i + 1, (i + 1) // 5
-    assert (
-        title == f"rmsnorm_bwd optimized none: 2 cases, {2 * trials} trials ({2 * (trials - spilling)} ok, {2 * spilling} spills)"
-    )
+    statuses = f"{2 * (trials - spilling)} passed, {2 * spilling} spills"
+    assert title == f"rmsnorm_bwd optimized none: 2 cases, {2 * trials} trials ({statuses})"
     assert regret_line.startswith("  within 2 % of the best after 2 ")
     assert f" of {i + 1} trials (median; worst 2); " in regret_line
     assert matter.startswith("  knobs that matter: stages ")

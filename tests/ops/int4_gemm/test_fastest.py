@@ -72,7 +72,7 @@ def test_a_cached_product_serves_the_tokens_of_its_band_and_needs_its_weight(
 ) -> None:
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     cache.clear()
-    case = case_of(96, 64, 256)
+    case = dataclasses.replace(case_of(96, 64, 256), name="x")
     entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config={"product": "fp8"})
     try:
         cache.store(OP.name, "some_gpu", entry)
