@@ -16,7 +16,7 @@ from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
 from kerneltune.campaign import finished_rows, journalled, measure_live, run_sweep
-from kerneltune.measuring import compare
+from kerneltune.measuring import check, compare
 from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import CEILING
 from kerneltune.plan import Options, Selection, load_plan
@@ -64,7 +64,8 @@ def row(variant: str, **changes: Any) -> Record:
 def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
-    monkeypatch.setattr(compare, "memory_obstacle", lambda *_: None)
+    for module in (check, compare):
+        monkeypatch.setattr(module, "memory_obstacle", lambda *_: None)
     monkeypatch.setattr(campaign, "compile_ahead", lambda *_: None)
 
 
