@@ -43,7 +43,7 @@ class StepTimes(NamedTuple):
 
 
 TIMES = StepTimes()
-"""The times that `python benchmarks/fit_int4_estimate.py` found in 1,632 times of an H100 and an H200, 2026-11-26."""
+"""Fitted to 1,632 times of an H100 and an H200, 2026-11-26. `python benchmarks/fit_int4_estimate.py` fits them anew."""
 
 
 def warps_of(tokens: int, blocks: int) -> int:
