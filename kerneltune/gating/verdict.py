@@ -4,8 +4,9 @@ A row is a regression if all of this holds: "not slower" is rejected after Holm'
 its slowdown is above the margin and above the noise floor of either record; it is more than 0.5 µs slower. The lower bound
 guards the single row. The correction guards the run: by chance, some of 200 rows always look slower.
 
-A row is ambiguous in three cases: its slowdown may be above the margin; its slowdown is surely above the margin and may be more
-than 0.5 µs; its interval is too wide to tell. An ambiguous row neither fails nor passes: it has to be measured again.
+A row is ambiguous in four cases: its slowdown may be above the margin; its slowdown is surely above the margin, but not above the
+noise floor; its slowdown is surely above the margin and may be more than 0.5 µs; its interval is too wide to tell. An ambiguous
+row neither fails nor passes: it has to be measured again.
 
 A variant of an operator fails as a whole if the geometric mean of its rows' slowdowns is surely above 1 %. Without this test, a
 slowdown of 2 % in every row would stay within every row's margin. The gate also fails if the new records were measured with other
@@ -48,8 +49,9 @@ _SIGMAS_PER_MAD = 1.4826
 _SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 12, 0.03, 3.0
 """From _SPREAD_ROWS rows on, intervals of one process a side are widened by _SPREADS times min(spread, _MOST_SPREAD)."""
 _UNSEEN = 0.0566
-"""Slowdown by which a regression must exceed the limit where fewer rows of one process a side do not show their spread: twice
-the standard deviation of a slowdown with noise of 2 % a side. Of 1,000 simulated runs of 3 rows 228 failed before, 3 now."""
+"""Difference between two processes that run the same code, which rows of one process a side do not show if they are fewer than
+_SPREAD_ROWS. Such a row is a regression only if it is also slower after division by 1 + _UNSEEN. The value is two standard
+deviations of a ratio of two times with 2 % noise each: of 1,000 simulated runs of 3 unchanged rows 3 fail, and 228 without it."""
 _BETWEEN_UNITS_PERCENT = 5.5
 """Largest difference between two H200s that was measured for the same code (docs/notes/gate.md)."""
 A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
@@ -165,9 +167,10 @@ def gate(
     ]
     timed = [(old, fresh) for old, fresh in pairs if fresh is not None and fresh.status == "passed"]
     changes = _widened([_change(*sides, shift) for sides, shift in zip(timed, shifts_by_process(timed), strict=True)])
+    judged = [met for met in changes if peers or not met.is_peer]
+    noted = [met for met in changes if met.is_peer and not peers]
     rows = []
-    for note in ("", A_PEER):  # own rows and peers' rows are corrected for multiple tests separately
-        group = [met for met in changes if (met.is_peer and not peers) == bool(note)]
+    for group, note in ((judged, ""), (noted, A_PEER)):  # each group is corrected for multiple tests by itself
         p_values = holm([met.p for met in group])
         rows += [_judged(replace(met, p=p), margin, again, note) for met, p in zip(group, p_values, strict=True)]
     rows += [_unmet(old, fresh, peers) for old, fresh in pairs if fresh is None or fresh.status != "passed"]
@@ -182,7 +185,7 @@ def gate(
         _left_out("baseline", of_old.values(), new_places),
         _left_out("new", of_new.values(), old_places),
     ]
-    groups, doubtful = slower_groups([met for met in changes if peers or not met.is_peer])
+    groups, doubtful = slower_groups(judged)
     wide = [
         f"{counted(len(lines), noun)} {state}"
         for lines, noun, state in ((stale, "variant", "of other code or configs"), (groups, "group", "slower as a whole"))
@@ -305,46 +308,74 @@ def _same_measurement(old: Record, new: Record) -> bool:
 
 
 def _judged(met: Change, margin: float, again: Mapping[RowKey, int], note: str) -> GateRow:
+    """Return a compared row; only a row that is slower or ambiguous keeps the note."""
     verdict, reason = _verdict_of(met, margin)
     times = again.get((met.new.key, met.new.variant), 0)
     measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
-    parts = [reason]
-    if verdict != "pass":
-        parts += _other_versions(met)
-    if verdict not in ("pass", "faster"):
-        parts.append(met.basis or "one process a side")
-    elif verdict == "faster" or measured_again:
-        parts, note = [*parts, met.basis], ""
-    else:
-        note = ""
-    return _row(met.new, verdict, "; ".join(filter(None, [*parts, measured_again])), met, note)
+    if verdict == "pass":
+        return _row(met.new, verdict, "; ".join(filter(None, [met.basis, measured_again])) if times else "", met)
+    is_slow = verdict != "faster"
+    basis = met.basis or ("one process a side" if is_slow else "")
+    parts = [reason, *_other_versions(met), basis, measured_again]
+    return _row(met.new, verdict, "; ".join(filter(None, parts)), met, note if is_slow else "")
 
 
 def _verdict_of(met: Change, margin: float) -> tuple[RowVerdict, str]:
-    """Return the verdict on a row and its reason; the p-value of `met` is corrected over all rows."""
-    threshold = max(margin, met.floor)
-    not_by_chance = met.p <= ALPHA and met.low > 0
-    surely_slower = not_by_chance and met.change_us > MIN_CHANGE_US
-    extent = f"at least {met.low:.1%} slower" if met.low > 0 else f"{-met.low:.1%} faster to {met.high:.1%} slower"
-    beyond = f"{extent}, tolerated {threshold:.1%}"
+    """Return the verdict on a row and its reason: the first case of the table that holds.
+
+    | slowdown                                                               | verdict    |
+    |------------------------------------------------------------------------|------------|
+    | more than 0.5 µs, surely above the limit                               | regression |
+    | more than 0.5 µs, above the margin                                     | ambiguous  |
+    | more than 0.5 µs, surely above 0, perhaps above the limit              | ambiguous  |
+    | perhaps more than 0.5 µs, surely above the limit                       | ambiguous  |
+    | interval wider than ± margin, than ± _BLIND and than ± 0.5 µs          | ambiguous  |
+    | above the limit and surely above 0, therefore by at most 0.5 µs        | slower     |
+    | more than 0.5 µs, surely above the noise floor, within the margin      | slower     |
+    | more than 0.5 µs faster, surely by more than the limit                 | faster     |
+    | any other                                                              | pass       |
+
+    The limit is the larger of margin and noise floor. A slowdown is surely above a value if its interval is, and if it is not by
+    chance: its p-value, corrected over all rows, is at most ALPHA.
+    """
+    limit = max(margin, met.floor)
+    old_us = us_of(met.old)
     half_width = (met.high - met.low) / 2
-    if surely_slower and (1 + met.low) / (1 + met.unseen) > 1 + threshold:
-        return "regression", beyond
-    if met.change_us > MIN_CHANGE_US and met.slowdown > margin:
-        return "ambiguous", f"{beyond}: measure more"
-    if surely_slower and met.high > threshold:
-        return "ambiguous", f"up to {met.high:+.1%}, tolerated {threshold:.1%}: measure more"
-    if not_by_chance and met.low > threshold and met.high * us_of(met.old) > MIN_CHANGE_US:
-        up_to = f"{met.change_us:.2f} µs, up to {met.high * us_of(met.old):.2f}, tolerated {MIN_CHANGE_US}"
-        return "ambiguous", f"{beyond}; {up_to}: measure more"
-    if half_width > max(_BLIND, margin) and half_width * us_of(met.old) > MIN_CHANGE_US:
+    not_by_chance = met.p <= ALPHA and met.low > 0
+    is_long = met.change_us > MIN_CHANGE_US
+    tolerated = f"tolerated {margin:.1%}"
+    if is_long and not_by_chance and (1 + met.low) / (1 + met.unseen) > 1 + limit:
+        return "regression", f"at least {met.low:.1%} slower, {tolerated}"
+    if is_long and met.slowdown > margin:
+        return "ambiguous", _doubt(met, margin)
+    if is_long and not_by_chance and met.high > limit:
+        return "ambiguous", f"up to {met.high:+.1%}, {tolerated}: measure more"
+    if not_by_chance and met.low > limit and met.high * old_us > MIN_CHANGE_US:
+        up_to = f"{met.change_us:.2f} µs, up to {met.high * old_us:.2f}, tolerated {MIN_CHANGE_US}"
+        return "ambiguous", f"at least {met.low:.1%} slower, {tolerated}; {up_to}: measure more"
+    if half_width > max(_BLIND, margin) and half_width * old_us > MIN_CHANGE_US:
         return "ambiguous", f"known to ±{half_width:.1%} only: measure more"
-    if not_by_chance and met.slowdown > threshold:
-        seen = f"{MIN_CHANGE_US / us_of(met.old):+.1%} of this row"
+    if not_by_chance and met.slowdown > limit:
+        seen = f"{MIN_CHANGE_US / old_us:+.1%} of this row"
         return "slower", f"{met.change_us:.2f} µs: below {MIN_CHANGE_US} µs nothing is judged, {seen}"
-    if surely_slower and met.low > met.floor:
-        return "slower", f"within the tolerated {threshold:.1%}"
-    return ("faster" if -met.change_us > MIN_CHANGE_US and met.high < -threshold else "pass"), ""
+    if is_long and not_by_chance and met.low > met.floor:
+        return "slower", f"within the {tolerated}"
+    return ("faster" if -met.change_us > MIN_CHANGE_US and met.high < -limit else "pass"), ""
+
+
+def _doubt(met: Change, margin: float) -> str:
+    """Return the reason why a slowdown above the margin is no regression, and the measurement that would tell."""
+    if met.low <= margin:
+        extent = f"at least {met.low:.1%} slower" if met.low > 0 else f"{-met.low:.1%} faster to {met.high:.1%} slower"
+        return f"{extent}, tolerated {margin:.1%}: measure more"
+    beyond = f"at least {met.low:.1%} slower, tolerated {margin:.1%}"
+    if met.low <= met.floor:  # pooled records keep their largest noise floor: further processes do not lower it
+        noisy = [name for name, side in (("baseline", met.old), ("new", met.new)) if (side.aa_floor or 0.0) >= met.low]
+        records = f"{' and '.join(noisy)} records"
+        return f"{beyond}, but within the noise floor of {met.floor:.1%}: measure {records} afresh on an idle GPU"
+    if met.p > ALPHA:
+        return f"{beyond}, perhaps by chance: measure more"
+    return f"{beyond}, a regression from {(1 + max(margin, met.floor)) * (1 + met.unseen) - 1:.1%} on: measure more processes"
 
 
 def _other_versions(met: Change) -> list[str]:

@@ -232,14 +232,14 @@ def test_overlapping_intervals_never_regress_and_a_file_never_regresses_against_
             by_process(100, 0.0),
             by_process(106, 0.0),
             "ambiguous",
-            "at least 5.0% slower, tolerated 3.0%: measure more; one process a side",
+            "at least 5.0% slower, tolerated 3.0%, a regression from 8.8% on: measure more processes; one process a side",
         ),
         (by_process(100, 0.0), by_process(110, 0.0), "regression", "at least 9.0% slower, tolerated 3.0%; one process a side"),
         (
             record(),
             by_process(106, 0, 0.002, -0.002),
             "ambiguous",
-            "at least 5.0% slower, tolerated 3.0%: measure more; one process a side",
+            "at least 5.0% slower, tolerated 3.0%, a regression from 8.8% on: measure more processes; one process a side",
         ),
         (
             record(ci_low_us=99.9, ci_high_us=100.1),
@@ -277,6 +277,23 @@ def test_gate_row_that_is_a_peer_s_on_one_side_only_is_judged(roles: tuple[Role,
     assert gate([record(role="peer")], [record(150.0, role="peer")], 0.03).exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("floors", "records"),
+    [((0.06, None), "baseline records"), ((0.01, 0.06), "new records"), ((0.06, 0.05), "baseline and new records")],
+)
+def test_slowdown_beyond_the_margin_within_the_noise_floor_says_which_records_to_measure(
+    floors: tuple[float | None, float | None], records: str
+) -> None:
+    old = record(ci_low_us=100.0, ci_high_us=100.0, aa_floor=floors[0])
+    new = record(104.0, ci_low_us=103.5, ci_high_us=104.5, aa_floor=floors[1])
+    (row,) = gate([old], [new], 0.03).rows
+    assert (row.verdict, row.reason) == (
+        "ambiguous",
+        "at least 3.5% slower, tolerated 3.0%, but within the noise floor of 6.0%: "
+        f"measure {records} afresh on an idle GPU; one process a side",
+    )
+
+
 def test_a_gap_between_processes_is_no_certainty_however_quiet_the_rounds() -> None:
     (row,) = gate([by_process(100, 0, 0.03, -0.03)], [by_process(106, 0, 0.03, -0.03)], 0.03).rows
     assert row.verdict == "ambiguous"
@@ -290,6 +307,7 @@ def test_one_slow_row_among_many_needs_more_evidence_than_alone() -> None:
     others = [by_process(100, 0, 0.006, -0.006, quant=f"q{i}") for i in range(999)]
     among = gate([old, *others], [new, *others], 0.03).rows[0]
     assert (alone.verdict, among.verdict) == ("regression", "ambiguous")
+    assert "% slower, tolerated 3.0%, perhaps by chance: measure more" in among.reason
     assert alone.change is not None
     assert among.change is not None
     assert among.change.p == pytest.approx(1000 * alone.change.p)
