@@ -83,7 +83,7 @@ class Checker:
 
     Raises:
         CaseError: inputs or expected outputs cannot be made. If the GPU is out of memory, the constructor and `errors` let the
-            original error pass instead.
+            original error pass instead. For the values of a later run, `errors` returns the text of a CaseError.
     """
 
     def __init__(self, op: Op, case: Case, device: str, seed: int = 0) -> None:
@@ -168,7 +168,10 @@ class Checker:
         """
         held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for run in range(runs):
-            checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run)
+            try:
+                checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run)
+            except CaseError as error:
+                return [f"run {run + 1}: {error}"]
             outputs, lines = checker.run(variant, config)
             if lines:
                 return [f"run {run + 1}: {line}" for line in lines] if run else lines

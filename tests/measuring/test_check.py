@@ -12,7 +12,7 @@ from planted_kernels import op_with
 from started import environment
 
 from kerneltune.measuring import check
-from kerneltune.spec import Case
+from kerneltune.spec import Case, Inputs, Outputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -69,3 +69,26 @@ def test_reference_without_outputs_is_named() -> None:
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
     (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
     assert re.fullmatch(r"test_check\.py:\d+: reference: gives no output to compare with y, rows", line)
+
+
+@pytest.mark.parametrize("field", ["inputs", "reference"])
+def test_values_of_the_second_run_that_cannot_be_made_fail_the_check(field: str) -> None:
+    """The error passed through the check, and ended the whole sweep."""
+    op = op_with("")
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        if seed and field == "inputs":
+            raise ValueError("only seed 0")
+        return {**op.inputs(case, device=device, seed=seed), "seed": seed}
+
+    def reference(given: Inputs) -> Outputs:
+        if given["seed"]:
+            raise ValueError("only seed 0")
+        return op.reference(given)
+
+    case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
+    checker = check.Checker(replace(op, inputs=inputs, reference=reference), case, DEVICE)
+    outcome = checker.check(variant, variant.default_config(case), runs=2)
+    assert outcome.status == "failed"
+    line = rf"run 2: test_check\.py:\d+: {field}: ValueError: only seed 0, for double M=2 N=10 bfloat16 none"
+    assert re.fullmatch(line, outcome.reason)
