@@ -125,6 +125,9 @@ def _judged(
 
     records = load(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
+    for name, side in ((baseline, against), (new, records)):
+        if not side:
+            raise ValueError(f"{name}: no records")
     selected([*against, *records], wanted)  # a name that neither side has is an error
     records, against = ([record for record in side if wanted.takes_record(record)] for side in (records, against))
     families = {record.family or new.stem for record in records}
@@ -150,6 +153,8 @@ def _measured(
 
     require_gpu("gate --run")
     against = load_baseline(baseline, options.records_folder / f"{family_name(selection.family)}.jsonl")
+    if not against:
+        raise ValueError(f"{baseline}: no records")
     if save is not None:
         o.require_writable(save.parent)
     with reporter() as progress:

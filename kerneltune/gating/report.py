@@ -29,7 +29,8 @@ _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 def summary(verdict: Verdict) -> str:
     """Return the answer in one line."""
     answer = {PASS: "pass", REGRESSION: "regression", UNUSABLE: "not usable", AMBIGUOUS: "ambiguous"}[verdict.exit_code]
-    return f"gate: {answer}: {verdict.reason} ({counted(verdict.compared, 'row')} compared, {verdict.count('faster')} faster)"
+    counts = f" ({counted(verdict.compared, 'row')} compared, {verdict.count('faster')} faster)"
+    return f"gate: {answer}: {verdict.reason}{'' if verdict.exit_code == UNUSABLE else counts}"
 
 
 def gate_text(verdict: Verdict, width: int = 100) -> str:

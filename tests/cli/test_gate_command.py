@@ -32,7 +32,7 @@ from kerneltune.records import Record
         (
             both(device="NVIDIA H100"),
             2,
-            "gate: not usable: not comparable: baseline has device NVIDIA H200, new has NVIDIA H100 (0 rows compared, 0 faster)",
+            "gate: not usable: not comparable: baseline has device NVIDIA H200, new has NVIDIA H100",
         ),
     ],
 )
@@ -41,6 +41,13 @@ def test_the_gate_s_exit_code_is_its_answer(new: list[Record], code: int, last: 
     lines = result.stdout.splitlines()
     answer = next(i for i, line in enumerate(lines) if line.startswith("gate: "))
     assert (result.exit_code, " ".join(line.strip() for line in lines[answer:])) == (code, last)
+
+
+def test_empty_files_are_named(write: Callable[..., Path], tmp_path: Path) -> None:
+    full, empty = write("a.jsonl", *both()), tmp_path / "empty.jsonl"
+    empty.touch()
+    for names in ((empty, full), (full, empty)):
+        assert refused("gate", *names) == f"error: {empty}: no records"
 
 
 def test_a_missing_new_file_is_not_blamed_on_the_baseline(tmp_path: Path) -> None:
@@ -91,7 +98,7 @@ def test_files_without_a_common_row_give_the_reason_alone(write: Callable[..., P
         write("new.jsonl", *both(quant="none")),
     )
     assert (result.exit_code, " ".join(result.stdout.split())) == (
-        2, "gate: not usable: nothing compared: no row of the baseline is timed in the new records (0 rows compared, 0 faster)",
+        2, "gate: not usable: nothing compared: no row of the baseline is timed in the new records",
     )  # fmt: skip
 
 
