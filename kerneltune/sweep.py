@@ -366,7 +366,8 @@ class _Reader:
         ops = []
         for child, value in self.values(node, field):
             if not isinstance(value, str) or value not in known:
-                self.fail(child, field, repr(value), f"one of {', '.join(known)}{meant(value, known)}")
+                more = ", or an operator that --plugin loads" if field == "ops" else ""
+                self.fail(child, field, repr(value), f"one of {', '.join(known)}{more}{meant(value, known)}")
             ops.append(known[value])
         return ops
 
