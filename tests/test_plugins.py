@@ -72,7 +72,7 @@ def test_kernel_that_python_runs_and_triton_refuses_fails_its_check(guide: Path)
     assert done.returncode == 1, done.stderr
     failures = " ".join(done.stderr.partition("failed: ")[2].split())
     assert failures.startswith(
-        "optimized (block=1024 warps=4) one swiglu M=1 N=1 bfloat16 none cold: does not compile for sm_90: "
+        "optimized (block=1024 warps=4): one swiglu M=1 N=1 bfloat16 none cold: does not compile for sm_90: "
     )
     assert f"swiglu.py:{line}: UnsupportedLanguageConstruct: " in failures
     assert "simultaneous multiple comparison is not supported" in failures

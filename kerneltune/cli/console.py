@@ -89,7 +89,7 @@ def end_if_failed(records: "Iterable[Record]") -> None:
             failed.setdefault((f"{record.case} {label}".rstrip(), reason), []).append(record.variant + config)
     for (case, reason), labels in failed.items():
         variants = list(dict.fromkeys(labels))
-        line = f"failed: {first_of(variants, _SHOWN_CONFIGS)} {case}: {reason}"
+        line = f"failed: {first_of(variants, _SHOWN_CONFIGS)}: {case}: {reason}"
         messages.print(printable("\n".join(wrapped(" ".join(line.split()), width()))), markup=False, soft_wrap=True)
     if failed:
         raise typer.Exit(1)

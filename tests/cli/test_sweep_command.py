@@ -59,7 +59,7 @@ def test_sweep_failures_of_one_case_and_reason_name_their_configs_once(campaign:
     campaign["answer"] = [record(config=None, **failed), record(config=None, **failed), *blocks]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     assert result.stderr.splitlines()[-2:] == [
-        "failed: baseline, optimized (block=1), optimized (block=2) and 2 more te-8192x4096 rmsnorm_fwd",
+        "failed: baseline, optimized (block=1), optimized (block=2) and 2 more: te-8192x4096 rmsnorm_fwd",
         "  M=8192 N=4096 bfloat16 fp8 cold: load outside of x_ptr",
     ]
 
@@ -69,7 +69,7 @@ def test_sweep_fails_when_a_variant_of_ours_fails(campaign: dict[str, Any], tmp_
     campaign["answer"] = [record(), record(variant="optimized", **failed)]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
     label = "rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold"
-    assert result.stderr.splitlines()[-1] == f"failed: optimized te-8192x4096 {label}: y: 3 of 4 wrong"
+    assert result.stderr.splitlines()[-1] == f"failed: optimized: te-8192x4096 {label}: y: 3 of 4 wrong"
     assert result.exit_code == 1
     campaign["answer"] = [record(), record(variant="eager", **failed)]
     assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == 0
