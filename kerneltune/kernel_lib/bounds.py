@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from kerneltune.kernel_lib.faults import KernelFaultError, Watchdog, check_keywords, line_of, program_text, statement
+from kerneltune.kernel_lib.faults import KernelFaultError, Watchdog, check_keywords, fault_of, line_of, program_text, statement
 from kerneltune.kernel_lib.races import Conflict, Races
 from kerneltune.kernel_lib.reached import note_grid
 
@@ -32,6 +32,9 @@ _FIRST_REGION = 1 << 4
 _ALIGNMENT = 4096
 _LAUNCH_SECONDS = 2.0
 """Time for one launch without memory: programs that wait for a value would wait for ever."""
+_LOADED = (0, 1 << 24)
+"""Values of loads without memory. Zeros suit a kernel that reads a table at a loaded index, a value above all rows suits a search
+for the group of a row, whose index is beyond the last group if each group ends at row 0."""
 _WHOLE_GARBAGE = 90
 """Garbage for integers: small, so that address arithmetic on masked elements does not overflow."""
 _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE), "fp8e5": (0x7B, 0x7E, 0xFB)}
@@ -88,7 +91,8 @@ def guarded() -> Iterator[None]:
     """Raise KernelFaultError if an interpreted kernel has undefined behaviour; do nothing on a GPU.
 
     The error is raised inside of the kernel. Triton raises its own error from it, so that the KernelFaultError is the cause. For
-    a launch with tensors on device `meta`, only the programs at the corners of the grid run; loads give zeros.
+    a launch with tensors on device `meta`, only the programs at the corners of the grid run, with each of _LOADED as the value of
+    all loads; an access is an error if it is with both.
     """
     from triton import knobs
 
@@ -152,6 +156,7 @@ class _Guard:
         self._races = Races()
         self._load: Callable[..., Any] = interpreter.TritonSemantic.load
         self._loading = _Loading()
+        self._loaded = 0
         self.deadline = 0.0
         self.program_begin = 0.0
 
@@ -200,19 +205,31 @@ class _Guard:
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             with Watchdog(self, executor.fn.__name__):
                 return self._call(executor, *args, **kwargs)
-        self.deadline = time.monotonic() + _LAUNCH_SECONDS
         names = inspect.getfullargspec(executor.fn).args
-        given = {name: value for name, value in kwargs.items() if name in names}
-        self._regions.clear()
-        bound = inspect.getcallargs(executor.fn, *args, **given)
+        bound = inspect.getcallargs(executor.fn, *args, **{name: value for name, value in kwargs.items() if name in names})
         self._names = {id(value): name for name, value in bound.items()}
         scope = self._interpreter._patch_lang(executor.fn)
         try:
-            self._run_corners(executor, bound)
+            self._judge_corners(executor, bound)
         finally:
             scope.restore()
 
+    def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> None:
+        """Run the programs at the corners with each of _LOADED; raise the first error where each has one or is not judged."""
+        faults: list[Exception] = []
+        for self._loaded in _LOADED:
+            try:
+                self._run_corners(executor, bound)
+                return
+            except Exception as error:
+                if fault_of(error) is None and not faults:
+                    raise
+                faults.append(error)
+        raise faults[0]
+
     def _run_corners(self, executor: Any, bound: dict[str, Any]) -> None:
+        self._regions.clear()
+        self.deadline = time.monotonic() + _LAUNCH_SECONDS
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}
         grid = executor.grid(values) if callable(executor.grid) else executor.grid
         grid = (*grid, 1, 1)[:3]
@@ -261,7 +278,8 @@ class _Guard:
 
         real = self._checked("load", addresses, mask, np.dtype(dtype).itemsize, noted)
         if real is None:  # `other` may decide which elements a kernel reads next
-            return np.where(mask, np.zeros(addresses.shape, dtype), other).astype(dtype)
+            loaded = self._loaded if np.dtype(dtype).kind in "iu" and np.dtype(dtype).itemsize >= 4 else 0
+            return np.where(mask, np.full(addresses.shape, loaded, dtype), other).astype(dtype)
         return self._native.load(real, mask, other, dtype)
 
     def store(self, addresses: Any, values: Any, mask: Any) -> Any:

@@ -269,6 +269,30 @@ def test_load_without_memory_has_its_other_where_the_mask_leaves_out_the_element
 
 
 @triton.jit
+def _group_of_row(ends_ptr, y_ptr, SHIFT: tl.constexpr, TURNS: tl.constexpr):
+    row, group = tl.program_id(0), 0
+    while tl.load(ends_ptr + group) <= row:
+        group += 1
+    for _ in range(tl.load(ends_ptr) if TURNS else 0):
+        tl.load(ends_ptr)
+    tl.store(y_ptr + row + SHIFT, group)
+
+
+@pytest.mark.parametrize(
+    ("shift", "turns", "expected"),
+    [
+        (0, False, ""),
+        (1, False, "load outside of ends_ptr: element 4 of 4 int32"),
+        (1, True, "load outside of ends_ptr: element 4 of 4 int32"),
+    ],
+    ids=["right", "wrong for each loaded value", "endless for a large loaded value"],
+)
+def test_search_by_loaded_values_is_not_taken_for_an_access_outside(shift: int, turns: bool, expected: str) -> None:
+    ends, y = (torch.empty(size, dtype=torch.int32, device="meta") for size in (4, 100))
+    assert fault(lambda: _group_of_row[(100,)](ends, y, shift, turns)).partition(", program")[0] == expected
+
+
+@triton.jit
 def _grid_of_arguments(y_ptr, N):
     tl.store(y_ptr + tl.program_id(0), 1.0)
 
