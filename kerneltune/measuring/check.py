@@ -68,8 +68,8 @@ class Outcome:
     case: Case | None = None
 
 
-_IN_PLACE: dict[object, tuple[bool, str]] = {}
-"""Function of a variant, name of an output -> whether it is written over an input, and the first case of this process."""
+_IN_PLACE: dict[tuple[object, str, str], tuple[bool, Case]] = {}
+"""Function of a variant, mode, name of an output -> whether it is written over an input, and the first case of this process."""
 
 
 class CaseError(ValueError):
@@ -127,7 +127,7 @@ class Checker:
     def _sometimes_in_place(self, variant: Variant, outputs: Outputs) -> list[str]:
         """Return a line for an output that a variant writes over an input in this case, and not in an earlier case, or inversely.
 
-        So a copy by `contiguous()` is found, which copies no contiguous tensor.
+        So a copy by `contiguous()` or `to(dtype)` is found, which copies only some tensors. Modes may differ.
         """
         given = {
             value.untyped_storage().data_ptr(): name for name, value in self.inputs.items() if isinstance(value, torch.Tensor)
@@ -138,9 +138,10 @@ class Checker:
             owner = given.get(tensor.untyped_storage().data_ptr())
             if owner and (owner not in self.inputs_before or _same(self.inputs[owner], self.inputs_before[owner])):
                 continue  # unknown, or an input that is returned
-            is_over, case = _IN_PLACE.setdefault((variant.run, name), (owner is not None, self.case.name))
+            key = variant.run, self.case.quant, name
+            is_over, case = _IN_PLACE.setdefault(key, (owner is not None, self.case))
             if is_over != (owner is not None):
-                here, there = (self.case.name, case) if owner else (case, self.case.name)
+                here, there = (f"{it.name} {it.dtype} {it.quant}" for it in ((self.case, case) if owner else (case, self.case)))
                 return [f"outputs: {name} is written over an input in case {here}, and not in case {there}"]
         return []
 
