@@ -159,17 +159,22 @@ def _derived(plan: Plan) -> tuple[list[SweepCase], list[str]]:
 
 
 def _further_jobs(plan: Plan, entries: Sequence[SweepCase]) -> list[Job]:
-    """Return each own variant's check of pairs, and its check of addresses in the largest bench case."""
+    """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench case."""
     jobs = []
     for op, cases in _by_op(entries).items():
         own = [task for task in plan.tasks(op, cases[0], _CHECK_POLICY) if not task.variant.is_peer]
-        jobs += [pairs_job(task, cases) for task in own if task.variant.config is not None]
+        jobs += [pairs_job(task, cases) for task in own]
     for op, cases in _by_op(plan.cases()).items():
         traffic = plan.ops[op].traffic
         largest = max(cases, key=lambda case: traffic(case).total)
         own = [task for task in plan.tasks(op, largest, _CHECK_POLICY) if not task.variant.is_peer]
         jobs += [address_job(task) for task in own if not task.variant.unsupported(largest)]
     return jobs
+
+
+def _told(record: Record) -> object:
+    """Return the row, the config and the reason of a check: a default config that fails in its first run fails in two jobs."""
+    return records.row_of(record), record.config, record.reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +266,12 @@ class _Campaign:
             self.progress.advance(job.label)
         journal.unlink(missing_ok=True)
         checked = [row for job, rows in cases for row in (made[job] if rows is None else rows)]
-        coverage = []
+        coverage, told = [], [_told(row) for row in checked]
         for job, outcome in [(one, outcome) for one in further for outcome in done[one]]:
             if outcome.status == "failed":
                 run = Run(replace(job.task, case=outcome.case or job.task.case), outcome.config)
-                checked.append(checked_record(family, run, outcome))
+                row = checked_record(family, run, outcome)
+                checked += [] if _told(row) in told else [row]
             else:
                 coverage.append(outcome.reason)
         self._doubt_references(checked)

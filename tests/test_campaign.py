@@ -306,6 +306,20 @@ def test_a_config_that_is_wrong_is_a_failed_record_of_its_own(
     assert every(record.config != odd.config for record in others)
 
 
+def test_a_result_that_a_variant_without_knobs_keeps_is_a_failed_record(stream_sweep: Selection, options: Options) -> None:
+    op, kept = OPS["stream"], dict[int, Any]()
+
+    def run(given: Any, _config: None) -> Any:
+        return kept.setdefault(given["src"].numel(), op.reference(given))
+
+    known = {**OPS, "stream": replace(op, variants=(Variant("kept", run),))}
+    odd, even, *again = run_sweep(load_plan(known, stream_sweep, options), Progress()).records
+    assert (odd.status, even.status) == ("checked", "checked")
+    assert [(record.case, record.status, record.reason[:6]) for record in again] == [
+        ("odd", "failed", "run 2:"), ("even", "failed", "run 2:")
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("command", "text"),
     [

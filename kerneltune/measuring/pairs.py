@@ -1,6 +1,6 @@
 """Choose and check pairs of config and check case, beside the default config of each case.
 
-Every knob value meets every class of cases and every value of the other knobs, in few pairs.
+Every knob value meets every class of cases and every value of the other knobs, in few pairs. A pair of each case runs twice.
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ def check_pairs(
     cost: Callable[[Case], float],
     begin: Callable[[Outcome], None] = lambda _outcome: None,
 ) -> list[Outcome]:
-    """Check the covering pairs of a variant within a time limit.
+    """Check the covering pairs of a variant within a time limit; the first pair of each case, or its default, runs twice.
 
     Return the failed pairs, and last an outcome whose reason says how much was checked:
-    `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`.
+    `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`; without knobs, only if a case did not run twice.
 
     Args:
         cases: the check cases of the operator.
@@ -59,11 +59,14 @@ def check_pairs(
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
     begun_s = time.thread_time()
-    for config, case in covering(configs, cost):
+    defaults = ((of_case[0], case) for case, of_case in configs.items())
+    for config, case in itertools.chain(covering(configs, cost), defaults):
+        is_first = case not in checkers
+        if (config, case) in done and not is_first:
+            continue
         if time.thread_time() - begun_s > COVERING_S or len(failures) >= _MOST_FAILURES:
             break
         begin(Outcome("failed", "", config, case))
-        is_first = case not in checkers
         checker = checkers.setdefault(case, Checker.make(op, case)) if is_first else checkers[case]
         if isinstance(checker, Outcome):
             continue  # the record of the default config says why
@@ -72,14 +75,19 @@ def check_pairs(
             failures.append(replace(outcome, config=config, case=case))
         done.add((config, case))
     num_without = sum(isinstance(checker, Outcome) for checker in checkers.values())
-    line = _coverage(configs, done, len(failures), num_without)
+    num_once = len(configs) - len(checkers)
+    if variant.config is None and not num_once:
+        return failures
+    line = _coverage(configs, done, len(failures), num_without, num_once)
     return [*failures, Outcome("checked", f"{op.name} {variant.name}: {line}")]
 
 
-def _coverage(configs: Mapping[Case, Sequence[Config]], done: set[Pair], num_failures: int, num_without: int) -> str:
+def _coverage(
+    configs: Mapping[Case, Sequence[Config]], done: set[Pair], num_failures: int, num_without: int, num_once: int
+) -> str:
     """Return how many configs, cases and pairs were checked, and which classes of cases some knob values did not meet.
 
-    `num_without` cases have no expected values.
+    `num_without` cases have no expected values; `num_once` cases did not run twice.
     """
     num_possible = sum(map(len, configs.values()))
     num_configs, num_cases = (len({pair[place] for pair in done}) for place in (0, 1))
@@ -92,7 +100,9 @@ def _coverage(configs: Mapping[Case, Sequence[Config]], done: set[Pair], num_fai
     if not classes(list(configs)):
         return f"{line}; no case has an element"
     left = ", ".join(unmet(configs, done))
-    return f"{line}; time limit before every knob value met: {left}" if left else line
+    if left:
+        return f"{line}; time limit before every knob value met: {left}"
+    return f"{line}; time limit before {counted(num_once, 'case')} ran twice" if num_once else line
 
 
 def classes(cases: Sequence[Case]) -> dict[str, list[Case]]:

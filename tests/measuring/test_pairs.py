@@ -105,7 +105,62 @@ def test_reference_that_fails_is_named_and_not_a_time_limit() -> None:
 
     op = replace(op_with(""), reference=fail)
     (coverage,) = pairs.check_pairs(op, op.variants[0], CASES, elements)
-    assert coverage.reason.endswith("; inputs or reference of 3 cases fail")
+    assert coverage.reason.endswith("; inputs or reference of 4 cases fail")
+
+
+KNOBLESS = Variant("knobless", lambda given, _config: _reference(given))
+
+
+def test_result_that_a_variant_without_knobs_keeps_for_a_size_is_found() -> None:
+    """Every case ran once, so that no size came twice."""
+    kept: dict[torch.Size, Outputs] = {}
+
+    def run(given: Inputs, _config: None) -> Outputs:
+        return kept.setdefault(given["x"].shape, _reference(given))
+
+    op = op_with("")
+    failed = pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES[1:], elements)
+    assert [(outcome.case, outcome.reason[:6]) for outcome in failed] == [(CASES[1], "run 2:"), (CASES[2], "run 2:")]
+    assert pairs.check_pairs(op, KNOBLESS, CASES, elements) == []
+
+
+def test_result_that_is_kept_for_a_case_whose_only_config_is_the_default_is_found() -> None:
+    kept: dict[torch.Size, Outputs] = {}
+
+    def run(given: Inputs, _config: Rows) -> Outputs:
+        x = given["x"]
+        return kept.setdefault(x.shape, _reference(given)) if x.shape[0] == 7 else _reference(given)
+
+    op = op_with("")
+    space = {7: {"rows": (1,), "warps": (4,)}}
+    variant = replace(op.variants[0], run=run, space=lambda case: space.get(case["M"], {"rows": (1, 2), "warps": (4,)}))
+    failed, coverage = pairs.check_pairs(op, variant, CASES, elements)
+    assert (failed.case, failed.config, failed.reason[:6]) == (CASES[1], Rows(1, 4), "run 2:")
+    assert coverage.reason.endswith("stopped after 1 failure")
+
+
+def test_output_of_a_variant_without_knobs_over_an_input_of_some_types_is_found() -> None:
+    def run(given: Inputs, _config: None) -> Outputs:
+        y = given["x"].to(torch.float32)
+        return {"y": y.copy_(_reference(given)["y"])}
+
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        return {"x": _inputs(case, device=device, seed=seed)["x"].to(getattr(torch, case.dtype))}
+
+    op = replace(op_with(""), inputs=inputs, reference=lambda given: _reference({"x": given["x"].to(torch.float32)}))
+    op = replace(op, compare=lambda *_: [])
+    cases = [CASES[1], replace(CASES[1], dtype="float16")]
+    (failed,) = pairs.check_pairs(op, replace(KNOBLESS, run=run), cases, elements)
+    assert failed.case == cases[1]
+    assert failed.reason == "outputs: y is written over an input in case odd float32 none, and not in case odd float16 none"
+    modes = [CASES[1], replace(cases[1], quant="fp8")]
+    assert pairs.check_pairs(op, replace(KNOBLESS, run=lambda given, _: run(given, None)), modes, elements) == []
+
+
+def test_case_that_did_not_run_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pairs, "COVERING_S", 0.0)
+    (coverage,) = pairs.check_pairs(op_with(""), KNOBLESS, CASES, elements)
+    assert coverage.reason.endswith("time limit before 4 cases ran twice")
 
 
 @interpreted
