@@ -84,11 +84,11 @@ _MEASURES: tuple[tuple[Column, _Value], ...] = (
     (Column("B µs", digits=2, key="B_us"), lambda row: row.b.time_us),
     (Column("speedup", digits=2, suffix="x"), lambda row: row.speedup),
     (Column("", key="mark"), lambda row: row.mark),
-    (Column("A GB/s", digits=0, key="A_gbps", rank=3), lambda row: row.a.gbps),
-    (Column("B GB/s", digits=0, key="B_gbps", rank=3), lambda row: row.b.gbps),
+    (Column("A GB/s", digits=0, key="A_gbps", rank=6), lambda row: row.a.gbps),
+    (Column("B GB/s", digits=0, key="B_gbps", rank=6), lambda row: row.b.gbps),
     (Column("B % ceiling", digits=1, key="B_pct_bound", rank=4), lambda row: share(row.b, row.bound)),
-    (Column("95 % interval", key="interval", rank=5, only=("text", "markdown", "page")), _interval),
-    (Column("noise %", digits=1, key="noise_pct", rank=6), lambda row: None if row.aa_floor is None else 100 * row.aa_floor),
+    (Column("95 % interval", key="interval", rank=3, only=("text", "markdown", "page")), _interval),
+    (Column("noise %", digits=1, key="noise_pct", rank=5), lambda row: None if row.aa_floor is None else 100 * row.aa_floor),
 )
 """Columns of A's and B's measurements with their values, which are empty where A and B are not compared."""
 AB_COLUMNS = tuple(column for column, _ in _MEASURES)

@@ -96,6 +96,9 @@ def test_text_of_few_columns_says_what_it_leaves_out() -> None:
     assert next(line for line in lines if line.startswith("kind")) == "kind dtype    quant     M     N   A µs   B µs speedup"
     above = " ".join(" ".join(lines[: lines.index("")]).split())
     assert above.endswith("not shown in 60 columns: A GB/s, B GB/s, 95 % interval; a wider terminal shows all")
+    wider = tables.ab_table(published_rows()).text(width=80)
+    assert "95 % interval" in next(line for line in wider.splitlines() if line.startswith("kind"))
+    assert "not shown in 80 columns: A GB/s, B GB/s;" in " ".join(wider.split())
     with_format = join_tables([tables.ab_table(published_rows())], "text", 60)
     assert "a wider terminal or --format markdown|csv shows all" in " ".join(with_format.split())
 
