@@ -40,14 +40,21 @@ NO_OPTIONS: Mapping[str, tuple[Option, ...]] = MappingProxyType({})
 
 
 def dtype_name(text: str) -> str:
-    """Return torch's name of an element type: `bfloat16` for `bf16`; return any text that is no short name unchanged."""
-    name = text.removeprefix("torch.")
-    return _SHORT_DTYPES.get(name.lower(), name)
+    """Return torch's name of an element type: `bfloat16` for `bf16`, also in each part of `bf16+fp32`.
+
+    A text that is no short name is returned unchanged.
+    """
+    names = [name.removeprefix("torch.") for name in text.split("+")]
+    return "+".join(_SHORT_DTYPES.get(name.lower(), name) for name in names)
 
 
 def short_dtype(name: str) -> str:
-    """Return the short name of an element type, `bf16` for `bfloat16`; return a name without a short name unchanged."""
-    return next((short for short, whole in _SHORT_DTYPES.items() if whole == name), name)
+    """Return the short name of an element type: `bf16` for `bfloat16`, also in each part of `bfloat16+float32`.
+
+    A name without a short name is returned unchanged.
+    """
+    shorts = {whole: short for short, whole in reversed(_SHORT_DTYPES.items())}
+    return "+".join(shorts.get(whole, whole) for whole in name.split("+"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from kerneltune import listing, ops, records, workloads
 from kerneltune.files import data_root
 from kerneltune.listing import check_case, check_contract, facts_of
 from kerneltune.plan import Selection, load_plan
-from kerneltune.spec import Case, Op, Traffic, Variant
+from kerneltune.spec import Case, Op, Traffic, Variant, dtype_name, short_dtype
 
 
 def test_index_has_the_facts_of_every_operator(tmp_path: Path) -> None:
@@ -212,3 +212,11 @@ def test_an_operator_that_contradicts_itself_on_a_case_of_a_sweep_is_one_line(
     assert re.fullmatch(
         rf"test_listing\.py:\d+: {re.escape(said)}, for copy (optimized )?M=7 N=8 bfloat16 none layout=row", str(caught.value)
     )
+
+
+@pytest.mark.parametrize(
+    ("short", "whole"),
+    [("bf16", "bfloat16"), ("bf16+fp32+e4m3", "bfloat16+float32+float8_e4m3fn"), ("fp16+int8", "float16+int8"), ("none", "none")],
+)
+def test_element_types_have_a_short_name_also_in_each_part_of_a_joined_name(short: str, whole: str) -> None:
+    assert (short_dtype(whole), dtype_name(short)) == (short, whole)
