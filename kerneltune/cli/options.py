@@ -6,6 +6,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -212,12 +213,33 @@ def config_of(variant: Variant, field: str, text: str) -> Any:
     return variant.config_from(values)
 
 
+def _family_of(op: str) -> str:
+    """Return the family whose sweep file has cases of an operator; empty if the name is no operator, or has no sweep file."""
+    from kerneltune import sweep
+
+    if op not in load_facts():
+        return ""
+    ops = load_ops()
+    for family in sweep.families():
+        with suppress(ValueError):  # a broken sweep file of another family is not the mistake here
+            loaded = sweep.load(sweep.find(family), ops)
+            if any(entry.op == op for entry in (*loaded.check, *loaded.bench)):
+                return family
+    return ""
+
+
 def results_root(results: Path | None, family: str | None = None) -> Path:
     """Return `sweep.results_root`; raise ValueError if the family has no sweep file."""
     from kerneltune import sweep
 
     if family is not None:
-        sweep.find(family)
+        try:
+            sweep.find(family)
+        except ValueError:
+            if whole := _family_of(family):
+                said = f"an operator of family {whole}: expected {whole} --op {family}"
+                raise ValueError(f"family: {family!r}: {said}") from None
+            raise
     return sweep.results_root(results, family)
 
 

@@ -327,3 +327,9 @@ def test_tune_with_dry_run_counts_the_configs_of_a_family_and_of_a_model(tmp_pat
     assert result.exit_code == 0, result.output
     assert "rmsnorm_fwd optimized: 1 case, " in result.stdout
     assert not list(tmp_path.rglob("*.log"))
+
+
+def test_operator_in_place_of_a_family_names_its_family() -> None:
+    said = "error: family: 'rmsnorm_bwd': an operator of family rmsnorm: expected rmsnorm --op rmsnorm_bwd"
+    assert [refused(command, "rmsnorm_bwd") for command in ("trials", "sweep")] == [said, said]
+    assert "did you mean rmsnorm_add?" in refused("trials", "rmsnorm_ad")
