@@ -49,9 +49,9 @@ _SIGMAS_PER_MAD = 1.4826
 _SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 12, 0.03, 3.0
 """From _SPREAD_ROWS rows on, intervals of one process a side are widened by _SPREADS times min(spread, _MOST_SPREAD)."""
 _UNSEEN = 0.0566
-"""Difference between two processes that run the same code, which rows of one process a side do not show if they are fewer than
-_SPREAD_ROWS. Such a row is a regression only if it is also slower after division by 1 + _UNSEEN. The value is two standard
-deviations of a ratio of two times with 2 % noise each: of 1,000 simulated runs of 3 unchanged rows 3 fail, and 228 without it."""
+"""Fraction by which two processes with the same code may differ: two standard deviations of a ratio of two times, each with 2 %
+noise. Fewer than _SPREAD_ROWS rows of one process a side do not show this difference: such a row is a regression only above
+(1 + limit) (1 + _UNSEEN) - 1. In simulated runs of 3 unchanged rows, 3 of 1,000 runs fail; without this rule 228 fail."""
 _BETWEEN_UNITS_PERCENT = 5.5
 """Largest difference between two H200s that was measured for the same code (docs/notes/gate.md)."""
 A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
