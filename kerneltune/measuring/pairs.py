@@ -59,7 +59,7 @@ def check_pairs(
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
     begun_s = time.thread_time()
-    defaults = ((of_case[0], case) for case, of_case in configs.items())
+    defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
     for config, case in itertools.chain(covering(configs, cost), defaults):
         is_first = case not in checkers
         if (config, case) in done and not is_first:
