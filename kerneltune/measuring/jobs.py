@@ -21,6 +21,8 @@ Begin = Callable[[Outcome], None]
 """Function that gets the outcome that the next check has if it ends the process; the cause is appended to its reason."""
 _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
+_MOST_COST = 4.0
+"""Largest cost of a derived case, if the costliest check case costs 1: those of kernels cost up to 1, real models hundreds."""
 _Fork = Fork[tuple[list[Outcome], Reached]]
 
 
@@ -146,7 +148,8 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     """Return check cases with the types, modes and options that only bench cases have, and a text for each value without a case.
 
     For each value, a check case of medium cost takes the value, or another check case if the operator has no inputs or no
-    reference for the first. If an axis is the longest in bench cases alone, it takes the longest size of a check case. Values of
+    reference for the first. If an axis is the longest in bench cases alone, it takes the longest size of a check case. No derived
+    case costs more than _MOST_COST times the costliest check case, as a model of real size would in a step of decoding. Values of
     captured kernels are fixed.
     """
     derived, without = list[Case](), list[str]()
@@ -155,16 +158,17 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
     if not by_cost or op.origin is not None:
         return [], []
+    most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
     known = {value for case in check for value in settings(case)}
     for name, value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
-        found = _first_checkable(op, (_with_value(case, name, value) for case in by_cost))
+        found = _first_checkable(op, (_with_value(case, name, value) for case in by_cost), most)
         derived += found
         without += [] if found else [f"{name}={value}"]
     longest = {axis for case in by_cost for axis in _longest(case)}
     oblong = [case for case in by_cost if _longest(case) and min(size for _axis, size in case.axes) > 1]
     by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
     for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
-        derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size))
+        derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)
     return derived, without
 
 
@@ -197,12 +201,15 @@ def _has_values(op: Op, case: Case, _tell: Tell) -> bool:
     return isinstance(Checker.make(op, case), Checker)
 
 
-def _first_checkable(op: Op, cases: Iterable[Case]) -> list[Case]:
-    """Return the first case that an own variant supports, and that has inputs and expected values; forks make the values."""
+def _first_checkable(op: Op, cases: Iterable[Case], most: float) -> list[Case]:
+    """Return the first case that costs `most` at most, that an own variant supports, and that has inputs and expected values.
+
+    Forks make the values.
+    """
     for case in cases:
         try:
             is_supported = any(not variant.is_peer and not variant.unsupported(case) for variant in op.variants)
-            if is_supported and Fork(partial(_has_values, op, case)).result():
+            if check_cost(op, case) <= most and is_supported and Fork(partial(_has_values, op, case)).result():
                 return [case]
         except Exception:  # an operator may lack inputs for the case
             continue

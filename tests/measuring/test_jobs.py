@@ -24,7 +24,7 @@ from kerneltune.measuring.jobs import (
     run_jobs,
 )
 from kerneltune.search.task import Run, Task
-from kerneltune.spec import Case, Inputs, Op, Outputs, Variant
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="jobs run in Triton's interpreter")
 
@@ -146,6 +146,8 @@ def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
     assert [(case.name, case.axes) for case in tall] == [("odd,M=70,N=3", (("M", 70), ("N", 3)))]
     assert derived_cases(summing(), [*check, tall[0]], [shifted("tall", 8192, 64)]) == ([], [])
     assert without == ["shift=9"]
+    costly = replace(summing(), traffic=lambda case: Traffic(2_000_000 if case.option("shift") else 4, 0))
+    assert derived_cases(costly, check, bench) == ([], ["shift=5", "shift=9"])
     task = Task(summing(shift=1.0), derived[0], summing(shift=1.0).variants[0])
     ((outcome,),) = outcomes(case_job([Run(task, None)]))
     assert outcome.status == "failed"
