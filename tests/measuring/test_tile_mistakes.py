@@ -240,7 +240,8 @@ def decode(mistake: str, given: Inputs, config: Knobs) -> Outputs:
 
 
 def sequences(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    B, D, pages = case["M"], min(case["N"], 20), 3
+    B = case["M"] if device == "meta" else min(case["M"], 9)
+    D, pages = min(case["N"], 20), 3
     table = (torch.arange(B * pages, device=device).flip(0)).reshape(B, pages)
     length = (torch.arange(B, device=device) * 5) % (pages * PAGE) + 1
     q, k = values(seed, device, B, 6, D), values(seed + 1, device, B * pages, PAGE, 2, D)

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,11 +19,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = ("tensorwise", "rowwise", "delayed")
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 1,
-    "first_k_dense_replace": 0, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 4, "n_shared_experts": 1,
-    "num_experts_per_tok": 2, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "first_k_dense_replace": 0, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 2, "n_shared_experts": 1,
+    "num_experts_per_tok": 1, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "max_position_embeddings": 32, "use_cache": False,
 }  # fmt: skip
-"""A layer with routed and shared experts: 7 dense weights and 2 weights of 4 experts."""
+"""A layer with routed and shared experts: 7 dense weights and 2 weights of 2 experts."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def converted(recipe: str, device: str = DEVICE, **sizes: Any) -> Any:
 
 def step(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss of a step, and the gradients by the names of the parameters."""
-    loss = models.step(model, torch.arange(16, device=DEVICE).view(2, 8))
+    loss = models.step(model, torch.arange(8, device=DEVICE).view(1, 8))
     return float(loss), {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -88,16 +88,15 @@ def test_conversion_keeps_four_bytes_for_an_expert_weight_and_the_scales(recipe:
 
     model = converted(recipe)
     step(model)
-    experts = [1] * 7 + [4, 4]  # of each weight
+    experts = [1] * 7 + [2, 2]  # of each weight
     scales = sum(17 * (2 + E) for E in experts) if recipe == "delayed" else 0
     assert nbytes(model) - nbytes(build()) == 4 * (sum(experts) + scales)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
-def test_copy_of_a_converted_model_trains_alike_and_reverts(copied: Callable[[Any], Any]) -> None:
+def test_copy_of_a_converted_model_trains_alike_and_reverts() -> None:
     model = converted("delayed")
     want = step(model)
-    other = copied(model)
+    other = copy.deepcopy(pickle.loads(pickle.dumps(model)))
     assert_same(step(other), want)
     assert len(revert_from_fp8_training(other)) == 8
     assert_same(step(other), step(build()))

@@ -69,9 +69,9 @@ def test_variants_for_experts_alone_are_skipped_for_a_model_without_experts() ->
     }
 
 
-def test_steps_are_timed_launch_by_launch_unless_hot_is_asked_for() -> None:
+def test_steps_are_timed_launch_by_launch_unless_another_policy_is_asked_for() -> None:
     ops = {"model_step": OPS[0]}
-    for asked, policy in (("cold", "eager"), ("hot", "hot")):
+    for asked, policy in ((None, "eager"), ("cold", "cold"), ("hot", "hot")):
         plan = load_plan(ops, Selection("model_training"), Options(policy=asked))
         entry = plan.cases()[0]
         assert {task.policy for task in plan.tasks(entry.op, entry.case)} == {policy}
