@@ -1,5 +1,6 @@
 """Run the parts of a program at several sizes, and compare their results with those of another run; imports no kerneltune."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -36,3 +37,13 @@ def differences(found: Mapping[str, torch.Tensor], results: str, expected: str) 
         for name, value in wanted.items()
         if name in found
     }
+
+
+def report(
+    parts: Mapping[Callable[[int], None], Sequence[int]], found: Mapping[str, torch.Tensor], results: str = "", expected: str = ""
+) -> None:
+    """Run every part, save the results that the parts put into `found`, and print how they compare, as a line of JSON."""
+    failed = run_parts(parts)
+    apart = differences(found, results, expected)
+    different = {name: difference for name, difference in apart.items() if difference}
+    print(json.dumps({"kept": len(found), "compared": len(apart), "different": different, "failed": failed}))

@@ -4,13 +4,12 @@
 differ. Needs a GPU and liger-kernel; with TRITON_INTERPRET=1 it runs small sizes on the CPU.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable
 
 import torch
-from compare_runs import differences, run_parts
+from compare_runs import report
 
 IS_CPU = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE, ROWS = ("cpu", 4) if IS_CPU else ("cuda", 4096)
@@ -115,13 +114,5 @@ PARTS: dict[Callable[[int], None], tuple[int, ...]] = {
 }
 
 
-def main(results: str, expected: str = "") -> None:
-    """Run every part, save the results and print the line."""
-    failed = run_parts(PARTS)
-    apart = differences(FOUND, results, expected)
-    different = {name: difference for name, difference in apart.items() if difference}
-    print(json.dumps({"kept": len(FOUND), "compared": len(apart), "different": different, "failed": failed}))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    report(PARTS, FOUND, *sys.argv[1:])

@@ -4,7 +4,6 @@
 they differ. Needs a GPU and the folder that `cut_kernels.py` writes; with TRITON_INTERPRET=1 it runs small sizes on the CPU.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ os.environ["UNSLOTH_ALLOW_CPU"] = "1"  # so that its modules can be imported by 
 sys.path.append(str(Path(__file__).resolve().with_name("cut")))
 
 import torch
-from compare_runs import differences, run_parts
+from compare_runs import report
 from unsloth.kernels import cross_entropy_loss, geglu, layernorm, rms_layernorm, rope_embedding
 from unsloth.kernels import swiglu as swiglu_kernels
 
@@ -103,13 +102,5 @@ PARTS: dict[Callable[[int], None], tuple[int, ...]] = {
 }
 
 
-def main(results: str = "", expected: str = "") -> None:
-    """Run every part, save the results and print the line."""
-    failed = run_parts(PARTS)
-    apart = differences(FOUND, results, expected)
-    different = {name: difference for name, difference in apart.items() if difference}
-    print(json.dumps({"kept": len(FOUND), "compared": len(apart), "different": different, "failed": failed}))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    report(PARTS, FOUND, *sys.argv[1:])

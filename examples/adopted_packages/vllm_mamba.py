@@ -5,7 +5,6 @@ differ. Needs a GPU and the folder that `cut_kernels.py` writes; captured with T
 Sizes are those of Mamba-Codestral 7B: 128 heads of 64, 8 groups, states of 128, chunks of 256.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().with_name("cut")))
 
 import torch
-from compare_runs import differences, run_parts
+from compare_runs import report
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from vllm.model_executor.layers.mamba.ops.layernorm_gated import rms_norm_gated
 from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
@@ -109,13 +108,5 @@ PARTS: dict[Callable[[int], None], tuple[int, ...]] = {
 }
 
 
-def main(results: str = "", expected: str = "") -> None:
-    """Run every part, save the results and print the line."""
-    failed = run_parts(PARTS)
-    apart = differences(FOUND, results, expected)
-    different = {name: difference for name, difference in apart.items() if difference}
-    print(json.dumps({"kept": len(FOUND), "compared": len(apart), "different": different, "failed": failed}))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    report(PARTS, FOUND, *sys.argv[1:])

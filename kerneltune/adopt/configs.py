@@ -39,7 +39,7 @@ _MOST_DOUBLINGS = 2
 
 
 class StoredConfig(TypedDict, total=False):
-    """Hold a config as JSON; `pre_hook` says whether it has one. Triton's own names of options."""
+    """Hold a config as JSON, under Triton's names; `pre_hook` is true for a config with a pre_hook."""
 
     kwargs: Required[dict[str, Any]]
     num_warps: int | None

@@ -154,9 +154,8 @@ def _package(path: Path) -> str:
 def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     """Return the statements of a module that a definition of a name needs, in their order."""
     bound = [_bound(one) for one in statements]
-    wanted = _decorated(statements, bound, name) | {
-        "tl"
-    }  # Triton's interpreter refuses a function whose module lacks its language
+    # Triton's interpreter refuses a function whose module does not hold `triton.language` as `tl`
+    wanted = _decorated(statements, bound, name) | {"tl"}
     last = max((place for place, names in enumerate(bound) if names & wanted), default=0)
     changes = [_changes(one) for one in statements[:last]]
     chosen, data = set[int](), set(_SETTINGS)

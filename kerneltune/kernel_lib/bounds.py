@@ -221,7 +221,7 @@ class _Guard:
             try:
                 self._run_corners(executor, bound)
                 return
-            except Exception as error:
+            except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if fault_of(error) is None and not faults:
                     raise
                 faults.append(error)

@@ -22,7 +22,7 @@ Begin = Callable[[Outcome], None]
 _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
 _MOST_COST = 4.0
-"""Largest cost of a derived case, if the costliest check case costs 1: those of kernels cost up to 1, real models hundreds."""
+"""Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
 _Fork = Fork[tuple[list[Outcome], Reached]]
 
 
