@@ -62,17 +62,14 @@ def test_a_measuring_process_says_what_it_lacks() -> None:
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_a_process_that_starts_as_its_command_ends_says_nothing(stays: bool) -> None:
+def test_an_error_of_a_process_is_printed_unless_the_server_ends(stays: bool) -> None:
     code = f"""if True:
-        import os, time
-        from _multiprocessing import sem_unlink
-        from kerneltune.processes import fast_context
-        context = fast_context()
-        lock = context.Lock()
-        sem_unlink(lock._semlock.name)
-        process = context.Process(target=print, args=(lock,))
-        process.start()
-        process.join() if {stays} else os._exit(3)
+        import os, sys
+        from kerneltune.processes import _ErrorHook
+        sys.excepthook = _ErrorHook(os.getpid())
+        if os.fork() == 0:
+            raise FileNotFoundError
+        os.wait() if {stays} else os._exit(3)
     """
     done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == (0 if stays else 3)
