@@ -9,10 +9,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from kerneltune.nn import convert_to_fp8_training
 from kerneltune.workloads import models
 
 GROUPED = ("grouped_gemm", "GroupGemm", "GroupProblemShape", "grouped_mm", "_weight_gradient")
@@ -56,7 +58,7 @@ class Measures:
 
 def measure(
     name: str,
-    convert: Callable[[nn.Module], None],
+    convert: Callable[[nn.Module], object],
     *,
     is_compiled: bool,
     num_steps: int = 5,
@@ -152,11 +154,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--compiled", action="store_true", help="decoder layers compiled")
     parser.add_argument("--losses", type=int, default=0, metavar="N", help="train N steps after that")
     given = parser.parse_args(arguments)
-    convert = models.converted(given.recipe, dense=given.dense)
+    convert: Callable[[nn.Module], object] = partial(convert_to_fp8_training, recipe=given.recipe, dense=given.dense)
     if given.recipe == "bf16":
-        convert = models.as_it_is
+        convert = nn.Module.train  # the model stays in bf16
     elif given.recipe == "torchao":
-        convert = models.torchao_converted(given.dense)
+        convert = partial(models.convert_by_torchao, dense=given.dense)
     found = measure(given.model, convert, is_compiled=given.compiled, num_losses=given.losses)
     print(json.dumps(asdict(found), indent=1))
 

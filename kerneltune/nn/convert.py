@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from kerneltune.compat import is_compiled
@@ -23,6 +24,7 @@ from kerneltune.nn.converted import (
 )
 from kerneltune.nn.fp8_linear import why_not_fp8
 from kerneltune.nn.grouped_linear import GroupedLinear
+from kerneltune.nn.kept_weights import kept_weights_of
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.rounding import ALIGNED
 
@@ -110,7 +112,11 @@ def convert_to_fp8_training(
     for name, p in model.named_parameters():
         if isinstance(p, nn.UninitializedParameter):
             raise ValueError(f"{name} has no shape before the model's first forward pass: convert after that")
-    _check_switches(dense=dense, experts=experts)
+    for option, value in (("dense", dense), ("experts", experts)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{option}: {value!r}: expected True or False")
+    if filter_fn is not None and not callable(filter_fn):
+        raise ValueError(f"filter_fn: {filter_fn!r}: expected a function of a module and its name, or None")
     fresh: Recipe | str = "delayed" if recipe == "delayed" else recipe_of(recipe, "delayed")
     skipped: dict[str, str] = {}
     layers = _chosen(_experts_of(model), filter_fn, skipped) if experts else {}
@@ -120,8 +126,10 @@ def convert_to_fp8_training(
     for name, module in layers.items():
         _check(module, name)
     notes = _notes(model, layers | linears, fresh)
-    for name, module in (layers | linears).items():
-        convert_module(module, name, fresh)
+    with torch.inference_mode(False):  # because training changes the buffers that modules get here
+        for name, module in (layers | linears).items():
+            convert_module(module, name, fresh)
+    kept_weights_of(model)
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return Conversion([*layers, *linears], skipped, notes)
@@ -151,13 +159,6 @@ def _chosen(candidates: _Reasons, filter_fn: Filter | None, skipped: dict[str, s
         else:
             skipped[name] = why
     return chosen
-
-
-def _check_switches(**given: object) -> None:
-    """Raise ValueError for an option that is neither True nor False."""
-    for name, value in given.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}: {value!r}: expected True or False")
 
 
 def _nothing_to_convert(model: nn.Module, experts: bool, dense: bool, skipped: dict[str, str]) -> str:

@@ -27,7 +27,7 @@ from kerneltune.compat import (
     untraced,
 )
 from kerneltune.nn.alignment import row_major
-from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.delayed import LayerScaling
 from kerneltune.nn.forward_code import names_in_forward
 from kerneltune.nn.fp8_linear import Fp8Linear
 from kerneltune.nn.fp8_products import in_autocast
@@ -64,7 +64,7 @@ class ConvertedProducts(nn.Module):
         for name, weight in weights.items():
             local = local_part(weight)
             if recipe == "delayed":
-                self.add_module(f"{name}_scaling", DelayedScaling(local.shape[0], device=local.device))
+                self.add_module(f"{name}_scaling", LayerScaling(local.shape[0], device=local.device))
             self.add_module(f"{name}_kept", KeptWeights(local.shape[0], local.device))
 
     @contextmanager
@@ -161,9 +161,10 @@ class ExpertOperand(Tensor):
         first = args[0][0] if args and isinstance(args[0], list | tuple) and args[0] else args[0] if args else None
         if not isinstance(first, cls):
             return out
-        if isinstance(out, tuple | list):
-            return type(out)(_still_operand(t, first) for t in out) if type(out) in (tuple, list) else out
-        return _still_operand(out, first)
+        products, name = first.fp8_products, first.product_name
+        if type(out) in (tuple, list):
+            return type(out)(_operand(t, products, name) for t in out)
+        return _operand(out, products, name)
 
 
 # a tuple, because torch.compile does not find functions in a dict
@@ -199,17 +200,13 @@ def _product_by_operand(
     return y if out_dtype is None else y.to(out_dtype)
 
 
-def _operand(plain: Tensor, products: ConvertedProducts, name: str) -> ExpertOperand:
-    """Return an alias of a tensor that gradients flow through."""
-    operand = plain.as_subclass(ExpertOperand)
+def _operand(value: Any, products: ConvertedProducts, name: str) -> Any:
+    """Return an alias of a tensor of three axes that gradients flow through, or any other value as it is."""
+    if not isinstance(value, Tensor) or value.ndim != 3 or value.layout != torch.strided:
+        return value
+    operand = value.as_subclass(ExpertOperand)
     operand.fp8_products, operand.product_name = products, name
     return operand
-
-
-def _still_operand(out: Any, source: ExpertOperand) -> Any:
-    if not isinstance(out, Tensor) or out.ndim != 3 or out.layout != torch.strided:
-        return out
-    return _operand(out, source.fp8_products, source.product_name)
 
 
 class Converted:
@@ -307,7 +304,7 @@ class UnknownExperts(Converted):
 
 def _own_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters (E, N, K) of a module and of containers in it, such as a ParameterList, by name."""
-    if not _has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+    if not _has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
         return {}
     return {prefix + name: p for prefix, part in _named_parts(module) for name, p in _expert_parameters(part)}
 
@@ -387,7 +384,7 @@ def _made_class(kind: Any, base: Any, operands: tuple[tuple[str, str], ...]) -> 
 
 
 def _operand_property(attribute: str, name: str) -> property:
-    def get(self: Any) -> Tensor:
+    def get(self: Any) -> Any:
         parameter = own_parameter(self, attribute)
         in_forward = self.fp8.multiplied is not None or in_backward()
         return _operand(local_part(parameter), self.fp8, name) if in_forward else parameter

@@ -151,6 +151,17 @@ AnyRecipe = Recipe | DelayedScaling
 """A recipe whose casts have fresh scales, or the scales of past steps."""
 
 
+class LayerScaling(DelayedScaling):
+    """Hold the scales of a layer that may be made on the meta device: memory of a real device holds no step at first."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        was_meta = self.scales.is_meta
+        moved = super()._apply(fn, recurse)
+        if was_meta and not self.scales.is_meta:
+            self.reset_parameters()
+        return moved
+
+
 def update_scales(model: nn.Module) -> int:
     """Update every DelayedScaling of a model, once per optimizer step, and return their number."""
     layers = [module for module in model.modules() if isinstance(module, DelayedScaling)]

@@ -25,23 +25,19 @@ def names_in_forward(module: nn.Module) -> set[str]:
         if is_known or function.__module__.partition(".")[0] == "torch":
             continue
         seen.add(id(function))
-        used = {name for code in _codes(function.__code__) for name in _names(code)}
+        used = set(_names(function.__code__))
         names |= used
         waiting += [(found, owner) for found in inspect.getclosurevars(function).nonlocals.values()]
         waiting += _callees(used, function.__globals__, owner)
     return names
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and the code objects of the functions inside it."""
-    yield code
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a code object and the functions inside it use."""
+    yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+            yield from _names(constant)
     yield from ("@" for instruction in dis.get_instructions(code) if instruction.argrepr in ("@", "@="))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from kerneltune.compat import untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
-from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.delayed import DelayedScaling, LayerScaling
 from kerneltune.nn.fp8_products import fp8_product, output_dtype
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
@@ -73,7 +73,7 @@ class Fp8Linear(nn.Linear):
         if not N or not K or N % ALIGNED or K % ALIGNED:
             raise ValueError(f"Fp8Linear takes in_features and out_features that are multiples of {ALIGNED}, got {K} and {N}")
         self.fp8_recipe = recipe if recipe == "delayed" else recipe_of(recipe, "delayed")
-        self.fp8_scaling = DelayedScaling(1, device=self.weight.device) if recipe == "delayed" else None
+        self.fp8_scaling = LayerScaling(1, device=self.weight.device) if recipe == "delayed" else None
         self.fp8_kept = KeptWeights(1, self.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from kerneltune.compat import unsafe_view
-from kerneltune.nn.delayed import DelayedScaling
+from kerneltune.nn.delayed import DelayedScaling, LayerScaling
 from kerneltune.nn.grouped_mm import check_ends, check_product, fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Fp8Operand, Recipe, recipe_of
@@ -65,7 +65,7 @@ class GroupedLinear(nn.Module):
             ValueError: an unknown recipe, or a DelayedScaling of another number of experts. The layer stays as it is.
         """
         if recipe == "delayed":
-            recipe = DelayedScaling(self.num_experts, device=self.weight.device)
+            recipe = LayerScaling(self.num_experts, device=self.weight.device)
         if not isinstance(recipe, DelayedScaling):
             self._fresh, self.delayed = None if recipe is None else recipe_of(recipe, "delayed"), None
         elif recipe.num_experts == self.num_experts:

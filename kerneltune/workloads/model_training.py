@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kerneltune.compat import fails_on_recompile_limit
+from kerneltune.nn import convert_to_fp8_training
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 from kerneltune.workloads import models
 
@@ -68,7 +69,7 @@ def traffic(case: Case) -> Traffic:
     return Traffic(nbytes, nbytes)
 
 
-def run(convert: Callable[[nn.Module], None], name: str, inputs: Inputs, _config: None) -> Outputs:
+def run(convert: Callable[[nn.Module], object], name: str, inputs: Inputs, _config: None) -> Outputs:
     """Run a step of the model that a variant converts; raise an error where torch.compile would run a layer eagerly.
 
     A CUDA graph is an error, too: it keeps the memory of a whole step, 45 GB, and while it is captured transformers masks
@@ -131,7 +132,7 @@ def _without_experts(case: Case) -> str | None:
     return _without_transformers(case) or (None if has_experts else f"{case.option('model')} has no experts")
 
 
-def _variant(name: str, convert: Callable[[nn.Module], None], requires: tuple[str, ...] = ()) -> Variant:
+def _variant(name: str, convert: Callable[[nn.Module], object], requires: tuple[str, ...] = ()) -> Variant:
     converts_all = name == "baseline" or name.endswith("_dense")
     unsupported = _without_transformers if converts_all else _without_experts
     return Variant(name, partial(run, convert, name), unsupported=unsupported, requires=requires)
@@ -152,13 +153,14 @@ OPS = (
         policy="eager",
         memory_factor=_MEMORY_FACTOR,
         variants=(
-            _variant("baseline", models.as_it_is, ("transformers",)),
-            _variant("tensorwise", models.converted("tensorwise")),
-            _variant("rowwise", models.converted("rowwise")),
-            _variant("tensorwise_dense", models.converted("tensorwise", dense=True)),
-            _variant("rowwise_dense", models.converted("rowwise", dense=True)),
-            _variant("torchao", models.torchao_converted(False), ("torchao",)),
-            _variant("torchao_dense", models.torchao_converted(True), ("torchao",)),
+            _variant("baseline", lambda _model: None, ("transformers",)),
+            *(
+                _variant(recipe + suffix, partial(convert_to_fp8_training, recipe=recipe, dense=dense))
+                for suffix, dense in (("", False), ("_dense", True))
+                for recipe in ("tensorwise", "rowwise")
+            ),
+            _variant("torchao", partial(models.convert_by_torchao, dense=False), ("torchao",)),
+            _variant("torchao_dense", partial(models.convert_by_torchao, dense=True), ("torchao",)),
         ),
     ),
 )

@@ -1,6 +1,5 @@
 """Build models of `transformers` at real layer sizes with few layers, and run whole training steps of them. May import nn."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from kerneltune.compat import apply_gate
-from kerneltune.nn import convert_to_fp8_training
 from kerneltune.nn.alignment import aligned_groups
+from kerneltune.nn.fp8_linear import why_not_fp8
 
 SEQUENCE = 4096
 """Tokens of a sequence."""
@@ -76,46 +75,39 @@ def num_parameters(name: str) -> int:
     return count
 
 
-def build(name: str, device: str, *, seed: int = 0, sizes: dict[str, Any] | None = None) -> nn.Module:
-    """Return a model with random bf16 weights, its experts multiplied by `torch._grouped_mm`.
-
-    Args:
-        name: name in SHAPES.
-        device: device of the model.
-        seed: seed of the weights.
-        sizes: settings in place of the shape's settings.
-    """
+def build(name: str, device: str) -> nn.Module:
+    """Return a model of `SHAPES` with random bf16 weights, its experts multiplied by `torch._grouped_mm`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = SHAPES[name]
     settings = {"max_position_embeddings": SEQUENCE, "use_cache": False, "tie_word_embeddings": False}
-    config = AutoConfig.for_model(shape.model_type, **settings | shape.sizes | (sizes or {}))
-    torch.manual_seed(seed)
+    config = AutoConfig.for_model(shape.model_type, **settings | shape.sizes)
+    torch.manual_seed(0)
     with torch.device(device):
         from_config: Any = AutoModelForCausalLM.from_config
         model: Any = from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
-    if any(hasattr(module, "has_gate") for module in model.modules()):
+    if has_experts(model):
         model.set_experts_implementation("grouped_mm")
     built: nn.Module = model.train()
     return built
 
 
-def tokens(name: str, device: str, *, seed: int = 0, vocabulary: int | None = None, count: int | None = None) -> Tensor:
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model of `transformers` has expert layers."""
+    return any(hasattr(module, "has_gate") for module in model.modules())
+
+
+def tokens(name: str, device: str, *, seed: int = 0, count: int | None = None) -> Tensor:
     """Return random token ids (batch, length), as many as the shape's step has."""
     shape = SHAPES[name]
     total = count or shape.tokens
     length = min(SEQUENCE, total)
     generator = torch.Generator(device=device).manual_seed(seed)
-    most = vocabulary or shape.sizes["vocab_size"]
-    return torch.randint(0, most, (total // length, length), generator=generator, device=device)
+    return torch.randint(0, shape.sizes["vocab_size"], (total // length, length), generator=generator, device=device)
 
 
 def compile_layers(model: nn.Module, **options: Any) -> None:
-    """Let torch.compile each decoder layer for itself, as training frameworks do.
-
-    Args:
-        options: options of `torch.compile`.
-    """
+    """Let torch.compile each decoder layer for itself by its options, as training frameworks do."""
     for layer in model.get_submodule("model.layers").children():
         layer.compile(**options)
 
@@ -128,45 +120,25 @@ def step(model: nn.Module, ids: Tensor) -> Tensor:
     return loss.detach()
 
 
-def as_it_is(_model: nn.Module) -> None:
-    """Leave the model in bf16."""
-
-
-def converted(recipe: str, **options: Any) -> Callable[[nn.Module], None]:
-    """Return a function that converts a model by `convert_to_fp8_training`."""
-
-    def convert(model: nn.Module) -> None:
-        convert_to_fp8_training(model, recipe, **options)
-
-    return convert
-
-
-def torchao_converted(dense: bool, recipe: str = "tensorwise") -> Callable[[nn.Module], None]:
-    """Return a function that lets torchao multiply a model's experts, and its dense layers, in fp8.
+def convert_by_torchao(model: nn.Module, *, dense: bool) -> None:
+    """Let torchao multiply a model's experts, and with `dense` its dense layers, in fp8.
 
     torchao 0.18 takes groups of multiples of 16 rows alone, so the experts run in a forward whose gather pads each group.
     """
+    if has_experts(model):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    def convert(model: nn.Module) -> None:
-        has_experts = any(hasattr(module, "has_gate") for module in model.modules())
-        if has_experts:
-            from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        ALL_EXPERTS_FUNCTIONS.register("torchao_aligned", _torchao_experts)
+        model.set_experts_implementation("torchao_aligned")  # type: ignore[operator]
+    if dense:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-            ALL_EXPERTS_FUNCTIONS.register("torchao_aligned", _torchao_experts)
-            model.set_experts_implementation("torchao_aligned")  # type: ignore[operator]
-        if dense:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-            config = Float8LinearConfig.from_recipe_name(recipe)
-            convert_to_float8_training(model, config=config, module_filter_fn=_takes_torchao_dense)
-
-    return convert
+        config = Float8LinearConfig.from_recipe_name("tensorwise")
+        convert_to_float8_training(model, config=config, module_filter_fn=_takes_torchao_dense)
 
 
 def _takes_torchao_dense(module: nn.Module, name: str) -> bool:
     """Return whether torchao multiplies a linear layer in fp8: the same layers that ours does."""
-    from kerneltune.nn.fp8_linear import why_not_fp8
-
     return isinstance(module, nn.Linear) and name != "lm_head" and why_not_fp8(module) is None
 
 

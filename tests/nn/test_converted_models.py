@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from kerneltune.nn import convert_to_fp8_training, fp8_linear, revert_from_fp8_training, set_first_microbatch
+from kerneltune.nn import convert_to_fp8_training, fp8_linear, revert_from_fp8_training, set_first_microbatch, update_scales
 from kerneltune.workloads import models
 
 transformers = pytest.importorskip("transformers")
@@ -93,6 +93,18 @@ def test_conversion_keeps_four_bytes_for_an_expert_weight_and_the_scales(recipe:
     assert nbytes(model) - nbytes(build()) == 4 * (sum(experts) + scales)
 
 
+def test_model_converted_without_memory_trains_as_one_with_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = converted("delayed", "meta"), converted("delayed")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", lambda t, **options: torch.full_like(t, 77, **options))  # as memory of any content
+        model.to_empty(device=DEVICE)
+    model.load_state_dict(build().state_dict(), strict=True)
+    model.model.rotary_emb = other.model.rotary_emb  # its buffers are no part of a checkpoint
+    for _ in range(2):
+        assert_same(step(model), step(other))
+        assert update_scales(model) == update_scales(other)
+
+
 def test_copy_of_a_converted_model_trains_alike_and_reverts() -> None:
     model = converted("delayed")
     want = step(model)
@@ -158,15 +170,30 @@ def test_weight_of_the_output_layer_that_is_tied_to_the_embedding_stays_tied() -
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_layers_of_other_kinds_and_odd_sizes_stay() -> None:
+def test_layers_of_other_kinds_stay_and_make_no_router_of_their_neighbours() -> None:
     class Own(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2
 
-    model = nn.ModuleDict({"own": Own(32, 32), "plain": nn.Linear(32, 32), "odd": nn.Linear(32, 40)})
+    model = nn.ModuleDict(
+        {"own": Own(32, 32), "pairs": nn.Bilinear(32, 32, 32), "plain": nn.Linear(32, 32), "odd": nn.Linear(32, 40)}
+    )
     found = convert_to_fp8_training(model, dense=True)
     assert found == ["plain"]
     assert found.skipped == {
         "own": "a Own, which may have a forward of its own",
         "odd": "in_features and out_features must be multiples of 16, got 32 and 40",
     }
+
+
+def test_model_converted_for_inference_trains_later() -> None:
+    model = build()
+    with torch.inference_mode():
+        convert_to_fp8_training(model, "delayed", dense=True)
+        model(torch.arange(16, device=DEVICE)[None])
+    assert_same(step(model), step(converted("delayed")))
+
+
+def test_filter_that_is_no_function_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^filter_fn: 3: expected a function of a module and its name, or None$"):
+        convert_to_fp8_training(nn.Linear(32, 32), dense=True, filter_fn=3)
