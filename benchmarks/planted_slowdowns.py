@@ -25,10 +25,10 @@ from kerneltune.cli.options import load_ops
 from kerneltune.gating.rows import pool
 from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowKey, RowVerdict, confirm
 from kerneltune.measuring.compare import SELF, contender, input_sets, obstacle, time_contenders
-from kerneltune.measuring.measured import make_record, noise_floor, timing
+from kerneltune.measuring.measured import make_record, noise_floor
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.plan import Options, Selection, load_plan
-from kerneltune.records import Record, append, parse
+from kerneltune.records import Record, append, parse, timing
 from kerneltune.search.task import Task
 from kerneltune.spec import Config
 from kerneltune.table import Column, Row, Table
@@ -85,7 +85,7 @@ def measure_task(family: str, task: Task, config: Config, delays: Sequence[float
     samples = time_contenders(contenders)
     floor, traffic = noise_floor(samples), task.op.traffic(task.case).total
     return {
-        delay: make_record(family, task, config, "passed", "", **timing(samples[str(delay)], traffic, None, floor))
+        delay: make_record(family, task, config, "passed", "", **timing([samples[str(delay)]], traffic, None, floor))
         for delay in (0.0, *delays)
     }
 

@@ -145,6 +145,33 @@ def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
+def timing(
+    processes: Sequence[Sequence[float]], traffic_bytes: float, ceiling_gbps: float | None, floor: float | None
+) -> dict[str, Any]:
+    """Return the measured fields of a record, from the samples (rounds,) of each process."""
+    import numpy as np
+
+    from kerneltune.stats import centre_interval, deciles
+
+    interval = centre_interval([np.asarray(rounds) for rounds in processes])
+    p10, p90 = deciles(np.concatenate(processes))
+    gbps = traffic_bytes / interval.median / 1e3
+    values = {
+        "time_us": interval.median,
+        "gbps": gbps,
+        "ceiling_gbps": ceiling_gbps,
+        "pct_ceiling": 100 * gbps / ceiling_gbps if ceiling_gbps else None,
+        "ci_low_us": interval.low,
+        "ci_high_us": interval.high,
+        "aa_floor": floor,
+        "p10_us": p10,
+        "p90_us": p90,
+    }
+    fields: dict[str, Any] = {name: None if value is None else rounded(value) for name, value in values.items()}
+    samples = [[rounded(time_us) for time_us in rounds] for rounds in processes]
+    return fields | {"n": sum(map(len, samples)), "samples_us": samples}
+
+
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
     """Return the ratio; None where either value is not known."""
     return None if numerator is None or denominator is None else numerator / denominator

@@ -6,15 +6,13 @@ nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from statistics import median
 
-import numpy as np
 from msgspec.structs import replace
 
 from kerneltune.listing import OpFacts
-from kerneltune.records import Record, grouped, rounded
+from kerneltune.records import Record, grouped, timing
 from kerneltune.spec import Op, Option
-from kerneltune.stats import centre_interval, deciles
 
 Identity = Callable[[Record], object]
 """Function of a record whose result is equal for two records of the same row."""
@@ -68,8 +66,8 @@ def pool(rows: Iterable[Record]) -> list[Record]:
     """Pool the records that share key and variant, in the order of the first record of each pool.
 
     The pooled time is the geometric mean of the processes' medians. Its interval is resampled by process, then by round. The
-    pooled noise floor is the largest noise floor of the processes. A row that failed or was skipped in any process has that
-    status in the pooled record.
+    pooled noise floor is the median of the processes' noise floors: noise that only one process met does not hide a slowdown. A
+    row that failed or was skipped in any process has that status in the pooled record.
 
     Raises:
         ValueError: rows of the same key differ in GPU, versions, source or config, or hold no samples.
@@ -91,26 +89,11 @@ def _pooled(group: Sequence[Record]) -> Record:
     processes = [rounds for row in group for rounds in row.samples_us or ()]
     if not processes:
         raise ValueError(f"samples_us: None: expected the samples of {last.label} {last.variant}")
-    return replace(last, **_timing(group, processes))
+    traffic_bytes = (last.gbps or 0.0) * (last.time_us or 0.0) * 1e3
+    ceiling_gbps, floor = (_median(getattr(row, name) for row in group) for name in ("ceiling_gbps", "aa_floor"))
+    return replace(last, **timing(processes, traffic_bytes, ceiling_gbps, floor))
 
 
-def _timing(group: Sequence[Record], processes: Sequence[Sequence[float]]) -> dict[str, Any]:
-    last = group[-1]
-    interval = centre_interval([np.asarray(rounds) for rounds in processes])
-    p10, p90 = deciles(np.concatenate(processes))
-    gbps = rounded((last.gbps or 0.0) * (last.time_us or 0.0) / interval.median)
-    ceilings = [row.ceiling_gbps for row in group if row.ceiling_gbps]
-    ceiling = float(np.median(ceilings)) if ceilings else None
-    return {
-        "time_us": rounded(interval.median),
-        "gbps": gbps,
-        "ceiling_gbps": ceiling,
-        "pct_ceiling": rounded(100 * gbps / ceiling) if ceiling else None,
-        "ci_low_us": rounded(interval.low),
-        "ci_high_us": rounded(interval.high),
-        "n": sum(map(len, processes)),
-        "aa_floor": max((row.aa_floor for row in group if row.aa_floor is not None), default=None),
-        "p10_us": rounded(p10),
-        "p90_us": rounded(p90),
-        "samples_us": processes,
-    }
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None

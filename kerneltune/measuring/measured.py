@@ -8,12 +8,10 @@ from kerneltune import device
 from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import CEILING, SELF, Compared
 from kerneltune.processes import commit
-from kerneltune.records import Record, Status, rounded
+from kerneltune.records import Record, Status, timing
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Config
-from kerneltune.stats import Samples, deciles, median_interval, ratio_interval
-
-_TIMING = ("time_us", "gbps", "ceiling_gbps", "pct_ceiling", "ci_low_us", "ci_high_us", "n", "aa_floor", "p10_us", "p90_us")
+from kerneltune.stats import Samples, median_interval, ratio_interval
 
 
 def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, compared: Compared) -> list[Record]:
@@ -34,7 +32,7 @@ def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, comp
             records.append(checked_record(family, run, untimed[name]))
         else:
             taken = samples[SELF if name in seen else name]
-            times = timing(taken, task.op.traffic(task.case).total, ceiling_gbps, floor)
+            times = timing([taken], task.op.traffic(task.case).total, ceiling_gbps, floor)
             records.append(make_record(family, task, config, "passed", "", **times))
         seen.add(name)
     return records
@@ -49,38 +47,13 @@ def noise_floor(samples: dict[str, Samples]) -> float | None:
     return max(abs(interval.low - 1), abs(interval.high - 1))
 
 
-def timing(samples: Samples, traffic_bytes: int, ceiling_gbps: float | None, floor: float | None) -> dict[str, Any]:
-    """Return the measured fields of a record, from the samples (rounds,) of one process."""
-    interval = median_interval(samples)
-    gbps = traffic_bytes / interval.median / 1e3
-    p10, p90 = deciles(samples)
-    return {
-        "time_us": _rounded(interval.median),
-        "gbps": _rounded(gbps),
-        "ceiling_gbps": _rounded(ceiling_gbps),
-        "pct_ceiling": _rounded(100 * gbps / ceiling_gbps if ceiling_gbps else None),
-        "ci_low_us": _rounded(interval.low),
-        "ci_high_us": _rounded(interval.high),
-        "n": len(samples),
-        "aa_floor": _rounded(floor),
-        "p10_us": _rounded(p10),
-        "p90_us": _rounded(p90),
-        "samples_us": [[_rounded(time_us) for time_us in samples]],
-    }
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else rounded(value)
-
-
 def checked_record(family: str, run: Run, outcome: Outcome) -> Record:
     """Make a record without times."""
     return make_record(family, *run, outcome.status, outcome.reason)
 
 
 def make_record(family: str, task: Task, config: Config, status: str, reason: str, **times: Any) -> Record:
-    """Make a record of this device and source; `times` are the fields of `timing`."""
-    fields: dict[str, Any] = {**dict.fromkeys(_TIMING), **times, **device.versions()}
+    """Make a record of this device and source; `times` are the fields of `records.timing`."""
     op, case, variant, here = task.op, task.case, task.variant, device.current()
     return Record(
         status=cast(Status, status),
@@ -96,5 +69,6 @@ def make_record(family: str, task: Task, config: Config, status: str, reason: st
         role=variant.role,
         flops=op.flops(case) if op.flops is not None else None,
         **task.identity,
-        **fields,
+        **device.versions(),
+        **times,
     )

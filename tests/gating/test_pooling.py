@@ -18,12 +18,17 @@ def test_times_are_those_of_the_processes() -> None:
         pytest.approx(expected.high, rel=1e-5),
     )
     assert pooled.n == 10
-    assert pooled.samples_us == [row.samples_us[0] for row in rows if row.samples_us]
-    assert pooled.aa_floor == 0.002
+    assert pooled.samples_us == [pytest.approx(row.samples_us[0]) for row in rows if row.samples_us]
+    assert pooled.aa_floor == 0.0015
     assert pooled.gbps == pytest.approx(1000 * 104 / expected.median, rel=1e-5)
     assert pooled.pct_ceiling == pytest.approx(100 * (pooled.gbps or 0) / 2000, rel=1e-5)
     assert (pooled.p10_us, pooled.p90_us) == (pytest.approx(99.99), pytest.approx(104.06, rel=1e-3))
     assert pool([by_process(100, 0.0)] * 2)[0].pct_ceiling is None
+
+
+def test_noise_of_a_process_is_not_the_noise_of_all() -> None:
+    rows = [by_process(100, 0.0, aa_floor=floor) for floor in (0.002, 0.3, None, 0.004)]
+    assert pool(rows)[0].aa_floor == 0.004
 
 
 def test_order_single_rows_and_what_was_pooled_before() -> None:
