@@ -167,13 +167,14 @@ def _measured(
 def _update(baseline: str, selection: "Selection", options: "Options", processes: int) -> None:
     """Put a fresh run into the baseline, unless a row failed its check."""
     from kerneltune.gating.baseline import SUFFIX
+    from kerneltune.gating.rows import pool
     from kerneltune.gating.run import run_processes
 
     if not baseline.endswith(SUFFIX) or (":" in baseline and not Path(baseline).exists()):
         raise ValueError(f"baseline: {baseline!r}: expected a {SUFFIX} file where --update is given")
     o.require_writable(Path(baseline).parent)
     with reporter() as progress:
-        measured = run_processes(partial(o.load_ops, o.captured()), selection, options, processes, progress)
+        measured = pool(run_processes(partial(o.load_ops, o.captured()), selection, options, processes, progress))
     end_if_failed(measured)
     if not any(record.status == "passed" for record in measured):
         raise ValueError(f"nothing measured: {selection.family} has no such case and variant that can be timed here")

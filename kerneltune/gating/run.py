@@ -8,7 +8,7 @@ from functools import partial
 
 from kerneltune import device, sweep
 from kerneltune.campaign import measure_live
-from kerneltune.gating.rows import defaults_of, pool
+from kerneltune.gating.rows import defaults_of
 from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict, confirm
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.processes import in_fresh_processes
@@ -64,7 +64,7 @@ def run_processes(
     progress: Progress,
     keys: Collection[Key] | None = None,
 ) -> list[Record]:
-    """Return the selected rows, pooled over fresh processes; `keys`, if given, restricts them further.
+    """Return the selected rows of each fresh process; `keys`, if given, restricts them further.
 
     A suspect is measured beside the same variants as the first time, so the result has all rows of its case.
 
@@ -77,7 +77,7 @@ def run_processes(
     for found in in_fresh_processes(processes, _measure, load_ops, selection, options, keys):
         rows += found
         progress.advance(f"{len(found)} rows in a fresh process")
-    return pool(rows)
+    return rows
 
 
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[Key] | None) -> list[Record]:

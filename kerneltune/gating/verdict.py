@@ -56,7 +56,6 @@ _BETWEEN_UNITS_PERCENT = 5.5
 """Largest difference between two H200s that was measured for the same code (docs/notes/gate.md)."""
 A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
 """Reasons why a row is a note."""
-_GONE = "not in the new records"
 RERUNS = 2
 """Number of further measurements: first all suspects, then the suspects that are still ambiguous."""
 
@@ -74,7 +73,7 @@ class GateRow:
     """Hold the verdict on a variant and a case: the baseline's record against the new record.
 
     Attributes:
-        record: the new record of the row; the baseline's record if there is no new record.
+        old, new: the row's records of the two sides; at least one is not None.
         verdict: `slower` is surely slower, but within the margin or by less than 0.5 µs; `missing` and `failed` rows were not
             compared.
         change: the compared records and their difference, `p` Holm-corrected over the rows; None if the row was not compared.
@@ -82,11 +81,19 @@ class GateRow:
         note: the reason why the verdict does not count: `a peer` or `fails in the baseline as well`; empty if it counts.
     """
 
-    record: Record
+    old: Record | None
+    new: Record | None
     verdict: RowVerdict
     change: Change | None = None
     reason: str = ""
     note: str = ""
+
+    @property
+    def record(self) -> Record:
+        """Return the new record of the row, or the baseline's record if there is no new record."""
+        record = self.new or self.old
+        assert record is not None
+        return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,17 +218,23 @@ def confirm(
     further measurements. A row that is a regression after the first further measurement is not measured again; a row that is
     still ambiguous is.
 
+    Args:
+        new: records of the processes, a row of each or pooled.
+        remeasure: function that measures rows again, and returns records as `new` holds them.
+
     Raises:
         ValueError: the margin is bad, or records cannot be pooled.
     """
-    verdict, pooled = gate(baseline, new, margin, peers=peers, defaults=defaults), list(new)
+    measured, pooled = list(new), pool(new)
+    verdict = gate(baseline, pooled, margin, peers=peers, defaults=defaults)
     suspects, again = verdict.suspects, Counter[RowKey]()
     for _ in range(reruns):
         if not suspects:
             break
         found = [record for record in remeasure(suspects) if (record.key, record.variant) in suspects]
-        pooled = pool([*pooled, *found])
-        again.update((record.key, record.variant) for record in found)
+        measured += found
+        pooled = pool(measured)
+        again.update({(record.key, record.variant) for record in found})
         verdict = gate(baseline, pooled, margin, again, peers=peers, defaults=defaults)
         suspects = suspects & verdict.of("ambiguous")
     return verdict, pooled
@@ -294,11 +307,10 @@ def _unmet(old: Record | None, new: Record | None, peers: bool) -> GateRow:
     """Return a row that the new records lack or have not timed."""
     note = _FAILED_BEFORE if old is not None and old.status == "failed" else A_PEER if is_peer(old, new) and not peers else ""
     if new is None:
-        assert old is not None
-        return _row(old, "missing", _GONE, note=note)
+        return _row(old, new, "missing", "not in the new records", note=note)
     if new.status == "failed":
-        return _row(new, "failed", new.reason, note=note)
-    return _row(new, "missing", f"{new.status} in the new records: {new.reason or 'not timed'}", note=note)
+        return _row(old, new, "failed", new.reason, note=note)
+    return _row(old, new, "missing", f"{new.status} in the new records: {new.reason or 'not timed'}", note=note)
 
 
 def _same_measurement(old: Record, new: Record) -> bool:
@@ -313,11 +325,11 @@ def _judged(met: Change, margin: float, again: Mapping[RowKey, int], note: str) 
     times = again.get((met.new.key, met.new.variant), 0)
     measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
     if verdict == "pass":
-        return _row(met.new, verdict, "; ".join(filter(None, [met.basis, measured_again])) if times else "", met)
+        return _row(met.old, met.new, verdict, "; ".join(filter(None, [met.basis, measured_again])) if times else "", met)
     is_slow = verdict != "faster"
     basis = met.basis or ("one process a side" if is_slow else "")
     parts = [reason, *_other_versions(met), basis, measured_again]
-    return _row(met.new, verdict, "; ".join(filter(None, parts)), met, note if is_slow else "")
+    return _row(met.old, met.new, verdict, "; ".join(filter(None, parts)), met, note if is_slow else "")
 
 
 def _verdict_of(met: Change, margin: float) -> tuple[RowVerdict, str]:
@@ -369,7 +381,7 @@ def _doubt(met: Change, margin: float) -> str:
         extent = f"at least {met.low:.1%} slower" if met.low > 0 else f"{-met.low:.1%} faster to {met.high:.1%} slower"
         return f"{extent}, tolerated {margin:.1%}: measure more"
     beyond = f"at least {met.low:.1%} slower, tolerated {margin:.1%}"
-    if met.low <= met.floor:  # pooled records keep their largest noise floor: further processes do not lower it
+    if met.low <= met.floor:
         noisy = [name for name, side in (("baseline", met.old), ("new", met.new)) if (side.aa_floor or 0.0) >= met.low]
         records = f"{' and '.join(noisy)} records"
         return f"{beyond}, but within the noise floor of {met.floor:.1%}: measure {records} afresh on an idle GPU"
@@ -384,9 +396,11 @@ def _other_versions(met: Change) -> list[str]:
     return [f"{name} {getattr(met.old, name)} → {getattr(met.new, name)}" for name in names]
 
 
-def _row(record: Record, verdict: RowVerdict, reason: str, met: Change | None = None, note: str = "") -> GateRow:
+def _row(
+    old: Record | None, new: Record | None, verdict: RowVerdict, reason: str, met: Change | None = None, note: str = ""
+) -> GateRow:
     reason = printable(" ".join("; ".join(filter(None, [note, reason])).split()))
-    return GateRow(record=record, verdict=verdict, change=met, reason=reason, note=note)
+    return GateRow(old=old, new=new, verdict=verdict, change=met, reason=reason, note=note)
 
 
 def _interval(record: Record) -> Interval:
@@ -407,7 +421,7 @@ def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[
     """Return the answer; `wide` counts the failures that no single row shows."""
     counts = {verdict: sum(row.verdict == verdict and not row.note for row in rows) for verdict in WORST_FIRST}
     if not counts["failed"] and all(row.change is None for row in rows):
-        rows = tuple(row for row in rows if not row.reason.endswith(_GONE))  # the reason below says it of all
+        rows = tuple(row for row in rows if row.new is not None)  # the reason below says it of all other rows
         return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes, failures)
     for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
         found = [_counted(counts[verdict], verdict) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]

@@ -206,7 +206,6 @@ def test_a_run_judges_what_its_processes_measure(
         return both(100, 70)
 
     monkeypatch.setattr("kerneltune.gating.run.run_processes", measured)
-    monkeypatch.setattr("kerneltune.gating.run.pool", lambda rows: list(rows))
     old, kept = write("old.jsonl", *both(), record(variant="liger")), tmp_path / "kept.jsonl"
     result = run("gate", old, "--run", "rmsnorm", "--processes", "2", "--variant", "baseline", "--save", kept)
     assert (result.exit_code, seen) == (0, [("rmsnorm", ("baseline",), False, 2)])

@@ -13,6 +13,7 @@ from simulated_records import one_process, rounds_us
 
 from kerneltune import campaign, device, ops
 from kerneltune.gating import run as gate_run
+from kerneltune.gating.rows import pool
 from kerneltune.gating.run import run_gate
 from kerneltune.plan import Options, Selection
 from kerneltune.progress import Progress
@@ -43,6 +44,7 @@ class Lab:
         self.measured: list[str] = []
         self.processes = 0
         self.odd = 1.0
+        self.floors = [0.002]
 
     def compare(self, _bench: object, family: str, runs: Any, _ceiling: object) -> list[Record]:
         op, case, policy = runs[0][0].op, runs[0][0].case, runs[0][0].policy
@@ -52,6 +54,7 @@ class Lab:
             one_process(
                 rounds_us(self.rng, us), 0, op=op.name, variant=task.variant.name, case=case.name, axes=dict(case.axes),
                 options=dict(case.options), policy=policy, family=family,
+                aa_floor=self.floors[self.processes % len(self.floors)],
             )
             for task, _config in runs
         ]  # fmt: skip
@@ -80,7 +83,7 @@ def selection(tmp_path: Path) -> Selection:
 
 @pytest.fixture
 def baseline(lab: Lab, selection: Selection) -> list[Record]:
-    rows = gate_run.run_processes(ops.load, selection, OPTIONS, 3, Progress())
+    rows = pool(gate_run.run_processes(ops.load, selection, OPTIONS, 3, Progress()))
     lab.measured.clear()
     lab.processes = 0
     return rows
@@ -110,6 +113,16 @@ def test_an_odd_process_is_cleared_by_the_second_look(lab: Lab, selection: Selec
     verdict, _measured = run(selection, baseline)
     assert verdict.exit_code == 0
     assert lab.measured == ["a", "b"] * 3 + ["b"] * 3
+
+
+def test_noise_that_one_process_met_hides_no_slow_case(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+    lab.us["b"] *= 1.08
+    lab.floors = [0.002, 0.3, 0.003]
+    verdict, measured = run(selection, baseline)
+    assert (verdict.exit_code, verdict.reason) == (1, "1 regression")
+    assert [row.aa_floor for row in measured] == [0.003, 0.003]
+    lab.floors = [0.3, 0.3, 0.003]
+    assert run(selection, baseline)[0].exit_code == 3
 
 
 def test_the_margin_is_the_sweep_s_unless_given(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
