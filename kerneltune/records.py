@@ -193,6 +193,8 @@ def parse(lines: Iterable[bytes], name: str, is_journal: bool = False) -> list[R
     line_of: dict[object, int] = {}
     for line in lines:
         try:
+            if not line.lstrip().startswith(b"{"):
+                raise bad("JSON", line.decode(errors="replace").strip(), "a record, a JSON object, on each line")
             if not line.endswith(b"\n"):
                 raise ValueError("JSON: truncated, the last line has no end")
             records.append(decode(line[:-1], Record))

@@ -211,8 +211,9 @@ def line(**changes: Any) -> str:
     ("text", "message"),
     [
         (f"{line()}\n{{oops\n", ":2: JSON: object keys must be strings (byte 1)"),
-        ("\n", ":1: JSON: input data was truncated"),
-        ("[1]\n", ":1: JSON: [1]: expected object"),
+        ("\n", ":1: JSON: '': expected a record, a JSON object, on each line"),
+        ("[1]\n", ":1: JSON: '[1]': expected a record, a JSON object, on each line"),
+        (f"<<<<<<< HEAD\n{line()}\n", ":1: JSON: '<<<<<<< HEAD': expected a record, a JSON object, on each line"),
         (f"{line(colour='red')}\n", ":1: colour: 'red': expected no field of this name"),
         ('{"op": "x"}\n', ":1: variant: missing"),
         (f"{line(n='many')}\n", ":1: n: 'many': expected int | null"),

@@ -12,11 +12,10 @@ from xml.etree import ElementTree
 from kerneltune.gating.changes import us_of
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, RowVerdict, Verdict
 from kerneltune.records import grouped
+from kerneltune.reporting.tables import case_columns
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, wrapped
 
-_INDENT = " " * 12
-_UNIT = " µs"
 _ANNOTATIONS = 10
 """GitHub shows ten errors and ten warnings of a step and drops all further messages silently."""
 _OF_PEERS = {"regression": "slower", "ambiguous": "perhaps slower"}
@@ -28,43 +27,42 @@ _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010fff
 
 def summary(verdict: Verdict) -> str:
     """Return the answer in one line."""
-    answer = {PASS: "pass", REGRESSION: "regression", UNUSABLE: "not usable", AMBIGUOUS: "ambiguous"}[verdict.exit_code]
+    answer = {PASS: "pass", REGRESSION: "fail", UNUSABLE: "not usable", AMBIGUOUS: "ambiguous"}[verdict.exit_code]
     counts = f" ({counted(verdict.compared, 'row')} compared, {verdict.count('faster')} faster)"
     return f"gate: {answer}: {verdict.reason}{'' if verdict.exit_code == UNUSABLE else counts}"
 
 
 def gate_text(verdict: Verdict, width: int = 100) -> str:
-    """Return the answer as text: rows that did not simply pass, worst first; then the notes; then the summary.
+    """Return the answer as text: a table of the rows that did not simply pass, worst first; notes; failures; the summary.
 
     The notes about rows are folded into a line per variant. Lines have at most `width` columns, except for a longer word.
     """
-    lines = []
-    for row in _counting(verdict):
-        change, reason = "  ".join(filter(None, [_times(row), _change(row)])), f"({row.reason})" if row.reason else ""
-        tag = f"{row.verdict:<10}"
-        text = "  ".join(filter(None, [tag, row.record.label, row.record.variant, change, reason]))
-        if len(text) > width:  # the change begins a new line, so that the eye finds it
-            named = _wrapped(f"{tag}  {row.record.label}  {row.record.variant}", width)
-            below = [_INDENT + "  ".join(filter(None, [change, reason]))]
-            below = below if len(below[0]) <= width else [_INDENT + part for part in (change, reason) if part]
-            text = "\n".join([named, *(_wrapped(part, width) for part in below if part.strip())])
-        lines.append(text)
-    lines += [_wrapped(f"failed: {failure}", width) for failure in verdict.failures]
-    lines += [_wrapped(f"note: {note}", width) for note in _notes(verdict)]
-    return "\n".join([*lines, _wrapped(summary(verdict), width)]) + "\n"
+    lines = [*(f"note: {note}" for note in _notes(verdict)), *(f"failed: {failure}" for failure in verdict.failures)]
+    below = [part for line in (*lines, summary(verdict)) for part in wrapped(line, width)]
+    table = _table(verdict)
+    return "\n".join([*([table.text(width)] if table.rows else []), *below]) + "\n"
 
 
 def gate_markdown(verdict: Verdict) -> str:
-    """Return the answer as Markdown: the summary, a table of the rows of `gate_text`, then the notes."""
-    names = ("verdict", "row", "case", "variant", "µs", "slowdown", "reason")
-    rows = tuple(
-        Row((row.verdict, *_names(row), _times(row).removesuffix(_UNIT), _change(row), row.reason)) for row in _counting(verdict)
-    )
-    table = Table(tuple(Column(name, digits=0 if name in ("µs", "slowdown") else None) for name in names), rows)
-    said_of_all = [*(f"Failed: {failure}" for failure in verdict.failures), *(f"Note: {note}" for note in _notes(verdict))]
-    notes = "\n".join(said_of_all)
+    """Return the answer as Markdown: the summary, the table of `gate_text`, failures and notes."""
+    table = _table(verdict)
+    lines = [*(f"Failed: {failure}" for failure in verdict.failures), *(f"Note: {note}" for note in _notes(verdict))]
     said = f"**{summary(verdict)}**".replace("|", "\\|")
-    return "\n\n".join(filter(None, [said, table.markdown().rstrip() if rows else "", notes])) + "\n"
+    return "\n\n".join(filter(None, [said, table.markdown().rstrip() if table.rows else "", "\n".join(lines)])) + "\n"
+
+
+def _table(verdict: Verdict) -> Table:
+    """Return a row for each row of the verdict that did not simply pass and is no note."""
+    named, cases = case_columns((row.record for row in verdict.rows), Column("op", shared=True), Column("case", rank=4))
+    of_row = {id(row): case for row, case in zip(verdict.rows, cases, strict=True)}
+    columns = (
+        Column("verdict"), *named, Column("variant"), Column("µs", digits=0, rank=2), Column("slowdown", digits=0, rank=1),
+        Column("95 % interval", digits=0, rank=3), Column("reason", only=("markdown",)),
+    )  # fmt: skip
+    rows = [
+        Row((row.verdict, *of_row[id(row)], row.record.variant, *_measures(row), ""), row.reason) for row in _counting(verdict)
+    ]
+    return Table(columns, tuple(rows))
 
 
 def gate_junit(verdict: Verdict) -> str:
@@ -120,8 +118,8 @@ def gate_annotations(verdict: Verdict) -> str:
     for row in _counting(verdict):
         level = "error" if row.verdict in _ERRORS else "warning" if row.verdict == "ambiguous" else "notice"
         if row.verdict != "faster":
-            label, case, variant = _names(row)
-            lines[level].append(_command(level, f"{row.verdict}: {case} {variant}", f"{label}: {_message(row)}"))
+            title = f"{row.verdict}: {row.record.case} {row.record.variant}"
+            lines[level].append(_command(level, title, f"{row.record.label}: {_message(row)}"))
     for level, found in lines.items():
         if len(found) > _ANNOTATIONS:
             hidden = len(found) - _ANNOTATIONS + 1
@@ -157,25 +155,16 @@ def _command(level: str, title: str, message: str) -> str:
 
 
 def _message(row: GateRow) -> str:
-    return "  ".join(filter(None, [_times(row), _change(row), row.reason]))
+    times, slowdown, interval = _measures(row)
+    return "  ".join(filter(None, [times and f"{times} µs", f"{slowdown} {interval}".strip(), row.reason]))
 
 
-def _names(row: GateRow) -> tuple[str, str, str]:
-    """Return label, case and variant of a row."""
-    return row.record.label, row.record.case, row.record.variant
-
-
-def _change(row: GateRow) -> str:
-    change = row.change
-    return "" if change is None else f"{change.slowdown:+.1%} [{change.low:+.1%}, {change.high:+.1%}]"
-
-
-def _times(row: GateRow) -> str:
-    return "" if row.change is None else f"{us_of(row.change.old):.4g} → {us_of(row.change.new):.4g}{_UNIT}"
-
-
-def _wrapped(text: str, width: int) -> str:
-    return "\n".join(wrapped(text, width, _INDENT))
+def _measures(row: GateRow) -> tuple[str, str, str]:
+    """Return the two times, the slowdown and its interval; empty for a row that was not compared."""
+    if (change := row.change) is None:
+        return "", "", ""
+    interval = f"[{change.low:+.1%}, {change.high:+.1%}]"
+    return f"{us_of(change.old):.4g} → {us_of(change.new):.4g}", f"{change.slowdown:+.1%}", interval
 
 
 def _xml(text: str) -> str:

@@ -37,7 +37,7 @@ from kerneltune.gating.changes import Change, device_policy, is_peer, shifts_by_
 from kerneltune.gating.rows import Defaults, defaults_of, identity_of, pool
 from kerneltune.records import Key, Record, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift
-from kerneltune.wording import counted, printable
+from kerneltune.wording import counted, first_of, printable
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
 DEFAULT_MARGIN = 0.03
@@ -191,6 +191,7 @@ def gate(
         _short_rows(changes, margin),
         _left_out("baseline", of_old.values(), new_places),
         _left_out("new", of_new.values(), old_places),
+        _added([fresh for key, fresh in of_new.items() if key not in of_old and device_policy(fresh) in old_places]),
     ]
     groups, doubtful = slower_groups(judged)
     wide = [
@@ -260,6 +261,13 @@ def _left_out(side: str, records: Iterable[Record], places: Collection[tuple[str
     counts = Counter(device_policy(record) for record in records if record.status == "passed")
     named = ", ".join(f"{count} of {' '.join(place)}" for place, count in sorted(counts.items()) if place not in places)
     return f"rows that only {side} has, left out: {named}" if named else ""
+
+
+def _added(records: Iterable[Record]) -> str:
+    """Return a note with the number of timed rows by variant that the baseline lacks; empty if there is no such row."""
+    counts = Counter(f"{record.op} {record.variant}" for record in records if record.status == "passed")
+    named = first_of((f"{count} of {name}" for name, count in counts.items()), 3)
+    return f"rows that the baseline lacks, not judged: {named}" if named else ""
 
 
 def _widened(changes: list[Change]) -> list[Change]:

@@ -230,14 +230,12 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
         a, b: the names of A and B; `best-peer` for the fastest peer of every case.
         title: heading above the table.
     """
-    names = case_names(row.a for row in rows)
-    options, axes = _columns(names)
+    of_cases, cases = case_columns([row.a for row in rows], Column("kind", shared=True))
     bounds = [row.bound for row in rows if row.speedup is not None]
     is_mixed = len(set(bounds)) > 1
     a_varies, b_varies = (len({getattr(row, side).variant for row in rows}) > 1 for side in "ab")
     columns = (
-        *(Column(name, shared=True) for name in ("kind", "dtype", "quant", *options)),
-        *(Column(axis, digits=0) for axis in axes),
+        *of_cases,
         *([Column("A is", key="A_is")] if a_varies else []),
         *([Column("B is", key="B_is")] if b_varies else []),
         *_named_bound(AB_COLUMNS, bounds),
@@ -245,13 +243,11 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
         *(Column(name, only=("csv",)) for name, _ in _CSV_VALUES),
     )
     lines = []
-    for name, row in zip(names, rows, strict=True):
+    for case, row in zip(cases, rows, strict=True):
         sides = [side.variant for side, varies in ((row.a, a_varies), (row.b, b_varies)) if varies]
         measures = [None if row.note else value(row) for _, value in _MEASURES]
         further = [value(row) for _, value in _CSV_VALUES]
-        lines.append(
-            Row((*_case_values(name, options, axes), *sides, *measures, None if row.note else row.bound, *further), row.note)
-        )
+        lines.append(Row((*case, *sides, *measures, None if row.note else row.bound, *further), row.note))
     records = [side for row in rows for side in (row.a, row.b)]
     head = [_sides(rows, a, b), *_ab_summary(rows)] if rows else ["no rows to compare"]
     return Table(columns, tuple(lines), tuple(head), (source(records),) if records else (), title=title)
@@ -356,10 +352,21 @@ def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:
     return list(options), list(dict.fromkeys(axis for name in cases for axis in name.axes))
 
 
-def _case_values(name: CaseName, options: Iterable[str], axes: Iterable[str]) -> list[CellValue]:
-    """Return the values of the columns that name a row: kind, type, mode, options and sizes."""
-    chosen = [str(name.options.get(option, "")) for option in options]
-    return [name.kind, name.dtype, name.quant, *chosen, *(name.axes.get(axis) for axis in axes)]
+def case_columns(records: Iterable[Record], *first: Column) -> tuple[list[Column], list[list[CellValue]]]:
+    """Return the columns that name a case, and the values of each record: `first` by name, type, mode, options and sizes.
+
+    first: columns of the fields of `CaseName`.
+    """
+    names = case_names(records)
+    options, axes = _columns(names)
+    columns = [*first, *(Column(name, shared=True) for name in ("dtype", "quant", *options))]
+    values = [
+        [*(getattr(name, column.name) for column in first), name.dtype, name.quant]
+        + [str(name.options.get(option, "")) for option in options]
+        + [name.axes.get(axis) for axis in axes]
+        for name in names
+    ]
+    return [*columns, *(Column(axis, digits=0) for axis in axes)], values
 
 
 def _sides(rows: Sequence[Comparison], a: str, b: str) -> str:

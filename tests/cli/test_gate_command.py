@@ -23,7 +23,7 @@ from kerneltune.records import Record
     ("new", "code", "last"),
     [
         (both(), 0, "gate: pass: no row is slower (2 rows compared, 0 faster)"),
-        (both(100, 70), 1, "gate: regression: 1 regression (2 rows compared, 0 faster)"),
+        (both(100, 70), 1, "gate: fail: 1 regression (2 rows compared, 0 faster)"),
         (
             [record(), record(60, variant="optimized", ci_low_us=40.0, ci_high_us=70.0)],
             3,
@@ -98,7 +98,8 @@ def test_files_without_a_common_row_give_the_reason_alone(write: Callable[..., P
         write("new.jsonl", *both(quant="none")),
     )
     assert (result.exit_code, " ".join(result.stdout.split())) == (
-        2, "gate: not usable: nothing compared: no row of the baseline is timed in the new records",
+        2, "note: rows that the baseline lacks, not judged: 1 of rmsnorm_fwd baseline, 1 of rmsnorm_fwd optimized "
+        "gate: not usable: nothing compared: no row of the baseline is timed in the new records",
     )  # fmt: skip
 
 
@@ -116,10 +117,10 @@ def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: 
     markdown, junit = tmp_path / "out" / "gate.md", tmp_path / "gate.xml"
     result = run("gate", "--allow-stale", old, new, "--markdown", markdown, "--junit", junit, "--annotations")
     assert (result.exit_code, result.stderr) == (1, f"wrote {junit}\nwrote {markdown}\n")
-    text, *commands = result.stdout.split("gate: regression: 1 regression (2 rows compared, 0 faster)\n")
-    assert text.startswith("regression  rmsnorm_fwd")
+    text, *commands = result.stdout.split("gate: fail: 1 regression (2 rows compared, 0 faster)\n")
+    assert "regression rmsnorm_fwd" in text
     assert commands[0] == "::error title=kerneltune gate::"
-    assert markdown.read_text().startswith("**gate: regression: ")
+    assert markdown.read_text().startswith("**gate: fail: ")
     assert step.read_text() == f"before\n{markdown.read_text()}\n"
     assert 'tests="2" failures="1" errors="0" skipped="0">' in junit.read_text()
     step.write_text("")
@@ -153,10 +154,13 @@ def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Pa
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(console.console, "width", 80)
     assert run("gate", "--allow-stale", old, new).stdout == (
-        "regression  rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold  optimized\n"
-        "            50 → 70 µs  +40.0% [+40.0%, +40.0%]\n"
-        "            (at least 40.0% slower, tolerated 3.0%; one process a side)\n"
-        "gate: regression: 1 regression (2 rows compared, 0 faster)\n"
+        "not shown in 80 columns: case, 95 % interval; a wider terminal shows all\n"
+        "\n"
+        "verdict    op          dtype    quant    M    N variant        µs slowdown\n"
+        "regression rmsnorm_fwd bfloat16 fp8   8192 4096 optimized 50 → 70   +40.0%\n"
+        "        at least 40.0% slower, tolerated 3.0%; one process a side\n"
+        "\n"
+        "gate: fail: 1 regression (2 rows compared, 0 faster)\n"
     )
 
 
@@ -186,7 +190,7 @@ def test_the_gate_prints_markdown_in_place_of_text(
     monkeypatch.chdir(tmp_path)
     result = run("gate", "--allow-stale", write("old.jsonl", *both()), write("new.jsonl", *both(100, 70)), "--markdown", "-")
     assert (result.exit_code, result.stderr, Path("-").exists()) == (1, "", False)
-    assert result.stdout.startswith("**gate: regression: 1 regression (2 rows compared, 0 faster)**\n\n| verdict | ")
+    assert result.stdout.startswith("**gate: fail: 1 regression (2 rows compared, 0 faster)**\n\n| verdict | ")
 
 
 def test_a_run_needs_a_gpu(write: Callable[..., Path], no_gpu: None) -> None:
@@ -253,7 +257,7 @@ def test_records_of_other_code_than_the_checkout_s_fail_unless_they_are_allowed(
     assert result.exit_code == 1
     assert "failed: rmsnorm_fwd optimized: 1 of 1 row measured with other code: te-8192x4096 bfloat16 fp8 (" in text
     assert "): measure again, or --allow-stale" in text
-    assert "gate: regression: 2 variants of other code or configs (2 rows compared" in text
+    assert "gate: fail: 2 variants of other code or configs (2 rows compared" in text
     assert text.count("rmsnorm_fwd optimized: 1 of 1 row measured with other code") == 2  # in the text and in an annotation
     assert run("gate", old, new, "--allow-stale").exit_code == 0
     of_here = [entry_record(entry) for entry in h200_entries()[:2]]
