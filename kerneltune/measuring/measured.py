@@ -32,7 +32,7 @@ def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, comp
             records.append(checked_record(family, run, untimed[name]))
         else:
             taken = samples[SELF if name in seen else name]
-            times = timing([taken], task.op.traffic(task.case).total, ceiling_gbps, floor)
+            times = timing([taken.tolist()], task.op.traffic(task.case).total, ceiling_gbps, floor)
             records.append(make_record(family, task, config, "passed", "", **times))
         seen.add(name)
     return records
@@ -54,6 +54,7 @@ def checked_record(family: str, run: Run, outcome: Outcome) -> Record:
 
 def make_record(family: str, task: Task, config: Config, status: str, reason: str, **times: Any) -> Record:
     """Make a record of this device and source; `times` are the fields of `records.timing`."""
+    fields: dict[str, Any] = {**times, **device.versions()}
     op, case, variant, here = task.op, task.case, task.variant, device.current()
     return Record(
         status=cast(Status, status),
@@ -69,6 +70,5 @@ def make_record(family: str, task: Task, config: Config, status: str, reason: st
         role=variant.role,
         flops=op.flops(case) if op.flops is not None else None,
         **task.identity,
-        **device.versions(),
-        **times,
+        **fields,
     )
