@@ -1,7 +1,7 @@
 """Write the cases of every operator that a language model uses as the text of a sweep. Imports no operator."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from kerneltune.rounding import ALIGNED, cdiv
 from kerneltune.workloads.model_config import Experts, Model
@@ -40,24 +40,11 @@ def model_sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int]
     shared = f", experts on {ep} GPUs" if ep > 1 and model.experts is not None else ""
     head = f"# {model.kind}: {', '.join(map(str, tokens))} tokens{shared}. Written by `kerneltune cases`."
     ops = ", ".join(dict.fromkeys(op for op, _ in named))
-    text = [head, f"# Read as {_read_as(model)}.", f"family: {family}", f"ops: [{ops}]", "", "bench:"]
+    text = [head, f"# Read as {model.read_as}.", f"family: {family}", f"ops: [{ops}]", "", "bench:"]
     for (op, fields), layers in named.items():
         name = _joined(layers, fields)
         text.append(f"  - {{name: {name}, op: {op}, {', '.join(f'{key}: {_shown(value)}' for key, value in fields)}}}")
     return "\n".join(text) + "\n"
-
-
-def _read_as(model: Model) -> str:
-    """Return the sizes read from the file, so that a reader who knows the model can check them."""
-    attention = f"{model.heads} heads of {model.head_dim}, {model.kv_heads} of keys and values"
-    if model.latents:
-        attention = f"{model.heads} heads with latents"
-    kind = "gated" if model.gated else "plain"
-    experts = model.experts and f"{model.experts.count} experts of {model.experts.width}, {model.experts.top_k} a token"
-    dense = model.mlp and f"{kind} layers of {model.mlp}"
-    norms = "RMSNorm" if model.has_rms_norm else "norms that are no RMSNorm and have no cases"
-    others = model.has_recurrence and "other layers than attention have no cases"
-    return "; ".join(part for part in (f"width {model.hidden}", attention, dense, experts, norms, others) if part)
 
 
 def _joined(layers: Sequence[str], fields: CaseFields) -> str:
@@ -87,27 +74,13 @@ def _lines(model: Model, tokens: Sequence[int], batches: Sequence[int], ep: int)
 
 
 def _norms(model: Model, tokens: int) -> Iterator[_Line]:
-    """Yield RMSNorm of the hidden size, of queries and keys, and of latents."""
-    if not model.has_rms_norm:
-        return
-    rows = [("norm", tokens, model.hidden)]
-    if model.qk_norm == "head":
-        rows += _norms_of_heads("", tokens, model.heads, model.head_dim, model.kv_heads)
-        if model.other_heads:
-            rows += _norms_of_heads("other-", tokens, model.heads, *model.other_heads)
-    if model.qk_norm == "width":
-        rows += [(name, tokens, heads * model.head_dim) for name, heads in (("q-norm", model.heads), ("k-norm", model.kv_heads))]
-    if "groups" in model.latents:
-        rows.append(("kv-norm", tokens, model.head_dim))
-    rows += [(f"{name}-latent-norm", tokens, model.latents[name]) for name in ("q", "kv") if name in model.latents]
-    for layer, m, n in rows:
-        shape = (("M", m), ("N", n), ("dtype", model.dtype), ("quant", "none"), ("zero_centered", model.zero_centered))
+    """Yield each RMSNorm, forward and backward."""
+    for layer, rows, width in model.norms:
+        shape = (
+            ("M", tokens * rows), ("N", width), ("dtype", model.dtype), ("quant", "none"), ("zero_centered", model.zero_centered),
+        )  # fmt: skip
         yield layer, "rmsnorm_fwd", shape
         yield layer, "rmsnorm_bwd", shape
-
-
-def _norms_of_heads(which: str, tokens: int, heads: int, head_dim: int, kv_heads: int) -> list[tuple[str, int, int]]:
-    return [(f"{which}q-norm", tokens * heads, head_dim), (f"{which}k-norm", tokens * kv_heads, head_dim)]
 
 
 def _local(model: Model, experts: Experts, ep: int) -> int:
@@ -170,64 +143,8 @@ def _projections(model: Model, tokens: int) -> Iterator[_Line]:
     """Yield int4 products of attention, dense layers and shared experts."""
     if model.dtype == "float32":
         return
-    for layer, (out, depth) in projections(model).items():
+    for layer, (out, depth) in model.projections.items():
         group = next((group for group in _GROUPS if depth % group == 0), None)
         if group is not None and out % 2 == 0:
             sizes = (("N", tokens), ("M", out), ("K", depth), ("dtype", model.dtype), ("group", group))
             yield layer, "int4_gemm", sizes
-
-
-def projections(model: Model) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of every projection of attention, dense layers and shared experts."""
-    return {**_attention(model), **_dense(model)}
-
-
-def _attention(model: Model) -> Mapping[str, tuple[int, int]]:
-    """Return (outputs, inputs) of every projection of attention."""
-    latents, heads = model.latents, model.heads
-    if "kv" in latents:
-        query = heads * (latents["nope"] + latents["rope"])
-        low = (
-            {"attention.q-down": (latents["q"], model.hidden), "attention.q-up": (query, latents["q"])} if "q" in latents else {}
-        )
-        return {
-            **(low or {"attention.q": (query, model.hidden)}),
-            "attention.kv-down": (latents["kv"] + latents["rope"], model.hidden),
-            "attention.kv-up": (heads * (latents["nope"] + latents["value"]), latents["kv"]),
-            "attention.o": (model.hidden, heads * latents["value"]),
-        }
-    shapes = _heads(model, "attention", model.head_dim, model.kv_heads, model.value_dim)
-    if model.other_heads:
-        head_dim, kv_heads = model.other_heads
-        shapes |= _heads(model, "other-attention", head_dim, kv_heads, head_dim)
-    if not latents:
-        return shapes
-    inner = latents["groups"] * latents["out"]
-    return shapes | {
-        "attention.q-down": (latents["q"], model.hidden), "attention.q": (heads * model.head_dim, latents["q"]),
-        "attention.o-down": (inner, heads * model.value_dim // latents["groups"]), "attention.o": (model.hidden, inner),
-    }  # fmt: skip
-
-
-def _heads(model: Model, layer: str, head_dim: int, kv_heads: int, value_dim: int) -> dict[str, tuple[int, int]]:
-    """Return (outputs, inputs) of the projections of attention without latents."""
-    sizes = {"q": model.heads * head_dim, "k": kv_heads * head_dim, "v": kv_heads * value_dim}
-    if model.fused_attention:
-        sizes = {"qkv": sum(sizes.values())}
-    inputs = {f"{layer}.{name}": (size, model.hidden) for name, size in sizes.items()}
-    return inputs | {f"{layer}.o": (model.hidden, model.heads * value_dim)}
-
-
-def _dense(model: Model) -> Mapping[str, tuple[int, int]]:
-    """Return (outputs, inputs) of the projections of dense layers and shared experts."""
-    shapes: dict[str, tuple[int, int]] = {}
-    shared = model.experts.shared if model.experts is not None else 0
-    for layer, width in (("mlp", model.mlp), ("shared-experts", shared)):
-        if not width:
-            continue
-        if model.fused_mlp and model.gated:
-            shapes[f"{layer}.gate-up"] = (2 * width, model.hidden)
-        else:
-            shapes |= {f"{layer}.{name}": (width, model.hidden) for name in (("gate", "up") if model.gated else ("up",))}
-        shapes[f"{layer}.down"] = (model.hidden, width)
-    return shapes

@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -90,46 +90,39 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The sizes that operators see.
+    """The layers that operators see.
 
     Attributes:
         path: path of the file, which errors name.
         kind: the file's `model_type`.
-        hidden, heads, kv_heads, head_dim: of attention.
-        mlp: inner size of a dense layer, 0 where every layer has experts.
-        latents: sizes of projections and norms of a latent attention by name: q, kv, rope, nope, value; of queries and
-            outputs alone q, out and groups; empty for none.
-        qk_norm: `head`, `width` or empty.
-        has_rms_norm, zero_centered: what its norms are.
-        fused_attention, fused_mlp: whether a single matrix holds query, key and value, or gate and up.
+        hidden: width of the model.
+        read_as: the sizes that were read, so that a reader who knows the model can check them.
+        norms: name, rows of a token and width of each RMSNorm; empty where norms are no RMSNorm.
+        projections: name -> (outputs, inputs) of every product of attention, dense layers and shared experts.
+        experts: the routed experts, or None.
+        zero_centered: whether weights of norms are added to 1.
         gated: whether there is a gate beside up.
         has_swiglu: whether the gate is SwiGLU.
         has_recurrence: whether some layers have no attention but a state.
-        value_dim: size of a value head.
-        other_heads: (head_dim, kv_heads) of layers whose attention is another; empty for none.
         dtype: type of the weights.
     """
 
     path: Path
     kind: str
     hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    experts: Experts | None = None
-    latents: Mapping[str, int] = field(default_factory=dict)
-    qk_norm: str = ""
-    has_rms_norm: bool = True
-    zero_centered: bool = False
-    fused_attention: bool = False
-    fused_mlp: bool = False
-    gated: bool = True
-    has_swiglu: bool = True
-    has_recurrence: bool = False
-    value_dim: int = 0
-    other_heads: tuple[int, int] | tuple[()] = ()
-    dtype: str = "bfloat16"
+    read_as: str
+    norms: Sequence[tuple[str, int, int]]
+    projections: Mapping[str, tuple[int, int]]
+    experts: Experts | None
+    zero_centered: bool
+    gated: bool
+    has_swiglu: bool
+    has_recurrence: bool
+    dtype: str
+
+
+_Layers = tuple[str, list[tuple[str, int, int]], dict[str, tuple[int, int]]]
+"""Words for `Model.read_as`, and items of `Model.norms` and `Model.projections`."""
 
 
 def read(path: Path) -> Model:
@@ -137,39 +130,34 @@ def read(path: Path) -> Model:
     fields = _Fields(path, *_inner(_loaded(path)))
     if fields.has("encoder") or fields.get("type_vocab_size") is not None:
         fields.fail("model_type", fields.kind, "a language model that writes text, not an encoder")
-    hidden, heads = fields.size(_HIDDEN), fields.size(_HEADS)
-    shares_keys = fields.get("multi_query") is True and not fields.get("new_decoder_architecture")
-    kv_heads = 1 if shares_keys else fields.size(_KV_HEADS, heads)
-    if heads % kv_heads:
-        fields.fail(_KV_HEADS[0], kv_heads, f"a divisor of {heads} attention heads")
-    kind, experts, latents = fields.kind, _experts(fields), _latents(fields)
-    head_dim = fields.size(_HEAD_DIM, max(1, hidden // heads)) if "kv" not in latents else latents["nope"] + latents["rope"]
-    if "kv" not in latents and head_dim * heads != hidden and fields.size(_HEAD_DIM, 0) == 0:
-        fields.fail(fields.name_of(_HEADS) or _HEADS[0], heads, f"a divisor of the width {hidden}, or head_dim beside it")
-    is_rms = (fields.name_of(_RMS) is not None or fields.has("rms")) and not fields.has("layer norm")
-    per_head = fields.has("head norms") if fields.get("use_qk_norm") is None else bool(fields.get("use_qk_norm"))
-    gated = not fields.has("ungated")
+    hidden, gated = fields.size(_HIDDEN), not fields.has("ungated")
+    heads, norms, projections = _attention(fields, hidden)
+    experts = _experts(fields)
+    mlp = _dense_width(fields, experts)
+    for layer, width in (("mlp", mlp), ("shared-experts", experts.shared if experts else 0)):
+        projections |= _feed_forward(fields, layer, width, hidden, gated)
+    if (fields.name_of(_RMS) is None and not fields.has("rms")) or fields.has("layer norm"):
+        norms = []
+    has_recurrence = any(name.startswith(_RECURRENT) for name in fields.data)
     activation = fields.get("hidden_act") or fields.get("hidden_activation") or "silu"
+    parts = (
+        f"width {hidden}", heads, mlp and f"{'gated' if gated else 'plain'} layers of {mlp}",
+        experts and f"{experts.count} experts of {experts.width}, {experts.top_k} a token",
+        "RMSNorm" if norms else "norms that are no RMSNorm and have no cases",
+        has_recurrence and "other layers than attention have no cases",
+    )  # fmt: skip
     return Model(
         path,
-        kind,
+        fields.kind,
         hidden,
-        heads,
-        kv_heads,
-        head_dim,
-        mlp=_dense_width(fields, experts),
-        experts=experts,
-        latents=latents,
-        qk_norm="" if not is_rms or latents else "width" if fields.has("wide norms") else "head" if per_head else "",
-        has_rms_norm=is_rms,
+        "; ".join(part for part in parts if part),
+        norms,
+        projections,
+        experts,
         zero_centered=fields.has("zero-centered"),
-        fused_attention=fields.has("fused attention"),
-        fused_mlp=fields.has("fused mlp"),
         gated=gated,
-        has_recurrence=any(name.startswith(_RECURRENT) for name in fields.data),
-        value_dim=fields.size(("v_head_dim",), head_dim),
-        other_heads=() if latents else _other_heads(fields, head_dim, kv_heads),
         has_swiglu=gated and activation in ("silu", "swish") and not fields.has("own gate"),
+        has_recurrence=has_recurrence,
         dtype=_DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype")).removeprefix("torch."), "bfloat16"),
     )
 
@@ -263,21 +251,21 @@ class _Fields:
     def defaults(self) -> Mapping[str, Any]:
         """Return the default sizes of the model's class; empty without transformers."""
         if self._defaults is None:
-            self._defaults = dict(_of_class(self.kind))
+            self._defaults = _of_class(self.kind)
         return self._defaults
 
 
-def _of_class(kind: str) -> Iterator[tuple[str, Any]]:
+def _of_class(kind: str) -> dict[str, int]:
     try:
         from transformers import CONFIG_MAPPING
 
         made = CONFIG_MAPPING[kind]()
+        known = made.to_dict()  # attributes that differ between layers raise an error
+        known |= {name: known.get(other) for name, other in made.attribute_map.items()}
     except Exception:  # transformers is not installed, does not know the type, or cannot make a config of nothing
-        return
-    for name in (*_HIDDEN, *_HEADS, *_KV_HEADS, *_HEAD_DIM, *_MLP, *_EXPERT_MLP):
-        value = getattr(made, name, None)
-        if type(value) is int and value > 0:
-            yield name, value
+        return {}
+    names = (*_HIDDEN, *_HEADS, *_KV_HEADS, *_HEAD_DIM, *_MLP, *_EXPERT_MLP)
+    return {name: known[name] for name in names if type(known.get(name)) is int and known[name] > 0}
 
 
 def _experts(fields: _Fields) -> Experts | None:
@@ -355,11 +343,63 @@ def _adjusted(fields: _Fields, width: int) -> int:
     return -(-int((factor or 1) * int(2 * width / 3)) // step) * step
 
 
-def _latents(fields: _Fields) -> dict[str, int]:
-    query = {"q": fields.size(("q_lora_rank",))} if fields.get("q_lora_rank") else {}
-    if not fields.get("kv_lora_rank"):
-        if not query or not fields.get("o_lora_rank"):
-            return {}
-        return query | {"out": fields.size(("o_lora_rank",)), "groups": fields.size(("o_groups",), 1)}
-    names = {"kv": "kv_lora_rank", "rope": "qk_rope_head_dim", "nope": "qk_nope_head_dim", "value": "v_head_dim"}
-    return {short: 0 if fields.get(name) == 0 else fields.size((name,)) for short, name in names.items()} | query
+def _attention(fields: _Fields, hidden: int) -> _Layers:
+    """Return what attention adds to a model: words for `read_as`, norms, and projections; the norm of the width is among them."""
+    heads = fields.size(_HEADS)
+    shares_keys = fields.get("multi_query") is True and not fields.get("new_decoder_architecture")
+    kv_heads = 1 if shares_keys else fields.size(_KV_HEADS, heads)
+    if heads % kv_heads:
+        fields.fail(_KV_HEADS[0], kv_heads, f"a divisor of {heads} attention heads")
+    if fields.get("kv_lora_rank"):
+        return _latent_attention(fields, hidden, heads)
+    head_dim = fields.size(_HEAD_DIM, max(1, hidden // heads))
+    if head_dim * heads != hidden and fields.size(_HEAD_DIM, 0) == 0:
+        fields.fail(fields.name_of(_HEADS) or _HEADS[0], heads, f"a divisor of the width {hidden}, or head_dim beside it")
+    value_dim, q_rank = fields.size(("v_head_dim",), head_dim), fields.get("q_lora_rank")
+    has_latents = bool(q_rank and fields.get("o_lora_rank"))
+    other = () if has_latents else _other_heads(fields, head_dim, kv_heads)
+    norms, shapes = [("norm", 1, hidden)], dict[str, tuple[int, int]]()
+    for prefix, dim, count, of_value in [("", head_dim, kv_heads, value_dim), *([("other-", *other, other[0])] if other else [])]:
+        sizes = {"q": heads * dim, "k": count * dim, "v": count * of_value}
+        sizes = {"qkv": sum(sizes.values())} if fields.has("fused attention") else sizes
+        shapes |= {f"{prefix}attention.{name}": (size, hidden) for name, size in sizes.items()}
+        shapes[f"{prefix}attention.o"] = (hidden, heads * of_value)
+        if not has_latents and _has_head_norms(fields):
+            norms += [(f"{prefix}q-norm", heads, dim), (f"{prefix}k-norm", count, dim)]
+    if has_latents:
+        q_rank, groups = fields.size(("q_lora_rank",)), fields.size(("o_groups",), 1)
+        inner = groups * fields.size(("o_lora_rank",))
+        shapes |= {"attention.q-down": (q_rank, hidden), "attention.q": (heads * head_dim, q_rank)}
+        shapes |= {"attention.o-down": (inner, heads * value_dim // groups), "attention.o": (hidden, inner)}
+        return f"{heads} heads with latents", [*norms, ("kv-norm", 1, head_dim), ("q-latent-norm", 1, q_rank)], shapes
+    if fields.has("wide norms"):
+        norms += [("q-norm", 1, heads * head_dim), ("k-norm", 1, kv_heads * head_dim)]
+    return f"{heads} heads of {head_dim}, {kv_heads} of keys and values", norms, shapes
+
+
+def _has_head_norms(fields: _Fields) -> bool:
+    """Return whether queries and keys are normalized head by head."""
+    said = fields.get("use_qk_norm")
+    return not fields.has("wide norms") and (fields.has("head norms") if said is None else bool(said))
+
+
+def _latent_attention(fields: _Fields, hidden: int, heads: int) -> _Layers:
+    """Return what attention with latents of keys and values adds to a model, as `_attention` does."""
+    rank, value = fields.size(("kv_lora_rank",)), fields.size(("v_head_dim",))
+    rope, nope = (0 if fields.get(n) == 0 else fields.size((n,)) for n in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    shapes, norms, query = {"q": (heads * (nope + rope), hidden)}, [("norm", 1, hidden)], fields.get("q_lora_rank")
+    if query:
+        query = fields.size(("q_lora_rank",))
+        shapes = {"q-down": (query, hidden), "q-up": (heads * (nope + rope), query)}
+        norms += [("q-latent-norm", 1, query)]
+    shapes |= {"kv-down": (rank + rope, hidden), "kv-up": (heads * (nope + value), rank), "o": (hidden, heads * value)}
+    named = {f"attention.{name}": size for name, size in shapes.items()}
+    return f"{heads} heads with latents", [*norms, ("kv-latent-norm", 1, rank)], named
+
+
+def _feed_forward(fields: _Fields, layer: str, width: int, hidden: int, gated: bool) -> dict[str, tuple[int, int]]:
+    """Return the projections of a dense layer of a width; none of a width of 0."""
+    if not width:
+        return {}
+    up = {"up": width} if not gated else {"gate-up": 2 * width} if fields.has("fused mlp") else {"gate": width, "up": width}
+    return {f"{layer}.{name}": (size, hidden) for name, size in up.items()} | {f"{layer}.down": (hidden, width)}

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -100,7 +100,7 @@ def test_cases_of_a_model_with_layer_norm_have_no_rms_norm(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss"])
 def test_norms_of_a_type_that_has_rms_norms_are_read_without_their_epsilon(tmp_path: Path, kind: str) -> None:
     fields = {key: value for key, value in EXPERTS.items() if key != "rms_norm_eps"} | {"model_type": kind}
-    assert read(written(tmp_path, fields)).has_rms_norm
+    assert read(written(tmp_path, fields)).norms
 
 
 def test_cases_of_an_unknown_type_are_read_by_their_fields_and_of_a_picture_model_from_its_text_part(tmp_path: Path) -> None:
@@ -112,19 +112,14 @@ def test_cases_of_an_unknown_type_are_read_by_their_fields_and_of_a_picture_mode
 
 def test_sizes_of_gpt2_and_of_the_parts_of_dbrx_are_read(tmp_path: Path) -> None:
     small = read(written(tmp_path, {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_inner": None}))
-    assert (small.hidden, small.mlp) == (768, 3072)
-    assert read(written(tmp_path, {"model_type": "gpt2", "n_embd": 1024, "n_head": 16})).mlp == 4096
+    assert small.projections["mlp.down"] == (768, 3072)
+    assert read(written(tmp_path, {"model_type": "gpt2", "n_embd": 1024, "n_head": 16})).projections["mlp.down"] == (1024, 4096)
     ffn = {"model_type": "", "ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}
     fields = {"model_type": "dbrx", "d_model": 6144, "n_heads": 48, "attn_config": {"kv_n_heads": 8}, "ffn_config": ffn}
     large = read(written(tmp_path, fields))
     assert large.experts is not None
-    assert (large.kind, large.kv_heads, large.experts.count, large.experts.top_k, large.experts.width) == (
-        "dbrx",
-        8,
-        16,
-        4,
-        10752,
-    )
+    assert large.projections == {"attention.qkv": ((48 + 2 * 8) * 128, 6144), "attention.o": (6144, 6144)}
+    assert (large.kind, large.experts.count, large.experts.top_k, large.experts.width) == ("dbrx", 16, 4, 10752)
 
 
 def test_layers_of_families_are_read_as_their_code_builds_them(tmp_path: Path) -> None:
@@ -134,39 +129,46 @@ def test_layers_of_families_are_read_as_their_code_builds_them(tmp_path: Path) -
         base = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
         return read(written(tmp_path, {**base, "model_type": kind, **fields}))
 
+    def mlp(read_as: Model) -> int:
+        """Return the width of dense layers."""
+        return read_as.projections["mlp.down"][1] if "mlp.down" in read_as.projections else 0
+
     hunyuan = model("hunyuan_v1_moe", intermediate_size=3072, num_experts=64, moe_topk=[8] * 32, num_shared_expert=[1] * 32,
                     moe_intermediate_size=[3072] * 32, use_qk_norm=True)  # fmt: skip
     assert hunyuan.experts is not None
-    assert (hunyuan.experts.count, hunyuan.experts.top_k, hunyuan.experts.shared, hunyuan.qk_norm) == (64, 8, 3072, "head")
+    assert (hunyuan.experts.count, hunyuan.experts.top_k, hunyuan.experts.shared) == (64, 8, 3072)
+    assert hunyuan.norms == [("norm", 1, 4096), ("q-norm", 32, 128), ("k-norm", 8, 128)]
     ernie = model("ernie4_5_moe", intermediate_size=12288, moe_num_experts=[64, 64], moe_k=6, moe_num_shared_experts=2,
                   moe_intermediate_size=[1536, 512], moe_layer_start_index=1)  # fmt: skip
     assert ernie.experts is not None
-    assert (ernie.mlp, ernie.experts.count, ernie.experts.width, ernie.experts.shared) == (12288, 64, 1536, 3072)
+    assert (mlp(ernie), ernie.experts.count, ernie.experts.width, ernie.experts.shared) == (12288, 64, 1536, 3072)
     routed = {"intermediate_size": 8192, "intermediate_size_mlp": 16384, "num_local_experts": 16, "num_experts_per_tok": 1}
     scout, maverick = (model("llama4_text", **routed, interleave_moe_layer_step=step) for step in (1, 2))
     assert scout.experts == maverick.experts
     assert scout.experts is not None
-    assert (scout.experts.width, scout.experts.shared, scout.mlp, maverick.mlp) == (8192, 8192, 0, 16384)
-    assert not model("glm4v_moe_text", intermediate_size=10944).fused_mlp
-    assert model("glm4", intermediate_size=13696).fused_mlp
+    assert (scout.experts.width, scout.experts.shared, mlp(scout), mlp(maverick)) == (8192, 8192, 0, 16384)
+    assert "mlp.up" in model("glm4v_moe_text", intermediate_size=10944).projections
+    assert "mlp.gate-up" in model("glm4", intermediate_size=13696).projections
     falcon = model("falcon_h1", intermediate_size=12288)
-    assert (falcon.gated, falcon.fused_attention, falcon.has_rms_norm) == (True, False, True)
+    assert falcon.projections.keys() >= {"mlp.gate", "attention.q"}
+    assert falcon.norms
     lite = model("glm4_moe_lite", intermediate_size=10240, num_experts=64, moe_intermediate_size=1536, num_experts_per_tok=4,
                  mlp_layer_types=["dense", "sparse"])  # fmt: skip
-    assert lite.mlp == 10240
-    assert model("recurrent_gemma", intermediate_size=15360).mlp == 7680
-    assert model("lfm2", intermediate_size=12288, block_auto_adjust_ff_dim=True, block_multiple_of=256).mlp == 8192
+    assert mlp(lite) == 10240
+    assert mlp(model("recurrent_gemma", intermediate_size=15360)) == 7680
+    assert mlp(model("lfm2", intermediate_size=12288, block_auto_adjust_ff_dim=True, block_multiple_of=256)) == 8192
     shared = model("falcon", ffn_hidden_size=18176, multi_query=True)
-    assert (shared.kv_heads, shared.fused_attention, shared.gated) == (1, True, False)
-    assert model("falcon", ffn_hidden_size=18176, multi_query=True, new_decoder_architecture=True).kv_heads == 8
-    assert (model("bloom").mlp, model("gpt_neo").gated, model("gpt_oss", intermediate_size=2880).gated) == (16384, False, True)
+    assert (shared.projections["attention.qkv"], shared.gated) == (((32 + 2) * 128, 4096), False)
+    several = model("falcon", ffn_hidden_size=18176, multi_query=True, new_decoder_architecture=True)
+    assert several.projections["attention.qkv"] == ((32 + 2 * 8) * 128, 4096)
+    assert (mlp(model("bloom")), model("gpt_neo").gated, model("gpt_oss", intermediate_size=2880).gated) == (16384, False, True)
     assert model("doge", intermediate_size=2048, num_experts=16384, num_experts_per_tok=64, is_moe=False).experts is None
     assert model("bamba", intermediate_size=14336, mamba_d_state=256).has_recurrence
     glm5 = model("glm5_next", intermediate_size=12288, head_dim=0, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=0,
                  qk_nope_head_dim=256, v_head_dim=256)  # fmt: skip
-    assert glm5.latents == {"kv": 512, "rope": 0, "nope": 256, "value": 256, "q": 1536}
+    assert (glm5.projections["attention.kv-down"], glm5.projections["attention.q-up"]) == ((512, 4096), (32 * 256, 1536))
     longcat = model("longcat_flash", ffn_hidden_size=12288, expert_ffn_hidden_size=2048, n_routed_experts=512, moe_topk=12)
-    assert longcat.mlp == 12288
+    assert mlp(longcat) == 12288
 
 
 def test_projections_follow_heads_that_differ_between_layers_values_and_low_ranks(tmp_path: Path) -> None:
@@ -258,9 +260,18 @@ def test_file_without_a_size_is_refused_though_its_class_has_a_default(tmp_path:
 class Made:
     """A config's class as transformers has it for Qwen3's experts."""
 
-    moe_intermediate_size = 768
+    attribute_map: ClassVar[dict[str, str]] = {"moe_intermediate_size": "width"}
+
+    def to_dict(self) -> dict[str, int]:
+        return {"width": 768}
 
 
 def test_a_config_that_is_no_file_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read(tmp_path / "none.json")
+
+
+def test_incomplete_part_of_a_class_whose_sizes_differ_between_layers_is_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"hidden_size: missing: looked for .* \(model_type: 'gemma4_text': incomplete\)$"):
+        read(written(tmp_path, {"model_type": "gemma4_text", "num_attention_heads": 8}))
