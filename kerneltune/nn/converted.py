@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -86,7 +86,7 @@ class ConvertedProducts(nn.Module):
     def grouped(self, rows: Tensor, weight: Tensor, offs: Tensor, name: str) -> Tensor:
         """Multiply rows (M, K) in groups that end at offs (E,) with weight (E, K, N), of either order, of the named parameter."""
         kept: Any = getattr(self, f"{name}_kept")
-        recipe = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling")
+        recipe = self.recipe if isinstance(self.recipe, Recipe) else getattr(self, f"{name}_scaling").on(rows.device)
         rows = row_major(in_autocast(rows))
         return self._named(name, fp8_grouped_mm, rows, _in_order(weight), offs, recipe=recipe, weights=kept)
 
@@ -212,7 +212,7 @@ def _operand(value: Any, products: ConvertedProducts, name: str) -> Any:
 class Converted:
     """Mark the classes that conversion makes, and pickle their modules by the two bases.
 
-    A kind defines `forward` alone, because any other name could hide a parameter of the module.
+    A kind defines `forward` and names that begin with `fp8`, because any other name could hide a parameter of the module.
 
     Attributes:
         fp8_operands: names of parameters that a forward pass sees as `ExpertOperand`, each with its name in
@@ -220,6 +220,18 @@ class Converted:
     """
 
     fp8_operands: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def fp8_is_member(module: nn.Module) -> bool:
+        """Return whether conversion gives a module this kind."""
+        return True
+
+    @staticmethod
+    def fp8_weights(module: Any) -> dict[str, Tensor]:
+        """Return the parameters (E, N, K) of a module, converted or not, and of containers in it, such as a ParameterList."""
+        if not _has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
+            return {}
+        return {prefix + name: p for prefix, part in _named_parts(module) for name, p in _expert_parameters(part)}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = type(self)
@@ -231,18 +243,24 @@ class Converted:
 class FusedExperts(Converted):
     """Run experts of `transformers`, whatever their `experts_implementation` is."""
 
+    fp8_is_member = staticmethod(is_gated_experts)
+
+    @staticmethod
+    def fp8_weights(module: Any) -> dict[str, Tensor]:
+        """Return the weights in the order of their products."""
+        return {name: getattr(module, name) for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")}
+
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Send tokens (T, H) through the experts (T, k) that the router chose and weighs by (T, k); return (T, H) of their type.
 
         An expert of another rank is out of range, as the library marks it, and has weight 0.
         """
-        up, down = _fused_weights(self)
+        up, down = weights = self.fp8_weights(self)
         routing = sort_tokens(top_k_index, getattr(self, up).shape[0])
         products: ConvertedProducts = self.fp8
         is_plain = self.has_gate and self.fp8_has_default_gate and not has_own_gate(self)
         has_swiglu = is_plain and is_plain_silu(self.act_fn)
-        local = (local_part(getattr(self, name)) for name in (up, down))
-        w, v = [weight if self.is_transposed else weight.transpose(1, 2) for weight in local]
+        w, v = [w if self.is_transposed else w.transpose(1, 2) for w in map(local_part, weights.values())]
         if has_swiglu and not self.has_bias and products.has_swiglu:
             x = products.routed(hidden_states, {up: w, down: v}, routing)
         else:
@@ -250,11 +268,6 @@ class FusedExperts(Converted):
             x = swiglu(x) if has_swiglu else apply_gate(self, x) if self.has_gate else self.act_fn(x)
             x = _with_bias(self, down, products.grouped(x, v, routing.offs, down), routing.offs)
         return unpermute_tokens(x, routing, top_k_weights).to(hidden_states.dtype)
-
-
-def _fused_weights(module: Any) -> list[str]:
-    """Return the names of the weights in the order of their products."""
-    return ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
 
 
 def _with_bias(module: Any, name: str, y: Tensor, offs: Tensor) -> Tensor:
@@ -268,13 +281,29 @@ def _with_bias(module: Any, name: str, y: Tensor, offs: Tensor) -> Tensor:
 class GroupedExperts(Converted):
     """Run torchtitan's grouped experts."""
 
+    @staticmethod
+    def fp8_is_member(module: nn.Module) -> bool:
+        """Return whether a module has w1, w2 and w3 alone, and a forward of x and num_tokens_per_expert with SiLU alone."""
+        weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if weights.keys() != {"w1", "w2", "w3"} or any(w.ndim != 3 for w in weights.values()):
+            return False
+        if list(inspect.signature(type(module).forward).parameters)[1:] != ["x", "num_tokens_per_expert"]:
+            return False
+        names = names_in_forward(module)
+        return "silu" in names and names.isdisjoint(_OTHER_ACTIVATIONS)
+
+    @staticmethod
+    def fp8_weights(module: Any) -> dict[str, Tensor]:
+        """Return gate, down and up."""
+        return {"w1": module.w1, "w2": module.w2, "w3": module.w3}
+
     def forward(self: Any, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         """Send rows x (M, K), sorted by expert, through their experts; return (M, K) of x's type.
 
         Rows beyond the (E,) counted rows become 0, as token dispatchers pad.
         """
         products: ConvertedProducts = self.fp8
-        w1, w2, w3 = (local_part(getattr(self, name)).transpose(1, 2) for name in _GROUPED_WEIGHTS)
+        w1, w2, w3 = (local_part(w).transpose(1, 2) for w in (self.w1, self.w2, self.w3))
         ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         is_counted = torch.arange(x.shape[0], device=x.device)[:, None] < ends[-1]
         offs = torch.cat([ends[:-1], torch.full_like(ends[:1], x.shape[0])])
@@ -283,30 +312,7 @@ class GroupedExperts(Converted):
         return products.grouped(hidden, w2, offs, "w2").to(x.dtype)
 
 
-_GROUPED_WEIGHTS = ("w1", "w2", "w3")
 _OTHER_ACTIVATIONS = {"gelu", "relu", "sigmoid", "tanh", "elu", "mish", "softplus", "clamp", "clip"}
-
-
-def _is_grouped_experts(module: nn.Module) -> bool:
-    """Return whether a module has w1, w2 and w3 alone, and a forward of x and num_tokens_per_expert with SiLU alone."""
-    weights = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    if set(weights) != set(_GROUPED_WEIGHTS) or any(w.ndim != 3 for w in weights.values()):
-        return False
-    if list(inspect.signature(type(module).forward).parameters)[1:] != ["x", "num_tokens_per_expert"]:
-        return False
-    names = names_in_forward(module)
-    return "silu" in names and names.isdisjoint(_OTHER_ACTIVATIONS)
-
-
-class UnknownExperts(Converted):
-    """Run a module's own forward pass, to which the parameters in `fp8_operands` are `ExpertOperand`."""
-
-
-def _own_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters (E, N, K) of a module and of containers in it, such as a ParameterList, by name."""
-    if not _has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
-        return {}
-    return {prefix + name: p for prefix, part in _named_parts(module) for name, p in _expert_parameters(part)}
 
 
 def _expert_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
@@ -327,31 +333,22 @@ def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from _named_parts(child, f"{prefix}{name}_")
 
 
-class _Family(NamedTuple):
-    """Describe a family of modules with expert weights: the kind of their converted class, and how weights are found."""
-
-    kind: type[Converted]
-    is_member: Callable[[nn.Module], bool]
-    weights: Callable[[Any], dict[str, Tensor]]
+class UnknownExperts(Converted):
+    """Run a module's own forward pass, to which the parameters in `fp8_operands` are `ExpertOperand`."""
 
 
-_FAMILIES = (
-    _Family(FusedExperts, is_gated_experts, lambda module: {name: getattr(module, name) for name in _fused_weights(module)}),
-    _Family(GroupedExperts, _is_grouped_experts, lambda module: {name: getattr(module, name) for name in _GROUPED_WEIGHTS}),
-    _Family(UnknownExperts, lambda module: True, _own_weights),
-)
+_KINDS: tuple[type[Converted], ...] = (FusedExperts, GroupedExperts, UnknownExperts)
 
 
-def _family_of(module: nn.Module) -> _Family:
-    """Return the family of a module, converted or not."""
+def _kind_of(module: nn.Module) -> type[Converted]:
+    """Return the kind of a module, converted or not."""
     is_converted = isinstance(module, Converted)
-    found = (f for f in _FAMILIES if (isinstance(module, f.kind) if is_converted else f.is_member(module)))
-    return next(found, _FAMILIES[-1])
+    return next(kind for kind in _KINDS if (isinstance(module, kind) if is_converted else kind.fp8_is_member(module)))
 
 
 def why_not_experts(module: nn.Module) -> str | None:
     """Return why a module with expert weights cannot multiply by them in fp8, or None."""
-    is_known = isinstance(module, GroupedLinear | Converted) or _family_of(module).kind is not UnknownExperts
+    is_known = isinstance(module, GroupedLinear | Converted) or _kind_of(module) is not UnknownExperts
     if is_known or not _NAMES_OF_PRODUCTS.isdisjoint(names_in_forward(module)):
         return None
     return f"the code of {type(module).__name__}.forward makes no grouped or batched product with its weights of three axes"
@@ -359,7 +356,7 @@ def why_not_experts(module: nn.Module) -> str | None:
 
 def expert_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's own expert weights (E, N, K) by name."""
-    return {"weight": module.weight} if isinstance(module, GroupedLinear) else _family_of(module).weights(module)
+    return {"weight": module.weight} if isinstance(module, GroupedLinear) else _kind_of(module).fp8_weights(module)
 
 
 def _is_made(cls: type) -> bool:
@@ -420,7 +417,7 @@ def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
         Fp8Linear.from_linear(module, recipe)
         return
     module.fp8 = ConvertedProducts(recipe, weights, name or type(module).__name__)
-    kind = _family_of(module).kind
+    kind = _kind_of(module)
     if kind is not UnknownExperts:
         _change_class(module, kind)
         return

@@ -161,6 +161,13 @@ class LayerScaling(DelayedScaling):
             self.reset_parameters()
         return moved
 
+    def on(self, device: torch.device) -> "LayerScaling":
+        """Return the scales, which get memory on a device if they have none, as after `load_state_dict(…, assign=True)`."""
+        if self.scales.is_meta and device.type != "meta":
+            with torch.inference_mode(False):  # because training changes the scales that an evaluation makes
+                self.to_empty(device=device)
+        return self
+
 
 def update_scales(model: nn.Module) -> int:
     """Update every DelayedScaling of a model, once per optimizer step, and return their number."""

@@ -1,14 +1,12 @@
 """Multiply dense layers in fp8, forward and backward."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kerneltune.compat import untraced
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
-from kerneltune.nn.delayed import DelayedScaling, LayerScaling
+from kerneltune.nn.delayed import LayerScaling
 from kerneltune.nn.fp8_products import fp8_product, output_dtype
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.kept_weights import KeptWeights
@@ -31,7 +29,7 @@ class Fp8Linear(nn.Linear):
     """
 
     fp8_recipe: Recipe | str
-    fp8_scaling: DelayedScaling | None
+    fp8_scaling: LayerScaling | None
     fp8_kept: KeptWeights
 
     def __init__(
@@ -69,15 +67,15 @@ class Fp8Linear(nn.Linear):
 
     def set_recipe(self, recipe: str | Recipe) -> None:
         """Multiply by another recipe from now on."""
-        N, K = self.weight.shape
-        if not N or not K or N % ALIGNED or K % ALIGNED:
-            raise ValueError(f"Fp8Linear takes in_features and out_features that are multiples of {ALIGNED}, got {K} and {N}")
+        if (why := _why_no_product(self.weight)) is not None:
+            raise ValueError(f"Fp8Linear: {why}")
         self.fp8_recipe = recipe if recipe == "delayed" else recipe_of(recipe, "delayed")
         self.fp8_scaling = LayerScaling(1, device=self.weight.device) if recipe == "delayed" else None
         self.fp8_kept = KeptWeights(1, self.weight.device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Multiply x (…, K) to (…, N) of x's type, or of the autocast type."""
+        x = input  # callers name it as that of nn.Linear
         if x.ndim < 1 or x.shape[-1] != self.in_features or x.device != self.weight.device:
             raise ValueError(
                 f"Fp8Linear takes (…, {self.in_features}) on {self.weight.device}, got {tuple(x.shape)} on {x.device}"
@@ -86,7 +84,8 @@ class Fp8Linear(nn.Linear):
             return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         if (padding := -(x.numel() // self.in_features) % ALIGNED) != 0:  # the weight gradient's products contract over rows
             padded = F.pad(x.reshape(-1, self.in_features), (0, 0, 0, padding))
-            padded_y: Tensor = self(padded)[:-padding].view(*x.shape[:-1], self.out_features)
+            # not `self(padded)`, which would run the layer's hooks twice
+            padded_y = Fp8Linear.forward(self, padded)[:-padding].view(*x.shape[:-1], self.out_features)
             return padded_y.clone()  # because FSDP2 loses its hooks where a caller changes a view in place
         b_t, how, dtype = self.weight.t()[None], self.fp8_recipe, output_dtype(x)
         if isinstance(how, Recipe):
@@ -105,7 +104,8 @@ def _delayed_product(layer: Fp8Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply under delayed scaling, without tracing any of it, because torch.compile fails after the graph break inside."""
     rows = x.reshape(-1, layer.in_features)
     offs = one_group(rows)
-    scaling: Any = layer.fp8_scaling
+    assert layer.fp8_scaling is not None
+    scaling = layer.fp8_scaling.on(rows.device)
     y = fp8_grouped_mm(rows.to(dtype), layer.weight.t()[None], offs, recipe=scaling, weights=layer.fp8_kept)
     return y.view(*x.shape[:-1], layer.out_features)
 
@@ -115,10 +115,15 @@ def why_not_fp8(linear: nn.Linear) -> str | None:
     if type(linear) not in (nn.Linear, Fp8Linear) or ("forward" in vars(linear) and type(linear) is not Fp8Linear):
         return f"a {type(linear).__name__}, which may have a forward of its own"
     N, K = linear.weight.shape
-    if linear.weight.dtype not in DTYPE_NAMES:
-        return f"its weight must be one of {', '.join(DTYPE_NAMES.values())}, got {linear.weight.dtype}"
-    if not N or not K or N % ALIGNED or K % ALIGNED:
-        return f"in_features and out_features must be multiples of {ALIGNED}, got {K} and {N}"
-    if N * K / (N + K) < LEAST_SIZE:
-        return f"{K} x {N} is too small: casts would cost more than the products save"
-    return None
+    is_small = N * K < LEAST_SIZE * (N + K)
+    small = f"{K} x {N} is too small: casts would cost more than the products save"
+    return _why_no_product(linear.weight) or (small if is_small else None)
+
+
+def _why_no_product(weight: Tensor) -> str | None:
+    """Return why no fp8 product supports a weight (N, K), or None."""
+    N, K = weight.shape
+    if weight.dtype not in DTYPE_NAMES:
+        return f"its weight must be one of {', '.join(DTYPE_NAMES.values())}, got {weight.dtype}"
+    is_aligned = N and K and N % ALIGNED == 0 and K % ALIGNED == 0
+    return None if is_aligned else f"in_features and out_features must be multiples of {ALIGNED}, got {K} and {N}"

@@ -102,6 +102,8 @@ class GroupedLinear(nn.Module):
             product = nn.functional.grouped_mm(x, b_t.to(x.dtype), offs=offs)
             y: Tensor = _DenseGradient.apply(product)  # type: ignore[no-untyped-call]
             return y
+        if isinstance(recipe, LayerScaling):
+            recipe = recipe.on(x.device)
         weights: KeptWeights | Fp8Operand = self.kept
         if is_first_microbatch is not None:
             check_product(x, b_t, offs, recipe)  # before the weight is cast

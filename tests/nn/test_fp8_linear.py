@@ -66,6 +66,16 @@ def test_result_of_a_layer_can_be_changed_in_place(rows: tuple[int, ...]) -> Non
     assert every(torch.equal(*pair) for pair in zip(torch.autograd.grad(y.sum(), (x, layer.weight)), want, strict=True))
 
 
+@pytest.mark.parametrize("rows", [16, 7])
+def test_hooks_of_a_layer_run_once_and_its_input_may_be_named(rows: int) -> None:
+    layer, x, calls = linear(), torch.randn(rows, 64, device=DEVICE).bfloat16(), []
+    Fp8Linear.from_linear(layer, "tensorwise")
+    want = 2 * layer(x)
+    layer.register_forward_hook(lambda _layer, _args, y: calls.append(y.shape) or 2 * y)
+    assert torch.equal(layer(input=x), want)
+    assert calls == [(rows, 48)]
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_tensor_changed_through_its_data_gets_the_new_product_of_every_layer(recipe: str) -> None:
     x, layers = torch.randn(16, 64, device=DEVICE).bfloat16(), [linear(bias=False) for _ in range(2)]
@@ -276,9 +286,10 @@ def test_layers_that_share_a_weight_add_their_gradients() -> None:
     [
         (nn.Linear(64, 40), "multiples of 16, got 64 and 40"),
         (nn.Linear(0, 16), "multiples of 16, got 0 and 16"),
+        (nn.Linear(16, 16, dtype=torch.float64), "its weight must be one of .*, got torch.float64"),
         (nn.Bilinear(16, 16, 16), "from_linear takes an nn.Linear, got Bilinear"),
     ],
-    ids=["size", "empty", "kind"],
+    ids=["size", "empty", "type", "kind"],
 )
 def test_layer_that_fp8_cannot_take_raises_and_stays(layer: nn.Module, message: str) -> None:
     kind = type(layer)
@@ -295,10 +306,12 @@ def test_input_of_another_size_or_device_raises() -> None:
         layer(torch.randn(16, 64, device="meta"))
 
 
-def test_delayed_scaling_of_a_dense_layer_uses_scales_of_the_last_step() -> None:
+@pytest.mark.parametrize("is_on_meta", [False, True])
+def test_delayed_scaling_of_a_dense_layer_uses_scales_of_the_last_step(is_on_meta: bool) -> None:
     layer, x = linear(), torch.randn(16, 64, device=DEVICE).bfloat16()
-    want = layer(x)
-    Fp8Linear.from_linear(layer, "delayed")
+    want, state = layer(x), layer.state_dict()
+    Fp8Linear.from_linear(layer.to("meta") if is_on_meta else layer, "delayed")
+    layer.load_state_dict(state, assign=True)
     for _ in range(2):
         assert (layer(x) - want).float().norm() < 0.06 * want.float().norm()
         layer(x).sum().backward()
