@@ -38,10 +38,11 @@ function ceilingCards(cases) {
     const variants = data.variants.filter((variant) => rows.some((d) => d.variant === variant));
     const most = Math.max(100, d3.max(rows, (d) => d.r.pct));
     const places = { x: (d) => d.r.pct, y: "variant", fy: "shape" };
+    const isLong = shapes.length > 12; // the axis below is out of sight
     const draw = (width) =>
       Plot.plot({
-        width, height: 40 + shapes.length * (variants.length * 8 + 10), marginLeft: shapeMargin(shapes), marginTop: 6, marginBottom: 34, marginRight: 18,
-        x: { domain: [0, most], grid: true, label: `% of ${bounds(group)} →`, ticks: 5 }, y: { axis: null, domain: variants, padding: 0.08 },
+        width, height: 40 + shapes.length * (variants.length * 8 + 10), marginLeft: shapeMargin(shapes), marginTop: isLong ? 34 : 6, marginBottom: 34, marginRight: 18,
+        x: { domain: [0, most], grid: true, label: `% of ${bounds(group)} →`, ticks: 5, axis: isLong ? "both" : "bottom" }, y: { axis: null, domain: variants, padding: 0.08 },
         fy: { domain: shapes, label: null, axis: "left", padding: 0.14 }, color: colours(variants),
         marks: [
           Plot.ruleX([100], { stroke: "var(--muted)", strokeDasharray: "3 3" }),
