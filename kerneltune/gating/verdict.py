@@ -1,20 +1,7 @@
 """Compare two sets of records and judge each row: pass, regression or ambiguous.
 
-A row is a regression if all of this holds: "not slower" is rejected after Holm's correction over all rows; the lower bound of
-its slowdown is above the margin and above the noise floor of either record; it is more than 0.5 µs slower. The lower bound
-guards the single row. The correction guards the run: by chance, some of 200 rows always look slower.
-
-A row is ambiguous in four cases: its slowdown may be above the margin; its slowdown is surely above the margin, but not above the
-noise floor; its slowdown is surely above the margin and may be more than 0.5 µs; its interval is too wide to tell. An ambiguous
-row neither fails nor passes: it has to be measured again.
-
-A variant of an operator fails as a whole if the geometric mean of its rows' slowdowns is surely above 1 %. Without this test, a
-slowdown of 2 % in every row would stay within every row's margin. The gate also fails if the new records were measured with other
-code or configs than the checkout's.
-
-Only changes of our own code can fail the gate. A measurement that is the same on both sides passes, however noisy it is. A
-failure that the baseline has as well is a note. A change of a peer's row is a note unless peers are judged. Rows of a GPU or a
-policy that the other side lacks are left out, and a note gives the number of these rows.
+`_verdict_of` has the table of verdicts, `changes.slower_groups` the rule for a variant as a whole; docs/gate.md gives the reasons.
+Only changes of our own code can fail the gate. A measurement that is the same on both sides passes, however noisy it is.
 
 Records with samples are compared by process (see stats). If both sides have one process each, or a side has no samples, the
 opposite ends of the two intervals are compared. These intervals do not contain the variation between processes: the spread of
@@ -25,11 +12,10 @@ This module does not measure or read files.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from types import MappingProxyType
 from typing import Literal
 
 from kerneltune.device import INTERPRETER
@@ -139,7 +125,6 @@ def gate(
     baseline: Sequence[Record],
     new: Sequence[Record],
     margin: float,
-    again: Mapping[RowKey, int] = MappingProxyType({}),
     *,
     peers: bool = False,
     defaults: Defaults = _NO_DEFAULTS,
@@ -150,7 +135,6 @@ def gate(
     Args:
         baseline, new: records of the two sides, in any order.
         margin: tolerated slowdown, a fraction.
-        again: row -> number of further measurements in its new record; the row's reason names the number.
         peers: judge peers as well; if False, rows of peers are notes.
         defaults: operator -> the default of every option; called only if a side has an option that the other side lacks.
         stale: a line for each variant whose new records were measured with other code or configs than the checkout's; they
@@ -179,7 +163,7 @@ def gate(
     rows = []
     for group, note in ((judged, ""), (noted, A_PEER)):  # each group is corrected for multiple tests by itself
         p_values = holm([met.p for met in group])
-        rows += [_judged(replace(met, p=p), margin, again, note) for met, p in zip(group, p_values, strict=True)]
+        rows += [_judged(replace(met, p=p), margin, note) for met, p in zip(group, p_values, strict=True)]
     rows += [_unmet(old, fresh, peers) for old, fresh in pairs if fresh is None or fresh.status != "passed"]
     rows += [
         _unmet(of_old.get(key), fresh, peers)
@@ -228,15 +212,13 @@ def confirm(
     """
     measured, pooled = list(new), pool(new)
     verdict = gate(baseline, pooled, margin, peers=peers, defaults=defaults)
-    suspects, again = verdict.suspects, Counter[RowKey]()
+    suspects = verdict.suspects
     for _ in range(reruns):
         if not suspects:
             break
-        found = [record for record in remeasure(suspects) if (record.key, record.variant) in suspects]
-        measured += found
+        measured += [record for record in remeasure(suspects) if (record.key, record.variant) in suspects]
         pooled = pool(measured)
-        again.update({(record.key, record.variant) for record in found})
-        verdict = gate(baseline, pooled, margin, again, peers=peers, defaults=defaults)
+        verdict = gate(baseline, pooled, margin, peers=peers, defaults=defaults)
         suspects = suspects & verdict.of("ambiguous")
     return verdict, pooled
 
@@ -327,16 +309,13 @@ def _same_measurement(old: Record, new: Record) -> bool:
     return all(getattr(old, name) == getattr(new, name) for name in names)
 
 
-def _judged(met: Change, margin: float, again: Mapping[RowKey, int], note: str) -> GateRow:
+def _judged(met: Change, margin: float, note: str) -> GateRow:
     """Return a compared row; only a row that is slower or ambiguous keeps the note."""
     verdict, reason = _verdict_of(met, margin)
-    times = again.get((met.new.key, met.new.variant), 0)
-    measured_again = f"measured again{f' {times} times' if times > 1 else ''}" if times else ""
     if verdict == "pass":
-        return _row(met.old, met.new, verdict, "; ".join(filter(None, [met.basis, measured_again])) if times else "", met)
+        return _row(met.old, met.new, verdict, "", met)
     is_slow = verdict != "faster"
-    basis = met.basis or ("one process a side" if is_slow else "")
-    parts = [reason, *_other_versions(met), basis, measured_again]
+    parts = [reason, *_other_versions(met), met.basis or ("one process a side" if is_slow else "")]
     return _row(met.old, met.new, verdict, "; ".join(filter(None, parts)), met, note if is_slow else "")
 
 
