@@ -116,13 +116,14 @@ class Shift:
 def shifts(sides: Sequence[Sequence[Sequence[Sequence[float]]]]) -> list[Shift | None]:
     """Return the shift of each row; a row is (samples of the old run, samples of the new run), each a sequence per process.
 
-    The shift of a row is None if neither run has two processes.
+    The shift of a row is None if neither run has two processes, or if a run has none.
     """
-    if not all(old and new and all(map(len, (*old, *new))) for old, new in sides):
-        raise ValueError("no samples to take a median of")
     groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for at, (old, new) in enumerate(sides):
-        groups.setdefault((tuple(map(len, old)), tuple(map(len, new))), []).append(at)
+        if not all(map(len, (*old, *new))):
+            raise ValueError("no samples to take a median of")
+        if old and new:
+            groups.setdefault((tuple(map(len, old)), tuple(map(len, new))), []).append(at)
     result: list[Shift | None] = [None] * len(sides)
     for lengths, members in groups.items():
         freedom = len(lengths[0]) + len(lengths[1]) - 2

@@ -194,8 +194,7 @@ def test_holm() -> None:
 
 
 def test_no_process_no_rounds() -> None:
-    with pytest.raises(ValueError, match="no samples"):
-        shift([], processes(0))
+    assert shift([], processes(0)) is None
     with pytest.raises(ValueError, match="no samples"):
         shift(processes(0), [np.array([])])
     with pytest.raises(ValueError, match="no samples"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kerneltune.records import Record, grouped, other_run
-from kerneltune.stats import Shift, shifts
+from kerneltune.stats import Shift
 
 _GROUP_MARGIN, _GROUP_ROWS = 0.01, 5
 """A group of at least _GROUP_ROWS rows fails if its mean slowdown is surely above _GROUP_MARGIN."""
@@ -110,10 +110,3 @@ def _group_shift(rows: Sequence[Change]) -> Shift:
             errors.append(float(np.std(means, ddof=1)) / math.sqrt(count))
             freedom = min(freedom, 2 * (count - 1))
     return Shift(float(logs.mean()), math.hypot(*errors), freedom)
-
-
-def shifts_by_process(pairs: Sequence[tuple[Record, Record]]) -> list[Shift | None]:
-    """Return the shift by process of every pair; None if the two sides have one process each, or a side has no samples."""
-    samples = {at: (old.samples_us, new.samples_us) for at, (old, new) in enumerate(pairs) if old.samples_us and new.samples_us}
-    found = dict(zip(samples, shifts(list(samples.values())), strict=True))
-    return [found.get(at) for at in range(len(pairs))]

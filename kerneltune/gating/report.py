@@ -20,7 +20,6 @@ _ANNOTATIONS = 10
 """GitHub shows ten errors and ten warnings of a step and drops all further messages silently."""
 _OF_PEERS = {"regression": "slower", "ambiguous": "perhaps slower"}
 """Verdict on an own row -> the word for the same change of a peer's row, which is not judged."""
-_ERRORS: tuple[RowVerdict, ...] = ("failed", "missing", "regression")
 _TAGS: dict[RowVerdict, str] = {"missing": "error", "failed": "error", "regression": "failure", "ambiguous": "skipped"}
 _NOT_IN_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -116,7 +115,7 @@ def gate_annotations(verdict: Verdict) -> str:
     lines["error"] += [_command("error", "kerneltune gate", failure) for failure in verdict.failures]
     lines["notice"] += [_command("notice", "kerneltune gate", note) for note in _notes(verdict)]
     for row in _counting(verdict):
-        level = "error" if row.verdict in _ERRORS else "warning" if row.verdict == "ambiguous" else "notice"
+        level = {"error": "error", "failure": "error", "skipped": "warning"}.get(_TAGS.get(row.verdict, ""), "notice")
         if row.verdict != "faster":
             title = f"{row.verdict}: {row.record.case} {row.record.variant}"
             lines[level].append(_command(level, title, f"{row.record.label}: {_message(row)}"))

@@ -1,7 +1,7 @@
 """Compare two sets of records and judge each row: pass, regression or ambiguous.
 
-`_verdict_of` has the table of verdicts, `changes.slower_groups` the rule for a variant as a whole; docs/gate.md gives the reasons.
-Only changes of our own code can fail the gate. A measurement that is the same on both sides passes, however noisy it is.
+`_verdict_of` has the table of verdicts, `changes.slower_groups` the rule for a variant as a whole, docs/gate.md the reasons. Only
+changes of our own code can fail the gate. A measurement that is the same on both sides passes, however noisy it is.
 
 Records with samples are compared by process (see stats). If both sides have one process each, or a side has no samples, the
 opposite ends of the two intervals are compared. These intervals do not contain the variation between processes: the spread of
@@ -19,10 +19,10 @@ from statistics import median
 from typing import Literal
 
 from kerneltune.device import INTERPRETER
-from kerneltune.gating.changes import Change, device_policy, is_peer, shifts_by_process, slower_groups, us_of
+from kerneltune.gating.changes import Change, device_policy, is_peer, slower_groups, us_of
 from kerneltune.gating.rows import Defaults, defaults_of, identity_of, pool
 from kerneltune.records import Key, Record, newest_rows, other_run
-from kerneltune.stats import Interval, Shift, holm, interval_shift
+from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
 from kerneltune.wording import counted, first_of, printable
 
 PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
@@ -157,7 +157,8 @@ def gate(
         if old.status == "passed" and device_policy(old) in new_places and old.device != INTERPRETER
     ]
     timed = [(old, fresh) for old, fresh in pairs if fresh is not None and fresh.status == "passed"]
-    changes = _widened([_change(*sides, shift) for sides, shift in zip(timed, shifts_by_process(timed), strict=True)])
+    by_process = shifts([(old.samples_us or (), fresh.samples_us or ()) for old, fresh in timed])
+    changes = _widened([_change(*sides, shift) for sides, shift in zip(timed, by_process, strict=True)])
     judged = [met for met in changes if peers or not met.is_peer]
     noted = [met for met in changes if met.is_peer and not peers]
     rows = []

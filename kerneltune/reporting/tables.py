@@ -279,13 +279,11 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     kept = [r for r in records if (r.op, r.variant) not in skipped]
     groups = list(grouped(kept, lambda record: (record.device, record.key)).values())
     bounds = [bound_of(best) for group in groups if (best := _best(group)) is not None]
-    names = case_names(group[0] for group in groups)
-    options, axes = _columns(names)
+    of_cases, cases = case_columns(
+        [group[0] for group in groups], Column("op", shared=True), Column("case", rank=1), sizes_first=True
+    )
     columns = (
-        Column("op", shared=True),
-        Column("case", rank=1),
-        *(Column(axis, digits=0) for axis in axes),
-        *(Column(name, shared=True) for name in ("dtype", "quant", *options)),
+        *of_cases,
         Column("", key="best"),
         Column("variant"),
         Column("µs", digits=2, key="time_us"),
@@ -297,18 +295,16 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
         *(Column(name, only=("csv",)) for name in ("policy", "status", "ci_low_us", "ci_high_us", "aa_floor", "device")),
     )
     lines = []
-    for name, group in zip(names, groups, strict=True):
+    for case, group in zip(cases, groups, strict=True):
         best = _best(group)
         for r in group:
-            settings = [str(name.options.get(option, "")) for option in options]
-            case = [r.op, r.case, *(name.axes.get(axis) for axis in axes), r.dtype, r.quant, *settings]
             measured = [r.time_us, *_of_the_whole(r, group), r.config_label]
             last = [r.policy, r.status, r.ci_low_us, r.ci_high_us, r.aa_floor, r.device]
             note = "" if r.status == "passed" else _status(r)
             lines.append(Row((*case, "*" if r is best else "", r.variant, *measured, *last), note))
     foot = [status_counts(r.status for r in records)]
     foot += [f"skipped in all cases: {op} {variant}: {reason}" for (op, variant), reason in skipped.items()]
-    return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=4 + len(axes) + len(options))
+    return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=len(of_cases))
 
 
 def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
@@ -345,28 +341,28 @@ def _kind(record: Record) -> tuple[str, ...]:
     return record.op, record.quant, record.dtype, pairs(record.options)
 
 
-def _columns(names: Iterable[CaseName]) -> tuple[list[str], list[str]]:
-    """Return the options and the axes that the cases have, in order of appearance."""
-    cases = list(names)
-    options = dict.fromkeys(option for name in cases for option in name.options)
-    return list(options), list(dict.fromkeys(axis for name in cases for axis in name.axes))
-
-
-def case_columns(records: Iterable[Record], *first: Column) -> tuple[list[Column], list[list[CellValue]]]:
+def case_columns(
+    records: Iterable[Record], *first: Column, sizes_first: bool = False
+) -> tuple[list[Column], list[list[CellValue]]]:
     """Return the columns that name a case, and the values of each record: `first` by name, type, mode, options and sizes.
 
     first: columns of the fields of `CaseName`.
     """
     names = case_names(records)
-    options, axes = _columns(names)
-    columns = [*first, *(Column(name, shared=True) for name in ("dtype", "quant", *options))]
-    values = [
-        [*(getattr(name, column.name) for column in first), name.dtype, name.quant]
-        + [str(name.options.get(option, "")) for option in options]
-        + [name.axes.get(axis) for axis in axes]
-        for name in names
-    ]
-    return [*columns, *(Column(axis, digits=0) for axis in axes)], values
+    options = list(dict.fromkeys(option for name in names for option in name.options))
+    axes = list(dict.fromkeys(axis for name in names for axis in name.axes))
+    settings, sizes = (
+        [Column(name, shared=True) for name in ("dtype", "quant", *options)],
+        [Column(name, digits=0) for name in axes],
+    )
+
+    def values(name: CaseName) -> list[CellValue]:
+        leading = [getattr(name, column.name) for column in first]
+        of_settings = [name.dtype, name.quant, *(str(name.options.get(option, "")) for option in options)]
+        of_sizes = [name.axes.get(axis) for axis in axes]
+        return [*leading, *of_sizes, *of_settings] if sizes_first else [*leading, *of_settings, *of_sizes]
+
+    return [*first, *(sizes + settings if sizes_first else settings + sizes)], list(map(values, names))
 
 
 def _sides(rows: Sequence[Comparison], a: str, b: str) -> str:
