@@ -5,8 +5,11 @@ files use their names themselves: `ops/*/peers.py`, because the digests of peers
 `kernel_lib/bounds.py` and `kernel_lib/interpreted.py`, which replace the interpreter's functions.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -167,6 +170,11 @@ PRIVATE_NAMES = (
         "fp8 casts of known shapes launch as Triton does, which takes the host longer",
     ),
     PrivateName(
+        "triton.compiler.errors:CompilationError",
+        "has the node of the kernel's source at which the compiler failed",
+        "errors of compilation name no line of the kernel",
+    ),
+    PrivateName(
         "triton.runtime.interpreter:_convert_float",
         "is replaced, so that interpreted casts to bf16 and fp8 round to nearest even",
         "checks without a GPU stop with a line that names the missing function",
@@ -241,6 +249,23 @@ def assert_group_ends(offs: torch.Tensor, M: int) -> None:
 def sleep_on_gpu(cycles: int) -> None:
     """Launch a kernel that spins for so many cycles on the current stream."""
     torch.cuda._sleep(cycles)
+
+
+def failing_line(error: Exception) -> str:
+    """Return `FILE:LINE: ` of the kernel's line at which Triton's compiler failed; empty if unknown.
+
+    The function that compiles a kernel has another name in Triton 3.9; in every version the kernel is `self` of a frame.
+    """
+    from triton.runtime.jit import JITFunction
+
+    line = getattr(getattr(error, "node", None), "lineno", None)
+    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    kernels = [owner for owner in owners if isinstance(owner, JITFunction)]
+    if line is None or not kernels:
+        return ""
+    lines, first = inspect.getsourcelines(function := kernels[-1].fn)
+    above = next(count for count, text in enumerate(lines) if text.lstrip().startswith("def "))  # Triton compiles no decorators
+    return f"{Path(function.__code__.co_filename).name}:{first + above + line - 1}: "
 
 
 def fails_on_recompile_limit(num_graphs: int) -> AbstractContextManager[None]:

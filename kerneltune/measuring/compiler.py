@@ -4,7 +4,6 @@ A worker calls the variant's function on meta tensors under a driver that compil
 kernels in Triton's disk cache.
 """
 
-import inspect
 import os
 import pickle
 import time
@@ -14,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from kerneltune.compat import failing_line
 from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Kernel
 from kerneltune.measuring.binary import read_kernel
@@ -319,24 +318,10 @@ def _compile(job: CompileJob) -> CompileResult:
     try:
         job.run(job.make_inputs(device="meta"), job.config)
     except Exception as exception:  # any error of a compiler is a property of the config, and is recorded
-        error = f"{_place(exception)}{first_line(exception)}"
+        error = f"{failing_line(exception)}{first_line(exception)}"
     else:
         error = next((_wrong_code(kernel) for kernel in active.utils.launched if kernel.stray_stores), "")
     return CompileResult(tuple(active.utils.launched), time.perf_counter() - started, error)
-
-
-def _place(error: Exception) -> str:
-    """Return `FILE:LINE: ` of the kernel's line that a compilation failed at; empty if unknown."""
-    from triton.runtime.jit import JITFunction
-
-    line = getattr(getattr(error, "node", None), "lineno", None)
-    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    kernels = [owner for owner in owners if isinstance(owner, JITFunction)]
-    if line is None or not kernels:
-        return ""
-    lines, first = inspect.getsourcelines(function := kernels[-1].fn)
-    above = next(count for count, text in enumerate(lines) if text.lstrip().startswith("def "))  # Triton compiles no decorators
-    return f"{Path(function.__code__.co_filename).name}:{first + above + line - 1}: "
 
 
 def _wrong_code(kernel: Kernel) -> str:
