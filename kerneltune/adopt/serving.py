@@ -46,7 +46,7 @@ class Served:
     """Hold the config of the launches of a key.
 
     Attributes:
-        options: keyword arguments of the launch; of a kernel without an autotuner the arguments that differ from the program's.
+        options: keyword arguments of the launch.
         counter: index of the count of these launches.
         config: the live config object.
         hook: the config's pre_hook.
@@ -62,7 +62,7 @@ class Served:
 
 @dataclass(slots=True)
 class ServingState:
-    """Hold the state of an autotuner with a list of configs, or of a kernel without an autotuner.
+    """Hold the state of an autotuner with a list of configs.
 
     Attributes:
         kernel: the table's kernel; None where the table has none for this autotuner.
@@ -74,10 +74,8 @@ class ServingState:
         finders: the table's rows by the author's keys and element types of launches.
         index: configs by their values.
         rows: the configs of the table's rows, by identity of the row.
-        lists: states for lists that the program assigned later. Of a kernel without an autotuner, by the options of its launches:
-            the autotuners that describe the kernel, with their states.
+        lists: states for lists that the program assigned later.
         choices: the author's choices from a list that the program assigned: the autotuner's cache does not tell lists apart.
-        is_plain: whether the kernel has no autotuner.
     """
 
     kernel: TableKernel | None
@@ -89,9 +87,8 @@ class ServingState:
     finders: LaunchKeys[RowFinder] = field(default_factory=LaunchKeys)
     index: dict[str, Any] = field(default_factory=dict)
     rows: dict[int, Served] = field(default_factory=dict)
-    lists: dict[Any, Any] = field(default_factory=dict)
+    lists: "dict[Any, ServingState]" = field(default_factory=dict)
     choices: dict[Any, Any] | None = None
-    is_plain: bool = False
 
     def __post_init__(self) -> None:
         """Index the configs."""
@@ -108,6 +105,93 @@ class ServingState:
             finder = self.kernel.finder(call.author_key(), call.dtypes())
             self.finders.remember(call, call.autotuner.keys, finder)
         return finder.nearest({name: call.size(name) for name in finder.names})
+
+
+@dataclass(slots=True)
+class ChangedLaunch:
+    """Hold the arguments in which launches of a key differ from the program's, and the index of the count of these launches."""
+
+    arguments: dict[str, Any]
+    counter: int
+
+
+@dataclass(slots=True)
+class PlainKernel:
+    """Serve a kernel without an autotuner.
+
+    Attributes:
+        kernel: the object under `triton.jit`.
+        listed: the table's kernels of this code, each with other options of the program.
+        make_config: the class triton.Config.
+        slots: indices of the counts of launches: served, missed.
+        keys: the changes of launches by their keys.
+        described: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
+    """
+
+    kernel: Any
+    listed: list[TableKernel]
+    make_config: Any
+    counters: Counters
+    slots: tuple[int, ...]
+    keys: LaunchKeys[ChangedLaunch] = field(default_factory=LaunchKeys)
+    described: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
+
+    def launch(self, original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Launch the kernel with the changes of the launch's key. The hot path of serving."""
+        changed = self.keys.find(args, kwargs) or self._resolve(KernelCall(self.kernel, args, kwargs))
+        try:
+            result = original(self.kernel, *args, **{**kwargs, **changed.arguments})
+        except Exception as error:  # Triton's launch errors share no type
+            if not changed.arguments or not program.is_launch_failure(error):
+                raise
+            text = " ".join(f"{name}={value}" for name, value in changed.arguments.items())
+            fails = f"config {text} fails here ({first_line(error)})"
+            warn_once(f"{kernel_name(self.kernel).text}: {fails}: falling back to the program's own arguments")
+            changed.arguments = {}
+            return self.launch(original, args, kwargs)
+        self.counters.add(changed.counter)
+        return result
+
+    def _resolve(self, call: KernelCall) -> ChangedLaunch:
+        """Serve the table's options and blocks to launches of this key from now on; nothing where the table has no row."""
+        changes: dict[str, Any] | None = None
+        try:
+            changes = self._changes(call)
+        except Exception as error:  # an argument of an unknown type must not end the user's program
+            warn_once(f"{call.name.text}: a launch is not served: {first_line(error)}")
+        deciding = {*OPTIONS, "grid", *(key for one in self.listed for key in one.keys)}
+        return self.keys.remember(call, deciding, ChangedLaunch(changes or {}, self.slots[changes is None]))
+
+    def _changes(self, call: KernelCall) -> dict[str, Any] | None:
+        """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
+
+        Each argument that a launch passes on costs the host 0.1 us.
+        """
+        own, given = split_options(call.kwargs)
+        if (key := tuple(own.values())) not in self.described:
+            tuners = [(plain_tuner(self.kernel, own, one.keys), one) for one in self.listed]
+            self.described[key] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
+        for tuner, one in self.described[key]:
+            launch = KernelCall(tuner, call.args, given)
+            row = one.finder(launch.author_key(), launch.dtypes()).nearest(launch.sizes())
+            if row is not None and self._fits(launch, row):
+                chosen = decode_config(row.configs[0], self.make_config).all_kwargs()
+                present = launch.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
+                return {name: value for name, value in chosen.items() if present.get(name) != value}
+        return None
+
+    def _fits(self, call: KernelCall, row: ServingRow) -> bool:
+        """Return whether the config of a row fits a launch: other blocks need the grid that was checked with them.
+
+        Another place of the program may launch this kernel with a grid that does not read the blocks.
+        """
+        config, grid = row.configs[0], call.kwargs.get("grid")
+        changed = changed_blocks({"kwargs": call.named}, config)
+        if not changed or not callable(grid) or not set(changed) <= call.kwargs.keys():
+            return not changed
+        with suppress(Exception):  # of the program's own grid
+            return list(call.grid(decode_config(config, self.make_config)) or ()) == row.evidence.get("grid")
+        return False
 
 
 class Server:
@@ -146,7 +230,7 @@ class Server:
         self._make_config, self._preparing, self._lock = make_config, preparing, RLock()
         self._table: ServingTable | None = None
         self._read_for = ""
-        self._plain: dict[Any, ServingState | None] = {}
+        self._plain: dict[Any, PlainKernel | None] = {}
 
     def table(self, is_early: bool = False) -> ServingTable | None:
         """Return the table of this GPU; None if no table may be served.
@@ -215,39 +299,41 @@ class Server:
 
     def make_plain_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of `run` of kernels, for the kernels without an autotuner."""
-        launch, states = self._launch, self._plain
+        served = self._plain
 
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                state = states[kernel.fn]
+                plain = served[kernel.fn]
             except KeyError:
-                state = states[kernel.fn] = self._plain_state(kernel)
-            return original(kernel, *args, **kwargs) if state is None else launch(state, original, kernel, args, kwargs)
+                plain = served[kernel.fn] = self._plain_kernel(kernel)
+            return original(kernel, *args, **kwargs) if plain is None else plain.launch(original, args, kwargs)
 
         return run
 
-    def _launch(self, state: ServingState, original: Callable[..., Any], kernel: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Launch a kernel with the config of its key. The hot path of serving."""
+    def _plain_kernel(self, kernel: Any) -> PlainKernel | None:
+        """Return the server of a kernel without an autotuner; None if the table has no such kernel."""
+        listed = self._kernels_of(kernel.fn, is_plain=True)
+        return PlainKernel(kernel, listed, self._make_config, self.counters, self._slots(kernel)) if listed else None
+
+    def _launch(self, state: ServingState, original: Callable[..., Any], tuner: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Launch an autotuner's kernel with the config of its key. The hot path of serving."""
         served = state.keys.find(args, kwargs)
         if served is None:
-            found = self._resolve(original, KernelCall(kernel, args, kwargs), state)
+            found = self._resolve(original, KernelCall(tuner, args, kwargs), state)
             if not isinstance(found, Served):
                 return found[0]
             served = found
         options = served.options
         kwargs.update(options)
         if served.hook is not None:
-            served.hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs})
+            served.hook({**dict(zip(tuner.arg_names, args, strict=False)), **kwargs})
+        tuner.best_config = served.config
         try:
-            if state.is_plain:
-                result = original(kernel, *args, **kwargs)
-            else:
-                kernel.best_config = served.config
-                result = kernel.fn.run(*args, **kwargs)
+            result = tuner.fn.run(*args, **kwargs)
         except Exception as error:  # Triton's launch errors share no type
             rest = {name: value for name, value in kwargs.items() if name not in options}
-            self._fall_back(kernel, served, error)
-            return self._launch(state, original, kernel, args, rest | served.options if state.is_plain else rest)
+            self._fall_back(tuner, served, error)
+            return self._launch(state, original, tuner, args, rest)
         self.counters.add(served.counter)
         return result
 
@@ -263,7 +349,7 @@ class Server:
                 kernels.hold(autotuner, kernels.SERVING_STATE, state)
             return state
 
-    def _counters_of(self, kernel: Any) -> tuple[int, ...]:
+    def _slots(self, kernel: Any) -> tuple[int, ...]:
         return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
 
     def made(self, autotuner: Any) -> None:
@@ -275,8 +361,7 @@ class Server:
     def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
         """Return the state of an autotuner with the list of configs that the program has assigned to it."""
         with self._lock:
-            lists: dict[Any, ServingState] = first.lists
-            return of_list(lists, autotuner.configs, lambda: self._new_state(autotuner, choices={}))
+            return of_list(first.lists, autotuner.configs, lambda: self._new_state(autotuner, choices={}))
 
     def _new_state(self, autotuner: Any, is_early: bool = False, choices: dict[Any, Any] | None = None) -> ServingState:
         """Return the state of an autotuner with its present list of configs.
@@ -292,7 +377,7 @@ class Server:
             warn_once(f"{kernel_name(autotuner).text}: not served: {first_line(error)}")
         same.sort(key=lambda one: one.configs != configs_digest(listed))
         kernel = same[0] if same else None
-        return ServingState(kernel, listed, self._counters_of(autotuner), set(autotuner.keys), listed, choices=choices)
+        return ServingState(kernel, listed, self._slots(autotuner), set(autotuner.keys), listed, choices=choices)
 
     def _live(self, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the live config objects of stored configs, without the configs that cannot be made here.
@@ -309,8 +394,6 @@ class Server:
 
     def _resolve(self, original: Callable[..., Any], call: KernelCall, state: ServingState) -> "Served | tuple[Any]":
         """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
-        if state.is_plain:
-            return self._resolve_plain(call, state)
         if self._preparing is not None:
             self._preparing.wait()
         row = state.row(call)
@@ -392,64 +475,6 @@ class Server:
         served.options, served.hook = served.config.all_kwargs(), served.config.pre_hook
         labels = f"config {label_of(failed)} fails here ({first_line(error)}): falling back to {label_of(served.config)}"
         warn_once(f"{kernel_name(kernel).text}: {labels}")
-
-    def _plain_state(self, kernel: Any) -> ServingState | None:
-        """Return the state of a kernel without an autotuner; None if the table has no such kernel."""
-        listed = self._kernels_of(kernel.fn, is_plain=True)
-        deciding = {*OPTIONS, "grid", *(key for one in listed for key in one.keys)}
-        return ServingState(None, [], self._counters_of(kernel), deciding, is_plain=True) if listed else None
-
-    def _resolve_plain(self, call: KernelCall, state: ServingState) -> Served:
-        """Serve the options of the table to launches of this key from now on; no options where the table has no row.
-
-        call: launch of the kernel itself instead of an autotuner.
-        """
-        options: dict[str, Any] | None = None
-        try:
-            options = self._plain_options(call, state)
-        except Exception as error:  # an argument of an unknown type must not end the user's program
-            warn_once(f"{call.name.text}: a launch is not served: {first_line(error)}")
-        own = [{name: call.kwargs[name] for name in options if name in call.kwargs}] if options else []
-        counter = state.counters[options is None]
-        return state.keys.remember(call, state.deciding, _served([*map(_changing, [options or {}, *own])], counter))
-
-    def _plain_options(self, call: KernelCall, state: ServingState) -> dict[str, Any] | None:
-        """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
-
-        Each argument that a launch passes on costs the host 0.1 us.
-        """
-        own, given = split_options(call.kwargs)
-        if (key := tuple(own.values())) not in state.lists:
-            kernel = call.autotuner
-            tuners = [(plain_tuner(kernel, own, one.keys), one) for one in self._kernels_of(kernel.fn, is_plain=True)]
-            same = [(tuner, one) for tuner, one in tuners if configs_digest(tuner.configs) == one.configs]
-            state.lists[key] = [(tuner, ServingState(one, tuner.configs, (), set(tuner.keys))) for tuner, one in same]
-        for tuner, described in state.lists[key]:
-            launch = KernelCall(tuner, call.args, given)
-            row = described.row(launch)
-            if row is not None and self._fits(launch, row):
-                chosen = decode_config(row.configs[0], self._make_config).all_kwargs()
-                present = launch.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
-                return {name: value for name, value in chosen.items() if present.get(name) != value}
-        return None
-
-    def _fits(self, call: KernelCall, row: ServingRow) -> bool:
-        """Return whether the config of a row fits a launch: other blocks need the grid that was checked with them.
-
-        Another place of the program may launch this kernel with a grid that does not read the blocks.
-        """
-        config, grid = row.configs[0], call.kwargs.get("grid")
-        changed = changed_blocks({"kwargs": call.named}, config)
-        if not changed or not callable(grid) or not set(changed) <= call.kwargs.keys():
-            return not changed
-        with suppress(Exception):  # of the program's own grid
-            return list(call.grid(decode_config(config, self._make_config)) or ()) == row.evidence.get("grid")
-        return False
-
-
-def _changing(arguments: dict[str, Any]) -> Any:
-    """Return the config of a kernel without an autotuner: the arguments in which a launch differs from the program's."""
-    return SimpleNamespace(kwargs=arguments, all_kwargs=lambda: arguments, pre_hook=None)
 
 
 def _served(configs: Sequence[Any], counter: int) -> Served:
