@@ -7,18 +7,18 @@ final says that another config is faster.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kerneltune import device
 from kerneltune.adopt.getter import FACTS, CallCase, call_case, given_knobs, operators, read_facts
 from kerneltune.adopt.tuning import Searched, search_tasks, searched
-from kerneltune.measuring.check import Checker
+from kerneltune.measuring.check import Outcome
+from kerneltune.measuring.jobs import pairs_job, run_jobs
 from kerneltune.plan import Options
 from kerneltune.progress import Progress
-from kerneltune.search.task import Task, knobs_of
-from kerneltune.spec import Config
+from kerneltune.search.task import Task
 
 ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
 """Keys of the engines' tables. A table holds all of them, because engines look up the nearest key, however far."""
@@ -69,30 +69,12 @@ def _tuned_call(task: Task, one: CallCase, found: Searched) -> TunedCall:
     return TunedCall(one, one.own | given_knobs(best), default_us, entry.evidence["time_us"], (low, high), failed)
 
 
-def check_getter(root: Path) -> list[tuple[CallCase, int, list[str]]]:
-    """Check overrides without a GPU: the own config, and for each knob a config that differs from it in this knob alone.
-
-    Returns:
-        Each call with the number of checked configs and a line for each config that fails.
-    """
+def check_getter(root: Path) -> list[Outcome]:
+    """Check pairs of call and override without a GPU, in a fork; return what `check_pairs` returns."""
     facts, (op,) = read_facts(root), operators(str(root))
-    checked = []
-    for one in (each for each in facts.cases if each.is_wanted and not each.problem):
-        case, variant = call_case(facts, one), op.variants[0]
-        configs = _neighbours(variant.default_config(case), variant.configs(case))
-        checker = Checker(op, case, "cpu")
-        lines = [f"{label}: {text}" for label, config in configs.items() for text in checker.errors(variant, config)[:1]]
-        checked.append((one, len(configs), lines))
-    return checked
-
-
-def _neighbours(own: Config, configs: Iterable[Config]) -> dict[str, Config]:
-    neighbours = {"": ("own config", own)}
-    for config in configs:
-        differing = [(name, value) for name, value in knobs_of(config).items() if getattr(own, name) != value]
-        if len(differing) == 1:
-            neighbours[differing[0][0]] = f"{differing[0][0]}={differing[0][1]}", config
-    return dict(neighbours.values())
+    cases = [call_case(facts, one) for one in facts.cases if one.is_wanted and not one.problem]
+    ((_, outcomes),) = run_jobs([pairs_job(Task(op, cases[0], op.variants[0], op.policy), cases)])
+    return outcomes
 
 
 def failures(calls: Sequence[TunedCall]) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from kerneltune.adopt.getter import CallCase, GetterFacts, installed, operators,
 from kerneltune.adopt.getter_calls import expert_sizes, make_call
 from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables
 from kerneltune.cli import app
+from kerneltune.measuring.check import Outcome
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.stats import Samples
 from kerneltune.workloads.model_config import read
@@ -201,8 +203,10 @@ def test_space_of_an_unknown_knob_is_refused(fused_moe: Any) -> None:
 
 def test_overrides_of_the_example_agree_with_the_own_config(fused_moe: Any, tmp_path: Path) -> None:
     write_facts(tmp_path, probe(facts_of((1, 9), dtype="bfloat16")))
-    found = check_getter(tmp_path)
-    assert [(one.sizes["tokens"], count, lines) for one, count, lines in found] == [(1, 7, []), (9, 7, [])]
+    (told,) = check_getter(tmp_path)
+    configs, cases, checked, possible = map(int, re.findall(r"\d+", told.reason.rpartition(": ")[2].replace(",", ""))[:4])
+    assert (told.status, cases) == ("checked", 2)
+    assert 2 < configs <= checked < possible
 
 
 PAIRWISE = """
@@ -226,10 +230,11 @@ def test_override_under_which_the_host_forgets_its_padding_is_found_by_poison(tm
         facts = probed(file, space={"BLOCK": [block]})
         write_facts(tmp_path, msgspec_with(facts, cases=[CallCase({"rows": 48})]))
         write_facts(tmp_path, probe(read_facts(tmp_path)))
-        ((_, count, lines),) = check_getter(tmp_path)
-        said = {64: "BLOCK=64: the launch failed: RuntimeError: blocks of 64 are too large"}.get(block, "BLOCK=32: output 0: NaN")
-        assert count == 4  # the own config, the block, and both options of a launch
-        assert [line[: len(said)] for line in lines] == ([] if pads and block == 32 else [said])
+        *failed, told = check_getter(tmp_path)
+        said = "the launch failed: RuntimeError: blocks of 64 are too large" if block == 64 else "output 0: NaN"
+        assert told.status == "checked"
+        assert bool(failed) == (not pads or block == 64)
+        assert all(one.reason.startswith(said) and block == one.config.BLOCK for one in failed)
 
 
 def msgspec_with(facts: GetterFacts, **fields: Any) -> GetterFacts:
@@ -330,10 +335,9 @@ def test_whole_table_without_a_gpu_checks_its_smallest_calls_and_says_so(
 ) -> None:
     called: list[list[int]] = []
 
-    def check(root: Path) -> list[Any]:
-        cases = read_facts(root).cases
-        called.append([one.sizes["tokens"] for one in cases])
-        return [(one, 2, []) for one in cases]
+    def check(root: Path) -> list[Outcome]:
+        called.append([one.sizes["tokens"] for one in read_facts(root).cases])
+        return [Outcome("checked", "2 configs on 4 cases, all pairs")]
 
     monkeypatch.setattr("kerneltune.adopt.getter_tuning.check_getter", check)
     file = program(tmp_path, GOOD + "def case(tokens, experts, inner): return lambda: torch.ones(tokens) * len(get_config())\n")
@@ -342,7 +346,8 @@ def test_whole_table_without_a_gpu_checks_its_smallest_calls_and_says_so(
     assert result.exit_code == 0, result.stderr
     assert called == [[1, 2, 4, 8]]
     assert "no GPU: 4 of 18 calls in the interpreter" in result.stderr
-    assert [line.split() for line in result.stdout.splitlines()[1:3]] == [[f"tokens={n}", "BLOCK=4", "2", "2"] for n in (1, 2)]
+    assert [line.split() for line in result.stdout.splitlines()[1:3]] == [[f"tokens={n}", "BLOCK=4"] for n in (1, 2)]
+    assert "2 configs on 4 cases, all pairs\n" in result.stdout
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
