@@ -351,17 +351,25 @@ def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> s
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
+_LEAST_COUNTED = 4
+"""Fewest values of an argument that may be a seed or a counter."""
+
+
 def counting_argument(launches: Sequence[Sequence[Argument]], keys: Collection[str]) -> tuple[str, int]:
     """Return the whole-number argument without which the fewest classes are left, and how many are left.
 
-    A seed or a step counter makes a class of each of its values. Without a name if half of the classes or more are left.
+    A seed or a step counter makes a class of each of its values. Without a name if more than half of the classes are left, or if
+    every argument has few values, as a flag has.
 
     launches: the arguments of each class of a kernel; keys: names in the author's key, which always tell classes apart.
     """
-    names = {a.name for arguments in launches for a in arguments if type(a.value) is int and a.name not in keys}
+    values: dict[str, set[int]] = {}
+    for a in (a for arguments in launches for a in arguments if type(a.value) is int and a.name not in keys):
+        values.setdefault(a.name, set()).add(a.value)
+    names = [name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED]
     left = {name: len({signature(arguments, {name}) for arguments in launches}) for name in sorted(names)}
     name = min(left, key=lambda one: left[one], default="")
-    return (name, left[name]) if name and 2 * left[name] < len(launches) else ("", len(launches))
+    return (name, left[name]) if name and 2 * left[name] <= len(launches) else ("", len(launches))
 
 
 def views(arguments: Sequence[Argument], storage: int) -> list[TensorLayout]:

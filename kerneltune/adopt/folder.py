@@ -260,14 +260,14 @@ def write_blocks(root: Path, blocks: Mapping[str, Mapping[str, str]]) -> None:
     replace_text(root / BLOCKS, msgspec.json.format(msgspec.json.encode({"classes": blocks}), indent=1).decode() + "\n")
 
 
-def judged(launch: LaunchClass, blocks: Mapping[str, str]) -> LaunchClass:
-    """Return a class without the grids of the candidates whose blocks may not change."""
+def judged(launch: LaunchClass, blocks: Mapping[str, str], untried: str) -> LaunchClass:
+    """Return a class without the grids of the candidates whose blocks may not change; `untried` stands for a missing reason."""
     if not launch.is_plain:
         return launch
     program = launch.candidates[0].config
 
     def judge(one: Candidate) -> Candidate:
-        reasons = [blocks.get(name, "other values were not tried yet") for name in changed_blocks(program, one.config)]
+        reasons = [blocks.get(name, untried) for name in changed_blocks(program, one.config)]
         problem = next(filter(None, reasons), "")
         return replace(one, grid=None, problem=problem) if problem else one
 
@@ -313,15 +313,15 @@ def write_notes(root: Path, process: str, notes: ProcessNotes) -> None:
     os.replace(part, root / LAUNCHES / f"{process}.json")
 
 
-def processes(root: Path) -> list[Path]:
-    """Return the files in which processes have counted their launches."""
-    return sorted((root / LAUNCHES).glob("*.json"))
+def process_files(root: Path) -> list[Path]:
+    """Return the files of a capture in which processes have written their notes and counts."""
+    return sorted((root / LAUNCHES).glob("[!.]*"))
 
 
-def read_notes(files: Iterable[Path], problems: list[str]) -> ProcessNotes:
-    """Return the notes of processes as the notes of one; a damaged file is skipped, and a line about it added to `problems`."""
+def read_notes(files: Collection[Path], problems: list[str]) -> ProcessNotes:
+    """Return the notes and counts of processes as the notes of one; a line about each damaged file is added to `problems`."""
     whole = ProcessNotes({})
-    for path in files:
+    for path in (path for path in files if path.suffix == ".json"):
         try:
             notes = read_json(path, ProcessNotes)
         except ValueError as error:
@@ -336,15 +336,10 @@ def read_notes(files: Iterable[Path], problems: list[str]) -> ProcessNotes:
         whole.misnamed += notes.misnamed
         whole.made |= notes.made
         whole.plain += notes.plain
-    return whole
-
-
-def notes_of_all(root: Path, problems: list[str]) -> ProcessNotes:
-    """Return the notes of all processes of a capture, with the launches of processes that were killed."""
-    whole = read_notes(processes(root), problems)
-    for digest, launches in read_counts((root / LAUNCHES).glob(f"*{SUFFIX}")).items():
+    counts = read_counts(path for path in files if path.suffix == SUFFIX)
+    for digest, launches in ((digest, launches) for digest, launches in counts.items() if launches):
         total = whole.launches.setdefault(digest, Count())
-        total.launches = max(total.launches, launches)
+        total.launches = max(total.launches, launches)  # a killed process has written its counts, but no notes
     return whole
 
 

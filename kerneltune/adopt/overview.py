@@ -9,15 +9,7 @@ from pathlib import Path
 
 from kerneltune.adopt.arguments import counting_argument
 from kerneltune.adopt.configs import config_label, stored_key
-from kerneltune.adopt.folder import (
-    Count,
-    LaunchClass,
-    ProcessNotes,
-    judged,
-    notes_of_all,
-    read_blocks,
-    read_classes,
-)
+from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, judged, process_files, read_blocks, read_classes, read_notes
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, load
 from kerneltune.search.task import store_path
@@ -68,15 +60,18 @@ class Capture:
         return {subclass: kernels for subclass, kernels in by_subclass.items() if seen.isdisjoint(kernels)}
 
 
-def read_capture(root: Path) -> Capture:
-    """Return the capture of a folder."""
+def read_capture(root: Path, untried: str = "other values were not tried yet") -> Capture:
+    """Return the capture of a folder.
+
+    untried: why blocks of plain kernels may not change that no launch has tried yet; empty if they may.
+    """
     problems: list[str] = []
     blocks = read_blocks(root)
-    classes = [judged(launch, blocks.get(launch.digest, {})) for launch in read_classes(root, problems)]
+    classes = [judged(launch, blocks.get(launch.digest, {}), untried) for launch in read_classes(root, problems)]
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")
-    return Capture(root, classes, notes_of_all(root, problems), problems)
+    return Capture(root, classes, read_notes(process_files(root), problems), problems)
 
 
 _NO_SIZES = ("stride", "seed", "num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -98,6 +93,13 @@ def left_out(launches: Sequence[LaunchClass]) -> list[str]:
     return list(differing)
 
 
+def counting_hint(launches: Sequence[LaunchClass]) -> str:
+    """Return a line about the argument that makes most classes of a kernel, as a seed does; empty for none."""
+    counting, left = counting_argument([launch.arguments for launch in launches], launches[0].keys)
+    advice = f"if it is a seed or a counter, capture with --ignore-arg {counting}"
+    return f"{len(launches)} classes, {left} without {counting}: {advice}" if counting else ""
+
+
 def omitted(launch: LaunchClass) -> list[str]:
     """Return the arguments that equal a dimension of a tensor and that the author's key lacks; none for a single config."""
     shapes = [argument.tensor.shape for argument in launch.arguments if argument.tensor is not None]
@@ -108,7 +110,7 @@ def omitted(launch: LaunchClass) -> list[str]:
     return [name for name in sizes if _is_size(name) and not name.startswith("BLOCK")]
 
 
-_SHOWN, _LABELS, _MANY = 6, 3, 8
+_SHOWN, _LABELS = 6, 3
 _NUMBERS = re.compile(r"[\d.]+(e[+-]\d+)?|inf")
 """Parts of the reason of a failed check in which checks of other sizes and configs differ."""
 
@@ -144,15 +146,13 @@ def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
 
 def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong: dict[str, list[str]]) -> Iterator[str]:
     first = launches[0]
-    present = {argument.name for argument in first.arguments}
+    present = {argument.name.partition("[")[0] for argument in first.arguments}
     if first.problem:
         yield f"cannot be tuned: {first.problem}"
     if unknown := [name for name in first.keys if name not in present]:
         yield f"key names no argument: {', '.join(unknown)}"
-    counting, left = counting_argument([launch.arguments for launch in launches], first.keys)
-    if counting and len(launches) > _MANY:
-        hint = f"if it is a seed or a counter, capture with --ignore-arg {counting}"
-        yield f"{len(launches)} classes, {left} without {counting}: {hint}"
+    if hint := counting_hint(launches):
+        yield hint
     if varying := left_out(launches):
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"
     if sizes := [name for name in omitted(first) if name not in varying]:

@@ -294,26 +294,25 @@ class Recorder:
         with self._lock:
             if os.getpid() != self._process or not self._has_launched:
                 self._begin_process()
-            is_new = digest not in self._notes.launches
-            self._notes.launches.setdefault(digest, Count()).launches += 1
             self._counters.add(self._counters.slot(digest))
-            now = time.monotonic()
-            if is_new or now - self._flushed > _FLUSH_S:
-                self._flushed = now
+            if time.monotonic() - self._flushed > _FLUSH_S:
                 self.flush(wait=False)
 
     def flush(self, wait: bool = True) -> None:
-        """Write the counts of launches so far; `wait` waits for the launches that are being timed."""
-        notes = self._notes
-        if os.getpid() != self._process or not (notes.launches or notes.refused or notes.made or self._launched):
+        """Write the notes of this process; `wait` waits for the launches that are being timed."""
+        notes, self._flushed = self._notes, time.monotonic()
+        if os.getpid() != self._process or not (self._has_launched or notes.refused or notes.made or self._launched):
             return
         with self._lock:
             try:
                 self._harvest(wait)
+                for digest, launches in self._counters.by_name().items():
+                    if launches:
+                        notes.launches.setdefault(digest, Count()).launches = launches
                 notes.plain = self._plain() if wait else notes.plain
                 write_notes(self.root, f"{self._process}-{id(self):x}", notes)
             except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune
-                log.warning("kerneltune: launches not counted: %s", first_line(error))
+                log.warning("kerneltune: notes not written: %s", first_line(error))
 
     def _harvest(self, wait: bool) -> None:
         """Note the times of the launches that have ended."""

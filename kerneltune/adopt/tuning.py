@@ -32,6 +32,7 @@ from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel,
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
+from kerneltune.search.insight import portfolio
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
@@ -39,7 +40,7 @@ from kerneltune.spec import Config, Op
 from kerneltune.stats import ratio_interval
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 from kerneltune.tune.provenance import open_store
-from kerneltune.tune.run import run_tune, seconds_of
+from kerneltune.tune.run import expected_work, run_tune
 from kerneltune.wording import counted
 
 FAMILY = "captured"
@@ -77,12 +78,6 @@ class TunedClass:
         """Return a config as JSON."""
         return candidate_of(self.configs[key], self.launch).config
 
-    @property
-    def losses(self) -> dict[str, float]:
-        """Return the log of the slow-down by each config that is correct, against the best of them."""
-        best = min(self.times.values(), default=1.0)
-        return {config: math.log(time / best) for config, time in self.times.items()}
-
 
 @dataclass(slots=True)
 class TunedCapture:
@@ -96,26 +91,26 @@ class TunedCapture:
 
 
 _CLASS_S = 1.2
-"""Seconds for a class beside its configs. H200, 16 cores: 13 classes, 278 configs took 44 s."""
+"""Seconds for a class beside its search, to make its arguments and to learn its results. H200, 16 cores."""
 
 
 def forecast(root: Path, share: float, widen: bool, workers: int | None) -> tuple[int, int, float, list[str]]:
     """Estimate what `tune_capture` will try; needs no GPU.
 
     Returns:
-        Number of classes, number of configs, seconds of wall time, and a line for each other class.
+        Number of classes, largest number of configs, seconds of wall time, and a line for each other class.
     """
-    capture = read_capture(root)
+    capture = read_capture(root, untried="")
     skipped = list(capture.problems)
-    chosen = _chosen(capture, share, skipped, device_slug=None)
-    configs = sum(len(offered(launch, widen)) for launch in chosen)
-    return len(chosen), configs, _seconds(chosen, widen, workers), skipped
+    by_name = {op.name: op for op in operators_of(capture, widen)}
+    tasks = [_task(by_name, launch) for launch in _chosen(capture, share, skipped, device_slug=None)]
+    return len(tasks), *_work(tasks, Options(workers=workers)), skipped
 
 
-def _seconds(launches: Sequence[LaunchClass], widen: bool, workers: int | None) -> float:
-    """Estimate the seconds that tuning classes takes."""
-    configs = sum(len(offered(launch, widen)) for launch in launches)
-    return seconds_of(configs, workers) + len(launches) * _CLASS_S
+def _work(tasks: Sequence[Task], options: Options) -> tuple[int, float]:
+    """Return the number of configs that tuning may try, and estimate its seconds."""
+    works = [expected_work(task, options) for task in tasks]
+    return sum(configs for configs, _ in works), sum(seconds + _CLASS_S for _, seconds in works)
 
 
 def tune_capture(
@@ -153,9 +148,9 @@ def tune_capture(
     by_name = {op.name: op for op in operators_of(capture, widen)}
     tasks = [_task(by_name, launch) for launch in chosen]
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
-    left = [launch for launch, task in zip(chosen, tasks, strict=True) if task.stored(root / "configs") is None]
+    left = [task for task in tasks if task.stored(root / "configs") is None]
     if left and time.monotonic() >= until:
-        needed = f"the command again takes about {max(_seconds(left, widen, workers), 1):.0f} s more"
+        needed = f"the command again takes about {max(_work(left, options)[1], 1):.0f} s more"
         progress.note(f"the budget of {budget_s:g} s is used: {counted(len(left), 'class', 'classes')} left: {needed}")
     tuned = _collect(capture, by_name, skipped)
     table = _table(tuned)
@@ -343,10 +338,9 @@ def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[G
 
 
 def shared_config(members: Sequence[TunedClass]) -> str | None:
-    """Return the config with the least loss over all classes, weighted by their GPU time; None if no config runs in all."""
-    losses = [(one.cost_us, one.losses) for one in members]
-    candidates = [config for config in members[0].times if all(config in of_class for _, of_class in losses)]
-    return min(candidates, key=lambda config: sum(cost * of_class[config] for cost, of_class in losses), default=None)
+    """Return the fastest config over all classes, weighted by their GPU time; None if no config runs in all."""
+    candidates = [config for config in members[0].times if all(config in one.times for one in members)]
+    return min(candidates, key=lambda config: sum(one.cost_us * math.log(one.times[config]) for one in members), default=None)
 
 
 def own_gain(one: TunedClass, shared: str, worker: GpuWorker) -> float | None:
@@ -393,18 +387,8 @@ def _row(one: TunedClass, chosen: str, gain: float | None = None) -> ServingRow:
 
 
 def portfolio_of(classes: Sequence[TunedClass]) -> list[StoredConfig]:
-    """Return the fewest configs, as JSON, with which every class is within 3 % of its best; first the best config for all."""
-    stored = {key: one.stored(key) for one in classes for key in one.times}
-    losses = [(one.cost_us or 1.0, one.losses) for one in classes]
-
-    def least(keys: Sequence[str]) -> list[tuple[float, float]]:
-        """Return the cost of each class and its least loss by these configs; log 16 where none of them is correct."""
-        return [(cost, min((of[key] for key in keys if key in of), default=math.log(16))) for cost, of in losses]
-
-    chosen: list[str] = []
-    while len(chosen) < min(_MOST_PORTFOLIO, len(stored)):
-        rest = [key for key in stored if key not in chosen]
-        chosen.append(min(rest, key=lambda key: sum(cost * loss for cost, loss in least([*chosen, key]))))
-        if max(loss for _, loss in least(chosen)) <= math.log(LEAST_GAIN):
-            break
-    return [stored[key] for key in chosen]
+    """Return configs as JSON: the best for all classes, then the fewest with which every class is within 2 % of its best."""
+    times: Any = [one.times for one in classes if one.times]
+    keys = dict.fromkeys([shared_config(classes), *(portfolio(times).configs if times else ())])
+    by_key = {key: one.stored(key) for one in classes for key in one.times}
+    return [by_key[key] for key in keys if key in by_key][:_MOST_PORTFOLIO]

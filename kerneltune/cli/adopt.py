@@ -90,7 +90,7 @@ def getter_command(
     call was tuned or, without a GPU, a check failed.
     """
     from kerneltune import device
-    from kerneltune.adopt.getter import GetterFacts, probe, write_facts
+    from kerneltune.adopt.getter import GetterFacts, given_knobs, probe, write_facts
     from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
     from kerneltune.processes import in_fresh_processes
 
@@ -110,15 +110,16 @@ def getter_command(
     if export is not None:
         engine_tables(export, device.current().name, [TunedCall(one, one.own) for one in facts.cases], named)  # raises early
     if not device.current().is_gpu:
-        checked = check_getter(out)
-        by_name = list(zip(_names([one for one, _, _ in checked]), checked, strict=True))
-        rows = [(name, pairs(one.own), str(count), str(count - len(lines))) for name, (one, count, lines) in by_name]
-        show_table(("call", "own config", "checked", "agree"), rows)
-        lines = [f"{name}: {line}" for name, (_, _, lines) in by_name for line in lines]
-        for line in lines:
-            error_line(line)
+        own = [pairs(one.own) if not one.problem else f"skipped: {one.problem}" for one in facts.cases]
+        show_table(("call", "own config"), list(zip(_names(facts.cases), own, strict=True)))
+        outcomes = check_getter(out)
+        for one in outcomes:
+            if one.status == "failed" and one.case is not None:
+                error_line(f"{one.case.name}: {pairs(given_knobs(one.config))}: {one.reason}")
+            else:
+                show_wrapped(one.reason)
         show("no GPU: nothing was timed")
-        raise typer.Exit(int(bool(lines)))
+        raise typer.Exit(int(any(one.status == "failed" for one in outcomes)))
     from kerneltune.cli.progress import reporter
 
     share = budget / sum(one.is_wanted and not one.problem for one in facts.cases)
@@ -231,7 +232,7 @@ def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None,
         note(f"skipped: {line}")
     if not classes:
         raise ValueError(f"{folder}: no class can be tuned")
-    tried = f"{counted(classes, 'class', 'classes')}, {counted(configs, 'config')}"
+    tried = f"{counted(classes, 'class', 'classes')}, up to {counted(configs, 'config')}"
     ends = f"; --budget ends it after {budget:g} s" if budget and budget < seconds else ""
     show(f"{tried}: about {max(seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet{ends}")
 
@@ -289,9 +290,13 @@ def _times(own_us: float | None, ours_us: float | None, gain: "Sequence[float] |
 
 def show_capture(capture: "Capture", to_messages: bool = False) -> None:
     """Print the table of a capture, on standard error where the program's output must stay as it is."""
+    from kerneltune.adopt.overview import counting_hint
     from kerneltune.cli import console
 
-    show_table(*table_of(capture), console.messages if to_messages else console.console)
+    head, rows = table_of(capture)
+    show_table(head, rows, console.messages if to_messages else console.console)
+    if any("*" in row[-1] for row in rows):
+        note("* differs between launches that the key does not tell apart; x.0 is the first side of x")
     for text in capture.problems:
         error_line(f"skipped: {text}")
     for kernel, reason in capture.notes.refused.items():
@@ -299,6 +304,9 @@ def show_capture(capture: "Capture", to_messages: bool = False) -> None:
     if plain := capture.plain():
         more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
         note(f"plain @triton.jit, captured under --plain: {', '.join(plain[:_SHOWN])}{more}")
+    for launches in capture.kernels().values():
+        if hint := counting_hint(launches):
+            note(f"{launches[0].kernel.text}: {hint}")
     for subclass, kernels in capture.own_runs().items():
         note(f"not captured: {len(kernels)} kernels of {subclass}, whose run does not call Triton's: {', '.join(kernels[:5])}")
 

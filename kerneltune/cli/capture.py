@@ -54,7 +54,7 @@ def command(
     samples of other tensors of at most 1 MiB. The exit code is the program's, or 2 if a decorator names an argument that
     its kernel lacks. The program's output is untouched; messages of this command go to standard error.
     """
-    from kerneltune.adopt.folder import CLASSES, processes, read_notes
+    from kerneltune.adopt.folder import CLASSES, process_files, read_notes
     from kerneltune.adopt.program import require_program, run_program
     from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
 
@@ -71,9 +71,9 @@ def command(
         environment["TRITON_INTERPRET"] = "1"
     if eager:
         environment["TORCHDYNAMO_DISABLE"] = "1"
-    earlier = processes(out)
+    earlier = process_files(out)
     code = run_program(program, environment)
-    notes = read_notes([path for path in processes(out) if path not in earlier], [])
+    notes = read_notes([path for path in process_files(out) if path not in earlier], [])
     if notes.misnamed:
         error_line(f"error: {notes.misnamed[0]}: {notes.refused[notes.misnamed[0]]}")
         code = _BAD_INPUT

@@ -128,13 +128,13 @@ def expected_work(task: Task, options: Options) -> tuple[int, float]:
     """Return the number of configs that a search of a task may try, and estimate its seconds."""
     search, configs = options.search, len(checked_space(task))
     if options.exhaustive:
-        return configs, seconds_of(configs, options.workers)
+        return configs, _seconds_of(configs, options.workers)
     configs = min(configs, search.trials or configs)
-    all_s = seconds_of(configs, options.workers)
+    all_s = _seconds_of(configs, options.workers)
     return configs, min(all_s, _SEARCH_S if search.until_gain else all_s, search.budget_s or all_s)
 
 
-def seconds_of(configs: int, workers: int | None) -> float:
+def _seconds_of(configs: int, workers: int | None) -> float:
     """Estimate the seconds to compile and time configs, with a number of compile processes; None for the number of cores."""
     return configs * (_COMPILE_S / (workers or len(os.sched_getaffinity(0))) + _MEASURE_S)
 

@@ -162,8 +162,8 @@ def test_tune_of_a_capture_without_a_gpu_says_so(tmp_path: Path) -> None:
 def test_tune_of_a_capture_with_dry_run_says_how_many_configs_there_are(tmp_path: Path) -> None:
     captured(tmp_path, (4, 96), (4, 128), pattern="row_sum")
     result = run("tune", tmp_path, "--dry-run", "--workers", "2")
-    seconds = 12 * (1.5 / 2 + 0.06) + 2 * 1.2
-    expected = f"2 classes, 12 configs: about {seconds / 60:.1f} minutes on an idle GPU, if none is tuned yet\n"
+    seconds = 2 * (1.6 + 1.2)
+    expected = f"2 classes, up to 12 configs: about {seconds / 60:.1f} minutes on an idle GPU, if none is tuned yet\n"
     assert (result.exit_code, result.stdout) == (0, expected)
     result = run("tune", tmp_path, "--dry-run", "--workers", "2", "--budget", "3")
     assert result.stdout == f"{expected[:-1]}; --budget ends it after 3 s\n"

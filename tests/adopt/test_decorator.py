@@ -15,7 +15,7 @@ from asserting import every
 
 import kerneltune
 from kerneltune.adopt import startup
-from kerneltune.adopt.folder import processes, read_notes
+from kerneltune.adopt.folder import process_files, read_notes
 from kerneltune.adopt.operators import TUNED, case_of, operators
 from kerneltune.adopt.overview import read_capture
 from kerneltune.device import may_have_gpu
@@ -102,7 +102,7 @@ def test_capture_notes_a_kernel_that_autotune_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'ROWS'"):
         kerneltune.autotune([triton.Config({"ROWS": 2})], ["N"])(copied)
     startup.recorder().flush()
-    said = read_notes(processes(tmp_path), [])
+    said = read_notes(process_files(tmp_path), [])
     assert said.misnamed == [f"{__name__}.copied"]
     assert "'ROWS'" in said.refused[f"{__name__}.copied"]
 

@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.arguments import collect, describe
-from kerneltune.adopt.folder import CLASSES, VALUES, processes, read_notes
+from kerneltune.adopt.folder import CLASSES, VALUES, process_files, read_notes
 from kerneltune.adopt.kernels import compiled_and_launched
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
@@ -359,4 +359,4 @@ def test_capture_of_a_config_that_the_kernel_cannot_take_names_place_and_paramet
         captured(tmp_path, pattern="row_sum")
     assert "two_kernels.py:" in caplog.text
     assert ": row_sum: configs[0]: 'ROWS': expected a parameter of the kernel: x_ptr, y_ptr, M, N, BLOCK" in caplog.text
-    assert read_notes(processes(tmp_path), []).misnamed == ["two_kernels.row_sum"]
+    assert read_notes(process_files(tmp_path), []).misnamed == ["two_kernels.row_sum"]

@@ -21,15 +21,7 @@ def tested(version: str) -> int:
         older = ["numpy<2.3"] if version.startswith("3.6") else []
         subprocess.run([*pip, f"triton=={version}", *older], check=True)
         path = os.pathsep.join([folder, str(ROOT)])
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            *(str(ROOT / "tests" / name) for name in TESTS),
-        ]
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(str(ROOT / "tests" / name) for name in TESTS)]
         return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode
 
 

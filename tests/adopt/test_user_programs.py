@@ -1,0 +1,86 @@
+"""Programs as users write them, from capture to check, with the messages that a stranger reads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from adopted import ROOT
+
+DROPOUT = """
+import sys
+import torch, triton
+import triton.language as tl
+
+@triton.autotune([triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64}, num_warps=2)], key=["length"])
+@triton.jit
+def dropout(x_ptr, out_ptr, length, p, seed, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    keep = tl.rand(seed, at) > p
+    tl.store(out_ptr + at, tl.where(keep, tl.load(x_ptr + at, mask=at < length), 0.0), mask=at < length)
+
+for step, length in enumerate([40, 70, 40, 70, 40, 70]):
+    out = torch.empty(length)
+    dropout[lambda meta: (triton.cdiv(length, meta["BLOCK"]),)](torch.ones(length), out, length, 0.5, 1000 + step)
+print("trained")
+"""
+GATED = """
+import torch, triton
+import triton.language as tl
+
+@triton.jit
+def relu(x):
+    return tl.maximum(x, 0.0)
+
+@triton.jit
+def gated(inputs, out, n, ACT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gate, up = tl.load(inputs[0] + at, mask=at < n), tl.load(inputs[1] + at, mask=at < n)
+    tl.store(out + at, ACT(gate) * up, mask=at < n)
+
+if __name__ == "__main__":
+    for n in (50, 90):
+        out = torch.empty(n)
+        grid = lambda meta: (triton.cdiv(n, meta["BLOCK"]),)
+        gated[grid]((torch.ones(n), torch.ones(n)), out, n, ACT=relu, BLOCK=32)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(DROPOUT)
+    (tmp_path / "gate.py").write_text(GATED)
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150"}
+    command = [sys.executable, "-m", "kerneltune", *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_seed_of_a_loop_is_named_and_makes_no_classes_where_it_is_ignored(folder: Path) -> None:
+    program = ["--", sys.executable, "train.py"]
+    first = run(folder, "capture", "--out", "every", *program)
+    assert (first.returncode, first.stdout) == (0, "trained\n")
+    said = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
+    assert said in first.stderr.splitlines()
+    assert run(folder, "adopt", "lint", "every").stdout.splitlines() == [said]
+    second = run(folder, "capture", "--out", "few", "--ignore-arg", "seed", *program)
+    assert "--ignore-arg" not in second.stderr
+    assert run(folder, "tune", "few", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
+    checked = run(folder, "sweep", "few", "--check-only")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "optimized: 2 configs on 2 cases, all pairs" in checked.stdout
+
+
+def test_plain_kernel_with_a_tuple_and_a_function_has_nothing_to_report(folder: Path) -> None:
+    captured = run(folder, "capture", "--plain", "--out", "cap", "--", sys.executable, "gate.py")
+    assert captured.returncode == 0, captured.stderr
+    linted = run(folder, "adopt", "lint", "cap")
+    assert (linted.returncode, linted.stdout) == (0, "nothing to report\n")
+    told = run(folder, "tune", "cap", "--dry-run").stdout
+    classes, configs = (int(word) for word in told.split() if word.isdigit())
+    assert classes == 2
+    assert configs > 10  # the blocks that tuning may find free to change as well
