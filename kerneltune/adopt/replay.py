@@ -116,7 +116,6 @@ PROGRAM_MODULE = "__mp_main__"
 _SETTINGS = frozenset(("os.environ", "sys.path"))
 """Objects that programs change before their imports, because the imports depend on them."""
 _READS = re.compile("LOAD_.*(NAME|GLOBAL).*")
-_DECORATOR = re.compile("tune|^jit$|^heuristics$")
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -155,7 +154,7 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
     """Return the statements of a module that a definition of a name needs, in their order."""
     bound = [_bound(one) for one in statements]
     # Triton's interpreter refuses a function whose module does not hold `triton.language` as `tl`
-    wanted = _decorated(statements, bound, name) | {"tl"}
+    wanted = {name, "tl"}
     last = max((place for place, names in enumerate(bound) if names & wanted), default=0)
     changes = [_changes(one) for one in statements[:last]]
     chosen, data = set[int](), set(_SETTINGS)
@@ -170,20 +169,6 @@ def needed(statements: Sequence[ast.stmt], name: str) -> list[ast.stmt]:
             wanted |= _named(statements[place])
             if not isinstance(statements[place], (*_DEFINITIONS, ast.Import, ast.ImportFrom)):
                 data |= bound[place]
-
-
-def _decorated(statements: Sequence[ast.stmt], bound: Sequence[set[str]], name: str) -> set[str]:
-    """Return a kernel's name, and the names that `tuned = triton.autotune(...)(name)` assigns it to."""
-    aliases = {name}
-    for one, names in zip(statements, bound, strict=True):
-        if isinstance(one, ast.Assign) and isinstance(one.value, ast.Call):
-            inside = list(_outside_definitions([one.value]))
-            given = {node.id for call in inside if isinstance(call, ast.Call) for node in call.args if isinstance(node, ast.Name)}
-            called = {node.attr for node in inside if isinstance(node, ast.Attribute)}
-            called |= {node.id for node in inside if isinstance(node, ast.Name)}
-            if given & aliases and any(_DECORATOR.search(text) for text in called):
-                aliases |= names
-    return aliases
 
 
 def _bound(statement: ast.stmt) -> set[str]:
