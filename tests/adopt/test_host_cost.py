@@ -3,26 +3,12 @@
 import importlib
 import itertools
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from adopted import ROOT
 
 from kerneltune.adopt import startup
-
-
-def least_time(launch: Callable[[], Any], series: int = 25, times: int = 40) -> float:
-    """Return the least processor time of a series of launches, which other programs do not lengthen much."""
-    found = []
-    for _ in range(series):
-        began = time.thread_time()
-        for _ in range(times):
-            launch()
-        found.append(time.thread_time() - began)
-    return min(found)
 
 
 def test_a_launch_with_a_number_never_seen_costs_little_more_than_a_repeated_launch(tmp_path: Path) -> None:
@@ -38,7 +24,7 @@ def test_a_launch_with_a_number_never_seen_costs_little_more_than_a_repeated_lau
         host_cost.write_rows(tmp_path, rows)
         startup.install(tmp_path, miss="error")
         launches = (lambda: kernel[lambda meta: (1,)](*args, 4), lambda: kernel[lambda meta: (1,)](*args, next(new)))
-        by_rows[rows] = [least_time(launch) for launch in launches]
+        by_rows[rows] = [host_cost.cost_us(launch, 25, 40) for launch in launches]
         assert startup.server().counts.misses == 0
         startup.uninstall()
     assert by_rows[1][1] < 2 * by_rows[1][0]  # the number has no part in the choice
