@@ -355,11 +355,8 @@ _LEAST_COUNTED = 4
 """Fewest values of an argument that may be a seed or a counter."""
 
 
-def counting_argument(launches: Sequence[Sequence[Argument]], keys: Collection[str]) -> tuple[str, int]:
-    """Return the whole-number argument without which the fewest classes are left, and how many are left.
-
-    A seed or a step counter makes a class of each of its values. Without a name if more than half of the classes are left, or if
-    every argument has few values, as a flag has.
+def counting_hint(launches: Sequence[Sequence[Argument]], keys: Collection[str]) -> str:
+    """Return a line about the whole-number argument that makes most classes, as a seed or a step counter does; empty for none.
 
     launches: the arguments of each class of a kernel; keys: names in the author's key, which always tell classes apart.
     """
@@ -369,7 +366,9 @@ def counting_argument(launches: Sequence[Sequence[Argument]], keys: Collection[s
     names = [name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED]
     left = {name: len({signature(arguments, {name}) for arguments in launches}) for name in sorted(names)}
     name = min(left, key=lambda one: left[one], default="")
-    return (name, left[name]) if name and 2 * left[name] <= len(launches) else ("", len(launches))
+    if not name or 2 * left[name] > len(launches):
+        return ""
+    return f"{len(launches)} classes, {left[name]} without {name}: if it is a seed or a counter, capture with --ignore-arg {name}"
 
 
 def views(arguments: Sequence[Argument], storage: int) -> list[TensorLayout]:

@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 from kerneltune.adopt import arguments
 from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_function, is_tensor, is_whole, parts
+from kerneltune.adopt.program import main_name
 
 NO_ARGUMENT = ("grid", "warmup")
 """Arguments of a launch that are no arguments of its kernel."""
@@ -58,7 +59,7 @@ class KernelName:
 def kernel_name(kernel: Any) -> KernelName:
     """Return the name of an autotuner's kernel, or of a kernel without an autotuner."""
     function = getattr(kernel, "base_fn", kernel.fn)
-    return KernelName(function.__module__, function.__qualname__)
+    return KernelName(main_name(function.__module__), function.__qualname__)
 
 
 @cache
@@ -161,7 +162,7 @@ def home_of(autotuner: Any) -> KernelName | None:
     for module in dict.fromkeys((name.module, "__main__", *sys.modules)):
         for key, value in values_of_module(module).items():
             if (unwrap(value) if module == name.module else value) is held:
-                return KernelName(module, key)
+                return KernelName(main_name(module), key)
     return None
 
 

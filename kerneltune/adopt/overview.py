@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kerneltune.adopt.arguments import counting_argument
+from kerneltune.adopt.arguments import counting_hint
 from kerneltune.adopt.configs import config_label, stored_key
 from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, judged, process_files, read_blocks, read_classes, read_notes
 from kerneltune.adopt.table import read_table
@@ -93,11 +93,9 @@ def left_out(launches: Sequence[LaunchClass]) -> list[str]:
     return list(differing)
 
 
-def counting_hint(launches: Sequence[LaunchClass]) -> str:
-    """Return a line about the argument that makes most classes of a kernel, as a seed does; empty for none."""
-    counting, left = counting_argument([launch.arguments for launch in launches], launches[0].keys)
-    advice = f"if it is a seed or a counter, capture with --ignore-arg {counting}"
-    return f"{len(launches)} classes, {left} without {counting}: {advice}" if counting else ""
+def seed_hint(launches: Sequence[LaunchClass]) -> str:
+    """Return the `counting_hint` of a kernel."""
+    return counting_hint([launch.arguments for launch in launches], () if launches[0].is_plain else launches[0].keys)
 
 
 def omitted(launch: LaunchClass) -> list[str]:
@@ -151,7 +149,7 @@ def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong
         yield f"cannot be tuned: {first.problem}"
     if unknown := [name for name in first.keys if name not in present]:
         yield f"key names no argument: {', '.join(unknown)}"
-    if hint := counting_hint(launches):
+    if hint := seed_hint(launches):
         yield hint
     if varying := left_out(launches):
         yield f"key omits sizes that differ between captured launches: {', '.join(varying[:_SHOWN])}"

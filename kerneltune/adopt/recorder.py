@@ -204,9 +204,10 @@ class Recorder:
 
     def _too_many(self, call: KernelCall) -> str:
         """Return a line about a kernel with too many classes, and the argument that makes most classes."""
-        counting, left = arguments.counting_argument(self._arguments.get(call.name.text, ()), call.autotuner.keys)
-        hint = f"; without {counting} {left} are left: --ignore-arg {counting} if it is a seed or a counter" if counting else ""
-        return f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept{hint}"
+        known, tuner = self._arguments.get(call.name.text, ()), call.autotuner
+        hint = arguments.counting_hint(known, () if is_plain(tuner) else tuner.keys)
+        kept = f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept"
+        return f"{kept}; of {hint}" if hint else kept
 
     def _pruned(self, call: KernelCall) -> list[Any]:
         """Return the configs that the author's pruning leaves; all configs if the pruning fails in the interpreter.
@@ -337,7 +338,7 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
         ignored: names of arguments whose values make no classes of their own.
     """
     tuner, name, function = call.autotuner, call.name, call.autotuner.base_fn
-    module, home = main_name(name.module), kernels.home_of(tuner)
+    home = kernels.home_of(tuner)
     file = getattr(sys.modules[home.module], "__file__", None) if home is not None else None
     home_file = os.path.abspath(file) if file else ""
     described, storages = arguments.describe(tuner.arg_names, call.args, call.given)
@@ -347,10 +348,11 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
         call.grid(allowed[0])
     source, listed = arguments.source_digest(function), configs.configs_digest(tuner.configs)
     read = kernels.read_globals(function)
-    parts = [module, name.name, source, listed, arguments.signature(described, ignored), *([json.dumps(read)] if read else ())]
+    signed = arguments.signature(described, ignored)
+    parts = [name.module, name.name, source, listed, signed, *([json.dumps(read)] if read else ())]
     launch = LaunchClass(
         digest=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
-        kernel=KernelName(module, name.name),
+        kernel=name,
         file=function.__code__.co_filename,
         source=source,
         bytecode=kernels.bytecode_digest(function),
@@ -362,7 +364,7 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
         key=key,
         arguments=tuple(described),
         candidates=tuple(candidates),
-        home=KernelName(main_name(home.module), home.name) if home is not None else None,
+        home=home,
         home_file=home_file,
         argv=_command(),
         path=program.import_folders(),
@@ -407,7 +409,7 @@ def _problem(name: KernelName, home: KernelName | None, file: str, candidates: S
         return "a function made the kernel, so that it cannot be imported by name"
     if home is None:
         return "no module holds its autotuner by a name, so that it cannot be imported"
-    if main_name(home.module) == "__main__" and not os.path.isfile(file):
+    if home.module == "__main__" and not os.path.isfile(file):
         return "the program is no file, so that the kernel cannot be loaded again"
     by_author = [candidate for candidate in candidates if candidate.is_author]
     if any(candidate.grid is not None for candidate in by_author):

@@ -120,7 +120,6 @@ class PlainKernel:
     """Serve a kernel without an autotuner.
 
     Attributes:
-        kernel: the object under `triton.jit`.
         listed: the table's kernels of this code, each with other options of the program.
         make_config: the class triton.Config.
         slots: indices of the counts of launches: served, missed.
@@ -128,7 +127,6 @@ class PlainKernel:
         described: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
     """
 
-    kernel: Any
     listed: list[TableKernel]
     make_config: Any
     counters: Counters
@@ -136,19 +134,19 @@ class PlainKernel:
     keys: LaunchKeys[ChangedLaunch] = field(default_factory=LaunchKeys)
     described: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
 
-    def launch(self, original: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Launch the kernel with the changes of the launch's key. The hot path of serving."""
-        changed = self.keys.find(args, kwargs) or self._resolve(KernelCall(self.kernel, args, kwargs))
+        changed = self.keys.find(args, kwargs) or self._resolve(KernelCall(kernel, args, kwargs))
         try:
-            result = original(self.kernel, *args, **{**kwargs, **changed.arguments})
+            result = original(kernel, *args, **{**kwargs, **changed.arguments})
         except Exception as error:  # Triton's launch errors share no type
             if not changed.arguments or not program.is_launch_failure(error):
                 raise
             text = " ".join(f"{name}={value}" for name, value in changed.arguments.items())
             fails = f"config {text} fails here ({first_line(error)})"
-            warn_once(f"{kernel_name(self.kernel).text}: {fails}: falling back to the program's own arguments")
+            warn_once(f"{kernel_name(kernel).text}: {fails}: falling back to the program's own arguments")
             changed.arguments = {}
-            return self.launch(original, args, kwargs)
+            return self.launch(original, kernel, args, kwargs)
         self.counters.add(changed.counter)
         return result
 
@@ -169,7 +167,7 @@ class PlainKernel:
         """
         own, given = split_options(call.kwargs)
         if (key := tuple(own.values())) not in self.described:
-            tuners = [(plain_tuner(self.kernel, own, one.keys), one) for one in self.listed]
+            tuners = [(plain_tuner(call.autotuner, own, one.keys), one) for one in self.listed]
             self.described[key] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
         for tuner, one in self.described[key]:
             launch = KernelCall(tuner, call.args, given)
@@ -268,8 +266,8 @@ class Server:
 
     def _kernels_of(self, function: Any, is_plain: bool = False, is_early: bool = False) -> list[TableKernel]:
         """Return the table's kernels of a function's code; none where no table may be served, or for other code."""
-        table, name = self.table(is_early), KernelName(function.__module__, function.__qualname__)
-        wanted = program.main_name(name.module), name.name, is_plain
+        table, name = self.table(is_early), KernelName(program.main_name(function.__module__), function.__qualname__)
+        wanted = name.module, name.name, is_plain
         named = [one for one in table.kernels if (one.module, one.name, one.is_plain) == wanted] if table is not None else []
         same = [one for one in named if one.bytecode == kernels.bytecode_digest(function)]
         same = same or [one for one in named if one.source == arguments.source_digest(function)]  # another Python, or other code
@@ -306,14 +304,14 @@ class Server:
                 plain = served[kernel.fn]
             except KeyError:
                 plain = served[kernel.fn] = self._plain_kernel(kernel)
-            return original(kernel, *args, **kwargs) if plain is None else plain.launch(original, args, kwargs)
+            return original(kernel, *args, **kwargs) if plain is None else plain.launch(original, kernel, args, kwargs)
 
         return run
 
     def _plain_kernel(self, kernel: Any) -> PlainKernel | None:
         """Return the server of a kernel without an autotuner; None if the table has no such kernel."""
         listed = self._kernels_of(kernel.fn, is_plain=True)
-        return PlainKernel(kernel, listed, self._make_config, self.counters, self._slots(kernel)) if listed else None
+        return PlainKernel(listed, self._make_config, self.counters, self._slots(kernel)) if listed else None
 
     def _launch(self, state: ServingState, original: Callable[..., Any], tuner: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Launch an autotuner's kernel with the config of its key. The hot path of serving."""

@@ -290,7 +290,7 @@ def _times(own_us: float | None, ours_us: float | None, gain: "Sequence[float] |
 
 def show_capture(capture: "Capture", to_messages: bool = False) -> None:
     """Print the table of a capture, on standard error where the program's output must stay as it is."""
-    from kerneltune.adopt.overview import counting_hint
+    from kerneltune.adopt.overview import seed_hint
     from kerneltune.cli import console
 
     head, rows = table_of(capture)
@@ -305,7 +305,7 @@ def show_capture(capture: "Capture", to_messages: bool = False) -> None:
         more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
         note(f"plain @triton.jit, captured under --plain: {', '.join(plain[:_SHOWN])}{more}")
     for launches in capture.kernels().values():
-        if hint := counting_hint(launches):
+        if hint := seed_hint(launches):
             note(f"{launches[0].kernel.text}: {hint}")
     for subclass, kernels in capture.own_runs().items():
         note(f"not captured: {len(kernels)} kernels of {subclass}, whose run does not call Triton's: {', '.join(kernels[:5])}")

@@ -78,7 +78,7 @@ def command(
         error_line(f"error: {notes.misnamed[0]}: {notes.refused[notes.misnamed[0]]}")
         code = _BAD_INPUT
     if notes.launches:
-        _finish(out, notes.launches.keys())
+        _finish(out, notes.launches.keys(), ignore_arg or ())
     elif not notes.misnamed:
         named = ", ".join(notes.plain[:_SHOWN]) + (", …" if len(notes.plain) > _SHOWN else "")
         more = f"; plain @triton.jit, captured under --plain: {named}" if named else ""
@@ -87,10 +87,10 @@ def command(
     raise typer.Exit(code)
 
 
-def _finish(out: Path, launched: Collection[str]) -> None:
+def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> None:
     """Remove stale classes from a capture, show the capture and write its sweep file.
 
-    launched: digests of the classes that were launched just now.
+    launched: digests of the classes that were launched just now; ignored: names that --ignore-arg gives.
     """
     from kerneltune.adopt.folder import remove_stale
     from kerneltune.adopt.operators import write_capture_sweep
@@ -103,6 +103,9 @@ def _finish(out: Path, launched: Collection[str]) -> None:
         captured = read_capture(out)
         show_capture(captured, to_messages=True)
         file = write_capture_sweep(captured)
+        names = {argument.name.partition("[")[0] for launch in captured.classes for argument in launch.arguments}
+        for name in (name for name in ignored if name not in names):
+            note(f"--ignore-arg {name}: no captured kernel has this argument{meant(name, names)}")
     except ValueError as error:
         error_line(f"nothing was captured: {error}")
         return

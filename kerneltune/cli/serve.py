@@ -72,3 +72,5 @@ def _show_counts(counts: Mapping[str, int], configs: Path) -> None:
     note(f"{served} launches served, {missed} not tuned{more}")
     if missed and (configs / MISSES / CLASSES).is_dir():
         note(f"launches that were not tuned are recorded: kerneltune tune {configs}")
+    elif missed:
+        note(f"launches that were not tuned are not recorded: capture the program into {configs} again, then tune it")

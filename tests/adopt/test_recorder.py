@@ -139,7 +139,9 @@ def test_capture_of_very_many_classes_names_the_argument_that_makes_them(tmp_pat
     startup.recorder().flush()
     startup.uninstall()
     refused = read_capture(tmp_path).notes.refused["two_kernels.row_sum"]
-    assert refused.endswith("the first 4 are kept; without M 1 are left: --ignore-arg M if it is a seed or a counter")
+    assert refused.endswith(
+        "the first 4 are kept; of 4 classes, 1 without M: if it is a seed or a counter, capture with --ignore-arg M"
+    )
 
 
 def test_capture_tells_strides_and_alignment_apart(tmp_path: Path) -> None:

@@ -46,6 +46,10 @@ if __name__ == "__main__":
         gated[grid]((torch.ones(n), torch.ones(n)), out, n, ACT=relu, BLOCK=32)
 """
 
+PLAIN = DROPOUT.replace(DROPOUT[DROPOUT.index("@triton.autotune") : DROPOUT.index("@triton.jit")], "").replace(
+    "1000 + step", "1000 + step, BLOCK=32"
+)
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -67,12 +71,20 @@ def test_seed_of_a_loop_is_named_and_makes_no_classes_where_it_is_ignored(folder
     said = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
     assert said in first.stderr.splitlines()
     assert run(folder, "adopt", "lint", "every").stdout.splitlines() == [said]
-    second = run(folder, "capture", "--out", "few", "--ignore-arg", "seed", *program)
-    assert "--ignore-arg" not in second.stderr
+    second = run(folder, "capture", "--out", "few", "--ignore-arg", "seed", "--ignore-arg", "sead", *program)
+    told = [line for line in second.stderr.splitlines() if "--ignore-arg" in line]
+    assert told == ["--ignore-arg sead: no captured kernel has this argument; did you mean seed?"]
     assert run(folder, "tune", "few", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
     checked = run(folder, "sweep", "few", "--check-only")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "optimized: 2 configs on 2 cases, all pairs" in checked.stdout
+
+
+def test_seed_of_a_plain_kernel_is_named(folder: Path) -> None:
+    (folder / "plain.py").write_text(PLAIN)
+    captured = run(folder, "capture", "--plain", "--out", "plain", "--", sys.executable, "plain.py")
+    said = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
+    assert said in captured.stderr.splitlines()
 
 
 def test_plain_kernel_with_a_tuple_and_a_function_has_nothing_to_report(folder: Path) -> None:
