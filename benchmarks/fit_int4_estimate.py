@@ -4,7 +4,8 @@ python benchmarks/fit_int4_estimate.py [--gpu nvidia_h100_80gb_hbm3] [--today]
 
 Prints the fitted times, and how near the chosen configs come to the fastest known config: the least known time of a case over
 the time of its config, geometric mean and worst. *out*: every size of w gets the config that a fit without this size chooses.
-Cases count whose space is known, `WHOLE` times or more.
+Cases count whose space is known, `WHOLE` times or more, also by the round of
+`whole_spaces.py` that timed them.
 """
 
 import argparse
@@ -13,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from kept_trials import path_of, read
 from scipy.optimize import least_squares
 from untuned_shapes import known
 
 from kerneltune import ops
 from kerneltune.ops.int4_gemm import fp8_gemm
-from kerneltune.ops.int4_gemm.estimate import HELD, SMS, TIMES, StepTimes, sm_us, step_cost, warps_of
+from kerneltune.ops.int4_gemm.estimate import HELD, SMS, TIMES, StepTimes, product_us, shape_cost, warps_of
 from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, sizes_of
 from kerneltune.rounding import cdiv
 from kerneltune.search.task import Knobs, knob_pairs
@@ -63,12 +65,11 @@ def is_compared(case: Case, c: Int4Fp8Config) -> bool:
 
 
 def estimate_us(case: Case, c: Int4Fp8Config, values: Sequence[float]) -> float:
-    """Estimate the time of a call: the launches and the cast, then the time of an SM. values: `LAUNCHES`, then `StepTimes`."""
-    N, rows, depth, groups = sizes_of(case)
-    token_tiles = cdiv(N, c.tokens)
-    cost = step_cost(c.tokens, c.blocks, N / token_tiles, groups, StepTimes(*values[2:]))
-    programs = cdiv(c.splits * cdiv(rows, c.blocks) * token_tiles, SMS)
-    return values[0] + values[1] * depth + sm_us(cost, programs, cdiv(depth, c.splits), c.splits)
+    """Estimate the time of a call: the launches and the cast, then the product. values: `LAUNCHES`, then `StepTimes`."""
+    sizes = sizes_of(case)
+    cost = shape_cost(sizes, c.tokens, c.blocks, StepTimes(*values[2:]))
+    programs, steps = cdiv(c.splits * cost.tiles, SMS), cdiv(sizes[2], c.splits)
+    return values[0] + values[1] * sizes[2] + product_us(cost, programs, steps, c.splits)
 
 
 def seen(times: Times) -> list[Seen]:
@@ -99,7 +100,7 @@ def shares(times: Times, cases: Sequence[Case], chosen: StepTimes) -> dict[Case,
     """Return by case the least known time over the time of the chosen config; cases whose config was not timed are left out."""
     found = {}
     for case in cases:
-        time_us = times[case].get(knob_pairs(fp8_gemm.shortest(*sizes_of(case), chosen)))
+        time_us = times[case].get(knob_pairs(fp8_gemm.shortest(sizes_of(case), SMS, chosen)))
         if time_us is not None:
             found[case] = min(times[case].values()) / time_us
     return found
@@ -116,10 +117,14 @@ def main() -> None:
     """Fit and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="nvidia_h100_80gb_hbm3", help="folder of a GPU")
-    parser.add_argument("--today", action="store_true", help="fit nothing")
+    parser.add_argument("--today", action="store_true", help="fit nothing, which takes minutes")
     options = parser.parse_args()
     times = known_times(options.gpu)
     judged = [case for case, of_case in times.items() if len(of_case) >= WHOLE]
+    for block in read(path_of("int4_fp8_gemm", options.gpu)):
+        of_round = {case for case, _, _ in block.rows} & set(judged)
+        if of_round:
+            show(f"today's times, round of {block.date:.16}", shares(times, sorted(of_round, key=judged.index), TIMES))
     show("today's times", shares(times, judged, TIMES))
     if options.today:
         return

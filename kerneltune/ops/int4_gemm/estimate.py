@@ -1,12 +1,15 @@
 """Estimate the time of a product with tokens in e4m3, by which `fp8_gemm.default` chooses.
 
-A program takes steps of 128 k. An SM runs its programs in waves of at most `HELD`. A step of a wave takes as long as a program
-waits, or as long as the shares of all programs take together, whichever is longer.
+A program takes steps of 128 k. An SM runs at most `HELD` programs at once. A step of all of them takes as long as a program
+waits, or as long as the shares of all programs take together, whichever is longer. All steps take at least as long as the reads
+of the programs do, from memory and from L2.
 """
 
 from collections.abc import Mapping
-from math import cbrt
+from math import sqrt
 from typing import NamedTuple
+
+from kerneltune.device import current
 
 HELD: Mapping[tuple[int, int], int] = {
     (16, 1): 8, (16, 2): 5, (32, 1): 7, (32, 2): 4, (64, 1): 4, (64, 2): 2, (128, 1): 3, (128, 2): 1
@@ -14,36 +17,46 @@ HELD: Mapping[tuple[int, int], int] = {
 """Programs that an SM holds, by rows of x and blocks of rows of w of a program: its registers allow no more (`inspect
 int4_fp8_gemm`, sm_90). Programs of 64 and more rows of x and two blocks have eight warps, because four spare no register."""
 SMS = 132
-"""SMs of an H100 and an H200."""
+"""SMs of an H100 and an H200, taken where there is no GPU."""
+
+
+def sms() -> int:
+    """Return the SMs of the GPU."""
+    return current().sms if current().is_gpu else SMS
 
 
 class StepTimes(NamedTuple):
     """Hold the times that an estimate is made of, in µs.
 
     Attributes:
-        wait: a step of a program that is alone on an SM: its instructions wait for each other, for copies and for wgmma.
+        wait: a step of a program that is alone on an SM: its instructions wait for each other and for copies.
+        product: how much longer such a step waits for wgmma, for each block of 64 rows of w and row of x.
         warpgroup: share of the SM's time that a step takes for each four warps.
         block: share for each block of 64 rows of w: codes become e4m3, sums of a group are scaled, wgmma.
         element: share for each block and row of x.
         absent: share for each row of x past the last token, which TMA fills with zeros.
+        again: factor by which a step takes longer for each group of k but the first.
         part: adding up the part of another split, for each block and row of x.
         store: end of a program, for each block and row of x.
-        wait_again, block_again: how much longer a step waits and takes for each group of k but the first.
+        read: reading a block of 64 rows and 128 k of w from memory.
+        cached: share of `read` that reading as many bytes from L2 takes.
     """
 
-    wait: float = 0.4016
-    warpgroup: float = 0.0378
-    block: float = 0.0939
-    element: float = 0.0006
-    absent: float = 0.0061
-    part: float = 0.00835
-    store: float = 0.01754
-    wait_again: float = 0.243
-    block_again: float = 0.3
+    wait: float = 0.366
+    product: float = 0.0006
+    warpgroup: float = 0.0346
+    block: float = 0.0858
+    element: float = 0.0008
+    absent: float = 0.0063
+    again: float = 0.39
+    part: float = 0.0088
+    store: float = 0.0122
+    read: float = 0.00126
+    cached: float = 0.244
 
 
 TIMES = StepTimes()
-"""Fitted to 1,632 times of an H100 and an H200, 2026-11-26. `python benchmarks/fit_int4_estimate.py` fits them anew."""
+"""Fitted to 2,716 times of an H100, 2026-11-26. `python benchmarks/fit_int4_estimate.py` fits them anew."""
 
 
 def warps_of(tokens: int, blocks: int) -> int:
@@ -51,49 +64,62 @@ def warps_of(tokens: int, blocks: int) -> int:
     return 8 if blocks == 2 and tokens >= 64 else 4
 
 
-class StepCost(NamedTuple):
-    """Hold the cost of the steps of a program's shape, for `sm_us`.
+class ShapeCost(NamedTuple):
+    """Hold the costs of programs of a shape, for `product_us`. Powers are the fourth.
 
     Attributes:
+        tiles: programs without splits.
         held: programs that an SM holds at once.
-        wait, share: cubes of the µs that a step waits, and that it takes of the SM.
+        wait, share: powers of the µs that a step waits, and that it takes of the SM.
+        reads: power of the µs of the reads of all programs: of w from memory, of w for further tokens and of x from L2.
         part: µs to add up the part of another split.
         store: µs of a program's end.
     """
 
+    tiles: int
     held: int
     wait: float
     share: float
+    reads: float
     part: float
     store: float
 
 
-def step_cost(tokens: int, blocks: int, present: float, groups: int, t: StepTimes = TIMES) -> StepCost:
-    """Return the cost of the steps of programs of a shape.
+def shape_cost(sizes: tuple[int, int, int, int], tokens: int, blocks: int, t: StepTimes = TIMES) -> ShapeCost:
+    """Return the costs of programs of a shape.
 
     Args:
-        tokens: rows of x of a step.
+        sizes: tokens, blocks of rows of w, blocks of k, and groups of k in a block.
+        tokens: rows of x of a program.
         blocks: blocks of rows of w of a program.
-        present: rows of x of a step that are tokens, on average.
-        groups: groups of k of a step.
         t: times that the estimate is made of.
     """
-    wait = t.wait * (1 + t.wait_again * (groups - 1))
-    share = t.warpgroup * warps_of(tokens, blocks) / 4 + blocks * (t.block + t.element * tokens)
-    share *= 1 + t.block_again * (groups - 1)
-    absent, elements = t.absent * (tokens - present), tokens * blocks
-    return StepCost(HELD[tokens, blocks], wait**3, share**3 + absent**3, t.part * elements, t.store * elements)
+    N, rows, depth, groups = sizes
+    elements, again, token_tiles = tokens * blocks, 1 + t.again * (groups - 1), -(-N // tokens)
+    tiles = -(-rows // blocks) * token_tiles
+    wait = again * (t.wait + t.product * elements)
+    share = again * (t.warpgroup * warps_of(tokens, blocks) / 4 + t.block * blocks + t.element * elements)
+    absent = t.absent * (tokens - N / token_tiles)
+    from_l2 = rows * (token_tiles - 1) + tiles * tokens / 32  # a block of w has the bytes of 32 rows of x
+    reads = t.read * depth * (rows + t.cached * from_l2)
+    powers = wait**4, share**4 + absent**4, reads**4
+    return ShapeCost(tiles, HELD[tokens, blocks], *powers, t.part * elements, t.store * elements)
 
 
-def sm_us(cost: StepCost, programs: int, steps: int, splits: int = 1) -> float:
-    """Estimate how long an SM takes for its programs of so many steps, which share rows of w with programs of other splits.
+def product_us(cost: ShapeCost, programs: int, steps: int, splits: int = 1) -> float:
+    """Estimate how long a product takes without its begin.
 
-    A step takes the longer of the wait and of all shares, and more where both are equal: the cube root of the sum of their cubes.
+    Of times that overlap the longest counts, and more where two are equal: the fourth root of the sum of their fourth powers.
+
+    Args:
+        cost: costs of the programs.
+        programs: programs of an SM.
+        steps: steps of a program.
+        splits: programs that share rows of w.
     """
-    held, wait, share, part, store = cost
-    if programs <= held:
-        steps_us = cbrt(wait + programs**3 * share)
-    else:
-        waves, rest = divmod(programs, held)
-        steps_us = waves * cbrt(wait + held**3 * share) + (cbrt(wait + rest**3 * share) if rest else 0)
-    return steps * steps_us + (splits - 1) * part + programs * store
+    _, held, wait, share, reads, part, store = cost
+    at_once = programs if programs < held else held
+    times = steps * programs / at_once
+    square, squares = at_once * at_once, times * times  # because powers are slow
+    overlapped = sqrt(sqrt(squares * squares * (wait + square * square * share) + reads))
+    return overlapped + (splits - 1) * part + programs * store

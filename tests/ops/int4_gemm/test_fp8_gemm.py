@@ -7,7 +7,8 @@ import pytest
 import torch
 from int4_codes import DEVICE, case_of, exact, some_codes, tokens_of, whole_numbers
 
-from kerneltune.ops.int4_gemm import fp8_gemm
+from kerneltune.device import NO_GPU, Device
+from kerneltune.ops.int4_gemm import estimate, fp8_gemm
 from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, cast_tokens, int4_fp8_gemm
 from kerneltune.ops.int4_gemm.kernels.fp8 import ORDER
 from kerneltune.ops.int4_gemm.packing import pack
@@ -106,6 +107,14 @@ def test_default_is_a_config_of_the_space(tokens: int, rows: int, depth: int) ->
     case = case_of(tokens, rows, depth, 0)
     variant = fp8_gemm.OP.variant("optimized")
     assert fp8_gemm.default(case) in list(variant.configs(case))
+
+
+@pytest.mark.parametrize(("gpu", "sms"), [(NO_GPU, 132), (Device("half an H100", "sm_90", 66, 1 << 25, "none"), 66)])
+def test_default_fills_the_sms_of_the_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Device, sms: int) -> None:
+    monkeypatch.setattr(estimate, "current", lambda: gpu)
+    case = case_of(64, 4096, 4096, 128)
+    assert fp8_gemm.default(case) == fp8_gemm.shortest(fp8_gemm.sizes_of(case), sms)
+    assert fp8_gemm.default(case).splits == (4 if sms == 132 else 2)
 
 
 def test_configs_that_need_too_many_registers_or_have_empty_splits_are_invalid() -> None:
