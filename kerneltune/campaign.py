@@ -168,7 +168,7 @@ def _further_jobs(plan: Plan, entries: Sequence[SweepCase]) -> list[Job]:
         traffic = plan.ops[op].traffic
         largest = max(cases, key=lambda case: traffic(case).total)
         own = [task for task in plan.tasks(op, largest, _CHECK_POLICY) if not task.variant.is_peer]
-        jobs += [address_job(task) for task in own if not task.variant.unsupported(largest)]
+        jobs += [address_job(task, cases) for task in own if not task.variant.unsupported(largest)]
     return jobs
 
 

@@ -8,7 +8,6 @@ programs of a launch of any size run on them to check the addresses alone. The m
 """
 
 import dataclasses
-import inspect
 import itertools
 import linecache
 import math
@@ -23,7 +22,7 @@ import numpy as np
 
 from kerneltune.kernel_lib.faults import KernelFaultError, Watchdog, check_keywords, fault_of, line_of, program_text, statement
 from kerneltune.kernel_lib.races import Conflict, Races
-from kerneltune.kernel_lib.reached import note_grid
+from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note_facts, note_grid
 
 _REGION_BITS = 46
 """log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
@@ -202,11 +201,11 @@ class _Guard:
         """Launch a kernel; on device `meta`, the programs at the corners of the grid alone."""
         check_keywords(executor, kwargs)
         self._kernel = executor.fn.__name__
+        bound = bound_arguments(executor, args, kwargs)
+        note_facts(facts_of(executor, bound))
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             with Watchdog(self, executor.fn.__name__):
                 return self._call(executor, *args, **kwargs)
-        names = inspect.getfullargspec(executor.fn).args
-        bound = inspect.getcallargs(executor.fn, *args, **{name: value for name, value in kwargs.items() if name in names})
         self._names = {id(value): name for name, value in bound.items()}
         scope = self._interpreter._patch_lang(executor.fn)
         try:

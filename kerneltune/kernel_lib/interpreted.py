@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from kerneltune.kernel_lib.faults import line_of
-from kerneltune.kernel_lib.reached import note_loop
+from kerneltune.kernel_lib.reached import note_loop, note_tf32
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (
@@ -41,9 +41,6 @@ _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _NUMBERS = {"int32": (int,), "int64": (int,), "fp32": (int, float)}
 """Element types of most operands, and Python's types that take the element type of the other operand."""
 _LARGEST = 2**31 - 1
-
-TF32_LINES: set[str] = set()
-"""FILE:LINE of products whose fp32 operands were rounded to tf32."""
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
@@ -287,7 +284,7 @@ def _in_tf32(dot: Callable[..., Any]) -> Callable[..., Any]:
 
     def computed(builder: Any, left: Any, right: Any, total: Any, precision: Any, *rest: Any) -> Any:
         if str(precision).endswith(".TF32") and left.dtype.scalar.name == "fp32":
-            TF32_LINES.add(line_of().removeprefix(", "))
+            note_tf32(line_of().removeprefix(", "))
             left, right = rounded(left), rounded(right)
         return dot(builder, left, right, total, precision, *rest)
 

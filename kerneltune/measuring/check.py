@@ -18,7 +18,8 @@ from kerneltune import device
 from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.bounds import guarded
 from kerneltune.kernel_lib.faults import fault_of
-from kerneltune.kernel_lib.interpreted import TF32_LINES, mended
+from kerneltune.kernel_lib.interpreted import mended
+from kerneltune.kernel_lib.reached import noting, tf32_lines
 from kerneltune.records import Status
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -198,16 +199,16 @@ class Checker:
 
     def run(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
         """Return the outputs of a run, empty if it failed, and its errors."""
-        TF32_LINES.clear()
         try:
-            outputs = self.outputs(variant, config)
+            with noting() as reached:
+                outputs = self.outputs(variant, config)
         except Exception as error:  # a launch may fail in any way: the config is wrong, not the search
             if out_of_memory_reason(error):
                 raise
             fault = fault_of(error)
             return {}, [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
-            places = ", ".join(sorted(TF32_LINES))
+            places = ", ".join(tf32_lines(reached))
             return outputs, [*lines, f"products of fp32 are rounded to tf32, {places}"] if places else lines
         return outputs, self._sometimes_in_place(variant, outputs)
 

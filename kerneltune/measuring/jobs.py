@@ -1,6 +1,8 @@
 """Run checks in forks of this process, on all cores: a kernel that ends its process fails its own check alone."""
 
+import itertools
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,13 +11,13 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from kerneltune.forked import Fork, ForkCrashedError, Tell
-from kerneltune.kernel_lib.reached import REACHED, Reached, unreached
+from kerneltune.kernel_lib.reached import Launches, Reached, note_facts, noting, unlaunched, unreached
 from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import check_pairs, settings
 from kerneltune.records import grouped
 from kerneltune.search.task import Run, Task
-from kerneltune.spec import Case, Op
+from kerneltune.spec import Case, Op, Variant
 
 Begin = Callable[[Outcome], None]
 """Function that gets the outcome that the next check has if it ends the process; the cause is appended to its reason."""
@@ -23,6 +25,8 @@ _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
 _MOST_COST = 4.0
 """Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
+_LAUNCHES_S = 10.0
+"""Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 _Fork = Fork[tuple[list[Outcome], Reached]]
 
 
@@ -72,12 +76,17 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
     return Job(f"{op.name} {variant.name}, configs on cases", task, work)
 
 
-def address_job(task: Task) -> Job:
-    """Return the job that checks the addresses of a task's default config; its outcome names config and case."""
+def address_job(task: Task, bench: Sequence[Case] = ()) -> Job:
+    """Return the job that checks the addresses of a task's default config, and notes the facts of launches of bench cases.
+
+    Its outcome names config and case.
+    """
 
     def work(begin: Begin) -> list[Outcome]:
         failed = Outcome("failed", "", task.default, task.case)
         begin(failed)
+        for _case, launches in _launches(task.op, [task.variant], bench):
+            note_facts(launches.facts)
         return [replace(failed, reason=line) for line in address_errors(task.op, task.case, task.variant, task.default)]
 
     return Job(f"{task.op.name} {task.variant.name} {task.case.name}, addresses", task, work, is_largest=True)
@@ -118,7 +127,8 @@ def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
 
 
 def _work(job: Job, begin: Begin) -> tuple[list[Outcome], Reached]:
-    return job.work(begin), REACHED
+    with noting() as reached:
+        return job.work(begin), reached
 
 
 def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
@@ -135,12 +145,12 @@ def _outcomes(fork: _Fork, job: Job) -> list[Outcome]:
 
 
 def coverage_lines(jobs: Sequence[Job]) -> list[str]:
-    """Return a line for each operator with loops that no check turned twice, or axes that had two programs in no check."""
+    """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached."""
     lines = []
     for op, of_op in grouped(jobs, lambda job: job.task.op.name).items():
         values, largest = ([job.reached for job in of_op if job.is_largest is wanted] for wanted in (False, True))
         if names := unreached(values, largest):
-            lines.append(f"{op}: no check has two: {', '.join(names)}")
+            lines.append(f"{op}: no check has {', '.join(names)}")
     return lines
 
 
@@ -169,7 +179,62 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
     for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
         derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)
-    return derived, without
+    return [*derived, *Fork(partial(_shortened, op, by_cost, [*check, *derived], bench, most)).result()], without
+
+
+def _shortened(
+    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float, tell: Tell
+) -> list[Case]:
+    """Return bench cases with some sizes of a check case, each for facts of launches that no check case has.
+
+    The programs of a case are limited as its cost is. The result is empty if launches of a check case depend on values.
+    """
+    variants = [variant for variant in op.variants if not variant.is_peer]
+    of_check = [launches for _case, launches in _launches(op, variants, check)]
+    if len(of_check) < len(check):
+        return []
+    known = set().union(*(launches.facts for launches in of_check))
+    most_programs = _MOST_COST * max(launches.num_programs for launches in of_check)
+    derived = list[Case]()
+    for case, launches in _launches(op, variants, sorted(bench, key=partial(check_cost, op))):
+        if launches.facts <= known:
+            continue
+        affordable = (it for it in _with_sizes_of(case, by_cost) if check_cost(op, it) <= most)
+        for smaller, its in _launches(op, variants, affordable):
+            is_new = its.num_programs <= most_programs and its.facts & launches.facts - known
+            if is_new and _has_values(op, smaller, tell):
+                derived.append(smaller)
+                known |= its.facts
+        known |= launches.facts
+    return derived
+
+
+def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
+    """Yield a case with the sizes of each other case except a few."""
+    for num_kept in range(1, len(case.axes)):
+        for other, kept in itertools.product(others, itertools.combinations(dict(case.axes), num_kept)):
+            sizes = {axis: size if axis in kept else min(size, other[axis]) for axis, size in case.axes}
+            changed = ",".join(f"{axis}={size}" for axis, size in sizes.items() if axis not in kept)
+            yield replace(case, name=f"{case.name},{changed}", axes=tuple(sizes.items()))
+
+
+def _launches(op: Op, variants: Sequence[Variant], cases: Iterable[Case]) -> Iterator[tuple[Case, Launches]]:
+    """Yield the launches of the variants' default configs on each case, until the time is over.
+
+    Cases whose launches depend on values are left out.
+    """
+    begun_s = time.thread_time()
+    for case in cases:
+        if time.thread_time() - begun_s > _LAUNCHES_S:
+            return
+        try:
+            with unlaunched() as launches:
+                for variant in variants:
+                    if not variant.unsupported(case):
+                        variant.run(op.inputs(case, device="meta"), variant.default_config(case))
+        except Exception:  # code that reads values fails on tensors without memory
+            continue
+        yield case, launches
 
 
 def _size(case: Case) -> int:

@@ -1,0 +1,118 @@
+"""Find mistakes at sizes, flags and kernels of bench cases alone: a derived check case has the size, or a line names the size."""
+
+from functools import partial
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from mistaken_ops import case_of, rows_of
+from test_pairs import op_with
+
+from kerneltune.measuring.check import Checker
+from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, derived_cases, run_jobs
+from kerneltune.search.task import Run, Task
+from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
+
+pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="derived cases run in Triton's interpreter")
+
+CHECK = [case_of("one", 1, 2), case_of("odd", 13, 34), case_of("wide", 8, 260)]
+BENCH = [case_of("long", 4096, 3000), case_of("short", 8192, 64)]
+
+
+@triton.jit
+def _sums(x_ptr, y_ptr, N, BLOCK: tl.constexpr, IS_LONG: tl.constexpr, MISTAKE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * N
+    at = tl.arange(0, BLOCK)
+    total = tl.load(x_ptr + row + at, at < N, other=0.0)
+    if MISTAKE != "block below every row":
+        for begin in range(BLOCK, N, BLOCK):
+            total += tl.load(x_ptr + row + begin + at, begin + at < N, other=0.0)
+    tiles = tl.cdiv(N, BLOCK)
+    if tiles > 2 and MISTAKE == "branch on a count of tiles":
+        total *= 2
+    if N > 2048 and MISTAKE == "branch on a size":
+        total *= 2
+    if IS_LONG and MISTAKE == "flag":
+        total *= 2
+    tl.store(y_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def _sums_of_long_rows(x_ptr, y_ptr, N):
+    total = 0.0
+    for begin in range(0, N - 64, 64):
+        total += tl.sum(tl.load(x_ptr + tl.program_id(0).to(tl.int64) * N + begin + tl.arange(0, 64)), 0)
+    tl.store(y_ptr + tl.program_id(0), total)
+
+
+def sums(mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, N = x.shape
+    y = x.new_empty(M)
+    if N > 2048 and mistake == "kernel of long rows":
+        _sums_of_long_rows[(M,)](x, y, N)
+    else:
+        block = min(triton.next_power_of_2(N), 1024)
+        _sums[(M,)](x, y, N, BLOCK=block, IS_LONG=N > 2048 and mistake == "flag", MISTAKE=mistake)
+    return {"y": y}
+
+
+def summing(mistake: str, elements: int = 1) -> Op:
+    """Return an operator with a mistake; `elements` is its traffic of an element, in bytes."""
+    base = op_with("")
+    variant = Variant("optimized", partial(sums, mistake))
+    traffic = lambda case: Traffic(elements * case["M"] * case["N"], 0)  # noqa: E731
+    compare = lambda case, given, outputs, expected: (  # noqa: E731
+        [] if torch.allclose(outputs["y"], expected["y"], 1e-3, 1e-1) else ["y: wrong"]
+    )
+    return Op(
+        name="summed", axes=base.axes, dtypes=base.dtypes, inputs=rows_of, reference=lambda given: {"y": given["x"].sum(1)},
+        compare=compare, traffic=traffic, variants=(variant,), module=__name__,
+    )  # fmt: skip
+
+
+def findings(op: Op, cases: list[Case]) -> list[str]:
+    variant = op.variants[0]
+    return [line for case in cases for line in Checker(op, case, "cpu").errors(variant, variant.default_config(case))]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    ["block below every row", "branch on a size", "branch on a count of tiles", "flag", "kernel of long rows"],
+)
+def test_size_that_only_bench_cases_have_is_checked_in_a_derived_case(mistake: str) -> None:
+    assert findings(summing(mistake), CHECK) == []
+    derived, without = derived_cases(summing(mistake), CHECK, BENCH)
+    assert findings(summing(mistake), derived) == ["y: wrong"]
+    assert without == []
+    assert max(case["M"] for case in derived if case["N"] == 3000) <= 13
+
+
+def test_right_kernel_passes_in_derived_cases() -> None:
+    derived, _ = derived_cases(summing(""), CHECK, BENCH)
+    assert {case["N"] for case in derived} >= {3000}
+    assert findings(summing(""), derived) == []
+
+
+@pytest.mark.parametrize(
+    ("mistake", "named"),
+    [
+        ("block below every row", "N > BLOCK in _sums"),
+        ("branch on a size", "N > 2048 and MISTAKE == 'branch on a size' in _sums"),
+        ("flag", "IS_LONG=True in _sums"),
+        ("kernel of long rows", "a launch of _sums_of_long_rows"),
+    ],
+)
+def test_size_too_costly_for_a_check_is_named(mistake: str, named: str) -> None:
+    op = summing(mistake, elements=10_000)
+    derived, _ = derived_cases(op, CHECK[:2], BENCH)
+    assert [case for case in derived if case["N"] == 3000] == []
+    variant = op.variants[0]
+    checks = [case_job([Run(Task(op, case, variant), None)]) for case in (*CHECK[:2], case_of("long", 2, 3000))]
+    addresses = address_job(Task(op, BENCH[0], variant), BENCH)
+    dict(run_jobs([*checks, addresses]))
+    (line,) = coverage_lines([*checks[:2], addresses])
+    assert line.startswith("summed: no check has ")
+    assert named in line
+    assert named not in "".join(coverage_lines([*checks, addresses]))
