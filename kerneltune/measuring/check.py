@@ -69,8 +69,8 @@ class Outcome:
     case: Case | None = None
 
 
-_IN_PLACE: dict[tuple[object, str, str], tuple[bool, Case]] = {}
-"""Function of a variant, mode, name of an output -> whether it is written over an input, and the first case of this process."""
+InPlace = dict[tuple[object, str, str], tuple[bool, Case]]
+"""Function of a variant, mode, name of an output -> whether it is written over an input, and the first case that was checked."""
 
 
 class CaseError(ValueError):
@@ -82,13 +82,17 @@ class Checker:
 
     Inputs that a variant changes, such as an accumulated amax, are restored before every run.
 
+    Args:
+        in_place: the outputs that variants wrote over inputs in the cases checked so far; checkers of several cases share it.
+
     Raises:
         CaseError: inputs or expected outputs cannot be made. If the GPU is out of memory, the constructor and `errors` let the
             original error pass instead. For the values of a later run, `errors` returns the text of a CaseError.
     """
 
-    def __init__(self, op: Op, case: Case, device: str, seed: int = 0) -> None:
+    def __init__(self, op: Op, case: Case, device: str, seed: int = 0, in_place: InPlace | None = None) -> None:
         self.op, self.case, self._device, self._seed = op, case, device, seed
+        self._in_place = InPlace() if in_place is None else in_place
         asked, field = op.inputs, "inputs"
         where = f"for {op.name} {case.label}"
         try:
@@ -140,17 +144,17 @@ class Checker:
             if owner and (owner not in self.inputs_before or _same(self.inputs[owner], self.inputs_before[owner])):
                 continue  # unknown, or an input that is returned
             key = variant.run, self.case.quant, name
-            is_over, case = _IN_PLACE.setdefault(key, (owner is not None, self.case))
+            is_over, case = self._in_place.setdefault(key, (owner is not None, self.case))
             if is_over != (owner is not None):
                 here, there = (f"{it.name} {it.dtype} {it.quant}" for it in ((self.case, case) if owner else (case, self.case)))
                 return [f"outputs: {name} is written over an input in case {here}, and not in case {there}"]
         return []
 
     @classmethod
-    def make(cls, op: Op, case: Case, device: str = "cpu") -> "Checker | Outcome":
+    def make(cls, op: Op, case: Case, device: str = "cpu", in_place: InPlace | None = None) -> "Checker | Outcome":
         """Return the checker of a case, or the outcome of all its checks if the case has no inputs, no reference or no memory."""
         try:
-            return affordable(partial(cls, op, case, device))
+            return affordable(partial(cls, op, case, device, in_place=in_place))
         except CaseError as error:
             return Outcome("failed", str(error))
 
@@ -171,7 +175,7 @@ class Checker:
         held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for run in range(runs):
             try:
-                checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run)
+                checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run, self._in_place)
             except CaseError as error:
                 return [f"run {run + 1}: {error}"]
             outputs, lines = checker.run(variant, config)

@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
+from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.kernel_lib.reached import Launches, Reached, note_facts, noting, unlaunched, unreached
 from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
@@ -171,14 +172,14 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
     known = {value for case in check for value in settings(case)}
     for name, value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
-        found = _first_checkable(op, (_with_value(case, name, value) for case in by_cost), most)
+        found, reason = _first_checkable(op, (_with_value(case, name, value) for case in by_cost), most)
         derived += found
-        without += [] if found else [f"{name}={value}"]
+        without += [] if found else [f"{name}={value} ({reason})"]
     longest = {axis for case in by_cost for axis in _longest(case)}
     oblong = [case for case in by_cost if _longest(case) and min(size for _axis, size in case.axes) > 1]
     by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
     for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
-        derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)
+        derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)[0]
     return [*derived, *Fork(partial(_shortened, op, by_cost, [*check, *derived], bench, most)).result()], without
 
 
@@ -202,7 +203,7 @@ def _shortened(
         affordable = (it for it in _with_sizes_of(case, by_cost) if check_cost(op, it) <= most)
         for smaller, its in _launches(op, variants, affordable):
             is_new = its.num_programs <= most_programs and its.facts & launches.facts - known
-            if is_new and _has_values(op, smaller, tell):
+            if is_new and not _obstacle(op, smaller, tell):
                 derived.append(smaller)
                 known |= its.facts
         known |= launches.facts
@@ -262,20 +263,27 @@ def _with_value(case: Case, name: str, value: Any) -> Case:
     return replace(case, name=named, options=tuple((option, value if option == name else old) for option, old in case.options))
 
 
-def _has_values(op: Op, case: Case, _tell: Tell) -> bool:
-    return isinstance(Checker.make(op, case), Checker)
+def _obstacle(op: Op, case: Case, _tell: Tell) -> str:
+    """Return why a case has no inputs or no expected values; empty if it has both."""
+    made = Checker.make(op, case)
+    return made.reason if isinstance(made, Outcome) else ""
 
 
-def _first_checkable(op: Op, cases: Iterable[Case], most: float) -> list[Case]:
+def _first_checkable(op: Op, cases: Iterable[Case], most: float) -> tuple[list[Case], str]:
     """Return the first case that costs `most` at most, that an own variant supports, and that has inputs and expected values.
 
-    Forks make the values.
+    Forks make the values. Without such a case return the last reason.
     """
+    reason = "no check case to derive a case from"
     for case in cases:
         try:
-            is_supported = any(not variant.is_peer and not variant.unsupported(case) for variant in op.variants)
-            if check_cost(op, case) <= most and is_supported and Fork(partial(_has_values, op, case)).result():
-                return [case]
-        except Exception:  # an operator may lack inputs for the case
-            continue
-    return []
+            own = [variant.unsupported(case) for variant in op.variants if not variant.is_peer]
+            if check_cost(op, case) > most:
+                reason = "too costly"
+            elif all(own):
+                reason = f"unsupported: {own[0]}" if own else "no own variant"
+            elif not (reason := Fork(partial(_obstacle, op, case)).result()):
+                return [case], ""
+        except Exception as error:  # code of an operator on a case that its author may not have thought of
+            reason = first_line(error)
+    return [], reason

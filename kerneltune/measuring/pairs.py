@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from kerneltune.measuring.check import Checker, Outcome
+from kerneltune.measuring.check import Checker, InPlace, Outcome
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.wording import counted
@@ -58,6 +58,7 @@ def check_pairs(
     done: set[Pair] = {(of_case[0], case) for case, of_case in configs.items()}
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
+    in_place = InPlace()
     begun_s = time.thread_time()
     defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
     for config, case in itertools.chain(covering(configs, cost), defaults):
@@ -67,7 +68,7 @@ def check_pairs(
         if time.thread_time() - begun_s > COVERING_S or len(failures) >= _MOST_FAILURES:
             break
         begin(Outcome("failed", "", config, case))
-        checker = checkers.setdefault(case, Checker.make(op, case)) if is_first else checkers[case]
+        checker = checkers.setdefault(case, Checker.make(op, case, in_place=in_place)) if is_first else checkers[case]
         if isinstance(checker, Outcome):
             continue  # the record of the default config says why
         outcome = checker.check(variant, config, runs=2 if is_first else 1)

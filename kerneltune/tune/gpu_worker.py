@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from kerneltune.errors import first_line
-from kerneltune.measuring.check import CaseError, Checker, Outcome, affordable, broken_context, out_of_memory_reason
+from kerneltune.measuring.check import CaseError, Checker, InPlace, Outcome, affordable, broken_context, out_of_memory_reason
 from kerneltune.measuring.compare import CEILING, Compared, contender, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
 from kerneltune.measuring.measured import compared_records
@@ -60,6 +60,7 @@ class GpuBench:
         self._task: Task | None = None
         self._checker: Checker | None = None
         self._inputs: list[Any] = []
+        self._in_place = InPlace()
         beside = ThreadPoolExecutor(1)
         self._launchable = beside.submit(open_driver)
         beside.shutdown(wait=False)
@@ -73,7 +74,7 @@ class GpuBench:
             self._inputs = []
         self._launchable.result()
         if self._checker is None:
-            self._checker = Checker(task.op, task.case, "cuda")
+            self._checker = Checker(task.op, task.case, "cuda", in_place=self._in_place)
         return self._checker
 
     def prepare(self, task: Task) -> None:

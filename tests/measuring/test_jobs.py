@@ -145,9 +145,11 @@ def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
     tall, _ = derived_cases(summing(), check, [shifted("tall", 8192, 64)])
     assert [(case.name, case.axes) for case in tall] == [("odd,M=70,N=3", (("M", 70), ("N", 3)))]
     assert derived_cases(summing(), [*check, tall[0]], [shifted("tall", 8192, 64)]) == ([], [])
-    assert without == ["shift=9"]
+    (text,) = without
+    assert text.startswith("shift=9 (test_jobs.py:")
+    assert "inputs: ValueError: no inputs for 9, for summed" in text
     costly = replace(summing(), traffic=lambda case: Traffic(2_000_000 if case.option("shift") else 4, 0))
-    assert derived_cases(costly, check, bench) == ([], ["shift=5", "shift=9"])
+    assert derived_cases(costly, check, bench) == ([], ["shift=5 (too costly)", "shift=9 (too costly)"])
     task = Task(summing(shift=1.0), derived[0], summing(shift=1.0).variants[0])
     ((outcome,),) = outcomes(case_job([Run(task, None)]))
     assert outcome.status == "failed"
