@@ -8,6 +8,7 @@ programs of a launch of any size run on them to check the addresses alone. The m
 """
 
 import dataclasses
+import functools
 import itertools
 import linecache
 import math
@@ -331,20 +332,23 @@ class _Guard:
                 raise NotJudgedError("addresses that a kernel loads are unknown without memory")
             return addresses
         number = (int(addresses.flat[0]) >> _REGION_BITS) - _FIRST_REGION
-        if number >= len(self._regions) or bool((addresses >> np.uint64(_REGION_BITS) != number + _FIRST_REGION).any()):
-            return self._each(what, addresses, mask, item_size, noted)
-        region = self._regions[number]
-        at = addresses - np.uint64(region.first)
-        is_outside = mask & (at > np.uint64(max(0, region.size - item_size))) if region.size >= item_size else mask
-        if is_outside.any():
-            raise KernelFaultError(f"{what} outside of {_element(region, int(addresses[is_outside].flat[0]))}{self._here()}")
+        region = self._regions[number] if number < len(self._regions) else None
+        at = addresses - np.uint64(region.first if region else 0)  # below the region, a difference wraps around
+        mask = np.asarray(mask)  # of a block pointer, the memory of an array
+        accessed = at if mask.all() else at[mask]
+        if region is None or (accessed.size and int(accessed.max()) > region.size - item_size):
+            if region is None or (addresses >> np.uint64(_REGION_BITS) != number + _FIRST_REGION).any():
+                return self._each(what, addresses, mask, item_size, noted)
+            last = region.size - item_size
+            first = addresses[mask][0 if last < 0 else int((accessed > np.uint64(last)).argmax())]
+            raise KernelFaultError(f"{what} outside of {_element(region, int(first))}{self._here()}")
         if region.is_meta:
             if time.monotonic() > self.deadline:
                 raise NotJudgedError(f"{_LAUNCH_SECONDS:g} s are over")
             return None
         is_waiting = what == "load" and self._loading.is_volatile
-        if what == "atomic" or is_waiting or UNORDERED not in linecache.getline(*statement()):
-            conflict = noted(region.first + region.offset, region.size, at[mask], mask)
+        if what == "atomic" or is_waiting or not _is_unordered(*statement()):
+            conflict = noted(region.first + region.offset, region.size, accessed.reshape(-1), mask)
             if conflict is not None:
                 raise self._race(what, region, conflict)
         return addresses + np.uint64(region.offset % (1 << 64))
@@ -379,6 +383,12 @@ class _Guard:
             f"two programs {kinds}{' of' if 'order' in kinds else ''} {_element(region, region.first + conflict.at)}: "
             f"program ({program_text(reversed(place))}){conflict.line}; {self._here().removeprefix(', ')}"
         )
+
+
+@functools.cache
+def _is_unordered(file: str, line: int) -> bool:
+    """Return whether the comment UNORDERED is at a line."""
+    return UNORDERED in linecache.getline(file, line)
 
 
 def _garbage(mask: Any, kind: Any, dtype: Any) -> Any:
