@@ -27,8 +27,6 @@ from threading import Lock, Thread
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kerneltune.interrupts import is_importing
-
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
@@ -259,17 +257,15 @@ def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args
 def _bind(parent: int, folder: str) -> None:
     """Let this process, the server, end within half a second of its parent, also during its imports, which take seconds.
 
-    The server then removes the folder of its socket, because its parent could not. After the imports, the server's own loop
-    notices the parent's end.
+    The server then removes the folder of its socket, because its parent could not. The server's own loop would notice the
+    parent's end only after the end of every child, because a child holds the pipe to the parent.
     """
 
-    def look(_number: int, frame: FrameType | None) -> None:
+    def look(_number: int, _frame: FrameType | None) -> None:
         if os.getppid() != parent:
             if folder:
                 shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
-        if not is_importing(frame):
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     if folder:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -288,7 +284,7 @@ class _ErrorHook:
         self._server = server
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        ends = time.monotonic() + 2 * _LOOK_S
+        ends = time.monotonic() + 4 * _LOOK_S
         while os.getpid() != self._server and time.monotonic() < ends:
             if os.getppid() != self._server:
                 return

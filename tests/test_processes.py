@@ -76,6 +76,22 @@ def test_an_error_of_a_process_is_printed_unless_the_server_ends(stays: bool) ->
     assert ("FileNotFoundError" in done.stderr) == stays
 
 
+def test_a_process_that_starts_as_its_command_ends_says_nothing() -> None:
+    code = """if True:
+        import os
+        from _multiprocessing import sem_unlink
+        from kerneltune.processes import fast_context
+        context = fast_context()
+        lock = context.Lock()
+        sem_unlink(lock._semlock.name)
+        context.Process(target=print, args=(lock,)).start()
+        os._exit(3)
+    """
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+
+
 HOLD = """
 import os, sys
 from pathlib import Path
