@@ -20,10 +20,9 @@ from kerneltune.device import arch_of, slug
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
 from kerneltune.records import Key, Record, grouped
-from kerneltune.search.task import Task, config_values
+from kerneltune.search.task import Task, changed, config_values
 from kerneltune.spec import Case, Op
 from kerneltune.sweep import SweepCase
-from kerneltune.tune.provenance import changed
 from kerneltune.tune.renew import Renewal, StaleConfig, renew
 from kerneltune.wording import counted, pairs
 

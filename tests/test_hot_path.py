@@ -14,7 +14,7 @@ from kerneltune.ops.int4_gemm import fastest, fp8_gemm, gemm
 from kerneltune.ops.rmsnorm import FwdConfig, rmsnorm_fwd
 from kerneltune.ops.rmsnorm.fwd import OP
 from kerneltune.ops.rmsnorm.kernels import forward, rows
-from kerneltune.tune.provenance import changed
+from kerneltune.search.task import changed
 
 
 def seconds_per_call(run: Callable[[], object], calls: int) -> float:
@@ -72,7 +72,7 @@ def test_whether_an_entry_is_stale_takes_at_most_100_us() -> None:
 
 def test_the_first_look_up_of_a_size_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(look_up(1), FwdConfig)
-    monkeypatch.setattr(cache.entries, "read_bytes", lambda path, _limit: pytest.fail(f"read {path}"))
+    monkeypatch.setattr(cache, "read_bytes", lambda path, _limit: pytest.fail(f"read {path}"))
     assert isinstance(look_up(3), FwdConfig)
 
 

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kerneltune import cache, misses, ops, sweep
-from kerneltune.cache.entries import CaseOptions
+from kerneltune.cache import CaseOptions
 from kerneltune.cli import app
 from kerneltune.misses import CacheMissWarning, Miss
 from kerneltune.spec import Case

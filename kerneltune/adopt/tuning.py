@@ -35,11 +35,10 @@ from kerneltune.progress import Progress
 from kerneltune.search.insight import portfolio
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task
-from kerneltune.search.trials import TrialStore
+from kerneltune.search.trials import TrialStore, open_store
 from kerneltune.spec import Config, Op
 from kerneltune.stats import ratio_interval
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
-from kerneltune.tune.provenance import open_store
 from kerneltune.tune.run import expected_work, run_tune
 from kerneltune.wording import counted
 

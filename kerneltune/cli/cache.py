@@ -124,7 +124,7 @@ def _reach(op: Op) -> str:
 
 def _staleness(variant: Variant, case: Case, entries: Sequence["CacheEntry"]) -> str:
     """Return the changes since the case's own entry was stored; empty without changes or without an entry."""
-    from kerneltune.tune.provenance import changed
+    from kerneltune.search.task import changed
 
     own = next((one for one in entries if one.case == case and (one.variant, one.policy) == (variant.name, "cold")), None)
     reason = "" if own is None else changed(variant, own, here=False)

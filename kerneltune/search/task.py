@@ -3,11 +3,13 @@
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kerneltune import device
 from kerneltune.cache import CacheEntry, Chooser, case_fields
+from kerneltune.processes import commit
 from kerneltune.records import TrialStatus
 from kerneltune.spec import Case, Config, Op, Variant
 
@@ -152,6 +154,27 @@ class Trial:
     knobs: Knobs
     evaluation: Evaluation
     fingerprint: Mapping[str, str] = field(default_factory=dict)
+
+
+def present(variant: Variant) -> dict[str, str]:
+    """Return the present driver, source and packages that times of a variant depend on, by the names of `CacheEntry.evidence`."""
+    return {"driver": device.current().driver, "source_hash": variant.source_hash, **device.versions()}
+
+
+def stamp(variant: Variant) -> dict[str, Any]:
+    """Return the date, commit, driver, source and packages of a measurement now."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(), **present(variant)}
+
+
+def changed(variant: Variant, entry: CacheEntry, here: bool) -> str:
+    """Return the changes since an entry was stored; empty if nothing changed.
+
+    Args:
+        here: this machine has the entry's GPU. On another machine only the code is compared, not the driver and the packages.
+    """
+    now = present(variant) if here else {"source_hash": variant.source_hash}
+    then = {name: entry.evidence.get(name) for name in now}
+    return ", ".join(f"{name} {then[name] or 'unknown'} is now {now[name]}" for name in now if then[name] != now[name])
 
 
 def store_folder(results: Path, gpu: str) -> Path:

@@ -22,12 +22,14 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
+from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.files import append_lines
+from kerneltune.processes import commit
 from kerneltune.records import TrialStatus
 from kerneltune.search.study import choice_order
-from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of
-from kerneltune.spec import MOST, Config
+from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of, present, store_path
+from kerneltune.spec import MOST, Config, Op, Variant
 
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
@@ -141,6 +143,15 @@ class TrialStore:
 
     def __len__(self) -> int:
         return sum(map(len, self._found.values()))
+
+
+def open_store(op: Op, variant: Variant, results: Path, retries_transient: bool = False) -> TrialStore:
+    """Open the store of an operator's trials on this GPU model, with the present fingerprint of a variant.
+
+    results: folder of the records; retries_transient: as in `TrialStore`.
+    """
+    path = store_path(results, device.current().slug, op.name)
+    return TrialStore(path, commit(), retries_transient, **present(variant))
 
 
 def newest_trials(path: Path) -> dict[TaskKey, dict[Knobs, Evaluation]]:

@@ -2,17 +2,16 @@
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
 from kerneltune.plan import Plan
 from kerneltune.progress import Progress
-from kerneltune.search.task import Run, Task, TaskKey, knobs_of
-from kerneltune.spec import Config, Op
+from kerneltune.search.task import Run, Task, knobs_of, stamp
+from kerneltune.spec import Op
 from kerneltune.tune.gpu_worker import WorkerCrashedError
-from kerneltune.tune.provenance import stamp
 from kerneltune.tune.session import TuningSession
 
 StaleConfig = tuple[str, CacheEntry]
@@ -41,19 +40,18 @@ def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> lis
 
     After `search.budget_s` seconds no further config is timed, and the result ends there.
     """
-    renewals, ops, options = list[Renewal](), plan.ops, plan.options
+    renewals, options = list[Renewal](), plan.options
     until = time.monotonic() + (math.inf if options.search.budget_s is None else options.search.budget_s)
-    progress.stage("time stale configs", len(configs))
+    work = [(name, entry, _runs_of(plan.ops[name], entry)) for name, entry in configs]
+    progress.stage("time stale configs", len(work))
     with TuningSession(options) as session:
-        over: set[TaskKey] = set()
-        session.queue.look_ahead(_later(ops, configs, over))
-        for name, entry in configs:
+        for number, (name, entry, runs) in enumerate(work, start=1):
             if time.monotonic() >= until:
                 break
-            try:
-                renewed = _renewed(session, ops[name], entry, over)
-            except ValueError as error:
-                renewals.append(Renewal(name, entry, False, str(error)))
+            session.queue.look_ahead(run for *_, later in work[number:] if not isinstance(later, str) for run in later)
+            renewed = runs if isinstance(runs, str) else _renewed(session, runs, entry)
+            if isinstance(renewed, str):
+                renewals.append(Renewal(name, entry, False, renewed))
             else:
                 cache.store(name, device.current().slug, renewed, options.configs)
                 renewals.append(Renewal(name, entry, renewed.config == entry.config))
@@ -61,39 +59,23 @@ def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> lis
     return renewals
 
 
-def _runs_of(op: Op, entry: CacheEntry) -> tuple[Task, list[Config]]:
-    """Return the task of an entry, with its config and, if it differs, the default."""
+def _runs_of(op: Op, entry: CacheEntry) -> list[Run] | str:
+    """Return an entry's task with its config and, if it differs, with the default; or the reason why the config cannot run."""
     case = entry.case
     try:
         variant = op.variant(entry.variant)
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
         reason = variant.unsupported(case) or variant.valid(case, config)
-        configs = list(dict.fromkeys([config, task.default]))
+        return reason or [Run(task, one) for one in dict.fromkeys([config, task.default])]
     except Exception as error:  # an operator's own code may fail in any way on an old entry
-        raise ValueError(" ".join(str(error).split()) or type(error).__name__) from error
-    if reason is not None:
-        raise ValueError(reason)
-    return task, configs
+        return " ".join(str(error).split()) or type(error).__name__
 
 
-def _later(ops: Mapping[str, Op], configs: Sequence[StaleConfig], over: Collection[TaskKey]) -> Iterator[Run]:
-    """Yield the configs to compile for entries whose timing has not begun."""
-    for name, entry in configs:
-        try:
-            task, wanted = _runs_of(ops[name], entry)
-        except ValueError:  # reported when its turn comes
-            continue
-        if task.key not in over:
-            yield from (Run(task, config) for config in wanted)
-
-
-def _renewed(session: TuningSession, op: Op, entry: CacheEntry, over: set[TaskKey]) -> CacheEntry:
-    """Return an entry with the faster of its config and the default, and with new evidence."""
-    task, configs = _runs_of(op, entry)
-    tuner = session.tuner(task)
-    over.add(task.key)
+def _renewed(session: TuningSession, runs: Sequence[Run], entry: CacheEntry) -> CacheEntry | str:
+    """Return an entry with the faster of its config and the default, and with new evidence; or why its config does not run."""
+    task, configs = runs[0].task, [run.config for run in runs]
     try:
-        with tuner:
+        with session.tuner(task) as tuner:
             begun = [tuner.begin(config) for config in configs]
             tuner.prepare()
             session.queue.fill()
@@ -101,12 +83,15 @@ def _renewed(session: TuningSession, op: Op, entry: CacheEntry, over: set[TaskKe
                 one.result()
             measured = tuner.measure_again(configs)
             if measured[0].time_us is None:
-                raise ValueError(f"{measured[0].status}: {measured[0].detail}")
+                return f"{measured[0].status}: {measured[0].detail}"
             timed = [config for config, one in zip(configs, measured, strict=True) if one.time_us is not None]
             best, evidence = tuner.run_final(timed, configs[-1])
     except WorkerCrashedError as error:
-        raise ValueError(f"crashed: {error}") from error
-    session.queue.forget(task)
+        return f"crashed: {error}"
+    except ValueError as error:
+        return str(error)
+    finally:
+        session.queue.forget(task)
     evidence |= stamp(task.variant)
     if best == configs[0]:
         kept = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}

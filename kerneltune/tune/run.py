@@ -14,10 +14,9 @@ from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task
 from kerneltune.plan import Options, Plan
 from kerneltune.progress import Progress
-from kerneltune.search.task import Task, TaskKey
+from kerneltune.search.task import Task, TaskKey, changed
 from kerneltune.tune.candidates import checked_space, is_supported, widened
 from kerneltune.tune.fleet import Fleet, Performed, visible_gpus
-from kerneltune.tune.provenance import changed
 from kerneltune.tune.session import TuningSession
 
 _SEARCH_S, _COMPILE_S, _MEASURE_S = 1.6, 1.5, 0.06

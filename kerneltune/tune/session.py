@@ -17,10 +17,8 @@ from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Task
 from kerneltune.tune.candidates import widened
-from kerneltune.tune.compile_queue import CompileQueue
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError, split_cores
-from kerneltune.tune.provenance import open_store
-from kerneltune.tune.tuner import NothingPassedError, Tuner, first_runs, measure_space, tune
+from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner, first_runs, measure_space, tune
 from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
@@ -82,6 +80,8 @@ class TuningSession:
         task = replace(task, variant=widened(task.variant, self.options.knobs))
         store = self._stores.get((task.op.name, task.variant.name))
         if store is None:
+            from kerneltune.search.trials import open_store  # imports Optuna, which takes 0.4 s
+
             store = open_store(task.op, task.variant, self.options.results, self.options.force)
             self._stores[task.op.name, task.variant.name] = store
         return Tuner(task, store, self.worker, self.queue, self.options.force or bool(self.options.knobs))

@@ -7,7 +7,7 @@ faster. `search.loop` decides which configs are tried. A tuner refuses or measur
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from kerneltune import cache, device
 from kerneltune.measuring.assembly import LIMITS, occupancy_of
-from kerneltune.measuring.compiler import CompileResult, PendingCompile
+from kerneltune.measuring.compiler import CompilePool, CompileResult, PendingCompile, compile_job
 from kerneltune.search.loop import Candidates, Compilation, Search, explore, times_of
-from kerneltune.search.task import Evaluation, Run, Task, knobs_of
+from kerneltune.search.task import Evaluation, Run, Task, TaskKey, knobs_of, stamp
 from kerneltune.spec import Config
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tune.candidates import checked_space, pool_of, starting_points
-from kerneltune.tune.compile_queue import CompileQueue
 from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker, WorkerCrashedError
-from kerneltune.tune.provenance import stamp
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -35,6 +33,46 @@ _FINALISTS = 4
 _FINAL_MARGIN = 1.04
 _AHEAD = 256
 """Configs of a later case that are compiled ahead. Large inputs and a paired final leave the compilers much idle time."""
+
+
+class CompileQueue:
+    """Compile the configs that searches ask for, and in idle time the first configs of the next searches."""
+
+    def __init__(self, pool: CompilePool) -> None:
+        self._pool = pool
+        self._begun: list[PendingCompile] = []
+        self._ahead: dict[tuple[TaskKey, Config], PendingCompile] = {}
+        self._later: Iterator[Run] = iter(())
+
+    @property
+    def compilers(self) -> int:
+        """Return the number of configs that compile at the same time."""
+        return self._pool.workers
+
+    def begin(self, task: Task, config: Config) -> PendingCompile:
+        """Begin to compile a config, or return a compilation that began ahead."""
+        return self._ahead.pop((task.key, config), None) or self._submit(task, config)
+
+    def look_ahead(self, later: Iterable[Run]) -> None:
+        """Replace the configs that later searches need first; `fill` compiles them."""
+        self._later = (run for run in later if (run.task.key, run.config) not in self._ahead)
+
+    def fill(self) -> None:
+        """Begin to compile configs of later searches while a core is idle."""
+        self._begun = [pending for pending in self._begun if not pending.done()]
+        while len(self._begun) < self.compilers:
+            following = next(self._later, None)
+            if following is None:
+                return
+            self._ahead[following.task.key, following.config] = self._submit(*following)
+
+    def forget(self, task: Task) -> None:
+        """Drop compilations that began ahead for a task whose search is over."""
+        self._ahead = {place: pending for place, pending in self._ahead.items() if place[0] != task.key}
+
+    def _submit(self, task: Task, config: Config) -> PendingCompile:
+        self._begun.append(self._pool.submit(compile_job(task, config)))
+        return self._begun[-1]
 
 
 class Tuner:

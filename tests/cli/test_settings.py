@@ -65,7 +65,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
     monkeypatch.chdir(tmp_path)
     packaged = files.data_root("configs")
-    for module in (files, cache.entries, sweep, options):
+    for module in (files, cache, sweep, options):
         monkeypatch.setattr(module, "in_checkout", lambda: False, raising=False)
         if hasattr(module, "data_root"):
             monkeypatch.setattr(module, "data_root", lambda folder: packaged.parent / folder)

@@ -1,0 +1,493 @@
+"""Keep the fastest known config of each case in a JSON file per GPU and operator, and look up the config of a call.
+
+Measures nothing, and compares no configs.
+"""
+
+import json
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kerneltune import device, misses
+from kerneltune.files import (
+    Versioned,
+    bad,
+    checked,
+    data_root,
+    decode,
+    decode_versioned,
+    in_checkout,
+    locked,
+    read_bytes,
+    replace_text,
+)
+from kerneltune.nearness import Place, band_of, ranked
+from kerneltune.spec import MOST, Case, Op, Option, Variant, config_from, out_of_range, ranges_of
+
+SCHEMA = 1
+_NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
+"""NaN and infinity, which some writers write and JSON lacks: they are read as null, so that only their entry is bad."""
+Axes = tuple[tuple[str, int], ...]
+CaseOptions = tuple[tuple[str, Option], ...]
+
+_MOST_ELEMENTS = 1 << 48
+"""Elements of an axis, at most: no memory holds more."""
+_LARGEST_BYTES = 64 << 20
+_LARGEST = (1 << 63) - 1
+_Name = Annotated[str, Meta(min_length=1)]
+_Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
+_Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
+_Measure = Annotated[float, Meta(ge=0, le=MOST)]
+_Knob = bool | _Whole | float | str
+
+
+class _Evidence(msgspec.Struct):
+    """Check these fields of an entry's evidence; further fields may have any value."""
+
+    time_us: _Measure | None = None
+    default_us: _Measure | None = None
+    speedup: _Measure | None = None
+    ci_low: _Measure | None = None
+    ci_high: _Measure | None = None
+    over_default: tuple[_Measure, _Measure] | None = None
+
+
+class _EntryRow(msgspec.Struct, forbid_unknown_fields=True):
+    """Hold an entry in the form of a file."""
+
+    variant: _Name
+    case: _Name
+    axes: dict[str, _Size]
+    dtype: _Name
+    quant: _Name
+    options: dict[str, _Knob]
+    policy: _Name
+    config: dict[str, _Knob]
+    evidence: dict[str, Any]
+
+
+class _ConfigFile(Versioned):
+    """Hold the fields of a file of the cache."""
+
+    op: str
+    device: str
+    entries: list[msgspec.Raw]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheEntry:
+    """Hold the fastest known config of a variant on a case, and the evidence.
+
+    Attributes:
+        evidence: time_us, default_us, speedup, ci_low, ci_high, trials, date, commit, versions, source_hash; over_default, the
+            95 % interval of the default's time over this config's, from the rounds that chose it.
+
+    `entry_from` makes an entry of values from elsewhere.
+    """
+
+    variant: str
+    case: Case
+    policy: str
+    config: dict[str, Any]
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """Name the entry on one line."""
+        return f"{self.variant} {self.case.name} {self.case.dtype} {self.case.quant}"
+
+    @property
+    def identity(self) -> tuple[str, str, Case]:
+        """Return variant, policy and case, which no other entry of a file shares; the name of the case may differ."""
+        return self.variant, self.policy, self.case
+
+    @property
+    def key_fields(self) -> dict[str, Any]:
+        """Return variant, case and policy in the form of a file."""
+        return {"variant": self.variant, **case_fields(self.case), "policy": self.policy}
+
+
+def case_fields(case: Case) -> dict[str, Any]:
+    """Return a case in the form of a file."""
+    sizes, options = dict(case.axes), dict(case.options)
+    return {"case": case.name, "axes": sizes, "dtype": case.dtype, "quant": case.quant, "options": options}
+
+
+def entry_from(values: Mapping[str, Any]) -> CacheEntry:
+    """Return the entry with these fields, axes and options as mappings.
+
+    Raises:
+        ValueError: a line with the field, its value and the expected values.
+    """
+    return _entry(checked(values, _EntryRow))
+
+
+def default_root() -> Path:
+    """Return the folder that configs are stored in: KERNELTUNE_CONFIGS, else `configs` of the checkout or current folder."""
+    override = os.environ.get("KERNELTUNE_CONFIGS")
+    return Path(override) if override else data_root("configs") if in_checkout() else Path("configs")
+
+
+def read_roots(root: Path | None = None) -> list[Path]:
+    """Return the folders that configs are read from, of which the first that holds a file counts for this file.
+
+    Args:
+        root: the folder of the cache; None for `default_root()`, and without KERNELTUNE_CONFIGS the packaged folder behind it.
+    """
+    if root is not None:
+        return [root]
+    return [default_root(), *([] if os.environ.get("KERNELTUNE_CONFIGS") else [data_root("configs")])]
+
+
+def readable(file: Path, root: Path | None = None) -> Path:
+    """Return where a file of the cache, such as `nvidia_h200/rmsnorm_fwd.json`, is read, or would be if it existed."""
+    paths = [folder / file for folder in read_roots(root)]
+    return next((path for path in paths if path.exists()), paths[-1])
+
+
+def path_of(op_name: str, device_slug: str, root: Path | None = None) -> Path:
+    """Return the path of an operator's file for a GPU, which may not exist; root: as in `read_roots`."""
+    return readable(Path(device_slug) / f"{op_name}.json", root)
+
+
+def load(op_name: str, device_slug: str, root: Path | None = None) -> list[CacheEntry]:
+    """Return the readable entries of an operator, and warn once of entries that cannot be read."""
+    path = path_of(op_name, device_slug, root)
+    if not path.exists():
+        return []
+    entries, errors = _scan(path)
+    _warn_of(errors)
+    return entries
+
+
+def _warn_of(defects: Sequence[object]) -> None:
+    """Warn of entries that are not used; name the first."""
+    if defects:
+        more = f" (and {len(defects) - 1} more)" if len(defects) > 1 else ""
+        warnings.warn(f"{defects[0]}{more}; not used", stacklevel=3)
+
+
+def load_strict(path: Path) -> list[CacheEntry]:
+    """Return all entries of a file.
+
+    Raises:
+        ValueError: a line with the file, the line or entry, the field and the value.
+    """
+    entries, errors = _scan(path)
+    if errors:
+        raise errors[0]
+    return entries
+
+
+def store(op_name: str, device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
+    """Call `store_all` with a single entry."""
+    return store_all(op_name, device_slug, [entry], root)
+
+
+def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], root: Path | None = None) -> Path:
+    """Store all entries or none, each in place of the entry with its identity; readers see the old file or the new file.
+
+    Raises:
+        ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
+    """
+    path = (root or default_root()) / device_slug / f"{op_name}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
+            stored = {entry.identity: entry for entry in (load_strict(present) if present.exists() else [])}
+            for entry in entries:
+                stored.pop(entry.identity, None)
+                stored[entry.identity] = entry
+            replace_text(path, _render(op_name, device_slug, list(stored.values())))
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+    clear()
+    return path
+
+
+def in_order(entries: Iterable[CacheEntry]) -> list[CacheEntry]:
+    """Sort entries by falling size, then by the text of their config, so that equally near entries have a fixed order."""
+    return sorted(entries, key=lambda entry: (-_size(entry.case), _order(entry.config)))
+
+
+@lru_cache(maxsize=1024)
+def _remembered(path: Path) -> tuple[CacheEntry, ...]:
+    """Return the readable entries of a file, which are read once."""
+    return tuple(load(path.stem, path.parent.name, path.parent.parent))
+
+
+def _size(case: Case) -> int:
+    numbers = (value for _, value in case.options if type(value) is int and value > 0)
+    return math.prod(size for _, size in case.axes) * math.prod(numbers)
+
+
+def json_text(value: object) -> str:
+    """Return a value as JSON, as files have it."""
+    return json.dumps(value, allow_nan=False, ensure_ascii=False)
+
+
+def _order(config: Mapping[str, Any]) -> str:
+    """Return the text by which configs are sorted, also of values that JSON lacks."""
+    return json.dumps(config, default=str)
+
+
+def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
+    """Return the good entries of a file, and an error for each bad entry."""
+    try:
+        items = _read(path)
+    except ValueError as error:
+        return [], [error]
+    entries: dict[Any, CacheEntry] = {}
+    errors = []
+    for index, item in enumerate(items):
+        try:
+            entry = _entry(decode(bytes(item), _EntryRow))
+            if entry.identity in entries:
+                raise bad("case", entry.case.name, "one entry of each identity")
+            entries[entry.identity] = entry
+        except ValueError as error:
+            errors.append(ValueError(f"{path}: entries[{index}]: {error}"))
+    return list(entries.values()), errors
+
+
+def _read(path: Path) -> list[msgspec.Raw]:
+    """Return the raw entries of a file."""
+    data = _NO_NUMBER.sub(b"null", read_bytes(path, _LARGEST_BYTES))
+    try:
+        return decode_versioned(data, _ConfigFile, SCHEMA, op=path.stem, device=path.parent.name).entries
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _entry(row: _EntryRow) -> CacheEntry:
+    checked(row.evidence, _Evidence, "evidence")
+    case = Case(row.case, tuple(row.axes.items()), row.dtype, row.quant, tuple(row.options.items()))
+    return CacheEntry(variant=row.variant, case=case, policy=row.policy, config=row.config, evidence=row.evidence)
+
+
+def _place_in_file(entry: CacheEntry) -> tuple[Any, ...]:
+    case = entry.case
+    return entry.variant, entry.policy, case.dtype, case.quant, json_text(case.options), case.axes
+
+
+def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> str:
+    """Return the file's text: each entry on its line, sorted, so that a diff shows the entries that changed."""
+    rows = []
+    for entry in sorted(entries, key=_place_in_file):
+        try:
+            rows.append("    " + json_text({**entry.key_fields, "config": entry.config, "evidence": entry.evidence}))
+        except (TypeError, ValueError) as error:
+            raise bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
+    head = f'{{\n  "schema": {SCHEMA},\n  "op": {json_text(op_name)},\n  "device": {json_text(device_slug)},\n  "entries": [\n'
+    return head + ",\n".join(rows) + "\n  ]\n}\n"
+
+
+class Choice(NamedTuple):
+    """Hold the answer of a look-up.
+
+    Attributes:
+        source: `own`, `near` for the config of other sizes, options, type or GPU, or `default`.
+        describe: gives the answer in words; empty for `own`.
+    """
+
+    config: Any
+    source: str
+    describe: Callable[[], str]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Chooser:
+    """Choose the config of an operator's function where the caller gives none; called at every launch.
+
+    Attributes:
+        op, variant: the operator and its variant, which has knobs.
+        policy: policy of the entries; entries of `cold` serve as well.
+        root: the folder of the cache; None for `default_root()`.
+    """
+
+    op: Op
+    variant: Variant
+    policy: str = "cold"
+    root: Path | None = None
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def of(op: Op, variant: Variant, policy: str = "cold", root: Path | None = None) -> "Chooser":
+        """Return the chooser of an operator's variant that has knobs; the same one for the same arguments."""
+        if variant.config is None:
+            raise ValueError(f"{op.name} {variant.name}: config: None: expected a dataclass, as there is something to choose")
+        return Chooser(op, variant, policy, root)
+
+    def __call__(self, axes: Axes, dtype: str, quant: str = "none", options: CaseOptions = (), gpu: str | None = None) -> Any:
+        """Return the config of `find`, remembered until `clear`.
+
+        Any source but `own` is a miss, which is warned of once for all sizes of the free axes.
+
+        Args:
+            gpu: the folder of a device; None for the device at hand.
+
+        Raises:
+            LookupError: a miss, and KERNELTUNE_STRICT is on.
+        """
+        return _chosen(self, gpu or device.current_slug(), axes, dtype, quant, options)
+
+    def find(self, case: Case, gpu: str | None = None) -> Choice:
+        """Return the first valid config of: the case's own entry, near entries as `nearness.ranked` sorts them, the default.
+
+        Near entries have the case's sizes and another value of a free option, or the other 16-bit type, or other sizes of the
+        free axes within `max_distance`. For a GPU that has no config of the operator, entries of the nearest known architecture
+        are near.
+
+        Raises:
+            ValueError: not even the default is valid for the case.
+        """
+        gpu = gpu or device.current_slug()
+        if (own := self.own(case, gpu)) is not None:
+            return Choice(own[1], "own", str)
+        folder = _folder(self.op.name, gpu, self.root)
+        for entry, config, distance in self.near(case, folder, self.op.max_distance):
+            if folder != gpu:
+                _say_borrowed(gpu, folder)
+            borrowed = folder if folder != gpu else ""
+            return Choice(config, "near", partial(_described, case, entry, distance, self.policy, borrowed))
+        config = self.variant.default_config(case)
+        if (reason := self.variant.valid(case, config)) is not None:
+            raise ValueError(f"{self.op.name}: {case.label}: expected sizes that some config can run: {reason}")
+        return Choice(config, "default", lambda: "the default")
+
+    def own(self, case: Case, gpu: str) -> tuple[CacheEntry, Any] | None:
+        """Return the entry of exactly a case and its config; None if there is no valid config."""
+        entry = _table(self, gpu, case.quant).own.get(case)
+        config = None if entry is None else self.variant.valid_config(case, entry.config)
+        return None if entry is None or config is None else (entry, config)
+
+    def near(self, case: Case, gpu: str, max_distance: float = math.inf) -> Iterator[tuple[CacheEntry, Any, float]]:
+        """Yield (entry, valid config, log2 distance) of the entries that can serve a case, its own included, the nearest first.
+
+        Of two equally near entries, an entry of the chooser's policy comes before an entry of `cold`.
+        """
+        kin = _table(self, gpu, case.quant).same_bands.get(_fixed(self, case.axes), ())
+        free = self.op.free_axes, self.op.free_options, self.op.bands, max_distance
+        for (_, _, distance), entry in ranked(_place(case), kin, *free) if kin else ():
+            if (config := self.variant.valid_config(case, entry.config)) is not None:
+                yield entry, config, distance
+
+    def defect(self, entry: CacheEntry) -> str | None:
+        """Return why an entry is not used: a knob's name, type or range, or `valid` for its own case; None if it is used."""
+        case = entry.case
+        if any(size > _MOST_ELEMENTS for _, size in case.axes):
+            return f"axes: a size of more than {_MOST_ELEMENTS}"
+        try:
+            assert self.variant.config is not None
+            config = config_from(self.variant.config, entry.config)
+            reason = out_of_range(entry.config, ranges_of(self.variant.space(case)))
+            is_usual = reason is None or config == self.variant.default_config(case)
+            return self.variant.valid(case, config) if is_usual else reason
+        except Exception as error:  # an operator's own code may fail in any way at sizes and knobs that make no sense
+            return f"{'' if isinstance(error, ValueError) else f'{type(error).__name__}: '}{str(error)[:160]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Hold the entries of a variant and mode without a defect; entries of the chooser's policy come before entries of `cold`.
+
+    Attributes:
+        own: entries of the chooser's policy, by case.
+        same_bands: all entries, by sizes and by the bands of free axes.
+    """
+
+    own: Mapping[Case, CacheEntry]
+    same_bands: Mapping[Axes, Sequence[tuple[Place, CacheEntry]]]
+
+
+def _place(case: Case) -> Place:
+    """Return a case as `ranked` takes it."""
+    return dict(case.axes), case.dtype, dict(case.options)
+
+
+def _fixed(chooser: Chooser, axes: Axes) -> Axes:
+    """Return the sizes of axes that are not free, and the bands of free axes."""
+    free, bands = chooser.op.free_axes, chooser.op.bands
+    kept = [(axis, size) for axis, size in axes if axis in bands or axis not in free]
+    return tuple([(axis, band_of(bands[axis], size) if axis in free else size) for axis, size in kept])
+
+
+@lru_cache(maxsize=4096)
+def _folder(op: str, gpu: str, root: Path | None) -> str:
+    """Return the folder whose entries serve a GPU: its own, or the folder of the nearest known architecture of its maker.
+
+    The interpreter takes no other folder, because nothing is tuned for it.
+    """
+    if gpu == device.INTERPRETER or path_of(op, gpu, root).exists():
+        return gpu
+    places = read_roots(root)
+    others = sorted({path.parent.name for place in places for path in place.glob(f"*/{op}.json")})
+    maker, number = _architecture(gpu)
+    of_maker = [(abs(_architecture(other)[1] - number), other) for other in others if _architecture(other)[0] == maker]
+    return min(of_maker)[1] if of_maker and maker else gpu
+
+
+def _architecture(gpu: str) -> tuple[str, int]:
+    """Return the letters and the number of an architecture, such as (sm, 90); ("", 0) for an unknown GPU."""
+    arch = device.arch_of(gpu)
+    return re.sub(r"[^a-z]", "", arch), int(re.sub(r"\D", "", arch) or 0)
+
+
+@lru_cache(maxsize=64)
+def _say_borrowed(gpu: str, other: str) -> None:
+    warnings.warn(f"no configs for {gpu}: those of {other}, the nearest known architecture, serve", stacklevel=6)
+
+
+@lru_cache(maxsize=1024)
+def _table(chooser: Chooser, gpu: str, quant: str) -> _Table:
+    path = path_of(chooser.op.name, gpu, chooser.root)
+    own: dict[Case, CacheEntry] = {}
+    same_bands: dict[Axes, list[tuple[Place, CacheEntry]]] = {}
+    defects = []
+    wanted = [e for e in _remembered(path) if (e.variant, e.case.quant) == (chooser.variant.name, quant)]
+    in_turn = (e for policy in dict.fromkeys((chooser.policy, "cold")) for e in in_order(wanted) if e.policy == policy)
+    for entry in in_turn:
+        if (reason := chooser.defect(entry)) is not None:
+            defects.append(f"{path}: {entry.variant} {entry.case.name} {entry.case.label}: {reason}")
+            continue
+        if entry.policy == chooser.policy:
+            own.setdefault(entry.case, entry)
+        same_bands.setdefault(_fixed(chooser, entry.case.axes), []).append((_place(entry.case), entry))
+    _warn_of(defects)
+    return _Table(own, same_bands)
+
+
+@lru_cache(maxsize=65536)
+def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, options: CaseOptions) -> Any:
+    case = Case("", axes, dtype, quant, options)
+    choice = chooser.find(case, gpu)
+    if choice.source != "own":
+        miss = misses.Miss(chooser.op.name, chooser.variant.name, gpu, case, chooser.policy)
+        misses.report(miss, choice.describe, chooser.op.free_axes)
+    return choice.config
+
+
+def _described(case: Case, entry: CacheEntry, distance: float, policy: str, gpu: str) -> str:
+    """Return how an entry's case differs from a case, and the entry's config; gpu: the folder of another GPU, or empty."""
+    sizes = " ".join(f"{axis}={size}" for axis, size in entry.case.axes)
+    changed = "".join(f" {name}={value}" for name, value in entry.case.options if value != case.option(name))
+    changed += f" {entry.policy}" if entry.policy != policy else ""
+    changed += f" on {gpu}" if gpu else ""
+    return f"that of {sizes} {entry.case.dtype}{changed}, log2 distance {distance:.1f}: {json_text(entry.config)}"
+
+
+def clear() -> None:
+    """Forget every answer and every file read; call it after KERNELTUNE_CONFIGS or a file was changed from outside."""
+    for answered in (_chosen, _table, _folder, _say_borrowed, _remembered):
+        answered.cache_clear()
+    misses.forget()
