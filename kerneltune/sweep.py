@@ -10,7 +10,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -108,8 +108,7 @@ def family_name(family: str) -> str:
     """Return the name of a family in records; for a `.yaml` path, return the name in the file."""
     if not family.endswith((".yaml", ".yml")):
         return family
-    path = find(family)
-    return _Reader(path, {}, 0).family(_composed(path))
+    return _family(_root(find(family)))
 
 
 def gate_margin(family: str) -> float | None:
@@ -118,8 +117,7 @@ def gate_margin(family: str) -> float | None:
         path = find(f"{family}.yaml" if Path(f"{family}.yaml").is_file() else family)
     except ValueError:  # records of another package, whose sweep file is not here
         return None
-    reader = _Reader(path, {}, 0)
-    return reader.gate(reader.mapping(_composed(path), "file").get("gate")).get("margin")
+    return _gate(_root(path).fields().get("gate")).get("margin")
 
 
 def find(family: str, root: Path | None = None) -> Path:
@@ -151,11 +149,11 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
         ops: operators by name.
         max_cases: most rows of all operators and sections together; a file with more rows is refused before they are built.
     """
-    return _Reader(path, ops, max_cases).sweep(_composed(path))
+    return _Reader(ops, max_cases).sweep(_root(path))
 
 
-def _composed(path: Path) -> yaml.Node:
-    """Return the YAML tree of a file."""
+def _root(path: Path) -> "_Field":
+    """Return the content of a file."""
     data = read_bytes(path, _MAX_BYTES)
     try:
         text = data.decode()
@@ -174,7 +172,7 @@ def _composed(path: Path) -> yaml.Node:
         raise ValueError(f"{path}:1: YAML: {str(error).splitlines()[0]}") from error
     if root is None:
         raise ValueError(f"{path}:1: file: empty: expected family, ops and cases")
-    return root
+    return _Field(path, "file", root)
 
 
 def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
@@ -188,209 +186,255 @@ def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
-    """Hold the nodes of `key: value` in a mapping."""
-
-    key: yaml.Node
-    value: yaml.Node
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Hold an entry of a section: its node, its operators, and its fields beside the defaults.
+class _Field:
+    """Hold a value of a file with the name of its field.
 
     Attributes:
-        is_named: whether the entry names its operators, which must have all of its fields.
+        key: the field's key; None for the file and for an item of a list.
     """
 
+    path: Path
+    name: str
     node: yaml.Node
-    ops: list[Op]
-    fields: Mapping[str, _Item]
-    is_named: bool
+    key: yaml.Node | None = None
+
+    @property
+    def line(self) -> int:
+        """Return the line of the key, else of the value."""
+        return (self.key or self.node).start_mark.line + 1
+
+    def fail(self, expected: str, shown: str = "", name: str = "") -> NoReturn:
+        """Raise the error of a wrong value, `shown` in the message, or of a field within it, `name`."""
+        if not shown:
+            kind = "a list" if isinstance(self.node, yaml.SequenceNode) else "a mapping"
+            shown = repr(self.node.value) if isinstance(self.node, yaml.ScalarNode) else kind
+        raise ValueError(f"{self.path}:{self.line}: {_plain(name or self.name)}: {_plain(shown)}: expected {_plain(expected)}")
+
+    def fields(self, known: Collection[str] = (), prefix: str = "") -> "dict[str, _Field]":
+        """Return the fields of a mapping by key; `prefix` begins their names. Without `known` any key is good."""
+        if not isinstance(self.node, yaml.MappingNode):
+            self.fail("fields with values")
+        fields: dict[str, _Field] = {}
+        for key, value in self.node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                _Field(self.path, self.name, key).fail("plain field names")
+            field = _Field(self.path, prefix + key.value, value, key)
+            if key.value in fields:
+                field.fail("each field once")
+            if known and key.value not in known:
+                field.fail(f"one of {', '.join(known)}{meant(key.value, known)}")
+            fields[key.value] = field
+        return fields
+
+    def items(self) -> "list[_Field]":
+        """Return the items of a list, or a single value as the only item."""
+        is_list = isinstance(self.node, yaml.SequenceNode)
+        return [_Field(self.path, self.name, node) for node in self.node.value] if is_list else [self]
+
+    def values(self) -> "list[tuple[_Field, Any]]":
+        """Return the items with their plain values, one or more and each once."""
+        if not (items := self.items()):
+            self.fail("at least one value", "[]")
+        distinct: list[tuple[_Field, Any]] = []
+        seen: set[tuple[type, object]] = set()
+        for item in items:
+            value = item.scalar()
+            if (type(value), value) in seen:
+                item.fail("each value once", repr(value))
+            seen.add((type(value), value))
+            distinct.append((item, value))
+        return distinct
+
+    def text(self, placeholders: bool = False) -> str:
+        """Return a name, which may have `placeholders` for sizes."""
+        value = self.scalar()
+        if not isinstance(value, str):
+            written, kind = self.node.value or "empty", _KINDS.get(type(value), "something else")
+            self.fail(f'text; YAML reads {kind}: write "{self.node.value}"', written)
+        if len(value) > _LONGEST_NAME:
+            self.fail(f"at most {_LONGEST_NAME}", f"{len(value)} characters")
+        if printable(value) != value:
+            self.fail("a name without control characters, bidirectional marks and surrogates", repr(value))
+        if not _NAME.fullmatch(re.sub(r"[{}]", "", value) if placeholders else value):
+            self.fail("a name without blanks", repr(value))
+        return value
+
+    def scalar(self) -> Any:
+        """Return a plain value, such as a number or a text."""
+        if not isinstance(self.node, yaml.ScalarNode):
+            self.fail("a plain value")
+        if len(self.node.value) > _LONGEST:
+            self.fail(f"at most {_LONGEST}", f"{len(self.node.value)} characters")
+        try:
+            value = yaml.constructor.SafeConstructor().construct_object(self.node)
+            hash(value)
+        except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError):
+            self.fail("a plain value")  # PyYAML fails if a tag does not fit its value
+        return value
+
+    def sizes(self, smallest: int) -> list[int]:
+        """Return the sizes of an axis."""
+        sizes = []
+        for item, value in self.values():
+            if type(value) is not int or value < smallest:
+                item.fail(f"an integer of {smallest} or more", repr(value))
+            if value > _LARGEST:
+                item.fail(f"at most {_LARGEST}", str(value)[:40])
+            sizes.append(value)
+        return sizes
+
+    def operators(self, known: Mapping[str, Op], more: str = "") -> list[Op]:
+        """Return the named operators; `more` adds to the known names of a message."""
+        ops = []
+        for item, value in self.values():
+            if not isinstance(value, str) or value not in known:
+                item.fail(f"one of {', '.join(known)}{more}{meant(value, known)}", repr(value))
+            ops.append(known[value])
+        return ops
+
+    def choices(self, op: Op, among: Sequence[Op]) -> list[Option]:
+        """Return the values that `op` offers; drop values that only other operators of `among` offer."""
+        taken = []
+        for item, given in self.values():
+            value = dtype_name(given) if self.name == "dtype" and isinstance(given, str) else given
+            match = _match(value, _offered(op, self.name))
+            if match is not None:
+                taken.append(match)
+            elif all(_match(value, _offered(other, self.name)) is None for other in among):
+                offered = dict.fromkeys(str(v).lower() for other in among for v in _offered(other, self.name))
+                item.fail(f"one of {', '.join(offered)}{meant(value, offered)}", repr(value))
+        return taken
+
+
+def _family(root: _Field) -> str:
+    """Return the family that a file names."""
+    fields = root.fields()
+    if "family" not in fields:
+        root.fail("a name", "missing", "family")
+    family = fields["family"].text()
+    if not _FAMILY.fullmatch(family):  # file names contain the family
+        fields["family"].fail("at most 80 letters, digits, `_`, `-` and `.`", repr(family))
+    return family
+
+
+def _gate(field: _Field | None) -> dict[str, float]:
+    """Return the gate limits of a file."""
+    limits: dict[str, float] = {}
+    for key, limit in field.fields(("margin",), "gate.").items() if field else ():
+        value = limit.scalar()
+        if type(value) not in (int, float) or not 0 <= value < 1:
+            limit.fail("a fraction from 0 to below 1", repr(value))
+        limits[key] = float(value)
+    return limits
+
+
+def _headline(field: _Field | None) -> dict[str, tuple[str, ...]]:
+    """Return the patterns that select the headline cases of a file."""
+    named: dict[str, tuple[str, ...]] = {}
+    for key, patterns in field.fields(_HEADLINE, "headline.").items() if field else ():
+        for item, value in patterns.values():
+            if not isinstance(value, str):
+                item.fail("a text", repr(value))
+        named[key] = tuple(dtype_name(value) if key == "dtype" else value for _, value in patterns.values())
+    return named
 
 
 class _Reader:
-    """Read a file; remember its path, its operators and the names used so far."""
+    """Expand the sections of a file to cases; remember its operators and the names used so far."""
 
-    def __init__(self, path: Path, ops: Mapping[str, Op], max_cases: int) -> None:
-        self.path = path
+    def __init__(self, ops: Mapping[str, Op], max_cases: int) -> None:
         self.room = self.max_cases = max_cases
         self.known = ops
         self.ops: list[Op] = []
-        self.defaults: dict[str, _Item] = {}
+        self.defaults: dict[str, _Field] = {}
         self.lines: dict[object, int] = {}
         self.sizes: dict[object, object] = {}
         self.named: dict[object, tuple[str, int]] = {}
 
-    def sweep(self, root: yaml.Node) -> Sweep:
-        items = self.known_fields(root, "file", _TOP)
-        family = self.family(root)
-        if "ops" not in items:
-            self.fail(root, "ops", "missing", "names of operators")
-        self.ops = self.operators(items["ops"].value, "ops")
-        if "defaults" in items:
-            self.defaults = self.mapping(items["defaults"].value, "defaults")
+    def sweep(self, root: _Field) -> Sweep:
+        """Return the contents of a file."""
+        fields, family = root.fields(_TOP), _family(root)
+        if "ops" not in fields:
+            root.fail("names of operators", "missing", "ops")
+        self.ops = fields["ops"].operators(self.known, ", or an operator that --plugin loads")
+        if "defaults" in fields:
+            self.defaults = fields["defaults"].fields()
             self.check_defaults()
-        check, bench = (tuple(self.section(section, items.get(section))) for section in _SMALLEST)
+        check, bench = (tuple(self.section(section, fields.get(section))) for section in _SMALLEST)
         if not check and not bench:
-            self.fail(root, "check", "missing", "at least one entry in check or bench")
-        loaded = Sweep(family, self.path, check, bench, self.gate(items.get("gate")), self.headline(items.get("headline")))
+            root.fail("at least one entry in check or bench", "missing", "check")
+        loaded = Sweep(family, root.path, check, bench, _gate(fields.get("gate")), _headline(fields.get("headline")))
         if loaded.headline and not any(map(loaded.headlines, bench)):
             shown = ", ".join(f"{key} {' '.join(patterns)}" for key, patterns in loaded.headline.items())
-            self.fail(items["headline"].value, "headline", shown, "what at least one bench case has")
+            fields["headline"].fail("what at least one bench case has", shown)
         return loaded
 
-    def family(self, root: yaml.Node) -> str:
-        """Return the family that the file names."""
-        items = self.mapping(root, "file")
-        if "family" not in items:
-            self.fail(root, "family", "missing", "a name")
-        node = items["family"].value
-        family = self.name(node, "family")
-        if not _FAMILY.fullmatch(family):  # file names contain the family
-            self.fail(node, "family", repr(family), "at most 80 letters, digits, `_`, `-` and `.`")
-        return family
+    def section(self, section: Section, field: _Field | None) -> Iterator[SweepCase]:
+        """Yield the cases of a section."""
+        if field is not None and not isinstance(field.node, yaml.SequenceNode):
+            field.fail("a list of entries")
+        for entry in field.items() if field is not None else ():
+            yield from self.entries(section, entry)
 
-    def section(self, section: Section, item: _Item | None) -> Iterator[SweepCase]:
-        if item is None:
-            return
-        if not isinstance(item.value, yaml.SequenceNode):
-            self.fail(item.key, section, self.shown(item.value), "a list of entries")
-        for node in item.value.value:
-            yield from self.entries(section, node)
-
-    def entries(self, section: Section, node: yaml.Node) -> Iterator[SweepCase]:
-        """Yield all cases of an entry of the file, operator by operator."""
-        items = self.mapping(node, section)
-        if "name" not in items:
-            self.fail(node, "name", "missing", "a name")
-        name_node, is_named = items["name"].value, "op" in items
-        template = self.name(name_node, "name", placeholders=True)
-        ops = self.operators(items["op"].value, "op") if is_named else self.ops
-        own = {key: item for key, item in items.items() if key not in ("name", "op")}
-        self.check_fields(own, ops, is_named)
-        entry, count = _Entry(node, ops, self.defaults | own, is_named), 0
+    def entries(self, section: Section, entry: _Field) -> Iterator[SweepCase]:
+        """Yield all cases of an entry, operator by operator. An operator that the entry names must have all of its fields."""
+        own = entry.fields()
+        if "name" not in own:
+            entry.fail("a name", "missing", "name")
+        name, named = own.pop("name"), own.pop("op", None)
+        template = name.text(placeholders=True)
+        ops = named.operators({op.name: op for op in self.ops}) if named else self.ops
+        self.check_fields(own, ops, named is not None)
+        fields, count = self.defaults | own, 0
         for op in ops:
-            sizes = [self.sizes_of(entry, op, axis, _SMALLEST[section]) for axis in op.axes]
-            for axis, of_axis in zip(op.axes, sizes, strict=True):
-                if len(of_axis) > 1 and f"{{{axis}}}" not in template:
-                    self.fail(name_node, "name", repr(template), f"a name with {{{axis}}} in it, as {axis} has several sizes")
-            fields = {"dtype": op.dtypes[:1], "quant": op.quants, **{name: values[:1] for name, values in op.options.items()}}
-            values = [self.choices(entry, op, field, default) for field, default in fields.items()]
-            count += self.take(math.prod([*map(len, sizes), *map(len, values)]), node)
+            sizes = []
+            for axis in op.axes:
+                if axis not in fields:
+                    entry.fail(f"the size of this axis of {op.name}", "missing", axis)
+                sizes.append(fields[axis].sizes(_SMALLEST[section]))
+                if len(sizes[-1]) > 1 and f"{{{axis}}}" not in template:
+                    name.fail(f"a name with {{{axis}}} in it, as {axis} has several sizes", repr(template))
+            usual = {"dtype": op.dtypes[:1], "quant": op.quants, **{option: values[:1] for option, values in op.options.items()}}
+            among = [op] if named else ops
+            values = [fields[key].choices(op, among) if key in fields else list(default) for key, default in usual.items()]
+            count += self.take(math.prod([*map(len, sizes), *map(len, values)]), entry)
             for point in itertools.product(*sizes):
                 axes = tuple(zip(op.axes, point, strict=True))
-                name = self.sized_name(template, axes, name_node)
+                sized = _sized_name(name, template, axes)
                 for dtype, quant, *options in itertools.product(*values):
-                    case = Case(name, axes, str(dtype), str(quant), tuple(zip(op.options, options, strict=True)))
-                    self.remember(section, op.name, case, name_node)
+                    case = Case(sized, axes, str(dtype), str(quant), tuple(zip(op.options, options, strict=True)))
+                    self.remember(section, op.name, case, name)
                     yield SweepCase(op.name, case, section)
         if not count:
-            self.fail(node, "name", repr(template), "values that at least one operator takes together")
+            name.fail("values that at least one operator takes together", repr(template))
 
-    def sized_name(self, template: str, axes: tuple[tuple[str, int], ...], node: yaml.Node) -> str:
-        """Return a name with the sizes in place of the axes in braces."""
-        name = template
-        for axis, size in axes:
-            name = name.replace(f"{{{axis}}}", str(size))
-        if len(name) > _LONGEST_NAME:
-            self.fail(node, "name", f"{len(name)} characters", f"at most {_LONGEST_NAME}, with the sizes in it")
-        if not _NAME.fullmatch(name):
-            self.fail(node, "name", repr(template), f"no placeholders but {', '.join(f'{{{axis}}}' for axis, _ in axes)}")
-        return name
-
-    def take(self, rows: int, node: yaml.Node) -> int:
+    def take(self, rows: int, entry: _Field) -> int:
         """Add rows to the count that the file's limit holds for, before the rows are built; return their number."""
         if rows > self.room:
             total = self.max_cases - self.room + rows
-            self.fail(node, "cases", f"{total} or more", f"at most {self.max_cases}; see --max-cases")
+            entry.fail(f"at most {self.max_cases}; see --max-cases", f"{total} or more", "cases")
         self.room -= rows
         return rows
 
-    def sizes_of(self, entry: "_Entry", op: Op, axis: str, smallest: int) -> list[int]:
-        """Return the sizes of an axis in an entry."""
-        if axis not in entry.fields:
-            self.fail(entry.node, axis, "missing", f"the size of this axis of {op.name}")
-        return self.axis(axis, entry.fields[axis].value, smallest)
-
-    def axis(self, axis: str, node: yaml.Node, smallest: int) -> list[int]:
-        sizes = []
-        for child, value in self.values(node, axis):
-            if type(value) is not int or value < smallest:
-                self.fail(child, axis, repr(value), f"an integer of {smallest} or more")
-            if value > _LARGEST:
-                self.fail(child, axis, str(value)[:40], f"at most {_LARGEST}")
-            sizes.append(value)
-        return sizes
-
-    def choices(self, entry: "_Entry", op: Op, field: str, default: tuple[Option, ...]) -> list[Option]:
-        """Return the values of a field that `op` offers.
-
-        A value that only other operators of the entry offer is dropped; it is an error if the entry names its operators.
-        """
-        if field not in entry.fields:
-            return list(default)
-        taken = []
-        for node, given in self.values(entry.fields[field].value, field):
-            value = dtype_name(given) if field == "dtype" and isinstance(given, str) else given
-            match = _match(value, _offered(op, field))
-            if match is not None:
-                taken.append(match)
-            elif entry.is_named or all(_match(value, _offered(other, field)) is None for other in entry.ops):
-                offering = [op] if entry.is_named else entry.ops
-                offered = dict.fromkeys(str(v).lower() for one in offering for v in _offered(one, field))
-                self.fail(node, field, repr(value), f"one of {', '.join(offered)}{meant(value, offered)}")
-        return taken
-
-    def check_fields(self, items: Mapping[str, _Item], ops: list[Op], named: bool) -> None:
+    def check_fields(self, fields: Mapping[str, _Field], ops: Sequence[Op], named: bool) -> None:
         """Check that every field belongs to an operator of the entry, or to all of them if the entry names its operators."""
-        for key, item in items.items():
+        for key, item in fields.items():
             lacking = [op for op in ops if key not in _fields(op)]
             if len(lacking) == len(ops) or (named and lacking):
-                known = dict.fromkeys(field for op in (lacking if named else ops) for field in _fields(op))
-                first = [] if items is self.defaults else ["name", "op"]
-                fields = [*first, *known]
-                self.fail(item.key, key, self.shown(item.value), f"a field among {', '.join(fields)}{meant(key, fields)}")
+                first = [] if fields is self.defaults else ["name", "op"]
+                known = [*first, *dict.fromkeys(name for op in (lacking if named else ops) for name in _fields(op))]
+                item.fail(f"a field among {', '.join(known)}{meant(key, known)}")
 
     def check_defaults(self) -> None:
         """Check the fields and values under `defaults`, also if no entry uses them."""
         self.check_fields(self.defaults, self.ops, named=False)
         for key, item in self.defaults.items():
             if any(key in op.axes for op in self.ops):
-                self.axis(key, item.value, 0)
+                item.sizes(0)
             else:
-                self.choices(_Entry(item.key, self.ops, self.defaults, False), self.ops[0], key, ())
+                item.choices(self.ops[0], self.ops)
 
-    def operators(self, node: yaml.Node, field: str) -> list[Op]:
-        known = self.known if field == "ops" else {op.name: op for op in self.ops}
-        ops = []
-        for child, value in self.values(node, field):
-            if not isinstance(value, str) or value not in known:
-                more = ", or an operator that --plugin loads" if field == "ops" else ""
-                self.fail(child, field, repr(value), f"one of {', '.join(known)}{more}{meant(value, known)}")
-            ops.append(known[value])
-        return ops
-
-    def gate(self, item: _Item | None) -> dict[str, float]:
-        limits: dict[str, float] = {}
-        for key, limit in self.known_fields(item.value, "gate", ("margin",)).items() if item else ():
-            value = self.scalar(limit.value, "gate.margin")
-            if type(value) not in (int, float) or not 0 <= value < 1:
-                self.fail(limit.value, "gate.margin", repr(value), "a fraction from 0 to below 1")
-            limits[key] = float(value)
-        return limits
-
-    def headline(self, item: _Item | None) -> dict[str, tuple[str, ...]]:
-        named: dict[str, tuple[str, ...]] = {}
-        for key, entry in self.known_fields(item.value, "headline", _HEADLINE).items() if item else ():
-            texts = self.values(entry.value, f"headline.{key}")
-            for node, value in texts:
-                if not isinstance(value, str):
-                    self.fail(node, f"headline.{key}", repr(value), "a text")
-            named[key] = tuple(dtype_name(value) if key == "dtype" else value for _, value in texts)
-        return named
-
-    def remember(self, section: Section, op: str, case: Case, node: yaml.Node) -> None:
+    def remember(self, section: Section, op: str, case: Case, name: _Field) -> None:
         """Refuse a name with two rows or two shapes, and a row with two names.
 
         A row needs a single name, because the name is no part of a record's key.
@@ -398,84 +442,25 @@ class _Reader:
         row, shape = (section, op, case.name, case.dtype, case.quant, case.options), (section, op, case.name)
         if row in self.lines or self.sizes.get(shape, case.axes) != case.axes:
             used = self.lines.get(row, self.lines.get(shape))
-            self.fail(node, "name", repr(case.name), f"a name not used for {op} on line {used}")
-        first, line = self.named.setdefault((section, op, case), (case.name, node.start_mark.line + 1))
+            name.fail(f"a name not used for {op} on line {used}", repr(case.name))
+        first, line = self.named.setdefault((section, op, case), (case.name, name.line))
         if first != case.name:
-            self.fail(node, "name", repr(case.name), f"sizes or options of {op} not used by {first!r} on line {line}")
+            name.fail(f"sizes or options of {op} not used by {first!r} on line {line}", repr(case.name))
         self.sizes[shape] = case.axes
-        self.lines[row] = node.start_mark.line + 1
-        self.lines.setdefault(shape, node.start_mark.line + 1)
+        self.lines[row] = name.line
+        self.lines.setdefault(shape, name.line)
 
-    def mapping(self, node: yaml.Node, field: str) -> dict[str, _Item]:
-        if not isinstance(node, yaml.MappingNode):
-            self.fail(node, field, self.shown(node), "fields with values")
-        items: dict[str, _Item] = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                self.fail(key, field, self.shown(key), "plain field names")
-            if key.value in items:
-                self.fail(key, key.value, self.shown(value), "each field once")
-            items[key.value] = _Item(key, value)
-        return items
 
-    def known_fields(self, node: yaml.Node, field: str, known: tuple[str, ...]) -> dict[str, _Item]:
-        """Return the items of a mapping whose keys are all known."""
-        items = self.mapping(node, field)
-        for key, item in items.items():
-            if key not in known:
-                place = key if field == "file" else f"{field}.{key}"
-                self.fail(item.key, place, self.shown(item.value), f"one of {', '.join(known)}{meant(key, known)}")
-        return items
-
-    def values(self, node: yaml.Node, field: str) -> list[tuple[yaml.Node, Any]]:
-        """Return the values of a list that is not empty, or a single value as a list."""
-        children = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        if not children:
-            self.fail(node, field, "[]", "at least one value")
-        distinct: list[tuple[yaml.Node, Any]] = []
-        seen: set[tuple[type, object]] = set()
-        for child in children:
-            value = self.scalar(child, field)
-            if (type(value), value) in seen:
-                self.fail(child, field, repr(value), "each value once")
-            seen.add((type(value), value))
-            distinct.append((child, value))
-        return distinct
-
-    def name(self, node: yaml.Node, field: str, placeholders: bool = False) -> str:
-        value = self.scalar(node, field)
-        if not isinstance(value, str):
-            written = node.value or "empty"
-            self.fail(node, field, written, f'text; YAML reads {_KINDS.get(type(value), "something else")}: write "{node.value}"')
-        if len(value) > _LONGEST_NAME:
-            self.fail(node, field, f"{len(value)} characters", f"at most {_LONGEST_NAME}")
-        if printable(value) != value:
-            self.fail(node, field, repr(value), "a name without control characters, bidirectional marks and surrogates")
-        if not _NAME.fullmatch(re.sub(r"[{}]", "", value) if placeholders else value):
-            self.fail(node, field, repr(value), "a name without blanks")
-        return value
-
-    def scalar(self, node: yaml.Node, field: str) -> Any:
-        if not isinstance(node, yaml.ScalarNode):
-            self.fail(node, field, self.shown(node), "a plain value")
-        if len(node.value) > _LONGEST:
-            self.fail(node, field, f"{len(node.value)} characters", f"at most {_LONGEST}")
-        try:
-            value = yaml.constructor.SafeConstructor().construct_object(node)
-            hash(value)
-        except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, OverflowError):
-            # PyYAML fails if a tag does not fit its value
-            self.fail(node, field, repr(node.value), "a plain value")
-        return value
-
-    def shown(self, node: yaml.Node) -> str:
-        if isinstance(node, yaml.ScalarNode):
-            return repr(node.value)
-        return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
-
-    def fail(self, node: yaml.Node, field: str, shown: str, expected: str) -> NoReturn:
-        line = node.start_mark.line + 1
-        raise ValueError(f"{self.path}:{line}: {_plain(field)}: {_plain(shown)}: expected {_plain(expected)}")
+def _sized_name(field: _Field, template: str, axes: tuple[tuple[str, int], ...]) -> str:
+    """Return a name with the sizes in place of the axes in braces."""
+    name = template
+    for axis, size in axes:
+        name = name.replace(f"{{{axis}}}", str(size))
+    if len(name) > _LONGEST_NAME:
+        field.fail(f"at most {_LONGEST_NAME}, with the sizes in it", f"{len(name)} characters")
+    if not _NAME.fullmatch(name):
+        field.fail(f"no placeholders but {', '.join(f'{{{axis}}}' for axis, _ in axes)}", repr(template))
+    return name
 
 
 def _plain(text: str) -> str:
