@@ -120,11 +120,11 @@ def getter_command(
                 show_wrapped(one.reason)
         show("no GPU: nothing was timed")
         raise typer.Exit(int(any(one.status == "failed" for one in outcomes)))
-    from kerneltune.cli.progress import reporter
+    from kerneltune.cli.progress import Reporter
 
     share = budget / sum(one.is_wanted and not one.problem for one in facts.cases)
     options = o.make_options(policy=policy, budget_s=share, trials=trials, force=force, until_gain=0.01, workers=workers)
-    with reporter() as progress:
+    with Reporter() as progress:
         calls = tune_getter(out, options, progress)
     _show_calls(calls, time.monotonic() - began)
     if export is not None:
@@ -250,9 +250,9 @@ def tune_folder(
 
     start_server()
     from kerneltune.adopt.tuning import tune_capture
-    from kerneltune.cli.progress import reporter
+    from kerneltune.cli.progress import Reporter
 
-    with reporter() as progress:
+    with Reporter() as progress:
         outcome = tune_capture(folder, progress, budget_s=budget, share=share or 1.0, widen=widen, force=force, workers=workers)
     show_table(*tuned_table(outcome.tuned))
     for line in outcome.skipped:

@@ -10,7 +10,7 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
 from kerneltune.cli.files import record_files, selected
-from kerneltune.cli.progress import reporter
+from kerneltune.cli.progress import Reporter
 from kerneltune.wording import wrapped
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str | None, results: 
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or known for v in known[op].variants))
     selection = o.make_selection(known, wanted.family, replace(wanted, variants=tuple(dict.fromkeys((a, b)))))
     plan = load_plan(known, replace(selection, variants=(a, b)), o.make_options(policy=policy, results=results))
-    with reporter() as progress:
+    with Reporter() as progress:
         measured = measure_live(plan, progress, "compare --run")
     if a == b:
         return measured[::2], measured[1::2]

@@ -134,9 +134,11 @@ def _text(path: Path) -> str | None:
 
 
 def _folders(configs: Path | None, results: Path | None) -> "Iterator[Finding]":
+    from kerneltune.sweep import results_root
+
     for name, folder, loss in (
         ("configs", o.configs_root(configs), "tune cannot keep what it finds; set KERNELTUNE_CONFIGS"),
-        ("results", o.results_root(results), "sweep cannot keep records; set KERNELTUNE_RESULTS"),
+        ("results", results_root(results), "sweep cannot keep records; set KERNELTUNE_RESULTS"),
     ):
         try:
             o.require_writable(folder)

@@ -12,7 +12,7 @@ from kerneltune.cli import inspect
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, error_line, note, show, width, write
 from kerneltune.cli.files import selected
-from kerneltune.cli.progress import reporter
+from kerneltune.cli.progress import Reporter
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict
@@ -104,9 +104,8 @@ def command(
         return
     o.refuse("expected only with a file of records", allow_stale=allow_stale)
     processes = _PROCESSES if processes is None else processes
-    results = o.results_root(results, run)
+    options = o.make_options(run or "", results, policy=policy, peers=peers, configs=configs)
     selection = o.make_selection(o.load_ops(), str(run), wanted)
-    options = o.make_options(policy=policy, peers=peers, configs=configs, results=results)
     if update:
         _update(baseline, selection, options, processes)
     else:
@@ -157,7 +156,7 @@ def _measured(
         raise ValueError(f"{baseline}: no records")
     if save is not None:
         o.require_writable(save.parent)
-    with reporter() as progress:
+    with Reporter() as progress:
         verdict, measured = run_gate(partial(o.load_ops, o.captured()), against, selection, options, processes, margin, progress)
     if save is not None and measured:
         _keep(save, measured)
@@ -173,7 +172,7 @@ def _update(baseline: str, selection: "Selection", options: "Options", processes
     if not baseline.endswith(SUFFIX) or (":" in baseline and not Path(baseline).exists()):
         raise ValueError(f"baseline: {baseline!r}: expected a {SUFFIX} file where --update is given")
     o.require_writable(Path(baseline).parent)
-    with reporter() as progress:
+    with Reporter() as progress:
         measured = pool(run_processes(partial(o.load_ops, o.captured()), selection, options, processes, progress))
     end_if_failed(measured)
     if not any(record.status == "passed" for record in measured):

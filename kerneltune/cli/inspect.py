@@ -11,7 +11,7 @@ import typer
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.files import swept
-from kerneltune.cli.progress import reporter
+from kerneltune.cli.progress import Reporter
 from kerneltune.files import data_root, in_checkout
 from kerneltune.spec import PLUGINS, Op
 from kerneltune.wording import counted, pairs
@@ -37,7 +37,7 @@ def _compiled(runs: "Sequence[Run]", targets: list[str], workers: int | None) ->
     """Compile configs, and show a progress bar."""
     from kerneltune.inspection.survey import survey
 
-    with reporter() as progress:
+    with Reporter() as progress:
         return survey(runs, targets, workers, progress)
 
 
@@ -175,7 +175,7 @@ def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers:
         def arguments_of(op: str, variant: str) -> list[str]:
             return _arguments(replace(wanted, ops=(op,), variants=(variant,)), target=targets, gpu=_GPU, workers=workers)
 
-        with reporter() as progress:
+        with Reporter() as progress:
             changes = changes_since(baseline, runs, _GPU, arguments_of, progress)
         note(f"{changes.unchanged} of {len(runs)} configs run the same code as in {baseline}: not compiled")
         earlier, runs, unchanged = changes.earlier, list(changes.runs), changes.unchanged * len(targets)

@@ -228,21 +228,6 @@ def _family_of(op: str) -> str:
     return ""
 
 
-def results_root(results: Path | None, family: str | None = None) -> Path:
-    """Return `sweep.results_root`; raise ValueError if the family has no sweep file."""
-    from kerneltune import sweep
-
-    if family is not None:
-        try:
-            sweep.find(family)
-        except ValueError:
-            if whole := _family_of(family):
-                said = f"an operator of family {whole}: expected {whole} --op {family}"
-                raise ValueError(f"family: {family!r}: {said}") from None
-            raise
-    return sweep.results_root(results, family)
-
-
 def configs_root(configs: Path | None) -> Path:
     """Return the given folder of the config cache, else the folder in which kernels look configs up."""
     from kerneltune.cache import default_root
@@ -285,14 +270,16 @@ def require_writable(folder: Path) -> None:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
 
 
-def require_tunable(configs: Path | None, results: Path) -> None:
-    """Raise ValueError where a search on this machine could not keep its configs or its trials."""
+def require_folders(options: "Options", tunes: bool) -> None:
+    """Raise ValueError for a folder of this device that could not be written when the work is done."""
     from kerneltune import device
     from kerneltune.search.task import store_folder
 
-    here = device.current().slug
-    for folder in (configs_root(configs) / here, store_folder(results, here)):
-        require_writable(folder)
+    here, folders = device.current(), [options.results / "runs"]
+    if here.is_gpu and not options.check_only:
+        folders += [options.results, *([configs_root(options.configs), store_folder(options.results, "")] if tunes else [])]
+    for folder in folders:
+        require_writable(folder / here.slug)
 
 
 def make_folder(folder: Path) -> None:
@@ -412,14 +399,30 @@ def make_plan(family: str, wanted: "Selection", max_cases: int | None = None, **
     """Return the plan of a command: the selected part of a family, with the options of `make_options`."""
     from kerneltune.plan import load_plan
 
-    known = load_ops()
-    return load_plan(known, make_selection(known, family, wanted, max_cases), make_options(**options))
+    made, known = make_options(family, **options), load_ops()
+    return load_plan(known, make_selection(known, family, wanted, max_cases), made)
 
 
-def make_options(**given: Any) -> "Options":
-    """Make the options of a run and the limits of its searches; an option that is None keeps its default."""
+def make_options(family: str = "", results: Path | None = None, **given: Any) -> "Options":
+    """Make the options of a run and the limits of its searches; an option that is None keeps its default.
+
+    Args:
+        family: family whose records the run reads or writes; raises ValueError for a family without a sweep file.
+        results: folder of the records; None for the usual folder of the family.
+        given: the other options by name.
+    """
+    from kerneltune import sweep
     from kerneltune.plan import Options
 
+    try:
+        if family:
+            sweep.find(family)
+    except ValueError:
+        if whole := _family_of(family):
+            said = f"an operator of family {whole}: expected {whole} --op {family}"
+            raise ValueError(f"family: {family!r}: {said}") from None
+        raise
+    given["results"] = sweep.results_root(results, family or None)
     known = {name: value for name, value in given.items() if value is not None}
     options = Options()
     of_search = {name: known.pop(name) for name in given if name in known and hasattr(options.search, name)}

@@ -1,7 +1,6 @@
 """Show the progress of long work on standard error: stage, current config, best result, time left; log lines if no terminal."""
 
 import time
-from types import TracebackType
 from typing import Self
 
 from rich import progress as bars
@@ -15,13 +14,11 @@ _WINDOW_S = 3600.0
 """Seconds of past steps from which rich estimates the time left; its default of 30 s is shorter than a step of a search."""
 
 
-def reporter() -> "RichProgress | LogProgress":
-    """Return the reporter that suits standard error."""
-    return RichProgress() if messages.is_terminal else LogProgress()
+class Reporter(Progress):
+    """Show the current stage with its step, its best result and the time left.
 
-
-class RichProgress(Progress):
-    """Show a progress bar for the current stage, with the current step and the best result so far."""
+    A terminal shows a bar. Without a terminal each stage ends with a line, and prints a line every few seconds before.
+    """
 
     def __init__(self) -> None:
         self._bars = bars.Progress(
@@ -34,77 +31,57 @@ class RichProgress(Progress):
             bars.TextColumn("{task.fields[best]}", markup=False, style="green"),
             console=messages,
             speed_estimate_period=_WINDOW_S,
+            get_time=time.monotonic,
+            disable=not messages.is_terminal,
         )
-        self._task: bars.TaskID | None = None
+        self._task: bars.Task | None = None
+        self._shown = 0.0
 
     def __enter__(self) -> Self:
         self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._task is not None:
-            self._bars.update(self._task, current="")
-        self._bars.stop()
-
-    def stage(self, name: str, total: int, kept: int = 0) -> None:
-        """Begin a stage of `total` steps; an earlier run has done `kept` of them."""
-        if self._task is not None:
-            self._bars.remove_task(self._task)
-        self._task = self._bars.add_task(name, total=total, completed=kept, current="", best="")
-
-    def advance(self, text: str) -> None:
-        """Count a step as done; `text` says which."""
-        if self._task is not None:
-            self._bars.update(self._task, advance=1, current=text)
-
-    def best(self, text: str) -> None:
-        """Show the new best so far."""
-        if self._task is not None:
-            self._bars.update(self._task, best=f"best {text}")
-
-    def note(self, text: str) -> None:
-        """Print a line that stays."""
-        self._bars.console.print(text, markup=False, soft_wrap=True)
-
-
-class LogProgress(Progress):
-    """Print a log line per stage, and a line every few seconds within a stage."""
-
-    def __init__(self) -> None:
-        self._name, self._total, self._kept, self._done, self._best = "", 0, 0, 0, ""
-        self._started = self._shown = 0.0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
+        if not self._bars.disable:  # else rich would print an empty line
+            self._bars.stop()
 
     def stage(self, name: str, total: int, kept: int = 0) -> None:
         """Begin a stage of `total` steps; an earlier run has done `kept` of them."""
         self._end()
-        self._name, self._total, self._kept, self._done, self._best = name, total, kept, kept, ""
-        self._started = self._shown = time.monotonic()
+        if self._task is not None:
+            self._bars.remove_task(self._task.id)
+        self._bars.add_task(name, total=total, completed=kept, current="", best="", kept=kept)
+        self._task, self._shown = self._bars.tasks[-1], time.monotonic()
 
     def advance(self, text: str) -> None:
         """Count a step as done; `text` says which."""
-        self._done += 1
-        now = time.monotonic()
-        if now - self._shown >= _LOG_EVERY_S and self._done < self._total:
-            self._shown = now
-            left = (now - self._started) / (self._done - self._kept) * (self._total - self._done)
-            note(f"{self._name}: {self._done} of {self._total}: {text}{self._best} (about {left:.0f} s left)")
+        if self._task is None:
+            return
+        self._bars.update(self._task.id, advance=1, current=text)
+        if self._bars.disable and not self._task.finished and time.monotonic() - self._shown >= _LOG_EVERY_S:
+            self._shown = time.monotonic()
+            done, left = self._task.completed, self._task.remaining or 0.0
+            left_s = (self._task.elapsed or 0.0) / (done - self._task.fields["kept"]) * left
+            best = self._task.fields["best"]
+            note(f"{self._task.description}: {done:.0f} of {done + left:.0f}: {text}{best} (about {left_s:.0f} s left)")
 
     def best(self, text: str) -> None:
         """Show the new best so far."""
-        self._best = f", best {text}"
+        if self._task is not None:
+            self._bars.update(self._task.id, best=f"{', ' if self._bars.disable else ''}best {text}")
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
         note(text)
 
     def _end(self) -> None:
-        if self._name:
-            before, seconds = f", {self._kept} of them before" if self._kept else "", time.monotonic() - self._started
-            note(f"{self._name}: {self._done} of {counted(self._total, 'step')} in {seconds:.1f} s{before}{self._best}")
-        self._name = ""
+        """End the stage: print its line, or leave its bar without a current step."""
+        if self._task is None:
+            return
+        self._bars.update(self._task.id, current="")
+        if self._bars.disable:
+            kept, best = self._task.fields["kept"], self._task.fields["best"]
+            steps, seconds = counted(int(self._task.total or 0), "step"), self._task.elapsed or 0.0
+            before = f", {kept} of them before" if kept else ""
+            note(f"{self._task.description}: {self._task.completed:.0f} of {steps} in {seconds:.1f} s{before}{best}")

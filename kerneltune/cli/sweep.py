@@ -2,13 +2,13 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, note, show, show_wrapped, width
-from kerneltune.cli.progress import reporter
+from kerneltune.cli.progress import Reporter
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, pairs
 
@@ -63,7 +63,7 @@ def command(
     Exit code 1 if one of our own variants fails, or a stale config no longer runs.
     """
     folder = o.capture_of(family)
-    given = {"policy": policy, "peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
+    given: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
     if stale:
         o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials)
         if folder:
@@ -80,8 +80,6 @@ def command(
         o.use_capture(folder)
         configs, results = configs or Path(folder, "configs"), results or Path(folder, "results")
         file = str(Path(folder, "sweep.yaml"))
-    results = o.results_root(results, file)
-    o.require_writable(results)
     from kerneltune import device
     from kerneltune.processes import start_server
 
@@ -89,7 +87,7 @@ def command(
         start_server()  # its imports take as long as the imports of this process
     given |= {"tune": tune, "quick": quick, "trials": trials}
     plan = o.make_plan(file, wanted, max_cases, configs=configs, results=results, **given)
-    _require_writable(plan.options, tunes=tune and not quick)
+    o.require_folders(plan.options, tunes=tune and not quick)
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 
 
@@ -98,7 +96,7 @@ def _run(plan: "Plan", asked: str, capture: str) -> None:
     from kerneltune.campaign import run_sweep
     from kerneltune.reporting.tables import check_table, sweep_table
 
-    with reporter() as progress:
+    with Reporter() as progress:
         swept = run_sweep(plan, progress, _show_first)
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
@@ -121,8 +119,7 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
     works = here.is_gpu and not options.check_only
     gpus = [here.slug] if here.is_gpu else sorted({path.parent.name for path in o.config_files(options.configs)})
     if works:
-        o.require_writable(o.configs_root(options.configs))
-        _require_writable(options, tunes=False)
+        o.require_folders(options, tunes=True)
     plans = stale.plans_of(known, selection, options)
     by_gpu = [stale.find(plans, gpu) for gpu in gpus]
     if (table := _stale_table(by_gpu)).rows:
@@ -132,7 +129,7 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
     if not works:
         return
     (one,) = by_gpu
-    with reporter() as progress:
+    with Reporter() as progress:
         done = stale.refresh(one, progress)
     broken = [one for one in done.renewals if one.failure]
     num_kept = sum(one.is_kept for one in done.renewals)
@@ -229,15 +226,3 @@ def _show_recorded(plan: "Plan", asked: str) -> None:
         f"On a GPU, `kerneltune sweep {asked}` also tunes what lacks a config, times all variants and peers, and writes "
         f"records and tables to {plan.options.results}."
     )
-
-
-def _require_writable(options: "Options", tunes: bool) -> None:
-    """Raise ValueError for a folder of this device that could not be written when the work is done."""
-    from kerneltune import device
-
-    here = device.current()
-    o.require_writable(options.results / "runs" / here.slug)
-    if here.is_gpu and not options.check_only:
-        o.require_writable(options.results / here.slug)
-        if tunes:
-            o.require_tunable(options.configs, options.results)

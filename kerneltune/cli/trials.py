@@ -39,12 +39,11 @@ def command(
     from kerneltune import device
     from kerneltune.search.task import store_folder
 
-    results = o.results_root(results, family)
     plan = o.make_plan(family, replace(wanted, variants=(variant,)), policy=policy, results=results)
     gpu = gpu or device.current().slug
     by_title = searches_of(plan, gpu)
     if not by_title:
-        folder = store_folder(results, gpu)
+        folder = store_folder(plan.options.results, gpu)
         show_wrapped(f"no trials of {family} in {folder}: `kerneltune tune {family}` makes them, on a GPU")
         return
     for title, searches in by_title.items():

@@ -9,7 +9,7 @@ import typer
 from kerneltune.cli import cases
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_wrapped
-from kerneltune.cli.progress import reporter
+from kerneltune.cli.progress import Reporter
 from kerneltune.cli.trials import searches_of, show_searches
 from kerneltune.wording import counted
 
@@ -85,7 +85,9 @@ def command(
     if (family is None) == (model is None):
         raise ValueError(f"family: {repr(family) if family else 'missing'}: expected either a family or --model FILE")
     if model is not None:
-        family = str(cases.write_sweep(o.results_root(results, None), model, tokens, ep, batch))
+        from kerneltune.sweep import results_root
+
+        family = str(cases.write_sweep(results_root(results), model, tokens, ep, batch))
         until_gain = until_gain or _MODEL_GAIN
         wanted = replace(wanted, variants=wanted.variants or (_OF_CALLS,))
     assert family is not None
@@ -99,11 +101,8 @@ def command(
             sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus,
         )  # fmt: skip
         return tune_folder(Path(family), budget, share, widen, force, workers, dry_run)
-    results = o.results_root(results, family)
     o.refuse("expected only with the folder of a capture", share=share, widen=widen)
     if not dry_run:
-        for root in (o.configs_root(configs), results):
-            o.require_writable(root)
         from kerneltune.processes import start_server
 
         start_server()  # its imports run beside the imports of this process and take as long
@@ -115,10 +114,10 @@ def command(
     )  # fmt: skip
     if dry_run:
         return _show_forecast(plan)
-    o.require_tunable(configs, results)
+    o.require_folders(plan.options, tunes=True)
     from kerneltune.tune.run import run_tune
 
-    with reporter() as progress:
+    with Reporter() as progress:
         tuned = run_tune(plan, progress)
     if tuned.entries:
         for title, searches in searches_of(plan, tuned.device_slug).items():
