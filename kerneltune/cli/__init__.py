@@ -192,14 +192,12 @@ def _version(wanted: bool) -> None:
 def _root(
     plugin: Annotated[
         list[str] | None,
-        typer.Option("--plugin", metavar="MODULE", help="Load operators from this module or .py file, too; may be repeated."),
+        options.option("--plugin", "MODULE", "Load operators from this module or .py file, too; may be repeated."),
     ] = None,
     captured: Annotated[
         str | None,
-        typer.Option(
-            "--captured",
-            metavar="DIR",
-            help="Use the operators, records and configs of this capture; its family is DIR/sweep.yaml.",
+        options.option(
+            "--captured", "DIR", "Use the operators, records and configs of this capture; its family is DIR/sweep.yaml."
         ),
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,

@@ -30,7 +30,7 @@ _SHOWN = 5
 """Kernels that are named."""
 _FEW_CALLS = 4
 """Calls of a whole table, the smallest first, that are checked in the interpreter: with 4096 tokens a call takes minutes."""
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a capture.")]
+Folder = Annotated[Path, o.argument("DIR", "Folder of a capture.")]
 
 
 @app.command("list")
@@ -59,28 +59,22 @@ def lint_command(folder: Folder) -> None:
 
 @app.command("getter")
 def getter_command(
-    getter: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="What gives the config; also FILE.py:FUNCTION.")],
-    call: Annotated[
-        str, typer.Option("--call", metavar="MODULE:FUNCTION", help="An expert layer, or what makes a call of sizes.")
-    ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of trials, configs and tables.")],
-    model: Annotated[Path | None, typer.Option("--model", metavar="FILE", help="Sizes of the experts of a config.json.")] = None,
+    getter: Annotated[str, o.argument("MODULE:FUNCTION", "What gives the config; also FILE.py:FUNCTION.")],
+    call: Annotated[str, o.option("--call", "MODULE:FUNCTION", "An expert layer, or what makes a call of sizes.")],
+    out: Annotated[Path, o.option("--out", "DIR", "Folder of trials, configs and tables.")],
+    model: Annotated[Path | None, o.option("--model", "FILE", "Sizes of the experts of a config.json.")] = None,
     tp: Annotated[int, o.count("--tp", "GPUs that share each expert.")] = 1,
     ep: Annotated[int, o.count("--ep", "GPUs that share the experts of a layer.")] = 1,
-    tokens: Annotated[
-        str, typer.Option("--tokens", metavar="N1,N2", help="Tokens to tune; by default the keys of a table.")
-    ] = "",
-    size: Annotated[list[str] | None, typer.Option("--size", metavar="NAME=N1,N2", help="Another size; may be repeated.")] = None,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="Element type.")] = "bfloat16",
-    space: Annotated[Path | None, typer.Option("--space", metavar="FILE", help="YAML of values by knob.")] = None,
+    tokens: Annotated[str, o.option("--tokens", "N1,N2", "Tokens to tune; by default the keys of a table.")] = "",
+    size: Annotated[list[str] | None, o.option("--size", "NAME=N1,N2", "Another size; may be repeated.")] = None,
+    dtype: Annotated[str, o.option("--dtype", "NAME", "Element type.", callback=o.whole_name)] = "bfloat16",
+    space: Annotated[Path | None, o.option("--space", "FILE", "YAML of values by knob.")] = None,
     export: Annotated[str | None, o.pick("--export", ("vllm", "sglang"), "Write the table of an engine.")] = None,
-    named: Annotated[
-        str, typer.Option("--named", metavar="FIELDS", help="In the table's name: dtype=fp8_w8a8,block_shape=[128,128].")
-    ] = "",
+    named: Annotated[str, o.option("--named", "FIELDS", "In the table's name: dtype=fp8_w8a8,block_shape=[128,128].")] = "",
     budget: Annotated[float, o.seconds("Search time of all calls together.")] = 240.0,
     trials: o.Trials = None,
     policy: o.PolicyName = None,
-    force: Annotated[bool, typer.Option("--force", help="Search again where a config is known.")] = False,
+    force: Annotated[bool, o.flag("--force", "Search again where a config is known.")] = False,
     workers: o.Workers = None,
 ) -> None:
     """Tune calls whose host depends on the config, such as a sort by BLOCK_SIZE_M, by overriding the function that gives it.

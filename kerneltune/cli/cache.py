@@ -83,15 +83,11 @@ def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Confi
 @app.command()
 def explain(
     op: o.OpName,
-    case: Annotated[
-        list[str], typer.Argument(metavar="CASE...", help="A bench case by name, or sizes and options such as M=8192 N=3584.")
-    ],
+    case: Annotated[list[str], o.argument("CASE...", "A bench case by name, or sizes and options such as M=8192 N=3584.")],
     gpu: o.Gpu = None,
     variant: o.Whose = "optimized",
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="Element type, where CASE is sizes.")
-    ] = None,
-    quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="Quantization mode.")] = None,
+    dtype: Annotated[str | None, o.option("--dtype", "NAME", "Element type, where CASE is sizes.", callback=o.whole_name)] = None,
+    quant: Annotated[str | None, o.option("--quant", "NAME", "Quantization mode.")] = None,
     configs: o.Configs = None,
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""
@@ -169,7 +165,7 @@ def from_misses(
 @app.command("export")
 def export_(
     op: o.OpName,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files go.")],
+    folder: Annotated[Path, o.argument("DIR", "Where the files go.")],
     format_: Annotated[str, o.pick("--format", ("triton", "python", "json"), "What to write.")] = "python",
     gpu: o.Gpu = None,
     variant: o.Whose = "optimized",
@@ -216,11 +212,9 @@ def _author_names(op: Op, variant: str) -> dict[str, str]:
 @app.command("import")
 def import_(
     op: o.OpName,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Files that `cache export` wrote.")],
+    files: Annotated[list[Path], o.argument("FILE...", "Files that `cache export` wrote.")],
     gpu: Annotated[str, typer.Option("--gpu", help="The GPU of the configs, by the name of its folder.")],
-    force: Annotated[
-        bool, typer.Option("--force", help="Store configs of another GPU, too, and replace stored configs.")
-    ] = False,
+    force: Annotated[bool, o.flag("--force", "Store configs of another GPU, too, and replace stored configs.")] = False,
     configs: o.Configs = None,
 ) -> None:
     """Store the configs of exported files in the cache, after all of them are checked."""

@@ -19,33 +19,22 @@ _ALL = "*"
 _SHOWN = 5
 """Kernels that are named."""
 
-Program = Annotated[list[str], typer.Argument(metavar="-- PROGRAM …", help="The program and its arguments, behind --.")]
+Program = Annotated[list[str], o.argument("-- PROGRAM …", "The program and its arguments, behind --.")]
 
 
 def command(
     program: Program,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="DIR", help="Folder of the capture; an existing capture is extended.")
-    ],
+    out: Annotated[Path, o.option("--out -o", "DIR", "Folder of the capture; an existing capture is extended.")],
     kernel: Annotated[
-        list[str] | None,
-        typer.Option("--kernel", metavar="GLOB", help="Only kernels whose name matches; other kernels tune themselves as usual."),
+        list[str] | None, o.option("--kernel", "GLOB", "Only kernels whose name matches; other kernels tune themselves as usual.")
     ] = None,
-    max_bytes: Annotated[
-        int,
-        o.count("--max-bytes", "Most bytes of values that each process may keep.", 0),
-    ] = 256 << 20,
+    max_bytes: Annotated[int, o.count("--max-bytes", "Most bytes of values that each process may keep.", 0)] = 256 << 20,
     ignore_arg: Annotated[
-        list[str] | None,
-        typer.Option("--ignore-arg", metavar="NAME", help="Argument whose values make no classes: a seed. May be repeated."),
+        list[str] | None, o.option("--ignore-arg", "NAME", "Argument whose values make no classes: a seed. May be repeated.")
     ] = None,
-    autotune: Annotated[
-        bool, typer.Option("--autotune", help="Let the authors' tuning run, and record its choice; slower.")
-    ] = False,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="Also kernels without an autotuner; tune searches their warps and stages.")
-    ] = False,
-    eager: Annotated[bool, typer.Option("--eager", help="Turn torch.compile off, so that compiled kernels are seen.")] = False,
+    autotune: Annotated[bool, o.flag("--autotune", "Let the authors' tuning run, and record its choice; slower.")] = False,
+    plain: Annotated[bool, o.flag("--plain", "Also kernels without an autotuner; tune searches their warps and stages.")] = False,
+    eager: Annotated[bool, o.flag("--eager", "Turn torch.compile off, so that compiled kernels are seen.")] = False,
 ) -> None:
     """Run a program unchanged and record each class of launches of its autotuned kernels.
 

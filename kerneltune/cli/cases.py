@@ -4,18 +4,14 @@ import re
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver
 
 _MOST_TOKENS = 1 << 24
 
-ModelFile = Annotated[
-    Path, typer.Option("--model", metavar="FILE", help="A Hugging Face config.json, or the folder that has one.")
-]
-Tokens = Annotated[str, typer.Option("--tokens", metavar="N1,N2", help="Tokens that a GPU trains on at a time.")]
-Batches = Annotated[str, typer.Option("--batch", metavar="N1,N2|none", help="Tokens of a decoding step, for int4 products.")]
+ModelFile = Annotated[Path, o.option("--model", "FILE", "A Hugging Face config.json, or the folder that has one.")]
+Tokens = Annotated[str, o.option("--tokens", "N1,N2", "Tokens that a GPU trains on at a time.")]
+Batches = Annotated[str, o.option("--batch", "N1,N2|none", "Tokens of a decoding step, for int4 products.")]
 Ep = Annotated[int, o.count("--ep", "GPUs that share the experts of a layer.")]
 TOKENS, BATCHES = "4096,32768", "1,16,64"
 

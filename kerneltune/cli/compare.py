@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
 from kerneltune.cli.files import record_files, selected
@@ -26,20 +24,11 @@ _SUFFIX = ".jsonl"
 @o.selects("variant")
 def command(
     wanted: "Selection",
-    a: Annotated[
-        str | None,
-        typer.Argument(metavar="[A]", help="A variant, a peer, best-peer, or a file of records; best-peer by default."),
-    ] = None,
-    b: Annotated[
-        str | None, typer.Argument(metavar="[B]", help="A variant, a peer or a file of records; optimized by default.")
-    ] = None,
-    source: Annotated[
-        list[Path] | None, typer.Option("--from", metavar="FILE", help="Take records from this file; may be repeated.")
-    ] = None,
-    run: Annotated[bool, typer.Option("--run", help="Measure now, interleaved, instead of reading records.")] = False,
-    family: Annotated[
-        str | None, typer.Option("--family", metavar="NAME", help="Only records of this family; needed by --run.")
-    ] = None,
+    a: Annotated[str | None, o.argument("[A]", "A variant, a peer, best-peer or a file of records; else best-peer.")] = None,
+    b: Annotated[str | None, o.argument("[B]", "A variant, a peer or a file of records; optimized by default.")] = None,
+    source: Annotated[list[Path] | None, o.option("--from", "FILE", "Take records from this file; may be repeated.")] = None,
+    run: Annotated[bool, o.flag("--run", "Measure now, interleaved, instead of reading records.")] = False,
+    family: Annotated[str | None, o.option("--family", "NAME", "Only records of this family; needed by --run.")] = None,
     policy: o.PolicyName = None,
     style: o.Style = "text",
     output: o.Output = None,

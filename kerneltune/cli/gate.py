@@ -32,40 +32,22 @@ def command(
     wanted: "Selection",
     baseline: Baseline,
     new: New = None,
-    run: Annotated[str | None, typer.Option("--run", metavar="FAMILY", help="Measure this family now, on this GPU.")] = None,
-    allow_stale: Annotated[
-        bool, typer.Option("--allow-stale", help="Pass records of other code or configs than this checkout's: for history.")
-    ] = False,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Judge peers as well; with --run: measure them.")] = False,
-    policy: Annotated[
-        str | None,
-        o.pick("--policy", o.POLICIES, "With --run: how times are taken; else as the operator says."),
-    ] = None,
-    processes: Annotated[
-        int | None,
-        o.count("--processes", f"With --run: fresh processes to measure in, else {_PROCESSES}."),
-    ] = None,
-    update: Annotated[
-        bool, typer.Option("--update", help="With --run: put the rows measured into the file BASELINE, judge nothing.")
-    ] = False,
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="With --run: keep the rows measured.")] = None,
-    margin: Annotated[
-        float | None,
-        typer.Option("--margin", metavar="FRACTION", help="Slowdown that is tolerated; the sweep file's, else 0.03."),
-    ] = None,
-    junit: Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")] = None,
-    markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write a Markdown summary; - prints it.")
-    ] = None,
+    run: Annotated[str | None, o.option("--run", "FAMILY", "Measure this family now, on this GPU.")] = None,
+    allow_stale: Annotated[bool, o.flag("--allow-stale", "Pass records of other code or configs than this checkout's.")] = False,
+    peers: Annotated[bool, o.flag("--peers/--no-peers", "Judge peers as well; with --run: measure them.")] = False,
+    policy: Annotated[str | None, o.pick("--policy", o.POLICIES, "With --run: timing policy; else the operator's.")] = None,
+    processes: Annotated[int | None, o.count("--processes", f"With --run: processes to measure in, else {_PROCESSES}.")] = None,
+    update: Annotated[bool, o.flag("--update", "With --run: put the rows measured into BASELINE, judge nothing.")] = False,
+    save: Annotated[Path | None, o.option("--save", "FILE", "With --run: keep the rows measured.")] = None,
+    margin: Annotated[float | None, o.option("--margin", "FRACTION", "Tolerated slowdown; the sweep file's, else 0.03.")] = None,
+    junit: Annotated[Path | None, o.option("--junit", "FILE", "Write JUnit XML.")] = None,
+    markdown: Annotated[Path | None, o.option("--markdown", "FILE", "Write a Markdown summary; - prints it.")] = None,
     annotations: Annotated[
-        bool, typer.Option("--annotations", help="Print GitHub annotations; append Markdown to $GITHUB_STEP_SUMMARY if set.")
+        bool, o.flag("--annotations", "Print GitHub annotations; append Markdown to $GITHUB_STEP_SUMMARY if set.")
     ] = False,
-    static: Annotated[
-        bool, typer.Option("--static", help="Compile the cached configs instead of timing them, on any machine.")
-    ] = False,
+    static: Annotated[bool, o.flag("--static", "Compile the cached configs instead of timing them, on any machine.")] = False,
     target: Annotated[
-        list[str] | None,
-        typer.Option("--target", metavar="ARCH|all", help="With --static: compile for it alone; may be repeated."),
+        list[str] | None, o.option("--target", "ARCH|all", "With --static: compile for it alone; may be repeated.")
     ] = None,
     workers: o.Workers = None,
     configs: o.Configs = None,

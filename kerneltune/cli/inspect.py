@@ -64,24 +64,17 @@ def _arguments(wanted: "Selection", sizes: Sequence[str] = (), **given: Any) -> 
 @o.selects("op")
 def command(
     wanted: "Selection",
-    op: Annotated[str | None, typer.Argument(metavar="[OP]", help="Only this operator.")] = None,
-    sizes: Annotated[
-        list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="This case, like M=8192 N=4096, not the cached ones.")
-    ] = None,
-    target: Annotated[
-        list[str] | None, typer.Option("--target", metavar="ARCH|all", help="Compile for it, like sm_90; may be repeated.")
-    ] = None,
-    config: Annotated[str | None, typer.Option("--config", metavar="JSON", help="This config, not the cached one.")] = None,
-    against: Annotated[str | None, typer.Option("--against", metavar="JSON", help="Show what differs with this config.")] = None,
-    against_rev: Annotated[
-        str | None, typer.Option("--against-rev", metavar="REV", help="Show what differs from a git revision and its configs.")
-    ] = None,
-    save: Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Keep what was found, for gate --static.")] = None,
+    op: Annotated[str | None, o.argument("[OP]", "Only this operator.")] = None,
+    sizes: Annotated[list[str] | None, o.argument("[AXIS=SIZE]...", "This case, like M=8192 N=4096, not cached ones.")] = None,
+    target: Annotated[list[str] | None, o.option("--target", "ARCH|all", "Compile for it, like sm_90; may be repeated.")] = None,
+    config: Annotated[str | None, o.option("--config", "JSON", "This config, not the cached one.")] = None,
+    against: Annotated[str | None, o.option("--against", "JSON", "Show what differs with this config.")] = None,
+    against_rev: Annotated[str | None, o.option("--against-rev", "REV", "Show what differs from a git revision.")] = None,
+    save: Annotated[Path | None, o.option("--save", "FILE", "Keep what was found, for gate --static.")] = None,
     every: Annotated[
-        bool,
-        typer.Option("--all", help="With OP: every valid config of its cases; list spills and failures. Without: all operators."),
+        bool, o.flag("--all", "With OP: every valid config of its cases; list spills and failures. Without: all operators.")
     ] = False,
-    gpu: Annotated[str, typer.Option("--gpu", metavar="NAME", help="Cached configs of this GPU, by its folder's name.")] = _GPU,
+    gpu: Annotated[str, o.option("--gpu", "NAME", "Cached configs of this GPU, by its folder's name.")] = _GPU,
     workers: o.Workers = None,
     configs: o.Configs = None,
 ) -> None:

@@ -17,8 +17,8 @@ _KNOB = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(metavar="[OP]", help="Show this operator's variants and knobs.")] = None,
-    sizes: Annotated[list[str] | None, typer.Argument(metavar="[AXIS=SIZE]...", help="Knobs for this size, like M=8192.")] = None,
+    name: Annotated[str | None, o.argument("[OP]", "Show this operator's variants and knobs.")] = None,
+    sizes: Annotated[list[str] | None, o.argument("[AXIS=SIZE]...", "Knobs for this size, like M=8192.")] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", callback=o.whole_name, help="Knobs for this element type.")] = None,
     quant: Annotated[str | None, typer.Option("--quant", help="Knobs for this quantization mode.")] = None,
     index: Annotated[bool, typer.Option("--index", hidden=True, help="Write the index of operators that is shipped.")] = False,

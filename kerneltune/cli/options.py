@@ -27,17 +27,20 @@ POLICIES = ("cold", "hot", "eager")
 STYLES = ("text", "markdown", "csv")
 _USUAL_SIZE, _DIGITS = 4096, 15
 
-Family = Annotated[
-    str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a path ending in .yaml.")
-]
-OpName = Annotated[str, typer.Argument(metavar="OP", help="Name of an operator.")]
-OpsGiven = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Only these operators, in this order.")]
-Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="The GPU, by the name of its folder, like nvidia_h200.")]
-Whose = Annotated[str, typer.Option("--variant", metavar="NAME", help="The variant whose configs are meant.")]
-OpNames = Annotated[list[str] | None, typer.Option("--op", metavar="NAME", help="Only this operator; may be repeated.")]
-CaseNames = Annotated[
-    list[str] | None, typer.Option("--case", metavar="NAME", help="Only cases whose name matches, like 'te-*'; may be repeated.")
-]
+
+def option(names: str, metavar: str, said: str, **more: Any) -> Any:
+    """Declare an option that takes a value; blanks separate its names, and help shows `metavar` for the value."""
+    return typer.Option(*names.split(), metavar=metavar, help=said, **more)
+
+
+def flag(name: str, said: str) -> Any:
+    """Declare an option without a value."""
+    return typer.Option(name, help=said)
+
+
+def argument(metavar: str, said: str) -> Any:
+    """Declare an argument that help calls `metavar`."""
+    return typer.Argument(metavar=metavar, help=said)
 
 
 def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackParam, Any], Any]:
@@ -55,7 +58,7 @@ def at_least(least: float, *, above: bool = False) -> Callable[[typer.CallbackPa
 
 def count(name: str, said: str, least: int = 1) -> Any:
     """Declare an option that takes a whole number."""
-    return typer.Option(name, metavar="N", callback=at_least(least), help=said)
+    return option(name, "N", said, callback=at_least(least))
 
 
 def pick(name: str, known: Collection[str], said: str) -> Any:
@@ -64,12 +67,21 @@ def pick(name: str, known: Collection[str], said: str) -> Any:
     def check(value: str | None) -> str | None:
         return value and choice(name.removeprefix("--"), value, known)
 
-    return typer.Option(name, metavar="|".join(known), callback=check, help=said)
+    return option(name, "|".join(known), said, callback=check)
 
 
 def seconds(said: str) -> Any:
     """Declare the option `--budget`."""
-    return typer.Option("--budget", metavar="SECONDS", callback=at_least(0, above=True), help=said)
+    return option("--budget", "SECONDS", said, callback=at_least(0, above=True))
+
+
+Family = Annotated[str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a .yaml file.")]
+OpName = Annotated[str, argument("OP", "Name of an operator.")]
+OpsGiven = Annotated[list[str] | None, argument("[OP]...", "Only these operators, in this order.")]
+Gpu = Annotated[str | None, option("--gpu", "NAME", "The GPU, by the name of its folder, like nvidia_h200.")]
+Whose = Annotated[str, option("--variant", "NAME", "The variant whose configs are meant.")]
+OpNames = Annotated[list[str] | None, option("--op", "NAME", "Only this operator; may be repeated.")]
+CaseNames = Annotated[list[str] | None, option("--case", "NAME", "Only cases whose name matches, like 'te-*'; may be repeated.")]
 
 
 def _whole_names(values: list[str] | None) -> list[str] | None:
@@ -82,39 +94,24 @@ def whole_name(value: str | None) -> str | None:
 
 
 Dtypes = Annotated[
-    list[str] | None,
-    typer.Option("--dtype", metavar="NAME", callback=_whole_names, help="Only this element type, like bf16; may be repeated."),
+    list[str] | None, option("--dtype", "NAME", "Only this element type, like bf16; may be repeated.", callback=_whole_names)
 ]
-Quants = Annotated[
-    list[str] | None, typer.Option("--quant", metavar="NAME", help="Only this quantization mode; may be repeated.")
-]
+Quants = Annotated[list[str] | None, option("--quant", "NAME", "Only this quantization mode; may be repeated.")]
 VariantNames = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--variant", metavar="NAME", help="Only variants or peers whose name matches, like 'rowwise*'; may be repeated."
-    ),
+    list[str] | None, option("--variant", "NAME", "Only variants or peers whose name matches, like 'rowwise*'; may be repeated.")
 ]
 PolicyName = Annotated[
-    str | None,
-    pick("--policy", POLICIES, "Time with a cold L2, a hot L2, or launch by launch; else as the operator says."),
+    str | None, pick("--policy", POLICIES, "Time with a cold L2, a hot L2, or launch by launch; else as the operator says.")
 ]
 Style = Annotated[str, pick("--format", STYLES, "Form of the table.")]
 Budget = Annotated[float | None, seconds("Tuning time per case.")]
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
-MaxCases = Annotated[
-    int | None,
-    count("--max-cases", "Most cases of a sweep file; 100000 by default."),
-]
-Configs = Annotated[
-    Path | None, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_CONFIGS", help="Folder of the config cache.")
-]
-Results = Annotated[Path | None, typer.Option("--results", metavar="DIR", envvar=RESULTS, help="Folder of the records.")]
+MaxCases = Annotated[int | None, count("--max-cases", "Most cases of a sweep file; 100000 by default.")]
+Configs = Annotated[Path | None, option("--configs", "DIR", "Folder of the config cache.", envvar="KERNELTUNE_CONFIGS")]
+Results = Annotated[Path | None, option("--results", "DIR", "Folder of the records.", envvar=RESULTS)]
 Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "Search large spaces by our sampler or at random.")]
-Workers = Annotated[
-    int | None,
-    count("--workers", "Processes that compile; one per CPU core if not given."),
-]
-Output = Annotated[Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write to this file instead.")]
+Workers = Annotated[int | None, count("--workers", "Processes that compile; one per CPU core if not given.")]
+Output = Annotated[Path | None, option("--output -o", "FILE", "Write to this file instead.")]
 
 
 _SELECTING = {"op": OpNames, "case": CaseNames, "dtype": Dtypes, "quant": Quants, "variant": VariantNames}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
@@ -21,19 +20,17 @@ _STALLS = 5
 _LINES = 8
 _DRIVER = "profiled"
 
-ConfigA = Annotated[str | None, typer.Option("--config-a", metavar="JSON", help="A's config, else the cached or default one.")]
-ConfigB = Annotated[str | None, typer.Option("--config-b", metavar="JSON", help="B's config, else the cached or default one.")]
+ConfigA = Annotated[str | None, o.option("--config-a", "JSON", "A's config, else the cached or default one.")]
+ConfigB = Annotated[str | None, o.option("--config-b", "JSON", "B's config, else the cached or default one.")]
 
 
 def command(
     op: o.OpName,
-    a: Annotated[str, typer.Argument(metavar="A", help="A variant or peer.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="A second variant or peer, or A again with --config-b.")],
-    case: Annotated[str | None, typer.Option("--case", metavar="NAME", help="A case of a sweep, the first if not given.")] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="NAME", callback=o.whole_name, help="The case's element type.")
-    ] = None,
-    quant: Annotated[str | None, typer.Option("--quant", metavar="NAME", help="The case's quantization mode.")] = None,
+    a: Annotated[str, o.argument("A", "A variant or peer.")],
+    b: Annotated[str, o.argument("B", "A second variant or peer, or A again with --config-b.")],
+    case: Annotated[str | None, o.option("--case", "NAME", "A case of a sweep, the first if not given.")] = None,
+    dtype: Annotated[str | None, o.option("--dtype", "NAME", "The case's element type.", callback=o.whole_name)] = None,
+    quant: Annotated[str | None, o.option("--quant", "NAME", "The case's quantization mode.")] = None,
     config_a: ConfigA = None,
     config_b: ConfigB = None,
 ) -> None:

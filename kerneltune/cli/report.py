@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, write
 from kerneltune.cli.files import record_files, selected
@@ -26,20 +24,12 @@ _LARGE = 3_000_000
 @o.selects("case", "variant")
 def command(
     wanted: "Selection",
-    files: Annotated[
-        list[Path] | None, typer.Argument(metavar="[FILE]...", help="Records; the records of this GPU without a file.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the page here; report.html if not given.")
-    ] = None,
-    a: Annotated[str | None, typer.Option("--a", metavar="NAME", help="The variant or peer that is A at first.")] = None,
-    b: Annotated[str | None, typer.Option("--b", metavar="NAME", help="The variant or peer that is B at first.")] = None,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="Write a picture of every family's speed-up instead.")
-    ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write the A/B tables as Markdown instead; - prints them.")
-    ] = None,
+    files: Annotated[list[Path] | None, o.argument("[FILE]...", "Records; the records of this GPU without a file.")] = None,
+    output: Annotated[Path | None, o.option("--output -o", "FILE", "Write the page here; report.html if not given.")] = None,
+    a: Annotated[str | None, o.option("--a", "NAME", "The variant or peer that is A at first.")] = None,
+    b: Annotated[str | None, o.option("--b", "NAME", "The variant or peer that is B at first.")] = None,
+    svg: Annotated[Path | None, o.option("--svg", "FILE", "Write a picture of every family's speed-up instead.")] = None,
+    markdown: Annotated[Path | None, o.option("--markdown", "FILE", "Write A/B tables as Markdown; - prints them.")] = None,
     configs: o.Configs = None,
     results: o.Results = None,
 ) -> None:

@@ -19,17 +19,10 @@ _SHOWN = 12
 
 def command(
     program: Program,
-    configs: Annotated[
-        Path, typer.Option("--configs", metavar="DIR", envvar="KERNELTUNE_ADOPT", help="Folder that `tune` wrote.")
-    ],
+    configs: Annotated[Path, o.option("--configs", "DIR", "Folder that `tune` wrote.", envvar="KERNELTUNE_ADOPT")],
     miss: Annotated[str, o.pick("--miss", startup.POLICIES, "The config of launches that were not tuned.")] = "author",
-    manifest: Annotated[
-        str, typer.Option("--manifest", metavar="SHA256", help="Refuse any other table; the digest's beginning is enough.")
-    ] = "",
-    portfolio: Annotated[
-        int,
-        o.count("--portfolio", "Configs that torch.compile may choose from, by timing if more than 1."),
-    ] = 1,
+    manifest: Annotated[str, o.option("--manifest", "SHA256", "Refuse any other table; the digest's beginning is enough.")] = "",
+    portfolio: Annotated[int, o.count("--portfolio", "Configs that torch.compile may choose from, by time if more than 1.")] = 1,
 ) -> None:
     """Run a program with the tuned configs of a capture; nothing is timed at run time.
 

@@ -27,21 +27,15 @@ def command(
     *,
     wanted: "Selection",
     policy: o.PolicyName = None,
-    tune: Annotated[bool, typer.Option("--tune/--no-tune", help="Tune cases that the config cache lacks.")] = True,
-    peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Measure the operators of other packages, too.")] = True,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Ten headline cases with the configs at hand: check and tune nothing else.")
-    ] = False,
-    stale: Annotated[
-        bool, typer.Option("--stale", help="Measure again what other code measured: all families, or FAMILY, configs first.")
-    ] = False,
+    tune: Annotated[bool, o.flag("--tune/--no-tune", "Tune cases that the config cache lacks.")] = True,
+    peers: Annotated[bool, o.flag("--peers/--no-peers", "Measure the operators of other packages, too.")] = True,
+    quick: Annotated[bool, o.flag("--quick", "Ten headline cases with configs at hand: check and tune nothing.")] = False,
+    stale: Annotated[bool, o.flag("--stale", "Measure again what other code measured: FAMILY, or all families.")] = False,
     budget: Annotated[float | None, o.seconds("Tuning time per case; with --stale time of all.")] = None,
     trials: o.Trials = None,
     max_cases: o.MaxCases = None,
-    check_only: Annotated[bool, typer.Option("--check-only", help="Check against the reference and stop there.")] = False,
-    mutate: Annotated[
-        bool, typer.Option("--mutate", help="With --check-only: perturb right outputs, and fail where compare accepts them.")
-    ] = False,
+    check_only: Annotated[bool, o.flag("--check-only", "Check against the reference and stop there.")] = False,
+    mutate: Annotated[bool, o.flag("--mutate", "With --check-only: perturb right outputs; `compare` must refuse them.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,

@@ -26,12 +26,9 @@ _OF_CALLS = "optimized"
 @o.selects()
 def command(
     wanted: "Selection",
-    family: Annotated[
-        str | None, typer.Argument(help="A file of sweeps/ by name, a path ending in .yaml, or the folder of a capture.")
-    ] = None,
+    family: Annotated[str | None, typer.Argument(help="A file of sweeps/ by name, a .yaml file, or a capture's folder.")] = None,
     model: Annotated[
-        Path | None,
-        typer.Option("--model", metavar="FILE", help="Tune the operators that the model of a Hugging Face config.json uses."),
+        Path | None, o.option("--model", "FILE", "Tune the operators that the model of a Hugging Face config.json uses.")
     ] = None,
     tokens: cases.Tokens = cases.TOKENS,
     ep: cases.Ep = 1,
@@ -40,36 +37,20 @@ def command(
     budget: o.Budget = None,
     trials: o.Trials = None,
     max_cases: o.MaxCases = None,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Search again where the cache has a config; try again what ran out of memory or crashed."),
-    ] = False,
-    stale: Annotated[
-        bool, typer.Option("--stale", help="Search again what was chosen with another source, driver or packages.")
-    ] = False,
+    force: Annotated[bool, o.flag("--force", "Search again what has a config, ran out of memory or crashed.")] = False,
+    stale: Annotated[bool, o.flag("--stale", "Search again what was chosen with another source, driver or packages.")] = False,
     sampler: o.Sampler = None,
     until_gain: Annotated[
-        str | None,
-        typer.Option(
-            "--until-gain",
-            metavar="PERCENT",
-            help="Stop when the rest is expected to gain less: 1%, or off.",
-        ),
+        str | None, o.option("--until-gain", "PERCENT", "Stop when the rest is expected to gain less: 1%, or off.")
     ] = None,
-    exhaustive: Annotated[bool, typer.Option("--exhaustive", help="Measure every config, keep the trials, choose none.")] = False,
-    knob: Annotated[
-        list[str] | None,
-        typer.Option("--knob", metavar="NAME=V1,V2", help="Further values of a knob; may be repeated."),
-    ] = None,
-    gpus: Annotated[str, typer.Option("--gpus", metavar="all|N", help="GPUs of this host; each tunes one case at a time.")] = "",
+    exhaustive: Annotated[bool, o.flag("--exhaustive", "Measure every config, keep the trials, choose none.")] = False,
+    knob: Annotated[list[str] | None, o.option("--knob", "NAME=V1,V2", "Further values of a knob; may be repeated.")] = None,
+    gpus: Annotated[str, o.option("--gpus", "all|N", "GPUs of this host; each tunes one case at a time.")] = "",
     share: Annotated[
-        float | None,
-        typer.Option("--share", metavar="FRACTION", help="In a capture, tune classes until they cover this part of the time."),
+        float | None, o.option("--share", "FRACTION", "In a capture, tune classes until they cover this part of the time.")
     ] = None,
-    widen: Annotated[bool, typer.Option("--widen", help="Of a capture: also configs around the authors' lists.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say how many configs there are, and about how long they take.")
-    ] = False,
+    widen: Annotated[bool, o.flag("--widen", "Of a capture: also configs around the authors' lists.")] = False,
+    dry_run: Annotated[bool, o.flag("--dry-run", "Only say how many configs there are, and about how long they take.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
     workers: o.Workers = None,
