@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, show, show_wrapped, width
 from kerneltune.cli.files import bench_cases
@@ -138,8 +139,6 @@ def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:
     """Return the folder of a GPU: the given GPU, this machine's, or the only folder."""
-    from kerneltune import device
-
     here = device.current()
     known = sorted({path.parent.name for path in o.config_files(configs)})
     if gpu is not None:

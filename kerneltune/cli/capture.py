@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kerneltune import device
+from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note
 from kerneltune.errors import meant
@@ -45,7 +46,6 @@ def command(
     """
     from kerneltune.adopt.folder import CLASSES, process_files, read_notes
     from kerneltune.adopt.program import require_program, run_program
-    from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
 
     if autotune and device.model() == device.INTERPRETER:
         raise ValueError("autotune: expected a GPU: in the interpreter nothing can be timed")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver
+from kerneltune.files import replace_text
 
 _MOST_TOKENS = 1 << 24
 
@@ -27,8 +28,6 @@ def command(model: ModelFile, tokens: Tokens = TOKENS, ep: Ep = 1, batch: Batche
 
 def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) -> Path:
     """Write the sweep of a model under `runs/models` of the results, and return its path."""
-    from kerneltune.files import replace_text
-
     made = text(model, tokens, ep, batch)
     family = made.partition("family: ")[2].partition("\n")[0]
     path = results / "runs" / "models" / f"{family}.yaml"

@@ -9,6 +9,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
 from kerneltune.cli.files import record_files, selected
 from kerneltune.cli.progress import Reporter
+from kerneltune.table import join_tables
 from kerneltune.wording import wrapped
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ def command(
             f"b: {b!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
         )
     from kerneltune.reporting.tables import aa_lines, default_pair
-    from kerneltune.table import join_tables
     from kerneltune.workloads import own_tables
 
     wanted = replace(wanted, family=family or "")
@@ -157,7 +157,6 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
 def _render(names: tuple[str, str], tables: "dict[str, list[Comparison]]", style: str, remarks: list[str]) -> str:
     """Return the tables in a style, the remarks below; for CSV, print the remarks on standard error instead."""
     from kerneltune.reporting.tables import ab_table
-    from kerneltune.table import join_tables
 
     if style == "csv":
         for line in remarks:

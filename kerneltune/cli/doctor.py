@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
 from kerneltune.wording import first_of
@@ -38,8 +39,6 @@ def _software() -> "Iterator[Finding]":
 
 
 def _gpu() -> "Iterator[Finding]":
-    from kerneltune import device
-
     here = device.current()
     if not here.is_gpu:
         seen = "set" if device.wants_interpreter() else "used, as no GPU is seen"
@@ -69,7 +68,6 @@ def nvml_lines() -> "Iterator[Finding]":
     """Yield clocks, throttling and other processes of the GPU."""
     import pynvml
 
-    from kerneltune import device
     from kerneltune.inspection.health import gpu_lines
 
     try:

@@ -13,6 +13,8 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, error_line, note, show, width, write
 from kerneltune.cli.files import selected
 from kerneltune.cli.progress import Reporter
+from kerneltune.device import require_gpu
+from kerneltune.files import append_lines
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict
@@ -127,7 +129,6 @@ def _measured(
     baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
 ) -> "Verdict":
     """Compare a fresh run with the baseline."""
-    from kerneltune.device import require_gpu
     from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.run import run_gate
     from kerneltune.sweep import family_name
@@ -171,7 +172,6 @@ def _keep(path: Path, measured: "list[Record]") -> None:
 
 def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
     """Print and write the answer in every requested form, then exit with its code, also if a file cannot be written."""
-    from kerneltune.files import append_lines
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     is_printed = str(markdown) == "-"

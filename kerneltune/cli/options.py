@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kerneltune import device
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
-from kerneltune.files import RESULTS
+from kerneltune.files import RESULTS, decode, in_checkout
+from kerneltune.listing import facts_of
 from kerneltune.search import SAMPLERS
 from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 
@@ -201,8 +203,6 @@ def knobs(field: str, given: list[str] | None) -> tuple[tuple[str, tuple[str, ..
 
 def config_of(variant: Variant, field: str, text: str) -> Any:
     """Return the config of a JSON text."""
-    from kerneltune.files import decode
-
     try:
         values = decode(text, dict[str, Any])
     except ValueError as error:
@@ -246,7 +246,6 @@ def config_files(configs: Path | None) -> list[Path]:
 def where_configs_serve(configs: Path | None) -> str:
     """Return a line about the programs that read the stored configs; empty if every call reads them."""
     from kerneltune.cache import default_root
-    from kerneltune.files import in_checkout
 
     if configs is not None and configs.resolve() != default_root().resolve():
         return f"operators read {default_root()}: set KERNELTUNE_CONFIGS={configs.resolve()} where they shall use these configs"
@@ -269,7 +268,6 @@ def require_writable(folder: Path) -> None:
 
 def require_folders(options: "Options", tunes: bool) -> None:
     """Raise ValueError for a folder of this device that could not be written when the work is done."""
-    from kerneltune import device
     from kerneltune.search.task import store_folder
 
     here, folders = device.current(), [options.results / "runs"]
@@ -332,7 +330,6 @@ def capture_of(family: str) -> str:
 def load_facts() -> "Mapping[str, OpFacts]":
     """Return the listed facts of operators and workloads by name, without importing their code."""
     from kerneltune import device, ops, workloads
-    from kerneltune.listing import facts_of
 
     known, built = ops.facts(device.select_backend), workloads.facts(device.select_backend)
     if known.keys() & built.keys():
@@ -345,8 +342,6 @@ def load_ops(folder: str = "") -> Mapping[str, Op]:
 
     folder: folder of a capture whose operators are added; empty for the capture in use.
     """
-    from kerneltune import device
-
     device.select_backend()
     from kerneltune import ops, workloads
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
 from kerneltune.cli.files import bench_cases
@@ -53,8 +54,6 @@ def command(
         if unsupported := variant.unsupported(found):
             raise ValueError(f"{variant.name} does not support {found.name}: {unsupported}")
     import torch
-
-    from kerneltune import device
 
     if not device.current().is_gpu or torch.version.hip is not None:
         raise ValueError("profile needs an NVIDIA GPU; `inspect` shows registers, spills and occupancy without a GPU")

@@ -1,13 +1,14 @@
 """Show the progress of long work on standard error: stage, current config, best result, time left; log lines if no terminal."""
 
 import time
-from typing import Self
-
-from rich import progress as bars
+from typing import TYPE_CHECKING, Self
 
 from kerneltune.cli.console import messages, note
 from kerneltune.progress import Progress
 from kerneltune.wording import counted
+
+if TYPE_CHECKING:
+    from rich.progress import Task
 
 _LOG_EVERY_S = 5.0
 _WINDOW_S = 3600.0
@@ -21,6 +22,8 @@ class Reporter(Progress):
     """
 
     def __init__(self) -> None:
+        from rich import progress as bars  # slow to import, and --help is to be quick
+
         self._bars = bars.Progress(
             bars.TextColumn("{task.description}", markup=False),
             bars.BarColumn(bar_width=24),
@@ -34,7 +37,7 @@ class Reporter(Progress):
             get_time=time.monotonic,
             disable=not messages.is_terminal,
         )
-        self._task: bars.Task | None = None
+        self._task: Task | None = None
         self._shown = 0.0
 
     def __enter__(self) -> Self:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, write
 from kerneltune.cli.files import record_files, selected
+from kerneltune.device import slug
+from kerneltune.table import join_tables
 
 if TYPE_CHECKING:
     from kerneltune.cache import CacheEntry
@@ -99,7 +101,6 @@ def _short(path: Path) -> str:
 def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[CacheEntry]]":
     """Return the cached configs of the records' operators and devices."""
     from kerneltune import cache
-    from kerneltune.device import slug
 
     entries: dict[str, list[CacheEntry]] = {}
     for op, device in dict.fromkeys((record.op, slug(record.device)) for record in records):
@@ -111,7 +112,6 @@ def _markdown(sources: "Sources", picture: Path | None, folder: Path) -> str:
     """Return the A/B table of every family, the tables of workloads, and a link to the picture."""
     from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.tables import ab_table, family_pairs, paired
-    from kerneltune.table import join_tables
 
     tables = []
     families = by_family(sources.records)

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, note, show, show_wrapped, width
 from kerneltune.cli.progress import Reporter
+from kerneltune.files import data_root
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, pairs
 
@@ -74,7 +76,6 @@ def command(
         o.use_capture(folder)
         configs, results = configs or Path(folder, "configs"), results or Path(folder, "results")
         file = str(Path(folder, "sweep.yaml"))
-    from kerneltune import device
     from kerneltune.processes import start_server
 
     if device.may_have_gpu():
@@ -200,7 +201,6 @@ def _show_unchecked(plan: "Plan", checked: "Sequence[Record]") -> None:
 
 def _show_recorded(plan: "Plan", asked: str) -> None:
     """Show the recorded GPU times of the family, and the steps that `kerneltune sweep ASKED` would add on a GPU."""
-    from kerneltune.files import data_root
     from kerneltune.records import load
     from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, side
 

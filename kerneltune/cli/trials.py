@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.rounding import cdiv
@@ -36,7 +37,6 @@ def command(
     results: o.Results = None,
 ) -> None:
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
-    from kerneltune import device
     from kerneltune.search.task import store_folder
 
     plan = o.make_plan(family, replace(wanted, variants=(variant,)), policy=policy, results=results)

@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kerneltune import device
 from kerneltune.cli import cases
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_wrapped
 from kerneltune.cli.progress import Reporter
 from kerneltune.cli.trials import searches_of, show_searches
+from kerneltune.progress import Progress
 from kerneltune.wording import counted
 
 if TYPE_CHECKING:
@@ -110,8 +112,6 @@ def command(
 
 def _show_forecast(plan: "Plan") -> None:
     """Print the cases and configs that `tune` would search on this machine, by variant, and about how long it takes."""
-    from kerneltune import device
-    from kerneltune.progress import Progress
     from kerneltune.records import grouped
     from kerneltune.tune.run import expected_work, missing
 
