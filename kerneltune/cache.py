@@ -200,17 +200,13 @@ def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], roo
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
     """
     path = (root or default_root()) / device_slug / f"{op_name}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path):
-            present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
-            stored = {entry.identity: entry for entry in (load_strict(present) if present.exists() else [])}
-            for entry in entries:
-                stored.pop(entry.identity, None)
-                stored[entry.identity] = entry
-            replace_text(path, _render(op_name, device_slug, list(stored.values())))
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror or error}") from error
+    with locked(path):
+        present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
+        stored = {entry.identity: entry for entry in (load_strict(present) if present.exists() else [])}
+        for entry in entries:
+            stored.pop(entry.identity, None)
+            stored[entry.identity] = entry
+        replace_text(path, _render(op_name, device_slug, list(stored.values())))
     clear()
     return path
 

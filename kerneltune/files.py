@@ -138,12 +138,19 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
     A symbolic link stays: the file that it names is replaced. Devices and pipes are written directly.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
         if path.exists() and not path.is_file():
             path.write_bytes(content)
         else:
             _replace(path.resolve() if path.is_symlink() else path, content)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Create the folders of a file that is written within; raise an error of the system as the ValueError of this file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
     except (OSError, RuntimeError) as error:
         raise ValueError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from error
 
@@ -154,20 +161,16 @@ def append_lines(path: Path, data: bytes, keep_partial: bool = False) -> None:
     Args:
         keep_partial: text behind the last newline, such as a killed process leaves, gets a newline. Else it is cut off.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b", buffering=0) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            size = file.seek(0, os.SEEK_END)
-            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
-                if keep_partial:
-                    data = b"\n" + data
-                else:
-                    size = os.pread(file.fileno(), size, 0).rfind(b"\n") + 1
-                    file.truncate(size)
-            _append(file.fileno(), data, size)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    with writing(path), path.open("a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            if keep_partial:
+                data = b"\n" + data
+            else:
+                size = os.pread(file.fileno(), size, 0).rfind(b"\n") + 1
+                file.truncate(size)
+        _append(file.fileno(), data, size)
 
 
 @contextlib.contextmanager
@@ -178,11 +181,8 @@ def locked(path: Path) -> Iterator[None]:
     process.
     """
     lock = path.with_name(f".{path.name}.lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path):
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}") from error
     try:
         _wait(descriptor, path)
         with contextlib.suppress(OSError):  # a full disk: the holder's name is a courtesy

@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from kerneltune import device
 from kerneltune.errors import first_line
-from kerneltune.files import append_lines
+from kerneltune.files import append_lines, writing
 from kerneltune.processes import commit
 from kerneltune.records import TrialStatus
 from kerneltune.search.study import choice_order
@@ -83,10 +83,8 @@ class TrialStore:
                 user_attrs={name: getattr(stored, name) for name in _RESULT},
             )
             trial.datetime_start = trial.datetime_complete = datetime.fromisoformat(date).astimezone().replace(tzinfo=None)
-            try:
+            with writing(self._path):
                 self._study(task, offered).add_trial(trial)
-            except OSError as error:
-                raise ValueError(f"cannot write {self._path}: {error.strerror}") from error
             self._found.setdefault(task.key, {})[knob_pairs(config)] = stored
 
     def _study(self, task: Task, offered: Mapping[str, Sequence[Any]]) -> optuna.Study:
@@ -95,7 +93,6 @@ class TrialStore:
         name = _study_name({field: about[field] for field in _ABOUT}, offered)
         if name not in self._studies:
             if self._storage is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._storage = _opened(self._path)
             known = {study.study_name for study in self._storage.get_all_studies()}
             find = optuna.load_study if name in known else partial(optuna.create_study, load_if_exists=True)
