@@ -120,25 +120,25 @@ def gate_margin(family: str) -> float | None:
     return _gate(_root(path).fields().get("gate")).get("margin")
 
 
-def find(family: str, root: Path | None = None) -> Path:
+def find(family: str) -> Path:
     """Find the sweep file of a family: a `.yaml` path itself, else in `sweeps/` here, else in the checkout or package."""
     if family.endswith((".yaml", ".yml")):
         if Path(family).is_file():
             return Path(family)
         raise ValueError(f"cannot read {family}: no such file")
-    for folder in _folders(root):
+    for folder in _folders():
         if (folder / f"{family}.yaml").is_file():
             return folder / f"{family}.yaml"
-    raise unknown("family", family, families(root), ", or a .yaml file")
+    raise unknown("family", family, families(), ", or a .yaml file")
 
 
-def families(root: Path | None = None) -> list[str]:
-    """Return the names of the sweep files in `root`; by default, in `sweeps/` here and in the checkout or package."""
-    return sorted({path.stem for folder in _folders(root) for path in folder.glob("*.yaml")})
+def families() -> list[str]:
+    """Return the names of the sweep files in `sweeps/` here and in the checkout or package."""
+    return sorted({path.stem for folder in _folders() for path in folder.glob("*.yaml")})
 
 
-def _folders(root: Path | None) -> list[Path]:
-    return [root] if root else [Path("sweeps"), data_root("sweeps")]
+def _folders() -> list[Path]:
+    return [Path("sweeps"), data_root("sweeps")]
 
 
 def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep:

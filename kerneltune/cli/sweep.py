@@ -92,7 +92,7 @@ def _run(plan: "Plan", asked: str, capture: str) -> None:
     from kerneltune.reporting.tables import check_table, sweep_table
 
     with Reporter() as progress:
-        swept = run_sweep(plan, progress, _show_first)
+        swept = run_sweep(plan, progress, lambda rows: show(sweep_table(rows, brief=True).text(width()) + "\n"))
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
     if capture and not timed:
@@ -173,12 +173,6 @@ def _show_mutations(plan: "Plan") -> None:
         show_wrapped(f"{num_failed} of {outputs} not checked: compare accepts a mistake beyond any tolerance")
         raise typer.Exit(1)
     show_wrapped(f"compare checks all {outputs}")
-
-
-def _show_first(records: "Sequence[Record]") -> None:
-    from kerneltune.reporting.tables import sweep_table
-
-    show(sweep_table(records, brief=True).text(width()) + "\n")
 
 
 _SHOWN = 5

@@ -2,7 +2,6 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.plan import Plan, Selection
-    from kerneltune.search.insight import Portfolio
     from kerneltune.search.task import Evaluation
     from kerneltune.spec import Case
 
@@ -81,7 +79,7 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     from kerneltune.search import insight
 
     cases = _times(searches)
-    near = [_regret(stored)[1] for _, stored in searches]
+    near = [insight.regret(stored.values())[1] for _, stored in searches]
     status = Counter(one.status for _, stored in searches for one in stored.values())
     counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
     show_wrapped(f"{title}: {counted(len(cases), 'case')}, {counted(status.total(), 'trial')} ({counts})")
@@ -103,17 +101,13 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
         more = f" and {hidden} more" if hidden else ""
         show_wrapped(f"  never within 2 %: {', '.join(dead[: len(dead) - hidden])}{more}")
     few = insight.portfolio(cases)
-    show_wrapped(f"  {_portfolio(few, len(cases))}")
+    keep, how = "keeps" if len(few.configs) == 1 else "keep", "" if few.exact else ", perhaps not the fewest"
+    good = f"every case ({len(cases)}) within 2 % of its best (worst {100 * few.worst:.1f} %{how})"
+    show_wrapped(f"  {counted(len(few.configs), 'config')} {keep} {good}")
     if whole:
         for knobs in few.configs:
             show_wrapped("    " + pairs(dict(knobs)), " " * 6)
         show(_cases_table(searches).text(width()))
-
-
-def _portfolio(few: "Portfolio", cases: int) -> str:
-    how = "" if few.exact else ", perhaps not the fewest"
-    count = "1 config keeps" if len(few.configs) == 1 else f"{len(few.configs)} configs keep"
-    return f"{count} every case ({cases}) within 2 % of its best (worst {100 * few.worst:.1f} %{how})"
 
 
 def _cases_table(searches: Searches) -> Table:
@@ -124,17 +118,9 @@ def _cases_table(searches: Searches) -> Table:
     columns = (Column("case", wraps=True), *numbers, Column("regret"), Column("knobs that matter", wraps=True))
     rows = []
     for (case, stored), times in zip(searches, _times(searches), strict=True):
-        gaps, to_near = _regret(stored)
+        gaps, to_near = insight.regret(stored.values())
         matter = list(insight.importances(times).items())[:2]
         top = " ".join(f"{knob} {100 * share:.0f}%" for knob, share in matter)
         counts = (min(times.values()), len(stored), to_near, len(insight.ties(times)))
         rows.append(Row((f"{case.name} {case.dtype}", *counts, insight.sparkline(gaps, 16), top)))
     return Table(columns, tuple(rows))
-
-
-def _regret(stored: "Mapping[Any, Evaluation]") -> tuple[list[float], int]:
-    """Return after each trial the gap of the best time so far to the best time, and the number of trials to a gap of 2 %."""
-    from kerneltune.search import insight
-
-    gaps = insight.regret([one.time_us for one in stored.values()])
-    return gaps, next(i for i, gap in enumerate(gaps, start=1) if gap <= insight.NEAR)

@@ -10,7 +10,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from kerneltune.rounding import cdiv
-from kerneltune.search.task import Knobs
+from kerneltune.search.task import Evaluation, Knobs
 
 NEAR = 0.02
 """Fraction over the best time up to which a config is good enough."""
@@ -39,11 +39,11 @@ class Portfolio:
     exact: bool
 
 
-def regret(times: Sequence[float | None]) -> list[float]:
-    """Return after every evaluation the gap of the best time so far to the best of all; infinite before the first time."""
-    best = min(time for time in times if time is not None)
-    so_far = itertools.accumulate((float("inf") if time is None else time for time in times), min)
-    return [time / best - 1.0 for time in so_far]
+def regret(evaluations: Iterable[Evaluation]) -> tuple[list[float], int]:
+    """Return after every evaluation the gap of the best time so far to the best of all; and the evaluations to a gap of 2 %."""
+    so_far = list(itertools.accumulate((math.inf if one.time_us is None else one.time_us for one in evaluations), min))
+    gaps = [time / so_far[-1] - 1.0 for time in so_far]
+    return gaps, next(i for i, gap in enumerate(gaps, start=1) if gap <= NEAR)
 
 
 def sparkline(gaps: Sequence[float], width: int = 40) -> str:

@@ -21,7 +21,8 @@ def knobs(block: int, warps: int) -> insight.Knobs:
 
 
 def test_regret_is_the_gap_of_the_best_so_far() -> None:
-    assert regret([None, 20.0, 30.0, 10.0, 12.0]) == [float("inf"), 1.0, 1.0, 0.0, 0.0]
+    times = [None, 20.0, 30.0, 10.0, 12.0]
+    assert regret([Evaluation("passed", time) for time in times]) == ([float("inf"), 1.0, 1.0, 0.0, 0.0], 4)
 
 
 def test_a_sparkline_falls_to_nothing() -> None:
