@@ -34,7 +34,7 @@ from kerneltune.plan import Plan
 from kerneltune.progress import Progress
 from kerneltune.records import Key, Record, key_of_case
 from kerneltune.reporting import tables
-from kerneltune.search.task import Run, Task, config_values
+from kerneltune.search.task import Run, Task, config_values, present
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.sweep import SweepCase
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
@@ -412,11 +412,10 @@ def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Runs) 
     Failed rows do not count: a row that failed in an interrupted run is measured again.
     """
     gpu = device.current()
-    here = {"device": gpu.name, "driver": gpu.driver, "unit": gpu.unit, **device.versions()}
     finished = []
     for task, config in runs:
         key = key_of_case(task.op.name, task.case, task.policy)
-        wanted = {**here, "source_hash": task.variant.source_hash, "config": config_values(config)}
+        wanted = {"device": gpu.name, "unit": gpu.unit, "config": config_values(config), **present(task.variant)}
         kept = (row for row in done.get((key, task.variant.name), ()) if row.status != "failed")
         rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
         finished += rows[-1:]

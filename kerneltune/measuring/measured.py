@@ -1,15 +1,13 @@
 """Make records of the samples of a case, and of checks."""
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any, cast
 
 from kerneltune import device
 from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import CEILING, SELF, Compared
-from kerneltune.processes import commit
 from kerneltune.records import Record, Status, timing
-from kerneltune.search.task import Run, Task, config_values
+from kerneltune.search.task import Run, Task, config_values, stamp
 from kerneltune.spec import Config
 from kerneltune.stats import Samples, median_interval, ratio_interval
 
@@ -54,21 +52,17 @@ def checked_record(family: str, run: Run, outcome: Outcome) -> Record:
 
 def make_record(family: str, task: Task, config: Config, status: str, reason: str, **times: Any) -> Record:
     """Make a record of this device and source; `times` are the fields of `records.timing`."""
-    fields: dict[str, Any] = {**times, **device.versions()}
-    op, case, variant, here = task.op, task.case, task.variant, device.current()
+    here = device.current()
     return Record(
         status=cast(Status, status),
         config=config_values(config),
         device=here.name,
-        driver=here.driver,
         unit=here.unit,
-        source_hash=variant.source_hash,
-        commit=commit(),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
         reason=reason,
         family=family,
-        role=variant.role,
-        flops=op.flops(case) if op.flops is not None else None,
+        role=task.variant.role,
+        flops=task.op.flops(task.case) if task.op.flops is not None else None,
         **task.identity,
-        **fields,
+        **stamp(task.variant),
+        **times,
     )
