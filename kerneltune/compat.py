@@ -58,9 +58,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName("torch:_scaled_grouped_mm", "is the peer of grouped products in fp8", "records have one peer less"),
     PrivateName(
-        "torch:_assert_async",
-        "lets the GPU assert the order of group ends under TRITON_DEBUG=1",
-        "the GPU does not assert it",
+        "torch:_assert_async", "lets the GPU assert the order of group ends under TRITON_DEBUG=1", "the GPU does not assert it"
     ),
     PrivateName("torch:ops.aten._unsafe_view", "reshapes a result that autograd lets callers change in place", "a copy"),
     PrivateName("torch:ops.aten._weight_int4pack_mm", "is torch's peer of int4 products", "records have one peer less"),

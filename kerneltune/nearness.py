@@ -42,12 +42,7 @@ def ranked(
 
 
 def _nearness(
-    wanted: Place,
-    place: Place,
-    free_axes: frozenset[str],
-    free_options: frozenset[str],
-    bands: Bands,
-    max_distance: float,
+    wanted: Place, place: Place, free_axes: frozenset[str], free_options: frozenset[str], bands: Bands, max_distance: float
 ) -> Nearness | None:
     (axes, dtype, options), (sizes, other, values) = wanted, place
     is_moved, is_changed, is_other = sizes != axes, values != options, other != dtype

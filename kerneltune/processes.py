@@ -229,21 +229,14 @@ def start_server() -> None:
     resource_tracker.ensure_running()  # else the server starts it, and lets interrupts through again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with _STARTING:  # another thread may start a process, too
-        os.environ[_SERVER] = f"{os.getpid()} {_folder_of_sockets()}"
+        config = vars(multiprocessing.current_process())["_config"]  # multiprocessing.util.get_temp_dir() reads "tempdir" of it
+        made = "" if "tempdir" in config else config.setdefault("tempdir", str(process_folder()))
+        os.environ[_SERVER] = f"{os.getpid()} {made}"
         try:
             forkserver.ensure_running()
         finally:
             del os.environ[_SERVER]
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _folder_of_sockets() -> str:
-    """Return the folder for multiprocessing's sockets if this process made the folder; empty if a parent made it."""
-    config = vars(multiprocessing.current_process())["_config"]  # multiprocessing.util.get_temp_dir() reads "tempdir" of it
-    if "tempdir" in config:
-        return ""
-    config["tempdir"] = str(process_folder())
-    return str(config["tempdir"])
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:

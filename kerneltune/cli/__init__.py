@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 import warnings
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperArgument, TyperGroup, TyperOption
@@ -196,9 +196,7 @@ def _root(
     ] = None,
     captured: Annotated[
         str | None,
-        options.option(
-            "--captured", "DIR", "Use the operators, records and configs of this capture; its family is DIR/sweep.yaml."
-        ),
+        options.option("--captured", "DIR", "Use operators, records and configs of this capture, family DIR/sweep.yaml."),
     ] = None,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
@@ -211,14 +209,7 @@ def _root(
         options.use_plugins(plugin)
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
     error_line(f"warning: {message}")
 
 

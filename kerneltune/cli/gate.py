@@ -77,13 +77,7 @@ def command(
     if margin is not None and not 0 <= margin < 1:
         raise ValueError(f"margin: {margin}: expected a fraction from 0 to below 1, such as 0.03")
     if new is not None:
-        o.refuse(
-            "expected only with --run",
-            policy=policy,
-            processes=processes,
-            update=update,
-            save=save,
-        )
+        o.refuse("expected only with --run", policy=policy, processes=processes, update=update, save=save)
         _report(_judged(baseline, new, wanted, margin, peers, allow_stale, configs), junit, markdown, annotations)
         return
     o.refuse("expected only with a file of records", allow_stale=allow_stale)

@@ -125,10 +125,7 @@ class Evaluator(Protocol):
 
 
 def explore(
-    candidates: Candidates,
-    search: Search,
-    evaluator: Evaluator,
-    known: Mapping[Config, Evaluation] = MappingProxyType({}),
+    candidates: Candidates, search: Search, evaluator: Evaluator, known: Mapping[Config, Evaluation] = MappingProxyType({})
 ) -> dict[Config, Evaluation]:
     """Try candidates until a budget is used, the expected gain is small, or no config is left.
 

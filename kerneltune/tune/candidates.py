@@ -26,21 +26,15 @@ KnobOverrides = Sequence[tuple[str, tuple[str, ...]]]
 """Names of knobs with values as text."""
 
 
-def neighbour_dtype(task: Task) -> Task | None:
-    """Return the task in the other 16-bit type, whose fastest configs are good candidates; None for a type of other width."""
-    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
-    return replace(task, case=replace(task.case, dtype=other)) if other in task.op.dtypes else None
-
-
 def pool_of(task: Task, store: "TrialStore | None" = None) -> list[Config]:
     """Return the default, then the configs of the space, or the fastest of the other 16-bit type if that type was searched.
 
     Without a store, all configs of the space are returned.
     """
     space = checked_space(task)
-    neighbour = neighbour_dtype(task)
-    if store is not None and neighbour is not None:
-        ranked = store.ranked(neighbour)
+    other = {"bfloat16": "float16", "float16": "bfloat16"}.get(task.case.dtype, "")
+    if store is not None and other in task.op.dtypes:
+        ranked = store.ranked(replace(task, case=replace(task.case, dtype=other)))
         if len(ranked) > max(_TRANSFERRED, len(store.ranked(task))):
             offered = set(space)
             space = [config for values in ranked[:_TRANSFERRED] if (config := task.variant.config_from(values)) in offered]

@@ -270,7 +270,7 @@ def tune(tuner: Tuner, search: Search, root: Path | None) -> cache.CacheEntry:
         WorkerCrashedError: the worker's process crashed over every finalist, or stopped.
     """
     with tuner:
-        explored = _explored(tuner, _candidates(tuner, _pool(tuner), root), search)
+        explored = _explored(tuner, _candidates(tuner, root), search)
         times = times_of(explored)
         before = tuner.task.chooser(root).find(tuner.task.op.called(tuner.task.case))
         if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
@@ -295,17 +295,14 @@ def _explored(tuner: Tuner, candidates: Candidates, search: Search) -> dict[Conf
 
 def first_runs(tuner: Tuner, search: Search, root: Path | None) -> Iterator[Run]:
     """Yield the configs that the search of a case would try first; nothing where the case was searched before."""
-    pool = _pool(tuner)
-    if not _known(tuner, pool):
-        order = _candidates(tuner, pool, root).in_order(search)
+    candidates = _candidates(tuner, root)
+    if not _known(tuner, candidates.pool):
+        order = candidates.in_order(search)
         yield from (Run(tuner.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
 
 
-def _pool(tuner: Tuner) -> list[Config]:
-    return pool_of(tuner.task, None if tuner.searches_all else tuner.store)
-
-
-def _candidates(tuner: Tuner, pool: Sequence[Config], root: Path | None) -> Candidates:
+def _candidates(tuner: Tuner, root: Path | None) -> Candidates:
+    pool = pool_of(tuner.task, None if tuner.searches_all else tuner.store)
     return Candidates(pool, starting_points(tuner.task, pool, root))
 
 

@@ -42,7 +42,7 @@ from kerneltune.search.loop import ENUMERATE_UP_TO, Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
-from kerneltune.tune.candidates import neighbour_dtype, pool_of, starting_points
+from kerneltune.tune.candidates import pool_of, starting_points
 from kerneltune.tune.tuner import NothingPassedError, Tuner, tune
 
 # enumeration
@@ -274,13 +274,6 @@ def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
 
 
 # the other 16-bit type
-
-
-def test_the_neighbour_is_the_other_16_bit_type() -> None:
-    op = op_of(SMALL)
-    assert neighbour_dtype(Task(op, CASE, SMALL)) == Task(op, HALF, SMALL)
-    assert neighbour_dtype(Task(op, HALF, SMALL)) == Task(op, CASE, SMALL)
-    assert neighbour_dtype(Task(op, SINGLE, SMALL)) is None
 
 
 def test_the_ranking_of_the_neighbour_narrows_the_candidates(setting: Setting) -> None:
