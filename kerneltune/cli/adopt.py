@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.cases import sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
+from kerneltune.cli.progress import Reporter
+from kerneltune.files import read_text
 from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
@@ -83,7 +86,6 @@ def getter_command(
     interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
     call was tuned or, without a GPU, a check failed.
     """
-    from kerneltune import device
     from kerneltune.adopt.getter import GetterFacts, given_knobs, probe, write_facts
     from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
     from kerneltune.processes import in_fresh_processes
@@ -114,7 +116,6 @@ def getter_command(
                 show_wrapped(one.reason)
         show("no GPU: nothing was timed")
         raise typer.Exit(int(any(one.status == "failed" for one in outcomes)))
-    from kerneltune.cli.progress import Reporter
 
     share = budget / sum(one.is_wanted and not one.problem for one in facts.cases)
     options = o.make_options(policy=policy, budget_s=share, trials=trials, force=force, until_gain=0.01, workers=workers)
@@ -162,8 +163,6 @@ def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCas
 
     is_whole_table: whether the user chose no tokens, so that without a GPU few of them will do.
     """
-    from kerneltune import device
-
     if device.current().is_gpu:
         return cases
     wanted = [one for one in cases if one.is_wanted]
@@ -177,8 +176,6 @@ def _called_here(cases: "list[CallCase]", is_whole_table: bool) -> "list[CallCas
 def _read_space(path: Path | None) -> dict[str, list[int]]:
     """Return the values of knobs that the user gave; empty without a file."""
     import yaml
-
-    from kerneltune.files import read_text
 
     try:
         space = yaml.safe_load(read_text(path)) if path else {}
@@ -244,7 +241,6 @@ def tune_folder(
 
     start_server()
     from kerneltune.adopt.tuning import tune_capture
-    from kerneltune.cli.progress import Reporter
 
     with Reporter() as progress:
         outcome = tune_capture(folder, progress, budget_s=budget, share=share or 1.0, widen=widen, force=force, workers=workers)

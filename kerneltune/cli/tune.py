@@ -103,7 +103,7 @@ def command(
     with Reporter() as progress:
         tuned = run_tune(plan, progress)
     if tuned.entries:
-        for title, searches in searches_of(plan, tuned.device_slug).items():
+        for title, searches in searches_of(plan, device.current().slug).items():
             show_searches(title, searches)
     _show_outcome(tuned, configs)
     if tuned.failed:

@@ -36,14 +36,12 @@ class TuningSummary:
     """Hold the result of a run.
 
     Attributes:
-        device_slug: folder name of the GPU model.
         entries: entries that are now in the config cache.
         searched: number of tasks that were searched, or whose spaces were measured.
         failed: number of searched tasks that ended with a problem.
         kept: number of tasks whose cached config was kept.
     """
 
-    device_slug: str
     entries: list[cache.CacheEntry]
     searched: int = 0
     failed: int = 0
@@ -58,14 +56,13 @@ def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> TuningS
     options = plan.options
     gpus = visible_gpus(options.gpus) if options.gpus else []
     device.require_gpu("tune")
-    slug = device.current().slug
     tasks, kept = missing(plan, progress)
     if not tasks:
-        return TuningSummary(slug, [], kept=kept)
+        return TuningSummary([], kept=kept)
     finished = Fleet(gpus, options, progress).run(tasks) if gpus else _tune_here(options, tasks, progress, until)
     cache.clear()
     stored = [done.entry for _, done in finished if done.entry is not None]
-    return TuningSummary(slug, stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
+    return TuningSummary(stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
 
 
 def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:

@@ -60,7 +60,7 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return SweepResult(fake(*given), [])
 
     def tuned(*given: Any) -> TuningSummary:
-        return TuningSummary("nvidia_h200", fake(*given))  # type: ignore[arg-type]
+        return TuningSummary(fake(*given))  # type: ignore[arg-type]
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", swept)
     monkeypatch.setattr("kerneltune.tune.run.run_tune", tuned)

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from versus_jobs import H200
 
-from kerneltune import cache, ops
+from kerneltune import cache, device, ops
 from kerneltune.cli import app
 from kerneltune.search import insight
 from kerneltune.search.insight import dead_values, importances, portfolio, regret, sparkline, ties
@@ -89,7 +90,7 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
 
 
 def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the GPUs that were tuned on, which this host need not have."""
+    monkeypatch.setattr(device, "current", lambda: H200)
     op = ops.load()["rmsnorm_bwd"]
     variant = op.variant("optimized")
     store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.log", source_hash="x")
@@ -98,7 +99,7 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
         for i, config in enumerate(variant.configs(case)):
             trial = Evaluation("spills") if i % 5 == 4 else Evaluation("passed", 50.0 + 10 * (config.stages == 2) + config.rows)
             store.put(Task(op, case, variant), config, trial)
-    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary("nvidia_h200", ["an entry"], searched=1))
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary(["an entry"], searched=1))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])
     assert result.exit_code == 0, result.output
     title, regret_line, matter, dead, few = result.stdout.splitlines()
@@ -124,7 +125,7 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
 def test_tune_says_that_nothing_was_lacking_and_fails_where_a_case_did(
     counts: dict[str, int], code: int, out: str, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary("nvidia_h200", [], **counts))
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary([], **counts))
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path)])
     served = f"operators read {cache.default_root()}: set KERNELTUNE_CONFIGS={tmp_path} where they shall use these configs\n"
     assert (result.exit_code, result.stdout) == (code, out)
