@@ -1,16 +1,15 @@
-"""Fit the times of `ops/int4_gemm/estimate.py`, by which `int4_fp8_gemm` chooses untuned configs, to kept trials. Needs no GPU.
+"""Fit the times of `ops/int4_gemm/estimate.py`, by which untuned configs of products in e4m3 are chosen. Needs no GPU.
 
 python benchmarks/fit_int4_estimate.py [--gpu nvidia_h100_80gb_hbm3] [--today]
 
-Prints the fitted times, and how near the chosen configs come to the fastest known config: the least known time of a case over
-the time of its config, geometric mean and worst. *out*: every size of w gets the config that a fit without this size chooses.
-Cases count whose space is known, `WHOLE` times or more, also by the round of
-`whole_spaces.py` that timed them.
+Prints how near the chosen configs come to the fastest known config, and the fitted times: the least known time of a case over
+the time of its config, geometric mean and worst. *out*: every size of w gets the config that a fit without this size chooses. No
+time of `int4_fp8_grouped_gemm` is fitted. Cases count whose space is known, `WHOLE` times or more.
 """
 
 import argparse
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +19,11 @@ from untuned_shapes import known
 
 from kerneltune import ops
 from kerneltune.ops.int4_gemm import fp8_gemm
-from kerneltune.ops.int4_gemm.estimate import HELD, SMS, TIMES, StepTimes, product_us, shape_cost, warps_of
+from kerneltune.ops.int4_gemm.estimate import HELD, SMS, TIMES, StepTimes, product_us, warps_of
 from kerneltune.ops.int4_gemm.fp8_gemm import Int4Fp8Config, sizes_of
 from kerneltune.rounding import cdiv
 from kerneltune.search.task import Knobs, knob_pairs
-from kerneltune.spec import Case
+from kerneltune.spec import Case, Config
 
 WHOLE = 18
 """Fewest known times of a case by which a choice is judged."""
@@ -49,11 +48,15 @@ class Seen(NamedTuple):
     weight: float
 
 
-def known_times(gpu: str) -> dict[Case, dict[Knobs, float]]:
+def known_times(op: str, gpu: str) -> dict[Case, dict[Knobs, float]]:
     """Return the known times of each case's configs."""
-    op = ops.load()["int4_fp8_gemm"]
-    found = known(op, op.variant("optimized"), gpu).times
+    found = known(ops.load()[op], ops.load()[op].variant("optimized"), gpu).times
     return {case: {knobs: us for knobs, us in times.items() if us} for case, times in found.items()}
+
+
+def judged_of(times: Times) -> list[Case]:
+    """Return the cases whose choice is judged."""
+    return [case for case, of_case in times.items() if len(of_case) >= WHOLE]
 
 
 def is_compared(case: Case, c: Int4Fp8Config) -> bool:
@@ -67,9 +70,9 @@ def is_compared(case: Case, c: Int4Fp8Config) -> bool:
 def estimate_us(case: Case, c: Int4Fp8Config, values: Sequence[float]) -> float:
     """Estimate the time of a call: the launches and the cast, then the product. values: `LAUNCHES`, then `StepTimes`."""
     sizes = sizes_of(case)
-    cost = shape_cost(sizes, c.tokens, c.blocks, StepTimes(*values[2:]))
-    programs, steps = cdiv(c.splits * cost.tiles, SMS), cdiv(sizes[2], c.splits)
-    return values[0] + values[1] * sizes[2] + product_us(cost, programs, steps, c.splits)
+    cost, tiles, reads = fp8_gemm.costs(sizes, c.tokens, c.blocks, StepTimes(*values[2:]))
+    programs, steps = cdiv(c.splits * tiles, SMS), cdiv(sizes[2], c.splits)
+    return values[0] + values[1] * sizes[2] + product_us(cost, programs, steps, reads, c.splits)
 
 
 def seen(times: Times) -> list[Seen]:
@@ -96,14 +99,26 @@ def fit(rows: Sequence[Seen], start: Sequence[float]) -> list[float]:
     return [float(value) for value in result.x]
 
 
-def shares(times: Times, cases: Sequence[Case], chosen: StepTimes) -> dict[Case, float]:
+def shares(times: Times, cases: Iterable[Case], choose: Callable[[Case], Config | None]) -> dict[Case, float]:
     """Return by case the least known time over the time of the chosen config; cases whose config was not timed are left out."""
-    found = {}
-    for case in cases:
-        time_us = times[case].get(knob_pairs(fp8_gemm.shortest(sizes_of(case), SMS, chosen)))
-        if time_us is not None:
-            found[case] = min(times[case].values()) / time_us
-    return found
+    chosen = {case: times[case].get(knob_pairs(choose(case))) for case in cases}
+    return {case: min(times[case].values()) / time_us for case, time_us in chosen.items() if time_us is not None}
+
+
+def choice_by(values: Sequence[float]) -> Callable[[Case], Config]:
+    """Return the choice of `int4_fp8_gemm` by fitted values."""
+    return lambda case: fp8_gemm.shortest(sizes_of(case), SMS, StepTimes(*values[2:]))
+
+
+def show_today(op: str, times: Times, gpu: str) -> None:
+    """Print how near today's default comes, by the round of `whole_spaces.py` that timed a case, and over all."""
+    choose, judged = ops.load()[op].variant("optimized").default_config, judged_of(times)
+    for block in read(path_of(op, gpu)):
+        of_round = {case for case, _, _ in block.rows}
+        if found := shares(times, [case for case in judged if case in of_round], choose):
+            show(f"{op}, round of {block.date:.16}", found)
+    if found := shares(times, judged, choose):
+        show(f"{op}, today", found)
 
 
 def show(name: str, found: Mapping[Case, float]) -> None:
@@ -119,23 +134,19 @@ def main() -> None:
     parser.add_argument("--gpu", default="nvidia_h100_80gb_hbm3", help="folder of a GPU")
     parser.add_argument("--today", action="store_true", help="fit nothing, which takes minutes")
     options = parser.parse_args()
-    times = known_times(options.gpu)
-    judged = [case for case, of_case in times.items() if len(of_case) >= WHOLE]
-    for block in read(path_of("int4_fp8_gemm", options.gpu)):
-        of_round = {case for case, _, _ in block.rows} & set(judged)
-        if of_round:
-            show(f"today's times, round of {block.date:.16}", shares(times, sorted(of_round, key=judged.index), TIMES))
-    show("today's times", shares(times, judged, TIMES))
-    if options.today:
+    show_today("int4_fp8_grouped_gemm", known_times("int4_fp8_grouped_gemm", options.gpu), options.gpu)
+    times = known_times("int4_fp8_gemm", options.gpu)
+    show_today("int4_fp8_gemm", times, options.gpu)
+    if options.today or not (judged := judged_of(times)):
         return
     rows = seen(times)
     fitted = fit(rows, (*LAUNCHES, *TIMES))
     print(f"{len(rows)} times fitted: {StepTimes(*(round(value, 5) for value in fitted[2:]))}")
-    show("fitted", shares(times, judged, StepTimes(*fitted[2:])))
+    show("fitted", shares(times, judged, choice_by(fitted)))
     out: dict[Case, float] = {}
     for size in sorted({(case["M"], case["K"]) for case in judged}):
         left = fit([row for row in rows if (row.case["M"], row.case["K"]) != size], fitted)
-        out |= shares(times, [case for case in judged if (case["M"], case["K"]) == size], StepTimes(*left[2:]))
+        out |= shares(times, [case for case in judged if (case["M"], case["K"]) == size], choice_by(left))
     show("out", out)
 
 

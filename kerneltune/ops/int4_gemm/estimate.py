@@ -1,4 +1,4 @@
-"""Estimate the time of a product with tokens in e4m3, by which `fp8_gemm.default` chooses.
+"""Estimate the time of a product with tokens in e4m3, by which the defaults of `fp8_gemm` and `grouped` choose.
 
 A program takes steps of 128 k. An SM runs at most `HELD` programs at once. A step of all of them takes as long as a program
 waits, or as long as the shares of all programs take together, whichever is longer. All steps take at least as long as the reads
@@ -68,45 +68,49 @@ class ShapeCost(NamedTuple):
     """Hold the costs of programs of a shape, for `product_us`. Powers are the fourth.
 
     Attributes:
-        tiles: programs without splits.
         held: programs that an SM holds at once.
         wait, share: powers of the µs that a step waits, and that it takes of the SM.
-        reads: power of the µs of the reads of all programs: of w from memory, of w for further tokens and of x from L2.
         part: µs to add up the part of another split.
         store: µs of a program's end.
     """
 
-    tiles: int
     held: int
     wait: float
     share: float
-    reads: float
     part: float
     store: float
 
 
-def shape_cost(sizes: tuple[int, int, int, int], tokens: int, blocks: int, t: StepTimes = TIMES) -> ShapeCost:
+def shape_cost(tokens: int, blocks: int, groups: int, absent: float = 0, t: StepTimes = TIMES) -> ShapeCost:
     """Return the costs of programs of a shape.
 
     Args:
-        sizes: tokens, blocks of rows of w, blocks of k, and groups of k in a block.
-        tokens: rows of x of a program.
+        tokens: rows of x of a step.
         blocks: blocks of rows of w of a program.
+        groups: groups of k of a step.
+        absent: rows of x of a step past the last token, on average.
         t: times that the estimate is made of.
     """
-    N, rows, depth, groups = sizes
-    elements, again, token_tiles = tokens * blocks, 1 + t.again * (groups - 1), -(-N // tokens)
-    tiles = -(-rows // blocks) * token_tiles
+    elements, again = tokens * blocks, 1 + t.again * (groups - 1)
     wait = again * (t.wait + t.product * elements)
     share = again * (t.warpgroup * warps_of(tokens, blocks) / 4 + t.block * blocks + t.element * elements)
-    absent = t.absent * (tokens - N / token_tiles)
-    from_l2 = rows * (token_tiles - 1) + tiles * tokens / 32  # a block of w has the bytes of 32 rows of x
-    reads = t.read * depth * (rows + t.cached * from_l2)
-    powers = wait**4, share**4 + absent**4, reads**4
-    return ShapeCost(tiles, HELD[tokens, blocks], *powers, t.part * elements, t.store * elements)
+    return ShapeCost(HELD[tokens, blocks], wait**4, share**4 + (t.absent * absent) ** 4, t.part * elements, t.store * elements)
 
 
-def product_us(cost: ShapeCost, programs: int, steps: int, splits: int = 1) -> float:
+def reads_us(depth: int, rows: float, rows_again: float, x_rows: float, t: StepTimes = TIMES) -> float:
+    """Estimate how long the reads of all programs take, if nothing else does.
+
+    Args:
+        depth: blocks of k.
+        rows: blocks of rows of w, which come from memory.
+        rows_again: blocks of rows of w that programs of further tokens read, from L2.
+        x_rows: rows of x that all programs read, from L2; 32 rows have the bytes of a block of w.
+        t: times that the estimate is made of.
+    """
+    return t.read * depth * (rows + t.cached * (rows_again + x_rows / 32))
+
+
+def product_us(cost: ShapeCost, programs: int, steps: float, reads: float, splits: int = 1) -> float:
     """Estimate how long a product takes without its begin.
 
     Of times that overlap the longest counts, and more where two are equal: the fourth root of the sum of their fourth powers.
@@ -115,11 +119,12 @@ def product_us(cost: ShapeCost, programs: int, steps: int, splits: int = 1) -> f
         cost: costs of the programs.
         programs: programs of an SM.
         steps: steps of a program.
+        reads: result of `reads_us`.
         splits: programs that share rows of w.
     """
-    _, held, wait, share, reads, part, store = cost
+    held, wait, share, part, store = cost
     at_once = programs if programs < held else held
     times = steps * programs / at_once
-    square, squares = at_once * at_once, times * times  # because powers are slow
-    overlapped = sqrt(sqrt(squares * squares * (wait + square * square * share) + reads))
+    square, squares, reads = at_once * at_once, times * times, reads * reads  # because powers are slow
+    overlapped = sqrt(sqrt(squares * squares * (wait + square * square * share) + reads * reads))
     return overlapped + (splits - 1) * part + programs * store

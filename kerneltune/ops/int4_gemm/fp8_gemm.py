@@ -18,7 +18,7 @@ from kerneltune.kernel_lib.launch import on_its_device, too_much_shared
 from kerneltune.kernel_lib.tl_lib import FP8_MAX, INTERPRETED, since_sm_90
 from kerneltune.kernel_lib.workspace import counters
 from kerneltune.ops.int4_gemm import configs, gemm, reference
-from kerneltune.ops.int4_gemm.estimate import HELD, TIMES, StepTimes, product_us, shape_cost, sms, warps_of
+from kerneltune.ops.int4_gemm.estimate import HELD, TIMES, ShapeCost, StepTimes, product_us, reads_us, shape_cost, sms, warps_of
 from kerneltune.ops.int4_gemm.kernels.fp8 import Fp8Work, cast_rows
 from kerneltune.ops.int4_gemm.kernels.fp8 import int4_fp8_gemm as kernel
 from kerneltune.ops.int4_gemm.packing import DEPTH, ROWS, Int4Weight
@@ -242,6 +242,15 @@ def is_early(N: int) -> bool:
     return N <= _EARLY
 
 
+def costs(sizes: tuple[int, int, int, int], tokens: int, blocks: int, times: StepTimes) -> tuple[ShapeCost, int, float]:
+    """Return the costs of programs of a shape, the programs without splits, and the µs of their reads."""
+    N, rows, depth, groups = sizes
+    token_tiles = -(-N // tokens)
+    tiles = -(-rows // blocks) * token_tiles
+    reads = reads_us(depth, rows, rows * (token_tiles - 1), tiles * tokens, times)
+    return shape_cost(tokens, blocks, groups, tokens - N / token_tiles, times), tiles, reads
+
+
 @lru_cache(maxsize=4096)
 def shortest(sizes: tuple[int, int, int, int], sms: int, times: StepTimes = TIMES) -> Int4Fp8Config:
     """Return the config of the shortest estimated time for the result of `sizes_of`, on a GPU of so many SMs.
@@ -254,11 +263,11 @@ def shortest(sizes: tuple[int, int, int, int], sms: int, times: StepTimes = TIME
     offers = []
     for tokens in _token_tiles(N):
         for blocks in (1, 2) if 3 * tokens >= min(N, 128) else ():
-            cost = shape_cost(sizes, tokens, blocks, times)
+            cost, tiles, reads = costs(sizes, tokens, blocks, times)
             for splits in _SPLITS if tokens < 128 else (1,):
-                programs, steps = -(-cost.tiles * splits // sms), -(-depth // splits)
+                programs, steps = -(-tiles * splits // sms), -(-depth // splits)
                 if splits == 1 or (programs <= cost.held and (splits - 1) * steps < depth):
-                    offers.append((product_us(cost, programs, steps, splits), tokens, blocks, splits, programs))
+                    offers.append((product_us(cost, programs, steps, reads, splits), tokens, blocks, splits, programs))
     _, tokens, blocks, splits, programs = min(offers)
     is_deep = splits == 1 and programs <= min(HELD[tokens, blocks], 256 // tokens)
     return Int4Fp8Config(tokens, blocks, warps_of(tokens, blocks), splits, 4 if is_deep else 3, is_early(N))
