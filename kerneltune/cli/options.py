@@ -86,17 +86,13 @@ OpNames = Annotated[list[str] | None, option("--op", "NAME", "Only this operator
 CaseNames = Annotated[list[str] | None, option("--case", "NAME", "Only cases whose name matches, like 'te-*'; may be repeated.")]
 
 
-def _whole_names(values: list[str] | None) -> list[str] | None:
-    return values and [dtype_name(value) for value in values]
-
-
-def whole_name(value: str | None) -> str | None:
-    """Return torch's name of an element type of `--dtype`, which may be short."""
-    return value and dtype_name(value)
+def whole_name(value: Any) -> Any:
+    """Return torch's name of an element type of `--dtype`, which may be short; of each type where it may be repeated."""
+    return [dtype_name(name) for name in value] if isinstance(value, list) else value and dtype_name(value)
 
 
 Dtypes = Annotated[
-    list[str] | None, option("--dtype", "NAME", "Only this element type, like bf16; may be repeated.", callback=_whole_names)
+    list[str] | None, option("--dtype", "NAME", "Only this element type, like bf16; may be repeated.", callback=whole_name)
 ]
 Quants = Annotated[list[str] | None, option("--quant", "NAME", "Only this quantization mode; may be repeated.")]
 VariantNames = Annotated[

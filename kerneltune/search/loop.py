@@ -176,18 +176,14 @@ def times_of(evaluations: Mapping[Config, Evaluation]) -> dict[Config, float]:
 
 def _drawn(rest: Sequence[Config], guesses: Sequence[Config], seed: int) -> list[Config]:
     """Return configs in random order; a config that differs little from a guess probably comes early."""
-    rng, known = random.Random(seed), [_values(guess) for guess in guesses]
+    rng, known = random.Random(seed), [knobs_of(guess).values() for guess in guesses]
 
     def when(config: Config) -> float:
-        values = _values(config)
+        values = knobs_of(config).values()
         changed = min((sum(map(operator.ne, values, guess)) for guess in known), default=0)
         return rng.expovariate(1.0) * _LESS_LIKELY**changed
 
     return sorted(rest, key=when)
-
-
-def _values(config: Config) -> tuple[Any, ...]:
-    return tuple(knobs_of(config).values())
 
 
 class SearchState:
