@@ -222,11 +222,7 @@ class GpuWorker:
     def stop(self) -> None:
         """End the process, even while another thread waits for its answer; no request starts another process."""
         self.is_closed = True
-        self._end(asked_here=False)
-
-    def end(self) -> None:
-        """End the process and free its memory; the next request starts another process."""
-        self._end()
+        self.end(asked_here=False)
 
     def begin(self) -> None:
         """Start a process, which opens the GPU while this process does other work."""
@@ -288,14 +284,14 @@ class GpuWorker:
             pipe.send((name, arguments))
             while True:
                 if not pipe.poll(timeout_s):
-                    self._end()
+                    self.end()
                     raise WorkerCrashedError(f"took longer than {timeout_s:g} s", variant)
                 said = pipe.recv()
                 if isinstance(said, tuple):
                     break
                 variant = said
         except (EOFError, OSError) as error:
-            code = self._end()
+            code = self.end()
             error_type = WorkerStoppedError if self.is_closed or code in _ENDED_FROM_OUTSIDE else WorkerCrashedError
             reason = "was stopped" if self.is_closed else f"died: exit code {code}"
             raise error_type(f"the GPU worker {reason}", variant) from error
@@ -303,14 +299,15 @@ class GpuWorker:
             self.is_asking = False
         answer, problem = said
         if problem:
-            self._end()
+            self.end()
             raise WorkerCrashedError(problem, variant)
         return answer
 
-    def _end(self, asked_here: bool = True) -> int | None:
+    def end(self, asked_here: bool = True) -> int | None:
         """End the process, by force if necessary, and return its exit code; None where another thread ends it.
 
-        If `asked_here` is false, another thread may wait for an answer, so the pipe stays open until that thread finds its end.
+        The next request starts another process. If `asked_here` is false, another thread may wait for an answer, so the pipe
+        stays open until that thread finds its end.
         """
         with self._lock:
             process, pipe, in_use = self.process, self._pipe, self.is_asking and not asked_here
