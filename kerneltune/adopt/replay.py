@@ -116,6 +116,8 @@ PROGRAM_MODULE = "__mp_main__"
 _SETTINGS = frozenset(("os.environ", "sys.path"))
 """Objects that programs change before their imports, because the imports depend on them."""
 _READS = re.compile("LOAD_.*(NAME|GLOBAL).*")
+_OWNERS = re.compile(r"([^\W\d]\w*)(\.\w+)?(?=[.[]|$)")
+"""The first two names of a.b.c and a.b[c]; of a[b].c the first."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -197,19 +199,9 @@ def _changes(statement: ast.stmt) -> set[str]:
     for node in _outside_definitions([statement]):
         stored = isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store)
         owner = node.func if isinstance(node, ast.Call) else node if stored else None
-        names = _chain(owner) if isinstance(owner, ast.Attribute | ast.Subscript) else []
-        changed |= {".".join(names[:1]), ".".join(names[:2])} - {""}
+        if isinstance(owner, ast.Attribute | ast.Subscript) and (names := _OWNERS.match(ast.unparse(owner))):
+            changed |= {names[1], names[0]}
     return changed
-
-
-def _chain(node: ast.expr) -> list[str]:
-    """Return the names of a.b[0].c from left to right, none where the left end is no name."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        if isinstance(node, ast.Attribute):
-            names.append(node.attr)
-        node = node.value
-    return [node.id, *reversed(names)] if isinstance(node, ast.Name) else []
 
 
 def _outside_definitions(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
