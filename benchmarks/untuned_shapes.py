@@ -1,16 +1,17 @@
 """Judge the configs that untuned shapes get, by leaving each recorded shape out. Needs no GPU.
 
-python benchmarks/untuned_shapes.py [OP]... [--distance D] [--markdown]
+python benchmarks/untuned_shapes.py [OP]... [--distance D] [--worst COUNT] [--markdown]
 
 A row shows geometric mean and worst of the tuned time over the time of the default, and over the time of the config that a
 look-up gives without entries of the case's sizes. Without a tuned config, the least of at least four known times stands for the
-tuned time. `known` counts the cases in which the config was timed.
+tuned time. `known` counts the cases in which the config was timed. `--worst` lists the cases whose default comes off worst.
 """
 
 import argparse
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -81,17 +82,26 @@ def looked_up(op: Op, variant: Variant, found: Known, case: Case, distance: floa
     return knob_pairs(variant.default_config(case))
 
 
+def default_shares(variant: Variant, found: Known) -> dict[Case, tuple[float, float, float]]:
+    """Return by case the tuned time over the time of the default, and both times in µs; cases without both are left out."""
+    shares = {}
+    for case in found.times:
+        best, time_us = found.best_us(case), found.times[case].get(knob_pairs(variant.default_config(case)))
+        if best is not None and time_us:
+            shares[case] = best / time_us, time_us, best
+    return shares
+
+
 def row(op: Op, variant: Variant, found: Known, distance: float) -> Row:
     """Return the row of an operator."""
     judged = {case: best for case in found.times if (best := found.best_us(case)) is not None}
     cells: list[Any] = [op.name, len(judged)]
     for of in ("default", "look-up"):
-        shares = {}
-        for case, best in judged.items():
-            is_default = of == "default"
-            knobs = knob_pairs(variant.default_config(case)) if is_default else looked_up(op, variant, found, case, distance)
-            if time_us := found.times[case].get(knobs):
-                shares[case] = best / time_us
+        if of == "default":
+            shares = {case: share for case, (share, _, _) in default_shares(variant, found).items()}
+        else:
+            timed = {case: found.times[case].get(looked_up(op, variant, found, case, distance)) for case in judged}
+            shares = {case: judged[case] / time_us for case, time_us in timed.items() if time_us}
         worst = min(shares, key=shares.__getitem__, default=None)
         cells += [len(shares), *((statistics.geometric_mean(shares.values()), shares[worst]) if worst else (None, None))]
     return Row((*cells, worst.label if worst else ""))
@@ -103,15 +113,25 @@ def main() -> None:
     parser.add_argument("op", nargs="*", help="operators; all that have times of two shapes if none")
     parser.add_argument("--gpu", default="nvidia_h200", help="folder of a GPU")
     parser.add_argument("--distance", type=float, help="largest log2 distance of a near config, in place of the operator's own")
+    parser.add_argument("--worst", type=int, default=0, help="list so many cases instead")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
-    rows = []
+    rows: list[Row] = []
+    pairs: list[tuple[float, Row]] = []
     for op in (op for name, op in sorted(ops.load().items()) if not options.op or name in options.op):
         for variant in (one for one in op.variants if one.name == "optimized" and one.config is not None):
             found = known(op, variant, options.gpu)
             if len({case.axes for case in found.times}) > 1:
-                rows.append(row(op, variant, found, op.max_distance if options.distance is None else options.distance))
-    columns = Column("op"), *(Column(name, digits=digits) for name, digits in NUMBERS), Column("worst case", wraps=True)
+                distance = op.max_distance if options.distance is None else options.distance
+                rows += [] if options.worst else [row(op, variant, found, distance)]
+                for case, numbers in default_shares(variant, found).items():
+                    pairs.append((numbers[0], Row((op.name, *numbers, case.label))))
+    numbered = (Column(name, digits=digits) for name, digits in NUMBERS)
+    columns: tuple[Column, ...] = Column("op"), *numbered, Column("worst case", wraps=True)
+    if options.worst:
+        times = Column("default µs", digits=1), Column("best µs", digits=1)
+        columns = Column("op"), Column("share", digits=3), *times, Column("case", wraps=True)
+        rows = [pair for _, pair in sorted(pairs, key=itemgetter(0))[: options.worst]]
     table = Table(columns, tuple(rows))
     print(table.markdown() if options.markdown else table.text(160))
 

@@ -51,6 +51,9 @@ def test_a_left_out_shape_is_judged_by_a_near_config_or_else_by_the_default(tmp_
     row = untuned_shapes.row(OP, SMALL, found, 4.0)
     assert row.values[:3] == (OP.name, 3, 3)
     assert row.values[3:] == pytest.approx(((0.8 * 0.8) ** (1 / 3), 0.8, 3, (0.8 * 0.5 * 0.8) ** (1 / 3), 0.5, case(16).label))
+    assert untuned_shapes.default_shares(SMALL, found) == {
+        case(8): (0.8, 10.0, 8.0), case(16): (1.0, 10.0, 10.0), case(4096): (0.8, 10.0, 8.0)
+    }  # fmt: skip
     assert untuned_shapes.row(OP, SMALL, found, 0.5).values[3] == untuned_shapes.row(OP, SMALL, found, 0.5).values[6]
 
 
