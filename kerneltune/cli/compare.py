@@ -10,7 +10,6 @@ from kerneltune.cli.console import deliver, note, width
 from kerneltune.cli.files import record_files, selected
 from kerneltune.cli.progress import Reporter
 from kerneltune.table import join_tables
-from kerneltune.wording import wrapped
 
 if TYPE_CHECKING:
     from kerneltune.plan import Selection
@@ -49,7 +48,7 @@ def command(
         raise ValueError(
             f"b: {b!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
         )
-    from kerneltune.reporting.tables import aa_lines, default_pair
+    from kerneltune.reporting.tables import default_pair
     from kerneltune.workloads import own_tables
 
     wanted = replace(wanted, family=family or "")
@@ -71,8 +70,7 @@ def command(
     tables = _tables(a, b, *([record for record in side if policy in (None, record.policy)] for side in sides))
     if not any(tables.values()):
         raise ValueError(f"nothing to compare: {a} and {b} have no record of the same case, device and policy")
-    remarks = aa_lines(row for rows in tables.values() for row in rows) if a == b else []
-    deliver(_render((a, b), tables, style, remarks), output)
+    deliver(_render((a, b), tables, style), output)
 
 
 def _usual_policy(records: "list[Record]") -> str:
@@ -151,14 +149,13 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
     return {variant: compared for variant, compared in rows.items() if compared}
 
 
-def _render(names: tuple[str, str], tables: "dict[str, list[Comparison]]", style: str, remarks: list[str]) -> str:
-    """Return the tables in a style, the remarks below; for CSV, print the remarks on standard error instead."""
+def _render(names: tuple[str, str], tables: "dict[str, list[Comparison]]", style: str) -> str:
+    """Return the tables in a style; for CSV, as a single table, and print remarks on standard error."""
     from kerneltune.reporting.tables import ab_table
 
-    if style == "csv":
-        for line in remarks:
-            note(line)
-        return ab_table([row for rows in tables.values() for row in rows], *names).csv()
-    text = join_tables([ab_table(rows, *names, title=title) for title, rows in tables.items()], style, width())
-    below = [part for line in remarks for part in ([f"- {line}"] if style == "markdown" else wrapped(line, width()))]
-    return "\n".join([text, *below, *([""] if below else [])])
+    if style != "csv":
+        return join_tables([ab_table(rows, *names, title=title) for title, rows in tables.items()], style, width())
+    table = ab_table([row for rows in tables.values() for row in rows], *names)
+    for line in table.foot[1:]:
+        note(line)
+    return table.csv()

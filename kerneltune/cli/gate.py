@@ -66,11 +66,11 @@ def command(
     if static:
         o.refuse(
             "expected without --static", new=new, run=run, peers=peers, policy=policy, processes=processes, update=update,
-            allow_stale=allow_stale, save=save, margin=margin, junit=junit, markdown=markdown, annotations=annotations,
+            allow_stale=allow_stale, save=save, margin=margin,
         )  # fmt: skip
         if len(wanted.ops) > 1:
             raise ValueError(f"op: {wanted.ops[1]!r}: expected one operator, or all, with --static")
-        inspect.judge(baseline, wanted, target, workers, configs)
+        _report(inspect.judge(baseline, wanted, target, workers, configs), junit, markdown, annotations)
     o.refuse("expected only with --static", target=target, workers=workers)
     if (new is None) == (run is None):
         raise ValueError(f"new: {repr(str(new)) if new else 'missing'}: expected a .jsonl file or --run, one of them")

@@ -4,12 +4,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import error_line, note, show, show_table, show_wrapped
+from kerneltune.cli.console import note, show, show_table, show_wrapped
 from kerneltune.cli.files import swept
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import data_root, in_checkout
@@ -17,6 +17,7 @@ from kerneltune.spec import PLUGINS, Op
 from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
+    from kerneltune.gating.verdict import Verdict
     from kerneltune.inspection.static import StaticRow, Survey
     from kerneltune.plan import Selection
     from kerneltune.search.task import Run
@@ -152,10 +153,11 @@ def _show_space(found: "Survey") -> None:
         raise typer.Exit(1)
 
 
-def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers: int | None, configs: Path | None) -> NoReturn:
-    """Gate the cached configs against a file of `--save` or a git revision; end the command with the gate's exit code."""
+def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers: int | None, configs: Path | None) -> "Verdict":
+    """Return the gate's verdict on the cached configs against a file of `--save` or a git revision."""
+    from kerneltune.gating.static_gate import static_gate
     from kerneltune.inspection.revision import changes_since
-    from kerneltune.inspection.static import load, static_gate
+    from kerneltune.inspection.static import load
 
     targets, unchanged = _targets(target), 0
     is_file = baseline.endswith(".json") or Path(baseline).is_file()
@@ -172,11 +174,7 @@ def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers:
             changes = changes_since(baseline, runs, _GPU, arguments_of, progress)
         note(f"{changes.unchanged} of {len(runs)} configs run the same code as in {baseline}: not compiled")
         earlier, runs, unchanged = changes.earlier, list(changes.runs), changes.unchanged * len(targets)
-    verdict = static_gate(earlier, _compiled(runs, targets, workers), unchanged)
-    for line in verdict.findings:
-        show(line)
-    (error_line if verdict.exit_code == 2 else show)(verdict.summary)
-    raise typer.Exit(verdict.exit_code)
+    return static_gate(earlier, _compiled(runs, targets, workers), unchanged)
 
 
 def _targets(given: list[str] | None) -> list[str]:

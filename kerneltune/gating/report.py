@@ -28,7 +28,7 @@ def summary(verdict: Verdict) -> str:
     """Return the answer in one line."""
     answer = {PASS: "pass", REGRESSION: "fail", UNUSABLE: "not usable", AMBIGUOUS: "ambiguous"}[verdict.exit_code]
     counts = f" ({counted(verdict.compared, 'row')} compared, {verdict.count('faster')} faster)"
-    return f"gate: {answer}: {verdict.reason}{'' if verdict.exit_code == UNUSABLE else counts}"
+    return f"gate: {answer}: {verdict.reason}{counts if verdict.rows and verdict.exit_code != UNUSABLE else ''}"
 
 
 def gate_text(verdict: Verdict, width: int = 100) -> str:
@@ -92,8 +92,9 @@ def gate_junit(verdict: Verdict) -> str:
     for failure in verdict.failures:
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name=_xml(failure.partition(": ")[0]), time="0")
         ElementTree.SubElement(test, "failure", type="regression", message=_xml(failure)).text = _xml(failure)
-    if verdict.exit_code == UNUSABLE:
+    if verdict.exit_code == UNUSABLE or not (verdict.rows or verdict.failures):
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name="comparable", time="0")
+    if verdict.exit_code == UNUSABLE:
         ElementTree.SubElement(test, "error", type="unusable", message=_xml(verdict.reason)).text = _xml(summary(verdict))
     ElementTree.SubElement(suite, "system-out").text = _xml("\n".join(said))
     ElementTree.SubElement(suite, "system-err")

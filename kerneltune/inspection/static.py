@@ -1,4 +1,4 @@
-"""Save, load and judge the facts about configs that compiling alone gives, without a launch.
+"""Save, load and compare the facts about configs that compiling alone gives, without a launch.
 
 This module compiles nothing and needs no GPU.
 """
@@ -12,10 +12,9 @@ from typing import Any
 
 from kerneltune.errors import unknown
 from kerneltune.files import decode_versioned, read_bytes, replace_text
-from kerneltune.measuring.assembly import LIMITS, Kernel, occupancy_of, typical_bits
+from kerneltune.measuring.assembly import LIMITS, Kernel, occupancy_of
 
 SCHEMA = 1
-PASS, REGRESSION, UNUSABLE = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +54,6 @@ class Survey:
     rows: tuple[StaticRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StaticVerdict:
-    """Hold the static gate's answer: one line per finding; exit code 0 pass, 1 regression, 2 nothing compared."""
-
-    findings: tuple[str, ...]
-    summary: str
-    exit_code: int = PASS
-
-
 def save(path: Path, survey: Survey) -> None:
     """Write a survey to a file, a line per row."""
     head = f'{{\n  "schema": {SCHEMA},\n  "triton": {json.dumps(survey.triton)},\n  "rows": [\n'
@@ -80,46 +70,10 @@ def load(path: Path) -> Survey:
         raise ValueError(f"{path}: {error}") from error
 
 
-def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> StaticVerdict:
-    """Find new spills, narrower accesses, and configs that no longer compile or fit, in rows that both sets have.
-
-    An access is narrower if the width that carries most bits of a kernel's loads, or of its stores, is less than before.
-    A row that only the new set has is judged for errors only. A row that compiles in neither set is not compared.
-
-    Args:
-        unchanged: number of rows in neither set, because code and config are unchanged.
-    """
-    if baseline.triton != new.triton:
-        return StaticVerdict((), f"not comparable: baseline made with triton {baseline.triton}, here {new.triton}", UNUSABLE)
-    before = {row.key: row for row in baseline.rows}
-    findings: list[str] = []
-    counts: Counter[str] = Counter()
-    for row in new.rows:
-        old = before.pop(row.key, None)
-        if row.error:
-            counts["broken in both" if old is not None and old.error else "compared"] += 1
-            if old is None or not old.error:
-                findings.append(f"{row.label}: {row.error}")
-        elif old is None:
-            counts["new"] += 1
-        else:
-            counts["compared"] += 1
-            findings += [f"{row.label}: {line}" for line in _worse(old.kernels, row.kernels)]
-    counts["gone"] = len(before)
-    counts["unchanged"] = unchanged
-    names = ("compared", "new", "gone", "broken in both", *(["unchanged"] if counts["unchanged"] else []))
-    text = ", ".join(f"{counts[name]} {name}" for name in names)
-    if not counts["compared"] and not counts["unchanged"]:
-        return StaticVerdict((), f"nothing compared: {text}", UNUSABLE)
-    if findings:
-        return StaticVerdict(tuple(findings), f"static regression: {len(findings)} found; {text}", REGRESSION)
-    return StaticVerdict((), f"pass: no new spills, no narrower accesses, nothing over a limit; {text}")
-
-
 def changed_facts(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str]]:
     """Return (kernel, property, old value, new value) for each property that differs between two rows of a target."""
     found = [("", "error", old.error or "-", new.error or "-")] if old.error != new.error else []
-    for first, second in _pairs(old.kernels, new.kernels):
+    for first, second in paired_kernels(old.kernels, new.kernels):
         name = first.name if first else second.name if second else ""
         before, after = (facts(kernel, row.target) if kernel else {} for kernel, row in ((first, old), (second, new)))
         changed = ((what, before.get(what, "-"), after.get(what, "-")) for what in before | after)
@@ -154,22 +108,7 @@ def facts(kernel: Kernel, target: str) -> dict[str, str]:
     }
 
 
-def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
-    found = []
-    for first, second in _pairs(old, new):
-        if second is None:
-            continue
-        spilled = first.spill_bytes if first else max((kernel.spill_bytes for kernel in old), default=0)
-        if second.spill_bytes > spilled:
-            found.append(f"{second.name}: spills {second.spill_bytes} bytes per thread, was {spilled}")
-        for kind in ("load", "store") if first else ():
-            was, now = (typical_bits(kernel.accesses, kind) for kernel in (first or second, second))
-            if 0 < now < was:
-                found.append(f"{second.name}: {kind}s are {now} bits wide, were {was}")
-    return found
-
-
-def _pairs(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[tuple[Kernel | None, Kernel | None]]:
+def paired_kernels(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[tuple[Kernel | None, Kernel | None]]:
     """Pair each kernel with the other side's kernel of the same name, in the order of the launches."""
     left, right = numbered(old), numbered(new)
     return [(left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]

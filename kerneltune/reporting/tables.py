@@ -250,10 +250,11 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
         lines.append(Row((*case, *sides, *measures, None if row.note else row.bound, *further), row.note))
     records = [side for row in rows for side in (row.a, row.b)]
     head = [_sides(rows, a, b), *_ab_summary(rows)] if rows else ["no rows to compare"]
-    return Table(columns, tuple(lines), tuple(head), (source(records),) if records else (), title=title)
+    foot = [source(records), *(_aa_lines(rows) if a == b else ())] if records else []
+    return Table(columns, tuple(lines), tuple(head), tuple(foot), title=title)
 
 
-def aa_lines(rows: Iterable[Comparison]) -> list[str]:
+def _aa_lines(rows: Iterable[Comparison]) -> list[str]:
     """Return a line per row of a variant against itself, timed in the same rounds, if its interval does not contain 1."""
     import numpy as np
 

@@ -11,10 +11,11 @@ import pytest
 
 from kerneltune import ops
 from kerneltune.files import data_root
+from kerneltune.gating.static_gate import static_gate
 from kerneltune.identity import code_digest
 from kerneltune.inspection import revision as of_revision
 from kerneltune.inspection.revision import ChangedConfigs, changes_since
-from kerneltune.inspection.static import StaticRow, Survey, static_gate
+from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.inspection.survey import cached_runs, case_text
 from kerneltune.measuring.assembly import Kernel
 from kerneltune.progress import Progress

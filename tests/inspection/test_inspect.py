@@ -174,15 +174,20 @@ def test_the_gate_s_exit_code_is_its_answer(compiled: list[Any], tmp_path: Path)
     assert run(*ONE, "--save", path).exit_code == 0
     gate = ("gate", path, "--static", "--op", *ONE[1:])
     passed = run(*gate)
-    assert (passed.exit_code, passed.stdout.split(":")[0]) == (0, "pass")
+    assert (passed.exit_code, passed.stdout.split("; ")[0]) == (
+        0, "gate: pass: no new spills, no narrower accesses, nothing over a limit"
+    )  # fmt: skip
     text = path.read_text()
     path.write_text(text.replace('"bits": 32', '"bits": 64'))
     worse = run(*gate)
     assert worse.exit_code == 1
     finding = f"rmsnorm_fwd optimized {LABEL} sm_90: _rmsnorm_fwd_rows: stores are 32 bits wide, were 64"
-    assert worse.stdout.splitlines()[0] == finding
+    assert " ".join(worse.stdout.split()).startswith(f"failed: {finding} ")
+    assert run(*gate, "--junit", tmp_path / "gate.xml").exit_code == 1
+    assert finding in (tmp_path / "gate.xml").read_text()
     path.write_text(text.replace("te-8192x4096", "other"))
-    assert refused(*gate).startswith("nothing compared: ")
+    other = run(*gate)
+    assert (other.exit_code, other.stdout.split("; ")[0].split(": ")[:3]) == (2, ["gate", "not usable", "nothing compared"])
 
 
 def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +236,7 @@ def test_what_inspect_refuses(arguments: list[str], message: str, compiled: list
     [
         (["nowhere.json", "--static"], "error: cannot read nowhere.json: No such file or directory"),
         (["main", "--static", "--run", "rmsnorm"], "error: run: 'rmsnorm': expected without --static"),
-        (["main", "--static", "--junit", "a.xml"], "error: junit: 'a.xml': expected without --static"),
+        (["main", "--static", "--margin", "0.1"], "error: margin: 0.1: expected without --static"),
         (["main", "--static", "--op", "rmsnorm_fwd", "--op", "rmsnorm_bwd"], "error: op: 'rmsnorm_bwd': expected one operator"),
         (["main", "new.jsonl", "--target", "sm_90"], "error: target: 'sm_90': expected only with --static"),
         (["main", "new.jsonl", "--workers", "2"], "error: workers: 2: expected only with --static"),

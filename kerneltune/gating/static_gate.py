@@ -1,0 +1,62 @@
+"""Judge configs by the facts that compiling alone gives, against the configs of a file or a revision.
+
+This module compiles nothing and needs no GPU.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kerneltune.gating.verdict import PASS, REGRESSION, UNUSABLE, Verdict
+from kerneltune.inspection.static import Survey, paired_kernels
+from kerneltune.measuring.assembly import Kernel, typical_bits
+
+
+def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
+    """Find new spills, narrower accesses, and configs that no longer compile or fit, in rows that both sets have.
+
+    An access is narrower if the width that carries most bits of a kernel's loads, or of its stores, is less than before.
+    A row that only the new set has is judged for errors only. A row that compiles in neither set is not compared.
+
+    Args:
+        unchanged: number of rows in neither set, because code and config are unchanged.
+    """
+    if baseline.triton != new.triton:
+        return Verdict((), UNUSABLE, f"not comparable: baseline made with triton {baseline.triton}, here {new.triton}")
+    before = {row.key: row for row in baseline.rows}
+    findings: list[str] = []
+    counts: Counter[str] = Counter()
+    for row in new.rows:
+        old = before.pop(row.key, None)
+        if row.error:
+            counts["broken in both" if old is not None and old.error else "compared"] += 1
+            if old is None or not old.error:
+                findings.append(f"{row.label}: {row.error}")
+        elif old is None:
+            counts["new"] += 1
+        else:
+            counts["compared"] += 1
+            findings += [f"{row.label}: {line}" for line in _worse(old.kernels, row.kernels)]
+    counts["gone"] = len(before)
+    counts["unchanged"] = unchanged
+    names = ("compared", "new", "gone", "broken in both", *(["unchanged"] if counts["unchanged"] else []))
+    text = ", ".join(f"{counts[name]} {name}" for name in names)
+    if not counts["compared"] and not counts["unchanged"]:
+        return Verdict((), UNUSABLE, f"nothing compared: {text}")
+    if findings:
+        return Verdict((), REGRESSION, f"{len(findings)} found in compiled code; {text}", failures=tuple(findings))
+    return Verdict((), PASS, f"no new spills, no narrower accesses, nothing over a limit; {text}")
+
+
+def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
+    found = []
+    for first, second in paired_kernels(old, new):
+        if second is None:
+            continue
+        spilled = first.spill_bytes if first else max((kernel.spill_bytes for kernel in old), default=0)
+        if second.spill_bytes > spilled:
+            found.append(f"{second.name}: spills {second.spill_bytes} bytes per thread, was {spilled}")
+        for kind in ("load", "store") if first else ():
+            was, now = (typical_bits(kernel.accesses, kind) for kernel in (first or second, second))
+            if 0 < now < was:
+                found.append(f"{second.name}: {kind}s are {now} bits wide, were {was}")
+    return found
