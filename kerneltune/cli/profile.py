@@ -15,7 +15,7 @@ from kerneltune.cli.files import bench_cases
 from kerneltune.spec import Case, Op
 
 if TYPE_CHECKING:
-    from kerneltune.inspection.ncu import Profile, StallLine
+    from kerneltune.inspection.ncu import ConflictLine, Profile
 
 _STALLS = 5
 _LINES = 8
@@ -87,7 +87,7 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
     torch.cuda.profiler.stop()
 
 
-def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list[StallLine]]":
+def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list[ConflictLine]]":
     from kerneltune.inspection.ncu import profile
 
     start = [sys.executable, "-c", "from kerneltune.cli import main; main()", _DRIVER]
@@ -107,7 +107,7 @@ def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | 
 
 
 def _show(
-    first: "tuple[list[Profile], list[StallLine]]", second: "tuple[list[Profile], list[StallLine]]", names: tuple[str, str]
+    first: "tuple[list[Profile], list[ConflictLine]]", second: "tuple[list[Profile], list[ConflictLine]]", names: tuple[str, str]
 ) -> None:
     """Print kernels side by side in the order of their launches, then the lines with bank conflicts."""
     for index in range(max(len(first[0]), len(second[0]))):
@@ -115,7 +115,7 @@ def _show(
         show(" | ".join(profile.kernel if profile else "-" for profile in pair))
         show_table(("", f"A {names[0]}", f"B {names[1]}"), _rows(pair))
     for side, name, (_, lines) in zip("AB", names, (first, second), strict=True):
-        worst = sorted((line for line in lines if line.excess), key=lambda line: -line.excess)[:_LINES]
+        worst = sorted(lines, key=lambda line: -line.excess)[:_LINES]
         show(f"{side} {name}: " + ("lines with bank conflicts" if worst else "no line has bank conflicts"))
         if worst:
             show_table(("place", "excess", "source"), [(line.place, f"{line.excess:,.0f}", line.source) for line in worst])

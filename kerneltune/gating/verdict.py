@@ -412,13 +412,10 @@ def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[
         rows = tuple(row for row in rows if row.new is not None)  # the reason below says it of all other rows
         return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes, failures)
     for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
-        found = [_counted(counts[verdict], verdict) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]
+        named = [(verdict, counts[verdict]) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]
+        found = [f"{count} {verdict}{'s' * (verdict == 'regression' and count > 1)}" for verdict, count in named]
         found += wide if code == REGRESSION else []
         if found:
             return Verdict(rows, code, ", ".join(found), notes, failures)
     tolerated = counts["slower"]
     return Verdict(rows, PASS, f"{tolerated} slower, tolerated" if tolerated else "no row is slower", notes)
-
-
-def _counted(count: int, verdict: RowVerdict) -> str:
-    return f"{count} regressions" if verdict == "regression" and count > 1 else f"{count} {verdict}"

@@ -35,8 +35,6 @@ _LIMITS = re.compile(r"launch__occupancy_limit_(\w+)")
 _STALLS = re.compile(r"smsp__average_warps_issue_stalled_(\w+?)(?<!_not_issued)_per_issue_active\.ratio")
 _TIME_US = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "msecond": 1e3, "s": 1e6, "second": 1e6}
 _EXCESS = "L1 Wavefronts Shared Excessive"
-_SAMPLES = "Warp Stall Sampling (All Cycles)"
-_SAMPLES_NEW = "Warp Stall Sampling (All Samples)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +56,12 @@ class Profile:
 
 
 @dataclass(frozen=True, slots=True)
-class StallLine:
-    """Hold the excess shared-memory wavefronts and the stall samples of a source line, or of an instruction without a line."""
+class ConflictLine:
+    """Hold the excess shared-memory wavefronts of a source line, or of an instruction without a line."""
 
-    kernel: str
     place: str
     source: str
     excess: float
-    samples: float
 
 
 def find_ncu() -> Path | None:
@@ -77,7 +73,7 @@ def find_ncu() -> Path | None:
     return max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", str(path))], default=None)
 
 
-def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profile], list[StallLine]]:
+def profile(ncu: Path, command: Sequence[str], folder: Path) -> tuple[list[Profile], list[ConflictLine]]:
     """Run `command` under ncu, at the GPU's present clocks and with cold caches.
 
     ncu profiles the launches between cudaProfilerStart and cudaProfilerStop, and writes its report into `folder`.
@@ -122,41 +118,28 @@ def parse_raw(text: str) -> list[Profile]:
     ]
 
 
-def parse_source(text: str) -> list[StallLine]:
-    """Parse the lines of a page `--page source --csv` that have shared-memory conflicts or stall samples.
+def parse_source(text: str) -> list[ConflictLine]:
+    """Parse the lines of a page `--page source --csv` that have shared-memory conflicts.
 
-    If the page has no source lines, parse its instructions. The page has a table per kernel and file, each with its own header.
+    If the page has no such source lines, parse its instructions. The page has a table per kernel and file, each with a header.
     """
-    lines: list[StallLine] = []
-    instructions: list[StallLine] = []
-    kernel = path = ""
-    head: list[str] = []
+    lines: list[ConflictLine] = []
+    instructions: list[ConflictLine] = []
+    path, head = "", list[str]()
     for row in csv.reader(io.StringIO(text)):
-        if len(row) > 1 and row[0] in ("Kernel Name", "Function Name"):
-            kernel, path, head = row[1], "", []
-        elif len(row) > 1 and row[0] == "File Path":
-            path, head = Path(row[1]).name, []
+        if len(row) > 1 and row[0] in ("Kernel Name", "Function Name", "File Path"):
+            path, head = Path(row[1]).name if row[0] == "File Path" else "", []
         elif row and row[0] in ("Line No", "Address", "#"):
             head = row
         elif head and len(row) == len(head):
-            _sort_in(row, head, kernel, path, lines, instructions)
+            cells = dict(reversed(list(zip(head, row, strict=True))))  # if two columns share a name, the first column counts
+            number, address, source = (cells.get(name, "").strip() for name in ("Line No", "Address", "Source"))
+            excess = _number(cells.get(_EXCESS, ""))
+            if excess and number.isdigit():
+                lines.append(ConflictLine(f"{path}:{number}", source, excess))
+            elif excess and address.startswith("0x") and "Line No" not in head:
+                instructions.append(ConflictLine(address, source, excess))
     return lines or instructions
-
-
-def _sort_in(
-    row: list[str], head: list[str], kernel: str, path: str, lines: list[StallLine], instructions: list[StallLine]
-) -> None:
-    cells = dict(reversed(list(zip(head, row, strict=True))))  # if two columns share a name, the first column counts
-    samples = _number(cells.get(_SAMPLES, cells.get(_SAMPLES_NEW, "")))
-    excess = _number(cells.get(_EXCESS, ""))
-    if not excess and not samples:
-        return
-    number, address = cells.get("Line No", "").strip(), cells.get("Address", "").strip()
-    source = cells.get("Source", "").strip()
-    if number.isdigit():
-        lines.append(StallLine(kernel, f"{path}:{number}", source, excess or 0.0, samples or 0.0))
-    elif address.startswith("0x") and "Line No" not in head:
-        instructions.append(StallLine(kernel, address, source, excess or 0.0, samples or 0.0))
 
 
 def _profile(cells: Mapping[str, str], units: Mapping[str, str]) -> Profile:

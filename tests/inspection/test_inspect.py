@@ -394,12 +394,11 @@ def test_profile_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
-    def fake(_ncu: Path, command: list[str], _folder: Path) -> tuple[list[ncu.Profile], list[ncu.StallLine]]:
+    def fake(_ncu: Path, command: list[str], _folder: Path) -> tuple[list[ncu.Profile], list[ncu.ConflictLine]]:
         commands.append(command[-5:])
         values = {"DRAM % of peak": 40.0 + len(commands), "shared bank conflicts": 1048576.0}
         lines = [
-            ncu.StallLine("_k", "kernels.py:241", "words = tl.trans(q)", 12288, 40),
-            ncu.StallLine("_k", "kernels.py:2", "x", 0, 9),
+            ncu.ConflictLine("kernels.py:241", "words = tl.trans(q)", 12288),
         ]
         found = ncu.Profile("_k", 34.8, values, "registers", (("long scoreboard", 17.25), ("barrier", 3.5)))
         return [found], lines if len(commands) == 1 else []

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kerneltune.inspection.ncu import StallLine, find_ncu, parse_raw, parse_source, profile, why_refused
+from kerneltune.inspection.ncu import ConflictLine, find_ncu, parse_raw, parse_source, profile, why_refused
 
 RAW = """\
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
@@ -65,13 +65,12 @@ def test_a_page_without_kernels() -> None:
 
 def test_source_lines_stand_for_their_instructions() -> None:
     assert parse_source(SOURCE) == [
-        StallLine("_rmsnorm_fwd_transpose", "kernels.py:226", "x = tl.load(x_ptr + offsets)", 0, 120),
-        StallLine("_rmsnorm_fwd_transpose", "kernels.py:241", "words = tl.trans(q)", 12288, 40),
+        ConflictLine("kernels.py:241", "words = tl.trans(q)", 12288),
     ]
 
 
 def test_instructions_where_there_are_no_lines() -> None:
-    assert parse_source(INSTRUCTIONS) == [StallLine("_bare", "0x7f20", "STS [R2], R4", 7, 3)]
+    assert parse_source(INSTRUCTIONS) == [ConflictLine("0x7f20", "STS [R2], R4", 7)]
 
 
 def test_what_ncu_says_of_permission() -> None:
@@ -107,7 +106,7 @@ def test_profile_collects_once_and_reads_two_pages(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PAGES", str(tmp_path))
     profiles, lines = profile(stand_in(tmp_path, PAGES), ["python", "kernel.py"], tmp_path)
     assert [p.kernel for p in profiles] == ["_rmsnorm_fwd_rows", "_rmsnorm_bwd_dgamma"]
-    assert [line.place for line in lines] == ["kernels.py:226", "kernels.py:241"]
+    assert [line.place for line in lines] == ["kernels.py:241"]
     arguments = (tmp_path / "arguments").read_text()
     assert arguments.startswith("--clock-control none --profile-from-start off")
     assert arguments.endswith("python kernel.py\n")
