@@ -3,7 +3,7 @@
 A journal is appended to; a file of results is replaced as a whole. `frame` returns records as a pandas table.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -27,6 +27,9 @@ TrialStatus = Literal[Status, "crashed", "compile", "spills", "occupancy"]
 `spills` registers or because too few of its programs fit an SM (`occupancy`)."""
 
 Key = tuple[str, str, str, tuple[tuple[str, int], ...], tuple[tuple[str, Option], ...], str]
+
+Defaults = Callable[[str], Mapping[str, Option]]
+"""Function of an operator's name: the default of every option; empty for an unknown operator."""
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -232,6 +235,42 @@ def other_run(a: Record, b: Record) -> list[str]:
 def row_of(record: Record) -> object:
     """Return the identity of a row: key, variant and device."""
     return record.key, record.variant, record.device
+
+
+def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = lambda _op: {}) -> Callable[[Record], object]:
+    """Return the function that gives a record's case: operator, types, sizes, options, policy and device.
+
+    An operator may get a new option, which older records lack. If any record of the operator lacks an option, the function drops
+    this option from every row where its value is the default. If the default is unknown, and all records that have the option
+    have the same value, this value counts as the default.
+    """
+    values: dict[str, dict[str, set[Option]]] = {}
+    named: dict[str, list[frozenset[str]]] = {}
+    for record in (*a, *b):
+        names = frozenset(record.options)
+        if names not in named.setdefault(record.op, []):
+            named[record.op].append(names)
+        for name, value in record.options.items():
+            values.setdefault(record.op, {}).setdefault(name, set()).add(value)
+    later = {op: frozenset.union(*sets) - frozenset.intersection(*sets) for op, sets in named.items()}
+    left_out = {op: _settled(values[op], names, defaults(op)) for op, names in later.items() if names}
+
+    shared: dict[object, object] = {}  # many rows differ in sizes alone: equal tuples are kept once
+
+    def identity(record: Record) -> object:
+        options: Mapping[str, Option] = record.options
+        if dropped := left_out.get(record.op):
+            options = {name: value for name, value in options.items() if name not in dropped or value != dropped[name]}
+        names = (record.op, record.device, record.policy, record.dtype, record.quant, *sorted(options.items()))
+        return shared.setdefault(names, names), *sorted(record.axes.items())
+
+    return identity
+
+
+def _settled(values: Mapping[str, set[Option]], names: Iterable[str], defaults: Mapping[str, Option]) -> dict[str, Option]:
+    """Return, for each option in `names`, the value that a record without the option has."""
+    only = {name: next(iter(values[name])) for name in names if len(values[name]) == 1}
+    return only | {name: defaults[name] for name in names if name in defaults}
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:

@@ -14,14 +14,13 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from typing import Literal
 
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.changes import Change, device_policy, is_peer, slower_groups, us_of
-from kerneltune.gating.rows import Defaults, defaults_of, identity_of, pool
-from kerneltune.records import Key, Record, newest_rows, other_run
+from kerneltune.gating.rows import pool
+from kerneltune.records import Defaults, Key, Record, identity_of, newest_rows, other_run
 from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
 from kerneltune.wording import counted, first_of, printable
 
@@ -44,8 +43,6 @@ A_PEER, _FAILED_BEFORE = "a peer", "fails in the baseline as well"
 """Reasons why a row is a note."""
 RERUNS = 2
 """Number of further measurements: first all suspects, then the suspects that are still ambiguous."""
-
-_NO_DEFAULTS: Defaults = partial(defaults_of, {})
 
 RowVerdict = Literal["pass", "slower", "regression", "ambiguous", "missing", "failed", "faster"]
 WORST_FIRST: tuple[RowVerdict, ...] = ("failed", "missing", "regression", "ambiguous", "slower", "faster", "pass")
@@ -127,7 +124,7 @@ def gate(
     margin: float,
     *,
     peers: bool = False,
-    defaults: Defaults = _NO_DEFAULTS,
+    defaults: Defaults = lambda _op: {},
     stale: Sequence[str] = (),
 ) -> Verdict:
     """Compare the newest record of every row.
@@ -148,8 +145,8 @@ def gate(
     obstacle = _obstacle(baseline, new)
     if obstacle:
         return Verdict((), UNUSABLE, obstacle)
-    identity = identity_of(baseline, new, defaults)
-    of_old, of_new = (newest_rows(side, identity) for side in (baseline, new))
+    case_of = identity_of(baseline, new, defaults)
+    of_old, of_new = (newest_rows(side, lambda record: (case_of(record), record.variant)) for side in (baseline, new))
     old_places, new_places = ({device_policy(record) for record in side.values()} for side in (of_old, of_new))
     pairs = [
         (old, of_new.get(key))
@@ -195,7 +192,7 @@ def confirm(
     reruns: int = RERUNS,
     *,
     peers: bool = False,
-    defaults: Defaults = _NO_DEFAULTS,
+    defaults: Defaults = lambda _op: {},
 ) -> tuple[Verdict, list[Record]]:
     """Run the gate, measure regressions and ambiguous rows again, and return the verdict and the pooled new records.
 

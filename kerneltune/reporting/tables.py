@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kerneltune.device import INTERPRETER
 from kerneltune.errors import unknown
-from kerneltune.records import Record, grouped, newest, other_run, ratio
+from kerneltune.records import Record, grouped, identity_of, newest, other_run, ratio
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.spec import short_dtype
@@ -112,9 +112,11 @@ _CSV_VALUES: tuple[tuple[str, _Value], ...] = (
 
 
 def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
-    """Pair A and B by key and device, sorted by operator, mode, element type and options; the last record of a key counts."""
-    of_a, of_b = ({(record.key, record.device): record for record in side} for side in (a, b))
-    rows = [Comparison(record, of_b[key]) for key, record in of_a.items() if key in of_b]
+    """Pair A and B by case and device, sorted by operator, mode, element type and options; the last record of a case counts."""
+    sides = list(a), list(b)
+    case_of = identity_of(*sides)
+    of_a, of_b = ({case_of(record): record for record in side} for side in sides)
+    rows = [Comparison(record, of_b[case]) for case, record in of_a.items() if case in of_b]
     orders = [list(dict.fromkeys(values)) for values in zip(*(_kind(row.a) for row in rows), strict=True)]
     return sorted(rows, key=lambda row: [order.index(value) for order, value in zip(orders, _kind(row.a), strict=True)])
 

@@ -371,3 +371,10 @@ def test_brief_sweep_table_names_variants_that_skip_all_cases_in_a_line_below() 
     assert text.endswith(f"2 passed, 2 skipped\nskipped in all cases: {skips[0].op} liger: {skips[0].reason}\n")
     assert tables.sweep_table([*timed, *skips]).text(120).count("liger") == 2
     assert tables.sweep_table(skips, brief=True).text(120).count("liger") == 2, "an operator keeps its last variant"
+
+
+def test_ab_rows_pair_older_records_with_records_that_have_a_new_option() -> None:
+    old = [record(), record(axes={"M": 1, "N": 2})]
+    new = [record(50.0, options={"row_pad": 0}), record(50.0, axes={"M": 1, "N": 2}, options={"row_pad": 0})]
+    assert [row.speedup for row in tables.ab_rows(old, new)] == [2.0, 2.0]
+    assert tables.ab_rows(old, [*new, *(changed(row, options={"row_pad": 8}) for row in new)]) == []
