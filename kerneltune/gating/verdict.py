@@ -56,7 +56,7 @@ class GateRow:
     """Hold the verdict on a variant and a case: the baseline's record against the new record.
 
     Attributes:
-        old, new: the row's records of the two sides; at least one is not None.
+        old, new: the row's records of the two sides; None for a side that lacks the row.
         verdict: `slower` is surely slower, but within the margin or by less than 0.5 µs; `missing` and `failed` rows were not
             compared.
         change: the compared records and their difference, `p` Holm-corrected over the rows; None if the row was not compared.
@@ -244,7 +244,7 @@ def _left_out(side: str, records: Iterable[Record], places: Collection[tuple[str
 
 
 def _added(records: Iterable[Record]) -> str:
-    """Return a note with the number of timed rows by variant that the baseline lacks; empty if there is no such row."""
+    """Return a note with the number of timed rows by variant that the baseline lacks; empty if the baseline has all rows."""
     counts = Counter(f"{record.op} {record.variant}" for record in records if record.status == "passed")
     named = first_of((f"{count} of {name}" for name, count in counts.items()), 3)
     return f"rows that the baseline lacks, not judged: {named}" if named else ""

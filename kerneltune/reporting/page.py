@@ -175,23 +175,14 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
         case = cases[record.key, record.device]
         case["best"] = {**_result(record, case["bound"]), "is": record.variant}
     rows = Counter(record.dtype for record in records)
-    orders = {name: list(dict.fromkeys(case[name] for case in cases.values())) for name in ("op", "quant", "options")}
+    orders = {name: list(dict.fromkeys(case[name] for case in cases.values())) for name in ("op", "quant", "settings")}
     return sorted(cases.values(), key=lambda case: (-rows[case["dtype"]], *(orders[name].index(case[name]) for name in orders)))
 
 
 def _named(name: CaseName) -> dict[str, Any]:
     """Return the names of a case, from which the table and the charts choose."""
-    return {
-        "op": name.op,
-        "kind": name.kind,
-        "name": name.case,
-        "dtype": name.dtype,
-        "quant": name.quant,
-        "axes": name.axes,
-        "shape": name.shape,
-        "options": name.settings,
-        "title": name.title,
-    }
+    fields = ("op", "kind", "case", "dtype", "quant", "axes", "shape", "settings", "title")
+    return {field: getattr(name, field) for field in fields}
 
 
 def _result(record: Record, bound: Bound) -> dict[str, Any]:

@@ -69,7 +69,7 @@ function tuningSection() {
   const ops = new Set(familyCases().map((c) => c.op));
   const kept = (e) => ops.has(e.op) && Object.entries(state.filters).every(([name, value]) => !value || e[name] === undefined || e[name] === value);
   const sizes = (e) => Object.entries(e.axes).map(([axis, size]) => `${axis}=${size}`);
-  const evidence = data.evidence.filter((e) => kept(e) && shown([e.variant]).length && searched(e.name, e.shape, e.options, e.config, ...sizes(e)));
+  const evidence = data.evidence.filter((e) => kept(e) && shown([e.variant]).length && searched(e.case, e.shape, e.settings, e.config, ...sizes(e)));
   if (!evidence.length) return null;
   return section("evidence", "Tuning: the gain", "Time of the default config over the time of the tuned config, from the evidence kept with every cached config.", cards(evidenceCards(evidence)));
 }

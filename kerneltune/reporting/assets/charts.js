@@ -158,7 +158,7 @@ function speedupFigure(rows) {
         nearest(timed, { x: "speedup", y: "kind" }),
       ],
     });
-  const tell = (row) => `${row.c.shape} ${row.c.options}\nA ${row.a.is ?? state.a} ${micros(row.a.us)}, B ${micros(row.b.us)}: ${fixed(row.speedup, 2)}x`;
+  const tell = (row) => `${row.c.shape} ${row.c.settings}\nA ${row.a.is ?? state.a} ${micros(row.a.us)}, B ${micros(row.b.us)}: ${fixed(row.speedup, 2)}x`;
   const columns = { kind: (row) => row.kind, shape: (row) => row.c.shape, "A µs": (row) => fixed(row.a.us, 2), "B µs": (row) => fixed(row.b.us, 2), speedup: (row) => fixed(row.speedup, 3) };
   return figure("Speed-up by case", "a dot a case; the bar is the geometric mean", "Dots: how many times as fast as A B is, by kind of case.", draw, tell, timed, columns);
 }

@@ -45,7 +45,7 @@ const familyCases = () => data.cases.filter((c) => c.family === state.family);
 function visibleCases() {
   return familyCases().filter((c) => {
     if (Object.entries(state.filters).some(([name, value]) => value && c[name] !== value)) return false;
-    return searched(c.name, c.shape, c.label, ...Object.values(c.of).map((r) => r.config || ""));
+    return searched(c.case, c.shape, c.label, ...Object.values(c.of).map((r) => r.config || ""));
   });
 }
 

@@ -62,7 +62,7 @@ function tableColumns(rows) {
     ...data.columns.filter((spec) => spec.key === "speedup").map(measureColumn),
     text("dtype", (row) => row.c.dtype.replace("bfloat", "bf").replace("float", "fp")),
     text("quant", (row) => row.c.quant),
-    ...(rows.some((row) => row.c.options) ? [{ ...text("options", (row) => row.c.options), words: true }] : []),
+    ...(rows.some((row) => row.c.settings) ? [{ ...text("options", (row) => row.c.settings), words: true }] : []),
     ...sizeColumns(rows),
     ...(state.a === BEST ? [text("A is", (row) => row.a.is)] : []),
     ...data.columns.filter((spec) => MEASURES[spec.key] && spec.key !== "speedup").map(measureColumn),
@@ -109,7 +109,7 @@ function drawTable(cases) {
     const cells = columns.map((column) => element("td", { class: cellClass(column) }, column.show(row)));
     const why = row.note ? [element("td", { class: "reason" }, row.note)] : [];
     const configs = [["A", row.a], ["B", row.b]].map(([side, r]) => element("div", {}, `${side} ${r.config || "-"}`));
-    const more = element("details", {}, element("summary", {}, "configs"), element("div", {}, `${row.c.name}: ${row.c.label}`), ...configs);
+    const more = element("details", {}, element("summary", {}, "configs"), element("div", {}, `${row.c.case}: ${row.c.label}`), ...configs);
     return element("tr", {}, ...cells, ...(why.length ? why : [element("td", { class: "configs" }, more)]));
   });
   const caption = element("caption", {}, `A is ${state.a}, B is ${state.b}: ${rows.length} of ${familyCases().length} cases`);
