@@ -68,7 +68,7 @@ def gate_junit(verdict: Verdict) -> str:
     """Return the answer as JUnit XML, a test case per row.
 
     A regression is a failure, a missing or failed row is an error, and an ambiguous row is skipped. The text is valid for the
-    schemas of Jenkins and of Ant. An answer without rows is a single test case with an error: without a test case, a gate that
+    schemas of Jenkins and of Ant. If nothing was compared, there is a test case with an error: without a test case, a gate that
     compared nothing would look as if it had passed.
     """
     suite = ElementTree.Element("testsuite", name="kerneltune gate", package="kerneltune", id="0", hostname="localhost", time="0")
