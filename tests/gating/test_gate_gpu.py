@@ -9,6 +9,7 @@ from planted_slowdowns import measure_task
 
 from kerneltune import device, ops
 from kerneltune.cli.options import load_ops
+from kerneltune.gating.rows import pool
 from kerneltune.gating.run import run_gate, run_processes
 from kerneltune.gating.verdict import gate
 from kerneltune.plan import Options, Selection
@@ -48,7 +49,7 @@ def test_a_run_of_two_processes_passes_against_itself(tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(STREAM)
     selection, options = Selection(str(path)), Options(peers=False)
-    baseline = run_processes(load_ops, selection, options, 2, Progress())
+    baseline = pool(run_processes(load_ops, selection, options, 2, Progress()))
     assert {len(row.samples_us or ()) for row in baseline} == {2}
     verdict, measured = run_gate(load_ops, baseline, selection, options, 2, 0.05, Progress())
     assert verdict.exit_code == 0
