@@ -108,11 +108,6 @@ class Verdict:
         """Return the rows that did not simply pass: worst first, notes last."""
         return sorted((r for r in self.rows if r.verdict != "pass"), key=lambda r: (bool(r.note), WORST_FIRST.index(r.verdict)))
 
-    @property
-    def suspects(self) -> frozenset[RowKey]:
-        """Return the rows that should be measured again."""
-        return self.of("regression", "ambiguous")
-
     def of(self, *verdicts: RowVerdict) -> frozenset[RowKey]:
         """Return the rows with any of these verdicts, without notes."""
         return frozenset((row.record.key, row.record.variant) for row in self.rows if row.verdict in verdicts and not row.note)
@@ -210,7 +205,7 @@ def confirm(
     """
     measured, pooled = list(new), pool(new)
     verdict = gate(baseline, pooled, margin, peers=peers, defaults=defaults)
-    suspects = verdict.suspects
+    suspects = verdict.of("regression", "ambiguous")
     for _ in range(reruns):
         if not suspects:
             break
