@@ -53,6 +53,7 @@ NOT_RUN = {
     "cli/ a file per command, and what commands share; the only place that prints": "text: the folders",
     "kernel classes launches time % configs key key leaves out": "text: output of a GPU",
     "launch author's first µs ours µs speedup 95 % config": "text: output of a GPU",
+    "all rows: op fp8_rowwise_2d, dtype bfloat16, quant fp8": "text: output of records that a GPU made",
 }
 FAST = {"adopt lint", "adopt list", "cache explain", "capture", "cases", "compare", "inspect", "ops", "report"}
 """Commands that need no GPU and take little; `sweep` as well where it only checks."""
