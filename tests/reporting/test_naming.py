@@ -42,7 +42,7 @@ def test_every_table_chart_and_page_says_the_same() -> None:
     records = [cast("row", family="cast"), *others]
     shown = payload(Sources(records, ("baseline", "baseline")))["cases"]
     for case, name in zip(shown, case_names(records), strict=True):
-        assert [case[field] for field in ("kind", "options", "shape", "title")] == [
+        assert [case[field] for field in ("kind", "settings", "shape", "title")] == [
             name.kind,
             name.settings,
             name.shape,
