@@ -18,6 +18,9 @@ Sums in another order leave 0.14 % off, partial sums in 16 bits up to 99 % with 
 with a difference of 36 to 100 % (docs/notes/checks.md)."""
 _LEANING_ROWS, _ROWS_SHARE = 16, 0.9
 """Against a reference, the elements of a row may lean as a rounded factor of the row does: most rows must lean."""
+_SIDED_SHARE, _SIDED_ELEMENTS, _SIDED_ROWS = 0.003, 4, 6
+"""Least share of elements a step off, least such elements of a row, and least rows, for a verdict on the sides of rows. Of four
+elements that are off for other reasons, all lie on one side in an eighth of the rows (docs/notes/checks.md)."""
 _SCALE_ROUNDING = 1e-5
 _POISON = (0x7FC00000, 0x7FF00000, 0x7FE00000)
 """Bits of poisoned memory after a cast to fp32: from 16 bits or more, from e4m3, from e5m2. Processors compute NaN with other
@@ -79,7 +82,8 @@ def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float
     """Compare values in 8 or 16 bits that may differ by a step, for results that differ in their last place before the cast.
 
     Whole numbers are values as well. At most `share` of the elements may be off, as many elements towards zero as away from
-    zero, so that a cast by truncation fails. NaN agrees with NaN alone.
+    zero, so that a cast by truncation fails, and in each row to both sides, so that a rounded factor of a row fails. NaN agrees
+    with NaN alone.
     """
     if got.shape != want.shape or got.dtype != want.dtype:
         return [f"{name}: {tuple(got.shape)} {got.dtype}, expected {tuple(want.shape)} {want.dtype}"]
@@ -97,7 +101,18 @@ def within_a_step(name: str, got: torch.Tensor, want: torch.Tensor, share: float
     if count > _BIASED_SHARE * total and abs(leans) > _SIGMAS * count**0.5:
         side = "towards zero" if leans > 0 else "away from zero"
         return [f"{name}: {max(lower, count - lower)} of the {count} elements that are a step off are rounded {side}"]
-    return []
+    return _sided(name, got32, want32, off)
+
+
+def _sided(name: str, got: torch.Tensor, want: torch.Tensor, off: torch.Tensor) -> list[str]:
+    """Return a line if in most rows all elements that are a step off are to one side, as after a rounded factor of the row."""
+    rows = off.reshape(-1, off.shape[-1] if off.ndim else 1)
+    lower, count = ((rows & side.reshape(rows.shape)).sum(1) for side in (got.abs() < want.abs(), off))
+    is_sided = ((lower == 0) | (lower == count))[count >= _SIDED_ELEMENTS]
+    num_sided, num_rows = int(is_sided.sum()), is_sided.numel()
+    if int(count.sum()) <= _SIDED_SHARE * off.numel() or num_sided < max(_SIDED_ROWS, _ROWS_SHARE * num_rows):
+        return []
+    return [f"{name}: all elements that are a step off are to one side in {num_sided} of {num_rows} rows: is a factor rounded?"]
 
 
 def leaning(got: torch.Tensor, want: torch.Tensor, *, by_rows: bool) -> str:

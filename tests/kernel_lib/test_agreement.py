@@ -1,5 +1,7 @@
 """When two tensors agree."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -96,3 +98,21 @@ def test_draw_repeats_a_seed_within_its_bounds() -> None:
     assert set(first.tolist()) == {3, 4, 5}
     assert draw("normal_", (2, 0), torch.float32, "cpu", 0).shape == (2, 0)
     assert draw("normal_", (2,), torch.int8, "meta", 0).is_meta
+
+
+@pytest.mark.parametrize(
+    ("divide", "is_wrong"),
+    [
+        (lambda x, scale: x / scale.bfloat16().float(), True),
+        (lambda x, scale: x * (1 / scale).bfloat16().float(), True),
+        (lambda x, scale: x * (1 / scale), False),
+        (lambda x, scale: (x / scale).bfloat16().float(), False),
+        (lambda x, scale: x.bfloat16().float() / scale, False),
+    ],
+    ids=["divisor", "reciprocal", "product in fp32", "quotient in bf16", "x in bf16"],
+)
+def test_rowwise_finds_a_factor_of_rows_that_is_rounded_to_bf16(divide: Callable[..., torch.Tensor], is_wrong: bool) -> None:
+    x = torch.randn(200, 128, generator=torch.Generator().manual_seed(0))
+    scale = x.abs().amax(1) / 448
+    lines = rowwise("q", divide(x, scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn), scale, x)
+    assert [("to one side in" in line) for line in lines] == [True] * is_wrong
