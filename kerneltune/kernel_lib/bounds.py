@@ -30,6 +30,9 @@ _REGION_BITS = 46
 _FIRST_REGION = 1 << 4
 """Lower regions are addresses of this process, which a kernel may load from a table. Their accesses are not checked."""
 _ALIGNMENT = 4096
+_MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
+"""Most programs along each axis of a grid on CUDA, which the launch of a larger grid refuses."""
+_TOO_LARGE = "exceeds triton maximum tensor numel"
 _LAUNCH_SECONDS = 2.0
 """Time for one launch without memory: programs that wait for a value would wait for ever."""
 _LOADED = (0, 1 << 24)
@@ -172,6 +175,9 @@ class _Guard:
         self._set_grid_dim(builder, *sizes)
         self._grid = tuple(int(size) for size in sizes)  # a grid computed from arguments holds tensors
         note_grid(self._kernel, self._grid)
+        for axis, (size, most) in enumerate(zip(self._grid, _MOST_PROGRAMS, strict=True)):
+            if size > most:
+                raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
         self._races.begin_launch(math.prod(self._grid))
 
     def begin_program(self, builder: Any, *at: int) -> None:
@@ -222,6 +228,8 @@ class _Guard:
                 self._run_corners(executor, bound)
                 return
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
+                if _TOO_LARGE in str(error):
+                    raise KernelFaultError(f"{self._kernel}: a block of this size does not compile: {error}") from error
                 if fault_of(error) is None and not faults:
                     raise
                 faults.append(error)

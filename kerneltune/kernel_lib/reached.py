@@ -1,12 +1,14 @@
 """Note how far launches in Triton's interpreter go: turns of loops, programs along the axes of a grid, products in tf32, facts.
 
-A fact tells launches apart without running them: a kernel, a flag, a branch on arguments, or a size larger than a block, such as
-`N > BLOCK in _sum`. Facts come from a kernel's own code, not from its device functions.
+A fact tells launches apart without running them: a kernel, a flag, a branch on arguments, a size larger than a block, such as
+`N > BLOCK in _sum`, or a count of tiles that the size of a group does not divide. Facts come from a kernel's own code, not from
+its device functions.
 """
 
 import ast
 import functools
 import inspect
+import itertools
 import math
 import re
 import textwrap
@@ -146,6 +148,9 @@ def _facts(kernel: Any, constexprs: frozenset[str], typed: tuple[tuple[str, type
         is_flag = isinstance(values.get(test.removeprefix("not ")), bool)
         if not is_flag and (is_true := _value(f"bool({test})", known)) is not None:
             found.append(test if is_true else f"not ({test})")
+    for left, right in _divisions(tree):
+        if right in constexprs and _value(f"{left} > {right} and {left} % {right} != 0", known) is True:
+            found.append(f"{left} % {right} != 0")
     whole = {name for name, value in values.items() if type(value) is int}
     for size, block in _masks(tree):
         if size in whole and block in whole & constexprs and values[size] > values[block]:
@@ -182,6 +187,19 @@ def _value(text: str, known: dict[str, Any]) -> Any:
         return eval(text, known) if _FUNCTIONS.keys() >= set(_CALLED.findall(text)) else None
     except Exception:  # an unknown name, or an operation on a tensor
         return None
+
+
+@functools.cache
+def _divisions(tree: ast.FunctionDef) -> frozenset[tuple[str, str]]:
+    """Return each name of a count of tiles, `cdiv(…)`, with each name in a divisor: groups of tiles may be ragged."""
+    assigned = {ast.unparse(node.targets[0]): node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)}
+    counts = [name for name, value in assigned.items() if "cdiv(" in ast.unparse(value)]
+    divisors = [
+        node.right for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv)
+    ]
+    divisors += [assigned[node.id] for node in divisors if isinstance(node, ast.Name) and node.id in assigned]
+    names = {name.id for node in divisors for name in ast.walk(node) if isinstance(name, ast.Name)}
+    return frozenset(itertools.product(counts, names))
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """Find mistakes at sizes, flags and kernels of bench cases alone: a derived check case has the size, or a line names the size."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import triton.language as tl
 from mistaken_ops import case_of, rows_of
 from test_pairs import op_with
 
-from kerneltune.measuring.check import Checker
+from kerneltune.measuring.check import Checker, address_errors
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, derived_cases, run_jobs
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
@@ -44,6 +45,27 @@ def _sums_of_long_rows(x_ptr, y_ptr, N):
     for begin in range(0, N - 64, 64):
         total += tl.sum(tl.load(x_ptr + tl.program_id(0).to(tl.int64) * N + begin + tl.arange(0, 64)), 0)
     tl.store(y_ptr + tl.program_id(0), total)
+
+
+@triton.jit
+def _swizzled_copy(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr, GROUP: tl.constexpr, IS_RAGGED: tl.constexpr):
+    num_tiles = tl.cdiv(M, BLOCK)
+    tiles_n = tl.cdiv(N, BLOCK)
+    pid = tl.program_id(0)
+    first = pid // (GROUP * tiles_n) * GROUP
+    size = tl.minimum(num_tiles - first, GROUP) if IS_RAGGED else GROUP
+    rows = (first + pid % size) * BLOCK + tl.arange(0, BLOCK)
+    columns = (pid % (GROUP * tiles_n)) // size * BLOCK + tl.arange(0, BLOCK)
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    at = rows[:, None] * N + columns[None, :]
+    tl.store(y_ptr + at, tl.load(x_ptr + at, mask, other=0.0), mask)
+
+
+def copied(is_ragged: bool, given: Inputs, _config: None) -> Outputs:
+    y = torch.empty_like(given["x"])
+    M, N = y.shape
+    _swizzled_copy[(triton.cdiv(M, 16) * triton.cdiv(N, 16),)](given["x"], y, M, N, BLOCK=16, GROUP=2, IS_RAGGED=is_ragged)
+    return {"y": y}
 
 
 def sums(mistake: str, given: Inputs, _config: None) -> Outputs:
@@ -116,3 +138,43 @@ def test_size_too_costly_for_a_check_is_named(mistake: str, named: str) -> None:
     assert line.startswith("summed: no check has ")
     assert named in line
     assert named not in "".join(coverage_lines([*checks, addresses]))
+
+
+@pytest.mark.parametrize("is_ragged", [True, False])
+def test_tiles_that_a_group_does_not_divide_are_checked_in_a_derived_case(is_ragged: bool) -> None:
+    equal = lambda case, given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
+    op = replace(
+        summing(""), reference=lambda given: {"y": given["x"].clone()}, compare=equal,
+        variants=(Variant("optimized", partial(copied, is_ragged)),),
+    )  # fmt: skip
+    check = [case_of("even", 32, 40), case_of("odd", 20, 20), case_of("one", 1, 1)]
+    assert findings(op, check) == []
+    derived, _ = derived_cases(op, check, [case_of("ragged", 48, 6000)])
+    assert [line for line in findings(op, derived) if line == "y: wrong"] == ([] if is_ragged else ["y: wrong"])
+
+
+@triton.jit
+def _whole_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr, ROW_AXIS: tl.constexpr):
+    row, at = tl.program_id(ROW_AXIS).to(tl.int64), tl.arange(0, BLOCK)
+    tl.store(y_ptr + row, tl.sum(tl.load(x_ptr + row * N + at, at < N, other=0.0), 0))
+
+
+def whole_rows(axis: int, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    y = x.new_empty(x.shape[0])
+    _whole_rows[(1,) * axis + (x.shape[0],)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), ROW_AXIS=axis)
+    return {"y": y}
+
+
+@pytest.mark.parametrize(
+    ("axis", "largest", "fault"),
+    [
+        (0, case_of("tall", 70_000, 64), ""),
+        (1, case_of("tall", 70_000, 64), "grid of _whole_rows: 70000 programs along axis 1: a GPU takes at most 65535"),
+        (0, case_of("wide", 2, 3_000_000), "_whole_rows: a block of this size does not compile: numel (4194304) exceeds"),
+    ],
+)
+def test_largest_case_that_a_gpu_refuses_is_found(axis: int, largest: Case, fault: str) -> None:
+    variant = Variant("optimized", partial(whole_rows, axis))
+    lines = address_errors(replace(summing(""), variants=(variant,)), largest, variant, None)
+    assert [line[: len(fault)] for line in lines] == [fault] * bool(fault)
