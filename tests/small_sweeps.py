@@ -6,7 +6,7 @@ ops: [stream]
 defaults: {dtype: int32}
 check:
   - {name: odd, read: 4004, write: 4004}
-  - {name: even, read: 8192, write: 4096}
+  - {name: even, read: 16384, write: 16384}
 bench:
   - {name: big, read: 1048576, write: 1048576}
 """

@@ -273,10 +273,10 @@ def test_a_reference_that_all_variants_disagree_with_is_doubted(options: Options
 def test_a_case_too_large_for_this_machine_is_skipped(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "host_free_bytes", lambda: 98_303)
+    monkeypatch.setattr(check, "host_free_bytes", lambda: 262_143)
     odd, even = run(stream_sweep, options)
     assert odd.status == "checked"
-    assert (even.status, even.reason) == ("skipped", "needs 98,304 bytes, 98,303 are free")
+    assert (even.status, even.reason) == ("skipped", "needs 262,144 bytes, 262,143 are free")
 
 
 def test_a_wrong_kernel_is_a_failed_record_that_says_why(
