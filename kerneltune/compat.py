@@ -312,7 +312,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def is_gated_experts(module: nn.Module) -> bool:
     """Return whether a module runs the forward pass of `transformers.integrations.use_experts_implementation`."""
-    forward: Callable[..., Any] = type(module).forward
+    forward = getattr(type(module), "forward", None)  # scripts of torch.jit have none
     dispatches = getattr(forward, "__globals__", {}).get("__name__") == _EXPERTS_MODULE
     return dispatches and all(hasattr(module, name) for name in _GATED_EXPERTS)
 

@@ -229,7 +229,7 @@ class Converted:
     @staticmethod
     def fp8_weights(module: Any) -> dict[str, Tensor]:
         """Return the parameters (E, N, K) of a module, converted or not, and of containers in it, such as a ParameterList."""
-        if not _has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear):
+        if not _has_forward(module) or isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
             return {}
         return {prefix + name: p for prefix, part in _named_parts(module) for name, p in _expert_parameters(part)}
 
@@ -321,15 +321,20 @@ def _expert_parameters(part: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Return whether a module has a forward pass; containers have none."""
-    return type(module).forward is not nn.Module.forward
+    """Return whether a module has a forward pass other than those of torch; containers have none."""
+    return not getattr(_forward_of(module), "__module__", "torch.").startswith("torch.")
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """Return the forward pass of a module's class; None for a script of torch.jit."""
+    return getattr(type(module), "forward", None)
 
 
 def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield a module and its containers without a forward of their own, such as a ParameterList, with prefixes for names."""
     yield prefix, module
     for name, child in module.named_children():
-        if not _has_forward(child) and not isinstance(child, ConvertedProducts):
+        if _forward_of(child) is nn.Module.forward and not isinstance(child, ConvertedProducts):
             yield from _named_parts(child, f"{prefix}{name}_")
 
 
