@@ -75,7 +75,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply x (…, K) to (…, N) of x's type, or of the autocast type."""
-        x = input  # callers name it as that of nn.Linear
+        x = input  # nn.Linear has this name, which callers may use
         if x.ndim < 1 or x.shape[-1] != self.in_features or x.device != self.weight.device:
             raise ValueError(
                 f"Fp8Linear takes (…, {self.in_features}) on {self.weight.device}, got {tuple(x.shape)} on {x.device}"
