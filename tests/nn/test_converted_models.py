@@ -191,6 +191,7 @@ def test_weight_of_the_output_layer_that_is_tied_to_the_embedding_stays_tied() -
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_layers_of_other_kinds_stay_and_make_no_router_of_their_neighbours() -> None:
     class Own(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

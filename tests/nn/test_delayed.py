@@ -289,7 +289,7 @@ def test_conversion() -> None:
     assert scaling_of(module).num_experts == E
     assert repr(module).splitlines()[0] == "GroupedLinear("
     assert "recipe=delayed" in repr(module)
-    assert "DelayedScaling(2, history=16)" in repr(module)
+    assert "LayerScaling(2, history=16)" in repr(module)
     convert_to_fp8_training(module, "tensorwise")
     assert module.delayed is None
     with pytest.raises(ValueError, match=r"the code of Bilinear.forward makes no grouped or batched product"):
