@@ -292,7 +292,7 @@ def test_conversion() -> None:
     assert "LayerScaling(2, history=16)" in repr(module)
     convert_to_fp8_training(module, "tensorwise")
     assert module.delayed is None
-    with pytest.raises(ValueError, match=r"the code of Bilinear.forward makes no grouped or batched product"):
+    with pytest.raises(ValueError, match="Bilinear has no expert weights"):
         convert_to_fp8_training(torch.nn.Bilinear(N, K, E, device=DEVICE), "delayed")
 
 
