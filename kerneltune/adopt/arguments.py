@@ -351,26 +351,6 @@ def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> s
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
-_LEAST_COUNTED = 4
-"""Fewest values of an argument that may be a seed or a counter."""
-
-
-def counting_hint(launches: Sequence[Sequence[Argument]], keys: Collection[str]) -> str:
-    """Return a line about the whole-number argument that makes most classes, as a seed or a step counter does; empty for none.
-
-    launches: the arguments of each class of a kernel; keys: names in the author's key, which always tell classes apart.
-    """
-    values: dict[str, set[int]] = {}
-    for a in (a for arguments in launches for a in arguments if type(a.value) is int and a.name not in keys):
-        values.setdefault(a.name, set()).add(a.value)
-    names = [name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED]
-    left = {name: len({signature(arguments, {name}) for arguments in launches}) for name in sorted(names)}
-    name = min(left, key=lambda one: left[one], default="")
-    if not name or 2 * left[name] > len(launches):
-        return ""
-    return f"{len(launches)} classes, {left[name]} without {name}: if it is a seed or a counter, capture with --ignore-arg {name}"
-
-
 def views(arguments: Sequence[Argument], storage: int) -> list[TensorLayout]:
     """Return the tensors among arguments that lie in a storage."""
     return [a.tensor for a in arguments if a.tensor is not None and a.tensor.storage == storage]

@@ -441,6 +441,26 @@ def all_but_floats(call: KernelCall) -> set[str]:
     return {name for name, value in call.named.items() if not isinstance(value, float)}
 
 
+_LEAST_COUNTED = 4
+"""Fewest values of an argument that may be a seed or a counter."""
+
+
+def counting_hint(launches: Sequence[Sequence[arguments.Argument]], keys: Collection[str]) -> str:
+    """Return a line about the whole-number argument that makes most classes, as a seed or a step counter does; empty for none.
+
+    launches: the arguments of each class of a kernel; keys: names in the author's key, which always tell classes apart.
+    """
+    values: dict[str, set[int]] = {}
+    for a in (a for launch in launches for a in launch if type(a.value) is int and a.name not in keys):
+        values.setdefault(a.name, set()).add(a.value)
+    names = [name for name, of_name in values.items() if len(of_name) >= _LEAST_COUNTED]
+    left = {name: len({arguments.signature(launch, {name}) for launch in launches}) for name in sorted(names)}
+    name = min(left, key=lambda one: left[one], default="")
+    if not name or 2 * left[name] > len(launches):
+        return ""
+    return f"{len(launches)} classes, {left[name]} without {name}: if it is a seed or a counter, capture with --ignore-arg {name}"
+
+
 def _other_key(value: Any) -> Any:
     """Return the item of a key for a value of no plain type."""
     if is_descriptor(value):

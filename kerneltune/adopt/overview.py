@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kerneltune.adopt.arguments import counting_hint
 from kerneltune.adopt.configs import config_label, stored_key
 from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, judged, process_files, read_blocks, read_classes, read_notes
+from kerneltune.adopt.kernels import counting_hint
 from kerneltune.adopt.table import read_table
 from kerneltune.records import Record, load
 from kerneltune.search.task import store_path

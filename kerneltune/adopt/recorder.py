@@ -205,7 +205,7 @@ class Recorder:
     def _too_many(self, call: KernelCall) -> str:
         """Return a line about a kernel with too many classes, and the argument that makes most classes."""
         known, tuner = self._arguments.get(call.name.text, ()), call.autotuner
-        hint = arguments.counting_hint(known, () if is_plain(tuner) else tuner.keys)
+        hint = kernels.counting_hint(known, () if is_plain(tuner) else tuner.keys)
         kept = f"more than {self.most_classes} classes of launches: the first {self.most_classes} are kept"
         return f"{kept}; of {hint}" if hint else kept
 
