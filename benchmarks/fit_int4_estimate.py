@@ -37,7 +37,7 @@ class Seen(NamedTuple):
 
     Attributes:
         case: the case.
-        config: a config like those that `fp8_gemm.shortest` compares.
+        config: the config.
         time_us: the time.
         weight: its weight in the fit; cases weigh the same, times near the fastest weigh more.
     """
@@ -60,7 +60,7 @@ def judged_of(times: Times) -> list[Case]:
 
 
 def is_compared(case: Case, c: Int4Fp8Config) -> bool:
-    """Return whether `fp8_gemm.shortest` compares such configs; a third and fourth stage count both."""
+    """Return whether a config is fitted: `fp8_gemm.shortest` compares its shape, and it has three or four stages."""
     N, rows, _, _ = sizes_of(case)
     programs = cdiv(c.splits * cdiv(rows, c.blocks) * cdiv(N, c.tokens), SMS)
     fits = c.splits == 1 or programs <= HELD[c.tokens, c.blocks]

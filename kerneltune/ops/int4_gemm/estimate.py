@@ -17,7 +17,7 @@ HELD: Mapping[tuple[int, int], int] = {
 """Programs that an SM holds, by rows of x and blocks of rows of w of a program: its registers allow no more (`inspect
 int4_fp8_gemm`, sm_90). Programs of 64 and more rows of x and two blocks have eight warps, because four spare no register."""
 SMS = 132
-"""SMs of an H100 and an H200, taken where there is no GPU."""
+"""SMs of an H100 and an H200, the default without a GPU."""
 
 
 def sms() -> int:
@@ -30,12 +30,12 @@ class StepTimes(NamedTuple):
 
     Attributes:
         wait: a step of a program that is alone on an SM: its instructions wait for each other and for copies.
-        product: how much longer such a step waits for wgmma, for each block of 64 rows of w and row of x.
+        product: further wait for wgmma, for each block of 64 rows of w and row of x.
         warpgroup: share of the SM's time that a step takes for each four warps.
         block: share for each block of 64 rows of w: codes become e4m3, sums of a group are scaled, wgmma.
         element: share for each block and row of x.
         absent: share for each row of x past the last token, which TMA fills with zeros.
-        again: factor by which a step takes longer for each group of k but the first.
+        again: share by which a step takes longer for each group of k but the first.
         part: adding up the part of another split, for each block and row of x.
         store: end of a program, for each block and row of x.
         read: reading a block of 64 rows and 128 k of w from memory.
