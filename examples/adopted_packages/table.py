@@ -1,4 +1,4 @@
-"""Adopt flash-linear-attention's GLA layer and print the tables of docs/tune_any_program.md.
+"""Adopt flash-linear-attention's GLA layer and print the tables of docs/notes/adoption.md.
 
 `python table.py --work DIR --json FILE` captures, tunes and serves the layer in fresh processes on this GPU and writes what it
 found; with `--sizes` it also tunes kernels at sizes that their authors' keys leave out. `python table.py --from FILE` prints the
