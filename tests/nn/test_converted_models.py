@@ -1,6 +1,7 @@
 """Whole models of `transformers` in fp8: graphs, checkpoints, bytes, copies, frozen weights, replicas, recomputation."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -50,6 +51,13 @@ def step(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:
     return float(loss), {name.removeprefix("module."): p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@functools.cache
+def trained(recipe: str) -> tuple[Any, tuple[float, dict[str, torch.Tensor]]]:
+    """Return a converted model after its first step, which no test changes, with the loss and the gradients of the step."""
+    model = converted(recipe)
+    return model, step(model)
+
+
 def assert_same(got: tuple[float, dict[str, torch.Tensor]], want: tuple[float, dict[str, torch.Tensor]]) -> None:
     assert got[0] == want[0]
     assert got[1].keys() == want[1].keys()
@@ -86,16 +94,14 @@ def test_conversion_keeps_four_bytes_for_an_expert_weight_and_the_scales(recipe:
     def nbytes(model: nn.Module) -> int:
         return sum(t.untyped_storage().nbytes() for t in {*model.parameters(), *model.buffers()})
 
-    model = converted(recipe)
-    step(model)
+    model, _ = trained(recipe)
     experts = [1] * 7 + [2, 2]  # of each weight
     scales = sum(17 * (2 + E) for E in experts) if recipe == "delayed" else 0
     assert nbytes(model) - nbytes(build()) == 4 * (sum(experts) + scales)
 
 
 def test_copy_of_a_converted_model_trains_alike_and_reverts() -> None:
-    model = converted("delayed")
-    want = step(model)
+    model, want = trained("delayed")
     other = copy.deepcopy(pickle.loads(pickle.dumps(model)))
     assert_same(step(other), want)
     assert len(revert_from_fp8_training(other)) == 8
@@ -104,7 +110,7 @@ def test_copy_of_a_converted_model_trains_alike_and_reverts() -> None:
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_frozen_weights_get_no_gradient_and_change_no_other(recipe: str) -> None:
-    (loss, gradients), model = step(converted(recipe)), converted(recipe)
+    (_, (loss, gradients)), model = trained(recipe), converted(recipe)
     frozen = {name for name in gradients if "experts.gate_up_proj" in name or "shared_experts" in name or "o_proj" in name}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
@@ -113,7 +119,7 @@ def test_frozen_weights_get_no_gradient_and_change_no_other(recipe: str) -> None
 
 @pytest.mark.parametrize(("recipe", "reentrant"), [("tensorwise", True), ("delayed", False)])
 def test_recomputed_layers_give_the_bits_of_layers_that_keep_their_activations(recipe: str, reentrant: bool) -> None:
-    model, want = converted(recipe), step(converted(recipe))
+    model, (_, want) = converted(recipe), trained(recipe)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert_same(step(model), want)
@@ -128,7 +134,7 @@ def one_process() -> Iterator[None]:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a group of one process on the CPU")
 def test_replicated_model_trains_alike_whether_converted_before_or_after(one_process: None) -> None:
-    want = step(converted("delayed"))
+    _, want = trained("delayed")
     before = DistributedDataParallel(converted("delayed"), find_unused_parameters=True)
     after = DistributedDataParallel(build(), find_unused_parameters=True)
     assert len(convert_to_fp8_training(after, "delayed", dense=True)) == 8
