@@ -53,7 +53,7 @@ def quick_interpreter() -> Iterator[None]:
         if core.is_builtin(core.tensor.__add__):  # a launch begins
             prepared.clear()
         elif function in prepared:
-            return None  # nobody restores what a call of a device function has changed
+            return None  # only a launch restores the language
         prepared.add(function)
         return patch_language(function)
 
@@ -103,7 +103,7 @@ def other_operand(left: Any, right: Any) -> tuple[Any, Any]:
 
 
 def quick_operator(name: str, is_reflected: bool, operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return an operator of tensors that computes by numpy where it can, else by the interpreter's operator."""
+    """Return an operator of tensors that computes by numpy; operands that need a cast go to the interpreter."""
     from triton.runtime.interpreter import TensorHandle, interpreter_builder, tl
 
     compute, is_comparison = OPERATORS[name], name in COMPARISONS
