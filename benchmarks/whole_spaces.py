@@ -15,16 +15,18 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kept_trials import ROOT, Row, TrialBlock, path_of, read, write
 
 from kerneltune import device, ops, sweep
 from kerneltune.measuring.compiler import TARGETS, CompilePool, PendingCompile, compile_job
 from kerneltune.processes import start_server
-from kerneltune.search.task import Evaluation, Run, Task, knob_pairs
+from kerneltune.search.task import Evaluation, Task, knob_pairs
 from kerneltune.spec import Config
-from kerneltune.tune.candidates import checked_space, stamp
+from kerneltune.tune.candidates import checked_space
 from kerneltune.tune.gpu_worker import GpuBench
+from kerneltune.tune.provenance import stamp
 
 SAMPLES = 3
 MORE_SAMPLES = 5
@@ -55,13 +57,15 @@ def begun(tasks: list[Task], pool: CompilePool) -> Iterator[tuple[Task, dict[Con
         yield ahead
 
 
-def timed(bench: GpuBench, run: Run, pending: PendingCompile, best_us: float | None, samples: int) -> Evaluation:
+def timed(
+    bench: GpuBench, task: Task, config: Config, pending: PendingCompile, best_us: float | None, samples: int
+) -> Evaluation:
     """Return the evaluation of a config."""
     compiled = pending.result()
     if compiled.error or compiled.spill_bytes:
         evaluation = Evaluation("failed" if compiled.error else "spills", detail=compiled.error)
     else:
-        evaluation = bench.trial(*run, best_us, samples)
+        evaluation = bench.measure(task, config, best_us, samples)
     shared = max((kernel.shared_bytes for kernel in compiled.kernels), default=0)
     return replace(evaluation, resources=compiled.resources, spill_bytes=compiled.spill_bytes, shared_bytes=shared)
 
@@ -86,7 +90,7 @@ class Keeper:
     def __exit__(self, *_: object) -> None:
         for (op, variant, policy), rows in self._rows.items():
             path = path_of(op, device.current_slug(), self._trials)
-            names = {"op": op, "variant": variant, "policy": policy, "device": device.current().name}
+            names: dict[str, Any] = {"op": op, "variant": variant, "policy": policy, "device": device.current().name}
             stamped = stamp(ops.load()[op].variant(variant))
             write(path, [*read(path), TrialBlock(**names, **stamped, rows=tuple(rows))])
 
@@ -96,11 +100,11 @@ def measure(bench: GpuBench, task: Task, compiled: Mapping[Config, PendingCompil
     found: dict[Config, Evaluation] = {}
     best_us: float | None = None
     for config, pending in compiled.items():
-        found[config] = evaluation = timed(bench, (task, config), pending, best_us, SAMPLES)
+        found[config] = evaluation = timed(bench, task, config, pending, best_us, SAMPLES)
         best_us = min(best_us or math.inf, evaluation.time_us or math.inf)
     for config, evaluation in found.items():
         if evaluation.time_us is not None and best_us is not None and evaluation.time_us <= NEAR * best_us:
-            found[config] = timed(bench, (task, config), compiled[config], None, MORE_SAMPLES)
+            found[config] = timed(bench, task, config, compiled[config], None, MORE_SAMPLES)
     return [(task.case, knob_pairs(config), evaluation) for config, evaluation in found.items()]
 
 
