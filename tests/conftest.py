@@ -1,6 +1,5 @@
 """Fixtures of all tests: interpreter without a GPU, a seed per test, poisoned memory on a GPU, folders of their own."""
 
-import contextlib
 import gc
 import os
 import shutil
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from quick_interpreter import quick_interpreter
 from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
@@ -143,14 +141,6 @@ def mended_interpreter() -> Iterator[None]:
     from kerneltune.kernel_lib import interpreted
 
     with interpreted.mended():
-        yield
-
-
-@pytest.fixture(scope="module", autouse=not HAS_GPU)
-def short_way(request: pytest.FixtureRequest, mended_interpreter: None) -> Iterator[None]:
-    """Interpret kernels in less time, but where the interpreter itself and what checks find are tested."""
-    is_left_out = request.path.parent.name in ("kernel_lib", "measuring") or request.path.stem == "test_quick_interpreter"
-    with contextlib.nullcontext() if is_left_out else quick_interpreter():
         yield
 
 
