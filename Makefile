@@ -24,8 +24,8 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests) # first: workers find compiled imports
 	$(BIN)/python -m mypy --strict & $(BIN)/python -m pytest -n auto --dist worksteal -m "not alone"; tested=$$?; wait $$! && exit $$tested
-	$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'pytest.mark.alone' tests)
 	$(BIN)/python tests/journeys --list
 
 # Runs the tests that need a GPU, and the journeys of tests/journeys or the one called JOURNEY; outputs go to GPU_OUT, results/runs/gpu if

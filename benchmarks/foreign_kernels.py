@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -53,13 +54,13 @@ def on_cpu() -> None:
         multi_processor_count, name, major, minor, warp_size, total_memory = 4, "NVIDIA H100", 9, 0, 32, 80 << 30
         shared_memory_per_multiprocessor, max_shared_mem = 233472, 232448
 
-    torch.cuda.get_device_properties = lambda *_a, **_k: Properties
-    torch.cuda.get_device_capability = lambda *_a, **_k: (9, 0)
-    torch.cuda.get_device_name = lambda *_a, **_k: "NVIDIA H100"
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.device = lambda *_a, **_k: contextlib.nullcontext()
-    torch.utils._triton.has_triton = lambda: True
-    torch.cuda.synchronize = lambda *_a, **_k: None
+    answers = {
+        "get_device_properties": Properties, "get_device_capability": (9, 0), "get_device_name": "NVIDIA H100",
+        "current_device": 0, "device": contextlib.nullcontext(), "synchronize": None,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, partial(lambda answer, *_a, **_k: answer, answer))
+    torch.utils._triton.has_triton = lambda: True  # type: ignore[assignment]
 
 
 def case(make: Callable[[], Any]) -> Callable[[], Any]:

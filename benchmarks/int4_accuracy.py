@@ -26,7 +26,8 @@ def int4(w: torch.Tensor, group: int, zeros: bool) -> torch.Tensor:
 def activations(generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return matrices of activations by the name of their distribution."""
     normal, second = (torch.randn(TOKENS, DEPTH, generator=generator, dtype=torch.float64) for _ in range(2))
-    squares = sum(torch.randn(TOKENS, DEPTH, generator=generator, dtype=torch.float64).square() for _ in range(3))
+    normals = [torch.randn(TOKENS, DEPTH, generator=generator, dtype=torch.float64) for _ in range(3)]
+    squares = torch.stack(normals).square().sum(0)
     channels = torch.where(torch.rand(DEPTH, generator=generator) < 0.01, 30.0, 1.0)
     return {"normal": normal, "Student's t": second / (squares / 3).sqrt(), "outlier channels": normal * channels}
 

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from kerneltune import device, ops
+from kerneltune.records import TrialStatus
 from kerneltune.search.task import Evaluation, Knobs, Trial, knob_pairs
 from kerneltune.search.trials import STATUS_NOW, TRANSIENT, history
 from kerneltune.spec import Case
@@ -105,13 +106,15 @@ def _block(lines: Sequence[str]) -> TrialBlock:
     axes, options, knobs = head.pop("axes"), head.pop("options"), head.pop("knobs")
     if head.pop("schema") != SCHEMA or lines[1].split(",") != [*FIXED, *axes, *options, *knobs]:
         raise ValueError(f"header: {lines[0][:200]}: expected schema {SCHEMA} and the columns of the line below")
-    columns = [*((axis, int) for axis in axes), *((name, PARSERS[kind]) for name, kind in [*options.items(), *knobs.items()])]
+    kinds = [*((axis, "int") for axis in axes), *options.items(), *knobs.items()]
+    columns = [(name, PARSERS[kind]) for name, kind in kinds]
     rows = []
     for dtype, quant, status, time, resources, spilled, shared, name, *cells in csv.reader(lines[2:]):
         values = tuple((column, parse(cell)) for (column, parse), cell in zip(columns, cells, strict=True))
         case = Case(name, values[: len(axes)], dtype, quant, values[len(axes) : len(axes) + len(options)])
         measured = float(time) if time else None, "", int(resources), int(spilled), int(shared), head["date"], head["commit"]
-        rows.append((case, values[len(axes) + len(options) :], Evaluation(STATUS_NOW.get(status, status), *measured)))
+        now = STATUS_NOW.get(status) or cast(TrialStatus, status)
+        rows.append((case, values[len(axes) + len(options) :], Evaluation(now, *measured)))
     return TrialBlock(**{**head, "default": tuple(head["default"].items())}, rows=tuple(rows))
 
 

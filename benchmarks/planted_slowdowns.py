@@ -85,14 +85,18 @@ def measure_task(family: str, task: Task, config: Config, delays: Sequence[float
     samples = time_contenders(contenders)
     floor, traffic = noise_floor(samples), task.op.traffic(task.case).total
     return {
-        delay: make_record(family, task, config, "passed", "", **timing([samples[str(delay)]], traffic, None, floor))
+        delay: make_record(family, task, config, "passed", "", **timing([samples[str(delay)].tolist()], traffic, None, floor))
         for delay in (0.0, *delays)
     }
 
 
 def spinner() -> Callable[[float, int], None]:
     """Return a function that enqueues a spin of so many µs per call for so many calls, its own launch included."""
-    short, long = (median_us(Contender(lambda _set, c=cycles: torch.cuda._sleep(c), 1, POLICIES["hot"])) for cycles in SPINS)
+
+    def spin_us(cycles: int) -> float:
+        return median_us(Contender(lambda _set: torch.cuda._sleep(cycles), 1, POLICIES["hot"]))
+
+    short, long = map(spin_us, SPINS)
     us_per_cycle = (long - short) / (SPINS[1] - SPINS[0])
     launch_us = short - us_per_cycle * SPINS[0]
     return lambda us, calls: torch.cuda._sleep(max(1, round((us * calls - launch_us) / us_per_cycle)))

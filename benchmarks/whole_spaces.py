@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kept_trials import ROOT, Row, TrialBlock, path_of, read, write
 
@@ -88,7 +89,7 @@ class Keeper:
     def __exit__(self, *_: object) -> None:
         for (op, variant, policy), rows in self._rows.items():
             path = path_of(op, device.current_slug(), self._trials)
-            names = {"op": op, "variant": variant, "policy": policy, "device": device.current().name}
+            names: dict[str, Any] = {"op": op, "variant": variant, "policy": policy, "device": device.current().name}
             stamped = stamp(ops.load()[op].variant(variant))
             write(path, [*read(path), TrialBlock(**names, **stamped, rows=tuple(rows))])
 

@@ -31,7 +31,7 @@ KINDS = {
 
 @dataclass
 class Measures:
-    """What came of a model's steps.
+    """The figures of a model's steps.
 
     Attributes:
         step_ms: median time of a step, forward and backward, in a run of several.
@@ -64,7 +64,7 @@ def measure(
     num_steps: int = 5,
     num_losses: int = 0,
 ) -> Measures:
-    """Return the measures of a model's steps, of which three warm up.
+    """Return the measures of a model's steps after three that warm up.
 
     Args:
         name: of `models.SHAPES`.

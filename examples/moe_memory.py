@@ -1,4 +1,4 @@
-"""Measure what a training step of an expert layer keeps for its backward pass, and its peak memory. Needs a GPU.
+"""Measure the memory that a training step of an expert layer keeps for its backward pass, and its peak. Needs a GPU.
 
 Run `python examples/moe_memory.py deepseek-v3-16b-up-32768`.
 """
@@ -21,7 +21,7 @@ from kerneltune.workloads.moe_training import inputs
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes beside what a step is given: weights, gradient of the result, and what the rows were made of.
+    """Bytes of a step, without its inputs: weights, gradient of the result, and the tensors that make the rows.
 
     Attributes:
         kept: from forward to backward, the result not counted.

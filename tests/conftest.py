@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
     from made_up import Setting
@@ -23,6 +24,9 @@ HAS_GPU = torch.cuda.is_available()
 
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+    # Small products on two threads take twice the processor time: each thread spins while it waits for the other.
+    torch.set_num_threads(1)
+    threadpool_limits(1, "blas")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start background jobs; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)

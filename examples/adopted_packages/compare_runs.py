@@ -1,4 +1,4 @@
-"""Run the parts of a program at several sizes, and compare their results with those of another run; imports no kerneltune."""
+"""Run the parts of a program at several sizes, and compare their results with another run's; imports no kerneltune."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""One gated-linear-attention layer of flash-linear-attention 0.6.0, forward and backward; knows nothing of kerneltune.
+"""Run a gated-linear-attention layer of flash-linear-attention 0.6.0, forward and backward; imports no kerneltune.
 
-`python gla_layer.py NAME [RESULTS.pt [EXPECTED.pt]]` prints one line of JSON: seconds, seconds in the autotuner, the step's
-GPU time, configs, and how far results lie from those expected. Needs a GPU, flash-linear-attention and einops.
+`python gla_layer.py NAME [RESULTS.pt [EXPECTED.pt]]` prints a line of JSON: seconds, seconds in the autotuner, the step's
+GPU time, configs, and the distance of results from the expected results. Needs a GPU, flash-linear-attention and einops.
 """
 
 import json
@@ -49,7 +49,7 @@ def main(name: str, results: str = "", expected: str = "") -> None:
 
 
 def gpu_ms(step: object, times: int = 20) -> float:
-    """Return the GPU time of one step in ms, the mean of some after a warm-up."""
+    """Return the GPU time of a step in ms, the mean of `times` steps after a warm-up."""
     assert callable(step)
     for _ in range(3):
         step()

@@ -26,7 +26,7 @@ def leaf(*sizes: int, scale: float = 1.0) -> torch.Tensor:
 
 def run(name: str, y: torch.Tensor, *leaves: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
     """Run the backward pass, and keep a sample of the result and of the gradients."""
-    result = y.detach().clone()  # because a backward pass may write into what it has saved
+    result = y.detach().clone()  # because a backward pass may write into its saved tensors
     y.backward(torch.randn_like(y) if gradient is None else gradient)
     for number, tensor in enumerate((result, *(one.grad for one in leaves))):
         if tensor is not None:

@@ -1,4 +1,4 @@
-"""Measures what a program spends in Triton's autotuner: wraps `Autotuner.run` and `JITFunction.run`, whoever patched them."""
+"""Measure the time of a program in Triton's autotuner: wrap `Autotuner.run` and `JITFunction.run`, whoever patched them."""
 
 import gc
 import time
@@ -15,7 +15,7 @@ class Meter:
     """Seconds since the start of the meter.
 
     Attributes:
-        total_s: in Autotuner.run, with what it compiles, launches and times.
+        total_s: in Autotuner.run, compiling, launching and timing included.
         launch_s: of it in JITFunction.run: compiling, loading and launching.
         launches: calls of Autotuner.run.
     """

@@ -1,4 +1,4 @@
-"""Kernels of flash-linear-attention 0.6.0 whose keys leave out batch and length, at several of both; knows nothing of kerneltune.
+"""Kernels of flash-linear-attention 0.6.0 whose keys leave out batch and length, at several of both; imports no kerneltune.
 
 `python omitted_sizes.py [LENGTHxBATCH …]`, 4 heads of 128 each, prints one line of JSON: the GPU time of each step and the config
 that each kernel ran with. Under triton.autotune the first size decides for all. Needs a GPU and flash-linear-attention.
@@ -17,7 +17,7 @@ KERNELS = {"state": chunk_fwd_kernel_h, "state_gradient": chunk_bwd_kernel_dh, "
 
 
 def tensors(length: int, batch: int) -> dict[str, torch.Tensor]:
-    """Return inputs of one size; gates are summed over each chunk, as the layer sums them."""
+    """Return inputs of a size; gates are summed over each chunk, as the layer sums them."""
     shape = (batch, length, HEADS, WIDTH)
     torch.manual_seed(length + batch)
     named = {name: torch.randn(shape, device="cuda", dtype=torch.bfloat16) for name in ("q", "k", "v", "do")}

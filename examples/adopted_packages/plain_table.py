@@ -2,7 +2,7 @@
 
 `python plain_table.py --work DIR --json FILE` needs a GPU and liger-kernel; `--program` names another program and its package.
 `--autotune` captures under the authors' own tuning, so that gains are over the authors' choices. `--workers N` compile, and
-tuning begins no further class after `--budget` seconds. With `--lock FILE` it tunes while no other such command does.
+tuning begins no further class after `--budget` seconds. With `--lock FILE` it tunes while no other command holds the file.
 `python plain_table.py --from FILE` prints the table of a file.
 """
 

@@ -1,7 +1,7 @@
-"""Times steps of foreign programs whose kernels are autotuned: `python steps.py gla|blockwise|experts`.
+"""Time steps of foreign programs whose kernels are autotuned: `python steps.py gla|blockwise|experts`.
 
 Prints one line of JSON: seconds from the first launch to the end, and for each size the GPU time and the host's time of 30 steps,
-in ms. Holds the file STEPS_LOCK, if the environment names it, while it launches kernels. Knows nothing of kerneltune. `gla` is a
+in ms. Holds the file STEPS_LOCK, if the environment names it, while it launches kernels. Imports no kerneltune. `gla` is a
 layer of flash-linear-attention, `blockwise` torchao's fp8 casts and products, `experts` Liger's fused mixture of experts.
 """
 

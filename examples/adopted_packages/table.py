@@ -1,8 +1,8 @@
-"""Adopt flash-linear-attention's GLA layer and print the tables of docs/tune_any_program.md.
+"""Adopt flash-linear-attention's GLA layer and print the tables of docs/notes/adoption.md.
 
-`python table.py --work DIR --json FILE` captures, tunes and serves the layer in fresh processes on this GPU and writes what it
-found; with `--sizes` it also tunes kernels at sizes that their authors' keys leave out. `python table.py --from FILE` prints the
-tables of a file.
+`python table.py --work DIR --json FILE` captures, tunes and serves the layer in fresh processes on this GPU and writes their
+figures; with `--sizes` it also tunes kernels at sizes that their authors' keys leave out. `python table.py --from FILE` prints
+the tables of a file.
 """
 
 import argparse
@@ -25,7 +25,7 @@ KERNELTUNE = [sys.executable, "-m", "kerneltune"]
 
 
 def run(command: list[str], **environment: str) -> tuple[str, float]:
-    """Return the output and the seconds of a command; it is shown where it fails."""
+    """Return the output and the seconds of a command; show the output of a command that fails."""
     began = time.perf_counter()
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -66,7 +66,7 @@ def measure(work: Path, target: Path, stock: bool) -> None:
 
 
 def measure_sizes(work: Path) -> dict[str, Any]:
-    """Capture what the authors' autotuner chooses at the first size, tune every size and serve; returns seconds and rows."""
+    """Capture the authors' choices at the first size, tune every size and serve; return seconds and rows."""
     capture, cache = work / "sizes", {"TRITON_CACHE_DIR": str(work / "triton")}
     output, captured_s = run([*KERNELTUNE, "capture", "--out", str(capture), "--autotune", "--", *OMITTED], **cache)
     _, tuned_s = run([*KERNELTUNE, "tune", str(capture)], **cache)
@@ -91,7 +91,7 @@ def size_rows(capture: Path) -> list[dict[str, Any]]:
 
 
 def sizes(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the table of sizes that keys leave out: what the author's autotuner chose at the first size against ours."""
+    """Return the table of sizes that keys leave out: the author's choice at the first size against ours."""
     lines = ["", "| kernel | tokens | batch x heads | author µs | ours µs | speedup | 95 % |", "|---|---|---|---|---|---|---|"]
     gains: dict[str, list[float]] = {}
     for row in sorted(rows, key=lambda one: (one["kernel"], one["batch_heads"], one["tokens"])):

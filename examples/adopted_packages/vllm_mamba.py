@@ -2,7 +2,7 @@
 
 `python vllm_mamba.py RESULTS.pt [EXPECTED.pt]` prints one line of JSON: the results of both files that differ, and how far they
 differ. Needs a GPU and the folder that `cut_kernels.py` writes; captured with TRITON_INTERPRET=1 it runs small sizes on the CPU.
-Sizes are those of Mamba-Codestral 7B: 128 heads of 64, 8 groups, states of 128, chunks of 256.
+Sizes are of Mamba-Codestral 7B: 128 heads of 64, 8 groups, states of 128, chunks of 256.
 """
 
 import os

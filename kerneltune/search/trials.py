@@ -34,7 +34,7 @@ from kerneltune.spec import MOST, Config, Op, Variant
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
 STATUS_NOW: dict[str, TrialStatus] = {"ok": "passed", "wrong": "failed", "memory": "skipped", "lost": "crashed"}
-"""Status in journals before 2026-11-27 -> status now."""
+"""Status in journals of 2026-11-26 and before -> status now."""
 _MOVE = "move the file away to start anew"
 _ABOUT = ("op", "variant", "axes", "dtype", "quant", "options", "policy", "fingerprint")
 _RESULT = ("status", "detail", "resources", "spill_bytes", "shared_bytes", "commit")
