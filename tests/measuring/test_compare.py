@@ -31,7 +31,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Return times by variant, without noise but for the self-comparison; `pr593` is wrong."""
 
     class Checks(Checker):
-        def __init__(self, *_: object) -> None: ...
+        def __init__(self, *_: object, **_named: object) -> None: ...
 
         def errors(self, variant: Variant, _config: object, _runs: int = 1) -> list[str]:
             return ["y differs"] if variant.name == "pr593" else []
