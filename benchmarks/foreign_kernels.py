@@ -13,7 +13,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -54,13 +53,16 @@ def on_cpu() -> None:
         multi_processor_count, name, major, minor, warp_size, total_memory = 4, "NVIDIA H100", 9, 0, 32, 80 << 30
         shared_memory_per_multiprocessor, max_shared_mem = 233472, 232448
 
-    answers = {
-        "get_device_properties": Properties, "get_device_capability": (9, 0), "get_device_name": "NVIDIA H100",
-        "current_device": 0, "device": contextlib.nullcontext(), "synchronize": None,
-    }  # fmt: skip
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, partial(lambda answer, *_a, **_k: answer, answer))
-    torch.utils._triton.has_triton = lambda: True  # type: ignore[assignment]
+    def answer(value: Any) -> Any:
+        return lambda *_a, **_k: value
+
+    torch.cuda.get_device_properties = answer(Properties)
+    torch.cuda.get_device_capability = answer((9, 0))
+    torch.cuda.get_device_name = answer("NVIDIA H100")
+    torch.cuda.current_device = answer(0)
+    torch.cuda.device = answer(contextlib.nullcontext())  # type: ignore[misc]
+    torch.utils._triton.has_triton = answer(True)
+    torch.cuda.synchronize = answer(None)
 
 
 def case(make: Callable[[], Any]) -> Callable[[], Any]:

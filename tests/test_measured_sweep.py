@@ -100,7 +100,7 @@ def measured_row(task: Task, reason: str = "x") -> Record:
     ("does", "reason"),
     [
         ("abort", "crashed: the GPU worker died: exit code -6"),
-        ("hang", "crashed: took longer than 2 s"),
+        ("hang", "crashed: took longer than 5 s"),
         ("fault", "crashed: RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_launch_that_takes_the_measuring_process_along_costs_only_its_row(
 
     def started(**_: object) -> GpuWorker:
         workers.append(GpuWorker(FakeCompare))
-        workers[0].variant_timeout_s = 2.0 if does == "hang" else 20.0
+        workers[0].variant_timeout_s = 5.0 if does == "hang" else 20.0
         return workers[0]
 
     monkeypatch.setattr(campaign, "GpuWorker", started)
