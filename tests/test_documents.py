@@ -67,7 +67,6 @@ TWO_KERNELS = ROOT / "examples" / "two_kernels" / "two_kernels.py"
 READERS = {
     "config.json": lambda: json.dumps(MODEL),
     "train.py": TWO_KERNELS.read_text,
-    "two_kernels.py": TWO_KERNELS.read_text,
     "double.py": lambda: next(block.text for block in blocks(README) if block.kind == "python"),
     "base.jsonl": lambda: "",
     "baseline.jsonl": lambda: "",
