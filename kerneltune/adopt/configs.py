@@ -27,10 +27,7 @@ OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 CONFIG_OPTIONS = (*OPTIONS, "ir_override")
 DEFAULTS = {"num_warps": 4, "num_stages": 3, "num_ctas": 1}
 """Options of a config that gives none; on NVIDIA GPUs also of a launch that gives none, see `launch_defaults`."""
-MOST = 64
-"""Most configs around a list that are tried."""
 _STAGES, _MOST_WARPS = (1, 2, 3, 4), 32
-_MOST_LISTED_WARPS, _MOST_LISTED_STAGES, _LARGEST_LISTED_BLOCK = 16, 7, 1024
 _LEAST_BLOCK, _LARGEST_BLOCK = 8, 1 << 16
 _MOST_GROWTH = 2
 """Most elements of a thread under other blocks, over the program's: with more, kernels spill and compile for minutes."""
@@ -221,8 +218,8 @@ def _around(blocks: Mapping[str, int]) -> Iterator[dict[str, int]]:
             yield sizes
 
 
-def _is_block(value: Any, largest: int = _LARGEST_BLOCK) -> bool:
-    return type(value) is int and _LEAST_BLOCK <= value <= largest and value & (value - 1) == 0
+def _is_block(value: Any) -> bool:
+    return type(value) is int and _LEAST_BLOCK <= value <= _LARGEST_BLOCK and value & (value - 1) == 0
 
 
 def grid_blocks(call: KernelCall) -> dict[str, int]:
@@ -266,47 +263,14 @@ def changed_blocks(program: Mapping[str, Any], config: Mapping[str, Any]) -> Col
     return {name for name, size in config["kwargs"].items() if program["kwargs"].get(name) != size}
 
 
-def around_list(configs: Sequence[Any]) -> list[Any]:
-    """Return up to `MOST` configs that are not in a list and differ in a single knob from a config of the list.
-
-    None if the configs of the list have different pre_hooks.
-    """
-    if len({getattr(config, "pre_hook", None) for config in configs}) > 1:
-        return []
-    return without(configs, (other for config in configs for other in _neighbours(config)))[:MOST]
-
-
 def of_space(configs: Sequence[Any], space: Mapping[str, Sequence[Any]]) -> list[Any]:
     """Return the configs of a space, each knob not named in it as in the first config; without the configs of the list."""
     tried = []
     for values in itertools.product(*space.values()):
-        kwargs = {**configs[0].kwargs, **dict(zip(space, values, strict=True))}
-        tried.append(_changed(configs[0], kwargs=kwargs, **{name: kwargs.pop(name) for name in CONFIG_OPTIONS if name in kwargs}))
-    return without(configs, tried)
-
-
-def without(configs: Sequence[Any], others: Iterable[Any]) -> list[Any]:
-    """Return other configs than the configs of a list, each once."""
+        other = copy.copy(configs[0])
+        other.kwargs = {**configs[0].kwargs, **dict(zip(space, values, strict=True))}
+        for name in CONFIG_OPTIONS:
+            setattr(other, name, other.kwargs.pop(name, getattr(other, name, None)))
+        tried.append(other)
     known = set(map(config_key, configs))
-    return [other for key, other in {config_key(other): other for other in others}.items() if key not in known]
-
-
-def _neighbours(config: Any) -> Iterator[Any]:
-    for warps in (config.num_warps * 2, config.num_warps // 2):
-        if 1 <= warps <= _MOST_LISTED_WARPS:
-            yield _changed(config, num_warps=warps)
-    for stages in (config.num_stages + 1, config.num_stages - 1):
-        if 1 <= stages <= _MOST_LISTED_STAGES:
-            yield _changed(config, num_stages=stages)
-    for name, value in config.kwargs.items():
-        for other in (value * 2, value // 2) if _is_block(value, _LARGEST_LISTED_BLOCK) else ():
-            if _is_block(other, _LARGEST_LISTED_BLOCK):
-                yield _changed(config, kwargs={**config.kwargs, name: other})
-
-
-def _changed(config: Any, **fields: Any) -> Any:
-    other = copy.copy(config)
-    other.kwargs = dict(config.kwargs)
-    for name, value in fields.items():
-        setattr(other, name, value)
-    return other
+    return [other for key, other in {config_key(other): other for other in tried}.items() if key not in known]

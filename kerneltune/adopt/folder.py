@@ -35,7 +35,7 @@ class Candidate:
 
     Attributes:
         config: the config as JSON.
-        is_author: whether the config is in the author's pruned list; other candidates differ in a knob from a config of the list.
+        is_author: whether the config may be tried. Captures of earlier versions also hold configs around the author's list.
         grid: grid of a launch under this config; None if the grid function failed.
         problem: error of the grid function; empty without an error.
     """
@@ -44,6 +44,11 @@ class Candidate:
     is_author: bool
     grid: tuple[int, ...] | None
     problem: str = ""
+
+    @property
+    def is_offered(self) -> bool:
+        """Return whether tuning may try the config."""
+        return self.is_author and self.grid is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

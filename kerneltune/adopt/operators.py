@@ -39,18 +39,15 @@ class Numbered:
 
 
 @cache
-def operators(folder: str, widen: bool = False) -> tuple[Op, ...]:
+def operators(folder: str) -> tuple[Op, ...]:
     """Return the operators of a capture, see `operators_of`; the first call of a process reads the folder."""
-    return operators_of(read_capture(Path(folder)), widen)
+    return operators_of(read_capture(Path(folder)))
 
 
-def operators_of(capture: Capture, widen: bool = False) -> tuple[Op, ...]:
-    """Return the operators of a capture, the most expensive kernel first.
-
-    widen: whether configs around the authors' lists are offered as well.
-    """
+def operators_of(capture: Capture) -> tuple[Op, ...]:
+    """Return the operators of a capture, the most expensive kernel first."""
     root = Path(os.path.abspath(capture.root))
-    return tuple(_operator(root, launches, widen) for launches in capture.kernels().values())
+    return tuple(_operator(root, launches) for launches in capture.kernels().values())
 
 
 def write_capture_sweep(capture: Capture) -> Path:
@@ -89,7 +86,7 @@ def operator_name(launch: LaunchClass) -> str:
     return f"{launch.kernel.text}-{launch.source[:4]}{launch.configs[:4]}"
 
 
-def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
+def _operator(root: Path, launches: Sequence[LaunchClass]) -> Op:
     by_digest = {launch.digest: launch for launch in launches}
     kind: Any = _config_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", launches)
 
@@ -97,14 +94,13 @@ def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
         return by_digest[str(case.option(CLASS))]
 
     def space(case: Case) -> Space:
-        configs = [knobs_of_config(one.config, kind, about(case).candidates) for one in offered(about(case), widen)]
+        configs = [knobs_of_config(one.config, kind, about(case).candidates) for one in offered(about(case))]
         names = [field.name for field in dataclasses.fields(kind)]
         return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
 
     def valid(case: Case, config: Config) -> str | None:
         candidate = _candidates(about(case), kind).get(config)
-        is_offered = candidate is not None and candidate.grid is not None and (candidate.is_author or widen)
-        return None if is_offered else "not in the list"
+        return None if candidate is not None and candidate.is_offered else "not in the list"
 
     tuned = Variant(
         name=TUNED,
@@ -124,7 +120,7 @@ def _operator(root: Path, launches: Sequence[LaunchClass], widen: bool) -> Op:
         traffic=lambda case: Traffic(about(case).argument_bytes, 0),  # the written bytes are not known before a launch
         variants=(Variant(AUTHOR, run_author), tuned),
         module=__name__,
-        origin=(str(root), widen),
+        origin=(str(root),),
         options={CLASS: tuple(by_digest), BYTES: (BYTES_OF,)},
     )
 
@@ -152,9 +148,9 @@ def _axes(launches: Sequence[LaunchClass]) -> tuple[str, ...]:
     return tuple(name for name in first if all(launch.sizes.get(name, 0) >= 1 for launch in launches))
 
 
-def offered(launch: LaunchClass, widen: bool) -> list[Candidate]:
-    """Return the candidates of a class that have a grid: the author's configs, and with `widen` the configs around them."""
-    return [each for each in launch.candidates if each.grid is not None and (each.is_author or widen)]
+def offered(launch: LaunchClass) -> list[Candidate]:
+    """Return the candidates of a class that tuning may try."""
+    return [each for each in launch.candidates if each.is_offered]
 
 
 def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
@@ -221,7 +217,7 @@ def author_choice(launch: LaunchClass) -> StoredConfig:
 
 def first_config(launch: LaunchClass) -> StoredConfig:
     """Return the author's first config that can be launched, as JSON."""
-    if not (candidates := offered(launch, False)):
+    if not (candidates := offered(launch)):
         reason = next((one.problem for one in launch.candidates if one.problem), "the launch has no grid")
         raise ValueError(f"{launch.label}: no config can be launched: {reason}")
     return candidates[0].config

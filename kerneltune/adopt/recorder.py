@@ -382,25 +382,22 @@ def _command() -> tuple[str, ...]:
 
 
 def _candidates(call: KernelCall, allowed: Sequence[Any]) -> list[Candidate]:
-    """Return the candidates of a class: the author's configs and the configs of `space=`, then the configs around the list."""
-    listed = call.autotuner.configs
+    """Return the candidates of a class: the author's configs and the configs of `space=`, or the configs of a plain kernel."""
     if is_plain(call.autotuner):
-        offered, around = configs.plain_configs(call), []
-    else:
-        space = getattr(call.autotuner, "kerneltune_space", None)
-        offered = [*allowed, *(configs.of_space(listed, space) if space else ())]
-        around = configs.without(offered, configs.around_list(listed))
-    return [_candidate(call, config, is_author) for group, is_author in ((offered, True), (around, False)) for config in group]
+        return [_candidate(call, config) for config in configs.plain_configs(call)]
+    space = getattr(call.autotuner, "kerneltune_space", None)
+    added = configs.of_space(call.autotuner.configs, space) if space else ()
+    return [_candidate(call, config) for config in (*allowed, *added)]
 
 
-def _candidate(call: KernelCall, config: Any, is_author: bool) -> Candidate:
+def _candidate(call: KernelCall, config: Any) -> Candidate:
     encoded = configs.encode_config(config)
     try:
-        return Candidate(encoded, is_author, call.grid(config))
+        return Candidate(encoded, True, call.grid(config))
     except NotRecordableError:
         raise
     except Exception as error:  # the author's own code: this candidate is out
-        return Candidate(encoded, is_author, None, problem=first_line(error))
+        return Candidate(encoded, True, None, problem=first_line(error))
 
 
 def _problem(name: KernelName, home: KernelName | None, file: str, candidates: Sequence[Candidate]) -> str:
@@ -411,7 +408,6 @@ def _problem(name: KernelName, home: KernelName | None, file: str, candidates: S
         return "no module holds its autotuner by a name, so that it cannot be imported"
     if home.module == "__main__" and not os.path.isfile(file):
         return "the program is no file, so that the kernel cannot be loaded again"
-    by_author = [candidate for candidate in candidates if candidate.is_author]
-    if any(candidate.grid is not None for candidate in by_author):
+    if any(candidate.grid is not None for candidate in candidates):
         return ""
-    return f"no config can be launched: {by_author[0].problem or 'the launch has no grid'}"
+    return f"no config can be launched: {candidates[0].problem or 'the launch has no grid'}"

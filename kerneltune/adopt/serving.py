@@ -69,7 +69,8 @@ class ServingState:
         configs: the author's list.
         counters: indices of the counts of launches: served, missed.
         deciding: arguments that are part of `keys`: the arguments of the author's key, and the sizes that decide between rows.
-        shown: the list that the autotuner shows: the author's, or its portfolio. Any other list was assigned by the program.
+        shown: the list that the autotuner shows: the author's, or the config for torch.compile. Any other list was assigned by
+            the program.
         keys: the served configs by the keys of launches.
         finders: the table's rows by the author's keys and element types of launches.
         index: configs by their values.
@@ -202,7 +203,6 @@ class Server:
         miss: str = "author",
         manifest: str = "",
         missing: "Recorder | None" = None,
-        portfolio: int = 1,
         preparing: "Preparation | None" = None,
         counters: Counters | None = None,
     ) -> None:
@@ -214,11 +214,10 @@ class Server:
             miss: one of `startup.POLICIES`.
             manifest: SHA-256 that the table must have, or its beginning.
             missing: recorder of launches that the table does not have.
-            portfolio: number of configs that torch.compile sees.
             preparing: preparation that begins when a table is read, and that the first launch of each key waits for.
             counters: counts of launches by kernel.
         """
-        self.root, self.miss, self.manifest, self.missing, self.portfolio = root, miss, manifest, missing, portfolio
+        self.root, self.miss, self.manifest, self.missing = root, miss, manifest, missing
         self._is_strict = bool(manifest) or miss == "error"
         """The program asked for this table alone, so that a damaged table ends the program."""
         self._as_missed = f"its launches follow --miss {miss}, as if they were not tuned"
@@ -336,13 +335,13 @@ class Server:
         return result
 
     def attach(self, autotuner: Any, is_early: bool = False) -> ServingState:
-        """Find the table's kernel of an autotuner; torch.compile sees the portfolio from here on."""
+        """Find the table's kernel of an autotuner; torch.compile sees one config from here on, so that it times nothing."""
         with self._lock:
             state: ServingState | None = autotuner.__dict__.get(kernels.SERVING_STATE)
             if state is None:
                 state = self._new_state(autotuner, is_early)
-                if state.kernel is not None and state.kernel.portfolio and self.portfolio:
-                    shown = self._live(state, state.kernel.portfolio[: self.portfolio])
+                if state.kernel is not None:
+                    shown = self._live(state, state.kernel.portfolio[:1])
                     autotuner.configs = state.shown = shown or state.configs
                 kernels.hold(autotuner, kernels.SERVING_STATE, state)
             return state
@@ -351,7 +350,7 @@ class Server:
         return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
 
     def made(self, autotuner: Any) -> None:
-        """Give an autotuner its portfolio before anything traces it."""
+        """Let an autotuner show its config before anything traces it."""
         with suppress(Exception):  # raised again where the program launches the kernel
             if self._kernels_of(autotuner.base_fn, is_early=True):
                 self.attach(autotuner, is_early=True)
@@ -405,7 +404,7 @@ class Server:
                 return _served(state.configs[:1], state.counters[1])
         self.counts.misses += 1
         if self.missing is not None:
-            try:  # with the author's list rather than the portfolio
+            try:  # with the author's list rather than the shown config
                 self.missing.record(call.twin(state.configs), call.args, call.kwargs)
             except Exception as error:  # a log that cannot be written is no reason to stop
                 warn_once(f"misses are not recorded: {error}")

@@ -133,7 +133,6 @@ def install(
     miss: str = "author",
     manifest: str = "",
     misses: str | Path | None = "",
-    portfolio: int = 1,
     counts: str | Path | None = None,
 ) -> None:
     """Serve the tuned configs of a capture folder in this process from now on.
@@ -146,7 +145,6 @@ def install(
             `default` (the author's first config) or `error`.
         manifest: SHA-256 of the table, or its beginning; another table is refused.
         misses: folder that untuned launches are recorded into, as a capture; `misses` in `folder` if empty, None for none.
-        portfolio: configs that torch.compile may choose from; 1 chooses without timing anything.
         counts: folder that each process writes its counts of launches into; None to count in memory.
 
     Raises:
@@ -168,11 +166,11 @@ def install(
             missing = Recorder(Path(misses) if misses else root / "misses", max_bytes=_MISS_BYTES, most_classes=_MOST_MISSES)
         counters = Counters(Path(counts) if counts else None)
         prepared = _prepared(root, autotuning)
-        server = Server(root, autotuning.Config, miss, manifest, missing, portfolio, prepared, counters)
+        server = Server(root, autotuning.Config, miss, manifest, missing, prepared, counters)
         _installed["server"] = server
         has_plain = any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
         _patch(autotuning, server, (INTERPRETER, COMPILER) if has_plain else ())  # a launch of any kernel costs a look-up
-        for each in gc.get_objects():  # decorated before: torch.compile is to see their portfolios, too
+        for each in gc.get_objects():  # decorated before: torch.compile is to see one config of each
             if issubclass(type(each), autotuning.Autotuner):  # by type, because `__class__` may run the object's code
                 server.made(each)
 

@@ -78,7 +78,7 @@ class TableKernel:
         source, bytecode, configs: digests of the kernel's syntax tree, of its bytecode and of the author's list.
         package: version of the package that holds the kernel; empty if unknown.
         is_plain: whether no autotuner wraps the kernel.
-        portfolio: for torch.compile: the fewest configs for all captured launches.
+        portfolio: the config for torch.compile, which cannot tell launches apart; of tables of earlier versions the first.
     """
 
     module: str

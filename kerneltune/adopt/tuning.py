@@ -32,7 +32,6 @@ from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel,
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
-from kerneltune.search.insight import portfolio
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, open_store
@@ -49,7 +48,6 @@ _COLD_BYTES = 1 << 20
 """Bytes of arguments below which a class is timed with a hot L2: a cold L2 would need hundreds of sets of arguments."""
 LEAST_GAIN = 1.03
 """Least speedup by a class's own config at which the table's key gets the sizes that the author's key omits."""
-_MOST_PORTFOLIO = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ _CLASS_S = 1.2
 """Seconds for a class beside its search, to make its arguments and to learn its results. H200, 16 cores."""
 
 
-def forecast(root: Path, share: float, widen: bool, workers: int | None) -> tuple[int, int, float, list[str]]:
+def forecast(root: Path, share: float, workers: int | None) -> tuple[int, int, float, list[str]]:
     """Estimate what `tune_capture` will try; needs no GPU.
 
     Returns:
@@ -101,7 +99,7 @@ def forecast(root: Path, share: float, widen: bool, workers: int | None) -> tupl
     """
     capture = read_capture(root, untried="")
     skipped = list(capture.problems)
-    by_name = {op.name: op for op in operators_of(capture, widen)}
+    by_name = {op.name: op for op in operators_of(capture)}
     tasks = [_task(by_name, launch) for launch in _chosen(capture, share, skipped, device_slug=None)]
     return len(tasks), *_work(tasks, Options(workers=workers)), skipped
 
@@ -118,7 +116,6 @@ def tune_capture(
     *,
     budget_s: float | None = None,
     share: float = 1.0,
-    widen: bool = False,
     force: bool = False,
     workers: int | None = None,
 ) -> TunedCapture:
@@ -127,7 +124,6 @@ def tune_capture(
     Args:
         budget_s: seconds in all; the class that is being tuned is finished.
         share: fraction of the captured GPU time that is tuned.
-        widen: whether configs around the author's lists are tried, too.
         force: search classes again that have a config.
         workers: processes that compile.
     """
@@ -144,7 +140,7 @@ def tune_capture(
         chosen = [by_digest[launch.digest] for launch in chosen]
     options = Options(workers=workers, force=force)
     until = began + budget_s if budget_s else math.inf
-    by_name = {op.name: op for op in operators_of(capture, widen)}
+    by_name = {op.name: op for op in operators_of(capture)}
     tasks = [_task(by_name, launch) for launch in chosen]
     search_tasks(root, FAMILY, write_capture_sweep(capture), tasks, options, progress, until)
     left = [task for task in tasks if task.stored(root / "configs") is None]
@@ -249,7 +245,7 @@ def why_untunable(launch: LaunchClass, device_slug: str | None = None) -> str:
         return f"captured on {launch.device}, this is {device_slug}: capture again here"
     if launch.problem:
         return launch.problem
-    grids = [candidate.grid for candidate in offered(launch, widen=False)]
+    grids = [candidate.grid for candidate in offered(launch)]
     if not grids:
         return launch.candidates[0].problem if launch.candidates else "no config"
     if any(grid is not None and 0 in grid for grid in grids):
@@ -291,7 +287,7 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
         for classes in by_kernel.values():
             of, groups = classes[0].launch, tuple(table_groups(classes, worker))
             digests = (of.source, of.bytecode, of.configs, of.versions.get("package", ""))
-            portfolio = () if of.is_plain else tuple(portfolio_of(classes))
+            portfolio = () if of.is_plain else (_config_of_all(classes),)
             kernels.append(TableKernel(of.kernel.module, of.kernel.name, *digests, of.keys, groups, portfolio, of.is_plain))
     here = device.current()
     return ServingTable(here.slug, {**device.versions(), "driver": here.driver}, tuple(kernels))
@@ -385,9 +381,7 @@ def _row(one: TunedClass, chosen: str, gain: float | None = None) -> ServingRow:
     return ServingRow(one.launch.sizes, tuple(map(one.stored, configs)), evidence)
 
 
-def portfolio_of(classes: Sequence[TunedClass]) -> list[StoredConfig]:
-    """Return configs as JSON: the best for all classes, then the fewest with which every class is within 2 % of its best."""
-    times: Any = [one.times for one in classes if one.times]
-    keys = dict.fromkeys([shared_config(classes), *(portfolio(times).configs if times else ())])
-    by_key = {key: one.stored(key) for one in classes for key in one.times}
-    return [by_key[key] for key in keys if key in by_key][:_MOST_PORTFOLIO]
+def _config_of_all(classes: Sequence[TunedClass]) -> StoredConfig:
+    """Return the best config of all classes as JSON; if none runs in all, the best config of the most expensive class."""
+    costliest = max(classes, key=lambda one: one.cost_us)
+    return costliest.stored(shared_config(classes) or costliest.best)

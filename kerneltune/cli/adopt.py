@@ -214,11 +214,11 @@ def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
     show(f"{counted(len(rows), 'call')} tuned in {seconds:.0f} s, {gained} of them faster than with the own config")
 
 
-def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None, budget: float | None) -> None:
+def _show_forecast(folder: Path, share: float, workers: int | None, budget: float | None) -> None:
     """Print how many classes and configs of a capture `tune` will try, and about how long that takes."""
     from kerneltune.adopt.tuning import forecast
 
-    classes, configs, seconds, skipped = forecast(folder, share, widen, workers)
+    classes, configs, seconds, skipped = forecast(folder, share, workers)
     for line in skipped:
         note(f"skipped: {line}")
     if not classes:
@@ -228,14 +228,12 @@ def _show_forecast(folder: Path, share: float, widen: bool, workers: int | None,
     show(f"{tried}: about {max(seconds / 60, 0.1):.1f} minutes on an idle GPU, if none is tuned yet{ends}")
 
 
-def tune_folder(
-    folder: Path, budget: float | None, share: float | None, widen: bool, force: bool, workers: int | None, dry_run: bool
-) -> None:
+def tune_folder(folder: Path, budget: float | None, share: float | None, force: bool, workers: int | None, dry_run: bool) -> None:
     """Tune a capture, and show the configs that serving will launch; with `dry_run` only say how many configs there are."""
     if share is not None and not 0 < share <= 1:
         raise ValueError(f"share: {share!r}: expected a fraction above 0, up to 1")
     if dry_run:
-        return _show_forecast(folder, share or 1.0, widen, workers, budget)
+        return _show_forecast(folder, share or 1.0, workers, budget)
     o.require_writable(folder)
     from kerneltune.processes import start_server
 
@@ -243,7 +241,7 @@ def tune_folder(
     from kerneltune.adopt.tuning import tune_capture
 
     with Reporter() as progress:
-        outcome = tune_capture(folder, progress, budget_s=budget, share=share or 1.0, widen=widen, force=force, workers=workers)
+        outcome = tune_capture(folder, progress, budget_s=budget, share=share or 1.0, force=force, workers=workers)
     show_table(*tuned_table(outcome.tuned))
     for line in outcome.skipped:
         note(f"skipped: {line}")

@@ -22,7 +22,6 @@ def command(
     configs: Annotated[Path, o.option("--configs", "DIR", "Folder that `tune` wrote.", envvar="KERNELTUNE_ADOPT")],
     miss: Annotated[str, o.pick("--miss", startup.POLICIES, "The config of launches that were not tuned.")] = "author",
     manifest: Annotated[str, o.option("--manifest", "SHA256", "Refuse any other table; the digest's beginning is enough.")] = "",
-    portfolio: Annotated[int, o.count("--portfolio", "Configs that torch.compile may choose from, by time if more than 1.")] = 1,
 ) -> None:
     """Run a program with the tuned configs of a capture; nothing is timed at run time.
 
@@ -39,7 +38,7 @@ def command(
         raise ValueError(f"{configs}: no tuned configs: run `kerneltune tune {configs}` first")
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         files = Path(folder, "counts")  # below a folder that goes: a process that outlives the program makes it no more
-        chosen = {"miss": miss, "manifest": manifest, "portfolio": portfolio, "counts": str(files)}
+        chosen = {"miss": miss, "manifest": manifest, "counts": str(files)}
         code = run_program(program, {startup.ADOPT: str(configs.resolve()), startup.ADOPT_OPTIONS: json.dumps(chosen)})
         counts = read_counts(files.glob(f"*{SUFFIX}"))
     _show_counts(counts, configs)

@@ -51,7 +51,6 @@ def command(
     share: Annotated[
         float | None, o.option("--share", "FRACTION", "In a capture, tune classes until they cover this part of the time.")
     ] = None,
-    widen: Annotated[bool, o.flag("--widen", "Of a capture: also configs around the authors' lists.")] = False,
     dry_run: Annotated[bool, o.flag("--dry-run", "Only say how many configs there are, and about how long they take.")] = False,
     configs: o.Configs = None,
     results: o.Results = None,
@@ -83,8 +82,8 @@ def command(
             policy=policy, trials=trials, max_cases=max_cases, stale=stale,
             sampler=sampler, until_gain=until_gain, exhaustive=exhaustive, knob=knob, gpus=gpus,
         )  # fmt: skip
-        return tune_folder(Path(family), budget, share, widen, force, workers, dry_run)
-    o.refuse("expected only with the folder of a capture", share=share, widen=widen)
+        return tune_folder(Path(family), budget, share, force, workers, dry_run)
+    o.refuse("expected only with the folder of a capture", share=share)
     if not dry_run:
         from kerneltune.processes import start_server
 

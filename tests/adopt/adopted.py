@@ -56,7 +56,7 @@ def of_kernel(capture: Capture, name: str) -> list[LaunchClass]:
 
 def author_configs(launch: LaunchClass) -> list[dict[str, Any]]:
     """Return the author's configs, as JSON."""
-    return [one.config for one in launch.candidates if one.is_author]
+    return [one.config for one in launch.candidates]
 
 
 def kernel_of(launches: Sequence[LaunchClass], configs: Sequence[dict[str, Any]], **changes: Any) -> TableKernel:

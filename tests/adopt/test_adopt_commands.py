@@ -194,11 +194,11 @@ def test_serve_of_a_folder_that_is_not_tuned_says_so(tmp_path: Path) -> None:
 def test_serve_gives_the_program_its_options_and_takes_its_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "served").mkdir()
     shown = 'echo "$KERNELTUNE_ADOPT $KERNELTUNE_ADOPT_OPTIONS"; exit 3'
-    options = ("--miss", "nearest", "--portfolio", "2", "--manifest", "ab12")
+    options = ("--miss", "nearest", "--manifest", "ab12")
     result = run("serve", "--configs", tmp_path, *options, "--", "sh", "-c", shown)
     folder, _, given = capfd.readouterr().out.partition(" ")
     assert (result.exit_code, folder) == (3, str(tmp_path))
-    assert json.loads(given).items() >= {"miss": "nearest", "portfolio": 2, "manifest": "ab12"}.items()
+    assert json.loads(given).items() >= {"miss": "nearest", "manifest": "ab12"}.items()
 
 
 def test_serve_tells_at_the_end_what_was_served(tmp_path: Path) -> None:

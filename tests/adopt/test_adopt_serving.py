@@ -82,7 +82,7 @@ def test_serving_a_miss_records_it_as_a_capture(tmp_path: Path) -> None:
     (missed,) = read_capture(tmp_path / "misses").classes
     assert (missed.sizes["N"], missed.problem) == (64, "")
     assert live_kernel(missed) is example().row_sum
-    assert (missed.list_size, len(author_configs(missed))) == (6, 6)  # not the portfolio of one
+    assert (missed.list_size, len(author_configs(missed))) == (6, 6)  # not the one that torch.compile sees
 
 
 @pytest.mark.usefixtures("untimed")
@@ -393,7 +393,7 @@ def test_serving_a_subclass_that_calls_super_is_served(tmp_path: Path, monkeypat
     assert (server.counts.hits, OwnAutotuner.looked_up) == (1, 1)
 
 
-def test_serving_a_kernel_made_later_shows_the_portfolio_before_it_is_launched(tmp_path: Path) -> None:
+def test_serving_a_kernel_made_later_shows_one_config_before_it_is_launched(tmp_path: Path) -> None:
     order = tuned_folder(tmp_path)
     known = example().row_sum
     listed = list(known.configs)

@@ -101,7 +101,7 @@ def test_tune_takes_sizes_that_the_key_omits_into_the_key_where_they_gain(tmp_pa
     (group,) = table.kernels[0].groups
     assert group.split == ("M",)
     assert {row.sizes["M"]: row.configs[0]["kwargs"]["BLOCK"] for row in group.rows} == {4: 64, 64: 256}
-    assert len(table.kernels[0].portfolio) == 2
+    assert len(table.kernels[0].portfolio) == 1
 
 
 MIXED = """
@@ -200,11 +200,15 @@ def test_tune_again_measures_nothing_twice(tmp_path: Path, h200: type[SizedBench
     assert (len(h200.tried), again.digest) == (tried, first.digest)
 
 
-def test_tune_with_widen_tries_configs_around_the_list(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_of_an_earlier_capture_leaves_out_the_configs_around_the_list(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
-    tune_capture(tmp_path, Progress(), widen=True)
-    assert {config.BLOCK for config in h200.tried} == {32, 64, 128, 256, 512}
-    assert {config.num_warps for config in h200.tried} >= {1, 2, 4, 8}
+    (path,) = (tmp_path / CLASSES).glob(f"*/{META}")
+    stored = json.loads(path.read_text())
+    around = dict(stored["candidates"][0], is_author=False)
+    around["config"] = around["config"] | {"kwargs": {"BLOCK": 512}}
+    path.write_text(json.dumps(stored | {"candidates": [*stored["candidates"], around]}))
+    tune_capture(tmp_path, Progress())
+    assert {config.BLOCK for config in h200.tried} == {64, 128, 256}
 
 
 def test_tune_with_a_share_leaves_the_cheap_classes(tmp_path: Path, h200: type[SizedBench]) -> None:
@@ -304,7 +308,7 @@ print(inputs["launch"].named["y_ptr"].tolist()[:2])
 def test_task_and_config_of_a_capture_reach_another_process_without_its_environment(tmp_path: Path) -> None:
     capture_sums(tmp_path / "cap", (4, 96))
     (launch,) = read_capture(tmp_path / "cap").classes
-    (op,) = operators(str(tmp_path / "cap"), widen=True)
+    (op,) = operators(str(tmp_path / "cap"))
     task = Task(op, case_of(launch, op.axes), op.variant(TUNED))
     (tmp_path / "task").write_bytes(pickle.dumps((task, task.default)))
     done = run_python(LOADED, str(tmp_path / "task"), TRITON_INTERPRET="1")

@@ -61,7 +61,7 @@ def lines(folder: Path, kernel: Any, grid: int | None = None, y: torch.Tensor | 
     startup.uninstall()
     captured = read_capture(folder).classes[0]
     launch = make_replay(captured, folder / CLASSES / captured.digest, "cpu", 0)
-    configs = [one.config for one in captured.candidates if one.is_author]
+    configs = [one.config for one in captured.candidates]
     learn(launch, configs[0])
     found = []
     for config in configs:

@@ -31,10 +31,8 @@ def test_capture_of_two_sizes_has_a_class_for_each(tmp_path: Path) -> None:
 
 def test_capture_evaluates_the_grid_for_every_candidate(tmp_path: Path) -> None:
     launch = of_kernel(captured(tmp_path), "scale_chosen")[0]
-    found = {one.config["kwargs"]["BLOCK"]: one.grid for one in launch.candidates if one.is_author}
+    found = {one.config["kwargs"]["BLOCK"]: one.grid for one in launch.candidates}
     assert found == {32: (2, 3), 128: (2, 1)}
-    around = {one.config["kwargs"]["BLOCK"] for one in launch.candidates if not one.is_author}
-    assert around >= {16, 64, 256}
 
 
 def test_capture_keeps_index_values_and_a_sample_of_floats(tmp_path: Path) -> None:

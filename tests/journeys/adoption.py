@@ -85,7 +85,7 @@ def adopt_two_processes(place: Place) -> None:
     """Serve two processes at once: they choose the same configs."""
     place.bring("packages", "two_processes.py", "observed.py")
     capture(place, "two_processes.py", "1000", "4096")
-    tune(place, "--widen", classes=2)
+    tune(place, classes=2)
     first, second = serve(place, "two_processes.py", "1000", "4096")
     require(first["configs"] == second["configs"], f"{first['configs']} and {second['configs']} differ")
     require(first["digest"] == second["digest"], "results differ")
