@@ -23,14 +23,14 @@ import torch
 from kerneltune import device
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.rows import pool
-from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowKey, RowVerdict, confirm
+from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowVerdict, confirm
 from kerneltune.measuring.compare import SELF, contender, input_sets, obstacle, time_contenders
 from kerneltune.measuring.measured import make_record, noise_floor
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.records import Record, append, parse, timing
 from kerneltune.search.task import Task
-from kerneltune.spec import Config
+from kerneltune.spec import Config, TaskKey
 from kerneltune.table import Column, Row, Table
 
 DELAYS = (0.02, 0.05, 0.10)
@@ -119,10 +119,10 @@ def load_processes(folder: Path) -> list[Process]:
         for delay, path in files.items()
         if path.exists() or not delay
     }
-    keys = [row_key(record) for record in by_delay[0.0]]
+    keys = [record.key for record in by_delay[0.0]]
     rows = len(set(keys))
     for delay, records in by_delay.items():
-        if not rows or list(map(row_key, records)) != keys or keys != keys[:rows] * (len(keys) // rows):
+        if not rows or [record.key for record in records] != keys or keys != keys[:rows] * (len(keys) // rows):
             raise ValueError(f"{files[delay]}: {len(records)} rows: expected the same rows for every process")
     return [{d: records[at : at + rows] for d, records in by_delay.items()} for at in range(0, len(keys), rows)]
 
@@ -137,7 +137,7 @@ def decide(processes: Sequence[Process], *, per_side: int, repeats: int, margin:
         raise ValueError(f"{len(processes)} processes: expected {3 * per_side} or more: baseline, new run and one repetition")
     rng = np.random.default_rng(seed)
     runs = min(2 + RERUNS, len(processes) // per_side)
-    rows = [row_key(record) for record in processes[0][0.0]]
+    rows = [record.key for record in processes[0][0.0]]
     counts = {delay: dict.fromkeys(WORST_FIRST, 0) for delay in sorted(processes[0])}
     short = dict.fromkeys(counts, 0)
     times_us = [float(np.median([process[0.0][row].time_us or 0.0 for process in processes])) for row in range(len(rows))]
@@ -157,29 +157,24 @@ def verdicts(
     new: Iterable[Process],
     again: Sequence[Sequence[Process]],
     delay: float,
-    delayed: frozenset[RowKey],
+    delayed: frozenset[TaskKey],
     margin: float,
 ) -> list[RowVerdict]:
     """Return the verdicts on the delayed rows; on all rows where the delay is 0.0."""
 
-    def run(side: Iterable[Process], only: frozenset[RowKey] | None = None) -> list[Record]:
+    def run(side: Iterable[Process], only: frozenset[TaskKey] | None = None) -> list[Record]:
         return pool(
             record
             for process in side
             for plain, late in zip(process[0.0], process[delay], strict=True)
-            for record in (late if row_key(late) in delayed else plain,)
-            if only is None or row_key(record) in only
+            for record in (late if late.key in delayed else plain,)
+            if only is None or record.key in only
         )
 
     unchanged = pool(record for process in old for record in process[0.0])
     further = iter(again)
     verdict, _pooled = confirm(unchanged, run(new), margin, lambda suspects: run(next(further), suspects), len(again))
-    return [row.verdict for row in verdict.rows if not delay or (row.record.key, row.record.variant) in delayed]
-
-
-def row_key(record: Record) -> RowKey:
-    """Return the key of a record's row."""
-    return record.key, record.variant
+    return [row.verdict for row in verdict.rows if not delay or row.record.key in delayed]
 
 
 def measured_delay(processes: Sequence[Process], delay: float) -> float:

@@ -81,7 +81,7 @@ class Keeper:
         known = self._rows.setdefault((task.op.name, task.variant.name, task.policy), [])
         known += rows
         timed_us = [row[2].time_us for row in rows if row[2].time_us]
-        print(f"{task.label}: {len(rows)} configs, {min(timed_us, default=0):.2f} us", flush=True)
+        print(f"{task.key.label}: {len(rows)} configs, {min(timed_us, default=0):.2f} us", flush=True)
 
     def __enter__(self) -> "Keeper":
         return self

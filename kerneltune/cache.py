@@ -31,7 +31,7 @@ from kerneltune.files import (
     replace_text,
 )
 from kerneltune.nearness import Place, band_of, ranked
-from kerneltune.spec import MOST, Case, Op, Option, Variant, config_from, out_of_range, ranges_of
+from kerneltune.spec import MOST, Case, Op, Option, TaskKey, Variant, config_from, out_of_range, ranges_of
 
 SCHEMA = 1
 _NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
@@ -94,6 +94,7 @@ class CacheEntry:
     `entry_from` makes an entry of values from elsewhere.
     """
 
+    op: str
     variant: str
     case: Case
     policy: str
@@ -101,34 +102,18 @@ class CacheEntry:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def label(self) -> str:
-        """Name the entry on one line."""
-        return f"{self.variant} {self.case.name} {self.case.dtype} {self.case.quant}"
-
-    @property
-    def identity(self) -> tuple[str, str, Case]:
-        """Return variant, policy and case, which no other entry of a file shares; the name of the case may differ."""
-        return self.variant, self.policy, self.case
-
-    @property
-    def key_fields(self) -> dict[str, Any]:
-        """Return variant, case and policy in the form of a file."""
-        return {"variant": self.variant, **case_fields(self.case), "policy": self.policy}
+    def key(self) -> TaskKey:
+        """Return the key of the entry's task, which no other entry shares."""
+        return TaskKey(self.op, self.variant, self.case, self.policy)
 
 
-def case_fields(case: Case) -> dict[str, Any]:
-    """Return a case in the form of a file."""
-    sizes, options = dict(case.axes), dict(case.options)
-    return {"case": case.name, "axes": sizes, "dtype": case.dtype, "quant": case.quant, "options": options}
-
-
-def entry_from(values: Mapping[str, Any]) -> CacheEntry:
-    """Return the entry with these fields, axes and options as mappings.
+def entry_from(op: str, values: Mapping[str, Any]) -> CacheEntry:
+    """Return the entry of an operator with these fields, axes and options as mappings.
 
     Raises:
         ValueError: a line with the field, its value and the expected values.
     """
-    return _entry(checked(values, _EntryRow))
+    return _entry(op, checked(values, _EntryRow))
 
 
 def default_root() -> Path:
@@ -188,24 +173,25 @@ def load_strict(path: Path) -> list[CacheEntry]:
     return entries
 
 
-def store(op_name: str, device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
+def store(device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
     """Call `store_all` with a single entry."""
-    return store_all(op_name, device_slug, [entry], root)
+    return store_all(device_slug, [entry], root)
 
 
-def store_all(op_name: str, device_slug: str, entries: Sequence[CacheEntry], root: Path | None = None) -> Path:
-    """Store all entries or none, each in place of the entry with its identity; readers see the old file or the new file.
+def store_all(device_slug: str, entries: Sequence[CacheEntry], root: Path | None = None) -> Path:
+    """Store all entries of an operator or none, each in place of the entry with its key; readers see the old or the new file.
 
     Raises:
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
     """
+    op_name = entries[0].op
     path = (root or default_root()) / device_slug / f"{op_name}.json"
     with locked(path):
         present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
-        stored = {entry.identity: entry for entry in (load_strict(present) if present.exists() else [])}
+        stored = {entry.key: entry for entry in (load_strict(present) if present.exists() else [])}
         for entry in entries:
-            stored.pop(entry.identity, None)
-            stored[entry.identity] = entry
+            stored.pop(entry.key, None)
+            stored[entry.key] = entry
         replace_text(path, _render(op_name, device_slug, list(stored.values())))
     clear()
     return path
@@ -243,14 +229,14 @@ def _scan(path: Path) -> tuple[list[CacheEntry], list[ValueError]]:
         items = _read(path)
     except ValueError as error:
         return [], [error]
-    entries: dict[Any, CacheEntry] = {}
+    entries: dict[TaskKey, CacheEntry] = {}
     errors = []
     for index, item in enumerate(items):
         try:
-            entry = _entry(decode(bytes(item), _EntryRow))
-            if entry.identity in entries:
+            entry = _entry(path.stem, decode(bytes(item), _EntryRow))
+            if entry.key in entries:
                 raise bad("case", entry.case.name, "one entry of each identity")
-            entries[entry.identity] = entry
+            entries[entry.key] = entry
         except ValueError as error:
             errors.append(ValueError(f"{path}: entries[{index}]: {error}"))
     return list(entries.values()), errors
@@ -265,10 +251,9 @@ def _read(path: Path) -> list[msgspec.Raw]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _entry(row: _EntryRow) -> CacheEntry:
+def _entry(op: str, row: _EntryRow) -> CacheEntry:
     checked(row.evidence, _Evidence, "evidence")
-    case = Case(row.case, tuple(row.axes.items()), row.dtype, row.quant, tuple(row.options.items()))
-    return CacheEntry(variant=row.variant, case=case, policy=row.policy, config=row.config, evidence=row.evidence)
+    return CacheEntry(**TaskKey.of(op, row)._asdict(), config=row.config, evidence=row.evidence)
 
 
 def _place_in_file(entry: CacheEntry) -> tuple[Any, ...]:
@@ -281,7 +266,7 @@ def _render(op_name: str, device_slug: str, entries: Sequence[CacheEntry]) -> st
     rows = []
     for entry in sorted(entries, key=_place_in_file):
         try:
-            rows.append("    " + json_text({**entry.key_fields, "config": entry.config, "evidence": entry.evidence}))
+            rows.append("    " + json_text({**entry.key.fields, "config": entry.config, "evidence": entry.evidence}))
         except (TypeError, ValueError) as error:
             raise bad("config", entry.config, "values that JSON can hold, in the evidence too") from error
     head = f'{{\n  "schema": {SCHEMA},\n  "op": {json_text(op_name)},\n  "device": {json_text(device_slug)},\n  "entries": [\n'
@@ -468,8 +453,8 @@ def _chosen(chooser: Chooser, gpu: str, axes: Axes, dtype: str, quant: str, opti
     case = Case("", axes, dtype, quant, options)
     choice = chooser.find(case, gpu)
     if choice.source != "own":
-        miss = misses.Miss(chooser.op.name, chooser.variant.name, gpu, case, chooser.policy)
-        misses.report(miss, choice.describe, chooser.op.free_axes)
+        key = TaskKey(chooser.op.name, chooser.variant.name, case, chooser.policy)
+        misses.report(key, gpu, choice.describe, chooser.op.free_axes)
     return choice.config
 
 

@@ -32,10 +32,10 @@ from kerneltune.measuring.measured import checked_record
 from kerneltune.measuring.pairs import configs_by_case, covering
 from kerneltune.plan import Plan
 from kerneltune.progress import Progress
-from kerneltune.records import Key, Record, key_of_case
+from kerneltune.records import Record
 from kerneltune.reporting import tables
 from kerneltune.search.task import Run, Task, config_values, present
-from kerneltune.spec import Case, Config, Op, Variant
+from kerneltune.spec import Case, Config, Op, TaskKey, Variant
 from kerneltune.sweep import SweepCase
 from kerneltune.tune.gpu_worker import GpuWorker, compare_in_worker
 from kerneltune.wording import counted, pairs
@@ -102,7 +102,7 @@ def mutate_outputs(plan: Plan) -> list[Outcome]:
     return [outcome for job in jobs for outcome in outcomes[job]]
 
 
-def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[Key] | None = None) -> list[Record]:
+def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[TaskKey] | None = None) -> list[Record]:
     """Measure the selected variants, interleaved, on the selected bench cases; `keys`, if given, restricts the cases further."""
     device.require_gpu(command)
     entries = [entry for entry in plan.cases() if keys is None or plan.key(entry) in keys]
@@ -209,8 +209,8 @@ class _Campaign:
         checked, coverage = self.check(work, [] if is_gpu or is_quick else _further_jobs(plan, entries))
         checked += [] if is_gpu else self.check_compiled(work)
         path = plan.journal("check")
-        wanted = {key_of_case(entry.op, entry.case, _CHECK_POLICY) for entry in plan.sweep.check}
-        records.merge(path, checked, lambda record: record.key in wanted)
+        wanted = {TaskKey(entry.op, "", entry.case, _CHECK_POLICY) for entry in plan.sweep.check}
+        records.merge(path, checked, lambda record: record.key.of_case in wanted)
         return SweepResult(checked, [path], [*coverage, *lines])
 
     def measure_headline(self, first_table: FirstTable | None) -> SweepResult:
@@ -394,7 +394,7 @@ class _Campaign:
 
 def _known_rows(work: Sequence[Runs], journal: Path | None) -> list[tuple[Runs, list[Record] | None]]:
     """Pair the runs of each case with their rows of an interrupted run; None for a case to be done."""
-    done = records.grouped(journalled(journal) if journal else (), lambda record: (record.key, record.variant))
+    done = records.grouped(journalled(journal) if journal else (), lambda record: record.key)
     return [(runs, finished_rows(done, runs)) for runs in work]
 
 
@@ -406,7 +406,7 @@ def journalled(journal: Path) -> list[Record]:
     return records.parse((whole + end).splitlines(keepends=True), str(journal), is_journal=True)
 
 
-def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Runs) -> list[Record] | None:
+def finished_rows(done: Mapping[TaskKey, Sequence[Record]], runs: Runs) -> list[Record] | None:
     """Return the rows of a case from an interrupted run, if it has all rows for this environment and these configs; else None.
 
     Failed rows do not count: a row that failed in an interrupted run is measured again.
@@ -414,9 +414,8 @@ def finished_rows(done: Mapping[tuple[Key, str], Sequence[Record]], runs: Runs) 
     gpu = device.current()
     finished = []
     for task, config in runs:
-        key = key_of_case(task.op.name, task.case, task.policy)
         wanted = {"device": gpu.name, "unit": gpu.unit, "config": config_values(config), **present(task.variant)}
-        kept = (row for row in done.get((key, task.variant.name), ()) if row.status != "failed")
+        kept = (row for row in done.get(task.key, ()) if row.status != "failed")
         rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
         finished += rows[-1:]
     return finished if len(finished) == len(runs) else None

@@ -85,7 +85,7 @@ def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) ->
     axis = (op.free_axes or op.axes)[0]
     files: dict[str, dict[str, Any]] = {}
     for entry in sorted(entries, key=lambda e: dict(e.case.axes).get(axis, 0)):
-        case = entry.key_fields
+        case = entry.key.fields
         fixed = {name: size for name, size in case["axes"].items() if name != axis}
         parts = {"variant": entry.variant, **fixed, "dtype": case["dtype"], "quant": case["quant"], **case["options"]}
         name = ",".join([op.name, *(f"{key}={value}" for key, value in parts.items()), entry.policy])
@@ -117,7 +117,7 @@ def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
     Raises:
         ValueError: a file of another format, operator or GPU, or a file that cannot be read.
     """
-    of_file, entries = _from_json(path) if path.suffix == ".json" else _from_source(path)
+    of_file, entries = (_from_json if path.suffix == ".json" else _from_source)(path, op.name)
     for field, of, expected in (("op", of_file[0], op.name), ("device", of_file[1], device or of_file[1])):
         if of != expected:
             raise ValueError(f"{path}: {field}: {of!r}: expected {expected!r}")
@@ -129,7 +129,7 @@ def read(path: Path, op: Op, device: str | None = None) -> list[CacheEntry]:
 _Found = tuple[tuple[object, object], list[CacheEntry]]
 
 
-def _from_source(path: Path) -> _Found:
+def _from_source(path: Path, op: str) -> _Found:
     """Return (operator, device) and the entries of a Python source."""
     try:
         tree = ast.parse(read_text(path, _LARGEST))
@@ -138,14 +138,14 @@ def _from_source(path: Path) -> _Found:
     values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
     try:
         rows = ast.literal_eval(values["ENTRIES"])
-        entries = [_entry(row, row["config"], path) for row in rows]
+        entries = [_entry(op, row, row["config"], path) for row in rows]
     except (ValueError, KeyError, TypeError, AttributeError, MemoryError, RecursionError) as error:
         raise ValueError(f"{path}: ENTRIES: not a table of configs") from error
     constants = {name: node.value for name, node in values.items() if isinstance(node, ast.Constant)}
     return (constants.get("OP"), constants.get("DEVICE")), entries
 
 
-def _from_json(path: Path) -> _Found:
+def _from_json(path: Path, op: str) -> _Found:
     """Return (operator, device) and the entries of a table by size."""
     text = read_text(path, _LARGEST)
     try:
@@ -155,7 +155,7 @@ def _from_json(path: Path) -> _Found:
         for size, knobs in table["configs"].items():
             sizes = {**case["axes"], axis: int(size)}
             axes = {name: sizes[name] for name in table["axes"]}
-            entries.append(_entry({**case, "axes": axes, "case": "x".join(map(str, axes.values()))}, knobs, path))
+            entries.append(_entry(op, {**case, "axes": axes, "case": "x".join(map(str, axes.values()))}, knobs, path))
         return (table["op"], table["device"]), entries
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: not a table of configs, as `cache export --format json` writes it") from error
@@ -173,7 +173,7 @@ def _head(op: Op, device: str) -> list[str]:
 
 
 def _rows(entries: Sequence[CacheEntry]) -> list[str]:
-    return [f"    { ({**entry.key_fields, 'config': entry.config})!r}," for entry in entries]
+    return [f"    { ({**entry.key.fields, 'config': entry.config})!r}," for entry in entries]
 
 
 def _module(name: str) -> str:
@@ -193,6 +193,6 @@ def _unique(name: str, content: Mapping[str, Any], files: Mapping[str, Mapping[s
     raise AssertionError
 
 
-def _entry(case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> CacheEntry:
+def _entry(op: str, case: Mapping[str, Any], knobs: Mapping[str, Any], path: Path) -> CacheEntry:
     values = {name: case[name] for name in ("variant", "case", "axes", "dtype", "quant", "options", "policy")}
-    return entry_from({**values, "config": dict(knobs), "evidence": {"imported": path.name}})
+    return entry_from(op, {**values, "config": dict(knobs), "evidence": {"imported": path.name}})

@@ -7,7 +7,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +15,7 @@ import msgspec
 
 from kerneltune.device import INTERPRETER
 from kerneltune.files import append_lines, decode, read_text
-from kerneltune.spec import Case
+from kerneltune.spec import TaskKey
 
 _STRICT = "KERNELTUNE_STRICT"
 _LOG = "KERNELTUNE_LOG_MISSES"
@@ -23,8 +23,8 @@ _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": Fal
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[^\s{}:,]+$")]
 
 
-class _Row(msgspec.Struct):
-    """Hold a line of the log."""
+class _Row(msgspec.Struct, omit_defaults=True):
+    """Hold a line of the log; no line has a name of its case."""
 
     op: _Name
     variant: _Name
@@ -34,29 +34,19 @@ class _Row(msgspec.Struct):
     quant: _Name
     options: dict[str, bool | int | float | str]
     policy: _Name
+    case: str = ""
 
 
 class CacheMissWarning(UserWarning):
     """Warn of a case without a config of its own in the cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Miss:
-    """Hold a look-up for which the cache has no entry of exactly that case."""
-
-    op: str
-    variant: str
-    device: str
-    case: Case
-    policy: str
-
-
 _said: set[tuple[object, ...]] = set()
 """Misses that were warned of, without the sizes of their free axes."""
 
 
-def report(miss: Miss, describe: Callable[[], str], free_axes: Sequence[str]) -> None:
-    """Warn of a miss and name the config used instead; append the miss to the log that KERNELTUNE_LOG_MISSES names.
+def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Sequence[str]) -> None:
+    """Warn of a task without an entry in the cache and name the config used; append it to the log of KERNELTUNE_LOG_MISSES.
 
     Free axes may change with every call: a single warning covers all their sizes. Misses of the interpreter, for which nothing is
     tuned, are not reported.
@@ -65,16 +55,15 @@ def report(miss: Miss, describe: Callable[[], str], free_axes: Sequence[str]) ->
         LookupError: KERNELTUNE_STRICT is on.
         ValueError: KERNELTUNE_STRICT is neither on nor off.
     """
-    if miss.device == INTERPRETER:
+    if device == INTERPRETER:
         return
     strict = _is_strict()
     if log := os.environ.get(_LOG):
-        _append(Path(log), miss)
-    case, fixed = miss.case, tuple(axis for axis in miss.case.axes if axis[0] not in free_axes)
-    alike = miss.op, miss.variant, miss.device, miss.policy, case.dtype, case.quant, case.options, fixed
+        _append(Path(log), key, device)
+    alike = key._replace(case=replace(key.case, axes=tuple(axis for axis in key.case.axes if axis[0] not in free_axes))), device
     if not strict and alike in _said:
         return
-    text = f"no config for {miss.op} {miss.variant} {miss.case.label} {miss.policy} on {miss.device}"
+    text = f"no config for {key.op} {key.variant} {key.case.label} {key.policy} on {device}"
     if strict:
         raise LookupError(f"{text} ({_STRICT}=1); nearest: {describe()}")
     _said.add(alike)
@@ -95,31 +84,28 @@ def forget() -> None:
     _said.clear()
 
 
-def _append(path: Path, miss: Miss) -> None:
+def _append(path: Path, key: TaskKey, device: str) -> None:
     """Append a miss to the log; warn of a log that cannot be written."""
-    case = miss.case
-    options = dict(case.options)
-    row = _Row(miss.op, miss.variant, miss.device, dict(case.axes), case.dtype, case.quant, options, miss.policy)
+    row = _Row(**{"op": key.op, "device": device, **key.fields, "case": ""})
     try:
         append_lines(path, msgspec.json.encode(row) + b"\n")
     except ValueError as error:
         warnings.warn(str(error), stacklevel=4)
 
 
-def read(path: Path) -> list[Miss]:
-    """Load the misses of a log, each once."""
-    misses: dict[Miss, None] = {}
+def read(path: Path) -> list[TaskKey]:
+    """Load the misses of a log, each once, of whatever device."""
+    misses: dict[TaskKey, None] = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         try:
             row = decode(line, _Row)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
-        case = Case("", tuple(row.axes.items()), row.dtype, row.quant, tuple(row.options.items()))
-        misses[Miss(row.op, row.variant, row.device, case, row.policy)] = None
+        misses[TaskKey.of(row.op, row)] = None
     return list(misses)
 
 
-def sweep_text(misses: Sequence[Miss]) -> str:
+def sweep_text(misses: Sequence[TaskKey]) -> str:
     """Write the text of a sweep file whose bench cases are the misses, each case once."""
     if not misses:
         raise ValueError("misses: none: nothing to tune")

@@ -8,10 +8,9 @@ from pathlib import Path
 from kerneltune import device, sweep
 from kerneltune.errors import meant, unknown
 from kerneltune.listing import check_case
-from kerneltune.records import Key, Record, key_of_case
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Case, Op, TaskKey, Variant
 from kerneltune.sweep import MAX_CASES, Section, Sweep, SweepCase
 
 _HEADLINES = 10
@@ -36,22 +35,18 @@ class Selection:
     variants: tuple[str, ...] = ()
     max_cases: int = field(default=MAX_CASES, kw_only=True)
 
-    def takes(self, entry: SweepCase) -> bool:
-        """Return whether an entry of the sweep belongs to the selection."""
-        return self.covers(entry.op, entry.case.name, entry.case.dtype, entry.case.quant)
-
-    def covers(self, op: str, case: str, dtype: str, quant: str) -> bool:
-        """Return whether the selection has this operator, case name, element type and quant mode."""
+    def takes_case(self, op: str, case: Case) -> bool:
+        """Return whether a case of an operator belongs to the selection."""
         return (
             (not self.ops or op in self.ops)
-            and (not self.cases or any(fnmatch.fnmatch(case, pattern) for pattern in self.cases))
-            and (not self.dtypes or dtype in self.dtypes)
-            and (not self.quants or quant in self.quants)
+            and (not self.cases or any(fnmatch.fnmatch(case.name, pattern) for pattern in self.cases))
+            and (not self.dtypes or case.dtype in self.dtypes)
+            and (not self.quants or case.quant in self.quants)
         )
 
-    def takes_record(self, record: Record) -> bool:
-        """Return whether a record belongs to the selection."""
-        return self.covers(record.op, record.case, record.dtype, record.quant) and self.takes_variant(record.variant)
+    def takes(self, key: TaskKey) -> bool:
+        """Return whether a task belongs to the selection."""
+        return self.takes_case(key.op, key.case) and self.takes_variant(key.variant)
 
     def names(self, variant: str) -> bool:
         """Return whether the selection names a variant."""
@@ -128,7 +123,8 @@ class Plan:
 
     def cases(self, section: Section = "bench") -> list[SweepCase]:
         """Return the selected cases of a section."""
-        return list(filter(self.selection.takes, self.sweep.bench if section == "bench" else self.sweep.check))
+        entries = self.sweep.bench if section == "bench" else self.sweep.check
+        return [entry for entry in entries if self.selection.takes_case(entry.op, entry.case)]
 
     def headline(self, section: Section = "bench") -> list[SweepCase]:
         """Return at most ten selected headline cases; if the family has none, at most ten selected cases across the file."""
@@ -156,9 +152,9 @@ class Plan:
         """Return a task for each selected variant of a case; an empty policy stands for `self.policy`."""
         return [Task(self.ops[op], case, variant, policy or self.policy(op)) for variant in self.variants(op)]
 
-    def key(self, entry: SweepCase) -> Key:
-        """Return the key of a case's records."""
-        return key_of_case(entry.op, entry.case, self.policy(entry.op))
+    def key(self, entry: SweepCase) -> TaskKey:
+        """Return the key that the records of a case share."""
+        return TaskKey(entry.op, "", entry.case, self.policy(entry.op))
 
     def journal(self, name: str) -> Path:
         """Return the journal of a stage on this device; it keeps the rows of the stage until the stage ends."""
@@ -176,7 +172,7 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
         offered = dict.fromkeys(v.name for e in entries for v in ops[e.op].variants)
         if not fnmatch.filter(offered, name):
             raise unknown("variant", name, offered, f" in family {loaded.family}")
-    chosen = list(filter(selection.takes, entries))
+    chosen = [entry for entry in entries if selection.takes_case(entry.op, entry.case)]
     if not chosen:
         fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
         wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)

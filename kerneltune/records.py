@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from kerneltune.device import INTERPRETER
 from kerneltune.files import append_lines, bad, decode, locked, opened, replace_bytes
-from kerneltune.spec import MOST, Case, Option, Role
+from kerneltune.spec import MOST, Option, Role, TaskKey
 from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ supported or does not fit in memory."""
 TrialStatus = Literal[Status, "crashed", "compile", "spills", "occupancy"]
 """Status of a trial: a config may also have `crashed` its process, not `compile`, or be refused before its launch, because it
 `spills` registers or because too few of its programs fit an SM (`occupancy`)."""
-
-Key = tuple[str, str, str, tuple[tuple[str, int], ...], tuple[tuple[str, Option], ...], str]
 
 Defaults = Callable[[str], Mapping[str, Option]]
 """Function of an operator's name: the default of every option; empty for an unknown operator."""
@@ -116,11 +114,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _check_status(self)
 
     @property
-    def key(self) -> Key:
-        """Return (op, dtype, quant, axes, options, policy), axes and options sorted by name: the identity of a case."""
-        return (
-            self.op, self.dtype, self.quant, tuple(sorted(self.axes.items())), tuple(sorted(self.options.items())), self.policy,
-        )  # fmt: skip
+    def key(self) -> TaskKey:
+        """Return the key of the record's task: with the device, the identity of the row."""
+        return TaskKey.of(self.op, self)
 
     @property
     def config_label(self) -> str:
@@ -128,19 +124,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return pairs(self.config or {}) or "-"
 
     @property
-    def case_label(self) -> str:
-        """Return the label of the case: `M=8192 N=4096 bfloat16 fp8`."""
-        return Case(self.case, tuple(self.axes.items()), self.dtype, self.quant, tuple(self.options.items())).label
-
-    @property
     def label(self) -> str:
         """Return the key in one line: `rmsnorm_fwd M=8192 N=4096 bfloat16 fp8 cold`."""
         return " ".join([self.op, pairs({**self.axes, **self.options}), self.dtype, self.quant, self.policy])
-
-
-def key_of_case(op: str, case: Case, policy: str) -> Key:
-    """Return the key of a case's records: axes and options sorted by name."""
-    return op, case.dtype, case.quant, tuple(sorted(case.axes)), tuple(sorted(case.options)), policy
 
 
 def rounded(value: float) -> float:
@@ -233,8 +219,13 @@ def other_run(a: Record, b: Record) -> list[str]:
 
 
 def row_of(record: Record) -> object:
-    """Return the identity of a row: key, variant and device."""
-    return record.key, record.variant, record.device
+    """Return the identity of a row: key and device."""
+    return record.key, record.device
+
+
+def case_on_device(record: Record) -> object:
+    """Return what the rows of all variants of a case on a device have in common."""
+    return record.key.of_case, record.device
 
 
 def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = lambda _op: {}) -> Callable[[Record], object]:

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from kerneltune.errors import unknown
 from kerneltune.identity import code_digest
@@ -62,18 +62,27 @@ class Case:
     """Describe a point of an operator's domain: axis sizes, element type, quantisation mode and options.
 
     Attributes:
-        name: a name for people; two cases that differ in name alone are equal.
+        name: a name for people. Two cases that differ in their names, or in the order of axes or options, are equal.
         axes: (axis, size) pairs in the operator's order.
         dtype: torch's name of the input type, for example `bfloat16`.
         quant: quantisation mode; `none` without quantisation.
         options: (option, value) pairs in the operator's order, with every option of the operator.
     """
 
-    name: str = field(compare=False)
+    name: str
     axes: tuple[tuple[str, int], ...]
     dtype: str
     quant: str = "none"
     options: tuple[tuple[str, Option], ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Case) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple[object, ...]:
+        return frozenset(self.axes), self.dtype, self.quant, frozenset(self.options)
 
     def __getitem__(self, axis: str) -> int:
         """Return the size of an axis."""
@@ -89,6 +98,43 @@ class Case:
         sizes = " ".join(f"{axis}={size}" for axis, size in self.axes)
         options = "".join(f" {name}={value}" for name, value in self.options)
         return f"{sizes} {self.dtype} {self.quant}{options}"
+
+
+class TaskKey(NamedTuple):
+    """Identify a task, and its configs, trials, records and misses: a variant of an operator on a case under a policy.
+
+    An empty variant stands for all variants of the case.
+    """
+
+    op: str
+    variant: str
+    case: Case
+    policy: str
+
+    @classmethod
+    def of(cls, op: str, row: Any) -> "TaskKey":
+        """Make the key of a row, an object whose attributes are the fields of `fields`."""
+        case = Case(row.case, tuple(row.axes.items()), row.dtype, row.quant, tuple(row.options.items()))
+        return cls(op, row.variant, case, row.policy)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Return the key as JSON, without the operator."""
+        case = self.case
+        return {
+            "variant": self.variant, "case": case.name, "axes": dict(case.axes), "dtype": case.dtype, "quant": case.quant,
+            "options": dict(case.options), "policy": self.policy,
+        }  # fmt: skip
+
+    @property
+    def of_case(self) -> "TaskKey":
+        """Return the key that all variants of the case share."""
+        return self._replace(variant="")
+
+    @property
+    def label(self) -> str:
+        """Name the task on one line, the case by its name."""
+        return f"{self.op} {self.variant} {self.case.name} {self.case.dtype} {self.case.quant}"
 
 
 @dataclass(frozen=True, slots=True)

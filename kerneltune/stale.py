@@ -19,11 +19,11 @@ from kerneltune.campaign import measure_again
 from kerneltune.device import arch_of, slug
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
-from kerneltune.records import Key, Record, grouped
+from kerneltune.records import Record, grouped
 from kerneltune.search.task import Task, changed, config_values
-from kerneltune.spec import Case, Op
+from kerneltune.spec import Case, Op, TaskKey
 from kerneltune.sweep import SweepCase
-from kerneltune.tune.renew import Renewal, StaleConfig, renew
+from kerneltune.tune.renew import Renewal, renew
 from kerneltune.wording import counted, pairs
 
 CONFIG_S = 0.6
@@ -58,7 +58,7 @@ class StaleFamily:
     stale: tuple[SweepCase, ...]
     seconds_a_case: float
     orphans: int
-    recorded: frozenset[Key]
+    recorded: frozenset[TaskKey]
 
     def rank(self, entry: SweepCase) -> int:
         """Return 0 for a headline case, 1 for a case with records, 2 for a case that nobody measured."""
@@ -74,14 +74,14 @@ class Stale:
     Attributes:
         gpu: folder name of the GPU.
         known: number of cached configs, by operator.
-        configs: operator and entry of stale configs, the most used first.
+        configs: entries of stale configs, the most used first.
         families: the families with their stale cases.
         plans: the plan of each family that was examined.
     """
 
     gpu: str
     known: Mapping[str, int]
-    configs: tuple[StaleConfig, ...]
+    configs: tuple[CacheEntry, ...]
     families: tuple[StaleFamily, ...]
     plans: tuple[Plan, ...]
 
@@ -111,10 +111,10 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
     for name, op in first.ops.items():
         path = cache.path_of(name, gpu, first.options.configs)
         for entry in cache.load_strict(path) if path.exists() else ():
-            if _selects(first.selection, name, entry, uses):
+            if _selects(first.selection, entry, uses):
                 known[name] += 1
-                stale += [(name, entry)] if _is_stale(op, entry) else []
-    stale.sort(key=lambda pair: (pair[1].variant != "optimized", uses.get((pair[0], pair[1].case), len(uses))))
+                stale += [entry] if _is_stale(op, entry) else []
+    stale.sort(key=lambda entry: (entry.variant != "optimized", uses.get((entry.op, entry.case), len(uses))))
     return Stale(gpu, known, tuple(stale), tuple(families), tuple(plans))
 
 
@@ -127,11 +127,10 @@ def _uses(plans: Sequence[Plan]) -> _Uses:
     return found
 
 
-def _selects(selection: Selection, op: str, entry: CacheEntry, uses: _Uses) -> bool:
+def _selects(selection: Selection, entry: CacheEntry, uses: _Uses) -> bool:
     """Return whether a config is selected; if a family or cases are selected, one of their cases must look the config up."""
-    is_used = (op, entry.case) in uses or not (selection.family or selection.cases)
-    covered = replace(selection, cases=()).covers(op, entry.case.name, entry.case.dtype, entry.case.quant)
-    return is_used and covered and selection.takes_variant(entry.variant)
+    is_used = (entry.op, entry.case) in uses or not (selection.family or selection.cases)
+    return is_used and replace(selection, cases=()).takes(entry.key)
 
 
 def _is_stale(op: Op, entry: CacheEntry) -> bool:
@@ -142,19 +141,19 @@ def _family(plan: Plan, folder: Path) -> StaleFamily:
     path = folder / f"{plan.family}.jsonl"
     policies = {plan.policy(entry.op) for entry in plan.sweep.bench}
     recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy in policies]
-    rows = {(row.key, row.variant): row for row in recorded}
+    rows = {row.key: row for row in recorded}
     entries = sorted(plan.cases(), key=lambda entry: not plan.sweep.headlines(entry))
     stale = tuple(entry for entry in entries if not _is_fresh(plan, entry, rows, folder.name))
     keys = set(map(plan.key, plan.sweep.bench))
-    orphans = sum(row.key not in keys for row in recorded)
-    return StaleFamily(plan, len(entries), stale, _seconds_a_case(recorded, policies), orphans, frozenset(key for key, _ in rows))
+    orphans = sum(row.key.of_case not in keys for row in recorded)
+    measured = frozenset(key.of_case for key in rows)
+    return StaleFamily(plan, len(entries), stale, _seconds_a_case(recorded, policies), orphans, measured)
 
 
-def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[tuple[Key, str], Record], gpu: str) -> bool:
+def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[TaskKey, Record], gpu: str) -> bool:
     """Return whether every selected variant has a record of its present code and config, and no own variant failed."""
-    key = plan.key(entry)
     for task in plan.tasks(entry.op, entry.case):
-        row = rows.get((key, task.variant.name))
+        row = rows.get(task.key)
         if row is None or (row.status == "failed" and not task.variant.is_peer):
             return False
         if difference(row, task, plan.options.configs, gpu) is not None:
@@ -246,7 +245,7 @@ def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:
     gaps = [(after - before).total_seconds() for before, after in itertools.pairwise(dates)]
     of_one_run = [gap for gap in gaps if gap <= _LONGEST_GAP_S]
     if of_one_run:
-        return sum(of_one_run) / len({row.key for row in recorded})
+        return sum(of_one_run) / len({row.key.of_case for row in recorded})
     return _EAGER_CASE_S if "eager" in policies else _CASE_S
 
 

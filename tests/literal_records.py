@@ -65,6 +65,6 @@ def h200_entries(variant: str = "optimized") -> list[CacheEntry]:
 
 def entry_record(entry: CacheEntry, **changes: Any) -> Record:
     """Make a record of a config of rmsnorm_fwd, measured with the present code."""
-    values = entry.key_fields | {"config": entry.config}
+    values = entry.key.fields | {"config": entry.config}
     code = ops.load()["rmsnorm_fwd"].variant(entry.variant).source_hash
     return literal(100.0, **values | {"source_hash": code} | changes)

@@ -74,5 +74,5 @@ def test_an_entry_of_more_elements_than_any_memory_holds_is_not_believed() -> No
         name: values[0] for name, values in op.variant("optimized").space(Case("", (("M", 8), ("N", 64)), "bfloat16")).items()
     }
     values = {"variant": "optimized", "case": "a", "dtype": "bfloat16", "quant": "none", "options": {}, "policy": "cold"}
-    entry = cache.entry_from({**values, "axes": {"M": 1 << 50, "N": 64}, "config": config, "evidence": {}})
+    entry = cache.entry_from("rmsnorm_fwd", {**values, "axes": {"M": 1 << 50, "N": 64}, "config": config, "evidence": {}})
     assert chooser.defect(entry) == f"axes: a size of more than {1 << 48}"

@@ -29,6 +29,7 @@ def entry(rows: int = 8192, columns: int = 4096, warps: int = 4, **changes: Any)
     case = Case(f"{rows}x{columns}", axes(rows, columns), "bfloat16", "fp8", OPTIONS)
     of_case = {name: changes.pop(name) for name in ("axes", "dtype", "quant", "options") if name in changes}
     values: dict[str, Any] = {
+        "op": OP,
         "variant": "optimized",
         "case": replace(case, **of_case),
         "policy": "cold",
@@ -88,7 +89,7 @@ def look(root: Path, rows: int, columns: int, dtype: str = "bfloat16", free: tup
 
 def test_the_file_holds_one_sorted_entry_a_line(tmp_path: Path) -> None:
     for stored in (entry(16384), entry(8192), entry(8192, variant="atomic"), entry(16384, warps=8)):
-        path = cache.store(OP, GPU, stored, tmp_path)
+        path = cache.store(GPU, stored, tmp_path)
     assert path == tmp_path / GPU / f"{OP}.json"
     assert path.read_text() == (
         '{\n  "schema": 1,\n  "op": "rmsnorm_fwd",\n  "device": "nvidia_h200",\n  "entries": [\n'
@@ -110,7 +111,7 @@ def test_the_file_holds_one_sorted_entry_a_line(tmp_path: Path) -> None:
 
 def test_exact_then_nearest(tmp_path: Path) -> None:
     for stored in (entry(8192, warps=4), entry(16384, warps=8), entry(8192, 8192, warps=16)):
-        cache.store(OP, GPU, stored, tmp_path)
+        cache.store(GPU, stored, tmp_path)
     hit = look(tmp_path, 8192, 4096)
     assert hit is not None
     assert hit.exact
@@ -131,20 +132,20 @@ def test_exact_then_nearest(tmp_path: Path) -> None:
 
 def test_ties_go_to_the_larger_size_then_to_the_config_text(tmp_path: Path) -> None:
     for stored in (entry(4096, warps=1), entry(16384, warps=2), entry(8192, 8192, warps=8), entry(8192, 2048, warps=3)):
-        cache.store(OP, GPU, stored, tmp_path)
+        cache.store(GPU, stored, tmp_path)
     hits = candidates(tmp_path, axes(8192, 4096))
     assert [hit.entry.config["warps"] for hit in hits] == [2, 8, 1, 3]
 
 
 def test_another_16_bit_type_serves_last_and_no_other_type_does(tmp_path: Path) -> None:
-    cache.store(OP, GPU, entry(warps=4, dtype="float16"), tmp_path)
-    cache.store(OP, GPU, entry(warps=2, dtype="float32"), tmp_path)
+    cache.store(GPU, entry(warps=4, dtype="float16"), tmp_path)
+    cache.store(GPU, entry(warps=2, dtype="float32"), tmp_path)
     hit = look(tmp_path, 8192, 4096)
     assert hit is not None
     assert not hit.exact
     assert hit.distance == 0.5
     assert hit.entry.config["warps"] == 4
-    cache.store(OP, GPU, entry(65536, warps=8), tmp_path)
+    cache.store(GPU, entry(65536, warps=8), tmp_path)
     hit = look(tmp_path, 8192, 4096)
     assert hit is not None
     assert hit.distance == 3
@@ -154,13 +155,13 @@ def test_another_16_bit_type_serves_last_and_no_other_type_does(tmp_path: Path) 
 
 @pytest.mark.parametrize("change", [{"quant": "none"}, {"policy": "hot"}, {"variant": "atomic"}, {"options": ()}])
 def test_everything_but_free_axes_and_type_must_match(tmp_path: Path, change: dict[str, Any]) -> None:
-    cache.store(OP, GPU, entry(**change), tmp_path)
+    cache.store(GPU, entry(**change), tmp_path)
     assert look(tmp_path, 8192, 4096) is None
 
 
 def test_a_policy_without_an_entry_of_its_own_takes_what_models_run_with(tmp_path: Path) -> None:
-    cache.store(OP, GPU, entry(warps=4), tmp_path)
-    cache.store(OP, GPU, entry(16384, warps=8, policy="hot"), tmp_path)
+    cache.store(GPU, entry(warps=4), tmp_path)
+    cache.store(GPU, entry(16384, warps=8, policy="hot"), tmp_path)
 
     def served(rows: int, policy: str) -> list[tuple[int, bool]]:
         return [(hit.entry.config["warps"], hit.exact) for hit in candidates(tmp_path, axes(rows, 4096), policy=policy)]
@@ -169,13 +170,13 @@ def test_a_policy_without_an_entry_of_its_own_takes_what_models_run_with(tmp_pat
     assert served(16384, "hot") == [(8, True), (4, False)]
     assert served(8192, "cold") == [(4, True)]
     assert served(8192, "eager") == [(4, False)]
-    cache.store(OP, GPU, entry(warps=2, policy="hot"), tmp_path)
+    cache.store(GPU, entry(warps=2, policy="hot"), tmp_path)
     assert served(8192, "hot") == [(2, True), (4, False), (8, False)]
 
 
 def test_a_config_serves_sizes_of_its_own_band_only(tmp_path: Path) -> None:
     for rows in (16, 32, 100):
-        cache.store(OP, GPU, entry(rows, warps=rows), tmp_path)
+        cache.store(GPU, entry(rows, warps=rows), tmp_path)
     bands = {"M": (16, 32)}
 
     def served(rows: int, columns: int = 4096) -> list[int]:
@@ -199,31 +200,31 @@ def test_the_case_itself_then_other_values_of_free_options_then_other_sizes(tmp_
     """Never both: that is left to the default."""
     stored = [(4096, 128, False), (8192, 32, False), (8192, 64, False), (8192, 64, True), (4096, 64, False)]
     for warps, (rows, group, zeros) in enumerate(stored):
-        cache.store(OP, GPU, entry(rows, warps=warps, options=(("group", group), ("zeros", zeros))), tmp_path)
+        cache.store(GPU, entry(rows, warps=warps, options=(("group", group), ("zeros", zeros))), tmp_path)
     assert near(tmp_path, GROUPS) == [(2, False, 1), (3, False, 2), (1, False, 2), (0, False, 1)]
     assert near(tmp_path, (("group", 32), ("zeros", False)))[0] == (1, True, 0)
     assert near(tmp_path, GROUPS, free=("group",)) == [(2, False, 1), (1, False, 2), (0, False, 1)]
     assert near(tmp_path, GROUPS, free=()) == [(0, False, 1)]
-    cache.store(OP, GPU, entry(warps=5, options=GROUPS), tmp_path)
+    cache.store(GPU, entry(warps=5, options=GROUPS), tmp_path)
     assert near(tmp_path, GROUPS)[0] == (5, True, 0)
     assert near(tmp_path, (("group", 128),)) == []
 
 
 def test_an_option_that_is_no_number_is_an_octave_and_ties_go_to_the_larger_one(tmp_path: Path) -> None:
     for group in (32, 64, 128):
-        cache.store(OP, GPU, entry(warps=group, options=(("group", group), ("zeros", False))), tmp_path)
+        cache.store(GPU, entry(warps=group, options=(("group", group), ("zeros", False))), tmp_path)
     assert near(tmp_path, (("group", 0), ("zeros", False))) == [(128, False, 1), (64, False, 1), (32, False, 1)]
     assert near(tmp_path, (("group", 64), ("zeros", True)))[0] == (64, False, 1)
 
 
 def test_other_options_of_the_own_type_come_before_another_type(tmp_path: Path) -> None:
-    cache.store(OP, GPU, entry(warps=1, dtype="float16", options=GROUPS), tmp_path)
-    cache.store(OP, GPU, entry(warps=2, options=(("group", 128), ("zeros", True))), tmp_path)
+    cache.store(GPU, entry(warps=1, dtype="float16", options=GROUPS), tmp_path)
+    cache.store(GPU, entry(warps=2, options=(("group", 128), ("zeros", True))), tmp_path)
     assert near(tmp_path, GROUPS) == [(2, False, 1), (1, False, 0.5)]
 
 
 def test_no_rows_are_another_size_than_one(tmp_path: Path) -> None:
-    cache.store(OP, GPU, entry(0), tmp_path)
+    cache.store(GPU, entry(0), tmp_path)
     found = look(tmp_path, 1, 4096), look(tmp_path, 0, 4096)
     assert [hit and (hit.exact, hit.distance) for hit in found] == [(False, 0), (True, 0)]
 
@@ -240,8 +241,8 @@ def test_a_chooser_takes_the_first_that_is_valid_and_remembers_until_something_i
     asked = (axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU)
     choose = chooser(tmp_path)
     assert choose(*asked) is DEFAULT
-    cache.store(OP, GPU, entry(warps=8), tmp_path)
-    cache.store(OP, GPU, entry(16384, warps=2), tmp_path)
+    cache.store(GPU, entry(warps=8), tmp_path)
+    cache.store(GPU, entry(16384, warps=2), tmp_path)
     assert choose(*asked) == Knobs(1024, 8)
     assert chooser(tmp_path, most_warps=4)(*asked) == Knobs(1024, 2)
     assert choose(axes(7, 8), *asked[1:]) == Knobs(1024, 8)
@@ -256,14 +257,14 @@ def test_a_chooser_takes_the_first_that_is_valid_and_remembers_until_something_i
 def test_a_chooser_passes_over_what_is_not_valid_of_other_options(tmp_path: Path) -> None:
     choose = chooser(tmp_path, free_options=("zero_centered",))
     asked = (axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU)
-    cache.store(OP, GPU, entry(warps=16, options=(("zero_centered", True),)), tmp_path)
+    cache.store(GPU, entry(warps=16, options=(("zero_centered", True),)), tmp_path)
     assert choose(*asked) is DEFAULT
-    cache.store(OP, GPU, entry(128, warps=4), tmp_path)
+    cache.store(GPU, entry(128, warps=4), tmp_path)
     assert choose(*asked) == Knobs(1024, 4)
-    cache.store(OP, GPU, entry(warps=2, options=(("zero_centered", True),)), tmp_path)
+    cache.store(GPU, entry(warps=2, options=(("zero_centered", True),)), tmp_path)
     assert choose(*asked) == Knobs(1024, 2)
     assert chooser(tmp_path)(*asked) == Knobs(1024, 4)
-    cache.store(OP, GPU, entry(warps=1), tmp_path)
+    cache.store(GPU, entry(warps=1), tmp_path)
     assert choose(*asked) == Knobs(1024, 1)
 
 
@@ -273,9 +274,9 @@ def test_a_chooser_passes_over_what_is_not_valid_of_other_options(tmp_path: Path
     [{"block": 0, "warps": 4}, {"block": 1024}, {"block": 1024, "warps": 4, "early": True}, {"block": 1024, "warps": "4"}],
 )
 def test_knobs_that_the_variant_no_longer_has_are_passed_over(tmp_path: Path, knobs: dict[str, Any]) -> None:
-    cache.store(OP, GPU, entry(config=knobs), tmp_path)
+    cache.store(GPU, entry(config=knobs), tmp_path)
     assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) is DEFAULT
-    cache.store(OP, GPU, entry(16384), tmp_path)
+    cache.store(GPU, entry(16384), tmp_path)
     assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) == Knobs(1024, 4)
 
 
@@ -333,8 +334,8 @@ def test_root_is_the_environment_then_the_checkout(tmp_path: Path, monkeypatch: 
 
 
 def stored_file(root: Path) -> Path:
-    cache.store(OP, GPU, entry(), root)
-    return cache.store(OP, GPU, entry(16384), root)
+    cache.store(GPU, entry(), root)
+    return cache.store(GPU, entry(16384), root)
 
 
 def with_entry(path: Path, index: int, **changes: Any) -> None:
@@ -387,7 +388,7 @@ def test_a_broken_file_is_a_miss_with_one_warning_and_is_never_overwritten(tmp_p
         assert look(tmp_path, 3, 4) is None
     assert [str(w.message) for w in warned] == [f"{path}{message}; not used"]
     with pytest.raises(ValueError) as error:
-        cache.store(OP, GPU, entry(), tmp_path)
+        cache.store(GPU, entry(), tmp_path)
     assert str(error.value) == f"{path}{message}"
     assert path.read_text() == text
 
@@ -415,7 +416,7 @@ def test_no_file_is_a_silent_miss(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / GPU).write_text("")
     with pytest.raises(ValueError) as error:
-        cache.store(OP, GPU, entry(), tmp_path)
+        cache.store(GPU, entry(), tmp_path)
     assert str(error.value) == f"cannot write {tmp_path}/{GPU}/{OP}.json: File exists"
     assert [path.name for path in tmp_path.iterdir()] == [GPU]
 
@@ -429,7 +430,7 @@ def test_a_failing_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(ValueError) as error:
-        cache.store(OP, GPU, entry(1), tmp_path)
+        cache.store(GPU, entry(1), tmp_path)
     assert str(error.value) == f"cannot write {path}: No space left on device"
     assert path.read_text() == before
     assert not list(path.parent.glob(".*.tmp"))
@@ -437,12 +438,12 @@ def test_a_failing_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^config: .*: expected values that JSON can hold, in the evidence too$"):
-        cache.store(OP, GPU, entry(config={"x": float("inf")}), tmp_path)
+        cache.store(GPU, entry(config={"x": float("inf")}), tmp_path)
 
 
 def _store_twenty(root: Path, first: int) -> None:
     for rows in range(first, first + 20):
-        cache.store(OP, GPU, entry(rows), root)
+        cache.store(GPU, entry(rows), root)
 
 
 def test_two_processes_lose_nothing(tmp_path: Path) -> None:
@@ -460,7 +461,7 @@ def test_two_processes_lose_nothing(tmp_path: Path) -> None:
 def test_the_nearest_is_never_farther_than_any_other(tmp_path: Path) -> None:
     rng = random.Random(0)
     for warps in range(30):
-        cache.store(OP, GPU, entry(rng.randrange(1, 10000), rng.randrange(1, 10000), warps), tmp_path)
+        cache.store(GPU, entry(rng.randrange(1, 10000), rng.randrange(1, 10000), warps), tmp_path)
     for _ in range(50):
         wanted = axes(rng.randrange(1, 10000), rng.randrange(1, 10000))
         hits = candidates(tmp_path, wanted)

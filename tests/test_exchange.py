@@ -43,7 +43,7 @@ def test_what_is_exported_comes_back(format_: str, op: str, tmp_path: Path) -> N
     result = run("import", op, *sorted(files.iterdir()), "--gpu", "nvidia_h200", "--configs", root)
     assert result.exit_code == 0, result.output
     back = cache.load_strict(root / "nvidia_h200" / f"{op}.json")
-    assert {entry.identity: entry.config for entry in back} == {entry.identity: entry.config for entry in ours(op)}
+    assert {entry.key: entry.config for entry in back} == {entry.key: entry.config for entry in ours(op)}
     assert {tuple(entry.evidence) for entry in back} == {("imported",)}
 
 
@@ -97,7 +97,7 @@ def test_an_import_does_not_replace_what_was_measured(tmp_path: Path) -> None:
     run("export", "rmsnorm_bwd", files, "--gpu", "nvidia_h200")
     (file,) = files.iterdir()
     command = ("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", root)
-    cache.store("rmsnorm_bwd", "nvidia_h200", ours("rmsnorm_bwd")[0], root)
+    cache.store("nvidia_h200", ours("rmsnorm_bwd")[0], root)
     path = root / "nvidia_h200" / "rmsnorm_bwd.json"
     total = len(ours("rmsnorm_bwd"))
     assert run(*command).stdout == f"{total - 1} entries stored in {path}\n"
@@ -109,7 +109,7 @@ def test_an_import_on_a_full_disk_stores_all_or_nothing(tmp_path: Path, monkeypa
     files, root = tmp_path / "files", tmp_path / "configs"
     run("export", "rmsnorm_bwd", files, "--gpu", "nvidia_h200")
     (file,) = files.iterdir()
-    path = cache.store("rmsnorm_bwd", "nvidia_h200", ours("rmsnorm_bwd")[0], root)
+    path = cache.store("nvidia_h200", ours("rmsnorm_bwd")[0], root)
     before = path.read_bytes()
     synced: list[int] = []
 
@@ -223,7 +223,7 @@ def test_generated_modules_import_whatever_names_hold(
 ) -> None:
     """Names of folders and of a cache's entries never become code or a path."""
     case = Case("c", (("M", 8), ("N", 8)), dtype, "none", ((option, value),))
-    entry = CacheEntry(variant=variant, case=case, policy="cold", config={knob: value, "warps": 4})
+    entry = CacheEntry(op=name, variant=variant, case=case, policy="cold", config={knob: value, "warps": 4})
     op = replace(OPS["rmsnorm_bwd"], name=name)
     for format_ in ("triton", "python", "json"):
         for file, text in exchange.WRITERS[format_](op, device, [entry], {knob: value}).items():

@@ -36,7 +36,7 @@ OP = replace(op_of(SMALL), free_axes=("M",))
 def store(root: Path, size: int, block: int, gpu: str = GPU) -> None:
     values = {"variant": "optimized", "case": "a", "axes": {"M": size}, "dtype": "bfloat16", "quant": "none", "options": {},
               "policy": "cold", "config": {"block": block, "warps": 8}, "evidence": {}}  # fmt: skip
-    cache.store("fake", gpu, cache.entry_from(values), root)
+    cache.store(gpu, cache.entry_from(OP.name, values), root)
 
 
 @functools.cache

@@ -235,7 +235,7 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
 def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
     """Rows as the journal gives them back."""
     loaded = [from_json(json.dumps(json.loads(to_json(r)))) for r in rows]
-    done = {(r.key, r.variant): [r] for r in loaded}
+    done = {r.key: [r] for r in loaded}
     return finished_rows(done, [Run(replace(task, policy=policy), config) for task, config in RUNS])
 
 

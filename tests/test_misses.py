@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from kerneltune import cache, misses, ops, sweep
 from kerneltune.cache import CaseOptions
 from kerneltune.cli import app
-from kerneltune.misses import CacheMissWarning, Miss
-from kerneltune.spec import Case
+from kerneltune.misses import CacheMissWarning
+from kerneltune.spec import Case, TaskKey
 
 pytestmark = pytest.mark.usefixtures("forgotten_configs")
 
@@ -32,8 +32,8 @@ def axes(rows: int, columns: int) -> tuple[tuple[str, int], ...]:
 def stored(root: Path, rows: int, columns: int, options: CaseOptions = OPTIONS, **knobs: Any) -> None:
     case = Case("c", axes(rows, columns), "bfloat16", "none", options)
     config = dataclasses.asdict(OPTIMIZED.default_config(case)) | knobs
-    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config=config)
-    cache.store("rmsnorm_fwd", GPU, entry, root)
+    entry = cache.CacheEntry(op="rmsnorm_fwd", variant="optimized", case=case, policy="cold", config=config)
+    cache.store(GPU, entry, root)
 
 
 def best(root: Path, rows: int, columns: int, gpu: str = GPU) -> Any:
@@ -187,7 +187,7 @@ def test_no_misses_are_no_sweep(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
     result = CliRunner().invoke(app, ["cache", "from-misses", str(tmp_path / "log")])
     assert (result.exit_code, result.stderr) == (2, "error: misses: none: nothing to tune\n")
-    assert misses.sweep_text([Miss("a", "optimized", GPU, Case("", (("M", 1),), "int8"), "cold")]).endswith(
+    assert misses.sweep_text([TaskKey("a", "optimized", Case("", (("M", 1),), "int8"), "cold")]).endswith(
         '  - {name: a-1, op: a, M: 1, dtype: "int8", quant: "none"}\n'
     )
 
@@ -200,4 +200,5 @@ def test_a_log_that_is_a_pipe_is_one_warning_and_no_wait(tmp_path: Path, monkeyp
     monkeypatch.setenv("KERNELTUNE_LOG_MISSES", str(path))
     misses.forget()
     with pytest.warns(UserWarning, match="cannot write .*pipe"):
-        misses.report(Miss("stream", "optimized", "a_gpu", Case("", (("read", 8),), "int32"), "cold"), lambda: "the default", ())
+        key = TaskKey("stream", "optimized", Case("", (("read", 8),), "int32"), "cold")
+        misses.report(key, "a_gpu", lambda: "the default", ())

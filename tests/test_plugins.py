@@ -84,8 +84,8 @@ def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: 
     op = ops.load()["swiglu"]
     assert re.fullmatch("[0-9a-f]{12}", op.variant("optimized").source_hash)
     case = Case("ffn", (("M", 64), ("N", 1024)), "bfloat16")
-    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config={"block": 2048, "warps": 8})
-    stored = cache.store("swiglu", "nvidia_h200", entry, configs_dir)
+    entry = cache.CacheEntry(op="swiglu", variant="optimized", case=case, policy="cold", config={"block": 2048, "warps": 8})
+    stored = cache.store("nvidia_h200", entry, configs_dir)
     assert stored == configs_dir / "nvidia_h200" / "swiglu.json"
     near = Case("", (("M", 128), ("N", 1024)), "bfloat16")
     ((_, config, _),) = cache.Chooser.of(op, op.variant("optimized"), root=configs_dir).near(near, "nvidia_h200")

@@ -17,6 +17,7 @@ from literal_records import from_json, to_json
 from kerneltune import records
 from kerneltune.files import locked
 from kerneltune.records import Record
+from kerneltune.spec import Case, TaskKey
 
 PASSED: dict[str, Any] = {
     "op": "rmsnorm_fwd",
@@ -57,8 +58,9 @@ def untimed(status: str, **changes: Any) -> Record:
 
 
 def test_identity_and_labels() -> None:
-    axes, options = (("M", 8192), ("N", 4096)), (("zero_centered", False),)
-    assert record().key == ("rmsnorm_fwd", "bfloat16", "fp8", axes, options, "cold")
+    case = Case("", (("M", 8192), ("N", 4096)), "bfloat16", "fp8", (("zero_centered", False),))
+    assert record().key == TaskKey("rmsnorm_fwd", record().variant, case, "cold")
+    assert record().key.of_case == record(variant="another").key.of_case != record(policy="hot").key.of_case
     assert record(case="another name").key == record().key
     assert record().label == "rmsnorm_fwd M=8192 N=4096 zero_centered=False bfloat16 fp8 cold"
     assert record().config_label == "block=1024 warps=4"

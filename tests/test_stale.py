@@ -70,7 +70,7 @@ def options(tmp_path: Path, selection: Selection) -> Options:
     old = [replace(entry, evidence=entry.evidence | {"source_hash": "old"}) for entry in entries]
     old = [replace(entry, config=SLOW) if entry.case.axes[0][1] == 2097152 else entry for entry in old]
     for entry in old:
-        cache.store("stream", GPU, entry, options.configs)
+        cache.store(GPU, entry, options.configs)
     (tmp_path / "results" / GPU).mkdir(parents=True)
     (tmp_path / "results" / GPU / "tiny.jsonl").touch()
     before = find(selection, options)
@@ -99,13 +99,13 @@ def stored(options: Options) -> dict[int, cache.CacheEntry]:
 
 def test_stale_configs_and_records_are_found_with_headlines_first(selection: Selection, options: Options) -> None:
     found = find(selection, options)
-    assert [entry.case.axes[0][1] for _, entry in found.configs] == [1048576, 524288, 2097152]
+    assert [entry.case.axes[0][1] for entry in found.configs] == [1048576, 524288, 2097152]
     assert found.known == {"stream": 3}
     assert [entry.case.name for entry in found.families[0].stale] == ["first", "other", "last"]
     assert (found.families[0].cases, found.cases, found.families[0].orphans) == (3, 3, 0)
     one = find(replace(selection, cases=("other",)), options)
     assert [entry.case.name for entry in one.families[0].stale] == ["other"]
-    assert [entry.case.axes[0][1] for _, entry in one.configs] == [524288]
+    assert [entry.case.axes[0][1] for entry in one.configs] == [524288]
     other = find(selection, options, "nvidia_h100")
     assert (other.gpu, other.known, other.configs, other.families) == ("nvidia_h100", {}, (), ())
 
@@ -165,7 +165,7 @@ def test_interrupted_refresh_keeps_the_cases_it_measured(
 def test_case_whose_config_is_another_now_is_stale(selection: Selection, options: Options) -> None:
     done = stale.refresh(find(selection, options), Progress())
     assert done.left.cases == 0
-    cache.store("stream", GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
+    cache.store(GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
     (family,) = find(selection, options).families
     assert [entry.case.name for entry in family.stale] == ["first"]
 

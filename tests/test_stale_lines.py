@@ -54,7 +54,7 @@ def test_records_of_the_cached_configs_are_fresh_in_any_order_of_axes_and_option
 
 def test_cached_config_that_became_another_makes_its_record_stale(tmp_path: Path) -> None:
     entry = h200_entries()[0]
-    cache.store("rmsnorm_fwd", "nvidia_h200", dataclasses.replace(entry, config=entry.config | {"warps": OTHER_WARPS}), tmp_path)
+    cache.store("nvidia_h200", dataclasses.replace(entry, config=entry.config | {"warps": OTHER_WARPS}), tmp_path)
     row = entry_record(entry)
     assert stale_lines([row], OPS, None) == []
     (line,) = stale_lines([row], OPS, tmp_path)
@@ -107,7 +107,7 @@ def test_record_of_a_plug_in_or_capture_is_compared_by_the_case_that_its_operato
     """A capture gives many classes of launches one config: `as_called` returns the case of the config."""
     first, second = h200_entries()[:2]
     op = dataclasses.replace(OPS["rmsnorm_fwd"], name="mine", as_called=lambda _case: first.case)
-    cache.store("mine", "nvidia_h200", first, tmp_path)
+    cache.store("nvidia_h200", dataclasses.replace(first, op="mine"), tmp_path)
     rows = [entry_record(second, op="mine", config=config) for config in (first.config, {"warps": 1})]
     assert stale_lines(rows[:1], {"mine": op}, tmp_path) == []
     assert len(stale_lines(rows[1:], {"mine": op}, tmp_path)) == 1

@@ -57,11 +57,11 @@ def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Confi
         ("quant", wanted.quants, o.chosen),
         ("variant", wanted.variants, o.matching),
     ):
-        among(name, values, [entry.key_fields[name] for _, entry in entries])
+        among(name, values, [entry.key.fields[name] for _, entry in entries])
     rows = []
     for where, entry in entries:
         case = entry.case
-        if not (wanted.covers(op, case.name, case.dtype, case.quant) and wanted.takes_variant(entry.variant)):
+        if not wanted.takes(entry.key):
             continue
         shown = " ".join([case.name, pairs(dict((*case.axes, *case.options))), case.dtype, case.quant])
         speedup = entry.evidence.get("speedup")
@@ -226,7 +226,7 @@ def import_(
     root = o.configs_root(configs)
     o.require_writable(root)
     path = cache.path_of(op, gpu, root)
-    present = {entry.identity for entry in cache.load_strict(path)} if path.exists() else set()
+    present = {entry.key for entry in cache.load_strict(path)} if path.exists() else set()
     taken = []
     for file in files:
         for entry in exchange.read(file, chosen, None if force else gpu):
@@ -234,10 +234,10 @@ def import_(
                 _require_fit(chosen, entry)
             except ValueError as error:
                 raise ValueError(f"{file}: {error}") from error
-            if force or entry.identity not in present:
+            if force or entry.key not in present:
                 taken.append(entry)
     if taken:
-        cache.store_all(op, gpu, taken, root)
+        cache.store_all(gpu, taken, root)
     show(f"{counted(len(taken), 'entry', 'entries')} stored in {path}")
 
 
@@ -251,11 +251,9 @@ def check(configs: o.Configs = None) -> None:
     entries = [(path, entry) for path in files for entry in _fitting(path)]
     folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
     show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
-    beside = [(path, entry, over) for path, entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
+    beside = [(entry, over) for _, entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
     slower = [
-        f"{path.stem} {entry.label}: {over[0]:.3f} to {over[1]:.3f} of its default's speed"
-        for path, entry, over in beside
-        if over[1] < 1.0
+        f"{entry.key.label}: {over[0]:.3f} to {over[1]:.3f} of its default's speed" for entry, over in beside if over[1] < 1.0
     ]
     for line in [f"{len(beside)} were timed in the same rounds as their default: {len(slower)} slower than it", *slower]:
         if beside:

@@ -82,7 +82,7 @@ def end_if_failed(records: "Iterable[Record]") -> None:
     failed: dict[tuple[str, str], list[str]] = {}
     for record in records:
         if record.status == "failed":
-            reason = record.reason.removesuffix(f", for {record.op} {record.case_label}")
+            reason = record.reason.removesuffix(f", for {record.op} {record.key.case.label}")
             config = f" ({record.config_label})" if record.config else ""
             is_launch = "launch" in record.options  # of a capture: its name holds kernel and digest
             label = pairs(record.axes) if is_launch else record.label

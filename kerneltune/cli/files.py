@@ -28,7 +28,7 @@ def selected(records: "Sequence[Record]", wanted: "Selection") -> "list[Record]"
         cases = dict.fromkeys(record.case for record in records)
         if not fnmatch.filter(cases, pattern):
             raise ValueError(f"case: {pattern!r}: no record of a case of this name{meant(pattern, cases)}")
-    return [record for record in records if wanted.takes_record(record)]
+    return [record for record in records if wanted.takes(record.key)]
 
 
 def swept(known: "Mapping[str, Op]") -> "list[SweepCase]":

@@ -106,7 +106,7 @@ def _judged(
         if not side:
             raise ValueError(f"{name}: no records")
     selected([*against, *records], wanted)  # a name that neither side has is an error
-    records, against = ([record for record in side if wanted.takes_record(record)] for side in (records, against))
+    records, against = ([record for record in side if wanted.takes(record.key)] for side in (records, against))
     families = {record.family or new.stem for record in records}
     if margin is None and len(families) == 1:
         margin = gate_margin(families.pop())

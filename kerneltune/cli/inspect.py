@@ -240,12 +240,7 @@ def _sized_runs(op: Op, sizes: list[str], selection: "Selection") -> "list[Run]"
 
 
 def _selected(runs: "list[Run]", selection: "Selection") -> "list[Run]":
-    return [
-        run
-        for run in runs
-        if selection.takes_variant(run.task.variant.name)
-        and selection.covers(run.task.op.name, run.task.case.name, run.task.case.dtype, run.task.case.quant)
-    ]
+    return [run for run in runs if selection.takes(run.task.key)]
 
 
 def _with_config(runs: "list[Run]", field: str, text: str | None) -> "list[Run]":

@@ -98,14 +98,12 @@ def _short(path: Path) -> str:
     return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path.name)
 
 
-def _entries(records: "Sequence[Record]", configs: Path | None) -> "dict[str, list[CacheEntry]]":
+def _entries(records: "Sequence[Record]", configs: Path | None) -> "list[CacheEntry]":
     """Return the cached configs of the records' operators and devices."""
     from kerneltune import cache
 
-    entries: dict[str, list[CacheEntry]] = {}
-    for op, device in dict.fromkeys((record.op, slug(record.device)) for record in records):
-        entries.setdefault(op, []).extend(cache.load(op, device, configs))
-    return entries
+    places = dict.fromkeys((record.op, slug(record.device)) for record in records)
+    return [entry for op, device in places for entry in cache.load(op, device, configs)]
 
 
 def _markdown(sources: "Sources", picture: Path | None, folder: Path) -> str:

@@ -133,7 +133,7 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
         f"replaces, {len(broken)} that no longer run; {counted(len(done.measured), 'record')} made"
     )
     for renewal in broken:
-        show_wrapped(f"failed: {renewal.op} {renewal.entry.variant} {renewal.entry.case.label}: {renewal.failure}")
+        show_wrapped(f"failed: {renewal.entry.op} {renewal.entry.variant} {renewal.entry.case.label}: {renewal.failure}")
     left = f"{counted(len(done.left.configs), 'config')} and {counted(done.left.cases, 'case')} are stale"
     is_left = done.left.configs or done.left.cases
     show_wrapped(f"{left}; the same command goes on there" if is_left else f"nothing is stale for {here.slug}")
@@ -148,7 +148,7 @@ def _stale_table(by_gpu: "Sequence[Stale]") -> Table:
 
     rows = []
     for one in by_gpu:
-        of_op = Counter(op for op, _ in one.configs)
+        of_op = Counter(entry.op for entry in one.configs)
         stale = [("configs", op, of_op[op], known, CONFIG_S * of_op[op]) for op, known in sorted(one.known.items())]
         stale += [("cases", f.plan.family, len(f.stale), f.cases, f.seconds_a_case * len(f.stale)) for f in one.families]
         stale.append(("all", "", len(one.configs) + one.cases, sum(row[3] for row in stale), sum(row[4] for row in stale)))

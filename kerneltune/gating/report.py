@@ -79,7 +79,7 @@ def gate_junit(verdict: Verdict) -> str:
     said = [f"note: {note}" for note in verdict.notes]
     for row in verdict.rows:
         test = ElementTree.SubElement(
-            suite, "testcase", classname=_xml(row.record.key[0]), name=_xml(f"{row.record.label} {row.record.variant}"), time="0"
+            suite, "testcase", classname=_xml(row.record.op), name=_xml(f"{row.record.label} {row.record.variant}"), time="0"
         )
         tag, text = None if row.note else _TAGS.get(row.verdict), _message(row)
         if tag == "skipped":

@@ -19,7 +19,7 @@ def defaults_of(ops: Mapping[str, Op | OpFacts], name: str) -> Mapping[str, Opti
 
 
 def pool(rows: Iterable[Record]) -> list[Record]:
-    """Pool the records that share key and variant, in the order of the first record of each pool.
+    """Pool the records that share a key, in the order of the first record of each pool.
 
     The pooled time is the geometric mean of the processes' medians. Its interval is resampled by process, then by round. The
     pooled noise floor is the median of the processes' noise floors: noise that only one process met does not hide a slowdown. A
@@ -28,7 +28,7 @@ def pool(rows: Iterable[Record]) -> list[Record]:
     Raises:
         ValueError: rows of the same key differ in GPU, versions, source or config, or hold no samples.
     """
-    return [_pooled(group) for group in grouped(rows, lambda row: (row.key, row.variant)).values()]
+    return [_pooled(group) for group in grouped(rows, lambda row: row.key).values()]
 
 
 def _pooled(group: Sequence[Record]) -> Record:

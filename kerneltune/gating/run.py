@@ -9,12 +9,12 @@ from functools import partial
 from kerneltune import device, sweep
 from kerneltune.campaign import measure_live
 from kerneltune.gating.rows import defaults_of
-from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, RowKey, Verdict, confirm
+from kerneltune.gating.verdict import DEFAULT_MARGIN, UNUSABLE, Verdict, confirm
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.processes import in_fresh_processes
 from kerneltune.progress import Progress
-from kerneltune.records import Key, Record
-from kerneltune.spec import Op
+from kerneltune.records import Record
+from kerneltune.spec import Op, TaskKey
 from kerneltune.wording import counted
 
 LoadOps = Callable[[], Mapping[str, Op]]
@@ -48,9 +48,9 @@ def run_gate(
         return Verdict((), UNUSABLE, obstacle), []
     tolerated = family.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
 
-    def remeasure(suspects: frozenset[RowKey]) -> list[Record]:
+    def remeasure(suspects: frozenset[TaskKey]) -> list[Record]:
         progress.note(f"measuring {counted(len(suspects), 'suspect row')} again")
-        return run_processes(load_ops, selection, options, processes, progress, {key for key, _variant in suspects})
+        return run_processes(load_ops, selection, options, processes, progress, {key.of_case for key in suspects})
 
     measured = run_processes(load_ops, selection, options, processes, progress)
     return confirm(kept, measured, tolerated, remeasure, peers=options.peers, defaults=partial(defaults_of, ops))
@@ -62,7 +62,7 @@ def run_processes(
     options: Options,
     processes: int,
     progress: Progress,
-    keys: Collection[Key] | None = None,
+    keys: Collection[TaskKey] | None = None,
 ) -> list[Record]:
     """Return the selected rows of each fresh process; `keys`, if given, restricts them further.
 
@@ -80,7 +80,7 @@ def run_processes(
     return rows
 
 
-def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[Key] | None) -> list[Record]:
+def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[TaskKey] | None) -> list[Record]:
     """Measure the rows; runs in the subprocess."""
     return measure_live(load_plan(load_ops(), selection, options), Progress(), _COMMAND, keys)
 
@@ -102,6 +102,6 @@ def _selected(record: Record, ops: Mapping[str, Op], family: sweep.Sweep, select
     return (
         of_family
         and record.policy == (options.policy or (op.policy if op else "cold"))
-        and selection.covers(record.op, record.case, record.dtype, record.quant)
+        and selection.takes_case(record.op, record.key.case)
         and (selection.names(record.variant) if selection.variants else options.peers or not peer)
     )

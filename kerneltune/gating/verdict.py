@@ -20,7 +20,8 @@ from typing import Literal
 from kerneltune.device import INTERPRETER
 from kerneltune.gating.changes import Change, device_policy, is_peer, slower_groups, us_of
 from kerneltune.gating.rows import pool
-from kerneltune.records import Defaults, Key, Record, identity_of, newest_rows, other_run
+from kerneltune.records import Defaults, Record, identity_of, newest_rows, other_run
+from kerneltune.spec import TaskKey
 from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts
 from kerneltune.wording import counted, first_of, printable
 
@@ -46,9 +47,6 @@ RERUNS = 2
 
 RowVerdict = Literal["pass", "slower", "regression", "ambiguous", "missing", "failed", "faster"]
 WORST_FIRST: tuple[RowVerdict, ...] = ("failed", "missing", "regression", "ambiguous", "slower", "faster", "pass")
-
-RowKey = tuple[Key, str]
-"""A record's key and variant."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,9 +106,9 @@ class Verdict:
         """Return the rows that did not simply pass: worst first, notes last."""
         return sorted((r for r in self.rows if r.verdict != "pass"), key=lambda r: (bool(r.note), WORST_FIRST.index(r.verdict)))
 
-    def of(self, *verdicts: RowVerdict) -> frozenset[RowKey]:
+    def of(self, *verdicts: RowVerdict) -> frozenset[TaskKey]:
         """Return the rows with any of these verdicts, without notes."""
-        return frozenset((row.record.key, row.record.variant) for row in self.rows if row.verdict in verdicts and not row.note)
+        return frozenset(row.record.key for row in self.rows if row.verdict in verdicts and not row.note)
 
 
 def gate(
@@ -183,7 +181,7 @@ def confirm(
     baseline: Sequence[Record],
     new: Sequence[Record],
     margin: float,
-    remeasure: Callable[[frozenset[RowKey]], Sequence[Record]],
+    remeasure: Callable[[frozenset[TaskKey]], Sequence[Record]],
     reruns: int = RERUNS,
     *,
     peers: bool = False,
@@ -209,7 +207,7 @@ def confirm(
     for _ in range(reruns):
         if not suspects:
             break
-        measured += [record for record in remeasure(suspects) if (record.key, record.variant) in suspects]
+        measured += [record for record in remeasure(suspects) if record.key in suspects]
         pooled = pool(measured)
         verdict = gate(baseline, pooled, margin, peers=peers, defaults=defaults)
         suspects = suspects & verdict.of("ambiguous")

@@ -117,8 +117,8 @@ def _digests_of(tree: Path) -> _Digests:
 def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_ConfigKey, Mapping[str, Any]]:
     """Return the cached configs in the files of a revision as knob values."""
     root = tree / "configs"
-    found = ((op, entry) for op in ops if (root / gpu / f"{op}.json").is_file() for entry in cache.load(op, gpu, root))
-    return {(op, entry.variant, case_text(entry.case), entry.policy): entry.config for op, entry in found}
+    found = (entry for op in ops if (root / gpu / f"{op}.json").is_file() for entry in cache.load(op, gpu, root))
+    return {(entry.op, entry.variant, case_text(entry.case), entry.policy): entry.config for entry in found}
 
 
 def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:

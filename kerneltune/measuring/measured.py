@@ -62,7 +62,8 @@ def make_record(family: str, task: Task, config: Config, status: str, reason: st
         family=family,
         role=task.variant.role,
         flops=task.op.flops(task.case) if task.op.flops is not None else None,
-        **task.identity,
+        op=task.op.name,
+        **task.key.fields,
         **stamp(task.variant),
         **times,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from kerneltune.records import Record, grouped
-from kerneltune.spec import Option
+from kerneltune.spec import Option, TaskKey
 from kerneltune.wording import pairs
 
 _RUN = ("device", "driver", "torch", "triton", "commit")
@@ -53,9 +53,14 @@ class CaseName:
 
 def case_names(records: Iterable[Record]) -> list[CaseName]:
     """Return the names of the records' cases, with the words by which the cases differ."""
-    return told_apart(
-        CaseName(r.op, r.case, r.dtype, r.quant, r.axes, {**r.options, "policy": r.policy, "device": r.device}) for r in records
-    )
+    return told_apart(case_name(record.key, device=record.device) for record in records)
+
+
+def case_name(key: TaskKey, **more: str) -> CaseName:
+    """Return the names of a task's case; the policy and `more` count as options."""
+    case = key.case
+    options = {**dict(case.options), "policy": key.policy, **more}
+    return CaseName(key.op, case.name, case.dtype, case.quant, dict(case.axes), options)
 
 
 def told_apart(cases: Iterable[CaseName]) -> list[CaseName]:

@@ -7,14 +7,14 @@ import importlib.resources
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kerneltune import cache
 from kerneltune.device import INTERPRETER
-from kerneltune.records import Record, grouped, newest
-from kerneltune.reporting.naming import CaseName, by_family, case_names, look, source_facts, told_apart
+from kerneltune.records import Record, case_on_device, grouped, newest
+from kerneltune.reporting.naming import CaseName, by_family, case_name, case_names, look, source_facts, told_apart
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.reporting.tables import (
     AB_COLUMNS,
@@ -46,7 +46,7 @@ class Sources:
     Attributes:
         records: records of any number of files; the page shows the newest record of each key, variant and device.
         pair: the variants that are A and B at first, in the families that have them; None for the default.
-        entries: operator -> the configs that the config cache holds for the device of the records.
+        entries: the configs of the records' operators and devices in the config cache.
         command: the command line that made the page.
         files: the files of the records.
         own: family -> the tables that its workload declares.
@@ -54,7 +54,7 @@ class Sources:
 
     records: Sequence[Record]
     pair: tuple[str | None, str | None] = (None, None)
-    entries: Mapping[str, Sequence[cache.CacheEntry]] = field(default_factory=dict)
+    entries: Sequence[cache.CacheEntry] = ()
     command: str = ""
     files: Sequence[str] = ()
     own: Mapping[str, Sequence[Table]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ _ABSOLUTE = re.compile(r"(?<![\w.:/<>-])(?:~|)/(?:[^\s/'\":,;()<>]+/)+(?P<name>[
 
 def _shown(records: Sequence[Record]) -> tuple[list[Record], str]:
     """Return the records that a page has room for, case by case, and a remark about the records left out."""
-    groups = grouped(records, lambda record: (record.key, record.device))
+    groups = grouped(records, case_on_device)
     shown: list[Record] = []
     cases = 0
     for group in groups.values():
@@ -157,9 +157,9 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
     """
     cases: dict[object, dict[str, Any]] = {}
     for record, name in zip(records, case_names(records), strict=True):
-        case = cases.get((record.key, record.device))
+        case = cases.get(case_on_device(record))
         if case is None:
-            case = cases[record.key, record.device] = {
+            case = cases[case_on_device(record)] = {
                 **_named(name),
                 "label": record.label,
                 "policy": record.policy,
@@ -172,7 +172,7 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
             case["bound"] = case["bound"] or bound_of(record)
         case["of"][record.variant] = _result(record, case["bound"] or "ceiling")
     for record in best_peers(records):
-        case = cases[record.key, record.device]
+        case = cases[case_on_device(record)]
         case["best"] = {**_result(record, case["bound"]), "is": record.variant}
     rows = Counter(record.dtype for record in records)
     orders = {name: list(dict.fromkeys(case[name] for case in cases.values())) for name in ("op", "quant", "settings")}
@@ -201,18 +201,11 @@ def _result(record: Record, bound: Bound) -> dict[str, Any]:
     }
 
 
-def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) -> list[dict[str, Any]]:
+def _evidence(entries: Iterable[cache.CacheEntry], ops: set[str]) -> list[dict[str, Any]]:
     """Return the gain of tuning over the default config, for each case with both times."""
-    timed = [
-        (op, entry)
-        for op, of_op in entries.items()
-        for entry in (of_op if op in ops else ())
-        if entry.evidence.get("time_us") and entry.evidence.get("default_us")
-    ]
-    names = told_apart(
-        CaseName(op, e.case.name, e.case.dtype, e.case.quant, dict(e.case.axes), {**dict(e.case.options), "policy": e.policy})
-        for op, e in timed
-    )
+    measured = (entry for entry in entries if entry.evidence.get("time_us") and entry.evidence.get("default_us"))
+    timed = [entry for entry in measured if entry.op in ops]
+    names = told_apart(case_name(entry.key) for entry in timed)
     return [
         {
             **_named(name),
@@ -222,5 +215,5 @@ def _evidence(entries: Mapping[str, Sequence[cache.CacheEntry]], ops: set[str]) 
             "trials": entry.evidence.get("trials"),
             "config": pairs(entry.config),
         }
-        for name, (_, entry) in zip(names, timed, strict=True)
+        for name, entry in zip(names, timed, strict=True)
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from kerneltune.device import INTERPRETER
 from kerneltune.errors import unknown
-from kerneltune.records import Record, grouped, identity_of, newest, other_run, ratio
+from kerneltune.records import Record, case_on_device, grouped, identity_of, newest, other_run, ratio
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.spec import short_dtype
@@ -126,9 +126,9 @@ def best_peers(records: Iterable[Record]) -> list[Record]:
     best: dict[object, Record] = {}
     for record in records:
         if record.role == "peer" and record.time_us is not None:
-            known = best.setdefault((record.key, record.device), record)
+            known = best.setdefault(case_on_device(record), record)
             if record.time_us < (known.time_us or 0.0):
-                best[record.key, record.device] = record
+                best[case_on_device(record)] = record
     return list(best.values())
 
 
@@ -165,7 +165,7 @@ def default_pair(records: Sequence[Record], a: str | None = None, b: str | None 
             raise unknown(letter, name, sides)
     own = Counter(r.variant for r in records if r.role != "peer" and r.variant not in ("baseline", "optimized"))
     most = max(own, key=lambda name: own[name], default=variants[-1])
-    cases = {(record.key, record.device) for record in records}
+    cases = set(map(case_on_device, records))
     first = BEST_PEER if 2 * len(peers) >= len(cases) else "baseline" if "baseline" in variants else variants[0]
     return a or first, b or ("optimized" if "optimized" in variants else most)
 
@@ -199,7 +199,7 @@ def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[s
     for family, members in families.items():
         a, b = pairs_of[family]
         rows = [row for row in paired(members, a, b) if row.speedup is not None]
-        cases = len({(record.key, record.device) for record in members})
+        cases = len(set(map(case_on_device, members)))
         compared = str(cases) if len(rows) == cases else f"{len(rows)} of {cases}"
         name = "fastest peer" if a == BEST_PEER else a
         if not rows:
@@ -280,7 +280,7 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     """
     skipped = _always_skipped(records) if brief else {}
     kept = [r for r in records if (r.op, r.variant) not in skipped]
-    groups = list(grouped(kept, lambda record: (record.device, record.key)).values())
+    groups = list(grouped(kept, case_on_device).values())
     bounds = [bound_of(best) for group in groups if (best := _best(group)) is not None]
     of_cases, cases = case_columns(
         [group[0] for group in groups], Column("op", shared=True), Column("case", rank=1), sizes_first=True
@@ -330,7 +330,7 @@ def check_table(records: Sequence[Record]) -> Table:
     lines, all_counts = [], Counter[str]()
     for op, variant in dict.fromkeys((r.op, r.variant) for r in records):
         of_it = [r for r in records if (r.op, r.variant) == (op, variant)]
-        by_case = grouped(of_it, lambda r: (r.case, r.case_label))
+        by_case = grouped(of_it, lambda r: (r.case, r.key.case))
         counts = Counter(
             "failed" if any(r.status == "failed" for r in of_case) else of_case[0].status for of_case in by_case.values()
         )

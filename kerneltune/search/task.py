@@ -8,19 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kerneltune import device
-from kerneltune.cache import CacheEntry, Chooser, case_fields
+from kerneltune.cache import CacheEntry, Chooser
 from kerneltune.processes import commit
 from kerneltune.records import TrialStatus
-from kerneltune.spec import Case, Config, Op, Variant
-
-
-class TaskKey(NamedTuple):
-    """Hold the names of a task's parts. Two cases that differ only in their names are equal."""
-
-    op: str
-    variant: str
-    case: Case
-    policy: str
+from kerneltune.spec import Case, Config, Op, TaskKey, Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +34,6 @@ class Task:
     def key(self) -> TaskKey:
         """Return the names of the task's parts."""
         return TaskKey(self.op.name, self.variant.name, self.case, self.policy)
-
-    @property
-    def label(self) -> str:
-        """Name the task on one line."""
-        return f"{self.op.name} {self.variant.name} {self.case.name} {self.case.dtype} {self.case.quant}"
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return the task as JSON."""
-        return {"op": self.op.name, "variant": self.variant.name, **case_fields(self.case), "policy": self.policy}
 
     @property
     def default(self) -> Config:

@@ -28,16 +28,32 @@ from kerneltune.files import append_lines, writing
 from kerneltune.processes import commit
 from kerneltune.records import TrialStatus
 from kerneltune.search.study import choice_order
-from kerneltune.search.task import Evaluation, Knobs, Task, TaskKey, Trial, knob_pairs, knobs_of, present, store_path
-from kerneltune.spec import MOST, Config, Op, Variant
+from kerneltune.search.task import Evaluation, Knobs, Task, Trial, knob_pairs, knobs_of, present, store_path
+from kerneltune.spec import MOST, Config, Op, Option, TaskKey, Variant
 
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
 STATUS_NOW: dict[str, TrialStatus] = {"ok": "passed", "wrong": "failed", "memory": "skipped", "lost": "crashed"}
 """Status in journals of 2026-11-26 and before -> status now."""
 _MOVE = "move the file away to start anew"
-_ABOUT = ("op", "variant", "axes", "dtype", "quant", "options", "policy", "fingerprint")
 _RESULT = ("status", "detail", "resources", "spill_bytes", "shared_bytes", "commit")
+
+
+class _Study(msgspec.Struct):
+    """Hold the user attributes of a study; `case` is no part of its identity."""
+
+    op: str
+    variant: str
+    axes: dict[str, int]
+    dtype: str
+    quant: str
+    options: dict[str, Option]
+    policy: str
+    fingerprint: dict[str, str]
+    case: str = ""
+
+
+_ABOUT = _Study.__struct_fields__[:-1]
 
 
 class TrialStore:
@@ -89,7 +105,7 @@ class TrialStore:
 
     def _study(self, task: Task, offered: Mapping[str, Sequence[Any]]) -> optuna.Study:
         """Return the study of a task whose knobs offer these values; create a missing study."""
-        about = {**task.identity, "fingerprint": self._fingerprint}
+        about = {"op": task.op.name, **task.key.fields, "fingerprint": self._fingerprint}
         name = _study_name({field: about[field] for field in _ABOUT}, offered)
         if name not in self._studies:
             if self._storage is None:
@@ -201,11 +217,9 @@ def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
     if ended := stored.datetime_complete:
         evaluation["date"] = ended.astimezone(UTC).isoformat(timespec="seconds")
     try:
-        axes, options = (list(msgspec.convert(about[name], dict[str, Any]).items()) for name in ("axes", "options"))
-        case = {"name": about.get("case", ""), "axes": axes, "dtype": about["dtype"], "quant": about["quant"], "options": options}
-        key = about["op"], about["variant"], case, about["policy"]
-        row = {"key": key, "knobs": list(stored.params.items()), "evaluation": evaluation, "fingerprint": about["fingerprint"]}
-        trial = msgspec.convert(row, Trial)
+        study = msgspec.convert(about, _Study)
+        knobs = tuple(stored.params.items())
+        trial = Trial(TaskKey.of(study.op, study), knobs, msgspec.convert(evaluation, Evaluation), study.fingerprint)
     except msgspec.ValidationError as error:
         raise ValueError(f"{path}: not a trial: {error}; {_MOVE}") from error
     if time_us is not None and not 0 < time_us < MOST:

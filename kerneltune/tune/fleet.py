@@ -14,7 +14,8 @@ from threading import Lock
 from kerneltune import device
 from kerneltune.plan import Options
 from kerneltune.progress import Progress
-from kerneltune.search.task import Task, TaskKey
+from kerneltune.search.task import Task
+from kerneltune.spec import TaskKey
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 from kerneltune.tune.session import TuningResult, TuningSession
 
@@ -130,7 +131,7 @@ class Fleet:
             with self._lock:
                 self._queue.appendleft(task)
         else:
-            problem = f"not tuned: {task.label}: {ATTEMPTS} processes died over it, the last: {reason}"
+            problem = f"not tuned: {task.key.label}: {ATTEMPTS} processes died over it, the last: {reason}"
             self._finish(task, TuningResult(problem=problem))
 
     def _finish(self, task: Task, done: TuningResult) -> None:

@@ -14,8 +14,6 @@ from kerneltune.spec import Op
 from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.session import TuningSession
 
-StaleConfig = tuple[str, CacheEntry]
-"""Name of an operator, and an entry of its cache that other code chose."""
 _OF_THE_SEARCH = ("trials", "before")
 """Fields of the evidence about the search, which a new timing keeps."""
 
@@ -29,33 +27,32 @@ class Renewal:
         failure: reason why the config no longer runs, on one line; empty if it runs.
     """
 
-    op: str
     entry: CacheEntry
     is_kept: bool
     failure: str = ""
 
 
-def renew(plan: Plan, configs: Sequence[StaleConfig], progress: Progress) -> list[Renewal]:
+def renew(plan: Plan, configs: Sequence[CacheEntry], progress: Progress) -> list[Renewal]:
     """Time configs of this GPU against their default in interleaved rounds, and store the faster with new evidence.
 
     After `search.budget_s` seconds no further config is timed, and the result ends there.
     """
     renewals, options = list[Renewal](), plan.options
     until = time.monotonic() + (math.inf if options.search.budget_s is None else options.search.budget_s)
-    work = [(name, entry, _runs_of(plan.ops[name], entry)) for name, entry in configs]
+    work = [(entry, _runs_of(plan.ops[entry.op], entry)) for entry in configs]
     progress.stage("time stale configs", len(work))
     with TuningSession(options) as session:
-        for number, (name, entry, runs) in enumerate(work, start=1):
+        for number, (entry, runs) in enumerate(work, start=1):
             if time.monotonic() >= until:
                 break
-            session.queue.look_ahead(run for *_, later in work[number:] if not isinstance(later, str) for run in later)
+            session.queue.look_ahead(run for _, later in work[number:] if not isinstance(later, str) for run in later)
             renewed = runs if isinstance(runs, str) else _renewed(session, runs, entry)
             if isinstance(renewed, str):
-                renewals.append(Renewal(name, entry, False, renewed))
+                renewals.append(Renewal(entry, False, renewed))
             else:
-                cache.store(name, device.current().slug, renewed, options.configs)
-                renewals.append(Renewal(name, entry, renewed.config == entry.config))
-            progress.advance(f"{name} {entry.label}")
+                cache.store(device.current().slug, renewed, options.configs)
+                renewals.append(Renewal(entry, renewed.config == entry.config))
+            progress.advance(entry.key.label)
     return renewals
 
 

@@ -14,7 +14,8 @@ from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task
 from kerneltune.plan import Options, Plan
 from kerneltune.progress import Progress
-from kerneltune.search.task import Task, TaskKey, changed
+from kerneltune.search.task import Task, changed
+from kerneltune.spec import TaskKey
 from kerneltune.tune.candidates import checked_space, is_supported, widened
 from kerneltune.tune.fleet import Fleet, Performed, visible_gpus
 from kerneltune.tune.session import TuningSession

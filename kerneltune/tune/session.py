@@ -52,7 +52,7 @@ class TuningResult:
             progress.note(reason)
         if self.best:
             progress.best(self.best)
-        progress.advance(task.label)
+        progress.advance(task.key.label)
 
 
 class TuningSession:
@@ -107,7 +107,7 @@ class TuningSession:
         except NothingPassedError as error:
             return TuningResult(problem=str(error))
         except WorkerCrashedError as error:
-            return TuningResult(problem=f"not tuned: {task.label}: {error}")
+            return TuningResult(problem=f"not tuned: {task.key.label}: {error}")
         finally:
             self.queue.forget(task)
 

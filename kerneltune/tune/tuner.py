@@ -19,8 +19,8 @@ from kerneltune import cache, device
 from kerneltune.measuring.assembly import LIMITS, occupancy_of
 from kerneltune.measuring.compiler import CompilePool, CompileResult, PendingCompile, compile_job
 from kerneltune.search.loop import Candidates, Compilation, Search, explore, times_of
-from kerneltune.search.task import Evaluation, Run, Task, TaskKey, knobs_of, stamp
-from kerneltune.spec import Config
+from kerneltune.search.task import Evaluation, Run, Task, knobs_of, stamp
+from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tune.candidates import checked_space, pool_of, starting_points
 from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker, WorkerCrashedError
@@ -313,11 +313,11 @@ def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Evaluation]:
 def _decide(
     tuner: Tuner, before: cache.Choice, times: dict[Config, float], explored: Mapping[Config, Evaluation], root: Path | None
 ) -> cache.CacheEntry:
-    op, case, variant, default = tuner.task.op, tuner.task.case, tuner.task.variant, tuner.task.default
+    task, default = tuner.task, tuner.task.default
     standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
     ranked = sorted(times, key=lambda config: times[config])
     if not ranked:
-        raise NothingPassedError(f"{op.name} {variant.name}: no config passed its check for {case.label}")
+        raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}")
     close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
     finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
     if len(finalists) > 1:
@@ -326,10 +326,9 @@ def _decide(
         best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
     if standing[:1] == [before.config]:
         evidence["before"] = before.source
-    evidence |= {"trials": len(explored), **stamp(variant)}
-    identity = {name: value for name, value in tuner.task.identity.items() if name != "op"}
-    entry = cache.entry_from({**identity, "config": knobs_of(best), "evidence": evidence})
-    cache.store(op.name, device.current().slug, entry, root)
+    evidence |= {"trials": len(explored), **stamp(task.variant)}
+    entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(best), evidence=evidence)
+    cache.store(device.current().slug, entry, root)
     return entry
 
 

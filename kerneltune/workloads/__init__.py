@@ -50,7 +50,7 @@ def cases_of(records: Iterable[Record], op: str) -> dict[tuple[str, str], list[O
     """Return the cases of an operator by policy and device."""
     places = grouped((r for r in records if r.op == op), lambda r: (r.policy, r.device))
     return {
-        place: [{r.variant: r for r in case} for case in grouped(of_place, lambda r: r.key).values()]
+        place: [{r.variant: r for r in case} for case in grouped(of_place, lambda r: r.key.of_case).values()]
         for place, of_place in places.items()
     }
 

@@ -43,7 +43,7 @@ def test_a_left_out_shape_is_judged_by_a_near_config_or_else_by_the_default(tmp_
         knobs = {"block": config.block, "warps": config.warps}
         values = {"variant": "optimized", "case": "a", "axes": {"M": size}, "dtype": "bfloat16", "quant": "none", "options": {}}
         cache.store(
-            OP.name, GPU, cache.entry_from({**values, "policy": "cold", "config": knobs, "evidence": {"time_us": 7.0}}), tmp_path
+            GPU, cache.entry_from(OP.name, {**values, "policy": "cold", "config": knobs, "evidence": {"time_us": 7.0}}), tmp_path
         )
     write(path_of(OP.name, GPU, tmp_path), [TrialBlock(**RUN, rows=tuple(rows))])
     found = untuned_shapes.known(OP, SMALL, GPU, tmp_path, tmp_path)

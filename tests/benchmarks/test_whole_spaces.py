@@ -39,4 +39,4 @@ def test_a_case_is_timed_once_and_its_trials_are_kept(tmp_path: Path) -> None:
     (block,) = read(path_of("int4_fp8_gemm", device.current_slug(), tmp_path))
     assert (block.source_hash, block.case, len(block.rows)) == (first.variant.source_hash, first.case, len(configs))
     left = whole_spaces.tasks_of(SWEEP, ["int4_fp8_gemm"], tmp_path, device.current_slug())
-    assert {task.label for task in left} == {task.label for task in tasks[1:]}
+    assert {task.key for task in left} == {task.key for task in tasks[1:]}

@@ -17,13 +17,14 @@ def stored(configs_dir: Path) -> Path:
     case = Case("te", (("M", 8192), ("N", 4096)), "bfloat16", "none", (("zero_centered", False),))
     config = ops.load()["rmsnorm_bwd"].variant("baseline").default_config(case)
     entry = cache.CacheEntry(
+        op="rmsnorm_bwd",
         variant="baseline",
         case=case,
         policy="cold",
         config={field: getattr(config, field) for field in config.__dataclass_fields__},
         evidence={"speedup": 1.25, "date": "2026-11-21T06:00:00Z"},
     )
-    return cache.store("rmsnorm_bwd", "nvidia_h200", entry)
+    return cache.store("nvidia_h200", entry)
 
 
 def change(path: Path, **fields: Any) -> None:

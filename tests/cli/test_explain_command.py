@@ -68,9 +68,7 @@ def test_explain_says_that_an_entry_is_stale(configs_dir: Path) -> None:
     from kerneltune.files import data_root
 
     entry = cache.load("fp8_transpose_2d", "nvidia_h200", data_root("configs"))[0]
-    cache.store(
-        "fp8_transpose_2d", "nvidia_h200", replace(entry, evidence=dict(entry.evidence) | {"source_hash": "0123456789ab"})
-    )
+    cache.store("nvidia_h200", replace(entry, evidence=dict(entry.evidence) | {"source_hash": "0123456789ab"}))
     case = entry.case
     sizes = [f"{name}={value}" for name, value in (*case.axes, *case.options)]
     found = run("cache", "explain", "fp8_transpose_2d", *sizes, "--dtype", case.dtype, "--quant", case.quant)

@@ -268,7 +268,7 @@ def test_gate_fails_where_a_config_of_the_records_is_not_the_config_at_hand(writ
     entry = h200_entries()[0]
     path = write("rows.jsonl", entry_record(entry))
     slow = dataclasses.replace(entry, config=entry.config | {"warps": 8 if entry.config["warps"] != 8 else 16})
-    cache.store(entry_record(entry).op, "nvidia_h200", slow, tmp_path / "configs")
+    cache.store("nvidia_h200", slow, tmp_path / "configs")
     assert run("gate", path, path).exit_code == 0
     result = run("gate", path, path, "--configs", tmp_path / "configs")
     assert result.exit_code == 1

@@ -78,7 +78,7 @@ def test_installed_package_is_never_written_to(installed: Path) -> None:
     assert cache.default_root() == Path("configs")
     assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == installed / "nvidia_h200" / "rmsnorm_fwd.json"
     before = cache.load("rmsnorm_fwd", "nvidia_h200")
-    stored = cache.store("rmsnorm_fwd", "nvidia_h200", before[0])
+    stored = cache.store("nvidia_h200", before[0])
     assert stored == Path("configs/nvidia_h200/rmsnorm_fwd.json")
     assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == stored
     assert len(cache.load("rmsnorm_fwd", "nvidia_h200")) == len(before)

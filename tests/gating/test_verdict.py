@@ -324,7 +324,7 @@ def test_suspects_are_measured_once_more_and_pooled() -> None:
         return [by_process(100, 0, 0.002, 0.001), by_process(300, 0, 0, 0, quant="none")]
 
     verdict, pooled = confirm(old, odd, 0.03, remeasure)
-    assert asked == [frozenset({(odd[0].key, "optimized")})]
+    assert asked == [frozenset({odd[0].key})]
     assert [(row.verdict, row.reason) for row in verdict.rows] == [("pass", ""), ("pass", "")]
     assert [len(row.samples_us or ()) for row in pooled] == [6, 3]
     assert verdict.exit_code == 0
@@ -356,7 +356,7 @@ def test_what_is_ambiguous_still_is_measured_a_second_time_and_a_regression_is_n
         return odd if len(asked) == 1 else clean
 
     verdict, pooled = confirm(old, odd, 0.03, remeasure)
-    rows = [(record.key, "optimized") for record in old]
+    rows = [record.key for record in old]
     assert asked == [frozenset(rows), frozenset(rows[:1])]
     assert [row.verdict for row in verdict.rows] == ["ambiguous", "regression"]
     assert verdict.rows[0].reason.endswith("; 3 and 9 processes")

@@ -472,7 +472,7 @@ def test_config_that_is_stored_runs_in_the_next_call(tmp_path: Path, monkeypatch
         "options": {"product": "rows", "scales": "rowwise", "groups": "balanced", "values": "normal"},
     }  # fmt: skip
     assert used[0] != config
-    cache.store("fp8_grouped_gemm", device.current_slug(), cache.entry_from(entry))
+    cache.store(device.current_slug(), cache.entry_from("fp8_grouped_gemm", entry))
     assert torch.equal(module(x, offs), want)
     assert used[1] == config
 

@@ -257,7 +257,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a page of one family with recorded rows and experts."""
     rows = [*load(RECORDED), *experts()]
     rows = [changed(r, family="rmsnorm") if r.op == "scale" else r for r in rows]
-    sources = Sources(rows, ("baseline", "optimized"), {}, "kerneltune report", ["a.jsonl"])
+    sources = Sources(rows, ("baseline", "optimized"), (), "kerneltune report", ["a.jsonl"])
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(page(sources), encoding="utf-8")
     return path

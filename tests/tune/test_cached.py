@@ -38,8 +38,8 @@ def options(tmp_path: Path) -> Options:
 
 
 def store(options: Options, config: dict[str, Any], case: Case = CASE, slug: str = "") -> None:
-    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config=config)
-    cache.store("fake", slug or device.current().slug, entry, options.configs)
+    entry = cache.CacheEntry(op="fake", variant="optimized", case=case, policy="cold", config=config)
+    cache.store(slug or device.current().slug, entry, options.configs)
 
 
 @pytest.mark.parametrize("config", [*STALE, UNFIT, ABSURD, UNKNOWN])

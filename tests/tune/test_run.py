@@ -192,7 +192,7 @@ def test_a_broken_config_file_is_found_before_anything_is_measured(
 def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selection, options: Options) -> None:
     (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
     old = replace(entry, config={"block": 512, "warps": 4, "ctas": 0}, evidence=entry.evidence | {"source_hash": "old"})
-    path = cache.store("stream", H200.slug, old, options.configs)
+    path = cache.store(H200.slug, old, options.configs)
     notes: list[str] = []
     kept = run_tune(load_plan(OPS, selection, options), Spoken(notes))
     assert (kept.searched, kept.kept) == (0, 1)
@@ -200,12 +200,12 @@ def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selecti
     assert notes == [
         "1 of 1 cached configs are stale, chosen with other code: kept (`sweep --stale` times them beside their default)"
     ]
-    cache.store("stream", H200.slug, replace(entry, evidence=entry.evidence | {"driver": "old"}), options.configs)
+    cache.store(H200.slug, replace(entry, evidence=entry.evidence | {"driver": "old"}), options.configs)
     assert run_tune(load_plan(OPS, selection, options), Spoken(notes)).searched == 0
     assert notes.pop() == (
         "1 of 1 cached configs are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)"
     )
-    cache.store("stream", H200.slug, old, options.configs)
+    cache.store(H200.slug, old, options.configs)
     (again,) = run_tune(load_plan(OPS, selection, replace(options, stale=True)), Spoken(notes)).entries
     assert again.config == entry.config
     assert again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
@@ -276,7 +276,7 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     monkeypatch.setattr(Bench, "prepare", lambda _self, task: prepared.append(task.case))
 
     def renewed_as(budget_s: float | None = None, **changes: Any) -> list[tuple[bool, str]]:
-        stale = [("stream", replace(entry, **changes))]
+        stale = [replace(entry, **changes)]
         return [
             (one.is_kept, one.failure)
             for one in renew(load_plan(OPS, selection, replace(options, search=Search(budget_s))), stale, Progress())

@@ -309,8 +309,8 @@ def test_a_second_run_of_a_narrowed_search_evaluates_nothing_anew(setting: Setti
 def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting: Setting) -> None:
     op = replace(op_of(SMALL), options={"group": (64, 32)}, free_options=("group",))
     wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
-    entry = cache.CacheEntry(variant="optimized", case=wide, policy="cold", config={"block": 512, "warps": 8})
-    cache.store("fake", device.current().slug, entry, setting.root)
+    entry = cache.CacheEntry(op="fake", variant="optimized", case=wide, policy="cold", config={"block": 512, "warps": 8})
+    cache.store(device.current().slug, entry, setting.root)
     pool = pool_of(Task(op, narrow, SMALL), setting.store())
     assert starting_points(Task(op, narrow, SMALL), pool, setting.root) == [Small(256, 4), Small(512, 8)]
     fixed = replace(op, free_options=())

@@ -243,8 +243,8 @@ def test_the_cache_names_the_backend(backend: str, configs_dir: Path, monkeypatc
     c = gemm.CUTLASS if backend == "cutlass" else config()
     options = (("product", "rows"), ("scales", "rowwise"), ("groups", "balanced"), ("values", "normal"))
     case = Case("stored", (("M", 64), ("N", 32), ("K", 48), ("E", 2)), "bfloat16", "fp8", options)
-    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config=dataclasses.asdict(c))
-    cache.store(OP.name, device.current_slug(), entry)
+    entry = cache.CacheEntry(op=OP.name, variant="optimized", case=case, policy="cold", config=dataclasses.asdict(c))
+    cache.store(device.current_slug(), entry)
     took = []
     monkeypatch.setattr(peers, "scaled_mm", lambda *_: took.append("cutlass") or torch.zeros(48, 32, device=WHERE))
     monkeypatch.setattr(gemm, "multiply_groups", lambda *_: took.append("triton"))

@@ -73,9 +73,9 @@ def test_a_cached_product_serves_the_tokens_of_its_band_and_needs_its_weight(
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     cache.clear()
     case = dataclasses.replace(case_of(96, 64, 256), name="x")
-    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config={"product": "fp8"})
+    entry = cache.CacheEntry(op=OP.name, variant="optimized", case=case, policy="cold", config={"product": "fp8"})
     try:
-        cache.store(OP.name, "some_gpu", entry)
+        cache.store("some_gpu", entry)
         chooser = cache.Chooser.of(OP, OP.variant("optimized"))
         found = {n: chooser.find(case_of(n, 64, 256), "some_gpu").config.product for n in (64, 65, 96, 97)}
         assert found == {64: "int4_gemm", 65: "fp8", 96: "fp8", 97: "int4_gemm"}

@@ -230,8 +230,8 @@ def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
     """Nor tokens that other programs suit, nor groups whose scales take more registers than there are."""
     stored, options = gemm.Int4Config(16, 32, 4, 2, prefetch=False), case_of(16, 3584, 8192).options
     case = dataclasses.replace(case_of(16, 3584, 8192), name="seed")
-    entry = cache.CacheEntry(variant="optimized", case=case, policy="cold", config=dataclasses.asdict(stored))
-    cache.store("int4_gemm", "a_gpu", entry, tmp_path)
+    entry = cache.CacheEntry(op="int4_gemm", variant="optimized", case=case, policy="cold", config=dataclasses.asdict(stored))
+    cache.store("a_gpu", entry, tmp_path)
     choose = cache.Chooser.of(gemm.OP, gemm.OP.variant("optimized"), root=tmp_path)
     sizes = [(12, 3584, 8192), (16, 10240, 8192), (8, 3584, 8192), (17, 3584, 8192), (32, 3584, 8192)]
     assert gemm.valid(case_of(*sizes[-1]), stored) is None
