@@ -103,7 +103,7 @@ def peer_packages() -> "Iterator[Finding]":
 
 
 def journey_lines() -> "Iterator[Finding]":
-    """Yield how many journeys of `make gpu` passed with this code, and which failed or passed with older code, for each GPU."""
+    """Yield how many journeys of `make gpu` passed with this code, and names others, for each GPU."""
     from kerneltune.inspection import proof
 
     files = proof.proof_files()
@@ -115,13 +115,9 @@ def journey_lines() -> "Iterator[Finding]":
         except ValueError as error:
             yield "journeys", "no proof", str(error)
             continue
-        changed = {name: len(proof.changed_modules(found, name)) for name in found.journeys}
-        failed = [name for name, run in found.journeys.items() if not run.passed]
-        older = [name for name, count in changed.items() if count and name not in failed]
-        passed = f"{len(changed) - len(failed) - len(older)} of {len(changed)} passed with this code on {found.gpu}"
-        states = [f"failed: {', '.join(failed)}"] if failed else []
-        states += [f"passed with older code: {first_of(older, _NAMED)}"] if older else []
-        yield "journeys", passed, "; ".join(states)
+        unproven = dict(proof.unproven(found))
+        passed = f"{len(found.journeys) - len(unproven)} of {len(found.journeys)} passed with this code on {found.gpu}"
+        yield "journeys", passed, f"`make proof` says why not {first_of(unproven, _NAMED)}" if unproven else ""
 
 
 def _text(path: Path) -> str | None:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -42,26 +42,6 @@ def _compiled(runs: "Sequence[Run]", targets: list[str], workers: int | None) ->
         return survey(runs, targets, workers, progress)
 
 
-def _require_own_revision(revision: str | None) -> None:
-    """Raise ValueError for a git revision outside of kerneltune's own checkout, or beside operators that no revision has."""
-    is_own = in_checkout() and Path.cwd().resolve().is_relative_to(data_root("kerneltune").parent)
-    if revision is not None and (not is_own or os.environ.get(PLUGINS) or o.captured()):
-        raise ValueError(
-            f"revision: {revision!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
-            "there, save the other side by `inspect OP --save FILE`; then `gate FILE --static --op OP`"
-        )
-
-
-def _arguments(wanted: "Selection", sizes: Sequence[str] = (), **given: Any) -> list[str]:
-    """Return the arguments of this command for `inspect` of another revision."""
-    selecting = {"variant": wanted.variants, "case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants}
-    arguments = [*wanted.ops, *sizes]
-    for name, value in {**selecting, **given}.items():
-        for item in value if isinstance(value, list | tuple) else [] if value is None else [value]:
-            arguments += [f"--{name}", str(item)]
-    return arguments
-
-
 @o.selects("op")
 def command(
     wanted: "Selection",
@@ -69,8 +49,6 @@ def command(
     sizes: Annotated[list[str] | None, o.argument("[AXIS=SIZE]...", "This case, like M=8192 N=4096, not cached ones.")] = None,
     target: Annotated[list[str] | None, o.option("--target", "ARCH|all", "Compile for it, like sm_90; may be repeated.")] = None,
     config: Annotated[str | None, o.option("--config", "JSON", "This config, not the cached one.")] = None,
-    against: Annotated[str | None, o.option("--against", "JSON", "Show what differs with this config.")] = None,
-    against_rev: Annotated[str | None, o.option("--against-rev", "REV", "Show what differs from a git revision.")] = None,
     save: Annotated[Path | None, o.option("--save", "FILE", "Keep what was found, for gate --static.")] = None,
     every: Annotated[
         bool, o.flag("--all", "With OP: every valid config of its cases; list spills and failures. Without: all operators.")
@@ -85,46 +63,28 @@ def command(
 
     Registers and spilled bytes are per thread, shared bytes per program; programs and warps are the most that an SM
     holds, with their limiter; loads and stores of global memory are bits x instructions. `gate --static` compares two revisions.
-    With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config or
-    --against does not compile.
+    With --captured and without OP, only the capture's kernels are compiled. Exit code 1 where the config of --config does not
+    compile.
     """
-    if against is not None and against_rev is not None:
-        raise ValueError("--against and --against-rev: expected one of them")
-    _require_own_revision(against_rev)
-    captured = tuple(o.captured_ops())
-    wanted = replace(wanted, ops=(op,) if op else captured)
+    wanted = replace(wanted, ops=(op,) if op else tuple(o.captured_ops()))
     targets = _targets(target)
-    any_case = every or config is not None or bool(wanted.cases or captured)
-    runs = _runs(wanted, sizes or [], gpu, configs, any_case)
+    runs = _runs(wanted, sizes or [], gpu, configs)
     if not (every or wanted.ops or wanted.cases):
         compiled = f"{counted(len(runs), 'config')} of all operators for {counted(len(targets), 'target')}"
         raise ValueError(f"op: missing: expected an operator, or --all to compile {compiled}")
     if every and wanted.ops:
-        o.refuse("not with --all", config=config, against=against, against_rev=against_rev, save=save)
+        o.refuse("not with --all", config=config, save=save)
         _show_space(_compiled(_whole_space(runs), targets, workers))
         return
-    surveys = []
-    if against_rev is not None:
-        from kerneltune.inspection.revision import survey_revision
-
-        note(f"compiling revision {against_rev}")
-        arguments = _arguments(
-            wanted, [*(sizes or ()), *(["--all"] if every else [])], config=config, target=targets, gpu=gpu, workers=workers
-        )
-        surveys.append(survey_revision(against_rev, arguments))
-    surveys.append(_compiled(_with_config(runs, "config", config), targets, workers))
-    if save is not None:
+    found = _compiled(_with_config(runs, config), targets, workers)
+    if save is None:
+        _show(found)
+    else:
         from kerneltune.inspection.static import save as save_survey
 
-        save_survey(save, surveys[-1])
+        save_survey(save, found)
         note(f"wrote {save}")
-    if against is not None:
-        surveys.append(_compiled(_with_config(runs, "against", against), targets, workers))
-    if len(surveys) == 2:
-        _show_differences(*surveys)
-    elif save is None:
-        _show(surveys[0])
-    if (config is not None or against is not None) and any(row.error for survey in surveys for row in survey.rows):
+    if config is not None and any(row.error for row in found.rows):
         raise typer.Exit(1)
 
 
@@ -159,22 +119,24 @@ def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers:
     from kerneltune.inspection.revision import changes_since
     from kerneltune.inspection.static import load
 
-    targets, unchanged = _targets(target), 0
-    is_file = baseline.endswith(".json") or Path(baseline).is_file()
-    _require_own_revision(None if is_file else baseline)
-    runs = _runs(wanted, [], _GPU, configs, any_case=False)
-    if is_file:
-        earlier = load(Path(baseline))
-    else:
-
-        def arguments_of(op: str, variant: str) -> list[str]:
-            return _arguments(replace(wanted, ops=(op,), variants=(variant,)), target=targets, gpu=_GPU, workers=workers)
-
-        with Reporter() as progress:
-            changes = changes_since(baseline, runs, _GPU, arguments_of, progress)
-        note(f"{changes.unchanged} of {len(runs)} configs run the same code as in {baseline}: not compiled")
-        earlier, runs, unchanged = changes.earlier, list(changes.runs), changes.unchanged * len(targets)
-    return static_gate(earlier, _compiled(runs, targets, workers), unchanged)
+    targets = _targets(target)
+    if baseline.endswith(".json") or Path(baseline).is_file():
+        runs = _runs(wanted, [], _GPU, configs)
+        return static_gate(load(Path(baseline)), _compiled(runs, targets, workers))
+    is_own = in_checkout() and Path.cwd().resolve().is_relative_to(data_root("kerneltune").parent)
+    if not is_own or os.environ.get(PLUGINS) or o.captured():
+        raise ValueError(
+            f"revision: {baseline!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
+            "there, save the other side by `inspect OP --save FILE`; then `gate FILE --static --op OP`"
+        )
+    runs = _runs(wanted, [], _GPU, configs)
+    selecting = {"case": wanted.cases, "dtype": wanted.dtypes, "quant": wanted.quants, "target": targets, "gpu": (_GPU,)}
+    arguments = [f"--{name}={value}" for name, values in selecting.items() for value in values]
+    arguments += [f"--workers={workers}"] if workers else []
+    with Reporter() as progress:
+        changes = changes_since(baseline, runs, _GPU, arguments, progress)
+    note(f"{changes.unchanged} of {len(runs)} configs run the same code as in {baseline}: not compiled")
+    return static_gate(changes.earlier, _compiled(changes.runs, targets, workers), changes.unchanged * len(targets))
 
 
 def _targets(given: list[str] | None) -> list[str]:
@@ -186,7 +148,7 @@ def _targets(given: list[str] | None) -> list[str]:
     return [name for name in LIMITS if not given or _ALL in given or name in given]
 
 
-def _runs(wanted: "Selection", sizes: list[str], gpu: str, configs: Path | None, any_case: bool) -> "list[Run]":
+def _runs(wanted: "Selection", sizes: list[str], gpu: str, configs: Path | None) -> "list[Run]":
     """Return the selected cached configs; for given sizes, or cases of the sweeps without a cached config, default configs."""
     from kerneltune.cache import readable
     from kerneltune.inspection.survey import cached_runs, default_runs
@@ -205,13 +167,13 @@ def _runs(wanted: "Selection", sizes: list[str], gpu: str, configs: Path | None,
     place = str(readable(Path(gpu), configs))
     runs = cached_runs(chosen, configs, gpu)
     found = _selected(runs, selection)
-    if wanted.ops and not found and any_case:
+    if wanted.ops and not found:
         for op in chosen:
             cases = dict.fromkeys(entry.case for entry in swept(known) if entry.op == op.name)
             runs += default_runs(op, cases, selection)
         found = _selected(runs, selection)
-        if found and wanted.cases:
-            note(f"{place} has no config for {' '.join(wanted.cases)}: default configs")
+        if found:
+            note(f"{place} has no config for {' '.join(wanted.cases or wanted.ops)}: default configs")
     if found:
         return found
     for field, names, patterns in (
@@ -243,14 +205,14 @@ def _selected(runs: "list[Run]", selection: "Selection") -> "list[Run]":
     return [run for run in runs if selection.takes(run.task.key)]
 
 
-def _with_config(runs: "list[Run]", field: str, text: str | None) -> "list[Run]":
+def _with_config(runs: "list[Run]", text: str | None) -> "list[Run]":
     """Return the tasks of the runs with the config of a JSON text; for None, return the runs."""
     if text is None:
         return runs
     variants = sorted({f"{task.op.name} {task.variant.name}" for task, _ in runs})
     if len(variants) > 1:
-        raise ValueError(f"{field}: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
-    config = o.config_of(runs[0].task.variant, field, text)
+        raise ValueError(f"config: {text!r}: expected OP and --variant beside it, for there are {', '.join(variants)}")
+    config = o.config_of(runs[0].task.variant, "config", text)
     return [run._replace(config=config) for run in runs]
 
 
@@ -283,19 +245,3 @@ def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
             _, *values = facts(kernel, row.target).values()
             tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append((row.target, *values))
     return tables
-
-
-def _show_differences(old: "Survey", new: "Survey") -> None:
-    from kerneltune.inspection.static import changed_facts
-
-    before = {row.key: row for row in old.rows}
-    compared = [(before[row.key], row) for row in new.rows if row.key in before]
-    if not compared:
-        raise ValueError("nothing compared: the two have no config of one case, variant and target in common")
-    lines = [(f"{a.op} {a.variant} {a.case}", (a.target, *line)) for a, b in compared for line in changed_facts(a, b)]
-    for title in dict.fromkeys(title for title, _ in lines):
-        show_wrapped(title)
-        show_table(("target", "kernel", "what", "A", "B"), [line for other, line in lines if other == title])
-        show("")
-    changed = len({(title, line[0]) for title, line in lines})
-    show(f"{changed} of {len(compared)} configs differ" if lines else f"no difference in {counted(len(compared), 'config')}")

@@ -79,7 +79,6 @@ def seconds(said: str) -> Any:
 
 Family = Annotated[str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a .yaml file.")]
 OpName = Annotated[str, argument("OP", "Name of an operator.")]
-OpsGiven = Annotated[list[str] | None, argument("[OP]...", "Only these operators, in this order.")]
 Gpu = Annotated[str | None, option("--gpu", "NAME", "The GPU, by the name of its folder, like nvidia_h200.")]
 Whose = Annotated[str, option("--variant", "NAME", "The variant whose configs are meant.")]
 OpNames = Annotated[list[str] | None, option("--op", "NAME", "Only this operator; may be repeated.")]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kerneltune.gating.verdict import PASS, REGRESSION, UNUSABLE, Verdict
-from kerneltune.inspection.static import Survey, paired_kernels
+from kerneltune.inspection.static import Survey, numbered
 from kerneltune.measuring.assembly import Kernel, typical_bits
 
 
@@ -48,14 +48,15 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
 
 
 def _worse(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[str]:
+    """Return a line for each kernel that spills more or accesses memory less widely than its earlier self, by name and order."""
     found = []
-    for first, second in paired_kernels(old, new):
-        if second is None:
-            continue
+    before = numbered(old)
+    for key, second in numbered(new).items():
+        first = before.get(key)
         spilled = first.spill_bytes if first else max((kernel.spill_bytes for kernel in old), default=0)
         if second.spill_bytes > spilled:
             found.append(f"{second.name}: spills {second.spill_bytes} bytes per thread, was {spilled}")
-        for kind in ("load", "store") if first else ():
+        for kind in ("load", "store"):
             was, now = (typical_bits(kernel.accesses, kind) for kernel in (first or second, second))
             if 0 < now < was:
                 found.append(f"{second.name}: {kind}s are {now} bits wide, were {was}")

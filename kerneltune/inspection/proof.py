@@ -13,6 +13,7 @@ import msgspec
 
 from kerneltune import device
 from kerneltune.files import Versioned, bad, data_root, decode_versioned, read_bytes
+from kerneltune.wording import first_of
 
 PROOF = "proof.json"
 SCHEMA = 1
@@ -110,11 +111,6 @@ def _is_text(statement: object) -> bool:
     )
 
 
-def changed_modules(proof: Proof, name: str) -> list[str]:
-    """Return the modules whose code has changed, or which are gone, since a journey ran."""
-    return [module for module, digest in code_of(proof, name).items() if digest_of(module) != digest]
-
-
 def unproven(proof: Proof, known: Iterable[str] = ()) -> Iterator[tuple[str, str]]:
     """Yield each journey that has not passed with the present code, and the reason.
 
@@ -126,7 +122,6 @@ def unproven(proof: Proof, known: Iterable[str] = ()) -> Iterator[tuple[str, str
             yield name, f"has not run on {proof.gpu}"
         elif not run.passed:
             yield name, f"failed at {run.commit}, {run.date[:10]}"
-        elif changed := changed_modules(proof, name):
+        elif changed := [module for module, digest in code_of(proof, name).items() if digest_of(module) != digest]:
             short = [module.removeprefix("kerneltune.") for module in changed]
-            more = f" and {len(short) - _NAMED} more" if len(short) > _NAMED else ""
-            yield name, f"passed at {run.commit}, {run.date[:10]}; changed since: {', '.join(short[:_NAMED])}{more}"
+            yield name, f"passed at {run.commit}, {run.date[:10]}; changed since: {first_of(short, _NAMED)}"

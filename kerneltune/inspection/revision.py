@@ -11,7 +11,7 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ def changes_since(
     revision: str,
     runs: Sequence[Run],
     gpu: str,
-    arguments_of: Callable[[str, str], list[str]],
+    arguments: Sequence[str],
     progress: Progress,
 ) -> ChangedConfigs:
     """Find the configs that differ between a git revision and this checkout, and compile the revision's side.
@@ -68,7 +68,7 @@ def changes_since(
         revision: the git revision to compare with.
         runs: all judged configs of this checkout.
         gpu: folder of the GPU model in `configs/`.
-        arguments_of: (operator, variant) -> arguments of `kerneltune inspect` in the revision.
+        arguments: options of `kerneltune inspect` in the revision, without operator and variant.
         progress: observer, told of each compiled variant.
     """
     with unpacked(revision) as tree:
@@ -80,7 +80,7 @@ def changes_since(
         progress.stage(f"compile {revision}", len(variants))
         for op, variant in variants:
             if any(key[:2] == (op, variant) for key in entries):
-                rows = inspected(revision, tree, arguments_of(op, variant)).rows
+                rows = inspected(revision, tree, [op, f"--variant={variant}", *arguments]).rows
                 earlier += [row for row in rows if row.key[:4] in changed or row.key[:4] not in keys]
             progress.advance(f"{op} {variant}")
     found = Survey(device.versions()["triton"], tuple(earlier))
@@ -119,12 +119,6 @@ def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_ConfigKey, Mappi
     root = tree / "configs"
     found = (entry for op in ops if (root / gpu / f"{op}.json").is_file() for entry in cache.load(op, gpu, root))
     return {(entry.op, entry.variant, case_text(entry.case), entry.policy): entry.config for entry in found}
-
-
-def survey_revision(revision: str, arguments: Sequence[str]) -> Survey:
-    """Return the rows of `kerneltune inspect ARGUMENTS` in the checkout's `revision`, with the configs of that revision."""
-    with unpacked(revision) as tree:
-        return inspected(revision, tree, arguments)
 
 
 @contextmanager

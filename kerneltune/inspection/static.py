@@ -1,4 +1,4 @@
-"""Save, load and compare the facts about configs that compiling alone gives, without a launch.
+"""Save and load the facts about configs that compiling alone gives, without a launch.
 
 This module compiles nothing and needs no GPU.
 """
@@ -70,17 +70,6 @@ def load(path: Path) -> Survey:
         raise ValueError(f"{path}: {error}") from error
 
 
-def changed_facts(old: StaticRow, new: StaticRow) -> list[tuple[str, str, str, str]]:
-    """Return (kernel, property, old value, new value) for each property that differs between two rows of a target."""
-    found = [("", "error", old.error or "-", new.error or "-")] if old.error != new.error else []
-    for first, second in paired_kernels(old.kernels, new.kernels):
-        name = first.name if first else second.name if second else ""
-        before, after = (facts(kernel, row.target) if kernel else {} for kernel, row in ((first, old), (second, new)))
-        changed = ((what, before.get(what, "-"), after.get(what, "-")) for what in before | after)
-        found += [(name, what, a, b) for what, a, b in changed if a != b]
-    return found
-
-
 def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
     """Return the kernels, keyed by name and by the number of earlier kernels with the same name."""
     seen: Counter[str] = Counter()
@@ -106,9 +95,3 @@ def facts(kernel: Kernel, target: str) -> dict[str, str]:
         "loads": widths.get("load", "-"),
         "stores": widths.get("store", "-"),
     }
-
-
-def paired_kernels(old: Sequence[Kernel], new: Sequence[Kernel]) -> list[tuple[Kernel | None, Kernel | None]]:
-    """Pair each kernel with the other side's kernel of the same name, in the order of the launches."""
-    left, right = numbered(old), numbered(new)
-    return [(left.get(key), right.get(key)) for key in dict.fromkeys([*left, *right])]

@@ -160,15 +160,6 @@ def test_a_capture_restricts_what_is_compiled_to_its_kernels(
     assert {task.op.name for task, _ in compiled[1][0]} == {"rmsnorm_fwd"}
 
 
-def test_another_config_beside_the_cached_one(compiled: list[Any]) -> None:
-    result = run(*ONE, "--target", "sm_90", "--config", config(), "--against", config(warps=16))
-    words = [line.split() for line in result.stdout.splitlines()]
-    assert ["sm_90", "_rmsnorm_fwd_rows", "registers", "40", "48"] in words
-    assert words[-1] == ["1", "of", "1", "configs", "differ"]
-    same = run(*ONE, "--target", "sm_90", "--config", config(), "--against", config())
-    assert same.stdout == "no difference in 1 config\n"
-
-
 def test_the_gate_s_exit_code_is_its_answer(compiled: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     assert run(*ONE, "--save", path).exit_code == 0
@@ -190,19 +181,6 @@ def test_the_gate_s_exit_code_is_its_answer(compiled: list[Any], tmp_path: Path)
     assert (other.exit_code, other.stdout.split("; ")[0].split(": ")[:3]) == (2, ["gate", "not usable", "nothing compared"])
 
 
-def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def fake(name: str, arguments: list[str]) -> Survey:
-        asked.append((name, arguments))
-        return survey.survey(compiled[-1][0] if compiled else [], ["sm_90"])
-
-    monkeypatch.setattr(revision, "survey_revision", fake)
-    run(*ONE, "--target", "sm_90", "--workers", "1")
-    assert run(*ONE, "--target", "sm_90", "--against-rev", "v1").stdout == "no difference in 1 config\n"
-    assert asked == [("v1", [*ONE[1:], "--target", "sm_90", "--gpu", "nvidia_h200"])]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -213,7 +191,6 @@ def test_a_revision_is_asked_with_the_same_arguments(compiled: list[Any], monkey
         (["rmsnorm_bwd", "--variant", "optimized", "--config", "{"], "error: config: '{': JSON: "),
         (["rmsnorm_bwd", "--variant", "optimized", "--config", "{}"], "error: config of optimized: expected the knobs ["),
         (["rmsnorm_bwd", "--config", "{}"], "error: config: '{}': expected OP and --variant beside it, for there are "),
-        (["--against", "{}", "--against-rev", "main"], "error: --against and --against-rev: expected one of them"),
         (["rmsnorm_bwd", "K=3"], "error: axis: 'K': expected one of M, N"),
         (["rmsnorm_bwd", "M=3", "--case", "te-*"], "error: case: 'te-*': expected sizes or --case, one of them"),
         (["rmsnorm_bwd", "--case", "nope"], "error: case: 'nope': expected one of te-29x17389, "),
@@ -251,13 +228,11 @@ def test_a_revision_is_refused_outside_of_the_checkout_and_beside_plugins(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "error: revision: 'HEAD': only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
-    for arguments in (("gate", "HEAD", "--static"), ("inspect", "rmsnorm_fwd", "--against-rev", "HEAD")):
-        with monkeypatch.context() as patch:
-            patch.setenv("KERNELTUNE_PLUGINS", "mine")
-            assert refused(*arguments).startswith(said)
-        with monkeypatch.context() as patch:
-            patch.chdir(tmp_path)
-            assert refused(*arguments).startswith(said)
+    with monkeypatch.context() as patch:
+        patch.setenv("KERNELTUNE_PLUGINS", "mine")
+        assert refused("gate", "HEAD", "--static").startswith(said)
+    monkeypatch.chdir(tmp_path)
+    assert refused("gate", "HEAD", "--static").startswith(said)
     assert compiled == []
 
 
@@ -272,8 +247,8 @@ def test_an_entry_that_its_operator_does_not_know(compiled: list[Any], tmp_path:
 
 
 def test_a_revision_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="'nonesuch': no such revision"):
-        revision.survey_revision("nonesuch", [])
+    with pytest.raises(ValueError, match="'nonesuch': no such revision"), revision.unpacked("nonesuch"):
+        pass
 
 
 def test_a_revision_is_compiled_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,9 +267,10 @@ def test_a_revision_is_compiled_in_a_folder_of_its_own(tmp_path: Path, monkeypat
         subprocess.run([*git, *command], check=True)
     (package / "__init__.py").write_text("raise RuntimeError('changed since')\n")
     monkeypatch.setattr(revision, "data_root", lambda folder: tmp_path / folder)
-    assert revision.survey_revision("HEAD", ["a"]) == Survey("3.7.1", (row,))
-    with pytest.raises(ValueError, match="revision 'HEAD' cannot be inspected: AssertionError"):
-        revision.survey_revision("HEAD", ["b"])
+    with revision.unpacked("HEAD") as tree:
+        assert revision.inspected("HEAD", tree, ["a"]) == Survey("3.7.1", (row,))
+    with revision.unpacked("HEAD") as tree, pytest.raises(ValueError, match="revision 'HEAD' cannot be inspected: Assertion"):
+        revision.inspected("HEAD", tree, ["b"])
     assert not (tmp_path / ".git" / "worktrees").exists()
 
 

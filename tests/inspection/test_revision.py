@@ -19,10 +19,10 @@ from kerneltune.interrupts import interrupts
 interrupts.take()
 revision.data_root = lambda folder: Path(sys.argv[1]) / folder
 try:
-    if sys.argv[2] == "inspect":
-        revision.survey_revision("HEAD", [])
     with revision.unpacked("HEAD") as tree:
         assert (tree / "pyproject.toml").is_file()
+        if sys.argv[2] == "inspect":
+            revision.inspected("HEAD", tree, [])
 except KeyboardInterrupt:
     sys.exit(130)
 """

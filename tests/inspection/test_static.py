@@ -1,12 +1,11 @@
 """Facts of compiled configs and their file, on small literal rows."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kerneltune.inspection.static import StaticRow, Survey, changed_facts, load, save
+from kerneltune.inspection.static import StaticRow, Survey, load, save
 from kerneltune.measuring.assembly import Access, Kernel
 
 WIDE = (Access("load", 128, 4), Access("load", 32, 2), Access("store", 128, 2))
@@ -16,23 +15,6 @@ KERNEL = Kernel("_k", 4, 40, 0, 1024, 0, WIDE)
 def row(*kernels: Kernel, **changes: Any) -> StaticRow:
     values = {"op": "rms", "variant": "optimized", "case": "c M=1", "policy": "cold", "target": "sm_90", "config": {"warps": 4}}
     return StaticRow(**{**values, "kernels": kernels, **changes})
-
-
-def with_(**changes: Any) -> Kernel:
-    return dataclasses.replace(KERNEL, **changes)
-
-
-def test_differences_name_what_changed() -> None:
-    found = changed_facts(row(KERNEL), row(with_(registers=136, accesses=WIDE[:1])))
-    assert found == [
-        ("_k", "registers", "40", "136"),
-        ("_k", "programs", "12", "3"),
-        ("_k", "resident warps", "48/64", "12/64"),
-        ("_k", "loads", "128x4 32x2", "128x4"),
-        ("_k", "stores", "128x2", "-"),
-    ]
-    assert changed_facts(row(KERNEL), row(KERNEL)) == []
-    assert changed_facts(row(KERNEL), row(error="no"))[0] == ("", "error", "-", "no")
 
 
 def test_a_survey_survives_its_file(tmp_path: Path) -> None:

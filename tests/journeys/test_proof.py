@@ -116,11 +116,11 @@ def test_doctor_lists_what_is_not_proven(package: Path, tmp_path: Path, monkeypa
     (tmp_path / "nvidia_z" / "proof.json").write_text("[]")
     monkeypatch.setattr(proof, "data_root", lambda _folder: tmp_path)
     lines = list(doctor.journey_lines())
-    assert lines[0] == ("journeys", "1 of 2 passed with this code on NVIDIA H200", "failed: two")
+    assert lines[0] == ("journeys", "1 of 2 passed with this code on NVIDIA H200", "`make proof` says why not two")
     assert lines[1][:2] == ("journeys", "no proof")
     (package / "b.py").write_text("B = 2\n")
     proof.digest_of.cache_clear()
-    said = "failed: two; passed with older code: one"
+    said = "`make proof` says why not one, two"
     assert next(doctor.journey_lines()) == ("journeys", "0 of 2 passed with this code on NVIDIA H200", said)
     (tmp_path / "nvidia_h200" / "proof.json").unlink()
     (tmp_path / "nvidia_z" / "proof.json").unlink()
