@@ -146,8 +146,8 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "triton.runtime.jit:JITFunction.run",
-        "is replaced to capture and serve kernels without an autotuner",
-        "`capture --plain` does not start, after one line",
+        "is replaced to capture and serve kernels without an autotuner, and to name them",
+        "captures do not start, after one line",
     ),
     PrivateName(
         "triton.runtime.cache:triton_key",

@@ -6,7 +6,6 @@ The module reads only public attributes of Triton 3.6 to 3.9.
 import copy
 import dis
 import functools
-import gc
 import hashlib
 import inspect
 import sys
@@ -176,13 +175,6 @@ def attribute(held: Mapping[str, Any], name: str) -> Any:
     """Return the object of a qualified name among a module's values, None for none."""
     first, *others = name.split(".")
     return functools.reduce(lambda owner, part: getattr(owner, part, None), others, held.get(first))
-
-
-def compiled_and_launched() -> set[Any]:
-    """Return the functions of the kernels that this process has launched on a GPU."""
-    kind = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
-    jits = (each for each in gc.get_objects() if kind is not None and issubclass(type(each), kind))
-    return {each.fn for each in jits if getattr(each, "device_caches", None)}
 
 
 holders: WeakSet[Any] = WeakSet()

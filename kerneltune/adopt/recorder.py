@@ -150,8 +150,7 @@ class Recorder:
 
     def _plain(self) -> list[str]:
         """Return the names of the kernels that were launched without an autotuner, except the kernels of torch and Triton."""
-        functions = (self._launched | kernels.compiled_and_launched()) - self._tuned
-        names = {f"{main_name(function.__module__)}.{function.__qualname__}" for function in functions}
+        names = {f"{main_name(function.__module__)}.{function.__qualname__}" for function in self._launched - self._tuned}
         return sorted(name for name in names if name.partition(".")[0] not in _MAKERS)
 
     def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
@@ -310,7 +309,7 @@ class Recorder:
                 for digest, launches in self._counters.by_name().items():
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
-                notes.plain = self._plain() if wait else notes.plain
+                notes.plain = self._plain()
                 write_notes(self.root, f"{self._process}-{id(self):x}", notes)
             except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune
                 log.warning("kerneltune: notes not written: %s", first_line(error))

@@ -122,7 +122,7 @@ def capture(root: Path, **options: Any) -> None:
         from kerneltune.adopt.recorder import Recorder
 
         _installed["recorder"] = recorder = Recorder(root, **options)
-        _patch(autotuning, recorder, (INTERPRETER, COMPILER) if recorder.plain else (INTERPRETER,))
+        _patch(autotuning, recorder, (INTERPRETER, COMPILER))
 
     when_imported(TARGET, begin)
 
