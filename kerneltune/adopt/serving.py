@@ -32,6 +32,7 @@ from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchKeys, kernel_
 from kerneltune.adopt.program import log, warn_once
 from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
 from kerneltune.errors import first_line
+from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
     from kerneltune.adopt.ahead import Preparation
@@ -46,18 +47,30 @@ class Served:
     """Hold the config of the launches of a key.
 
     Attributes:
-        options: keyword arguments of the launch.
+        options: keyword arguments of the launch; without an autotuner only the arguments that differ from the program's.
         counter: index of the count of these launches.
-        config: the live config object.
+        config: the live config object; None for a kernel without an autotuner.
         hook: the config's pre_hook.
-        fallbacks: configs that replace the config if it fails to launch.
+        fallbacks: configs that replace the config if it fails to launch; without an autotuner the program's own arguments do.
     """
 
     options: dict[str, Any]
     counter: int
-    config: Any
-    hook: Callable[[dict[str, Any]], Any] | None
-    fallbacks: list[Any]
+    config: Any = None
+    hook: Callable[[dict[str, Any]], Any] | None = None
+    fallbacks: list[Any] = field(default_factory=list)
+
+    def fall_back(self, kernel: Any, error: Exception) -> None:
+        """Replace a config that fails to launch by the next config, from now on; raise any other error."""
+        if not program.is_launch_failure(error) or not (self.fallbacks if self.config is not None else self.options):
+            raise error
+        if self.config is None:
+            failed, to = pairs(self.options), "the program's own arguments"
+            self.options = {}
+        else:
+            failed, self.config = label_of(self.config), self.fallbacks.pop(0)
+            self.options, self.hook, to = self.config.all_kwargs(), self.config.pre_hook, label_of(self.config)
+        warn_once(f"{kernel_name(kernel).text}: config {failed} fails here ({first_line(error)}): falling back to {to}")
 
 
 @dataclass(slots=True)
@@ -109,49 +122,34 @@ class ServingState:
 
 
 @dataclass(slots=True)
-class ChangedLaunch:
-    """Hold the arguments in which launches of a key differ from the program's, and the index of the count of these launches."""
-
-    arguments: dict[str, Any]
-    counter: int
-
-
-@dataclass(slots=True)
 class PlainKernel:
     """Serve a kernel without an autotuner.
 
     Attributes:
         listed: the table's kernels of this code, each with other options of the program.
-        make_config: the class triton.Config.
         slots: indices of the counts of launches: served, missed.
-        keys: the changes of launches by their keys.
+        keys: the served changes by the keys of launches.
         described: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
     """
 
     listed: list[TableKernel]
-    make_config: Any
     counters: Counters
     slots: tuple[int, ...]
-    keys: LaunchKeys[ChangedLaunch] = field(default_factory=LaunchKeys)
+    keys: LaunchKeys[Served] = field(default_factory=LaunchKeys)
     described: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
 
     def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Launch the kernel with the changes of the launch's key. The hot path of serving."""
-        changed = self.keys.find(args, kwargs) or self._resolve(KernelCall(kernel, args, kwargs))
+        served = self.keys.find(args, kwargs) or self._resolve(KernelCall(kernel, args, kwargs))
         try:
-            result = original(kernel, *args, **{**kwargs, **changed.arguments})
+            result = original(kernel, *args, **{**kwargs, **served.options})
         except Exception as error:  # Triton's launch errors share no type
-            if not changed.arguments or not program.is_launch_failure(error):
-                raise
-            text = " ".join(f"{name}={value}" for name, value in changed.arguments.items())
-            fails = f"config {text} fails here ({first_line(error)})"
-            warn_once(f"{kernel_name(kernel).text}: {fails}: falling back to the program's own arguments")
-            changed.arguments = {}
+            served.fall_back(kernel, error)
             return self.launch(original, kernel, args, kwargs)
-        self.counters.add(changed.counter)
+        self.counters.add(served.counter)
         return result
 
-    def _resolve(self, call: KernelCall) -> ChangedLaunch:
+    def _resolve(self, call: KernelCall) -> Served:
         """Serve the table's options and blocks to launches of this key from now on; nothing where the table has no row."""
         changes: dict[str, Any] | None = None
         try:
@@ -159,7 +157,7 @@ class PlainKernel:
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{call.name.text}: a launch is not served: {first_line(error)}")
         deciding = {*OPTIONS, "grid", *(key for one in self.listed for key in one.keys)}
-        return self.keys.remember(call, deciding, ChangedLaunch(changes or {}, self.slots[changes is None]))
+        return self.keys.remember(call, deciding, Served(changes or {}, self.slots[changes is None]))
 
     def _changes(self, call: KernelCall) -> dict[str, Any] | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
@@ -174,7 +172,7 @@ class PlainKernel:
             launch = KernelCall(tuner, call.args, given)
             row = one.finder(launch.author_key(), launch.dtypes()).nearest(launch.sizes())
             if row is not None and self._fits(launch, row):
-                chosen = decode_config(row.configs[0], self.make_config).all_kwargs()
+                chosen = decode_config(row.configs[0], type(tuner.configs[0])).all_kwargs()
                 present = launch.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
                 return {name: value for name, value in chosen.items() if present.get(name) != value}
         return None
@@ -189,7 +187,7 @@ class PlainKernel:
         if not changed or not callable(grid) or not set(changed) <= call.kwargs.keys():
             return not changed
         with suppress(Exception):  # of the program's own grid
-            return list(call.grid(decode_config(config, self.make_config)) or ()) == row.evidence.get("grid")
+            return list(call.grid(decode_config(config, type(call.autotuner.configs[0]))) or ()) == row.evidence.get("grid")
         return False
 
 
@@ -310,7 +308,7 @@ class Server:
     def _plain_kernel(self, kernel: Any) -> PlainKernel | None:
         """Return the server of a kernel without an autotuner; None if the table has no such kernel."""
         listed = self._kernels_of(kernel.fn, is_plain=True)
-        return PlainKernel(listed, self._make_config, self.counters, self._slots(kernel)) if listed else None
+        return PlainKernel(listed, self.counters, self._slots(kernel)) if listed else None
 
     def _launch(self, state: ServingState, original: Callable[..., Any], tuner: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Launch an autotuner's kernel with the config of its key. The hot path of serving."""
@@ -329,7 +327,7 @@ class Server:
             result = tuner.fn.run(*args, **kwargs)
         except Exception as error:  # Triton's launch errors share no type
             rest = {name: value for name, value in kwargs.items() if name not in options}
-            self._fall_back(tuner, served, error)
+            served.fall_back(tuner, error)
             return self._launch(state, original, tuner, args, rest)
         self.counters.add(served.counter)
         return result
@@ -463,15 +461,6 @@ class Server:
                 setattr(call.autotuner, name, alone.__dict__[name])
         self._remember(call, state, _served([alone.best_config], state.counters[1]))
         return (result,)
-
-    def _fall_back(self, kernel: Any, served: Served, error: Exception) -> None:
-        """Replace a config that fails to launch by the next config, from now on; raise any other error."""
-        if not served.fallbacks or not program.is_launch_failure(error):
-            raise error
-        failed, served.config = served.config, served.fallbacks.pop(0)
-        served.options, served.hook = served.config.all_kwargs(), served.config.pre_hook
-        labels = f"config {label_of(failed)} fails here ({first_line(error)}): falling back to {label_of(served.config)}"
-        warn_once(f"{kernel_name(kernel).text}: {labels}")
 
 
 def _served(configs: Sequence[Any], counter: int) -> Served:
