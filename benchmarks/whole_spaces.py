@@ -62,7 +62,7 @@ def timed(
     """Return the evaluation of a config."""
     compiled = pending.result()
     if compiled.error or compiled.spill_bytes:
-        evaluation = Evaluation("failed" if compiled.error else "spills", detail=compiled.error)
+        evaluation = Evaluation("failed" if compiled.error else "spills", reason=compiled.error)
     else:
         evaluation = bench.measure(task, config, best_us, samples)
     shared = max((kernel.shared_bytes for kernel in compiled.kernels), default=0)

@@ -140,10 +140,10 @@ def timing(
     """Return the measured fields of a record, from the samples (rounds,) of each process."""
     import numpy as np
 
-    from kerneltune.stats import centre_interval, deciles
+    from kerneltune.stats import centre_interval
 
     interval = centre_interval([np.asarray(rounds) for rounds in processes])
-    p10, p90 = deciles(np.concatenate(processes))
+    p10, p90 = np.quantile(np.concatenate(processes), [0.1, 0.9]).tolist()
     gbps = traffic_bytes / interval.median / 1e3
     values = {
         "time_us": interval.median,

@@ -249,23 +249,10 @@ def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:
     return _EAGER_CASE_S if "eager" in policies else _CASE_S
 
 
-@dataclass(frozen=True, slots=True)
-class Refreshed:
-    """Hold the result of `refresh`.
-
-    Attributes:
-        renewals: the stale configs that were timed.
-        measured: the new records.
-        left: the configs and cases that are still stale.
-    """
-
-    renewals: tuple[Renewal, ...]
-    measured: tuple[Record, ...]
-    left: Stale
-
-
-def refresh(stale: Stale, progress: Progress) -> Refreshed:
+def refresh(stale: Stale, progress: Progress) -> tuple[list[Renewal], list[Record], Stale]:
     """Time stale configs against their default and store the faster, then measure stale cases again.
+
+    Return the configs that were timed, the new records, and the configs and cases that are still stale.
 
     Every config is stored and every case recorded at once. A run that is interrupted, or ends after `budget_s` seconds, loses at
     most the present case, and the next run measures the rest. Headline cases of all families come first, then cases with
@@ -273,12 +260,12 @@ def refresh(stale: Stale, progress: Progress) -> Refreshed:
     """
     budget_s = stale.plans[0].options.search.budget_s
     until = math.inf if budget_s is None else time.monotonic() + budget_s
-    renewals = []
+    renewals = list[Renewal]()
     if stale.configs:
         renewals = renew(stale.plans[0], stale.configs, progress)
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
     measured = measure_again(list(_batches(stale)), progress, until)
-    return Refreshed(tuple(renewals), tuple(measured), find(stale.plans, stale.gpu))
+    return renewals, measured, find(stale.plans, stale.gpu)
 
 
 def _batches(stale: Stale) -> Iterator[tuple[Plan, list[SweepCase]]]:

@@ -193,11 +193,3 @@ def _rank_weights(rounds: int) -> Samples:
 
     half = (rounds + 1) / 2
     return np.diff(betainc(half, half, np.linspace(0.0, 1.0, rounds + 1)))
-
-
-def deciles(samples: Samples) -> tuple[float, float]:
-    """Return the first and the last decile of `samples` (rounds,), interpolated: p10 and p90 of a record."""
-    if samples.size == 0:
-        raise ValueError("no samples to take deciles of")
-    p10, p90 = np.quantile(samples, [0.1, 0.9])
-    return float(p10), float(p90)

@@ -126,7 +126,7 @@ class FakeTuner(Tuner):
     def measure(self, config: Config) -> Evaluation:
         self.evaluated.append(config)
         time_us = self.landscape(config)
-        return Evaluation("failed", detail="off by one") if time_us is None else Evaluation("passed", time_us)
+        return Evaluation("failed", reason="off by one") if time_us is None else Evaluation("passed", time_us)
 
     def run_final(self, configs: Sequence[Config], default: Config | None = None) -> tuple[Config, dict[str, Any]]:
         self.finals.append(list(configs))

@@ -29,7 +29,7 @@ class Bench(versus_jobs.Bench):
 
     def measure(self, task: Task, config: Config, best_us: float | None, samples: int = 5) -> Evaluation:
         if Bench.crashed(config):
-            return Evaluation("crashed", detail="took longer than 60 s")
+            return Evaluation("crashed", reason="took longer than 60 s")
         return Evaluation("passed", time_us(config))
 
     def time_interleaved(self, task: Task, configs: Sequence[Config]) -> list[Samples]:

@@ -10,7 +10,6 @@ from kerneltune.stats import (
     Interval,
     Shift,
     centre_interval,
-    deciles,
     holm,
     interval_shift,
     median_interval,
@@ -89,11 +88,6 @@ def test_intervals_end_where_they_say() -> None:
     assert median_interval(np.array([7.0])) == Interval(7.0, 7.0, 7.0)
 
 
-def test_deciles_are_interpolated() -> None:
-    assert deciles(np.arange(11.0)) == pytest.approx((1.0, 9.0))
-    assert deciles(np.array([3.0])) == (3.0, 3.0)
-
-
 def test_no_samples_no_pairs_no_values() -> None:
     with pytest.raises(ValueError, match="no samples"):
         median_interval(np.array([]))
@@ -101,8 +95,6 @@ def test_no_samples_no_pairs_no_values() -> None:
         ratio_interval(np.ones(3), np.ones(4))
     with pytest.raises(ValueError, match="no samples"):
         ratio_interval(np.array([]), np.array([]))
-    with pytest.raises(ValueError, match="no samples"):
-        deciles(np.array([]))
 
 
 # several processes

@@ -57,7 +57,7 @@ def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedC
 
 def _tuned_call(task: Task, one: CallCase, found: Searched) -> TunedCall:
     tried, stored = found
-    failed = tuple(each.detail for each in tried.values() if each.status in _PROBLEMS)
+    failed = tuple(each.reason for each in tried.values() if each.status in _PROBLEMS)
     own = one.own | given_knobs(task.default)
     if stored is None or one.problem or not one.is_wanted:
         reason = one.problem or ("no config passed its check" if tried else "it was not searched")

@@ -199,5 +199,5 @@ def _wrong_trials(root: Path) -> dict[str, list[str]]:
         for trial in trials:
             launch = dict(trial.key.case.options).get("launch")
             if trial.evaluation.status == "failed" and launch is not None:
-                by_class.setdefault(str(launch), []).append(f"{dict(trial.knobs)}: {trial.evaluation.detail}")
+                by_class.setdefault(str(launch), []).append(f"{dict(trial.knobs)}: {trial.evaluation.reason}")
     return by_class

@@ -125,19 +125,20 @@ def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Option
         return
     (one,) = by_gpu
     with Reporter() as progress:
-        done = stale.refresh(one, progress)
-    broken = [one for one in done.renewals if one.failure]
-    num_kept = sum(one.is_kept for one in done.renewals)
+        renewals, measured, left = stale.refresh(one, progress)
+    broken = [one for one in renewals if one.failure]
+    num_kept = sum(one.is_kept for one in renewals)
     show_wrapped(
-        f"configs: {num_kept} as good as their default, {len(done.renewals) - num_kept - len(broken)} slower, which the default "
-        f"replaces, {len(broken)} that no longer run; {counted(len(done.measured), 'record')} made"
+        f"configs: {num_kept} as good as their default, {len(renewals) - num_kept - len(broken)} slower, which the default "
+        f"replaces, {len(broken)} that no longer run; {counted(len(measured), 'record')} made"
     )
     for renewal in broken:
         show_wrapped(f"failed: {renewal.entry.op} {renewal.entry.variant} {renewal.entry.case.label}: {renewal.failure}")
-    left = f"{counted(len(done.left.configs), 'config')} and {counted(done.left.cases, 'case')} are stale"
-    is_left = done.left.configs or done.left.cases
-    show_wrapped(f"{left}; the same command goes on there" if is_left else f"nothing is stale for {here.slug}")
-    end_if_failed(r for r in done.measured if not known[r.op].variant(r.variant).is_peer)
+    counts = f"{counted(len(left.configs), 'config')} and {counted(left.cases, 'case')} are stale"
+    show_wrapped(
+        f"{counts}; the same command goes on there" if left.configs or left.cases else f"nothing is stale for {here.slug}"
+    )
+    end_if_failed(r for r in measured if not known[r.op].variant(r.variant).is_peer)
     if broken:
         raise typer.Exit(1)
 

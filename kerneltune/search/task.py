@@ -102,7 +102,7 @@ class Evaluation:
     Attributes:
         status: `passed` with a time; any other status but `checked` without.
         time_us: median time of a call; None without a time.
-        detail: the error, in one line.
+        reason: the error, in one line; its key in files is `detail`.
         resources: registers of all threads of the largest program.
         spill_bytes: spilled bytes per thread.
         shared_bytes: shared memory of the largest program.
@@ -112,7 +112,7 @@ class Evaluation:
 
     status: TrialStatus
     time_us: float | None = None
-    detail: str = ""
+    reason: str = ""
     resources: int = field(default=0, compare=False)
     spill_bytes: int = field(default=0, compare=False)
     shared_bytes: int = field(default=0, compare=False)

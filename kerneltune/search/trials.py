@@ -36,7 +36,8 @@ TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 STATUS_NOW: dict[str, TrialStatus] = {"ok": "passed", "wrong": "failed", "memory": "skipped", "lost": "crashed"}
 """Status in journals of 2026-11-26 and before -> status now."""
 _MOVE = "move the file away to start anew"
-_RESULT = ("status", "detail", "resources", "spill_bytes", "shared_bytes", "commit")
+_RESULT = {name: name for name in ("status", "resources", "spill_bytes", "shared_bytes", "commit")} | {"detail": "reason"}
+"""Name of a user attribute of a trial -> name of the field of `Evaluation`."""
 
 
 class _Study(msgspec.Struct):
@@ -96,7 +97,7 @@ class TrialStore:
                 value=stored.time_us,
                 params=knobs_of(config),
                 distributions={name: CategoricalDistribution(tuple(offered[name])) for name, _ in knob_pairs(config)},
-                user_attrs={name: getattr(stored, name) for name in _RESULT},
+                user_attrs={name: getattr(stored, field) for name, field in _RESULT.items()},
             )
             trial.datetime_start = trial.datetime_complete = datetime.fromisoformat(date).astimezone().replace(tzinfo=None)
             with writing(self._path):
@@ -211,7 +212,7 @@ def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) ->
 
 def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
     """Return a stored trial of a study that is described by its user attributes."""
-    evaluation = {name: stored.user_attrs[name] for name in _RESULT if name in stored.user_attrs}
+    evaluation = {field: stored.user_attrs[name] for name, field in _RESULT.items() if name in stored.user_attrs}
     evaluation["status"] = STATUS_NOW.get(evaluation["status"], evaluation["status"])
     evaluation["time_us"] = time_us = stored.value if stored.state is TrialState.COMPLETE else None
     if ended := stored.datetime_complete:

@@ -19,8 +19,6 @@ from kerneltune.spec import TaskKey
 from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 from kerneltune.tune.session import TuningResult, TuningSession
 
-Performed = tuple[Task, TuningResult]
-"""A task that was performed, with its result."""
 ATTEMPTS = 3
 """Number of processes that may die over a task, and of times that the process of a GPU is started."""
 
@@ -56,7 +54,7 @@ class Fleet:
     """Perform tasks on several GPUs of this host. A thread for each GPU hands tasks to the GPU's process.
 
     Attributes:
-        finished: performed tasks with their results.
+        finished: results of performed tasks.
     """
 
     def __init__(
@@ -80,10 +78,10 @@ class Fleet:
         self._deaths: Counter[str] = Counter()
         self._attempts: Counter[TaskKey] = Counter()
         self._reason = ""
-        self.finished: list[Performed] = []
+        self.finished: list[TuningResult] = []
 
-    def run(self, tasks: Sequence[Task]) -> list[Performed]:
-        """Perform tasks, each on one GPU, and return them with their results."""
+    def run(self, tasks: Sequence[Task]) -> list[TuningResult]:
+        """Perform tasks, each on one GPU, and return their results."""
         self._progress.stage(f"tune on {len(self._workers)} GPUs", len(tasks))
         self._queue.extend(tasks)
         with ThreadPoolExecutor(len(self._workers)) as threads:
@@ -136,7 +134,7 @@ class Fleet:
 
     def _finish(self, task: Task, done: TuningResult) -> None:
         with self._lock:
-            self.finished.append((task, done))
+            self.finished.append(done)
             done.report(self._progress, task)
 
 

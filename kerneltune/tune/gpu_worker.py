@@ -102,9 +102,9 @@ class GpuBench:
         self.prepare(task)
         checked = self.check(task, config)
         if checked.status != "checked":
-            return Evaluation(checked.status, detail=checked.reason)
+            return Evaluation(checked.status, reason=checked.reason)
         timed = affordable(lambda: self._timed(task, config, best_us, samples))
-        return Evaluation("skipped", detail=timed.reason) if isinstance(timed, Outcome) else timed
+        return Evaluation("skipped", reason=timed.reason) if isinstance(timed, Outcome) else timed
 
     def _timed(self, task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:
         try:
@@ -116,7 +116,7 @@ class GpuBench:
         except RuntimeError as error:
             if out_of_memory_reason(error):
                 raise
-            return Evaluation("failed", detail=first_line(error))
+            return Evaluation("failed", reason=first_line(error))
 
     def time_interleaved(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
         """Time correct configs interleaved and return (rounds,) microseconds for each; None for a config without memory.
@@ -257,7 +257,7 @@ class GpuWorker:
         except WorkerStoppedError:
             raise
         except WorkerCrashedError as error:
-            return Evaluation("crashed", detail=str(error))
+            return Evaluation("crashed", reason=str(error))
 
     def time_interleaved(self, task: Task, configs: Sequence[Config]) -> Sequence[Samples | None]:
         """Call `GpuBench.time_interleaved` in the process."""

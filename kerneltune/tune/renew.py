@@ -80,7 +80,7 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: CacheEntry) -> 
                 one.result()
             measured = tuner.measure_again(configs)
             if measured[0].time_us is None:
-                return f"{measured[0].status}: {measured[0].detail}"
+                return f"{measured[0].status}: {measured[0].reason}"
             timed = [config for config, one in zip(configs, measured, strict=True) if one.time_us is not None]
             best, evidence = tuner.run_final(timed, configs[-1])
     except WorkerCrashedError as error:

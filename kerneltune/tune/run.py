@@ -17,8 +17,8 @@ from kerneltune.progress import Progress
 from kerneltune.search.task import Task, changed
 from kerneltune.spec import TaskKey
 from kerneltune.tune.candidates import checked_space, is_supported, widened
-from kerneltune.tune.fleet import Fleet, Performed, visible_gpus
-from kerneltune.tune.session import TuningSession
+from kerneltune.tune.fleet import Fleet, visible_gpus
+from kerneltune.tune.session import TuningResult, TuningSession
 
 _SEARCH_S, _COMPILE_S, _MEASURE_S = 1.6, 1.5, 0.06
 """Seconds of a search that ends at an expected gain of 1 %; of a core to compile a config; of the GPU to check and time a config.
@@ -62,8 +62,8 @@ def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> TuningS
         return TuningSummary([], kept=kept)
     finished = Fleet(gpus, options, progress).run(tasks) if gpus else _tune_here(options, tasks, progress, until)
     cache.clear()
-    stored = [done.entry for _, done in finished if done.entry is not None]
-    return TuningSummary(stored, len(finished), sum(bool(done.problem) for _, done in finished), kept)
+    stored = [done.entry for done in finished if done.entry is not None]
+    return TuningSummary(stored, len(finished), sum(bool(done.problem) for done in finished), kept)
 
 
 def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
@@ -136,16 +136,16 @@ def _seconds_of(configs: int, workers: int | None) -> float:
     return configs * (_COMPILE_S / (workers or len(os.sched_getaffinity(0))) + _MEASURE_S)
 
 
-def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, until: float) -> list[Performed]:
+def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, until: float) -> list[TuningResult]:
     """Perform tasks on the GPU of this process."""
     release_memory()  # the GPU worker needs the memory
-    finished: list[Performed] = []
+    finished: list[TuningResult] = []
     progress.stage("measure spaces" if options.exhaustive else "tune", len(tasks))
     with TuningSession(options) as session:
         for number, task in enumerate(tasks, start=1):
             if finished and time.monotonic() >= until:
                 break
             done = session.perform(task, tasks[number:])
-            finished.append((task, done))
+            finished.append(done)
             done.report(progress, task)
     return finished

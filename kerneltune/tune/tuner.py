@@ -153,14 +153,14 @@ class Tuner:
     def refusal(self, config: Config, compiled: CompileResult) -> Evaluation | None:
         """Return the evaluation of a config that is refused after its compilation; None for a config to be measured."""
         if compiled.error:
-            return Evaluation("crashed" if compiled.crashed else "compile", detail=compiled.error)
+            return Evaluation("crashed" if compiled.crashed else "compile", reason=compiled.error)
         if not self.prune or config == self.task.default:  # every other config is compared with the default
             return None
         if compiled.spill_bytes:
-            return Evaluation("spills", detail=f"{compiled.spill_bytes} bytes per thread")
+            return Evaluation("spills", reason=f"{compiled.spill_bytes} bytes per thread")
         wanted, fitting = getattr(config, "ctas", 0), _resident(compiled)
         if wanted > fitting:
-            return Evaluation("occupancy", detail=f"{fitting} programs fit an SM, not {wanted}")
+            return Evaluation("occupancy", reason=f"{fitting} programs fit an SM, not {wanted}")
         return None
 
     def measure(self, config: Config) -> Evaluation:

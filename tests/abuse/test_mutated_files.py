@@ -178,7 +178,7 @@ def _journal() -> bytes:
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "f.log"
         store = trials.TrialStore(path, source_hash="abc")
-        for n, evaluation in enumerate((trials.Evaluation("passed", 10.0), trials.Evaluation("failed", detail="why"))):
+        for n, evaluation in enumerate((trials.Evaluation("passed", 10.0), trials.Evaluation("failed", reason="why"))):
             store.put(Task(OPS[0], CASE, VARIANT), Knobs("run", n), evaluation)
         return path.read_bytes()
 

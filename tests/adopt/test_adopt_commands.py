@@ -107,7 +107,7 @@ def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> Non
     (op,) = operators(str(tmp_path))
     case, variant = case_of(launch, op.axes), op.variant(TUNED)
     store = TrialStore(store_path(tmp_path / "results", "gpu", op.name), "")
-    store.put(Task(op, case, variant), variant.default_config(case), Evaluation("failed", detail="y_ptr: differs by 1e-2"))
+    store.put(Task(op, case, variant), variant.default_config(case), Evaluation("failed", reason="y_ptr: differs by 1e-2"))
     found = run("adopt", "lint", tmp_path).stdout
     assert "two_kernels.row_sum: results change with the config: 1 configs disagree with the author's first: " in found
     assert "y_ptr: differs by 1e-2" in found

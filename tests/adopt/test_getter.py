@@ -252,7 +252,7 @@ class GetterBench(Bench):
 
     def measure(self, task: Task, config: Any, best_us: float | None, samples: int = 5) -> Evaluation:
         if config.BLOCK_SIZE_M == 128:
-            return Evaluation("failed", detail="output 0: NaN in other places: 1 of 64 elements")
+            return Evaluation("failed", reason="output 0: NaN in other places: 1 of 64 elements")
         return Evaluation("passed", self.time_us(task, config))
 
     def time_interleaved(self, task: Task, configs: Sequence[Any]) -> list[Samples]:

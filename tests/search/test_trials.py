@@ -225,7 +225,7 @@ def test_a_value_of_another_type_in_a_journal_is_one_line(field: str, value: obj
 def test_optuna_opens_the_journal_of_a_store(path: Path) -> None:
     store = open_store(path)
     for i in range(6):
-        put(store, Knobs(i, i % 2 == 0), Evaluation("passed", 10.0 + i) if i < 5 else Evaluation("spills", detail="96 bytes"))
+        put(store, Knobs(i, i % 2 == 0), Evaluation("passed", 10.0 + i) if i < 5 else Evaluation("spills", reason="96 bytes"))
     storage = JournalStorage(JournalFileBackend(str(path)))
     names = optuna.get_all_study_names(storage)
     studies = [optuna.load_study(study_name=name, storage=storage) for name in names]

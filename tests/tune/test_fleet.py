@@ -90,7 +90,7 @@ def test_a_process_that_dies_costs_one_evaluation_and_its_case_goes_on(options: 
     assert {pid for case, config, pid in done if (case, config) == ("m16", "3 8")} - {dead.stem}
     (note,) = progress.notes
     assert note in ("GPU 0: the GPU worker died: exit code 9", "GPU 1: the GPU worker died: exit code 9")
-    assert {done.entry.case.name for _, done in run.finished if done.entry} == {work.case.name for work in WORKS}
+    assert {done.entry.case.name for done in run.finished if done.entry} == {work.case.name for work in WORKS}
 
 
 @pytest.mark.parametrize("when", ["starting", "measuring"])
@@ -130,9 +130,9 @@ def test_a_case_that_kills_every_process_is_given_up_and_the_rest_is_done(
     monkeypatch.setenv(DEADLY, "m8")
     run = fleet_of(["0", "1"], options, progress := Spoken())
     run.run(WORKS[:2])
-    (problem,) = (done.problem for _, done in run.finished if done.problem)
+    (problem,) = (done.problem for done in run.finished if done.problem)
     assert problem.startswith("not tuned: fake optimized m8 bfloat16 none: 3 processes died over it, the last: ")
-    assert [done.entry.case.name for _, done in run.finished if done.entry] == ["m16"]
+    assert [done.entry.case.name for done in run.finished if done.entry] == ["m16"]
     assert sum("died" in note for note in progress.notes) == 4
 
 

@@ -37,9 +37,9 @@ def worker() -> Iterator[GpuWorker]:
 
 def test_a_worker_answers_as_the_bench_does_and_stays(worker: GpuWorker) -> None:
     first, second = worker.measure(TASK, Knobs("run", 1), None), worker.measure(TASK, Knobs("run", 2), 11.0)
-    assert (first, second.time_us) == (Evaluation("passed", 11.0, first.detail), 12.0)
-    assert first.detail.split()[1] == second.detail.split()[1] != str(os.getpid())
-    assert second.detail.startswith("2 ")
+    assert (first, second.time_us) == (Evaluation("passed", 11.0, first.reason), 12.0)
+    assert first.reason.split()[1] == second.reason.split()[1] != str(os.getpid())
+    assert second.reason.startswith("2 ")
     assert worker.started == 1
     assert [list(s[:1]) for s in worker.time_interleaved(TASK, [Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
 
@@ -82,8 +82,8 @@ def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, deta
     assert worker.measure(TASK, Knobs(does, 0), None) == Evaluation("crashed", None, detail)
     after = worker.measure(TASK, Knobs("run", 2), None)
     assert after.status == "passed"
-    assert after.detail.startswith("1 ")
-    assert after.detail.split()[1] != before.detail.split()[1]
+    assert after.reason.startswith("1 ")
+    assert after.reason.split()[1] != before.reason.split()[1]
     assert worker.started == 2
 
 
@@ -204,7 +204,7 @@ def test_a_broken_kernel_costs_at_most_its_process(does: str, status: str, detai
         worker.config_timeout_s = 10.0
         trial = worker.measure(task, broken.Knobs(does), None)
         assert trial.status == status
-        assert detail in trial.detail
+        assert detail in trial.reason
         worker.config_timeout_s = 60.0
         again: Any = worker.measure(task, broken.Knobs("fine"), None)
         assert again.status == "passed"

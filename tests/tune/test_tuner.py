@@ -324,9 +324,9 @@ def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
     tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), CompiledAtOnce())
     assert tuner.prune  # 25 configs: no published list
     broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
-    assert broken == Evaluation("compile", detail="CompilationError: no")
+    assert broken == Evaluation("compile", reason="CompilationError: no")
     spilling = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
-    assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", detail="96 bytes per thread")
+    assert evaluated(tuner, Small(64, 2), spilling) == Evaluation("spills", reason="96 bytes per thread")
     assert tuner.refusal(tuner.task.default, spilling) is None  # the others are compared with the default
     assert tuner.resources == {Small(64, 1): 0, Small(64, 2): 1020}
     assert setting.store().get(Task(op_of(SMALL), CASE, SMALL), Small(64, 1)) == broken
@@ -343,7 +343,7 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
         evaluated(tuner, asked, twice)
     monkeypatch.setattr(device, "current", lambda: replace(device.NO_GPU, arch="sm_90"))
     assert evaluated(tuner, asked, twice) == Evaluation(
-        "occupancy", resources=1024, shared_bytes=81920, detail="2 programs fit an SM, not 4"
+        "occupancy", resources=1024, shared_bytes=81920, reason="2 programs fit an SM, not 4"
     )
     for config, kernels in (
         (Large(64, 1, 1, 2), twice),
@@ -362,7 +362,7 @@ def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
     main, small = Kernel("main", 8, 168, 0, 0), Kernel("dgamma", 8, 32, 0, 0)
     together = CompileResult((replace(main, cooperative=True), small), 1.0)
     trial = evaluated(tuner, Large(64, 1, 1, 2), together)
-    assert (trial.status, trial.detail) == ("occupancy", "1 programs fit an SM, not 2")
+    assert (trial.status, trial.reason) == ("occupancy", "1 programs fit an SM, not 2")
     with pytest.raises(AssertionError):  # as many as it asks for fit
         evaluated(tuner, Large(64, 1, 1, 1), together)
     with pytest.raises(AssertionError):  # a grid that can run in turns is not dropped for what is beside it
