@@ -3,7 +3,6 @@
 A capture keeps all bytes of indices, and samples and statistics of other data. Nothing is executed on load.
 """
 
-import functools
 import hashlib
 import importlib
 import inspect
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, TypeGuard
 
-from kerneltune.adopt.program import main_name
+from kerneltune.adopt.program import attribute, main_name, values_of_module
 from kerneltune.identity import code_digest
 
 PLAIN = (bool, int, float, str, type(None))
@@ -59,8 +58,7 @@ def is_function(value: Any) -> bool:
 def _encode_function(function: Any) -> list[str]:
     """Return the module of a function under `triton.jit`, its name there, and its `source_digest`."""
     module, name = function.__module__, function.__qualname__
-    found = functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), sys.modules.get(module))
-    if getattr(found, "fn", None) is not function:
+    if getattr(attribute(values_of_module(module), name), "fn", None) is not function:
         raise NotRecordableError(f"a function that {main_name(module)} does not hold by its name, {name}")
     return [main_name(module), name, source_digest(function)]
 
@@ -73,7 +71,7 @@ def _names_function(value: Any) -> bool:
 
 def _decode_function(stored: Sequence[str], load: Callable[[str, str], Any]) -> Any:
     module, name, digest = stored
-    found = functools.reduce(lambda owner, part: getattr(owner, part, None), name.split("."), load(module, name))
+    found = attribute(vars(load(module, name)), name)
     if not is_function(found):
         raise ValueError(f"{module}.{name}: the module holds no function of this name under triton.jit: capture again")
     if source_digest(found.fn) != digest:

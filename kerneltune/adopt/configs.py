@@ -20,7 +20,8 @@ from functools import cache
 from typing import Any, Required, TypedDict, cast
 
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value
-from kerneltune.adopt.kernels import PLAIN_MARK, KernelCall, functions_of, jit_of, values_of_module
+from kerneltune.adopt.kernels import PLAIN_MARK, KernelCall, functions_of, jit_of
+from kerneltune.adopt.program import values_of_module
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Options of a launch that tuning may change without a change of the program around the kernel."""

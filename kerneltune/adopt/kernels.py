@@ -5,7 +5,6 @@ The module reads only public attributes of Triton 3.6 to 3.9.
 
 import copy
 import dis
-import functools
 import hashlib
 import inspect
 import sys
@@ -13,13 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from kerneltune.adopt import arguments
 from kerneltune.adopt.arguments import NotRecordableError, encode_value, is_descriptor, is_function, is_tensor, is_whole, parts
-from kerneltune.adopt.program import main_name
+from kerneltune.adopt.program import attribute, main_name, values_of_module
 
 NO_ARGUMENT = ("grid", "warmup")
 """Arguments of a launch that are no arguments of its kernel."""
@@ -163,18 +161,6 @@ def home_of(autotuner: Any) -> KernelName | None:
             if (unwrap(value) if module == name.module else value) is held:
                 return KernelName(main_name(module), key)
     return None
-
-
-def values_of_module(module: str) -> dict[str, Any]:
-    """Return the globals of an imported module without running its code; empty for a module that is not imported."""
-    imported = sys.modules.get(module)
-    return dict(vars(imported)) if isinstance(imported, ModuleType) else {}
-
-
-def attribute(held: Mapping[str, Any], name: str) -> Any:
-    """Return the object of a qualified name among a module's values, None for none."""
-    first, *others = name.split(".")
-    return functools.reduce(lambda owner, part: getattr(owner, part, None), others, held.get(first))
 
 
 holders: WeakSet[Any] = WeakSet()

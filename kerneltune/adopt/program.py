@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from kerneltune import device
@@ -64,6 +65,18 @@ def _first_gpu() -> str:
 def main_name(module: str) -> str:
     """Return the name of a module; `__main__` for the program's file, also for its other name in multiprocessing's workers."""
     return "__main__" if module == "__mp_main__" else module
+
+
+def values_of_module(module: str) -> dict[str, Any]:
+    """Return the globals of an imported module without running its code; empty for a module that is not imported."""
+    imported = sys.modules.get(module)
+    return dict(vars(imported)) if isinstance(imported, ModuleType) else {}
+
+
+def attribute(held: Mapping[str, Any], name: str) -> Any:
+    """Return the object of a qualified name among a module's values, None for none."""
+    first, *others = name.split(".")
+    return reduce(lambda owner, part: getattr(owner, part, None), others, held.get(first))
 
 
 def version_of(module: str) -> str:

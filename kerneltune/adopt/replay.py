@@ -25,7 +25,7 @@ from kerneltune.adopt.arguments import Argument, TensorLayout, decode_value, spa
 from kerneltune.adopt.configs import OPTIONS, config_index, configs_digest, live_config, plain_tuner
 from kerneltune.adopt.folder import VALUES, LaunchClass, missing_values
 from kerneltune.adopt.kernels import KernelName, bytecode_digest
-from kerneltune.adopt.program import is_interpreted, python_version
+from kerneltune.adopt.program import attribute, is_interpreted, python_version
 from kerneltune.errors import first_line
 from kerneltune.forked import run_forked, shared_bytes
 from kerneltune.measuring.check import CaseError
@@ -41,7 +41,7 @@ def live_kernel(captured: LaunchClass) -> Any:
     file = captured.home_file or captured.file
     held = vars(_module_of(captured, home, file))
     unwrap = kernels.jit_of if captured.is_plain else kernels.autotuner_of
-    tuners = [found for found in map(unwrap, [kernels.attribute(held, home.name), *held.values()]) if found is not None]
+    tuners = [found for found in map(unwrap, [attribute(held, home.name), *held.values()]) if found is not None]
     if captured.is_plain:
         options = {name: captured.candidates[0].config.get(name) for name in OPTIONS}
         tuners = [plain_tuner(kernel, options, captured.keys) for kernel in tuners]

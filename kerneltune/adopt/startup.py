@@ -122,7 +122,7 @@ def capture(root: Path, **options: Any) -> None:
         from kerneltune.adopt.recorder import Recorder
 
         _installed["recorder"] = recorder = Recorder(root, **options)
-        _patch(autotuning, recorder, (INTERPRETER, COMPILER))
+        _patch(autotuning, recorder)
 
     when_imported(TARGET, begin)
 
@@ -169,7 +169,7 @@ def install(
         server = Server(root, autotuning.Config, miss, manifest, missing, prepared, counters)
         _installed["server"] = server
         has_plain = any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
-        _patch(autotuning, server, (INTERPRETER, COMPILER) if has_plain else ())  # a launch of any kernel costs a look-up
+        _patch(autotuning, server, has_plain)  # a launch of any kernel costs a look-up
         for each in gc.get_objects():  # decorated before: torch.compile is to see one config of each
             if issubclass(type(each), autotuning.Autotuner):  # by type, because `__class__` may run the object's code
                 server.made(each)
@@ -219,15 +219,10 @@ def uninstall() -> None:
     _installed.clear()
 
 
-def _patch_run(name: str, make_run: Callable[..., Any]) -> None:
-    """Replace `run` of a class of Triton as soon as its module is imported."""
-    when_imported(name, lambda module: replace_method(getattr(module, _PATCHED[name]), "run", make_run))
-
-
-def _patch(autotuning: ModuleType, by: Any, plain: Sequence[str]) -> None:
+def _patch(autotuning: ModuleType, by: Any, has_plain: bool = True) -> None:
     """Let a Recorder or a Server replace `Autotuner.run`, and note each autotuner that the program makes.
 
-    plain: modules of Triton in whose class of kernels it replaces `run`, too.
+    has_plain: whether to replace `run` of kernels without an autotuner, too, as soon as Triton's modules are imported.
     """
 
     def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,6 +232,10 @@ def _patch(autotuning: ModuleType, by: Any, plain: Sequence[str]) -> None:
 
         return init
 
-    for name in (TARGET, *plain):
-        _patch_run(name, by.make_run if name == TARGET else by.make_plain_run)
+    def patch_kernels(module: ModuleType) -> None:
+        replace_method(getattr(module, _PATCHED[module.__name__]), "run", by.make_plain_run)
+
+    replace_method(autotuning.Autotuner, "run", by.make_run)
+    for name in (INTERPRETER, COMPILER) if has_plain else ():
+        when_imported(name, patch_kernels)
     replace_method(autotuning.Autotuner, "__init__", make_init)

@@ -15,7 +15,7 @@ from kerneltune.cli.cases import sizes_of
 from kerneltune.cli.console import deliver, error_line, note, show, show_table, show_wrapped
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import read_text
-from kerneltune.wording import counted, pairs
+from kerneltune.wording import counted, first_of, pairs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -290,13 +290,12 @@ def show_capture(capture: "Capture", to_messages: bool = False) -> None:
     for kernel, reason in capture.notes.refused.items():
         note(f"{kernel}: {reason}")
     if plain := capture.plain():
-        more = f" and {len(plain) - _SHOWN} more" if len(plain) > _SHOWN else ""
-        note(f"plain @triton.jit, captured under --plain: {', '.join(plain[:_SHOWN])}{more}")
+        note(f"plain @triton.jit, captured under --plain: {first_of(plain, _SHOWN)}")
     for launches in capture.kernels().values():
         if hint := seed_hint(launches):
             note(f"{launches[0].kernel.text}: {hint}")
     for subclass, kernels in capture.own_runs().items():
-        note(f"not captured: {len(kernels)} kernels of {subclass}, whose run does not call Triton's: {', '.join(kernels[:5])}")
+        note(f"not captured: {len(kernels)} kernels of {subclass}, whose run does not call Triton's: {first_of(kernels, _SHOWN)}")
 
 
 def table_of(capture: "Capture") -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -13,7 +13,7 @@ from kerneltune.adopt.startup import CAPTURE, CAPTURE_OPTIONS
 from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note
 from kerneltune.errors import meant
-from kerneltune.wording import counted
+from kerneltune.wording import counted, first_of
 
 _BAD_INPUT = 2
 _ALL = "*"
@@ -69,8 +69,7 @@ def command(
     if notes.launches:
         _finish(out, notes.launches.keys(), ignore_arg or ())
     elif not notes.misnamed:
-        named = ", ".join(notes.plain[:_SHOWN]) + (", …" if len(notes.plain) > _SHOWN else "")
-        more = f"; plain @triton.jit, captured under --plain: {named}" if named else ""
+        more = f"; plain @triton.jit, captured under --plain: {first_of(notes.plain, _SHOWN)}" if notes.plain else ""
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
         error_line(f"nothing was captured: {_reason(notes.refused, sorted(notes.made), pattern, code)}{more}{kept}")
     raise typer.Exit(code)
@@ -114,9 +113,8 @@ def _reason(refused: Mapping[str, str], made: Sequence[str], pattern: str, code:
     for kernel, reason in refused.items():
         return f"{kernel}: {reason}"
     if made and not any(fnmatch.fnmatch(name, pattern) for kernel in made for name in (kernel, _name(kernel))):
-        more = f" and {len(made) - _SHOWN} more" if len(made) > _SHOWN else ""
         near = meant(pattern, map(_name, made))
-        return f"--kernel {pattern!r} is the name of no kernel of the program: {', '.join(made[:_SHOWN])}{more}{near}"
+        return f"--kernel {pattern!r} is the name of no kernel of the program: {first_of(made, _SHOWN)}{near}"
     ended = f"the program ended with {code} before it launched a" if code else "the program launched no"
     return f"{ended} kernel of triton.autotune or kerneltune.autotune"
 
