@@ -312,6 +312,22 @@ def test_readme_example_runs_without_a_gpu(folder: Path, capfd: pytest.CaptureFi
     assert capfd.readouterr().err == ""
 
 
+def test_architecture_names_modules_and_functions_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    modules = {str(path.relative_to(ROOT)): path.read_text() for path in ROOT.glob("kerneltune/**/*.py")}
+    missing = [
+        name
+        for name in re.findall(r"`([\w/]+\.py)`", text)
+        if not any(path.endswith(f"/{name}") or path == name for path in modules)
+    ]
+    assert not missing
+    named_pairs = re.findall(r"`([\w/]+\.py)`[,:] `([\w.]+)(?<!\.py)`", text)
+    assert len(named_pairs) >= 12
+    for module, name in named_pairs:
+        (source,) = [text for path, text in modules.items() if path.endswith(f"kerneltune/{module}")]
+        assert re.search(rf"^\s*(?:def |class )?{name.rpartition('.')[2]}\b", source, re.MULTILINE), f"{module}: {name}"
+
+
 def test_readme_is_short() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
