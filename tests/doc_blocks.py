@@ -130,6 +130,18 @@ def known_options(words: list[str]) -> list[str]:
     return [f"no option {option}" for option in given if option not in {*options, "--help"}]
 
 
+def options_in_prose(page: Path) -> set[str]:
+    """Return the options that code in the prose of a page begins with, such as those of a table of options."""
+    return set(re.findall(r"`(--[a-z][a-z-]+)[^`]*`", prose(page)))
+
+
+def all_options(command: Any = None) -> set[str]:
+    """Return the options of a command and of its commands, by default of the whole command line."""
+    command = command or typer.main.get_command(app)
+    own = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*(all_options(each) for each in getattr(command, "commands", {}).values()))
+
+
 def write_files(page: Path, folder: Path) -> None:
     """Store the blocks of a page that name a file in their first line."""
     for block in blocks(page):

@@ -28,11 +28,13 @@ from doc_blocks import (
     ROOT,
     Block,
     Command,
+    all_options,
     blocks,
     indented_commands,
     inline_commands,
     install,
     known_options,
+    options_in_prose,
     parsed,
     prose,
     write_files,
@@ -55,6 +57,8 @@ NOT_RUN = {
     "launch author's first µs ours µs speedup 95 % config": "text: output of a GPU",
     "all rows: op fp8_rowwise_2d, dtype bfloat16, quant fp8": "text: output of records that a GPU made",
 }
+OPTIONS_OF_SCRIPTS = {"--from", "--sizes", "--worst"}
+"""Options of examples and benchmarks that pages name."""
 FAST = {"adopt lint", "adopt list", "cache explain", "capture", "cases", "compare", "inspect", "ops", "report"}
 """Commands that need no GPU and take little; `sweep` as well where it only checks."""
 FINDS = {"adopt lint"}
@@ -188,6 +192,7 @@ def unknown(values: dict[str, Any], folder: Path, known: set[str]) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_block_of_a_page_has_a_language_and_loads(page: Path, folder: Path) -> None:
     assert not indented_commands(page), "a command outside of a fence"
+    assert options_in_prose(page) - OPTIONS_OF_SCRIPTS <= all_options()
     assert not [(text, wrong) for text in inline_commands(page) if (wrong := known_options(text.split()[1:]))]
     for block in blocks(page):
         assert block.kind in LANGUAGES, f"{block.place}: no language"
