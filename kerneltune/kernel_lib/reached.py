@@ -1,8 +1,8 @@
 """Note how far launches in Triton's interpreter go: turns of loops, programs along the axes of a grid, products in tf32, facts.
 
 A fact tells launches apart without running them: a kernel, a flag, a branch on arguments, a size larger than a block, such as
-`N > BLOCK in _sum`, or a count of tiles that the size of a group does not divide. Facts come from a kernel's own code, not from
-its device functions.
+`N > BLOCK in _sum`, or than another size that is compared with places of the block, or a count of tiles that the size of a group
+does not divide. Facts come from the code of kernels and of their device functions.
 """
 
 import ast
@@ -12,8 +12,8 @@ import itertools
 import math
 import re
 import textwrap
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,10 +26,16 @@ from kerneltune.rounding import cdiv
 Reached = dict[str, int]
 """Name of a loop or of an axis -> the most turns or programs of all launches; a fact, or a product in tf32 -> 1."""
 _LOOP, _PROGRAMS, _TF32 = "turns of the loop at ", "programs of ", "tf32 at "
-_FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "bool": bool}
+_LAUNCH, _CALL = "a launch of ", "a call of "
+_FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "minimum": min, "maximum": max, "bool": bool}
 """Functions whose calls are computed; a value with any other call is unknown."""
+_CHOICES = ("min", "max", "minimum", "maximum")
 _CALLED = re.compile(r"([\w.\])]+)\(")
 _OF_MODULE = re.compile(rf"\b[\w.]+\.({'|'.join(_FUNCTIONS)})\(")
+
+_UNKNOWN = object()
+_Block = tuple[str, int]
+"""Expression and value of the size of a block."""
 
 _REACHED: ContextVar[Reached | None] = ContextVar("reached", default=None)
 
@@ -103,7 +109,10 @@ def unreached(checks: list[Reached], bench: list[Reached]) -> list[str]:
     counted = {name: name.startswith((_LOOP, _PROGRAMS)) for name in merged([most, beyond])}
     few = [name for name in counted if most.get(name, 0) < 1 + counted[name] and not name.startswith(_TF32)]
     few = [name for name in few if beyond.get(name, 0) > counted[name] or (name.startswith(_LOOP) and not beyond.get(name))]
-    return [f"two {name}" if counted[name] else name for name in few]
+    unknown = tuple(f" in {name.rpartition(' ')[2]}" for name in few if name.startswith((_LAUNCH, _CALL)))
+    if any(name.startswith(_LAUNCH) for name in few):
+        few = [name for name in few if not name.startswith(_CALL)]
+    return [f"two {name}" if counted[name] else name for name in few if not name.endswith(unknown)]
 
 
 @contextmanager
@@ -141,86 +150,233 @@ def facts_of(executor: Any, bound: Mapping[str, Any]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _facts(kernel: Any, constexprs: frozenset[str], typed: tuple[tuple[str, type, Any], ...]) -> frozenset[str]:
-    values, tree = {name: value for name, _type, value in typed}, _tree(kernel)
-    found = [f"{flag}={value}" for flag, value in values.items() if flag in constexprs and isinstance(value, bool | str)]
-    known = _known(tree, values, kernel.__globals__)
-    for test in (ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp)):
-        is_flag = isinstance(values.get(test.removeprefix("not ")), bool)
-        if not is_flag and (is_true := _value(f"bool({test})", known)) is not None:
-            found.append(test if is_true else f"not ({test})")
-    for left, right in _divisions(tree):
-        if right in constexprs and _value(f"{left} > {right} and {left} % {right} != 0", known) is True:
-            found.append(f"{left} % {right} != 0")
-    whole = {name for name, value in values.items() if type(value) is int}
-    for size, block in _masks(tree):
-        if size in whole and block in whole & constexprs and values[size] > values[block]:
-            found.append(f"{size} > {block}")
-    return frozenset([f"a launch of {kernel.__name__}", *(f"{fact} in {kernel.__name__}" for fact in found)])
+    values, name = {name: value for name, _type, value in typed}, kernel.__name__
+    flags = {
+        f"{flag}={value} in {name}" for flag, value in values.items() if flag in constexprs and isinstance(value, bool | str)
+    }
+    return frozenset({f"{_LAUNCH}{name}", *flags, *_Reading(kernel, values).facts} - {f"{_CALL}{name}"})
+
+
+class _Reading:
+    """Read the code of a function, and of device functions that it calls, and collect facts.
+
+    Args:
+        values: the parameters whose values are known.
+        blocks: the blocks behind each parameter of a device function that holds places, such as `tl.arange(0, BLOCK)`. Conditions
+            on a device function's constants follow from flags and knobs of the kernel, and are no facts.
+    """
+
+    def __init__(self, function: Any, values: Mapping[str, Any], blocks: Mapping[str, frozenset[_Block]] | None = None) -> None:
+        self._tree = tree = _tree(function)
+        self.facts = {f"{_CALL}{function.__name__}"}
+        self._name, self._values, self._blocks, self._is_kernel = function.__name__, values, dict(blocks or {}), blocks is None
+        parameters = {arg.arg for arg in tree.args.args}
+        names = {name: value for name, value in _globals(function).items() if name not in parameters}
+        self._known = {**names, **_FUNCTIONS, **values}
+        self._flags = {name for name, value in values.items() if isinstance(value, bool)}
+        self._compared: dict[_Block, set[str]] = defaultdict(set)
+        self._read(tree.body)
+        constants = _constants(tree)
+        for count, divisor in _divisions(tree):
+            if divisor in constants and self._value(_parsed(f"{count} > {divisor} and {count} % {divisor} != 0")) is True:
+                self._note(f"{count} % {divisor} != 0")
+        for compared in self._compared.values():
+            for larger, smaller in itertools.permutations(compared & values.keys(), 2):
+                if values[larger] > values[smaller] and not constants >= {larger, smaller}:
+                    self._note(f"{larger} > {smaller}")
+
+    def _note(self, fact: str) -> None:
+        self.facts.add(f"{fact} in {self._name}")
+
+    def _value(self, node: ast.AST) -> Any:
+        """Return the value of an expression, or _UNKNOWN."""
+        code = _code(node)
+        try:
+            return _UNKNOWN if code is None else eval(code, self._known)
+        except Exception:  # an unknown name, or an operation on a tensor
+            return _UNKNOWN
+
+    def _read(self, statements: Sequence[ast.stmt]) -> bool:
+        """Read statements in their order; return whether the function certainly returns among them."""
+        return any(self._statement(node) for node in statements)
+
+    def _statement(self, node: ast.stmt) -> bool:
+        if isinstance(node, ast.If):
+            is_true = self._decide(node.test)
+            if is_true is not _UNKNOWN:
+                return self._read(node.body if is_true else node.orelse)
+            returns = [self._read(node.body), self._read(node.orelse)]
+            self._forget(node)
+            return all(returns)
+        if isinstance(node, ast.For | ast.While):
+            self._expression(node.iter if isinstance(node, ast.For) else node.test)
+            self._forget(node)
+            self._read(node.body)
+        else:
+            self._expression(node)
+        value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
+        of_name = self._value(value) if value is not None else _UNKNOWN
+        self._forget(node)
+        target = getattr(node, "targets", [getattr(node, "target", None)])[0]
+        if value is not None and isinstance(target, ast.Name):
+            if of_name is not _UNKNOWN:
+                self._known[target.id] = of_name
+            if not isinstance(value, ast.Compare):
+                self._blocks[target.id] = self._blocks.get(target.id, frozenset()) | self._blocks_of(value)
+        return isinstance(node, ast.Return)
+
+    def _forget(self, node: ast.stmt) -> None:
+        """Forget the values of the names that a statement assigns."""
+        for name in _stored(node):
+            self._known.pop(name, None)
+
+    def _decide(self, test: ast.AST) -> Any:
+        """Return the value of a condition, or _UNKNOWN; note it as a fact unless it is a flag."""
+        value = self._value(test)
+        if value is _UNKNOWN:
+            self._expression(test)
+        elif (
+            self._sizes_in(test) - _constants(self._tree)
+            if not self._is_kernel
+            else _text(test).removeprefix("not ") not in self._flags
+        ):
+            self._note(_text(test) if value else f"not ({_text(test)})")
+        return value
+
+    def _expression(self, node: ast.AST) -> None:
+        """Note the facts of the conditions within an expression, and of the device functions that it calls."""
+        for part in _telling(node):
+            if isinstance(part, ast.IfExp):
+                is_true = self._decide(part.test)
+                for side in (part.body, part.orelse) if is_true is _UNKNOWN else (part.body if is_true else part.orelse,):
+                    self._expression(side)
+            elif isinstance(part, ast.Call):
+                (self._choose if _text(part.func).endswith(_CHOICES) else self._call)(part)
+            elif isinstance(self._value(part), bool):
+                self._decide(part)
+            elif isinstance(part, ast.Compare):
+                self._compare(part)
+            elif isinstance(part, ast.BoolOp):
+                for operand in part.values:
+                    self._expression(operand)
+
+    def _compare(self, node: ast.Compare) -> None:
+        """Note the sizes that are compared with places of a block."""
+        for places, other in itertools.permutations((node.left, *node.comparators), 2):
+            for block in self._blocks_of(places):
+                for name in self._sizes_in(other) - {block[0]}:
+                    self._compared[block].add(name)
+                    if self._known[name] > block[1]:
+                        self._note(f"{name} > {block[0]}")
+
+    def _sizes_in(self, node: ast.AST) -> set[str]:
+        """Return the names of known whole numbers in an expression."""
+        return {name for name in _names(node) if type(self._known.get(name)) is int}
+
+    def _blocks_of(self, node: ast.AST) -> frozenset[_Block]:
+        """Return the blocks behind the places of an expression."""
+        ends = [(_text(end), self._value(end)) for end in _ends(node)]
+        of_names = (self._blocks.get(name, frozenset()) for name in _names(node))
+        return frozenset(block for block in ends if type(block[1]) is int).union(*of_names)
+
+    def _choose(self, node: ast.Call) -> None:
+        """Note which operand is the minimum or the maximum, as of a branch."""
+        value = self._value(node)
+        for operand in node.args if type(value) is int else ():
+            if self._value(operand) == value:
+                self._note(f"{_text(node)} = {_text(operand)}")
+
+    def _call(self, node: ast.Call) -> None:
+        """Read a device function with the arguments whose values are known."""
+        function = getattr(self._value(node.func), "fn", None)
+        if not inspect.isfunction(function) or function.__module__.startswith("triton."):
+            return
+        named = {word.arg: word.value for word in node.keywords if word.arg}
+        try:
+            given = inspect.signature(function).bind_partial(*node.args, **named).arguments
+        except TypeError:  # a call that fails
+            return
+        given = {name: part for name, part in given.items() if isinstance(part, ast.expr)}
+        values = {name: value for name, part in given.items() if (value := self._value(part)) is not _UNKNOWN}
+        self.facts |= _Reading(function, values, {name: self._blocks_of(part) for name, part in given.items()}).facts
+
+
+def _globals(function: Any) -> dict[str, Any]:
+    """Return the global names of a function, with the values of constants."""
+    return {
+        name: getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+        for name, value in function.__globals__.items()
+    }
 
 
 @functools.cache
-def _tree(kernel: Any) -> ast.FunctionDef:
-    """Return the syntax tree of a kernel, without statements if its source is unknown."""
+def _tree(function: Any) -> ast.FunctionDef:
+    """Return the syntax tree of a function, without statements if its source is unknown."""
     try:
-        source = textwrap.dedent(inspect.getsource(kernel))
+        source = textwrap.dedent(inspect.getsource(function))
     except OSError:
         source = "def _(): ..."
     (tree,) = ast.parse(source).body
     return tree  # type: ignore[return-value]  # the source of a function
 
 
-def _known(tree: ast.FunctionDef, values: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a kernel's arguments, and of names that are assigned once, outside of branches and loops."""
-    stored = Counter(node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
-    known = {name: value for name, value in {**names, **values, **_FUNCTIONS}.items() if name not in stored}
-    for node in tree.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else None
-        if isinstance(node, ast.Assign) and isinstance(target, ast.Name) and stored[target.id] == 1:
-            known[target.id] = _value(ast.unparse(node.value), known)
-    return {name: value for name, value in known.items() if name not in stored or value is not None}
+@functools.cache
+def _constants(tree: ast.FunctionDef) -> frozenset[str]:
+    """Return the parameters of a function that are `tl.constexpr`."""
+    return frozenset(
+        arg.arg for arg in (*tree.args.args, *tree.args.kwonlyargs) if arg.annotation and "constexpr" in _text(arg.annotation)
+    )
 
 
-def _value(text: str, known: dict[str, Any]) -> Any:
-    """Return the value of an expression; None if it is unknown."""
-    text = _OF_MODULE.sub(r"\1(", text)
-    try:
-        return eval(text, known) if _FUNCTIONS.keys() >= set(_CALLED.findall(text)) else None
-    except Exception:  # an unknown name, or an operation on a tensor
-        return None
+_text = functools.cache(ast.unparse)
+
+
+@functools.cache
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+@functools.cache
+def _code(node: ast.AST) -> Any:
+    """Compile an expression; None if it calls another function than _FUNCTIONS."""
+    text = _OF_MODULE.sub(r"\1(", _text(node))
+    return compile(text, "<expression>", "eval") if _FUNCTIONS.keys() >= set(_CALLED.findall(text)) else None
+
+
+@functools.cache
+def _names(node: ast.AST) -> frozenset[str]:
+    return frozenset(part.id for part in ast.walk(node) if isinstance(part, ast.Name))
+
+
+@functools.cache
+def _stored(node: ast.AST) -> frozenset[str]:
+    """Return the names that a statement assigns."""
+    return frozenset(part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store))
+
+
+@functools.cache
+def _ends(node: ast.AST) -> tuple[ast.expr, ...]:
+    """Return the ends of the ranges `tl.arange(0, END)` in an expression."""
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call) and _text(part.func).endswith("arange")]
+    return tuple(call.args[-1] for call in calls if call.args)
+
+
+@functools.cache
+def _telling(node: ast.AST) -> tuple[ast.AST, ...]:
+    """Return the conditions and calls within an expression or a statement, without the parts of conditions."""
+    if isinstance(node, ast.Compare | ast.BoolOp | ast.IfExp):
+        return (node,)
+    within = tuple(part for child in ast.iter_child_nodes(node) for part in _telling(child))
+    return (node, *within) if isinstance(node, ast.Call) else within
 
 
 @functools.cache
 def _divisions(tree: ast.FunctionDef) -> frozenset[tuple[str, str]]:
     """Return each name of a count of tiles, `cdiv(…)`, with each name in a divisor: groups of tiles may be ragged."""
-    assigned = {ast.unparse(node.targets[0]): node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)}
-    counts = [name for name, value in assigned.items() if "cdiv(" in ast.unparse(value)]
+    assigned = {_text(node.targets[0]): node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)}
+    counts = [name for name, value in assigned.items() if "cdiv(" in _text(value)]
     divisors = [
         node.right for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod | ast.FloorDiv)
     ]
     divisors += [assigned[node.id] for node in divisors if isinstance(node, ast.Name) and node.id in assigned]
-    names = {name.id for node in divisors for name in ast.walk(node) if isinstance(name, ast.Name)}
-    return frozenset(itertools.product(counts, names))
-
-
-@functools.cache
-def _masks(tree: ast.FunctionDef) -> frozenset[tuple[str, str]]:
-    """Return each name that the kernel compares with places of a block, and the name of the block's size.
-
-    Places are `tl.arange(0, BLOCK)`, and names whose value contains it.
-    """
-    blocks: dict[str, set[str]] = {}
-
-    def blocks_of(node: ast.AST) -> set[str]:
-        calls = [part for part in ast.walk(node) if isinstance(part, ast.Call) and ast.unparse(part.func).endswith("arange")]
-        found = {call.args[-1].id for call in calls if isinstance(call.args[-1], ast.Name)}
-        return found.union(*(blocks.get(part.id, ()) for part in ast.walk(node) if isinstance(part, ast.Name)))
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and not isinstance(node.value, ast.Compare):
-            blocks.setdefault(node.targets[0].id, set()).update(blocks_of(node.value))
-    masks = [(node.left, *node.comparators) for node in ast.walk(tree) if isinstance(node, ast.Compare)]
-    return frozenset(
-        (size.id, block)
-        for sides in masks for places in sides for block in blocks_of(places)
-        for other in sides if other is not places for size in ast.walk(other) if isinstance(size, ast.Name)
-    )  # fmt: skip
+    return frozenset(itertools.product(counts, frozenset().union(*map(_names, divisors))))

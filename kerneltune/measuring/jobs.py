@@ -26,6 +26,8 @@ _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
 _MOST_COST = 4.0
 """Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
+_MOST_NAMES = 8
+"""Most names in a line of what no check reached."""
 _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 _Fork = Fork[tuple[list[Outcome], Reached]]
@@ -151,7 +153,8 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
     for op, of_op in grouped(jobs, lambda job: job.task.op.name).items():
         values, largest = ([job.reached for job in of_op if job.is_largest is wanted] for wanted in (False, True))
         if names := unreached(values, largest):
-            lines.append(f"{op}: no check has {', '.join(names)}")
+            more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
+            lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
     return lines
 
 

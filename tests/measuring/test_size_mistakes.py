@@ -10,6 +10,7 @@ import triton.language as tl
 from mistaken_ops import case_of, rows_of
 from test_pairs import op_with
 
+from kerneltune.kernel_lib.reached import unlaunched
 from kerneltune.measuring.check import Checker, address_errors
 from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, derived_cases, run_jobs
 from kerneltune.search.task import Run, Task
@@ -19,6 +20,13 @@ pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="deri
 
 CHECK = [case_of("one", 1, 2), case_of("odd", 13, 34), case_of("wide", 8, 260)]
 BENCH = [case_of("long", 4096, 3000), case_of("short", 8192, 64)]
+
+
+@triton.jit
+def _doubled_if_long(total, size):
+    if size > 2048:
+        total *= 2
+    return total
 
 
 @triton.jit
@@ -34,6 +42,8 @@ def _sums(x_ptr, y_ptr, N, BLOCK: tl.constexpr, IS_LONG: tl.constexpr, MISTAKE: 
         total *= 2
     if N > 2048 and MISTAKE == "branch on a size":
         total *= 2
+    if MISTAKE == "branch of a device function":
+        total = _doubled_if_long(total, N)
     if IS_LONG and MISTAKE == "flag":
         total *= 2
     tl.store(y_ptr + tl.program_id(0), tl.sum(total, 0))
@@ -101,7 +111,14 @@ def findings(op: Op, cases: list[Case]) -> list[str]:
 
 @pytest.mark.parametrize(
     "mistake",
-    ["block below every row", "branch on a size", "branch on a count of tiles", "flag", "kernel of long rows"],
+    [
+        "block below every row",
+        "branch on a size",
+        "branch on a count of tiles",
+        "branch of a device function",
+        "flag",
+        "kernel of long rows",
+    ],
 )
 def test_size_that_only_bench_cases_have_is_checked_in_a_derived_case(mistake: str) -> None:
     assert findings(summing(mistake), CHECK) == []
@@ -122,6 +139,7 @@ def test_right_kernel_passes_in_derived_cases() -> None:
     [
         ("block below every row", "N > BLOCK in _sums"),
         ("branch on a size", "N > 2048 and MISTAKE == 'branch on a size' in _sums"),
+        ("branch of a device function", "size > 2048 in _doubled_if_long"),
         ("flag", "IS_LONG=True in _sums"),
         ("kernel of long rows", "a launch of _sums_of_long_rows"),
     ],
@@ -151,6 +169,56 @@ def test_tiles_that_a_group_does_not_divide_are_checked_in_a_derived_case(is_rag
     assert findings(op, check) == []
     derived, _ = derived_cases(op, check, [case_of("ragged", 48, 6000)])
     assert [line for line in findings(op, derived) if line == "y: wrong"] == ([] if is_ragged else ["y: wrong"])
+
+
+@triton.jit
+def _is_in_window(at, count, window, IS_OFF: tl.constexpr):
+    return (at < count) & (at >= count - window + IS_OFF)
+
+
+@triton.jit
+def _window_sums(x_ptr, y_ptr, N, window, BLOCK: tl.constexpr, IS_OFF: tl.constexpr):
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, min(N, 64 * BLOCK), BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + tl.program_id(0) * N + at, _is_in_window(at, N, window, IS_OFF), other=0.0)
+    tl.store(y_ptr + tl.program_id(0), tl.sum(total, 0))
+
+
+def window_sums(is_off: bool, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    y = x.new_empty(x.shape[0])
+    _window_sums[(x.shape[0],)](x, y, x.shape[1], 1500, BLOCK=32, IS_OFF=is_off)
+    return {"y": y}
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_window_that_only_rows_of_bench_cases_exceed_is_checked_in_a_derived_case(is_off: bool) -> None:
+    variant = Variant("optimized", partial(window_sums, is_off))
+    op = replace(summing(""), reference=lambda given: {"y": given["x"][:, -1500:].sum(1)}, variants=(variant,))
+    assert findings(op, CHECK) == []
+    derived, _ = derived_cases(op, CHECK, [case_of("long", 4096, 1600)])
+    assert set(findings(op, derived)) == set(["y: wrong"] * is_off)
+    assert 1600 in {case["N"] for case in derived}
+
+
+def test_facts_tell_which_operand_is_the_minimum_and_which_of_two_sizes_is_larger() -> None:
+    found = []
+    for columns in (1600, 3000):
+        with unlaunched() as launches:
+            window_sums(False, {"x": torch.empty(1, columns, device="meta")}, None)
+        found.append(launches.facts)
+    assert found[1] - found[0] == {"min(N, 64 * BLOCK) = 64 * BLOCK in _window_sums"}
+    assert found[0] >= {"count > window in _is_in_window", "min(N, 64 * BLOCK) = N in _window_sums"}
+
+
+def test_line_of_what_no_check_reached_names_eight_parts() -> None:
+    op = summing("")
+    job = address_job(Task(op, BENCH[0], op.variants[0]))
+    job.reached.update({f"size > {count} in _sums": 1 for count in range(10)})
+    (line,) = coverage_lines([job])
+    assert line.count("size >") == 8
+    assert line.endswith("size > 7 in _sums, and 2 more")
 
 
 @triton.jit
