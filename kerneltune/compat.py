@@ -87,6 +87,11 @@ PRIVATE_NAMES = (
         "compiled training steps are not measured",
     ),
     PrivateName(
+        "torch._dynamo.utils:counters",
+        "tells `capture` that torch.compile has compiled a part of the program, whose kernels it does not see",
+        "a capture of nothing does not name --eager",
+    ),
+    PrivateName(
         "torch.nn:Module._apply",
         "is overridden to drop casts of weights that move, and to keep scales in fp32",
         "casts stay on the old device, scales are rounded to bf16",

@@ -152,6 +152,7 @@ class ProcessNotes(msgspec.Struct):
         misnamed: the refused kernels whose decorators name an argument that the kernel does not have.
         made: kernel -> the subclass of Autotuner with a `run` of its own that wraps it; empty for Triton's own class.
         plain: kernels that were launched without an autotuner.
+        has_compiled: whether torch.compile has compiled a part of the program.
     """
 
     launches: dict[str, Count]
@@ -159,6 +160,7 @@ class ProcessNotes(msgspec.Struct):
     misnamed: list[str] = []
     made: dict[str, str] = {}
     plain: list[str] = []
+    has_compiled: bool = False
     format: int = FORMAT
 
 
@@ -341,6 +343,7 @@ def read_notes(files: Collection[Path], problems: list[str]) -> ProcessNotes:
         whole.misnamed += notes.misnamed
         whole.made |= notes.made
         whole.plain += notes.plain
+        whole.has_compiled |= notes.has_compiled
     counts = read_counts(path for path in files if path.suffix == SUFFIX)
     for digest, launches in ((digest, launches) for digest, launches in counts.items() if launches):
         total = whole.launches.setdefault(digest, Count())

@@ -110,6 +110,12 @@ def is_capturing() -> bool:
     return bool(torch.cuda.is_current_stream_capturing())
 
 
+def has_compiled() -> bool:
+    """Return whether torch.compile has compiled a part of the program in this process."""
+    counters: Any = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return bool(counters.get("frames", {}).get("ok"))
+
+
 def is_launch_failure(error: BaseException) -> bool:
     """Return whether an error says that this config cannot run here, although another config may run."""
     return any(kind.__name__ in LAUNCH_FAILURES for kind in type(error).__mro__)

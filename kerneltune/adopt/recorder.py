@@ -301,7 +301,9 @@ class Recorder:
     def flush(self, wait: bool = True) -> None:
         """Write the notes of this process; `wait` waits for the launches that are being timed."""
         notes, self._flushed = self._notes, time.monotonic()
-        if os.getpid() != self._process or not (self._has_launched or notes.refused or notes.made or self._launched):
+        notes.has_compiled = program.has_compiled()
+        is_empty = not (self._has_launched or notes.refused or notes.made or self._launched or notes.has_compiled)
+        if os.getpid() != self._process or is_empty:
             return
         with self._lock:
             try:
@@ -368,7 +370,7 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
         argv=_command(),
         path=program.import_folders(),
         globals=read,
-        problem=_problem(name, home, home_file, candidates),
+        problem=_problem(function, home, home_file, candidates),
         is_plain=is_plain(tuner),
     )
     return launch, storages
@@ -399,10 +401,14 @@ def _candidate(call: KernelCall, config: Any) -> Candidate:
         return Candidate(encoded, True, None, problem=first_line(error))
 
 
-def _problem(name: KernelName, home: KernelName | None, file: str, candidates: Sequence[Candidate]) -> str:
+def _problem(function: Any, home: KernelName | None, file: str, candidates: Sequence[Candidate]) -> str:
     """Return why a replay could not find a kernel, or could launch none of the author's configs; empty if it can."""
-    if kernels.FACTORY in name.name:
+    if kernels.FACTORY in function.__qualname__:
         return "a function made the kernel, so that it cannot be imported by name"
+    source = function.__code__.co_filename  # no file in an archive, or if relative and the program has changed the folder
+    own_file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
+    if not os.path.isfile(source) and os.path.basename(source) != os.path.basename(own_file):
+        return "exec or a notebook cell defined the kernel, so that it cannot be launched again: move it to a module"
     if home is None:
         return "no module holds its autotuner by a name, so that it cannot be imported"
     if home.module == "__main__" and not os.path.isfile(file):

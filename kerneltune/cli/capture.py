@@ -70,6 +70,8 @@ def command(
         _finish(out, notes.launches.keys(), ignore_arg or ())
     elif not notes.misnamed:
         more = f"; plain @triton.jit, captured under --plain: {first_of(notes.plain, _SHOWN)}" if notes.plain else ""
+        if notes.has_compiled and not eager:
+            more += "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
         error_line(f"nothing was captured: {_reason(notes.refused, sorted(notes.made), pattern, code)}{more}{kept}")
     raise typer.Exit(code)

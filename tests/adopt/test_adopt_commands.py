@@ -234,6 +234,39 @@ def test_capture_of_a_program_without_kernels_says_so(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr) == (0, said)
 
 
+def test_capture_of_kernels_inside_a_compiled_graph_names_the_option_that_sees_them(tmp_path: Path) -> None:
+    code = "import torch, triton; torch.compile(torch.sin, backend='eager')(torch.ones(3))"
+    said = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune"
+    hint = "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
+    for options, expected in (((), said + hint), (("--eager",), said)):
+        result = run("capture", *options, "--out", tmp_path / "cap", "--", sys.executable, "-c", code)
+        assert (result.exit_code, result.stderr.splitlines()[-1]) == (0, expected)
+
+
+NOTEBOOK = """
+import linecache, torch
+cell = '''
+import triton, triton.language as tl
+@triton.autotune([triton.Config({"BLOCK": 8})], ["N"])
+@triton.jit
+def doubled(x_ptr, N, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    tl.store(x_ptr + places, 2 * tl.load(x_ptr + places, mask=places < N), mask=places < N)
+'''
+linecache.cache["<cell 1>"] = len(cell), None, cell.splitlines(True), "<cell 1>"
+exec(compile(cell, "<cell 1>", "exec"))
+doubled[(1,)](torch.ones(8), 8)
+"""
+
+
+def test_capture_of_a_kernel_of_a_notebook_cell_says_that_it_cannot_be_tuned(tmp_path: Path) -> None:
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, tmp_path / "notebook.py")
+    assert "doubled: cannot be tuned: exec or a notebook cell defined the kernel" in result.stderr
+    (launch,) = read_capture(tmp_path / "cap").classes
+    assert launch.problem.endswith("so that it cannot be launched again: move it to a module")
+
+
 def test_capture_of_a_program_that_fails_says_when(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", "false")
     said = (
