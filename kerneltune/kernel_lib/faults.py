@@ -131,5 +131,5 @@ def check_keywords(executor: Any, given: dict[str, Any]) -> None:
 
 
 _OWN_FILES = frozenset(
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("bounds", "faults", "interpreted", "races", "reached")
+    str(Path(__file__).with_name(f"{name}.py")) for name in ("bounds", "faults", "interpreted", "quick", "races", "reached")
 )

@@ -1,4 +1,4 @@
-"""Correct Triton's interpreter: casts to fp8 and arithmetic in bf16 give the values of a GPU, in less time.
+"""Correct Triton's interpreter: casts to fp8 and arithmetic in bf16 give the values of a GPU.
 
 The module imports torch and triton in functions, because Triton decides at its import whether it interprets.
 """
@@ -8,11 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
 from kerneltune.kernel_lib.faults import line_of
+from kerneltune.kernel_lib.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
 from kerneltune.kernel_lib.reached import note_loop, note_tf32
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
@@ -34,13 +35,6 @@ _PASS_OVER_NAN = {"create_maxnumf": np.fmax, "create_minnumf": np.fmin}
 
 _TYPED_BY = {"binary_op": 0, "unary_op": 0, "ternary_op": 2, "create_fma": 2, "create_dot": 2}
 """Methods that compute, and the operand whose type the result has. The interpreter takes the bits of bf16 for whole numbers."""
-
-_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-"""Operations whose overflow the interpreter checks."""
-
-_NUMBERS = {"int32": (int,), "int64": (int,), "fp32": (int, float)}
-"""Element types of most operands, and Python's types that take the element type of the other operand."""
-_LARGEST = 2**31 - 1
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
@@ -64,8 +58,7 @@ def mend() -> None:
     Unmended, the interpreter adds, compares and multiplies the bits of bf16 as integers, and truncates in casts to bf16. Its cast
     to fp8 loses the carry into the next binade (1.98 becomes 1.0), rounds ties up, returns wrong values for subnormals and a
     finite value for NaN. The interpreter also patches its language again at every call within a kernel, which takes 3 ms each
-    time (3.7.1). Its checks for overflow, and types that it makes anew for each result, take half of its time. On a GPU, and when
-    called again, `mend` does nothing.
+    time (3.7.1). `quicken` replaces its slowest parts. On a GPU, and when called again, `mend` does nothing.
 
     Raises:
         RuntimeError: this version's interpreter is made of other functions.
@@ -83,7 +76,8 @@ def mend() -> None:
         )
     if hasattr(interpreter._convert_float, _MENDED):
         return
-    wrappers: tuple[Callable[[Any], Any], ...] = (_rounded, _patched_core, _once, _remembered, _with_casts, _called_directly)
+    wrappers: tuple[Callable[[Any], Any], ...]
+    wrappers = (_rounded, _patched_core, _once, remembered_dtypes, _with_casts, _called_directly)
     for name, changed in zip(_REPLACED, wrappers, strict=True):
         setattr(interpreter, name, changed(getattr(interpreter, name)))
     setattr(interpreter._convert_float, _MENDED, True)
@@ -96,13 +90,7 @@ def mend() -> None:
     builder.cast_impl = _through_fp32(builder.cast_impl)
     builder.get_bf16 = _bf16_constant
     _mend_libdevice()
-    core = interpreter.tl.core
-    core.block_type.__init__ = _block_types_of_known_shapes(core.block_type.__init__)
-    core.tensor.__init__ = _tensors_of_known_shapes(core.tensor.__init__)
-    semantic = interpreter.interpreter_semantic
-    semantic.binary_op_type_checking_impl = _operands_of_one_type(semantic.binary_op_type_checking_impl)
-    semantic.broadcast_impl_value = _operands_of_one_shape(semantic.broadcast_impl_value)
-    semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
+    quicken()
     for reduction in (interpreter.ReduceOps, interpreter.ScanOps):
         reduction.apply_impl = _reduced_in_fp32(reduction.apply_impl)
 
@@ -207,19 +195,35 @@ def _range(*bounds: Any, **_: Any) -> Iterator[_Whole]:
 
 
 def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Patch the language once per kernel, instead of once per call of a device function."""
+    """Patch the language once per launch, not once per call of a device function, with the changes of the launch before."""
     from triton.runtime import interpreter
 
     core = interpreter.tl.core
     languages: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
+    changes: dict[tuple[str, ...], list[tuple[Any, str, Any]]] = {}
+    prepared: WeakSet[Any] = WeakSet()
+
+    def patched_anew(function: Any, seen: list[Any]) -> Any:
+        names = tuple(lang.__name__ for lang in seen)
+        scope = patch_language(function) if names not in changes else interpreter._LangPatchScope()
+        for change in changes.get(names, ()):
+            scope.set_attr(*change)
+        if names not in changes and hasattr(scope, "_changes"):
+            changes[names] = [(owner, name, getattr(owner, name)) for owner, name, _before in scope._changes]
+        return scope
 
     def patched(function: Any) -> Any:
+        if core.is_builtin(core.tensor.__add__):  # a launch begins
+            prepared.clear()
+        elif function in prepared:
+            return None  # nothing restores the changes of a call of a device function
+        prepared.add(function)
         seen = languages.get(function)
         if seen is None:
             seen = [lang for lang in (interpreter.tl, core) if any(value is lang for value in function.__globals__.values())]
             languages[function] = seen
         is_patched = not any(map(core.is_builtin, [core.tensor.__add__, *(lang.load for lang in seen)]))
-        scope = interpreter._LangPatchScope() if is_patched else patch_language(function)
+        scope = interpreter._LangPatchScope() if is_patched else patched_anew(function, seen)
         names = _Names()
         names.__dict__ = function.__globals__
         scope.set_attr(names, "range", _range)
@@ -230,7 +234,7 @@ def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _called_directly(_patch: Callable[..., None]) -> Callable[..., None]:
     """Call the function of an operation, without the two layers around it that pass and check `_semantic`."""
-    from triton.runtime.interpreter import interpreter_semantic
+    from triton.runtime.interpreter import interpreter_semantic, tl
 
     def patched(owner: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
         function = getattr(member, "__wrapped__", member)
@@ -239,22 +243,11 @@ def _called_directly(_patch: Callable[..., None]) -> Callable[..., None]:
             named["_semantic"] = interpreter_semantic
             return function(*given, **named)
 
-        scope.set_attr(owner, name, called)
+        operator = name.strip("_").removeprefix("r")
+        is_quick = owner is tl.core.tensor and name.startswith("__") and operator in OPERATORS
+        scope.set_attr(owner, name, quick_operator(operator, name == f"__r{operator}__", called) if is_quick else called)
 
     return patched
-
-
-def _remembered(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Remember numpy's type of each element type: the interpreter makes a dict of all types at every call."""
-    dtypes: dict[str, Any] = {}
-
-    def remembered(kind: Any) -> Any:
-        name = kind.scalar.name
-        if name not in dtypes:
-            dtypes[name] = np_dtype(kind)
-        return dtypes[name]
-
-    return remembered
 
 
 def _in_fp32(method: Callable[..., Any], typed_by: int) -> Callable[..., Any]:
@@ -325,102 +318,6 @@ def _reduced_in_fp32(apply: Callable[..., Any]) -> Callable[..., Any]:
         ) + tuple(results[len(given) :])
 
     return applied
-
-
-def _block_types_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """Remember the parts of a block type that follow from its shape: each operation makes several block types."""
-    known: dict[tuple[int, ...], tuple[str, dict[str, Any]]] = {}
-
-    def made(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple([getattr(size, "value", size) for size in shape])
-        if sizes not in known:
-            make(self, element_ty, shape)
-            parts = {name: value for name, value in vars(self).items() if name not in ("element_ty", "name")}
-            known[sizes] = self.name.removesuffix(f"{element_ty}>"), parts
-        name, parts = known[sizes]
-        vars(self).update(parts, element_ty=element_ty, name=f"{name}{element_ty}>")
-
-    return made
-
-
-def _tensors_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
-    """Remember the parts of a tensor that follow from its shape, beside the shape of its type."""
-    scalar: dict[str, Any] = {}
-
-    def made(self: Any, handle: Any, type: Any) -> None:
-        shape = vars(type.shape) if type.is_block() else scalar
-        if "tensor_parts" not in shape:
-            make(self, handle, type)
-            parts = {name: value for name, value in vars(self).items() if name not in ("handle", "type", "dtype")}
-            shape["tensor_parts"] = parts
-        vars(self).update(shape["tensor_parts"], handle=handle, type=type, dtype=type.scalar)
-
-    return made
-
-
-def _operands_of_one_type(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out the check of operands that need no cast: tensors of equal type, a pointer and offsets, a tensor and a number."""
-    from triton.runtime.interpreter import TensorHandle, interpreter_semantic, tl
-
-    tensor = tl.core.tensor
-
-    def is_of_kind(number: Any, kind: Any) -> bool:
-        return isinstance(number, _NUMBERS.get(kind.name, ())) and -_LARGEST <= number <= _LARGEST
-
-    def filled(number: Any, like: Any) -> Any:
-        data = like.handle.data
-        return tensor(TensorHandle(np.full(data.shape, number, data.dtype), like.dtype), like.type)
-
-    def checked(left: Any, right: Any, *options: bool, **named: bool) -> Any:
-        if len(options) < 4 and not named:  # no division, which casts further
-            if type(left) is type(right) is tensor:
-                kind, other = left.dtype, right.dtype
-                if other.is_int() if kind.is_ptr() and options[:1] == (True,) else kind is other and not kind.is_ptr():
-                    return interpreter_semantic.broadcast_impl_value(left, right)
-            elif type(left) is tensor and is_of_kind(right, left.dtype):
-                return left, filled(right, left)
-            elif type(right) is tensor and is_of_kind(left, right.dtype):
-                return filled(left, right), right
-        return check(left, right, *options, **named)
-
-    return checked
-
-
-def _operands_of_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Return operands of equal shape as they are, and repeat a scalar without further types."""
-    from triton.runtime.interpreter import TensorHandle, tl
-
-    def repeated(scalar: Any, like: Any) -> Any:
-        data = scalar.handle.data
-        handle = TensorHandle(np.full(tuple(like.type.shape), data, data.dtype), scalar.dtype)
-        return tl.core.tensor(handle, like.type.with_element_ty(scalar.dtype))
-
-    def broadcasted(left: Any, right: Any) -> Any:
-        if left.shape is right.shape:
-            return left, right
-        if not left.shape:
-            return repeated(left, right), right
-        if not right.shape:
-            return left, repeated(right, left)
-        return broadcast(left, right)
-
-    return broadcasted
-
-
-def _assert_no_overflow(left: Any, right: Any, operation: Callable[..., Any]) -> None:
-    """Assert that an operation on integers does not overflow.
-
-    TritonSemantic.binary_op_sanitize_overflow_impl asserts the same with nine interpreted operations.
-    """
-    from triton.runtime.interpreter import interpreter_builder
-
-    kind = left.type.scalar
-    if not interpreter_builder.options.debug or kind.int_bitwidth >= 64:
-        return
-    exact = _EXACT[operation.__name__](left.handle.data, right.handle.data, dtype=np.int64)
-    if exact.size and not (kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value()):
-        message = f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
-        interpreter_builder.create_assert(False, message)
 
 
 def _bf16_constant(builder: Any, value: float) -> Any:

@@ -1,0 +1,196 @@
+"""Make Triton's interpreter faster: fewer tensors and types for an operation, with the same values, types and errors.
+
+An operation that needs a cast, and an operation that overflows, go the interpreter's own way. `fp8_tensorwise --check-only`,
+default configs, 2026-11-26: 11.7 -> 9.9 processor seconds.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+"""Operations whose overflow the interpreter checks."""
+_BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_COMPARISONS = {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
+OPERATORS: dict[str, Any] = _EXACT | _BITWISE | _COMPARISONS
+"""Operators of tensors that numpy computes where no operand needs a cast."""
+
+_FLOATS = frozenset({"fp16", "fp32", "fp64"})
+_NARROW = frozenset({"int8", "int16", "int32", "uint8", "uint16", "uint32"})
+_INTEGERS = _NARROW | {"int64", "uint64"}
+_NUMBERS: dict[str, Any] = {"int32": int, "int64": int, "fp32": (int, float)}
+"""Element types of most operands, and Python's types that take the element type of the other operand."""
+_LARGEST = 2**31 - 1
+_OFFSETS = ("int32", "int64")
+"""Element types of offsets that a pointer takes without a cast."""
+_UNWRAP = "_unwrap_if_constexpr"
+"""Function of the language that looks for constants among arguments. It is private; without it, nothing is replaced."""
+
+
+def quicken() -> None:
+    """Replace the parts of the interpreter that take most of its time; an unknown part stays."""
+    from triton.runtime import interpreter
+
+    core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
+    core.block_type.__init__ = _block_types_of_known_shapes(core.block_type.__init__)
+    core.tensor.__init__ = _tensors_of_known_shapes(core.tensor.__init__)
+    interpreter.TensorHandle.__init__ = _handles_of_known_types(interpreter.TensorHandle.__init__)
+    if unwrap := getattr(core, _UNWRAP, None):
+        plain = {core.tensor, core.dtype, bool, int, float, str, type(None)}
+        setattr(core, _UNWRAP, lambda value: value if type(value) in plain else unwrap(value))
+    semantic.broadcast_impl_value = _operands_of_one_shape(semantic.broadcast_impl_value)
+    semantic.binary_op_sanitize_overflow_impl = _assert_no_overflow
+
+
+def remembered_dtypes(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Remember numpy's type of each element type: the interpreter makes a dict of all types at every call."""
+    dtypes: dict[str, Any] = {}
+
+    def remembered(kind: Any) -> Any:
+        name = kind.scalar.name
+        if name not in dtypes:
+            dtypes[name] = np_dtype(kind)
+        return dtypes[name]
+
+    return remembered
+
+
+def _block_types_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
+    """Remember the parts of a block type that follow from its shape: each operation makes several block types."""
+    known: dict[tuple[int, ...], tuple[str, dict[str, Any]]] = {}
+
+    def made(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple([getattr(size, "value", size) for size in shape])
+        if sizes not in known:
+            make(self, element_ty, shape)
+            parts = {name: value for name, value in vars(self).items() if name not in ("element_ty", "name")}
+            known[sizes] = self.name.removesuffix(f"{element_ty}>"), parts
+        name, parts = known[sizes]
+        vars(self).update(parts, element_ty=element_ty, name=f"{name}{element_ty}>")
+
+    return made
+
+
+def _tensors_of_known_shapes(make: Callable[..., None]) -> Callable[..., None]:
+    """Remember the parts of a tensor that follow from its shape, beside the shape of its type."""
+    scalar: dict[str, Any] = {}
+
+    def made(self: Any, handle: Any, type: Any) -> None:
+        shape = vars(type.shape) if type.is_block() else scalar
+        if "tensor_parts" not in shape:
+            make(self, handle, type)
+            parts = {name: value for name, value in vars(self).items() if name not in ("handle", "type", "dtype")}
+            shape["tensor_parts"] = parts
+        vars(self).update(shape["tensor_parts"], handle=handle, type=type, dtype=type.scalar)
+
+    return made
+
+
+def _operands_of_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Return operands of equal shape as they are, and repeat a scalar without further types."""
+    from triton.runtime.interpreter import TensorHandle, tl
+
+    def repeated(scalar: Any, like: Any) -> Any:
+        data = scalar.handle.data
+        handle = TensorHandle(np.full(tuple(like.type.shape), data, data.dtype), scalar.dtype)
+        return tl.core.tensor(handle, like.type.with_element_ty(scalar.dtype))
+
+    def broadcasted(left: Any, right: Any) -> Any:
+        if left.shape is right.shape:
+            return left, right
+        if not left.shape:
+            return repeated(left, right), right
+        if not right.shape:
+            return left, repeated(right, left)
+        return broadcast(left, right)
+
+    return broadcasted
+
+
+def _handles_of_known_types(begin: Callable[..., None]) -> Callable[..., None]:
+    """Check once for each pair of numpy's type and element type that elements fit."""
+    known: set[tuple[str, str]] = set()
+
+    def begun(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        pair = data.dtype.char, dtype.name
+        if pair not in known:
+            begin(self, data, dtype, self.attr)
+            known.add(pair)
+
+    return begun
+
+
+def _operand(left: Any, right: Any) -> tuple[Any, Any]:
+    """Return the values of the right operand, and the operand whose shape the result has; None if an operand needs a cast."""
+    if type(right) is not type(left):
+        is_of_kind = isinstance(right, _NUMBERS.get(left.dtype.name, ())) and -_LARGEST <= right <= _LARGEST
+        return (left.handle.data.dtype.type(right), left) if is_of_kind else (None, None)
+    if right.dtype is left.dtype or (right.dtype.name in _OFFSETS and left.dtype.is_ptr()):
+        if left.shape is right.shape or not right.shape:
+            return right.handle.data, left
+        if not left.shape:
+            return right.handle.data, right
+    return None, None
+
+
+def quick_operator(name: str, is_reflected: bool, operator: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return an operator of tensors that numpy computes if no operand needs a cast; the interpreter makes up to six tensors."""
+    from triton.runtime.interpreter import TensorHandle, interpreter_builder, tl
+
+    compute, is_comparison, tensor = OPERATORS[name], name in _COMPARISONS, tl.core.tensor
+    kinds = _INTEGERS | ({"int1"} if name in _BITWISE else _FLOATS)
+    checked = _NARROW if name in _EXACT else frozenset()
+
+    def computed(left: Any, right: Any) -> Any:
+        kind, handle = left.dtype, left.handle
+        data, like = _operand(left, right)
+        if like is None or kind.name not in kinds or data.dtype is not handle.data.dtype:
+            return operator(left, right)
+        operands = (data, handle.data) if is_reflected else (handle.data, data)
+        if kind.name in checked and interpreter_builder.options.debug:
+            exact = compute(*operands, dtype=np.int64)
+            if not _fits(exact, kind):
+                return operator(left, right)
+            values = exact.astype(data.dtype)
+        else:
+            values = compute(*operands)
+        result = TensorHandle(values, handle.dtype if like is left and not is_reflected else kind)
+        if is_comparison:
+            return tensor(result, like.type.with_element_ty(tl.int1) if like.shape else tl.int1)
+        made = object.__new__(tensor)
+        made.__dict__.update(like.__dict__, handle=result)
+        return made
+
+    def moved(left: Any, right: Any) -> Any:
+        if not left.dtype.is_ptr() or (like := _operand(left, right)[1]) is None:
+            return computed(left, right)
+        of_type = left.type if like is left else right.type.with_element_ty(left.dtype)
+        return tensor(interpreter_builder.create_addptr(left.handle, right.handle), of_type)
+
+    return moved if name == "add" and not is_reflected else computed
+
+
+def _fits(exact: Any, kind: Any) -> bool:
+    """Return whether all values, (…) int64, are values of an integer type."""
+    if exact.size == 1:
+        return bool(kind.get_int_min_value() <= exact.item() <= kind.get_int_max_value())
+    return not exact.size or bool(kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value())
+
+
+def _assert_no_overflow(left: Any, right: Any, operation: Callable[..., Any]) -> None:
+    """Assert that an operation on integers does not overflow.
+
+    TritonSemantic.binary_op_sanitize_overflow_impl asserts the same with nine interpreted operations.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    kind = left.type.scalar
+    if not interpreter_builder.options.debug or kind.int_bitwidth >= 64:
+        return
+    if not _fits(_EXACT[operation.__name__](left.handle.data, right.handle.data, dtype=np.int64), kind):
+        message = f"int{kind.int_bitwidth} overflow detected for operation {operation.__name__}"
+        interpreter_builder.create_assert(False, message)

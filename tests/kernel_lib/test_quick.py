@@ -1,0 +1,93 @@
+"""Operators that numpy computes give the interpreter's values, types and errors."""
+
+import json
+import operator
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from started import environment
+
+from kerneltune.kernel_lib.interpreted import mended
+from kerneltune.kernel_lib.quick import OPERATORS
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
+
+KINDS = (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32)
+NAMES = ("add", "sub", "mul", "and", "or", "xor", "lt", "le", "gt", "ge", "eq", "ne")
+
+
+@triton.jit
+def _is_number(x):
+    return x == x
+
+
+@triton.jit
+def _operate(a_ptr, b_ptr, OPERATE: tl.constexpr):
+    OPERATE(tl.load(a_ptr + tl.arange(0, 4)), tl.load(b_ptr), a_ptr, _is_number)
+
+
+def answers(function: Callable[[Any, Any], Any], kind: torch.dtype) -> list[str]:
+    """Return type and values, or the error, of a function of operands of each form."""
+    found: list[str] = []
+
+    def operate(block: Any, scalar: Any, pointer: Any, is_number: Any) -> None:
+        offsets = block.to(tl.int64)
+        row, column = block[None, :], block[:, None]
+        for left, right in (
+            (block, block), (block, scalar), (scalar, block), (scalar, scalar), (row, column), (block, offsets),
+            (pointer, offsets), (offsets, pointer), (pointer + offsets, block.to(tl.int32)), (pointer + offsets, scalar),
+            (pointer, block.to(tl.uint8)), (pointer + offsets, row), (pointer, 3),
+            (block, 3), (3, block), (block, 2.5), (2.5, scalar), (block, 2**40), (block, True), (block, None),
+            (is_number(scalar), block),
+        ):  # fmt: skip
+            try:
+                result = function(left, right)
+                handle = result.handle
+                data = handle.data - pointer.handle.data if result.dtype.is_ptr() else handle.data
+                found.append(f"{result.type} {result.shape} {handle.dtype} {handle.data.dtype} {data.shape} {data}")
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+
+    a, b = torch.tensor([0, 1, 100, 127]).to(kind), torch.tensor([2]).to(kind)
+    with mended():
+        _operate[(1,)](a, b, operate)
+    return found
+
+
+def all_answers(is_checked: bool) -> dict[str, list[str]]:
+    """Return the answers of every operator and type, with checks of overflow or without."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    before = interpreter_builder.options
+    interpreter_builder.options = replace(before, debug=is_checked)
+    try:
+        functions = {name: getattr(operator, f"{name}_" if name in ("and", "or") else name) for name in NAMES}
+        return {f"{name} {kind}": answers(function, kind) for name, function in functions.items() for kind in KINDS}
+    finally:
+        interpreter_builder.options = before
+
+
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_values_types_and_errors_are_those_of_the_interpreter(is_checked: bool) -> None:
+    assert set(OPERATORS) == set(NAMES)
+    code = f"""
+import sys, json
+sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
+from kerneltune.kernel_lib.quick import OPERATORS
+OPERATORS.clear()
+from test_quick import all_answers
+print(json.dumps(all_answers({is_checked})))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(TRITON_INTERPRET="1"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    want = json.loads(done.stdout)
+    assert all_answers(is_checked) == want
+    assert any("overflow detected" in line for line in want["mul torch.int8"]) == is_checked
