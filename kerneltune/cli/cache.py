@@ -52,12 +52,8 @@ def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Confi
 
     files = _chosen(op, gpu, configs)
     entries = [(path.parent.name, entry) for path in files for entry in load(op, path.parent.name, path.parent.parent)]
-    for name, values, among in (
-        ("dtype", wanted.dtypes, o.chosen),
-        ("quant", wanted.quants, o.chosen),
-        ("variant", wanted.variants, o.matching),
-    ):
-        among(name, values, [entry.key.fields[name] for _, entry in entries])
+    for name in ("dtype", "quant", "variant"):
+        o.require_match(wanted, name, (entry.key.fields[name] for _, entry in entries))
     rows = []
     for where, entry in entries:
         case = entry.case

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
-from kerneltune.cli.files import record_files, selected
+from kerneltune.cli.files import SUFFIX, record_files, selected
 from kerneltune.cli.progress import Reporter
 from kerneltune.table import join_tables
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from kerneltune.reporting.tables import Comparison
 
     Sides = tuple[list[Record], list[Record]]
-
-_SUFFIX = ".jsonl"
 
 
 @o.selects("variant")
@@ -80,7 +78,7 @@ def _usual_policy(records: "list[Record]") -> str:
 
 
 def _is_file(name: str | None) -> bool:
-    return name is not None and name.endswith(_SUFFIX)
+    return name is not None and name.endswith(SUFFIX)
 
 
 def _measured(a: str, b: str, wanted: "Selection", policy: str | None, results: Path | None) -> "Sides":
@@ -128,7 +126,7 @@ def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Reco
     if _is_file(name):
         return chosen
     if name != BEST_PEER:
-        o.choice("variant", name, [*dict.fromkeys(record.variant for record in chosen), BEST_PEER, f"a {_SUFFIX} file"])
+        o.choice("variant", name, [*dict.fromkeys(record.variant for record in chosen), BEST_PEER, f"a {SUFFIX} file"])
     return side(chosen, name)
 
 

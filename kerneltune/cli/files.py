@@ -1,6 +1,5 @@
 """Find the files that a command reads if none is named, and select their records."""
 
-import fnmatch
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,16 +17,13 @@ if TYPE_CHECKING:
     from kerneltune.spec import Case, Op
     from kerneltune.sweep import SweepCase
 
+SUFFIX = ".jsonl"
+
 
 def selected(records: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
     """Return the records that the options select."""
-    for field, names in (("op", wanted.ops), ("dtype", wanted.dtypes), ("quant", wanted.quants)):
-        o.chosen(field, names, (getattr(record, field) for record in records))
-    o.matching("variant", wanted.variants, (record.variant for record in records))
-    for pattern in wanted.cases:
-        cases = dict.fromkeys(record.case for record in records)
-        if not fnmatch.filter(cases, pattern):
-            raise ValueError(f"case: {pattern!r}: no record of a case of this name{meant(pattern, cases)}")
+    for field in ("op", "dtype", "quant", "variant", "case"):
+        o.require_match(wanted, field, (getattr(record, field) for record in records))
     return [record for record in records if wanted.takes(record.key)]
 
 
@@ -75,3 +71,31 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
         folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))
         note(f"no GPU here: recorded results from {files[0] if len(files) == 1 else f'{len(files)} files of {folders}'}")
     return files
+
+
+def load_baseline(name: str, counterpart: Path) -> "list[Record]":
+    """Return the records of a baseline.
+
+    Args:
+        name: a file, `REV:PATH` with a path as git takes it, or `REV` for the file `counterpart` in that revision.
+        counterpart: the records that are compared with the baseline.
+
+    Raises:
+        ValueError: neither a file nor a revision has this name, or a record is broken; the message is one line.
+    """
+    from kerneltune.processes import git
+    from kerneltune.records import load, parse
+
+    if Path(name).exists() or (name.endswith(SUFFIX) and ":" not in name):
+        return load(Path(name))
+    revision, _, inside = name.partition(":")
+    folder = Path() if inside else counterpart.parent
+    inside = inside or f"./{counterpart.name}"
+    if not revision or revision.startswith("-") or not folder.is_dir():
+        raise ValueError(f"baseline: {name!r}: expected a {SUFFIX} file, or a git revision that has {counterpart}")
+    try:
+        data = git(folder, "cat-file", "blob", f"{revision}:{inside}")
+    except ValueError as error:
+        expected = f"expected a {SUFFIX} file, or a revision in which the records are committed"
+        raise ValueError(f"baseline: {name!r}: no such file, and {error}: {expected}") from error
+    return parse(data.splitlines(keepends=True), f"{revision}:{inside}")

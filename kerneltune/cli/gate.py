@@ -11,7 +11,7 @@ import typer
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, error_line, note, show, width, write
-from kerneltune.cli.files import selected
+from kerneltune.cli.files import SUFFIX, load_baseline, selected
 from kerneltune.cli.progress import Reporter
 from kerneltune.device import require_gpu
 from kerneltune.files import append_lines
@@ -94,7 +94,6 @@ def _judged(
     baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool, allow_stale: bool, configs: Path | None
 ) -> "Verdict":
     """Compare the wanted rows of the new file with the baseline, and their code and configs with the checkout's."""
-    from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.rows import defaults_of
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
     from kerneltune.records import load
@@ -123,7 +122,6 @@ def _measured(
     baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
 ) -> "Verdict":
     """Compare a fresh run with the baseline."""
-    from kerneltune.gating.baseline import load_baseline
     from kerneltune.gating.run import run_gate
     from kerneltune.sweep import family_name
 
@@ -142,7 +140,6 @@ def _measured(
 
 def _update(baseline: str, selection: "Selection", options: "Options", processes: int) -> None:
     """Put a fresh run into the baseline, unless a row failed its check."""
-    from kerneltune.gating.baseline import SUFFIX
     from kerneltune.gating.rows import pool
     from kerneltune.gating.run import run_processes
 

@@ -176,13 +176,14 @@ def _runs(wanted: "Selection", sizes: list[str], gpu: str, configs: Path | None)
             note(f"{place} has no config for {' '.join(wanted.cases or wanted.ops)}: default configs")
     if found:
         return found
-    for field, names, patterns in (
-        ("variant", [task.variant.name for task, _ in runs], selection.variants),
-        ("dtype", [task.case.dtype for task, _ in runs], selection.dtypes),
-        ("quant", [task.case.quant for task, _ in runs], selection.quants),
-        ("case", [task.case.name for task, _ in runs], selection.cases),
+    for field, names in (
+        ("variant", [task.variant.name for task, _ in runs]),
+        ("dtype", [task.case.dtype for task, _ in runs]),
+        ("quant", [task.case.quant for task, _ in runs]),
+        ("case", [task.case.name for task, _ in runs]),
     ):
-        o.matching(field, patterns if runs else (), names)
+        if runs:
+            o.require_match(selection, field, names)
     of = f" of {', '.join(selection.ops)}" if selection.ops else ""
     raise ValueError(
         f"nothing to compile: {place} has no config{of}{' of this selection' if runs else ''}: name sizes, like M=4096"

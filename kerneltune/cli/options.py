@@ -157,19 +157,12 @@ def refuse(expected: str, **given: Any) -> None:
             raise ValueError(f"{name.replace('_', '-')}: {shown}{expected}")
 
 
-def chosen(field: str, wanted: Sequence[str] | None, present: Iterable[str]) -> list[str]:
-    """Return the wanted values, or all present values if `wanted` is empty."""
+def require_match(wanted: "Selection", field: str, present: Iterable[str]) -> None:
+    """Raise ValueError for a name or pattern of a selection's field that matches no present value."""
     known = list(dict.fromkeys(present))
-    return [choice(field, value, known) for value in wanted or known]
-
-
-def matching(field: str, patterns: Sequence[str] | None, present: Iterable[str]) -> list[str]:
-    """Return the values that match a pattern, or all present values if no pattern is given."""
-    known = list(dict.fromkeys(present))
-    for pattern in patterns or ():
+    for pattern in getattr(wanted, f"{field}s"):
         if not fnmatch.filter(known, pattern):
             choice(field, pattern, known)
-    return [name for name in known if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
 def percent(field: str, text: str | None) -> float | None:
@@ -373,12 +366,11 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
 
 def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", max_cases: int | None = None) -> "Selection":
     """Return the selection with its family, after checking its names."""
-    own = captured_ops().keys() & known.keys() if capture_of(family) else known.keys()
-    names = {name: None for name in known if name in own}
+    names = [name for name in known if name in captured_ops()] if capture_of(family) else list(known)
     among = [known[choice("op", name, names)] for name in wanted.ops or names]
-    chosen("dtype", wanted.dtypes, (dtype for op in among for dtype in op.dtypes))
-    chosen("quant", wanted.quants, (quant for op in among for quant in op.quants))
-    matching("variant", wanted.variants, (variant.name for op in among for variant in op.variants))
+    require_match(wanted, "dtype", (dtype for op in among for dtype in op.dtypes))
+    require_match(wanted, "quant", (quant for op in among for quant in op.quants))
+    require_match(wanted, "variant", (variant.name for op in among for variant in op.variants))
     return replace(wanted, family=family, max_cases=max_cases or wanted.max_cases)
 
 

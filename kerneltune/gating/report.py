@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from xml.etree import ElementTree
 
-from kerneltune.gating.changes import us_of
+from kerneltune.gating.rows import us_of
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, RowVerdict, Verdict
 from kerneltune.records import grouped
 from kerneltune.reporting.tables import case_columns

@@ -1,16 +1,27 @@
-"""Pool the records of several processes. This module reads no file and judges nothing."""
+"""Pool the records of several processes, compare the two records of a row, and the rows of a variant as a whole.
 
+This module does not measure or read files.
+"""
+
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
 from msgspec.structs import replace
 
 from kerneltune.listing import OpFacts
-from kerneltune.records import Record, grouped, timing
+from kerneltune.records import Record, grouped, other_run, timing
 from kerneltune.spec import Op, Option
+from kerneltune.stats import Shift
 
 _POOLED = ("device", "unit", "driver", "torch", "triton", "source_hash", "config")
 """Fields that all records of a pool have in common."""
+_GROUP_MARGIN, _GROUP_ROWS = 0.01, 5
+"""A group of at least _GROUP_ROWS rows fails if its mean slowdown is surely above _GROUP_MARGIN."""
+_FALSE_ALARM = 0.01
+"""Probability that any group of a run is taken to be slower by chance; each of n groups has an n-th part of it."""
 
 
 def defaults_of(ops: Mapping[str, Op | OpFacts], name: str) -> Mapping[str, Option]:
@@ -53,3 +64,100 @@ def _pooled(group: Sequence[Record]) -> Record:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Hold the two records of a row and their difference.
+
+    Attributes:
+        low, high: 95 % interval of the slowdown; `unseen` is a slowdown between processes that the interval may lack.
+        p: p-value of the hypothesis that the new side is not slower.
+        basis: number of processes that the interval comes from; empty for one process a side.
+    """
+
+    old: Record
+    new: Record
+    slowdown: float
+    low: float
+    high: float
+    p: float
+    basis: str
+    unseen: float = 0.0
+
+    @property
+    def is_peer(self) -> bool:
+        """Return whether another package implements the variant."""
+        return is_peer(self.old, self.new)
+
+    @property
+    def change_us(self) -> float:
+        """Return the new time minus the old time, in µs."""
+        return us_of(self.new) - us_of(self.old)
+
+    @property
+    def floor(self) -> float:
+        """Return the larger noise floor of the two records, a fraction."""
+        return max(self.old.aa_floor or 0.0, self.new.aa_floor or 0.0)
+
+
+def is_peer(*records: Record | None) -> bool:
+    """Return whether the records of a row are of a peer; if the two differ in the role, the row is not a peer's."""
+    return {record.role for record in records if record is not None and record.role} == {"peer"}
+
+
+def us_of(record: Record) -> float:
+    """Return the time of a timed record in µs."""
+    assert record.time_us is not None
+    return record.time_us
+
+
+def device_policy(record: Record) -> tuple[str, str]:
+    """Return the device and the policy that a record was measured with."""
+    return record.device, record.policy
+
+
+def slower_groups(found: Sequence[Change]) -> tuple[list[str], list[str]]:
+    """Return a line for each group of rows that is surely slower: first groups that fail, then groups measured on two GPUs."""
+    slower: list[str] = []
+    doubtful: list[str] = []
+    groups = _groups(found)
+    for (name, device, policy), rows in groups.items():
+        shift = _group_shift(rows)
+        least = shift.least(_FALSE_ALARM / len(groups))
+        if least > _GROUP_MARGIN:
+            of_two = any("unit" in other_run(met.old, met.new) for met in rows)
+            basis = "" if any(met.basis for met in rows) else "; one process a side"
+            line = (
+                f"{name} on {device}, {policy}: slower by {shift.slowdown:.1%} in the geometric mean of {len(rows)} rows "
+                f"(at least {least:+.1%}), tolerated {_GROUP_MARGIN:.0%}{basis}"
+            )
+            (doubtful if of_two else slower).append(line)
+    return slower, doubtful
+
+
+def _groups(found: Sequence[Change]) -> dict[tuple[str, str, str], list[Change]]:
+    """Return the rows of each variant of an operator; variants with few rows are a group of their family."""
+    variants = grouped(found, lambda met: (f"{met.new.op} {met.new.variant}", *device_policy(met.new)))
+    few = [met for rows in variants.values() if len(rows) < _GROUP_ROWS for met in rows]
+    families = grouped(few, lambda met: (met.new.family or met.new.op, *device_policy(met.new)))
+    return {name: rows for name, rows in (variants | families).items() if len(rows) >= _GROUP_ROWS}
+
+
+def _group_shift(rows: Sequence[Change]) -> Shift:
+    """Return the geometric mean of the rows' slowdowns.
+
+    Its error adds the larger of two spreads over rows (of the slowdowns, of their intervals) and the spread of process means.
+    """
+    logs = np.array([math.log1p(met.slowdown) for met in rows])
+    of_rows = np.array([(math.log1p(met.high) - math.log1p(max(met.low, -0.9))) / 4 for met in rows])
+    spread = max(float(logs.std(ddof=1)), float(np.sqrt(np.square(of_rows).mean())))
+    errors, freedom = [spread / math.sqrt(len(rows))], len(rows) - 1
+    for side in ("old", "new"):
+        samples = [getattr(met, side).samples_us or () for met in rows]
+        count = min(map(len, samples))
+        if count > 1 and count == max(map(len, samples)):
+            means = [np.mean([np.log(np.median(processes[at])) for processes in samples]) for at in range(count)]
+            errors.append(float(np.std(means, ddof=1)) / math.sqrt(count))
+            freedom = min(freedom, 2 * (count - 1))
+    return Shift(float(logs.mean()), math.hypot(*errors), freedom)

@@ -1,6 +1,6 @@
 """Compare two sets of records and judge each row: pass, regression or ambiguous.
 
-`_verdict_of` has the table of verdicts, `changes.slower_groups` the rule for a variant as a whole, docs/gate.md the reasons. Only
+`_verdict_of` has the table of verdicts, `rows.slower_groups` the rule for a variant as a whole, docs/gate.md the reasons. Only
 changes of our own code can fail the gate. A measurement that is the same on both sides passes, however noisy it is.
 
 Records with samples are compared by process (see stats). If both sides have one process each, or a side has no samples, the
@@ -18,8 +18,7 @@ from statistics import median
 from typing import Literal
 
 from kerneltune.device import INTERPRETER
-from kerneltune.gating.changes import Change, device_policy, is_peer, slower_groups, us_of
-from kerneltune.gating.rows import pool
+from kerneltune.gating.rows import Change, device_policy, is_peer, pool, slower_groups, us_of
 from kerneltune.records import Defaults, Record, identity_of, newest_rows, other_run
 from kerneltune.spec import TaskKey
 from kerneltune.stats import Interval, Shift, holm, interval_shift, shifts

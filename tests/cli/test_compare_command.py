@@ -126,7 +126,7 @@ def test_compare_takes_a_part_of_the_records(write: Callable[..., Path]) -> None
     part = ("--case", "te-*", "--dtype", "bfloat16", "--quant", "fp8")
     assert run("compare", "baseline", "optimized", "--from", path, *part).stdout == TABLE
     for option, said in (
-        (("--case", "othr"), "case: 'othr': no record of a case of this name; did you mean other?"),
+        (("--case", "othr"), "case: 'othr': expected one of te-8192x4096, other; did you mean other?"),
         (("--dtype", "int8"), "dtype: 'int8': expected one of bfloat16, float16"),
         (("--quant", "int4"), "quant: 'int4': expected one of fp8, none"),
     ):

@@ -7,7 +7,7 @@ import pytest
 from gate_rows import record
 from literal_records import to_json
 
-from kerneltune.gating.baseline import load_baseline
+from kerneltune.cli.files import load_baseline
 from kerneltune.records import append
 
 
