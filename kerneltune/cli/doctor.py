@@ -77,13 +77,10 @@ def nvml_lines() -> "Iterator[Finding]":
 
 
 def _tools() -> "Iterator[Finding]":
-    from kerneltune.inspection.health import counter_line
     from kerneltune.inspection.ncu import find_ncu
 
     ncu = find_ncu()
     yield "ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it"
-    if ncu:
-        yield counter_line(_text(_DRIVER / "params"), _text(Path("/proc/self/status")) or "")
 
 
 def peer_packages() -> "Iterator[Finding]":

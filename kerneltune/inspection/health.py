@@ -1,4 +1,4 @@
-"""Report how an NVIDIA GPU's state affects times measured on it: clocks, power, memory, sharing, counters.
+"""Report how an NVIDIA GPU's state affects times measured on it: clocks, power, memory, sharing.
 
 This module changes nothing and prints nothing. NVML is an argument, so that tests can replace it.
 """
@@ -25,7 +25,6 @@ _REASONS = SLOWDOWNS | {
 _UNLOADED = "the driver unloads between runs: slow starts, clocks reset"
 _NO_ECC = "memory may be faster than on GPUs that have it on"
 _SLICED = "a slice of a GPU: its times do not compare with a whole one's"
-_CAP_SYS_ADMIN = 21
 _POWER_SHARE = 0.99
 _NAMED = 3
 """Number of other processes on the GPU that are listed by name."""
@@ -57,23 +56,6 @@ def throttle_names(reasons: int) -> list[str]:
     named = [name for bit, name in sorted(_REASONS.items()) if reasons & bit]
     rest = reasons & ~_HARMLESS & ~sum(_REASONS)
     return [*named, f"{rest:#x}"] if rest else named
-
-
-def counter_line(params: str | None, status: str) -> Finding:
-    """Report whether the driver's parameters and this process's capabilities let Nsight Compute read the GPU's counters.
-
-    Args:
-        params: text of /proc/driver/nvidia/params; None without an NVIDIA driver.
-        status: text of /proc/self/status.
-    """
-    if params is None:
-        return "GPU counters", "no NVIDIA driver loaded", "profile cannot run"
-    if "RmProfilingAdminOnly: 1" not in params:
-        return "GPU counters", "open to every user", ""
-    if _capabilities(status) >> _CAP_SYS_ADMIN & 1:
-        return "GPU counters", "for administrators, as this process is", ""
-    loss = "profile is refused (ERR_NVGPUCTRPERM): run as root, or give the container CAP_SYS_ADMIN; nothing else needs it"
-    return "GPU counters", "for administrators only", loss
 
 
 def _clock(nvml: Any, handle: Any) -> tuple[str, str]:
@@ -112,9 +94,3 @@ def _others(nvml: Any, handle: Any, own_pid: int) -> tuple[str, str]:
     pids = [str(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle) if process.pid != own_pid]
     loss = "they disturb the times: gate and tune on a GPU of your own" if pids else ""
     return f"pid {first_of(pids, _NAMED)}" if pids else "none", loss
-
-
-def _capabilities(status: str) -> int:
-    """Return the effective capabilities in a /proc/…/status, as bits."""
-    value = next((line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), "0")
-    return int(value, 16)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune.inspection.health import counter_line, gpu_lines, throttle_names
+from kerneltune.inspection.health import gpu_lines, throttle_names
 
 
 class FakeNvml:
@@ -93,18 +93,3 @@ def test_throttle_reasons_by_name() -> None:
     assert throttle_names(0x3) == []  # idle, and held at the application clocks
     assert throttle_names(0x8 | 0x20 | 0x80) == ["hardware slowdown", "software thermal", "power brake"]
     assert throttle_names(0x1000) == ["0x1000"]
-
-
-@pytest.mark.parametrize(
-    ("params", "capabilities", "found", "refused"),
-    [
-        (None, "0", "no NVIDIA driver loaded", True),
-        ("RmProfilingAdminOnly: 0\n", "0", "open to every user", False),
-        ("RmProfilingAdminOnly: 1\n", "000001ffffffffff", "for administrators, as this process is", False),
-        ("RmProfilingAdminOnly: 1\n", "00000000a80425fb", "for administrators only", True),
-    ],
-)
-def test_who_may_read_the_counters(params: str | None, capabilities: str, found: str, refused: bool) -> None:
-    line = counter_line(params, f"Name:\tpython\nCapEff:\t{capabilities}\n")
-    assert line[:2] == ("GPU counters", found)
-    assert bool(line[2]) == refused
