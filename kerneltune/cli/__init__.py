@@ -120,9 +120,7 @@ def _holders(option: str) -> str:
     commands = dict(whole.commands)
     for name in ("cache", "adopt"):
         commands |= {f"{name} {inner}": command for inner, command in commands.pop(name).commands.items()}
-    having = [
-        name for name, command in commands.items() if any(option in each.opts for each in command.params) and name != "profiled"
-    ]
+    having = [name for name, command in commands.items() if any(option in each.opts for each in command.params)]
     if not having or len(having) > _MANY_COMMANDS:
         return ""
     return f"; {' and '.join(filter(None, [', '.join(having[:-1]), having[-1]]))} {'has' if len(having) == 1 else 'have'} it"
@@ -167,7 +165,6 @@ for _name, _function, _panel in (
     ("gate", gate.command, _SHIP),
 ):
     app.command(_name, rich_help_panel=_panel)(_function)
-app.command("profiled", hidden=True)(profile.driver)
 app.add_typer(cache.app, name="cache", rich_help_panel=_SHIP)
 app.add_typer(adopt.app, name="adopt", rich_help_panel=_LOOK)
 _groups = (app, cache.app, adopt.app)

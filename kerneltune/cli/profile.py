@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _STALLS = 5
 _LINES = 8
-_DRIVER = "profiled"
 
 ConfigA = Annotated[str | None, o.option("--config-a", "JSON", "A's config, else the cached or default one.")]
 ConfigB = Annotated[str | None, o.option("--config-b", "JSON", "B's config, else the cached or default one.")]
@@ -63,16 +62,19 @@ def command(
     profiled = []
     for name, text in ((a, config_a), (b, config_b)):
         note(f"profiling {name}")
-        profiled.append(_profiled(ncu, [op, name, msgspec.json.encode(found).decode(), text or ""]))
+        profiled.append(_profiled(ncu, [o.captured(), op, name, msgspec.json.encode(found).decode(), text or ""]))
     show(f"{op}: {found.name} {found.label}")
     _show(profiled[0], profiled[1], (a, b))
 
 
-def driver(op: str, variant: str, case: str, config: str) -> None:
-    """Launch a variant once between cudaProfilerStart and cudaProfilerStop, after a launch that compiles it."""
+def launch_profiled(captured: str, op: str, variant: str, case: str, config: str) -> None:
+    """Launch a variant once between cudaProfilerStart and cudaProfilerStop, after a launch that compiles it.
+
+    captured: folder of the capture in use; empty for none.
+    """
     import torch
 
-    known = o.load_ops()
+    known = o.load_ops(captured)
     from kerneltune.search.task import Task
 
     chosen = known[op].variant(variant)
@@ -90,9 +92,9 @@ def driver(op: str, variant: str, case: str, config: str) -> None:
 def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list[ConflictLine]]":
     from kerneltune.inspection.ncu import profile
 
-    start = [sys.executable, "-c", "from kerneltune.cli import main; main()", _DRIVER]
+    code = "import sys; from kerneltune.cli.profile import launch_profiled; launch_profiled(*sys.argv[1:])"
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
-        return profile(ncu, [*start, *arguments], Path(folder))
+        return profile(ncu, [sys.executable, "-c", code, *arguments], Path(folder))
 
 
 def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:

@@ -390,13 +390,9 @@ def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["kernels.py:241", "12,288", "words", "=", "tl.trans(q)"] in words
     assert ["B", "optimized:", "no", "line", "has", "bank", "conflicts"] in words
     assert not any("kernels.py:2" in line for line in words)
-    assert [command[:3] for command in commands] == [["profiled", "rmsnorm_fwd", name] for name in ("baseline", "optimized")]
+    assert [command[:3] for command in commands] == [["", "rmsnorm_fwd", name] for name in ("baseline", "optimized")]
     assert json.loads(commands[0][3])["axes"] == [["M", 8192], ["N", 4096]]
     assert commands[1][4] == config()
-
-
-def test_the_registry_of_commands_hides_the_driver() -> None:
-    assert "profiled" not in run("--help").stdout
 
 
 def test_survey_of_a_variant_whose_function_is_a_lambda_is_refused() -> None:
