@@ -38,17 +38,16 @@ def is_interpreted() -> bool:
     return bool(knobs.runtime.interpret) if knobs is not None else device.wants_interpreter()
 
 
-def device_slug(is_early: bool = False) -> str:
-    """Return the GPU's name as a folder; `interpreter` where kernels are interpreted or there is no GPU.
+def device_slug() -> str:
+    """Return the GPU's name as a folder; `interpreter` where kernels are interpreted.
 
-    is_early: whether CUDA may not be started, because the program may fork later. Until the program starts CUDA, the driver's
-        first GPU stands for the GPU that will be used. The name is empty if the driver knows no GPU.
+    Because a program may fork before it starts CUDA, until then the driver's first GPU stands for the GPU that will be used. The
+    name is empty if the driver knows no GPU.
     """
     torch: Any = sys.modules.get("torch")  # torch may be imported later
-    if is_early and not is_interpreted() and (torch is None or not torch.cuda.is_initialized()):
-        return _first_gpu()
-    has_gpu = torch is not None and not is_interpreted() and torch.cuda.is_available()
-    return device.slug(torch.cuda.get_device_name()) if has_gpu else device.INTERPRETER
+    if is_interpreted():
+        return device.INTERPRETER
+    return device.slug(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_initialized() else _first_gpu()
 
 
 @cache

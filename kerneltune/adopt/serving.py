@@ -227,15 +227,13 @@ class Server:
         self._read_for = ""
         self._plain: dict[Any, PlainKernel | None] = {}
 
-    def table(self, is_early: bool = False) -> ServingTable | None:
+    def table(self) -> ServingTable | None:
         """Return the table of this GPU; None if no table may be served.
 
         Raises ValueError if the manifest names another table; under the policy `error` also if the table is damaged.
-
-        is_early: whether the program has launched nothing yet, so that CUDA may not be started.
         """
         with self._lock:
-            device = program.device_slug(is_early)
+            device = program.device_slug()
             if device and device != self._read_for:
                 self._table, self._read_for = self._read(device), device
                 if self._table is not None and self._preparing is not None:
@@ -261,9 +259,9 @@ class Server:
             log.info("kerneltune: serving %d kernels of %s, SHA-256 %s", len(table.kernels), device, digest)
         return table
 
-    def _kernels_of(self, function: Any, is_plain: bool = False, is_early: bool = False) -> list[TableKernel]:
+    def _kernels_of(self, function: Any, is_plain: bool = False) -> list[TableKernel]:
         """Return the table's kernels of a function's code; none where no table may be served, or for other code."""
-        table, name = self.table(is_early), KernelName(program.main_name(function.__module__), function.__qualname__)
+        table, name = self.table(), KernelName(program.main_name(function.__module__), function.__qualname__)
         wanted = name.module, name.name, is_plain
         named = [one for one in table.kernels if (one.module, one.name, one.is_plain) == wanted] if table is not None else []
         same = [one for one in named if one.bytecode == kernels.bytecode_digest(function)]
@@ -332,12 +330,12 @@ class Server:
         self.counters.add(served.counter)
         return result
 
-    def attach(self, autotuner: Any, is_early: bool = False) -> ServingState:
+    def attach(self, autotuner: Any) -> ServingState:
         """Find the table's kernel of an autotuner; torch.compile sees one config from here on, so that it times nothing."""
         with self._lock:
             state: ServingState | None = autotuner.__dict__.get(kernels.SERVING_STATE)
             if state is None:
-                state = self._new_state(autotuner, is_early)
+                state = self._new_state(autotuner)
                 if state.kernel is not None:
                     shown = self._live(state, state.kernel.portfolio[:1])
                     autotuner.configs = state.shown = shown or state.configs
@@ -350,22 +348,22 @@ class Server:
     def made(self, autotuner: Any) -> None:
         """Let an autotuner show its config before anything traces it."""
         with suppress(Exception):  # raised again where the program launches the kernel
-            if self._kernels_of(autotuner.base_fn, is_early=True):
-                self.attach(autotuner, is_early=True)
+            if self._kernels_of(autotuner.base_fn):
+                self.attach(autotuner)
 
     def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
         """Return the state of an autotuner with the list of configs that the program has assigned to it."""
         with self._lock:
             return of_list(first.lists, autotuner.configs, lambda: self._new_state(autotuner, choices={}))
 
-    def _new_state(self, autotuner: Any, is_early: bool = False, choices: dict[Any, Any] | None = None) -> ServingState:
+    def _new_state(self, autotuner: Any, choices: dict[Any, Any] | None = None) -> ServingState:
         """Return the state of an autotuner with its present list of configs.
 
         The state has the table's kernel of this list, else of another list; no kernel if the table cannot be read.
         """
         listed, same = autotuner.configs, list[TableKernel]()
         try:
-            same = self._kernels_of(autotuner.base_fn, is_early=is_early)
+            same = self._kernels_of(autotuner.base_fn)
         except Exception as error:  # a damaged table must not end the user's program
             if self._is_strict:
                 raise
