@@ -4,7 +4,7 @@ import csv
 import io
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ class Column:
         shared: whether a line above a text table states the value, where all rows have the same value.
         only: the forms that have the column: `text`, `markdown`, `csv`, `page`; all forms if empty.
         wraps: whether a cell may take several lines.
+        value: function of the object that a row shows, for `values`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Column:
     shared: bool = False
     only: tuple[str, ...] = ()
     wraps: bool = False
+    value: Callable[[Any], CellValue] = field(default=lambda _shown: None, compare=False)
 
     @property
     def csv_name(self) -> str:
@@ -53,6 +55,11 @@ class Column:
         if self.digits is None or isinstance(value, str | bool):
             return printable(" ".join(str(value).split()))
         return f"{value:z.{self.digits}f}{self.suffix}"
+
+
+def values(columns: Iterable[Column], shown: Any) -> list[CellValue]:
+    """Return the values that some columns have in the row of an object."""
+    return [column.value(shown) for column in columns]
 
 
 class Row(NamedTuple):

@@ -13,7 +13,7 @@ from kerneltune.gating.rows import us_of
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, RowVerdict, Verdict
 from kerneltune.records import grouped
 from kerneltune.reporting.tables import case_columns
-from kerneltune.table import Column, Row, Table
+from kerneltune.table import Column, Row, Table, values
 from kerneltune.wording import counted, wrapped
 
 _ANNOTATIONS = 10
@@ -52,8 +52,8 @@ def gate_markdown(verdict: Verdict) -> str:
 
 def _table(verdict: Verdict) -> Table:
     """Return a row for each row of the verdict that did not simply pass and is no note."""
-    named, cases = case_columns((row.record for row in verdict.rows), Column("op", shared=True), Column("case", rank=4))
-    of_row = {id(row): case for row, case in zip(verdict.rows, cases, strict=True)}
+    named, names = case_columns((row.record for row in verdict.rows), Column("op", shared=True), Column("case", rank=4))
+    of_row = {id(row): values(named, name) for row, name in zip(verdict.rows, names, strict=True)}
     columns = (
         Column("verdict"), *named, Column("variant"), Column("µs", digits=0, rank=2), Column("slowdown", digits=0, rank=1),
         Column("95 % interval", digits=0, rank=3), Column("reason", only=("markdown",)),

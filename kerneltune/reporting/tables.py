@@ -5,8 +5,11 @@ Pure functions; does not measure, read files or print.
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from kerneltune.device import INTERPRETER
 from kerneltune.errors import unknown
@@ -14,7 +17,7 @@ from kerneltune.records import Record, case_on_device, grouped, identity_of, new
 from kerneltune.reporting.naming import CaseName, case_names, source
 from kerneltune.reporting.shares import Bound, bound_of, share
 from kerneltune.spec import short_dtype
-from kerneltune.table import CellValue, Column, Row, Table
+from kerneltune.table import CellValue, Column, Row, Table, values
 from kerneltune.wording import counted, pairs
 
 WIN, LOSS = 1.05, 0.95
@@ -78,37 +81,36 @@ def _interval(row: Comparison) -> str | None:
     return f"{low:.2f}x–{high:.2f}x" if low is not None and high is not None else None
 
 
-_Value = Callable[[Comparison], CellValue]
-_MEASURES: tuple[tuple[Column, _Value], ...] = (
-    (Column("A µs", digits=2, key="A_us"), lambda row: row.a.time_us),
-    (Column("B µs", digits=2, key="B_us"), lambda row: row.b.time_us),
-    (Column("speedup", digits=2, suffix="x"), lambda row: row.speedup),
-    (Column("", key="mark"), lambda row: row.mark),
-    (Column("A GB/s", digits=0, key="A_gbps", rank=6), lambda row: row.a.gbps),
-    (Column("B GB/s", digits=0, key="B_gbps", rank=6), lambda row: row.b.gbps),
-    (Column("B % ceiling", digits=1, key="B_pct_bound", rank=4), lambda row: share(row.b, row.bound)),
-    (Column("95 % interval", key="interval", rank=3, only=("text", "markdown", "page")), _interval),
-    (Column("noise %", digits=1, key="noise_pct", rank=5), lambda row: None if row.aa_floor is None else 100 * row.aa_floor),
+def _measure(name: str, value: Callable[[Comparison], CellValue], **form: Any) -> Column:
+    """Return a column of A's and B's measurements, which is empty where A and B are not compared."""
+    return Column(name, value=lambda row: None if row.note else value(row), **form)
+
+
+AB_COLUMNS = (
+    _measure("A µs", lambda row: row.a.time_us, digits=2, key="A_us"),
+    _measure("B µs", lambda row: row.b.time_us, digits=2, key="B_us"),
+    _measure("speedup", lambda row: row.speedup, digits=2, suffix="x"),
+    _measure("", lambda row: row.mark, key="mark"),
+    _measure("A GB/s", lambda row: row.a.gbps, digits=0, key="A_gbps", rank=6),
+    _measure("B GB/s", lambda row: row.b.gbps, digits=0, key="B_gbps", rank=6),
+    _measure("B % ceiling", lambda row: share(row.b, row.bound), digits=1, key="B_pct_bound", rank=4),
+    _measure("95 % interval", _interval, key="interval", rank=3, only=("text", "markdown", "page")),
+    _measure("noise %", lambda row: None if row.aa_floor is None else 100 * row.aa_floor, digits=1, key="noise_pct", rank=5),
 )
-"""Columns of A's and B's measurements with their values, which are empty where A and B are not compared."""
-AB_COLUMNS = tuple(column for column, _ in _MEASURES)
 """The columns of A's and B's measurements, in print, in CSV and on the page."""
-_CSV_VALUES: tuple[tuple[str, _Value], ...] = (
-    ("op", lambda row: row.a.op),
-    ("case", lambda row: row.a.case),
-    ("options", lambda row: pairs(row.a.options)),
-    ("policy", lambda row: row.a.policy),
-    ("device", lambda row: row.a.device),
-    ("A_variant", lambda row: row.a.variant),
-    ("A_unit", lambda row: row.a.unit),
-    ("A_commit", lambda row: row.a.commit),
-    ("B_variant", lambda row: row.b.variant),
-    ("B_unit", lambda row: row.b.unit),
-    ("B_commit", lambda row: row.b.commit),
-    ("speedup_low", lambda row: row.speedup_interval[0]),
-    ("speedup_high", lambda row: row.speedup_interval[1]),
+_CSV_COLUMNS = (
+    *(Column(name, only=("csv",), value=attrgetter(f"a.{name}")) for name in ("op", "case")),
+    Column("options", only=("csv",), value=lambda row: pairs(row.a.options)),
+    *(Column(name, only=("csv",), value=attrgetter(f"a.{name}")) for name in ("policy", "device")),
+    *(
+        Column(f"{side}_{name}", only=("csv",), value=attrgetter(f"{side.lower()}.{name}"))
+        for side in "AB"
+        for name in ("variant", "unit", "commit")
+    ),
+    Column("speedup_low", only=("csv",), value=lambda row: row.speedup_interval[0]),
+    Column("speedup_high", only=("csv",), value=lambda row: row.speedup_interval[1]),
 )
-"""Further columns of CSV with their values."""
+"""Further columns of CSV."""
 
 
 def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
@@ -232,28 +234,21 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
         a, b: the names of A and B; `best-peer` for the fastest peer of every case.
         title: heading above the table.
     """
-    of_cases, cases = case_columns([row.a for row in rows], Column("kind", shared=True))
+    of_cases, names = case_columns([row.a for row in rows], Column("kind", shared=True))
     bounds = [row.bound for row in rows if row.speedup is not None]
     is_mixed = len(set(bounds)) > 1
-    a_varies, b_varies = (len({getattr(row, side).variant for row in rows}) > 1 for side in "ab")
-    columns = (
-        *of_cases,
-        *([Column("A is", key="A_is")] if a_varies else []),
-        *([Column("B is", key="B_is")] if b_varies else []),
+    sides = [Column(f"{side} is", key=f"{side}_is", value=attrgetter(f"{side.lower()}.variant")) for side in "AB"]
+    of_rows = (
+        *(column for column in sides if len(set(map(column.value, rows))) > 1),
         *_named_bound(AB_COLUMNS, bounds),
-        Column("bound", rank=4, only=() if is_mixed else ("csv",)),
-        *(Column(name, only=("csv",)) for name, _ in _CSV_VALUES),
+        _measure("bound", lambda row: row.bound, rank=4, only=() if is_mixed else ("csv",)),
+        *_CSV_COLUMNS,
     )
-    lines = []
-    for case, row in zip(cases, rows, strict=True):
-        sides = [side.variant for side, varies in ((row.a, a_varies), (row.b, b_varies)) if varies]
-        measures = [None if row.note else value(row) for _, value in _MEASURES]
-        further = [value(row) for _, value in _CSV_VALUES]
-        lines.append(Row((*case, *sides, *measures, None if row.note else row.bound, *further), row.note))
+    lines = [Row((*values(of_cases, name), *values(of_rows, row)), row.note) for name, row in zip(names, rows, strict=True)]
     records = [side for row in rows for side in (row.a, row.b)]
     head = [_sides(rows, a, b), *_ab_summary(rows)] if rows else ["no rows to compare"]
     foot = [source(records), *(_aa_lines(rows) if a == b else ())] if records else []
-    return Table(columns, tuple(lines), tuple(head), tuple(foot), title=title)
+    return Table((*of_cases, *of_rows), tuple(lines), tuple(head), tuple(foot), title=title)
 
 
 def _aa_lines(rows: Iterable[Comparison]) -> list[str]:
@@ -282,32 +277,32 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     kept = [r for r in records if (r.op, r.variant) not in skipped]
     groups = list(grouped(kept, case_on_device).values())
     bounds = [bound_of(best) for group in groups if (best := _best(group)) is not None]
-    of_cases, cases = case_columns(
+    of_cases, names = case_columns(
         [group[0] for group in groups], Column("op", shared=True), Column("case", rank=1), sizes_first=True
     )
-    columns = (
-        *of_cases,
-        Column("", key="best"),
-        Column("variant"),
-        Column("µs", digits=2, key="time_us"),
-        Column("GB/s", digits=0, key="gbps", rank=3),
-        *_named_bound([Column("% ceiling", digits=1, key="pct_bound", rank=2)], bounds),
-        Column("vs baseline", digits=2, suffix="x", key="vs_baseline"),
-        Column("bound", rank=2, only=() if len(set(bounds)) > 1 else ("csv",)),
-        Column("config", only=("markdown", "csv", "page")),
-        *(Column(name, only=("csv",)) for name in ("policy", "status", "ci_low_us", "ci_high_us", "aa_floor", "device")),
+    reached = Column("% ceiling", digits=1, key="pct_bound", rank=2, value=lambda row: row.bound and share(row.record, row.bound))
+    of_rows = (
+        Column("", key="best", value=lambda row: "*" if row.is_best else ""),
+        Column("variant", value=attrgetter("record.variant")),
+        Column("µs", digits=2, key="time_us", value=attrgetter("record.time_us")),
+        Column("GB/s", digits=0, key="gbps", rank=3, value=lambda row: row.record.gbps if row.bound else None),
+        *_named_bound([reached], bounds),
+        Column("vs baseline", digits=2, suffix="x", key="vs_baseline", value=attrgetter("speedup")),
+        Column("bound", rank=2, only=() if len(set(bounds)) > 1 else ("csv",), value=attrgetter("bound")),
+        Column("config", only=("markdown", "csv", "page"), value=attrgetter("record.config_label")),
+        *(
+            Column(name, only=("csv",), value=attrgetter(f"record.{name}"))
+            for name in ("policy", "status", "ci_low_us", "ci_high_us", "aa_floor", "device")
+        ),
     )
-    lines = []
-    for case, group in zip(cases, groups, strict=True):
-        best = _best(group)
-        for r in group:
-            measured = [r.time_us, *_of_the_whole(r, group), r.config_label]
-            last = [r.policy, r.status, r.ci_low_us, r.ci_high_us, r.aa_floor, r.device]
-            note = "" if r.status == "passed" else _status(r)
-            lines.append(Row((*case, "*" if r is best else "", r.variant, *measured, *last), note))
+    lines = [
+        Row((*values(of_cases, name), *values(of_rows, row)), "" if row.record.status == "passed" else _status(row.record))
+        for name, group in zip(names, groups, strict=True)
+        for row in _sweep_rows(group)
+    ]
     foot = [status_counts(r.status for r in records)]
     foot += [f"skipped in all cases: {op} {variant}: {reason}" for (op, variant), reason in skipped.items()]
-    return Table(columns, tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=len(of_cases))
+    return Table((*of_cases, *of_rows), tuple(lines), tuple(_device_lines(records)), tuple(foot), repeated=len(of_cases))
 
 
 def _always_skipped(records: Sequence[Record]) -> dict[tuple[str, str], str]:
@@ -344,28 +339,24 @@ def _kind(record: Record) -> tuple[str, ...]:
     return record.op, record.quant, record.dtype, pairs(record.options)
 
 
-def case_columns(
-    records: Iterable[Record], *first: Column, sizes_first: bool = False
-) -> tuple[list[Column], list[list[CellValue]]]:
-    """Return the columns that name a case, and the values of each record: `first` by name, type, mode, options and sizes.
+def case_columns(records: Iterable[Record], *first: Column, sizes_first: bool = False) -> tuple[list[Column], list[CaseName]]:
+    """Return the columns that name a case, and the names of each record's case: `first` by name, type, mode, options and sizes.
 
     first: columns of the fields of `CaseName`.
     """
     names = case_names(records)
-    options = list(dict.fromkeys(option for name in names for option in name.options))
-    axes = list(dict.fromkeys(axis for name in names for axis in name.axes))
-    settings, sizes = (
-        [Column(name, shared=True) for name in ("dtype", "quant", *options)],
-        [Column(name, digits=0) for name in axes],
-    )
+    options, axes = ({part: None for name in names for part in getattr(name, group)} for group in ("options", "axes"))
+    leading = [replace(column, value=attrgetter(column.name)) for column in first]
+    settings = [Column(name, shared=True, value=attrgetter(name)) for name in ("dtype", "quant")]
+    settings += [Column(name, shared=True, value=partial(_part, "options", name)) for name in options]
+    sizes = [Column(name, digits=0, value=partial(_part, "axes", name)) for name in axes]
+    return [*leading, *(sizes + settings if sizes_first else settings + sizes)], names
 
-    def values(name: CaseName) -> list[CellValue]:
-        leading = [getattr(name, column.name) for column in first]
-        of_settings = [name.dtype, name.quant, *(str(name.options.get(option, "")) for option in options)]
-        of_sizes = [name.axes.get(axis) for axis in axes]
-        return [*leading, *of_sizes, *of_settings] if sizes_first else [*leading, *of_settings, *of_sizes]
 
-    return [*first, *(sizes + settings if sizes_first else settings + sizes)], list(map(values, names))
+def _part(group: str, part: str, name: CaseName) -> CellValue:
+    """Return an option or a size of a case; None if the case lacks it."""
+    found: CellValue = getattr(name, group).get(part)
+    return found
 
 
 def _sides(rows: Sequence[Comparison], a: str, b: str) -> str:
@@ -441,14 +432,23 @@ def _best(group: Iterable[Record]) -> Record | None:
     return min(timed)[2] if timed else None
 
 
-def _of_the_whole(record: Record, group: Sequence[Record]) -> tuple[CellValue, ...]:
-    """Return GB/s, percent of the bound, speed-up over the baseline of the same case, bound; none for a part of the work."""
-    best = _best(group)
-    if record.role == "part" or best is None:
-        return None, None, None, None
-    bound = bound_of(best)
-    baseline = next((other.time_us for other in group if other.variant == _BASELINE), None)
-    return record.gbps, share(record, bound), ratio(baseline, record.time_us), bound if record.time_us else None
+class _SweepRow(NamedTuple):
+    """Hold a record of a sweep; bound and speed-up over the baseline are None without a time and for a part of the work."""
+
+    record: Record
+    is_best: bool
+    bound: Bound | None = None
+    speedup: float | None = None
+
+
+def _sweep_rows(group: Sequence[Record]) -> Iterator[_SweepRow]:
+    """Yield the rows of the variants of a case."""
+    best, baseline_us = _best(group), next((record.time_us for record in group if record.variant == _BASELINE), None)
+    for record in group:
+        if best is None or record.role == "part" or not record.time_us:
+            yield _SweepRow(record, False)
+        else:
+            yield _SweepRow(record, record is best, bound_of(best), ratio(baseline_us, record.time_us))
 
 
 def _device_lines(records: Iterable[Record]) -> list[str]:
