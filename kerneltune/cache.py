@@ -173,17 +173,13 @@ def load_strict(path: Path) -> list[CacheEntry]:
     return entries
 
 
-def store(device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
-    """Call `store_all` with a single entry."""
-    return store_all(device_slug, [entry], root)
-
-
-def store_all(device_slug: str, entries: Sequence[CacheEntry], root: Path | None = None) -> Path:
+def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Path | None = None) -> Path:
     """Store all entries of an operator or none, each in place of the entry with its key; readers see the old or the new file.
 
     Raises:
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
     """
+    entries = [entries] if isinstance(entries, CacheEntry) else entries
     op_name = entries[0].op
     path = (root or default_root()) / device_slug / f"{op_name}.json"
     with locked(path):

@@ -37,12 +37,9 @@ class Selection:
 
     def takes_case(self, op: str, case: Case) -> bool:
         """Return whether a case of an operator belongs to the selection."""
-        return (
-            (not self.ops or op in self.ops)
-            and (not self.cases or any(fnmatch.fnmatch(case.name, pattern) for pattern in self.cases))
-            and (not self.dtypes or case.dtype in self.dtypes)
-            and (not self.quants or case.quant in self.quants)
-        )
+        exact = ((op, self.ops), (case.dtype, self.dtypes), (case.quant, self.quants))
+        is_named = not self.cases or any(fnmatch.fnmatch(case.name, pattern) for pattern in self.cases)
+        return is_named and all(not names or value in names for value, names in exact)
 
     def takes(self, key: TaskKey) -> bool:
         """Return whether a task belongs to the selection."""

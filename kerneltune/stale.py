@@ -47,24 +47,17 @@ class StaleFamily:
 
     Attributes:
         cases: number of selected bench cases.
-        stale: cases with a variant that has no record, or a record of other code or another config, or a failed own variant.
+        stale: cases with a variant that has no record, or a record of other code or another config, or a failed own variant;
+            with their ranks: 0 for a headline case, 1 for a case with records, 2 for a case that nobody measured.
         seconds_a_case: seconds that a case took when the records were made.
         orphans: number of records whose case is not in the sweep file.
-        recorded: keys of the cases that have records.
     """
 
     plan: Plan
     cases: int
-    stale: tuple[SweepCase, ...]
+    stale: Mapping[SweepCase, int]
     seconds_a_case: float
     orphans: int
-    recorded: frozenset[TaskKey]
-
-    def rank(self, entry: SweepCase) -> int:
-        """Return 0 for a headline case, 1 for a case with records, 2 for a case that nobody measured."""
-        if self.plan.sweep.headlines(entry):
-            return 0
-        return 1 if self.plan.key(entry) in self.recorded else 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,12 +135,12 @@ def _family(plan: Plan, folder: Path) -> StaleFamily:
     policies = {plan.policy(entry.op) for entry in plan.sweep.bench}
     recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy in policies]
     rows = {row.key: row for row in recorded}
-    entries = sorted(plan.cases(), key=lambda entry: not plan.sweep.headlines(entry))
-    stale = tuple(entry for entry in entries if not _is_fresh(plan, entry, rows, folder.name))
-    keys = set(map(plan.key, plan.sweep.bench))
+    measured, keys = {row.key.of_case for row in recorded}, set(map(plan.key, plan.sweep.bench))
+    ranks = {entry: 0 if plan.sweep.headlines(entry) else 1 if plan.key(entry) in measured else 2 for entry in plan.cases()}
+    in_order = sorted(ranks, key=lambda entry: ranks[entry] > 0)
+    stale = {entry: ranks[entry] for entry in in_order if not _is_fresh(plan, entry, rows, folder.name)}
     orphans = sum(row.key.of_case not in keys for row in recorded)
-    measured = frozenset(key.of_case for key in rows)
-    return StaleFamily(plan, len(entries), stale, _seconds_a_case(recorded, policies), orphans, measured)
+    return StaleFamily(plan, len(ranks), stale, _seconds_a_case(recorded, policies), orphans)
 
 
 def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[TaskKey, Record], gpu: str) -> bool:
@@ -272,6 +265,6 @@ def _batches(stale: Stale) -> Iterator[tuple[Plan, list[SweepCase]]]:
     """Yield stale cases by rank, then family by family, `_AT_ONCE` at a time."""
     for rank in range(3):
         for family in stale.families:
-            cases = [entry for entry in family.stale if family.rank(entry) == rank]
+            cases = [entry for entry, of_case in family.stale.items() if of_case == rank]
             for first in range(0, len(cases), _AT_ONCE):
                 yield family.plan, cases[first : first + _AT_ONCE]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, show, show_wrapped, width
 from kerneltune.cli.files import bench_cases
 from kerneltune.errors import unknown
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Case, Op
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, pairs
 
@@ -89,7 +89,7 @@ def explain(
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""
     from kerneltune import cache
-    from kerneltune.search.task import knobs_of
+    from kerneltune.search.task import changed, knobs_of
 
     known = o.load_ops()
     chosen = known[o.choice("op", op, known)]
@@ -100,9 +100,11 @@ def explain(
     asked = chosen.called(_case(known, chosen, ",".join(case), dtype, quant))
     if (reason := of.unsupported(asked)) is not None:
         raise ValueError(f"case: {asked.label}: unsupported: {reason}")
-    choice = cache.Chooser.of(chosen, of, "cold", configs).find(asked, slug)
+    chooser = cache.Chooser.of(chosen, of, "cold", configs)
+    choice, own = chooser.find(asked, slug), chooser.own(asked, slug)
+    changes = changed(of, own[0], here=False) if own else ""
     sources = {
-        "own": "the cache's entry for exactly this case" + _staleness(of, asked, cache.load(op, slug, configs)),
+        "own": "the cache's entry for exactly this case" + (f"; stale: {changes}" if changes else ""),
         "near": f"the cache's nearest entry, {choice.describe().partition(': ')[0]}",
         "default": f"the default: {slug} has no entry for this case or near it{_reach(chosen)}",
     }
@@ -113,15 +115,6 @@ def explain(
 def _reach(op: Op) -> str:
     """Return how far the near entries of an operator may be."""
     return f", at most {op.max_distance:g} away in log2 of {' and '.join(op.free_axes)}" if op.free_axes else ""
-
-
-def _staleness(variant: Variant, case: Case, entries: Sequence["CacheEntry"]) -> str:
-    """Return the changes since the case's own entry was stored; empty without changes or without an entry."""
-    from kerneltune.search.task import changed
-
-    own = next((one for one in entries if one.case == case and (one.variant, one.policy) == (variant.name, "cold")), None)
-    reason = "" if own is None else changed(variant, own, here=False)
-    return f"; stale: {reason}" if reason else ""
 
 
 def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: str | None) -> Case:
@@ -233,7 +226,7 @@ def import_(
             if force or entry.key not in present:
                 taken.append(entry)
     if taken:
-        cache.store_all(gpu, taken, root)
+        cache.store(gpu, taken, root)
     show(f"{counted(len(taken), 'entry', 'entries')} stored in {path}")
 
 
