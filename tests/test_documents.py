@@ -45,7 +45,7 @@ from kerneltune import ops, workloads
 from kerneltune.cli import app, console, settings
 from kerneltune.sweep import families
 
-README = ROOT / "README.md"
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "your_own_kernel.md"
 LANGUAGES = {"console", "sh", "python", "yaml", "toml", "text", "mermaid"}
 NOT_RUN = {
     "pip install git+https://github.com/kerneltune/kerneltune": "installs from the network",
@@ -56,6 +56,7 @@ NOT_RUN = {
     "kernel classes launches time % configs key key leaves out": "text: output of a GPU",
     "launch author's first µs ours µs speedup 95 % config": "text: output of a GPU",
     "all rows: op fp8_rowwise_2d, dtype bfloat16, quant fp8": "text: output of records that a GPU made",
+    '{"variant": "optimized", "case": "swiglu_bwd-196608x1408", "axes": {"M": 196608, "N": 1408},': "text: an entry of configs",
 }
 OPTIONS_OF_SCRIPTS = {"--from", "--sizes", "--worst"}
 """Options of examples and benchmarks that pages name."""
@@ -72,6 +73,8 @@ READERS = {
     "config.json": lambda: json.dumps(MODEL),
     "train.py": TWO_KERNELS.read_text,
     "double.py": lambda: next(block.text for block in blocks(README) if block.kind == "python"),
+    "swiglu.py": lambda: guide_file("swiglu.py"),
+    "swiglu.yaml": lambda: guide_file("swiglu.yaml"),
     "base.jsonl": lambda: "",
     "baseline.jsonl": lambda: "",
 }
@@ -85,6 +88,11 @@ DIGEST = re.compile(r"-[0-9a-f]{8}\b")
 """Of a kernel's source and configs, in the names of captured kernels."""
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 GENERATED = {"commands.md", "results"}
+
+
+def guide_file(name: str) -> str:
+    """Return a file of the guide to operators, which other pages take for granted."""
+    return next(block.text for block in blocks(GUIDE) if block.file_name == name)
 
 
 def named(page: Path) -> str:
@@ -144,7 +152,9 @@ def installed(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, entry_p
         install(folder)
     else:
         shutil.rmtree(next(folder.glob("*.dist-info"), folder / "none"), ignore_errors=True)
-    own = {name for block in blocks(page) for name in re.findall(r'^ +name="(\w+)",$', block.text, re.MULTILINE)}
+    own = {
+        name for block in (*blocks(page), *blocks(GUIDE)) for name in re.findall(r'^ +name="(\w+)",$', block.text, re.MULTILINE)
+    }
     return {*ops.facts(), *workloads.facts(), *own}
 
 
@@ -268,7 +278,11 @@ def yaml_problems(block: Block) -> list[str]:
             wrong += sorted(step["with"].keys() - inputs.keys())
             wrong += sorted(name for name, about in inputs.items() if about.get("required") and name not in step["with"])
         else:
-            wrong += [] if "run" in step or step["uses"].startswith("actions/checkout@") else [step["uses"]]
+            wrong += (
+                []
+                if "run" in step or step["uses"].startswith(("actions/checkout@", "actions/upload-artifact@"))
+                else [step["uses"]]
+            )
     return wrong
 
 
