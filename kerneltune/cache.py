@@ -25,10 +25,10 @@ from kerneltune.files import (
     data_root,
     decode,
     decode_versioned,
-    in_checkout,
     locked,
     read_bytes,
     replace_text,
+    written_root,
 )
 from kerneltune.nearness import Place, band_of, ranked
 from kerneltune.spec import MOST, Case, Op, Option, TaskKey, Variant, config_from, out_of_range, ranges_of
@@ -117,9 +117,9 @@ def entry_from(op: str, values: Mapping[str, Any]) -> CacheEntry:
 
 
 def default_root() -> Path:
-    """Return the folder that configs are stored in: KERNELTUNE_CONFIGS, else `configs` of the checkout or current folder."""
+    """Return the folder that configs are stored in: KERNELTUNE_CONFIGS, else `configs` of the current folder or checkout."""
     override = os.environ.get("KERNELTUNE_CONFIGS")
-    return Path(override) if override else data_root("configs") if in_checkout() else Path("configs")
+    return Path(override) if override else written_root("configs")
 
 
 def read_roots(root: Path | None = None) -> list[Path]:

@@ -44,12 +44,21 @@ T = TypeVar("T")
 def data_root(folder: str) -> Path:
     """Return `folder` of the checkout that holds this package; without a checkout its packaged copy."""
     package = Path(__file__).resolve().parent
-    return (package.parent if in_checkout() else package) / folder
+    return (package.parent if (package.parent / "pyproject.toml").is_file() else package) / folder
 
 
 def in_checkout() -> bool:
-    """Return whether this package is imported from a checkout, whose data folders are written to."""
-    return (Path(__file__).resolve().parents[1] / "pyproject.toml").is_file()
+    """Return whether the current folder is in the checkout that holds this package: only from there its data is written to."""
+    root = data_root("kerneltune").parent
+    try:
+        return (root / "pyproject.toml").is_file() and Path.cwd().is_relative_to(root)
+    except OSError:  # the current folder was removed
+        return False
+
+
+def written_root(folder: str) -> Path:
+    """Return `folder` of the checkout that holds this package, elsewhere of the current folder."""
+    return data_root(folder) if in_checkout() else Path(folder)
 
 
 def read_bytes(path: Path, largest: int = LARGEST) -> bytes:

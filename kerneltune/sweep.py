@@ -5,7 +5,6 @@ The size of a file and its number of cases are limited. Reading takes time linea
 """
 
 import fnmatch
-import importlib.metadata
 import itertools
 import math
 import os
@@ -18,8 +17,8 @@ from typing import Any, Literal, NoReturn
 import yaml
 
 from kerneltune.errors import meant, unknown
-from kerneltune.files import RESULTS, data_root, in_checkout, read_bytes
-from kerneltune.spec import GROUP, PLUGINS, Case, Op, Option, dtype_name
+from kerneltune.files import RESULTS, data_root, read_bytes, written_root
+from kerneltune.spec import Case, Op, Option, dtype_name
 from kerneltune.wording import printable
 
 Section = Literal["check", "bench"]
@@ -73,35 +72,17 @@ class Sweep:
         return bool(self.headline) and all(any(fnmatch.fnmatch(values[key], p) for p in patterns) for key, patterns in named)
 
 
-def results_root(given: Path | None, family: str | None = None) -> Path:
-    """Return the folder for records: as given, else KERNELTUNE_RESULTS, else `results`.
-
-    For the own families of a checkout, `results` is in the checkout. Otherwise it is in the current folder: an installed package
-    is never written to.
-    """
-    if named := given or os.environ.get(RESULTS):
-        return Path(named)
-    if not in_checkout():
-        return Path("results")
-    plugged = os.environ.get(PLUGINS) or importlib.metadata.entry_points(group=GROUP)
-    own = not plugged if family is None else _is_own(family)
-    return data_root("results") if own else Path("results")
+def results_root(given: Path | None) -> Path:
+    """Return the folder for records: as given, else KERNELTUNE_RESULTS, else `results` of the current folder or checkout."""
+    return Path(named) if (named := given or os.environ.get(RESULTS)) else written_root("results")
 
 
 def recorded_root(given: Path | None, family: str | None = None) -> Path:
     """Return the folder to read records from: `results_root`, or the packaged records if `results_root` has no records."""
-    root = results_root(given, family)
+    root = results_root(given)
     named = given or os.environ.get(RESULTS)
     name = "*" if family is None else family_name(family)
     return root if named or any(root.glob(f"*/{name}.jsonl")) else data_root("results")
-
-
-def _is_own(family: str) -> bool:
-    """Return whether the sweep file of a family belongs to the checkout or package."""
-    try:
-        return find(family).resolve().parent == data_root("sweeps").resolve()
-    except ValueError:  # a family of another package: reading its records needs no sweep file
-        return False
 
 
 def family_name(family: str) -> str:

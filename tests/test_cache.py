@@ -330,6 +330,8 @@ def test_root_is_the_environment_then_the_checkout(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(files, "__file__", str(package / "files.py"))
     assert cache.default_root() == Path("configs")
     (tmp_path / "pyproject.toml").write_text("")
+    assert cache.default_root() == Path("configs")
+    monkeypatch.chdir(package)
     assert cache.default_root() == tmp_path / "configs"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kerneltune import sweep
+from kerneltune import cache, sweep
 from kerneltune.plan import Plan, Selection
 from kerneltune.spec import Op, Option, Traffic, Variant
 
@@ -90,27 +90,24 @@ def test_the_name_of_a_broken_family_is_refused_with_the_line(text: str, message
     assert str(error.value) == f"{path}{message}"
 
 
-def test_results_of_a_family_from_elsewhere_are_kept_in_the_current_folder(
+def test_results_and_configs_are_kept_in_the_current_folder_or_the_checkout_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sweeps").mkdir()
-    for path in (tmp_path / "mine.yaml", tmp_path / "sweeps" / "also.yaml"):
-        path.write_text("family: mine\n")
-    monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
-    monkeypatch.delenv("KERNELTUNE_PLUGINS", raising=False)
-    ours, here = REPO / "results", Path("results")
-    for plugins in ("", "mine"):
-        monkeypatch.setenv("KERNELTUNE_PLUGINS", plugins)
-        assert sweep.results_root(None, "./mine.yaml") == sweep.results_root(None, "also") == here
-        assert sweep.results_root(None, "rmsnorm") == sweep.results_root(None, str(REPO / "sweeps" / "rmsnorm.yaml")) == ours
-        assert sweep.results_root(None) == (here if plugins else ours)
-        assert sweep.results_root(None, "theirs") == here  # swept by the path of a file, which may be gone
-    monkeypatch.setenv("KERNELTUNE_RESULTS", "")
-    assert (sweep.results_root(None), sweep.results_root(None, "rmsnorm")) == (here, ours)
+    for name in ("KERNELTUNE_RESULTS", "KERNELTUNE_CONFIGS"):
+        monkeypatch.delenv(name, raising=False)
+    for folder, expected in ((REPO, REPO), (REPO / "docs", REPO), (tmp_path, Path())):
+        monkeypatch.chdir(folder)
+        assert sweep.results_root(None) == expected / "results"
+        assert cache.default_root() == expected / "configs"
+    assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == REPO / "configs" / "nvidia_h200" / "rmsnorm_fwd.json"  # read behind
+    removed = tmp_path / "removed"
+    removed.mkdir()
+    monkeypatch.chdir(removed)
+    removed.rmdir()
+    assert sweep.results_root(None) == Path("results")
     monkeypatch.setenv("KERNELTUNE_RESULTS", "kept")
-    assert sweep.results_root(None) == sweep.results_root(None, "rmsnorm") == Path("kept")
-    assert sweep.results_root(tmp_path, "rmsnorm") == sweep.results_root(tmp_path) == tmp_path
+    assert sweep.results_root(None) == Path("kept")
+    assert sweep.results_root(tmp_path) == tmp_path
 
 
 def test_what_is_not_given_is_every_quant_the_first_type_and_the_first_option(tmp_path: Path) -> None:

@@ -50,10 +50,10 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     from kerneltune import device, sweep
 
     root = sweep.recorded_root(results, family)
-    asked, family = family, None if family is None else sweep.family_name(family)
+    family = None if family is None else sweep.family_name(family)
     here = device.model()
     is_gpu = here != device.INTERPRETER
-    own = sweep.results_root(results, asked)
+    own = sweep.results_root(results)
     if family is None and os.environ.get(PLUGINS) and root != own:  # nobody asked for the records that the package ships
         raise ValueError(
             f"no records in {own}: run `kerneltune sweep FILE.yaml` on a GPU first, or show recorded results by "

@@ -12,7 +12,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
 from kerneltune.cli.files import swept
 from kerneltune.cli.progress import Reporter
-from kerneltune.files import data_root, in_checkout
+from kerneltune.files import in_checkout
 from kerneltune.spec import PLUGINS, Op
 from kerneltune.wording import counted, pairs
 
@@ -123,8 +123,7 @@ def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers:
     if baseline.endswith(".json") or Path(baseline).is_file():
         runs = _runs(wanted, [], _GPU, configs)
         return static_gate(load(Path(baseline)), _compiled(runs, targets, workers))
-    is_own = in_checkout() and Path.cwd().resolve().is_relative_to(data_root("kerneltune").parent)
-    if not is_own or os.environ.get(PLUGINS) or o.captured():
+    if not in_checkout() or os.environ.get(PLUGINS) or o.captured():
         raise ValueError(
             f"revision: {baseline!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
             "there, save the other side by `inspect OP --save FILE`; then `gate FILE --static --op OP`"

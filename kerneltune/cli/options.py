@@ -401,7 +401,7 @@ def make_options(family: str = "", results: Path | None = None, **given: Any) ->
             said = f"an operator of family {whole}: expected {whole} --op {family}"
             raise ValueError(f"family: {family!r}: {said}") from None
         raise
-    given["results"] = sweep.results_root(results, family or None)
+    given["results"] = sweep.results_root(results)
     known = {name: value for name, value in given.items() if value is not None}
     options = Options()
     of_search = {name: known.pop(name) for name in given if name in known and hasattr(options.search, name)}

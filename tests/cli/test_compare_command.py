@@ -223,7 +223,7 @@ def test_what_a_plug_in_leaves_is_read_where_it_was_written(
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setattr(ops, "load_with", ops.load_with.__wrapped__)  # which other tests have asked already
     write("mine.yaml").write_text("family: mine\n")
-    assert sweep.results_root(None, "mine.yaml") == Path("results")
+    assert sweep.results_root(None) == Path("results")
     write("results/nvidia_h200/mine.jsonl", *both())
     plugged = ("--plugin", "versus_jobs") if how == "asked for" else ()
     assert "fake" in run(*plugged, "ops").stdout

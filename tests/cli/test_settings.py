@@ -9,7 +9,7 @@ import pytest
 from command_line import refused, run
 
 from kerneltune import cache, files, ops, sweep
-from kerneltune.cli import options, settings
+from kerneltune.cli import settings
 from kerneltune.inspection.survey import cached_runs
 
 SHOW = "import sys; from kerneltune.cli import main; sys.argv[1:] = {arguments!r}; main()"
@@ -60,21 +60,16 @@ def test_plugin_option_behind_the_command_is_taken(tmp_path: Path) -> None:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the packaged configs of a package that is no checkout, used from an empty folder."""
+    """Return the packaged configs, used from an empty folder."""
     monkeypatch.delenv("KERNELTUNE_CONFIGS", raising=False)
     monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
     monkeypatch.chdir(tmp_path)
-    packaged = files.data_root("configs")
-    for module in (files, cache, sweep, options):
-        monkeypatch.setattr(module, "in_checkout", lambda: False, raising=False)
-        if hasattr(module, "data_root"):
-            monkeypatch.setattr(module, "data_root", lambda folder: packaged.parent / folder)
     cache.clear()
-    return packaged
+    return files.data_root("configs")
 
 
 def test_installed_package_is_never_written_to(installed: Path) -> None:
-    assert sweep.results_root(None, "rmsnorm") == Path("results")
+    assert sweep.results_root(None) == Path("results")
     assert cache.default_root() == Path("configs")
     assert cache.path_of("rmsnorm_fwd", "nvidia_h200") == installed / "nvidia_h200" / "rmsnorm_fwd.json"
     before = cache.load("rmsnorm_fwd", "nvidia_h200")
