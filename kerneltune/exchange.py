@@ -23,7 +23,7 @@ _IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
 _IN_NAME = re.compile(r"[^A-Za-z0-9_.=+-]+")
 
 Names = Mapping[str, str]
-"""Knob -> its name in the kernel's source."""
+"""Knob or axis -> the name of the kernel's argument."""
 
 _AUTOTUNE = '''
 
@@ -44,10 +44,26 @@ def configs(policy="cold", dtype=None, quant=None):
 
 
 def to_triton(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
-    """Return a Python source whose `configs()` and `KEY` are arguments of `@triton.autotune`, knobs as the author names them."""
-    lines = [*_head(op, device), f"KEY = {list(op.axes)!r}", f"NAMES = {dict(names)!r}", f"WORDS = {_TRITON!r}"]
+    """Return a Python source whose `configs()` and `KEY` are arguments of `@triton.autotune`, in the names of the kernel.
+
+    A comment lists the knobs and axes whose names in the kernel are not known.
+    """
+    of_knobs = {knob: name for knob, name in names.items() if knob not in op.axes}
+    lines = [*_head(op, device), *(f"# {line}" for line in unnamed(op, entries, names))]
+    lines += [f"KEY = {[names.get(axis, axis) for axis in op.axes]!r}", f"NAMES = {of_knobs!r}", f"WORDS = {_TRITON!r}"]
     lines += ["ENTRIES = [", *_rows(entries), "]"]
     return {f"{_module(op.name)}.py": "\n".join(lines) + "\n" + _AUTOTUNE}
+
+
+def unnamed(op: Op, entries: Sequence[CacheEntry], names: Names) -> list[str]:
+    """Return a line each about axes and knobs that no argument of the kernel is known for; texts are literals."""
+    axes = [axis for axis in op.axes if axis not in names]
+    knobs = [knob for knob in dict.fromkeys(knob for entry in entries for knob in entry.config) if knob not in {*names, *_TRITON}]
+    about = (
+        (axes, "KEY: axes of the operator that no kernel has as arguments: put the kernel's arguments in their place"),
+        (knobs, "NAMES: knobs of the config that no kernel has as arguments: add each as KNOB: ARGUMENT"),
+    )
+    return [f"{text}: {values!r}" for values, text in about if values]
 
 
 _DISPATCH = '''

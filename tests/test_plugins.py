@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -91,6 +92,13 @@ def test_source_hash_and_config_cache_serve_a_plug_in(guide: Path, monkeypatch: 
     ((_, config, _),) = cache.Chooser.of(op, op.variant("optimized"), root=configs_dir).near(near, "nvidia_h200")
     assert config.block == 2048
     assert op.traffic(case).total == 3 * 2 * 64 * 1024
+    export = ["cache", "export", "swiglu", str(guide / "out"), "--format", "triton", "--gpu", "nvidia_h200"]
+    done = CliRunner().invoke(app, export)
+    said = "KEY: axes of the operator that no kernel has as arguments: put the kernel's arguments in their place: ['M', 'N']"
+    assert said in " ".join(done.stderr.split())
+    text = (guide / "out" / "swiglu.py").read_text()
+    assert f"# {said}\nKEY = ['M', 'N']\nNAMES = {{'block': 'BLOCK'}}\n" in text
+    assert "{'BLOCK': 2048}" in str(runpy.run_path(str(guide / "out" / "swiglu.py"))["configs"]()[0].kwargs)
     sys.modules.pop("swiglu")
 
 

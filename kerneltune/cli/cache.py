@@ -1,16 +1,17 @@
 """`kerneltune cache`: show, check and exchange the configs of the cache."""
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kerneltune import device
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver, show, show_wrapped, width
+from kerneltune.cli.console import deliver, note, show, show_wrapped, width
 from kerneltune.cli.files import bench_cases
 from kerneltune.errors import unknown
 from kerneltune.spec import Case, Op
@@ -161,8 +162,9 @@ def export_(
 ) -> None:
     """Write cached configs for other programs.
 
-    triton: a module whose configs() and KEY are arguments of @triton.autotune. python: a module without dependencies that finds
-    the best config of a case. json: tables by size.
+    triton: a module whose configs() and KEY are arguments of @triton.autotune. A knob or axis gets the name of a kernel's
+    argument that differs from it in capitals alone; a line names the other knobs and axes, which you map in NAMES and KEY.
+    python: a module without dependencies that finds the best config of a case. json: tables by size.
     """
     from kerneltune import exchange
     from kerneltune.cache import load_strict
@@ -176,25 +178,38 @@ def export_(
     entries = [entry for entry in load_strict(path) if entry.variant == variant]
     if not entries:
         raise ValueError(f"{path}: variant: {variant!r}: no entry")
-    for name, text in exchange.WRITERS[format_](known[op], path.parent.name, entries, _author_names(known[op], variant)).items():
+    names = _author_names(known[op], variant)
+    for name, text in exchange.WRITERS[format_](known[op], path.parent.name, entries, names).items():
         o.make_folder(folder)
         deliver(text, folder / name)
+    for line in exchange.unnamed(known[op], entries, names) if format_ == "triton" else ():
+        note(line)
 
 
 def _author_names(op: Op, variant: str) -> dict[str, str]:
-    """Return knob -> the name that a kernel of the variant's package has for it, in its author's capitals."""
+    """Return knob or axis -> the argument of a kernel of the variant's package that differs from it in capitals at most."""
     chosen = op.variant(variant)
     knobs = {field.name for field in dataclasses.fields(chosen.config)} if chosen.config is not None else set()
-    package = chosen.run.__module__.rpartition(".")[0]
+    package = chosen.run.__module__.rpartition(".")[0] or chosen.run.__module__
+    modules = [module for name, module in sorted(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
+    kernels = [value for module in modules for value in vars(module).values() if hasattr(value, "arg_names")]
+    arguments = [argument for kernel in kernels for argument in _parameters(kernel)]
     names: dict[str, str] = {}
-    for name, module in sorted(sys.modules.items()):
-        if name != package and not name.startswith(f"{package}."):
-            continue
-        for kernel in vars(module).values():
-            for parameter in getattr(kernel, "params", None) or () if hasattr(kernel, "arg_names") else ():
-                if parameter.is_constexpr and parameter.name.lower() in knobs:
-                    names.setdefault(parameter.name.lower(), parameter.name)
+    for axis in op.axes:
+        alike = [name for name, _ in arguments if name.lower() == axis.lower()]
+        names |= {axis: axis if axis in alike else alike[0]} if alike else {}
+    for name, is_constexpr in arguments:
+        if is_constexpr and name.lower() in knobs:
+            names.setdefault(name.lower(), name)
     return names
+
+
+def _parameters(kernel: Any) -> list[tuple[str, bool]]:
+    """Return the parameters of a kernel, also of an autotuned or interpreted kernel, and whether each is a constexpr."""
+    while hasattr(kernel, "fn"):
+        kernel = kernel.fn
+    found = inspect.signature(kernel).parameters.values() if inspect.isfunction(kernel) else ()
+    return [(parameter.name, "constexpr" in str(parameter.annotation)) for parameter in found]
 
 
 @app.command("import")

@@ -57,12 +57,13 @@ def command(
 
 
 def _picture(sources: "Sources", a: str | None, b: str | None) -> str:
-    """Return the picture of the families that have both A, the fastest peer unless named, and B."""
+    """Return the picture of the families that have both A and B; A is the fastest peer, else the baseline, unless named."""
     from kerneltune.reporting.naming import by_family, source
     from kerneltune.reporting.picture import speedups
     from kerneltune.reporting.tables import BEST_PEER, paired
 
-    first, second = a or BEST_PEER, b or "optimized"
+    has_peer = any(record.role == "peer" and record.time_us is not None for record in sources.records)
+    first, second = a or (BEST_PEER if has_peer else "baseline"), b or "optimized"
     families = {family: paired(members, first, second) for family, members in by_family(sources.records).items()}
     shown = [row.b for rows in families.values() for row in rows]
     return speedups(families, first, second, source(shown, ("device", "torch", "triton")) if shown else "")
