@@ -23,7 +23,7 @@ import numpy as np
 
 from kerneltune.kernel_lib.faults import KernelFaultError, Watchdog, check_keywords, fault_of, line_of, program_text, statement
 from kerneltune.kernel_lib.races import Conflict, Races
-from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note_facts, note_grid
+from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note_facts, note_grid, note_stores
 
 _REGION_BITS = 46
 """log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
@@ -34,7 +34,7 @@ _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 """Most programs along each axis of a grid on CUDA, which the launch of a larger grid refuses."""
 _TOO_LARGE = "exceeds triton maximum tensor numel"
 _LAUNCH_SECONDS = 2.0
-"""Time for one launch without memory: programs that wait for a value would wait for ever."""
+"""Processor time for one launch without memory: programs that wait for a value would wait for ever."""
 _LOADED = (0, 1 << 24)
 """Values of loads without memory. Zeros suit a kernel that reads a table at a loaded index, a value above all rows suits a search
 for the group of a row, whose index is beyond the last group if each group ends at row 0."""
@@ -157,6 +157,8 @@ class _Guard:
         self._grid: tuple[int, ...] = (1, 1, 1)
         self._kernel = ""
         self._races = Races()
+        self._stored: dict[str, bool] = {}
+        self._is_corner = self._loads_index = False
         self._load: Callable[..., Any] = interpreter.TritonSemantic.load
         self._loading = _Loading()
         self._loaded = 0
@@ -179,11 +181,13 @@ class _Guard:
             if size > most:
                 raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
         self._races.begin_launch(math.prod(self._grid))
+        self._stored, self._loads_index = {}, False
 
     def begin_program(self, builder: Any, *at: int) -> None:
         """Note the program that begins, and the time."""
         self._set_grid_idx(builder, *at)
         self.program_begin = time.monotonic()
+        self._is_corner = all(place in _corners(size) for place, size in zip(at, self._grid, strict=True))
         self._races.begin_program((at[0] * self._grid[1] + at[1]) * self._grid[2] + at[2])
 
     def note_options_of_load(self, semantic: Any, pointer: Any, mask: Any, other: Any, *rest: Any) -> Any:
@@ -212,7 +216,9 @@ class _Guard:
         note_facts(facts_of(executor, bound))
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
             with Watchdog(self, executor.fn.__name__):
-                return self._call(executor, *args, **kwargs)
+                result = self._call(executor, *args, **kwargs)
+            self._note_stores()
+            return result
         self._names = {id(value): name for name, value in bound.items()}
         scope = self._interpreter._patch_lang(executor.fn)
         try:
@@ -226,6 +232,7 @@ class _Guard:
         for self._loaded in _LOADED:
             try:
                 self._run_corners(executor, bound)
+                self._note_stores()
                 return
             except Exception as error:  # Triton raises its own error from a fault; any other error of the first run goes on
                 if _TOO_LARGE in str(error):
@@ -237,18 +244,23 @@ class _Guard:
 
     def _run_corners(self, executor: Any, bound: dict[str, Any]) -> None:
         self._regions.clear()
-        self.deadline = time.monotonic() + _LAUNCH_SECONDS
+        self.deadline = time.thread_time() + _LAUNCH_SECONDS
         values = {name: value if name in executor.constexprs else self.converted(value) for name, value in bound.items()}
         grid = executor.grid(values) if callable(executor.grid) else executor.grid
         grid = (*grid, 1, 1)[:3]
         builder = self._interpreter.interpreter_builder
         builder.set_grid_dim(*grid)
-        for program in itertools.product(*(sorted({0, size // 2, size - 1}) for size in grid)):
+        for program in itertools.product(*(sorted(_corners(size)) for size in grid)):
             if min(grid) > 0:
                 builder.set_grid_idx(*program)
                 with warnings.catch_warnings():  # of numpy: only addresses are checked here, and most values are unknown
                     warnings.simplefilter("ignore", RuntimeWarning)
                     executor.fn(**values)
+
+    def _note_stores(self) -> None:
+        """Note the stores of the launch, unless loaded whole numbers may have decided which elements it stores to."""
+        if not self._loads_index:
+            note_stores(self._kernel, self._stored)
 
     def converted(self, value: Any) -> Any:
         """Stand for _implicit_cvt: give a tensor addresses in a region of its own."""
@@ -284,7 +296,9 @@ class _Guard:
                 return None
             return self._races.load(storage, size, at, np.dtype(dtype).itemsize, line_of(), self._loading.is_shared)
 
-        real = self._checked("load", addresses, mask, np.dtype(dtype).itemsize, noted)
+        kind = np.dtype(dtype)
+        self._loads_index |= kind.kind in "iu" and kind.itemsize >= 4
+        real = self._checked("load", addresses, mask, kind.itemsize, noted)
         if real is None:  # `other` may decide which elements a kernel reads next
             loaded = self._loaded if np.dtype(dtype).kind in "iu" and np.dtype(dtype).itemsize >= 4 else 0
             return np.where(mask, np.full(addresses.shape, loaded, dtype), other).astype(dtype)
@@ -344,14 +358,18 @@ class _Guard:
         at = addresses - np.uint64(region.first if region else 0)  # below the region, a difference wraps around
         mask = np.asarray(mask)  # of a block pointer, the memory of an array
         accessed = at if mask.all() else at[mask]
-        if region is None or (accessed.size and int(accessed.max()) > region.size - item_size):
+        furthest = int(accessed.max()) if accessed.size else 0
+        if region is None or furthest > region.size - item_size:
             if region is None or (addresses >> np.uint64(_REGION_BITS) != number + _FIRST_REGION).any():
                 return self._each(what, addresses, mask, item_size, noted)
             last = region.size - item_size
             first = addresses[mask][0 if last < 0 else int((accessed > np.uint64(last)).argmax())]
             raise KernelFaultError(f"{what} outside of {_element(region, int(first))}{self._here()}")
+        if what == "store":
+            is_last = self._is_corner and accessed.size > 0 and furthest == region.size - item_size
+            self._stored[region.name] = is_last or self._stored.get(region.name, False)
         if region.is_meta:
-            if time.monotonic() > self.deadline:
+            if time.thread_time() > self.deadline:
                 raise NotJudgedError(f"{_LAUNCH_SECONDS:g} s are over")
             return None
         is_waiting = what == "load" and self._loading.is_volatile
@@ -391,6 +409,12 @@ class _Guard:
             f"two programs {kinds}{' of' if 'order' in kinds else ''} {_element(region, region.first + conflict.at)}: "
             f"program ({program_text(reversed(place))}){conflict.line}; {self._here().removeprefix(', ')}"
         )
+
+
+@functools.cache
+def _corners(size: int) -> frozenset[int]:
+    """Return the first, the middle and the last place along an axis of a grid."""
+    return frozenset({0, size // 2, size - 1})
 
 
 @functools.cache

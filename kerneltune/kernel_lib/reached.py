@@ -26,6 +26,7 @@ from kerneltune.rounding import cdiv
 Reached = dict[str, int]
 """Name of a loop or of an axis -> the most turns or programs of all launches; a fact, or a product in tf32 -> 1."""
 _LOOP, _PROGRAMS, _TF32 = "turns of the loop at ", "programs of ", "tf32 at "
+_LAST, _NOT_LAST = "the last element of ", "other elements of "
 _LAUNCH, _CALL = "a launch of ", "a call of "
 _FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "minimum": min, "maximum": max, "bool": bool}
 """Functions whose calls are computed; a value with any other call is unknown."""
@@ -84,6 +85,12 @@ def note_facts(facts: set[str] | frozenset[str]) -> None:
         _note(fact, 1)
 
 
+def note_stores(kernel: str, stored: Mapping[str, bool]) -> None:
+    """Note whether programs at the corners of a launch's grid stored the last element of each argument that they stored to."""
+    for name, is_last in stored.items():
+        _note(f"{_LAST if is_last else _NOT_LAST}{name} in {kernel}", 1)
+
+
 def note_tf32(line: str) -> None:
     """Note the FILE:LINE of a product whose fp32 operands are rounded to tf32."""
     _note(f"{_TF32}{line}", 1)
@@ -107,12 +114,19 @@ def unreached(checks: list[Reached], bench: list[Reached]) -> list[str]:
     """
     most, beyond = merged(checks), merged(bench)
     counted = {name: name.startswith((_LOOP, _PROGRAMS)) for name in merged([most, beyond])}
-    few = [name for name in counted if most.get(name, 0) < 1 + counted[name] and not name.startswith(_TF32)]
+    few = [name for name in counted if most.get(name, 0) < 1 + counted[name] and not name.startswith((_TF32, _LAST, _NOT_LAST))]
     few = [name for name in few if beyond.get(name, 0) > counted[name] or (name.startswith(_LOOP) and not beyond.get(name))]
     unknown = tuple(f" in {name.rpartition(' ')[2]}" for name in few if name.startswith((_LAUNCH, _CALL)))
     if any(name.startswith(_LAUNCH) for name in few):
         few = [name for name in few if not name.startswith(_CALL)]
     return [f"two {name}" if counted[name] else name for name in few if not name.endswith(unknown)]
+
+
+def cut_short(checks: list[Reached], bench: list[Reached]) -> list[str]:
+    """Return arguments whose last element all launches of checks store, and no launch of the largest cases."""
+    most, beyond = merged(checks), merged(bench)
+    names = [name.removeprefix(_NOT_LAST) for name in beyond if name.startswith(_NOT_LAST) and name not in most]
+    return [name for name in names if _LAST + name in most.keys() - beyond.keys()]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
-from kerneltune.kernel_lib.reached import Launches, Reached, note_facts, noting, unlaunched, unreached
+from kerneltune.kernel_lib.reached import Launches, Reached, cut_short, note_facts, noting, unlaunched, unreached
 from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import check_pairs, settings
@@ -155,6 +155,10 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
         if names := unreached(values, largest):
             more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
+        lines += [
+            f"{op}: the largest case stores no last element of {name}, as all checks do: a grid cut short?"
+            for name in cut_short(values, largest)
+        ]
     return lines
 
 

@@ -116,3 +116,14 @@ def test_rowwise_finds_a_factor_of_rows_that_is_rounded_to_bf16(divide: Callable
     scale = x.abs().amax(1) / 448
     lines = rowwise("q", divide(x, scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn), scale, x)
     assert [("to one side in" in line) for line in lines] == [True] * is_wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_close_finds_truncation_within_its_tolerance_and_no_rounded_factor(dtype: torch.dtype) -> None:
+    want = torch.randn(40, 333, generator=torch.Generator().manual_seed(1))
+    want[3] = float("inf")
+    towards_zero = (want.view(torch.int32) & (-65536 if dtype == torch.bfloat16 else -8192)).view(torch.float32).to(dtype)
+    (line,) = close("y", towards_zero, want, rtol=2e-2, atol=1e-3)
+    assert line.endswith("elements that round up are truncated")
+    for right in (want.to(dtype), (want * 0.998).to(dtype), (want / 3).to(torch.bfloat16).float().mul(3).to(dtype)):
+        assert close("y", right, want, rtol=2e-2, atol=1e-3) == []

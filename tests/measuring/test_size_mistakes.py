@@ -86,7 +86,8 @@ def sums(mistake: str, given: Inputs, _config: None) -> Outputs:
         _sums_of_long_rows[(M,)](x, y, N)
     else:
         block = min(triton.next_power_of_2(N), 1024)
-        _sums[(M,)](x, y, N, BLOCK=block, IS_LONG=N > 2048 and mistake == "flag", MISTAKE=mistake)
+        rows = M - (M > 4096 and mistake == "grid cut short")
+        _sums[(rows,)](x, y, N, BLOCK=block, IS_LONG=N > 2048 and mistake == "flag", MISTAKE=mistake)
     return {"y": y}
 
 
@@ -210,6 +211,19 @@ def test_facts_tell_which_operand_is_the_minimum_and_which_of_two_sizes_is_large
         found.append(launches.facts)
     assert found[1] - found[0] == {"min(N, 64 * BLOCK) = 64 * BLOCK in _window_sums"}
     assert found[0] >= {"count > window in _is_in_window", "min(N, 64 * BLOCK) = N in _window_sums"}
+
+
+@pytest.mark.parametrize("mistake", ["grid cut short", ""])
+def test_grid_that_is_cut_short_in_the_largest_case_alone_is_named(mistake: str) -> None:
+    op = summing(mistake)
+    jobs = [
+        address_job(Task(op, BENCH[1], op.variants[0])),
+        *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CHECK),
+    ]
+    assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
+    found = [line for line in coverage_lines(jobs) if "last element" in line]
+    line = "summed: the largest case stores no last element of y_ptr in _sums, as all checks do: a grid cut short?"
+    assert found == [line] * bool(mistake)
 
 
 def test_line_of_what_no_check_reached_names_eight_parts() -> None:
