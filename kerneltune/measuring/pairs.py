@@ -162,14 +162,14 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
         configs: the configs of each case, its default first.
         cost: the cost of a check of a case.
     """
-    of_case = _classes_of_case(configs)
+    of_case, meeting = _classes_of_case(configs), _where_values_meet(configs)
     met: dict[Value, set[str]] = defaultdict(set)
     together: set[frozenset[Value]] = set()
 
     def meet(config: Config, case: Case) -> None:
         for value in values(config):
             met[value] |= of_case[case]
-        together.update(_together(config, of_case[case]))
+        together.update(_value_pairs(config) if case in meeting else ())
 
     for case, offered in configs.items():
         meet(offered[0], case)
@@ -180,7 +180,7 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
         _bound, number = heapq.heappop(heap)  # an upper bound: the number of new meetings of a pair only falls
         config, case = left[number]
         added = _CLASS_WEIGHT * sum(len(of_case[case] - met[value]) for value in values(config))
-        added += len(_together(config, of_case[case]) - together)
+        added += len(_value_pairs(config) - together) if case in meeting else 0
         entry = (-added / cost(case), number)
         if added and heap and entry > heap[0]:
             heapq.heappush(heap, entry)
@@ -189,9 +189,15 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
             yield config, case
 
 
-def _together(config: Config, names: set[str]) -> frozenset[frozenset[Value]]:
-    """Return each two knob values of a config, unless the case with these classes is empty or tiny: it runs few lines."""
-    return frozenset() if not names or ("tiny" in names and "wide" not in names) else _value_pairs(config)
+def _where_values_meet(configs: Mapping[Case, Sequence[Config]]) -> set[Case]:
+    """Return the cases where values of two knobs meet: no empty case, and of tiny cases the wide ones alone.
+
+    A wide case with a size of 1 is left out if other cases are left: it is cheap, and has a single tile in an axis for all knobs.
+    """
+    of_case = _classes_of_case(configs)
+    found = {case for case, names in of_case.items() if names and ("tiny" not in names or "wide" in names)}
+    thick = {case for case in found if "wide" not in of_case[case] or all(size > 1 for _axis, size in case.axes)}
+    return thick or found
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -212,9 +218,9 @@ def unmet(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator
         met = {value for config, case in done if case in chosen for value in values(config)}
         if offered - met:
             yield f"{name} ({len(offered - met)} of {len(offered)} left)"
-    of_case = _classes_of_case(configs)
-    possible = {two for case, found in configs.items() for config in found for two in _together(config, of_case[case])}
-    if left := possible.difference(*(_together(config, of_case[case]) for config, case in done)):
+    meeting = _where_values_meet(configs)
+    possible = {two for case in meeting for config in configs[case] for two in _value_pairs(config)}
+    if left := possible.difference(*(_value_pairs(config) for config, case in done if case in meeting)):
         yield f"values of other knobs ({len(left)} of {len(possible)} left)"
 
 

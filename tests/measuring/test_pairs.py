@@ -187,6 +187,14 @@ def test_covering_lets_every_knob_value_meet_every_class_in_few_pairs() -> None:
     assert list(pairs.unmet(configs, done - {chosen[-1]}))
 
 
+def test_values_of_two_knobs_meet_in_a_case_of_several_tiles_and_not_in_a_single_row() -> None:
+    odd, row = case_of("odd", 7, 33), case_of("row", 1, 64)
+    configs = {case: [Rows(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4)] for case in (odd, row)}
+    chosen = list(pairs.covering(configs, elements))
+    assert {config for config, case in chosen if case is odd} == set(configs[odd][1:])
+    assert list(pairs.unmet(configs, {*chosen, *((configs[case][0], case) for case in configs)})) == []
+
+
 def test_classes_name_ragged_axes_wide_tiny_and_first_cases() -> None:
     found = {name: [case.name for case in members] for name, members in pairs.classes(CASES).items()}
     assert found == {"ragged M": ["odd", "wide"], "ragged N": ["odd"], "wide": ["wide"], "tiny": ["one"], "first": ["one"]}
