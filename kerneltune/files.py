@@ -286,6 +286,8 @@ def _explained(error: msgspec.ValidationError, data: object) -> str:
     assert parts is not None
     what, path = parts["what"], parts["path"] or "$"
     steps = [step["name"] or int(step["index"]) for step in _STEP.finditer(path) if step["index"] != "..."]
+    if isinstance(error.__cause__, ValueError):  # of the class itself, which names the field
+        return f"{_joined(steps)}{': ' if steps else ''}{error.__cause__}"
     named = _FIELD.match(what)
     if named is not None and "missing" in what:
         return f"{_joined([*steps, named['name']])}: missing"

@@ -96,6 +96,9 @@ def _unwritten(error: OSError) -> typer.Exit:
 def _refused(error: Exception) -> typer.Exit:
     """Print the message of typer about a wrong use, unless typer has just shown the help; return the exit."""
     text: str = getattr(error, "format_message", error.__str__)()
+    if parsing := getattr(error.__cause__ or error.__context__, "errors", None):  # of pydantic, whose text lacks the value
+        place, _, expected = text.partition(": ")
+        text = f"{place}: {parsing()[0]['input']!r}: {expected}"
     option, missing = getattr(error, "option_name", None), getattr(getattr(error, "param", None), "name", None)
     if option is not None and hasattr(error, "possibilities"):
         text = f"{text.rstrip('.')}{_holders(option)}"

@@ -28,7 +28,7 @@ app = typer.Typer(no_args_is_help=True, help="Show, check and exchange the cache
 
 
 @app.command("list")
-def list_(configs: o.Configs = None) -> None:
+def list_(configs: o.ReadConfigs = None) -> None:
     """Show one line per GPU and operator."""
     from kerneltune.cache import load
 
@@ -47,7 +47,7 @@ def list_(configs: o.Configs = None) -> None:
 
 @app.command("show")
 @o.selects("op")
-def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.Configs = None) -> None:
+def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.ReadConfigs = None) -> None:
     """Show the cached configs of an operator."""
     from kerneltune.cache import load
 
@@ -86,7 +86,7 @@ def explain(
     variant: o.Whose = "optimized",
     dtype: Annotated[str | None, o.option("--dtype", "NAME", "Element type, where CASE is sizes.", callback=o.whole_name)] = None,
     quant: Annotated[str | None, o.option("--quant", "NAME", "Quantization mode.")] = None,
-    configs: o.Configs = None,
+    configs: o.ReadConfigs = None,
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""
     from kerneltune import cache
@@ -158,7 +158,7 @@ def export_(
     format_: Annotated[str, o.pick("--format", ("triton", "python", "json"), "What to write.")] = "python",
     gpu: o.Gpu = None,
     variant: o.Whose = "optimized",
-    configs: o.Configs = None,
+    configs: o.ReadConfigs = None,
 ) -> None:
     """Write cached configs for other programs.
 
@@ -246,13 +246,13 @@ def import_(
 
 
 @app.command()
-def check(configs: o.Configs = None) -> None:
+def check(configs: o.ReadConfigs = None) -> None:
     """Read every file strictly; exit code 2 and the reason at the first broken entry.
 
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """
     files = _chosen(None, None, configs)
-    entries = [(path, entry) for path in files for entry in _fitting(path)]
+    entries = [(path, entry) for path in files for entry in fitting_entries(path)]
     folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
     show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
     beside = [(entry, over) for _, entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
@@ -266,7 +266,7 @@ def check(configs: o.Configs = None) -> None:
         raise typer.Exit(1)
 
 
-def _fitting(path: Path) -> Iterator["CacheEntry"]:
+def fitting_entries(path: Path) -> Iterator["CacheEntry"]:
     """Yield the entries of a file."""
     from kerneltune.cache import load_strict
 

@@ -1,7 +1,7 @@
 """`kerneltune gate`: compare new records, or a fresh run, with a baseline; the exit code is the answer."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, error_line, note, show, width, write
 from kerneltune.cli.files import SUFFIX, load_baseline, selected
 from kerneltune.cli.progress import Reporter
-from kerneltune.device import require_gpu
+from kerneltune.device import require_gpu, slug
 from kerneltune.files import append_lines
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def command(
         list[str] | None, o.option("--target", "ARCH|all", "With --static: compile for it alone; may be repeated.")
     ] = None,
     workers: o.Workers = None,
-    configs: o.Configs = None,
+    configs: o.ReadConfigs = None,
     results: o.Results = None,
 ) -> None:
     """Say whether the new records are slower than the baseline.
@@ -114,8 +114,24 @@ def _judged(
     if not allow_stale:
         from kerneltune.stale import stale_lines  # imports torch
 
-        stale = [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops(), configs)]
+        _require_usable_configs(records, configs)
+        try:
+            stale = [f"{line}, or --allow-stale" for line in stale_lines(records, o.load_ops(), configs)]
+        except ValueError as error:
+            raise ValueError(f"{new}: {error}") from error
     return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)
+
+
+def _require_usable_configs(records: "Iterable[Record]", configs: Path | None) -> None:
+    """Raise ValueError for a config file of the records' operators and GPUs that has an entry which calls do not use."""
+    from kerneltune.cache import path_of
+    from kerneltune.cli.cache import fitting_entries
+
+    known = o.load_ops()
+    for op, gpu in dict.fromkeys((record.op, slug(record.device)) for record in records if record.role != "peer"):
+        if op in known and (path := path_of(op, gpu, configs)).exists():
+            for _ in fitting_entries(path):
+                pass
 
 
 def _measured(
@@ -129,6 +145,7 @@ def _measured(
     against = load_baseline(baseline, options.records_folder / f"{family_name(selection.family)}.jsonl")
     if not against:
         raise ValueError(f"{baseline}: no records")
+    _require_usable_configs(against, options.configs)
     if save is not None:
         o.require_writable(save.parent)
     with Reporter() as progress:
@@ -162,20 +179,17 @@ def _keep(path: Path, measured: "list[Record]") -> None:
 
 
 def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annotations: bool) -> None:
-    """Print and write the answer in every requested form, then exit with its code, also if a file cannot be written."""
+    """Write and print the answer in every requested form; exit with its code, with 2 for a pass that cannot be written."""
     from kerneltune.gating.report import gate_annotations, gate_junit, gate_markdown, gate_text
 
     is_printed = str(markdown) == "-"
-    show(gate_markdown(verdict) if is_printed else gate_text(verdict, width()))
     writers: list[Callable[[], None]] = []
     for path, render in ((junit, gate_junit), (None if is_printed else markdown, gate_markdown)):
         if path is not None:
             writers.append(partial(write, path, render(verdict)))
-    if annotations:
-        show(gate_annotations(verdict))
-        if os.environ.get("GITHUB_STEP_SUMMARY"):
-            summary = (gate_markdown(verdict) + "\n").encode()
-            writers.append(partial(append_lines, Path(os.environ["GITHUB_STEP_SUMMARY"]), summary, keep_partial=True))
+    if annotations and os.environ.get("GITHUB_STEP_SUMMARY"):
+        summary = (gate_markdown(verdict) + "\n").encode()
+        writers.append(partial(append_lines, Path(os.environ["GITHUB_STEP_SUMMARY"]), summary, keep_partial=True))
     code = verdict.exit_code
     for writer in writers:
         try:
@@ -183,4 +197,8 @@ def _report(verdict: "Verdict", junit: Path | None, markdown: Path | None, annot
         except ValueError as error:
             error_line(f"error: {error}")
             code = code or _BAD_INPUT
+    if code == verdict.exit_code:  # a file that cannot be written is no pass
+        show(gate_markdown(verdict) if is_printed else gate_text(verdict, width()))
+        if annotations:
+            show(gate_annotations(verdict))
     raise typer.Exit(code)

@@ -55,7 +55,7 @@ def command(
     ] = False,
     gpu: Annotated[str, o.option("--gpu", "NAME", "Cached configs of this GPU, by its folder's name.")] = _GPU,
     workers: o.Workers = None,
-    configs: o.Configs = None,
+    configs: o.ReadConfigs = None,
 ) -> None:
     """Compile OP's cached configs on the CPU; show registers, spills, shared memory, occupancy and access widths.
 
@@ -122,7 +122,9 @@ def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers:
     targets = _targets(target)
     if baseline.endswith(".json") or Path(baseline).is_file():
         runs = _runs(wanted, [], _GPU, configs)
-        return static_gate(load(Path(baseline)), _compiled(runs, targets, workers))
+        saved = load(Path(baseline))
+        rows = tuple(row for row in saved.rows if row.target in targets and (not wanted.ops or row.op in wanted.ops))
+        return static_gate(replace(saved, rows=rows), _compiled(runs, targets, workers))
     if not in_checkout() or os.environ.get(PLUGINS) or o.captured():
         raise ValueError(
             f"revision: {baseline!r}: only revisions of kerneltune's checkout are compared, without plug-ins and captures: "

@@ -77,6 +77,13 @@ def seconds(said: str) -> Any:
     return option("--budget", "SECONDS", said, callback=at_least(0, above=True))
 
 
+def existing_folder(folder: Path | None) -> Path | None:
+    """Return the folder of the config cache, which must exist unless it belongs to a capture that nobody tuned yet."""
+    if folder is not None and not folder.exists() and not captured():
+        raise ValueError(f"configs: {str(folder)!r}: no such folder")
+    return folder
+
+
 Family = Annotated[str, typer.Argument(envvar=FAMILY, show_envvar=False, help="A file of sweeps/ by name, or a .yaml file.")]
 OpName = Annotated[str, argument("OP", "Name of an operator.")]
 Gpu = Annotated[str | None, option("--gpu", "NAME", "The GPU, by the name of its folder, like nvidia_h200.")]
@@ -105,6 +112,10 @@ Budget = Annotated[float | None, seconds("Tuning time per case.")]
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
 MaxCases = Annotated[int | None, count("--max-cases", "Most cases of a sweep file; 100000 by default.")]
 Configs = Annotated[Path | None, option("--configs", "DIR", "Folder of the config cache.", envvar="KERNELTUNE_CONFIGS")]
+ReadConfigs = Annotated[
+    Path | None,
+    option("--configs", "DIR", "Folder of the config cache.", envvar="KERNELTUNE_CONFIGS", callback=existing_folder),
+]
 Results = Annotated[Path | None, option("--results", "DIR", "Folder of the records.", envvar=RESULTS)]
 Sampler = Annotated[str | None, pick("--sampler", SAMPLERS, "Search large spaces by our sampler or at random.")]
 Workers = Annotated[int | None, count("--workers", "Processes that compile; one per CPU core if not given.")]

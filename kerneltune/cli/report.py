@@ -32,7 +32,7 @@ def command(
     b: Annotated[str | None, o.option("--b", "NAME", "The variant or peer that is B at first.")] = None,
     svg: Annotated[Path | None, o.option("--svg", "FILE", "Write a picture of every family's speed-up instead.")] = None,
     markdown: Annotated[Path | None, o.option("--markdown", "FILE", "Write A/B tables as Markdown; - prints them.")] = None,
-    configs: o.Configs = None,
+    configs: o.ReadConfigs = None,
     results: o.Results = None,
 ) -> None:
     """Write an HTML page that needs no network: every family's speed-up, A against B by case, charts, and the gain of tuning.

@@ -6,6 +6,7 @@ The functions take a Verdict and are pure: the module judges nothing and writes 
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from xml.etree import ElementTree
 
@@ -52,10 +53,11 @@ def gate_markdown(verdict: Verdict) -> str:
 
 def _table(verdict: Verdict) -> Table:
     """Return a row for each row of the verdict that did not simply pass and is no note."""
-    named, names = case_columns((row.record for row in verdict.rows), Column("op", shared=True), Column("case", rank=4))
+    named, names = case_columns((row.record for row in verdict.rows), Column("op", shared=True), Column("case", rank=1))
     of_row = {id(row): values(named, name) for row, name in zip(verdict.rows, names, strict=True)}
+    named = [replace(column, rank=5 if column.shared else 4 if column.digits == 0 else column.rank) for column in named]
     columns = (
-        Column("verdict"), *named, Column("variant"), Column("µs", digits=0, rank=2), Column("slowdown", digits=0, rank=1),
+        Column("verdict"), *named, Column("variant"), Column("µs", digits=0, rank=2), Column("slowdown", digits=0),
         Column("95 % interval", digits=0, rank=3), Column("reason", only=("markdown",)),
     )  # fmt: skip
     rows = [
@@ -79,7 +81,11 @@ def gate_junit(verdict: Verdict) -> str:
     said = [f"note: {note}" for note in verdict.notes]
     for row in verdict.rows:
         test = ElementTree.SubElement(
-            suite, "testcase", classname=_xml(row.record.op), name=_xml(f"{row.record.label} {row.record.variant}"), time="0"
+            suite,
+            "testcase",
+            classname=_xml(row.record.op),
+            name=_xml(f"{row.record.label} {row.record.variant}"),
+            time=f"{(row.record.time_us or 0.0) / 1e6:.9f}",
         )
         tag, text = None if row.note else _TAGS.get(row.verdict), _message(row)
         if tag == "skipped":
@@ -89,9 +95,11 @@ def gate_junit(verdict: Verdict) -> str:
             child.text = _xml(f"case {row.record.case}: {text}")
         if row.verdict != "pass" and (tag is None or tag == "skipped"):
             said.append(f"{'note' if row.note else row.verdict}: {row.record.label} {row.record.variant}: {text}")
-    for failure in verdict.failures:
+    for number, failure in enumerate(verdict.failures):
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name=_xml(failure.partition(": ")[0]), time="0")
-        ElementTree.SubElement(test, "failure", type="regression", message=_xml(failure)).text = _xml(failure)
+        ElementTree.SubElement(
+            test, "failure", type="stale" if number < verdict.num_stale else "regression", message=_xml(failure)
+        ).text = _xml(failure)
     if verdict.exit_code == UNUSABLE or not (verdict.rows or verdict.failures):
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name="comparable", time="0")
     if verdict.exit_code == UNUSABLE:

@@ -82,7 +82,8 @@ class Verdict:
 
     Attributes:
         notes: facts about the comparison as a whole, a line each.
-        failures: lines for failures that no single row shows: stale code, a variant that is slower as a whole.
+        failures: lines for failures that no single row shows: first `num_stale` lines for other code or configs, then a line for
+            each variant that is slower as a whole.
     """
 
     rows: tuple[GateRow, ...]
@@ -90,6 +91,7 @@ class Verdict:
     reason: str
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
+    num_stale: int = 0
 
     def count(self, verdict: RowVerdict) -> int:
         """Return the number of rows with this verdict, without notes."""
@@ -173,7 +175,8 @@ def gate(
         for lines, noun, state in ((stale, "variant", "of other code or configs"), (groups, "group", "slower as a whole"))
         if lines
     ]
-    return _verdict(tuple(rows), tuple(filter(None, [*notes, *doubtful])), (*stale, *groups), wide)
+    verdict = _verdict(tuple(rows), tuple(filter(None, [*notes, *doubtful])), (*stale, *groups), wide)
+    return replace(verdict, num_stale=len(stale))
 
 
 def confirm(

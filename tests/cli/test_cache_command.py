@@ -67,9 +67,9 @@ def test_nothing_is_sound_in_an_empty_cache(configs_dir: Path) -> None:
     """Nor in a folder that is not there, which a gate of somebody's CI may name by mistake."""
     assert run("cache", "list").stdout == f"no entries in {configs_dir}\n"
     commands: list[list[str]] = [["check"], ["show", "rmsnorm_fwd"]]
-    for folder in (configs_dir, configs_dir / "no"):
-        for command in commands:
-            assert refused("cache", *command, "--configs", folder) == f"error: no cached configs in {folder}"
+    for command in commands:
+        assert refused("cache", *command, "--configs", configs_dir) == f"error: no cached configs in {configs_dir}"
+        assert refused("cache", *command, "--configs", configs_dir / "no").endswith("/no': no such folder")
 
 
 def test_cache_show_refuses_what_is_unknown(stored: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -106,7 +107,7 @@ def test_files_without_a_common_row_give_the_reason_alone(write: Callable[..., P
 def test_operator_that_is_not_loaded_is_bad_input(write: Callable[..., Path]) -> None:
     path = write("a.jsonl", *both(op="tsoftmax"))
     assert refused("gate", path, path) == (
-        "error: op: 'tsoftmax': in the records, but not loaded here: load it by --plugin, or pass --allow-stale"
+        f"error: {path}: op: 'tsoftmax': in the records, but not loaded here: load it by --plugin, or pass --allow-stale"
     )
 
 
@@ -118,7 +119,7 @@ def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: 
     result = run("gate", "--allow-stale", old, new, "--markdown", markdown, "--junit", junit, "--annotations")
     assert (result.exit_code, result.stderr) == (1, f"wrote {junit}\nwrote {markdown}\n")
     text, *commands = result.stdout.split("gate: fail: 1 regression (2 rows compared, 0 faster)\n")
-    assert "regression rmsnorm_fwd" in text
+    assert "-- op rmsnorm_fwd, dtype bfloat16, quant fp8\nregression te-8192x4096" in text
     assert commands[0] == "::error title=kerneltune gate::"
     assert markdown.read_text().startswith("**gate: fail: ")
     assert step.read_text() == f"before\n{markdown.read_text()}\n"
@@ -129,7 +130,7 @@ def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: 
 
 
 @pytest.mark.parametrize(("new", "code"), [(both(100, 70), 1), (both(), 2)])
-def test_gate_unwritable_junit_hides_neither_the_verdict_nor_the_other_files(
+def test_gate_unwritable_junit_hides_neither_a_regression_nor_the_other_files(
     new: list[Record], code: int, write: Callable[..., Path], tmp_path: Path
 ) -> None:
     markdown = tmp_path / "gate.md"
@@ -145,7 +146,7 @@ def test_gate_unwritable_junit_hides_neither_the_verdict_nor_the_other_files(
     )
     assert result.exit_code == code
     assert markdown.exists()
-    assert "\ngate: " in f"\n{result.stdout}"
+    assert ("gate: fail" in result.stdout, "gate: pass" in result.stdout) == (code == 1, False)
     assert result.stderr.splitlines()[0].startswith(f"error: cannot write {tmp_path}: ")
 
 
@@ -154,10 +155,9 @@ def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Pa
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(console.console, "width", 80)
     assert run("gate", "--allow-stale", old, new).stdout == (
-        "not shown in 80 columns: case, 95 % interval; a wider terminal shows all\n"
-        "\n"
-        "verdict    op          dtype    quant    M    N variant        µs slowdown\n"
-        "regression rmsnorm_fwd bfloat16 fp8   8192 4096 optimized 50 → 70   +40.0%\n"
+        "verdict    case            M    N variant        µs slowdown    95 % interval\n"
+        "-- op rmsnorm_fwd, dtype bfloat16, quant fp8\n"
+        "regression te-8192x4096 8192 4096 optimized 50 → 70   +40.0% [+40.0%, +40.0%]\n"
         "        at least 40.0% slower, tolerated 3.0%; one process a side\n"
         "\n"
         "gate: fail: 1 regression (2 rows compared, 0 faster)\n"
@@ -301,3 +301,51 @@ def test_gate_refuses_two_rows_of_one_case_in_a_file(side: str, write: Callable[
         f"error: {files[side]}:3: te-8192x4096: {record().label} baseline on NVIDIA H200: the row of line 1 again; "
         "delete one of the two lines"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{", "JSON: "), ('"warps": 3000', "entries[0]: "), ('"wraps": 4', "entries[0]: ")],
+)
+def test_gate_refuses_configs_that_calls_do_not_use(text: str, said: str, write: Callable[..., Path], tmp_path: Path) -> None:
+    entry = h200_entries()[0]
+    path = cache.store("nvidia_h200", entry, tmp_path / "configs")
+    stored = path.read_text()
+    path.write_text(text if text == "{" else re.sub('"warps": [0-9]+', text, stored))
+    rows = write("rows.jsonl", entry_record(entry))
+    assert refused("gate", rows, rows, "--configs", tmp_path / "configs").startswith(f"error: {path}: {said}")
+
+
+def test_gate_and_cache_refuse_a_folder_of_configs_that_is_not_there(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = f"error: configs: '{tmp_path / 'none'}': no such folder"
+    rows = write("rows.jsonl", *both())
+    assert refused("gate", rows, rows, "--configs", tmp_path / "none") == said
+    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path / "none"))
+    assert refused("gate", rows, rows) == refused("cache", "list") == refused("inspect", "rmsnorm_fwd") == said
+
+
+def test_gate_whose_report_cannot_be_written_does_not_say_pass(write: Callable[..., Path], tmp_path: Path) -> None:
+    rows = write("rows.jsonl", *both())
+    (tmp_path / "file").touch()
+    result = run("gate", rows, rows, "--allow-stale", "--junit", tmp_path / "file" / "gate.xml")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: cannot write")
+
+
+def test_gate_names_the_value_of_a_margin_and_the_field_of_a_record(write: Callable[..., Path]) -> None:
+    rows = write("rows.jsonl", *both())
+    assert "'--margin': 'x'" in refused("gate", rows, rows, "--margin", "x")
+    rows.write_text(re.sub('"gbps": ?[0-9.]+', '"gbps": null', rows.read_text()))
+    assert refused("gate", rows, rows).startswith(f"error: {rows}:1: gbps: None: expected ")
+
+
+def test_junit_has_times_and_tells_stale_code_from_a_regression(write: Callable[..., Path], tmp_path: Path) -> None:
+    rows = write("rows.jsonl", *both())
+    assert run("gate", rows, rows, "--junit", tmp_path / "gate.xml").exit_code == 1
+    suite = ElementTree.parse(tmp_path / "gate.xml").getroot()[0]
+    assert {test.get("time") for test in suite.iter("testcase") if test.get("classname") == "rmsnorm_fwd"} == {
+        f"{row.time_us / 1e6:.9f}" for row in both() if row.time_us
+    }
+    assert {failure.get("type") for failure in suite.iter("failure")} == {"stale"}

@@ -38,10 +38,12 @@ def test_text_hides_the_interval_last_and_puts_reasons_below_where_it_is_narrow(
     text = gate_text(ANSWER, 72)
     assert max(map(len, text.splitlines())) <= 72
     assert (
-        "regression none  8192 4096 optimized   100 → 110   +10.0%\n"
+        "-- quant none\n"
+        "regression te-8192x4096 optimized   100 → 110   +10.0% [+9.0%, +11.1%]\n"
         "        at least 9.0% slower, tolerated 3.0%; one process a side\n"
     ) in text
-    assert "not shown in 72 columns: case, 95 % interval; a wider terminal shows all\n" in text
+    assert "not shown in 72 columns: M, N; a wider terminal shows all\n" in text
+    assert "not shown in 62 columns: M, N, 95 % interval; " in gate_text(ANSWER, 62)
 
 
 def test_a_row_that_is_slower_within_the_margin_is_shown_and_counted() -> None:

@@ -80,7 +80,7 @@ def sweep_family(place: Place) -> None:
 @journey(limit_s=120, ops=("swiglu",), without_gpu=True)
 def sweep_stale(place: Place) -> None:
     """Run `sweep --stale` twice on a copy of configs and records: it measures for the budget, then goes on."""
-    shutil.copytree(ROOT / "configs", place.configs.parent)
+    shutil.copytree(ROOT / "configs", place.configs.parent, dirs_exist_ok=True)
     shutil.copytree(ROOT / "results", place.results.parent, ignore=shutil.ignore_patterns("runs"))
     for _ in range(2):
         done = place.kerneltune("sweep", "swiglu_bwd", "--stale", "--budget", "15")

@@ -128,7 +128,7 @@ class Runner:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _in_folder(self, journey: Journey, folder: Path) -> Ending:
-        for name in ("home", "tmp", "place"):
+        for name in ("home", "tmp", "place", "configs"):
             (folder / name).mkdir()
         mark, said, modules = uuid.uuid4().hex, folder / "said.json", folder / "modules.txt"
         environment = _environment({}) | {
