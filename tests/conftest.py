@@ -25,6 +25,7 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
     # Small products on two threads take twice the processor time: each thread spins while it waits for the other.
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start; this process has imported torch and numpy
     torch.set_num_threads(1)
     threadpool_limits(1, "blas")
 
@@ -44,12 +45,6 @@ os.environ.setdefault("COLUMNS", "100")  # the console's width decides how table
 def pytest_xdist_auto_num_workers() -> int:
     """Return one worker more than cores, because tests spend a fifth of their time waiting for processes and timeouts."""
     return (os.cpu_count() or 1) + 1
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes() -> None:
-    """Let workers and the processes that they start compute on one thread each: more threads than cores wait for each other."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
