@@ -129,11 +129,15 @@ def _operand(left: Any, right: Any) -> tuple[Any, Any]:
     if type(right) is not type(left):
         is_of_kind = isinstance(right, _NUMBERS.get(left.dtype.name, ())) and -_LARGEST <= right <= _LARGEST
         return (left.handle.data.dtype.type(right), left) if is_of_kind else (None, None)
-    if right.dtype is left.dtype or (right.dtype.name in _OFFSETS and left.dtype.is_ptr()):
-        if left.shape is right.shape or not right.shape:
-            return right.handle.data, left
-        if not left.shape:
-            return right.handle.data, right
+    kinds = left.dtype.name, right.dtype.name
+    if right.dtype is left.dtype or kinds == ("int64", "int32") or (right.dtype.name in _OFFSETS and left.dtype.is_ptr()):
+        data, is_of_rank = right.handle.data, len(left.shape) == len(right.shape)
+        if left.shape is right.shape or not right.shape or (data.size == 1 and is_of_rank):
+            return (data.astype(np.int64) if kinds == ("int64", "int32") else data), left
+        if right.dtype is not left.dtype and not left.dtype.is_ptr():
+            return None, None
+        if not left.shape or (left.handle.data.size == 1 and is_of_rank):
+            return data, right
     return None, None
 
 
@@ -158,7 +162,7 @@ def quick_operator(name: str, is_reflected: bool, operator: Callable[[Any, Any],
             values = exact.astype(data.dtype)
         else:
             values = compute(*operands)
-        result = TensorHandle(values, handle.dtype if like is left and not is_reflected else kind)
+        result = TensorHandle(values, handle.dtype if not is_reflected and (like is left or left.shape) else kind)
         if is_comparison:
             return tensor(result, like.type.with_element_ty(tl.int1) if like.shape else tl.int1)
         made = object.__new__(tensor)

@@ -31,14 +31,14 @@ def _is_number(x):
 
 @triton.jit
 def _operate(a_ptr, b_ptr, OPERATE: tl.constexpr):
-    OPERATE(tl.load(a_ptr + tl.arange(0, 4)), tl.load(b_ptr), a_ptr, _is_number)
+    OPERATE(tl.load(a_ptr + tl.arange(0, 4)), tl.load(b_ptr), tl.load(b_ptr + tl.arange(0, 1)), a_ptr, _is_number)
 
 
 def answers(function: Callable[[Any, Any], Any], kind: torch.dtype) -> list[str]:
     """Return type and values, or the error, of a function of operands of each form."""
     found: list[str] = []
 
-    def operate(block: Any, scalar: Any, pointer: Any, is_number: Any) -> None:
+    def operate(block: Any, scalar: Any, single: Any, pointer: Any, is_number: Any) -> None:
         offsets = block.to(tl.int64)
         row, column = block[None, :], block[:, None]
         for left, right in (
@@ -46,7 +46,10 @@ def answers(function: Callable[[Any, Any], Any], kind: torch.dtype) -> list[str]
             (pointer, offsets), (offsets, pointer), (pointer + offsets, block.to(tl.int32)), (pointer + offsets, scalar),
             (pointer, block.to(tl.uint8)), (pointer + offsets, row), (pointer, 3),
             (block, 3), (3, block), (block, 2.5), (2.5, scalar), (block, 2**40), (block, True), (block, None),
-            (is_number(scalar), block),
+            (offsets, block), (offsets, scalar), (scalar.to(tl.int64), block), (single, block), (block, single),
+            (single[None, :], row), (row, single[None, :]), (single, row), (row, single),
+            (pointer + single.to(tl.int64), offsets),
+            (single.to(tl.int64), block), (offsets, single), (is_number(scalar), block),
         ):  # fmt: skip
             try:
                 result = function(left, right)
