@@ -129,7 +129,7 @@ class TaskKey(NamedTuple):
     @property
     def of_case(self) -> "TaskKey":
         """Return the key that all variants of the case share."""
-        return self._replace(variant="")
+        return TaskKey(self.op, "", self.case, self.policy)
 
     @property
     def label(self) -> str:

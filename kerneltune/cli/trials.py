@@ -54,7 +54,7 @@ def searches_of(plan: "Plan", gpu: str) -> dict[str, Searches]:
 
     gpu: folder name of the GPU model.
     """
-    from kerneltune.search.task import Task, store_path
+    from kerneltune.search.task import store_path
     from kerneltune.search.trials import newest_trials
 
     by_title: dict[str, Searches] = {}
@@ -62,7 +62,7 @@ def searches_of(plan: "Plan", gpu: str) -> dict[str, Searches]:
     for entry in plan.cases():
         op, case = plan.ops[entry.op], entry.case
         for variant in filter(lambda variant: plan.selection.takes_variant(variant.name), op.variants):
-            stored = kept[op.name].get(Task(op, case, variant, plan.policy(entry.op)).key, {})
+            stored = kept[op.name].get(plan.key(entry)._replace(variant=variant.name), {})
             if any(one.time_us is not None for one in stored.values()):
                 by_title.setdefault(f"{op.name} {variant.name} {case.quant}", []).append((case, stored))
     return by_title
