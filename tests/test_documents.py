@@ -55,7 +55,7 @@ NOT_RUN = {
     "cli/ a file per command, and what commands share; the only place that prints": "text: the folders",
     "kernel classes launches time % configs key key leaves out": "text: output of a GPU",
     "launch author's first µs ours µs speedup 95 % config": "text: output of a GPU",
-    "verdict op dtype quant M K variant µs slowdown": "text: output of records that a GPU made",
+    "verdict case M K variant µs slowdown 95 % interval": "text: output of records that a GPU made",
     '{"variant": "optimized", "case": "swiglu_bwd-196608x1408", "axes": {"M": 196608, "N": 1408},': "text: an entry of configs",
 }
 OPTIONS_OF_SCRIPTS = {"--from", "--sizes", "--worst"}
