@@ -123,7 +123,7 @@ def default_root() -> Path:
 
 
 def read_roots(root: Path | None = None) -> list[Path]:
-    """Return the folders that configs are read from, of which the first that holds a file counts for this file.
+    """Return the folders that configs are read from; a file is read from the first folder that holds it.
 
     Args:
         root: the folder of the cache; None for `default_root()`, and without KERNELTUNE_CONFIGS the packaged folder behind it.

@@ -59,7 +59,11 @@ def report(key: TaskKey, device: str, describe: Callable[[], str], free_axes: Se
         return
     strict = _is_strict()
     if log := os.environ.get(_LOG):
-        _append(Path(log), key, device)
+        row = _Row(**{"op": key.op, "device": device, **key.fields, "case": ""})
+        try:
+            append_lines(Path(log), msgspec.json.encode(row) + b"\n")
+        except ValueError as error:  # a log that cannot be written
+            warnings.warn(str(error), stacklevel=3)
     alike = key._replace(case=replace(key.case, axes=tuple(axis for axis in key.case.axes if axis[0] not in free_axes))), device
     if not strict and alike in _said:
         return
@@ -82,15 +86,6 @@ def _is_strict() -> bool:
 def forget() -> None:
     """Forget the misses that were warned of, so that each is warned of again."""
     _said.clear()
-
-
-def _append(path: Path, key: TaskKey, device: str) -> None:
-    """Append a miss to the log; warn of a log that cannot be written."""
-    row = _Row(**{"op": key.op, "device": device, **key.fields, "case": ""})
-    try:
-        append_lines(path, msgspec.json.encode(row) + b"\n")
-    except ValueError as error:
-        warnings.warn(str(error), stacklevel=4)
 
 
 def read(path: Path) -> list[TaskKey]:

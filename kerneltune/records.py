@@ -224,7 +224,7 @@ def row_of(record: Record) -> object:
 
 
 def case_on_device(record: Record) -> object:
-    """Return what the rows of all variants of a case on a device have in common."""
+    """Return the key and the device that the rows of all variants of a case share."""
     return record.key.of_case, record.device
 
 
