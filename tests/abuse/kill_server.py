@@ -58,7 +58,8 @@ def search() -> None:
 def check_out() -> None:
     """Inspect the revision HEAD of the repository in this folder."""
     setattr(revision, "data_root", Path)  # noqa: B010
-    revision.survey_revision("HEAD", [])
+    with revision.unpacked("HEAD") as tree:
+        revision.inspected("HEAD", tree, [])
 
 
 def begin(folder: str, arguments: Sequence[str]) -> int:

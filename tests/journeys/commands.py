@@ -24,7 +24,7 @@ def doctor(place: Place) -> None:
         require(place.gpu["arch"] in flat and place.gpu["driver"] in flat, "architecture or driver are missing")
 
 
-@journey(limit_s=240, ops=("rmsnorm",))
+@journey(limit_s=360, ops=("rmsnorm",))
 def sweep_quick(place: Place) -> None:
     """`sweep rmsnorm --quick` shows ten rows; `compare` and `report` read its records."""
     place.kerneltune("sweep", "rmsnorm", "--quick", env=SHIPPED)
