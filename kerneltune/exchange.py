@@ -50,14 +50,14 @@ def to_triton(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) 
     """
     of_knobs = {knob: name for knob, name in names.items() if knob not in op.axes}
     lines = [*_head(op, device), *(f"# {line}" for line in unnamed(op, entries, names))]
-    lines += [f"KEY = {[names.get(axis, axis) for axis in op.axes]!r}", f"NAMES = {of_knobs!r}", f"WORDS = {_TRITON!r}"]
+    lines += [f"KEY = {list(op.axes)!r}", f"NAMES = {of_knobs!r}", f"WORDS = {_TRITON!r}"]
     lines += ["ENTRIES = [", *_rows(entries), "]"]
     return {f"{_module(op.name)}.py": "\n".join(lines) + "\n" + _AUTOTUNE}
 
 
 def unnamed(op: Op, entries: Sequence[CacheEntry], names: Names) -> list[str]:
     """Return a line each about axes and knobs that no argument of the kernel is known for; texts are literals."""
-    axes = [axis for axis in op.axes if axis not in names]
+    axes = [axis for axis in op.axes if names.get(axis) != axis]  # an `e` may count other things than E
     knobs = [knob for knob in dict.fromkeys(knob for entry in entries for knob in entry.config) if knob not in {*names, *_TRITON}]
     about = (
         (axes, "KEY: axes of the operator that no kernel has as arguments: put the kernel's arguments in their place"),

@@ -162,8 +162,8 @@ def export_(
 ) -> None:
     """Write cached configs for other programs.
 
-    triton: a module whose configs() and KEY are arguments of @triton.autotune. A knob or axis gets the name of a kernel's
-    argument that differs from it in capitals alone; a line names the other knobs and axes, which you map in NAMES and KEY.
+    triton: a module whose configs() and KEY are arguments of @triton.autotune. A knob gets the name of a kernel's argument
+    that differs from it in capitals alone; a line names the other knobs and the axes of no argument: map them in NAMES and KEY.
     python: a module without dependencies that finds the best config of a case. json: tables by size.
     """
     from kerneltune import exchange
