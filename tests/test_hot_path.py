@@ -51,7 +51,7 @@ def test_a_look_up_takes_at_most_2_us() -> None:
 @pytest.mark.alone
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 @pytest.mark.parametrize("module", [gemm, fp8_gemm, fastest])
-def test_the_first_look_up_of_a_number_of_tokens_takes_at_most_100_us(module: Any) -> None:
+def test_the_first_look_up_of_a_number_of_tokens_takes_as_long_as_two_short_loops(module: Any) -> None:
     choose = cache.Chooser.of(module.OP, module.OP.variant("optimized"))
     values = {"group": 128, "zeros": False, "bias": False, "fp8_copy": True}
     options = tuple((name, values[name]) for name in module.OP.options)
@@ -60,7 +60,13 @@ def test_the_first_look_up_of_a_number_of_tokens_takes_at_most_100_us(module: An
     def first() -> None:
         choose((("N", next(tokens)), ("M", 4096), ("K", 4096)), "bfloat16", "int4", options, "nvidia_h200")
 
-    assert seconds_per_call(first, 20) <= 1e-4  # 20 to 35 µs on an idle core
+    def loop() -> None:
+        total = 0
+        for number in range(2000):
+            total += number
+
+    # 20 to 35 µs where the loop takes 45 µs; a slow host lengthens both
+    assert seconds_per_call(first, 20) <= 2.2 * seconds_per_call(loop, 20)
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
