@@ -27,7 +27,7 @@ _LONG = 64
 _MOST_COST = 4.0
 """Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
 _MOST_NAMES = 8
-"""Most names in a line of what no check reached."""
+"""Largest number of names in a coverage line."""
 _LAUNCHES_S = 10.0
 """Processor seconds for the launches of bench cases, whose inputs an operator may make in spite of device `meta`."""
 _Fork = Fork[tuple[list[Outcome], Reached]]
