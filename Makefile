@@ -28,7 +28,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/python -m mypy --strict & $(BIN)/python -m pytest -n auto --dist worksteal -m "not alone"; tested=$$?; wait $$! && exit $$tested
 	$(BIN)/python tests/journeys --list
 
-# Runs the tests that need a GPU, and the journeys of tests/journeys or the one called JOURNEY; outputs go to GPU_OUT, results/runs/gpu if
+# Runs the journeys of tests/journeys, GPU tests included, or the one called JOURNEY, on all GPUs; outputs go to GPU_OUT, results/runs/gpu if
 # not given. Without a network: make gpu VENV_FLAGS=--system-site-packages PIP_FLAGS='--no-index --find-links DIR'
 # COMMIT=HASH names the commit of the proof in a copy of the tree that lacks its history.
 gpu: $(VENV)/.installed-gpu

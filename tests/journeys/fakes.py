@@ -12,16 +12,16 @@ from journey import NotRun, Place, journey, require
 
 GPU = {
     "slug": "nvidia_fake", "name": "NVIDIA Fake", "arch": "sm_0", "driver": "1", "python": "3", "torch": "2", "triton": "3",
-    "commit": "4010a35",
+    "commit": "4010a35", "count": "2",
 }  # fmt: skip
 
 
 @journey(limit_s=60)
 def fine(place: Place) -> None:
-    """Import a module of the package in a process that is killed at once, and pass."""
+    """Import a module of the package in a process that is killed at once, and pass; remark on the GPU."""
     code = "import kerneltune.stats, os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     place.python("-c", code, code=-9)
-    place.remarks.append("a remark")
+    place.remarks.append(f"on GPU {os.environ['CUDA_VISIBLE_DEVICES']}")
 
 
 @journey(limit_s=60)

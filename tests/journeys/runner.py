@@ -1,4 +1,4 @@
-"""Run journeys in processes of their own, several at a time where no times are judged, and say how each ended."""
+"""Run journeys in processes of their own, on every GPU, several at a time where no times are judged, and say how each ended."""
 
 import json
 import os
@@ -11,9 +11,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -50,9 +51,10 @@ def gpu_here() -> dict[str, str]:
         known: dict[str, str] = json.loads(told)
         return known
     code = (
-        "import json, platform; from kerneltune import device as d; c = d.current(); d.select_backend(); "
+        "import json, platform, torch; from kerneltune import device as d; c = d.current(); d.select_backend(); "
         "from kerneltune.processes import commit; print(json.dumps({'slug': c.slug, 'name': c.name, 'arch': c.arch, "
-        "'driver': c.driver, 'python': platform.python_version(), 'commit': commit(), **d.versions()}))"
+        "'driver': c.driver, 'count': str(torch.cuda.device_count()), 'python': platform.python_version(), "
+        "'commit': commit(), **d.versions()}))"
     )
     done = subprocess.run([sys.executable, "-c", code], env=_environment({}), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -68,6 +70,24 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUSERBASE": site.getuserbase()} | more
 
 
+def gpus_of(gpu: Mapping[str, str]) -> list[str]:
+    """Return what CUDA_VISIBLE_DEVICES calls each GPU of a machine described by `gpu_here`; one empty name without a GPU."""
+    count = int(gpu.get("count", 0))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (visible.split(",") if visible else [str(index) for index in range(count)])[:count] or [""]
+
+
+def parts(journeys: Sequence[Journey], gpus: Sequence[str]) -> dict[str, list[Journey]]:
+    """Divide journeys among GPUs, the longest limit first, each to the GPU that has least to do."""
+    part_of: dict[str, list[Journey]] = {gpu: [] for gpu in gpus}
+    seconds = dict.fromkeys(gpus, 0.0)
+    for one in sorted(journeys, key=lambda one: -one.limit_s):
+        gpu = min(gpus, key=seconds.__getitem__)
+        part_of[gpu].append(one)
+        seconds[gpu] += one.limit_s if one.alone else one.limit_s / 2
+    return part_of
+
+
 class Runner:
     """Runs journeys; `ended` holds how each of them ended, also after Ctrl-C."""
 
@@ -79,23 +99,27 @@ class Runner:
         self._began = time.monotonic()
 
     def run(self, journeys: Sequence[Journey]) -> None:
-        """Run journeys: first all that may share the GPU, side by side, then the rest one after the other."""
+        """Run journeys: on each GPU its part, first those that may share a GPU, side by side, then the rest one by one."""
         self.out.mkdir(parents=True, exist_ok=True)
-        shared = sorted((one for one in journeys if not one.alone), key=lambda one: -one.limit_s)
-        pool = ThreadPoolExecutor(max_workers=_AT_ONCE)
+        pool = ThreadPoolExecutor()
         try:
-            for done in as_completed([pool.submit(self._one, one) for one in shared]):
-                self._say(done.result())
-            for one in journeys:
-                if one.alone:
-                    self._say(pool.submit(self._one, one).result())
+            ran = [pool.submit(self._run_part, part, gpu) for gpu, part in parts(journeys, gpus_of(self.gpu)).items()]
+            for part in wait(ran).done:
+                part.result()
         except BaseException:
             self._stop.set()
-            pool.shutdown(cancel_futures=True)
             for one in journeys:
                 self.ended.setdefault(one.name, Ending(one.name, INTERRUPTED))
             raise
-        pool.shutdown()
+        finally:
+            pool.shutdown()
+
+    def _run_part(self, journeys: Sequence[Journey], gpu: str) -> None:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(partial(self._one, gpu=gpu), (one for one in journeys if not one.alone)))
+        for one in journeys:
+            if one.alone:
+                self._one(one, gpu)
 
     def _say(self, ending: Ending) -> None:
         since = time.monotonic() - self._began
@@ -104,17 +128,19 @@ class Runner:
         if ending.passed == FAILED:
             print(ending.reason, flush=True)  # now: a machine may be gone before the end
 
-    def _one(self, journey: Journey) -> Ending:
+    def _one(self, journey: Journey, gpu: str) -> None:
+        if self._stop.is_set():
+            return
         began = time.monotonic()
         try:
-            ending = self._run(journey)
+            ending = self._run(journey, gpu)
         except Exception as error:  # of the runner: the other journeys go on
             ending = Ending(journey.name, FAILED, reason=f"{type(error).__name__}: {error}")
         ending.seconds = time.monotonic() - began
         self.ended[journey.name] = ending
-        return ending
+        self._say(ending)
 
-    def _run(self, journey: Journey) -> Ending:
+    def _run(self, journey: Journey, gpu: str) -> Ending:
         missing = journey.missing()
         if missing:
             return Ending(journey.name, LEFT_OUT, reason=f"{', '.join(missing)}: not installed")
@@ -122,12 +148,12 @@ class Runner:
             return Ending(journey.name, LEFT_OUT, reason="needs a GPU")
         folder = Path(tempfile.mkdtemp(prefix="kt-"))
         try:
-            return self._in_folder(journey, folder)
+            return self._in_folder(journey, folder, gpu)
         finally:
             if self.ended.get(journey.name, Ending("", "")).passed != FAILED:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _in_folder(self, journey: Journey, folder: Path) -> Ending:
+    def _in_folder(self, journey: Journey, folder: Path, gpu: str) -> Ending:
         for name in ("home", "tmp", "place", "configs"):
             (folder / name).mkdir()
         mark, said, modules = uuid.uuid4().hex, folder / "said.json", folder / "modules.txt"
@@ -143,6 +169,7 @@ class Runner:
             "KERNELTUNE_RESULTS": str(folder / "results"),
             "COLUMNS": "120",
             "PYTHONUNBUFFERED": "1",
+            **({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}),
         }
         command = [*self._command, "--inside", journey.name, "--said", str(said)]
         output = self.out / f"{journey.name}.txt"

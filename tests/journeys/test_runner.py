@@ -8,7 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from journey import HERE, ROOT
+import pytest
+from journey import HERE, ROOT, Journey
+from runner import gpus_of, parts
 
 from kerneltune.inspection.proof import code_of, load_proof
 
@@ -16,7 +18,7 @@ FAKES = str(HERE / "fakes.py")
 
 
 def start(tmp_path: Path, *arguments: str) -> "subprocess.Popen[str]":
-    environment = os.environ | {"FAKE_PID": str(tmp_path / "pid"), "GPU_OUT": str(tmp_path / "out")}
+    environment = os.environ | {"FAKE_PID": str(tmp_path / "pid"), "GPU_OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, FAKES, *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -34,7 +36,7 @@ def test_journeys_end_in_a_table_with_their_outputs_kept(tmp_path: Path) -> None
     assert {name: one["passed"] for name, one in ended.items()} == {
         "fine": "yes", "broken": "no", "hangs": "no", "unable": "not run", "lacking": "not run",
     }  # fmt: skip
-    assert ended["fine"]["reason"] == "a remark"
+    assert ended["fine"]["reason"] == "on GPU 1"  # of two
     assert "kerneltune.stats" in ended["fine"]["modules"]
     assert ended["hangs"]["reason"] == "ended after 2 s"
     assert "before it hangs" in (tmp_path / "out" / "hangs.txt").read_text()
@@ -49,8 +51,23 @@ def test_journeys_end_in_a_table_with_their_outputs_kept(tmp_path: Path) -> None
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"  # nobody may ask what became of it
 
 
+def test_gpus_share_the_journeys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,5")
+    assert gpus_of({"count": "2"}) == ["4", "7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert gpus_of({"count": "2"}) == ["0", "1"]
+    assert gpus_of({}) == [""]
+    journeys = [Journey(name, lambda _: None, limit_s, alone) for name, limit_s, alone in
+                (("a", 400, False), ("b", 300, True), ("c", 200, False), ("d", 100, False))]  # fmt: skip
+    names = {gpu: [one.name for one in part] for gpu, part in parts(journeys, ["0", "1"]).items()}
+    assert names == {"0": ["a", "c", "d"], "1": ["b"]}
+
+
 def test_ctrl_c_keeps_what_has_run(tmp_path: Path) -> None:
     process = start(tmp_path, "--only", "unable,slow")
+    assert process.stdout
+    while "unable: not run" not in process.stdout.readline():
+        assert process.poll() is None
     deadline = time.monotonic() + 60
     while not (tmp_path / "pid").is_file():
         assert time.monotonic() < deadline
