@@ -4,7 +4,7 @@
     TRITON_INTERPRET=1 PYTHONPATH=FOLDER python benchmarks/foreign_kernels.py [NAME ...]
 
 A call runs with strict accesses, garbage for masked elements and poisoned memory, then in the plain interpreter. An alarm is a
-fault, or a result that differs. docs/notes/false_alarms.md lists the alarms and whose mistake each is.
+fault, or a result that differs. docs/notes/checks.md lists the alarms and whose mistake each is.
 """
 
 import contextlib
