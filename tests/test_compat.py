@@ -10,14 +10,21 @@ from torch import nn
 
 import kerneltune
 from kerneltune import compat
-from kerneltune.compat import PRIVATE_NAMES, PrivateName
 
 PACKAGE = Path(kerneltune.__file__).parent
+PAGE = Path(__file__).parents[1] / "docs" / "private_names.md"
+ROWS = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+NAMES = [name.strip("`") for names, *_ in ROWS for name in names.split()]
 
 
-@pytest.mark.parametrize("name", PRIVATE_NAMES, ids=lambda name: name.path)
-def test_private_name_is_in_the_installed_package(name: PrivateName) -> None:
-    module, _, attributes = name.path.partition(":")
+def test_each_private_name_has_a_purpose_and_a_consequence() -> None:
+    assert len(NAMES) == len(set(NAMES)) > 40
+    assert [row for row in ROWS if len(row) != 3 or not all(row)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_private_name_is_in_the_installed_package(name: str) -> None:
+    module, _, attributes = name.partition(":")
     pytest.importorskip(module.partition(".")[0])
     found: Any = importlib.import_module(module)
     for attribute in attributes.split("."):
