@@ -253,7 +253,8 @@ class _Campaign:
         lacking = [job for job, rows in cases if rows is None]
         if lacking and is_gpu:
             self._compile([job.runs for job in lacking], "check")
-        self.progress.stage("check", len(work) + len(further), len(work) - len(lacking))
+        checks = sum(job.checks for job in (*further, *lacking))
+        self.progress.stage("check", len(work) + len(further), len(work) - len(lacking), checks)
         on_gpu = ((job, check_only(job.runs, self.worker.check)) for job in lacking)
         done: dict[Job, list[Outcome]] = {}
         made: dict[Job, list[Record]] = {}
@@ -263,7 +264,7 @@ class _Campaign:
                 records.append(journal, made[job])
             else:
                 done[job] = outcomes
-            self.progress.advance(job.label)
+            self.progress.advance(job.label, job.checks)
         journal.unlink(missing_ok=True)
         checked = [row for job, rows in cases for row in (made[job] if rows is None else rows)]
         coverage, told = [], [_told(row) for row in checked]

@@ -39,11 +39,11 @@ class Spoken(Progress):
         self.kept: list[int] = []
         self.steps: list[str] = []
 
-    def stage(self, name: str, total: int, kept: int = 0) -> None:
+    def stage(self, name: str, total: int, kept: int = 0, work: int = 0) -> None:
         self.stages.append((name, total))
         self.kept.append(kept)
 
-    def advance(self, text: str) -> None:
+    def advance(self, text: str, work: int = 1) -> None:
         self.steps.append(text)
 
 

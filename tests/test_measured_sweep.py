@@ -368,10 +368,10 @@ def test_an_interrupted_measurement_goes_on_where_it_was(
     steps: list[str] = []
 
     class Spoken(Progress):
-        def stage(self, name: str, total: int, kept: int = 0) -> None:
+        def stage(self, name: str, total: int, kept: int = 0, work: int = 0) -> None:
             stages.append((name, total, kept))
 
-        def advance(self, text: str) -> None:
+        def advance(self, text: str, work: int = 1) -> None:
             steps.append(text)
 
     swept = run_sweep(load_plan(OPS, selection, given), Spoken())

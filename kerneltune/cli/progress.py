@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from rich.progress import Task
 
 _LOG_EVERY_S = 5.0
-_WINDOW_S = 3600.0
-"""Seconds of past steps from which rich estimates the time left; its default of 30 s is shorter than a step of a search."""
+_FORECAST_SHARE = 0.25
+"""Share of the work of a stage, if its steps take different times, from which on the time left is estimated."""
 
 
 class Reporter(Progress):
@@ -29,16 +29,15 @@ class Reporter(Progress):
             bars.BarColumn(bar_width=24),
             bars.MofNCompleteColumn(),
             bars.TimeElapsedColumn(),
-            bars.TimeRemainingColumn(),
             bars.TextColumn("{task.fields[current]}", markup=False),
             bars.TextColumn("{task.fields[best]}", markup=False, style="green"),
+            bars.TextColumn("{task.fields[left]}", markup=False),
             console=messages,
-            speed_estimate_period=_WINDOW_S,
             get_time=time.monotonic,
             disable=not messages.is_terminal,
         )
         self._task: Task | None = None
-        self._shown = 0.0
+        self._shown, self._work, self._work_done, self._first_forecast = 0.0, 0, 0, 0.0
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -49,25 +48,29 @@ class Reporter(Progress):
         if not self._bars.disable:  # else rich would print an empty line
             self._bars.stop()
 
-    def stage(self, name: str, total: int, kept: int = 0) -> None:
-        """Begin a stage of `total` steps; an earlier run has done `kept` of them."""
+    def stage(self, name: str, total: int, kept: int = 0, work: int = 0) -> None:
+        """Begin a stage, see `Progress.stage`."""
         self._end()
+        self._work, self._work_done = work or total - kept, 0
+        self._first_forecast = _FORECAST_SHARE * work  # several of the longest steps run at once, and none of them has ended
         if self._task is not None:
             self._bars.remove_task(self._task.id)
-        self._bars.add_task(name, total=total, completed=kept, current="", best="", kept=kept)
+        self._bars.add_task(name, total=total, completed=kept, current="", best="", left="", kept=kept)
         self._task, self._shown = self._bars.tasks[-1], time.monotonic()
 
-    def advance(self, text: str) -> None:
-        """Count a step as done; `text` says which."""
+    def advance(self, text: str, work: int = 1) -> None:
+        """Count a step of so much work as done; `text` says which."""
         if self._task is None:
             return
-        self._bars.update(self._task.id, advance=1, current=text)
+        self._work_done += work
+        left_s = (self._task.elapsed or 0.0) / self._work_done * (self._work - self._work_done)
+        forecast = f" (about {left_s:.0f} s left)" if left_s and self._work_done >= self._first_forecast else ""
+        self._bars.update(self._task.id, advance=1, current=text, left=forecast)
         if self._bars.disable and not self._task.finished and time.monotonic() - self._shown >= _LOG_EVERY_S:
             self._shown = time.monotonic()
             done, left = self._task.completed, self._task.remaining or 0.0
-            left_s = (self._task.elapsed or 0.0) / (done - self._task.fields["kept"]) * left
             best = self._task.fields["best"]
-            note(f"{self._task.description}: {done:.0f} of {done + left:.0f}: {text}{best} (about {left_s:.0f} s left)")
+            note(f"{self._task.description}: {done:.0f} of {done + left:.0f}: {text}{best}{forecast}")
 
     def best(self, text: str) -> None:
         """Show the new best so far."""

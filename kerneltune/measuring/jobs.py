@@ -44,6 +44,7 @@ class Job:
         parts: a job for each check alone; the parts run if an unknown check of the job ends the process.
         runs: the runs of a case that the job checks, with an outcome for each; empty for other checks.
         is_largest: whether the job checks the addresses of the largest case.
+        checks: about how many checks of a case take as long as the job.
         reached: how far the job's launches went, after `run_jobs`.
     """
 
@@ -53,13 +54,14 @@ class Job:
     parts: "tuple[Job, ...]" = ()
     runs: Sequence[Run] = ()
     is_largest: bool = False
+    checks: int = 1
     reached: Reached = field(default_factory=dict)
 
 
 def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
     parts = tuple(case_job([run]) for run in runs) if len(runs) > 1 else ()
-    return Job(case_label(runs), runs[0].task, lambda _begin: check_only(runs), parts, runs)
+    return Job(case_label(runs), runs[0].task, lambda _begin: check_only(runs), parts, runs, checks=len(runs))
 
 
 def case_label(runs: Sequence[Run]) -> str:
@@ -76,7 +78,8 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
         fitting = [case for case in cases if memory_obstacle(op, case) is None]
         return check_pairs(op, variant, fitting, partial(check_cost, op), begin)
 
-    return Job(f"{op.name} {variant.name}, configs on cases", task, work)
+    checks = len(cases) * (2 if variant.config is None else 4)  # a run of each case again, and pairs of its other configs
+    return Job(f"{op.name} {variant.name}, configs on cases", task, work, checks=checks)
 
 
 def address_job(task: Task, bench: Sequence[Case] = ()) -> Job:

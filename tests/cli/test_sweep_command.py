@@ -260,6 +260,23 @@ def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, c
     ]
 
 
+def test_the_time_left_follows_the_work_of_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[-1])
+    with progress.Reporter() as log:
+        log.stage("check", 14, work=4 * 10 + 10)
+        for seconds, work in [(10.0, 10)] * 4 + [(6.0, 5), (1.0, 1)]:  # the longest steps come first
+            now.append(now[-1] + seconds)
+            log.advance("a step", work)
+    assert capsys.readouterr().err.splitlines()[:5] == [
+        "check: 1 of 14: a step",
+        "check: 2 of 14: a step (about 30 s left)",
+        "check: 3 of 14: a step (about 20 s left)",
+        "check: 4 of 14: a step (about 10 s left)",
+        "check: 5 of 14: a step (about 5 s left)",
+    ]
+
+
 def test_bars_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(console.messages, "_force_terminal", True)
     monkeypatch.setattr(console.messages, "width", 140)
