@@ -21,7 +21,7 @@ def case_of(name: str, M: int, N: int) -> Case:
 
 CASES = [case_of("one", 1, 2), case_of("odd", 13, 34), case_of("wide", 8, 260)]
 SMALL = [case_of("one", 1, 1), case_of("odd", 7, 70), case_of("wide", 3, 140)]
-LARGE = case_of("large", 200_000, 20_000)
+LARGE = case_of("large", 1_000_000, 4_000)
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,6 +262,7 @@ def test_check_finds_a_mistake(name: str, mistake: str) -> None:
     assert OPERATORS[name].findings(mistake)
 
 
+@pytest.mark.usefixtures("short_launches")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_check_finds_nothing_in_a_right_operator(name: str) -> None:
     assert OPERATORS[name].findings("") == []

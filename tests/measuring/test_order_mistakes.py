@@ -186,6 +186,7 @@ def test_check_finds_a_mistake_in_order_or_addresses(name: str, mistake: str) ->
     assert OPERATORS[name].findings(mistake)
 
 
+@pytest.mark.usefixtures("short_launches")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_check_finds_nothing_in_right_order_and_addresses(name: str) -> None:
     assert OPERATORS[name].findings("") == []

@@ -379,6 +379,7 @@ def test_check_finds_a_mistake_in_tiles(name: str, mistake: str) -> None:
     assert replace(OPERATORS[name], cases=SMALL).findings(mistake)
 
 
+@pytest.mark.usefixtures("short_launches")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_check_finds_nothing_in_right_tiles(name: str) -> None:
     assert replace(OPERATORS[name], cases=SMALL).findings("") == []
