@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from kerneltune.compat import is_compiled
 from kerneltune.kernel_lib.arguments import DTYPE_NAMES
@@ -17,6 +18,7 @@ from kerneltune.nn.converted import (
     Converted,
     convert_module,
     expert_weights,
+    has_matrix,
     is_converted,
     revert,
     why_not_experts,
@@ -27,6 +29,7 @@ from kerneltune.nn.grouped_linear import GroupedLinear
 from kerneltune.nn.kept_weights import kept_weights_of
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.rounding import ALIGNED
+from kerneltune.wording import counted
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -67,7 +70,7 @@ class Conversion(list[str]):
     def __str__(self) -> str:
         """Return a line with the converted modules, the notes, and a line for each reason of skipped modules."""
         skipped = (f"skipped {line}" for line in _folded_reasons(self.skipped))
-        return "\n".join([f"converted {len(self)} modules to fp8: {_folded(self)}", *self.notes, *skipped])
+        return "\n".join([f"converted {counted(len(self), 'module')} to fp8: {_folded(self)}", *self.notes, *skipped])
 
 
 def convert_to_fp8_training(
@@ -119,20 +122,21 @@ def convert_to_fp8_training(
         raise ValueError(f"filter_fn: {filter_fn!r}: expected a function of a module and its name, or None")
     fresh: Recipe | str = "delayed" if recipe == "delayed" else recipe_of(recipe, "delayed")
     skipped: dict[str, str] = {}
-    layers = _chosen(_experts_of(model), filter_fn, skipped) if experts else {}
-    linears = _chosen(_linears_of(model), filter_fn, skipped) if dense else {}
-    if not layers and not linears:
+    layers = _experts_of(model) if experts else {}
+    linears = _matrices_of(model) if dense else {}
+    chosen = _chosen({**layers, **linears, **layers}, filter_fn, skipped)
+    if not chosen:
         raise ValueError(_nothing_to_convert(model, experts, dense, skipped))
-    for name, module in layers.items():
-        _check(module, name)
-    notes = _notes(model, layers | linears, fresh)
+    for name in layers.keys() & chosen.keys():
+        _check(chosen[name], name)
+    notes = _notes(model, chosen, fresh)
     with torch.inference_mode(False):  # because training changes the buffers that modules get here
-        for name, module in (layers | linears).items():
+        for name, module in chosen.items():
             convert_module(module, name, fresh)
     kept_weights_of(model)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    return Conversion([*layers, *linears], skipped, notes)
+    return Conversion(list(chosen), skipped, notes)
 
 
 def _notes(model: nn.Module, chosen: dict[str, nn.Module], recipe: Recipe | str) -> list[str]:
@@ -222,11 +226,20 @@ def _experts_of(model: nn.Module) -> _Reasons:
     return candidates
 
 
-def _linears_of(model: nn.Module) -> _Reasons:
-    """Return the linear layers of a model; output layers, routers and layers for which fp8 does not pay have a reason to stay."""
+def _matrices_of(model: nn.Module) -> _Reasons:
+    """Return the linear layers of a model, and all other modules with matrices but embeddings.
+
+    Output layers, routers, layers for which fp8 does not pay and modules of other kinds have a reason to stay.
+    """
     reasons = dict.fromkeys(_output_layers(model), "the model's output layer") | _routers(model)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: (module, reasons.get(module) or why_not_fp8(module)) for name, module in linears.items()}
+    candidates: _Reasons = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            candidates[name] = module, reasons.get(module) or why_not_fp8(module)
+        elif has_matrix(module) and not isinstance(module, nn.Embedding | nn.EmbeddingBag | ParametrizationList):
+            reason = f"a {type(module).__name__}: of dense layers, nn.Linear alone runs in fp8"
+            candidates[name] = module, reasons.get(module, reason)
+    return candidates
 
 
 def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
@@ -246,14 +259,21 @@ def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _routers(model: nn.Module) -> dict[nn.Module, str]:
-    """Return linear layer -> reason to stay, for the layers beside experts that have an output for each expert."""
+    """Return module -> reason to stay, for the modules beside experts whose weight (E, K) has a row for each expert.
+
+    A module beside experts that also reads E values, such as a shared expert of this width, has no router inside.
+    """
     routers: dict[nn.Module, str] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
             count = _num_experts(name, child)
-            others = [m for other in parent.children() if other is not child for m in other.modules()] if count > 1 else []
             reason = f"a router, which chooses among {count} experts"
-            routers |= {m: reason for m in others if isinstance(m, nn.Linear) and m.out_features == count}
+            for other in parent.children() if count > 1 else ():
+                weights = ((m, getattr(m, "weight", None)) for m in other.modules())
+                shapes = {m: tuple(w.shape) for m, w in weights if isinstance(w, torch.Tensor) and w.ndim == 2}
+                found = [m for m, shape in shapes.items() if shape[0] == count]
+                if other is not child and not any(shape[1] == count for m, shape in shapes.items() if m not in found):
+                    routers |= dict.fromkeys(found, reason)
     return routers
 
 

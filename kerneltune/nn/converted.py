@@ -338,6 +338,13 @@ def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
             yield from _named_parts(child, f"{prefix}{name}_")
 
 
+def has_matrix(module: nn.Module) -> bool:
+    """Return whether a module with a forward pass holds a parameter of two axes or more, also in its containers."""
+    if _forward_of(module) is nn.Module.forward:
+        return False
+    return any(sum(n > 1 for n in p.shape) > 1 for _, part in _named_parts(module) for p in part.parameters(recurse=False))
+
+
 class UnknownExperts(Converted):
     """Run a module's own forward pass, to which the parameters in `fp8_operands` are `ExpertOperand`."""
 

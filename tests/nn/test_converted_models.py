@@ -204,15 +204,39 @@ def test_layers_of_other_kinds_stay_and_make_no_router_of_their_neighbours() -> 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)[..., :1]
 
-    others = {"pairs": nn.Bilinear(32, 32, 32), "norm": nn.LayerNorm((32, 32, 32)), "conv": Causal(32, 32, 16)}
-    others["script"] = torch.jit.trace(nn.Linear(32, 32), torch.ones(1, 32))
-    model = nn.ModuleDict({"own": Own(32, 32), **others, "plain": nn.Linear(32, 32), "odd": nn.Linear(32, 40)})
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = nn.ParameterList([nn.Parameter(torch.ones(32, 32))])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.held[0]
+
+    others = {
+        "pairs": nn.Bilinear(32, 32, 32),
+        "conv": Causal(32, 32, 16),
+        "script": torch.jit.trace(nn.Linear(32, 32), torch.ones(1, 32)),
+        "gpt2": transformers.pytorch_utils.Conv1D(32, 32),
+        "held": Held(),
+    }
+    named = {"own": Own(32, 32), "normed": nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), "odd": nn.Linear(32, 40)}
+    silent = {"norm": nn.LayerNorm(32), "embedding": nn.Embedding(8, 32)}
+    model = nn.ModuleDict({**others, **named, **silent, "plain": nn.Linear(32, 32)})
     found = convert_to_fp8_training(model, dense=True)
     assert found == ["plain"]
     assert found.skipped == {
+        **{name: f"a {type(module).__name__}: of dense layers, nn.Linear alone runs in fp8" for name, module in others.items()},
         "own": "a Own, which may have a forward of its own",
+        "normed": "a ParametrizedLinear, which may have a forward of its own",
         "odd": "in_features and out_features must be multiples of 16, got 32 and 40",
     }
+    with pytest.raises(ValueError, match=r"no linear layers.* gpt2: a Conv1D: of dense layers, nn.Linear alone runs in fp8"):
+        convert_to_fp8_training(nn.ModuleDict({"gpt2": others["gpt2"]}), dense=True)
+
+
+def test_router_that_is_no_linear_layer_is_named_as_a_router() -> None:
+    found = convert_to_fp8_training(build(), dense=True)
+    assert found.skipped["model.layers.0.mlp.gate"] == "a router, which chooses among 2 experts"
 
 
 def test_model_converted_for_inference_trains_later() -> None:

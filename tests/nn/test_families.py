@@ -1,5 +1,9 @@
-"""Convert a tiny model of one family of transformers with routed experts; of every such family with `-m models`."""
+"""Convert models of transformers: without memory at real sizes, and a tiny one with routed experts, which trains.
 
+With `-m models` a tiny model of every family with routed experts trains.
+"""
+
+import re
 import warnings
 from typing import Any
 
@@ -72,6 +76,55 @@ def model_of(kind: str) -> torch.nn.Module:
         except Exception as error:
             pytest.skip(f"{type(error).__name__}: {str(error)[:100]}")
     return model.to(DEVICE)
+
+
+WITHOUT_MEMORY = (
+    "bert clip cohere deepseek_v3 falcon gemma2 gemma3_text glm4 glm4_moe gpt2 gpt_neox gpt_oss granitemoe jamba llama "
+    "llama4_text minimax mixtral olmo2 olmoe phi3 phimoe qwen2_moe qwen3_moe qwen3_next roberta stablelm starcoder2 t5 vit "
+    "wav2vec2 whisper"
+)
+
+
+@pytest.mark.parametrize("family", WITHOUT_MEMORY.split())
+def test_every_module_with_a_matrix_is_converted_or_has_a_reason(family: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING[family]()
+    for name in {"num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"} & vars(config).keys():
+        setattr(config, name, 2)
+    is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    with torch.device("meta"):
+        model = (transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel).from_config(config)
+    modules, keys = dict(model.named_modules()), list(model.state_dict())
+    types = {name: type(module) for name, module in modules.items()}
+    try:
+        found = convert_to_fp8_training(model, dense=True)
+    except ValueError as error:
+        assert family in ("falcon", "gpt2", "whisper")  # whose layers are no nn.Linear, and of a config with small layers
+        names = re.findall(r"[\w.*]+(?=(?: \(\d+\))?[:,])", str(error).partition("skipped: ")[2])
+        named = {name for name in modules if re.sub(r"\.\d+(?=\.|$)", ".*", name) in names}
+    else:
+        assert list(model.state_dict()) == keys
+        assert not found.skipped.keys() & set(found)
+        named = {*found, *found.skipped}
+        assert revert_from_fp8_training(model) == [name for name in modules if name in found]
+    assert {name: type(module) for name, module in model.named_modules()} == types
+    matrices = {name for name, module in modules.items() if any(p.ndim > 1 for p in module.parameters(recurse=False))}
+    silent = (torch.nn.Embedding, torch.nn.utils.parametrize.ParametrizationList)
+    assert {name for name in matrices - named if not isinstance(modules[name], silent)} == set()
+
+
+def test_shared_expert_as_wide_as_there_are_experts_holds_no_router() -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = torch.nn.ModuleDict({"layer": torch.nn.Linear(4096, 1024)})
+            self.shared = torch.nn.ModuleDict({"up": torch.nn.Linear(4096, 1024), "down": torch.nn.Linear(1024, 4096)})
+            self.experts = torch.nn.ModuleList([torch.nn.Linear(4096, 16)] * 1024)
+
+    with torch.device("meta"):
+        found = convert_to_fp8_training(Layer(), dense=True)
+    assert found == ["shared.up", "shared.down"]
+    assert found.skipped["router.layer"] == "a router, which chooses among 1024 experts"
 
 
 def gradients(model: torch.nn.Module) -> torch.Tensor:
