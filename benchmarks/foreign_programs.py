@@ -30,6 +30,9 @@ from typing import Any
 
 import torch
 
+from kerneltune.records import load
+from kerneltune.reporting.shares import share
+
 PROGRAMS = Path(__file__).with_name("foreign")
 ROOT = PROGRAMS.parent.parent
 LAYERS = (
@@ -233,25 +236,15 @@ def untuned(op: str) -> Callable[[Item], None]:
         words = ["sweep", str(PROGRAMS / "untuned.yaml"), "--op", op, "--no-tune", "--no-peers", "--results", str(results)]
         code, text = item.command("sweep", sys.executable, "-m", "kerneltune", *words)
         shares: dict[str, float] = {}
-        for line in (line for path in results.rglob("*.jsonl") for line in path.read_text().splitlines()):
-            record = json.loads(line)
-            if record["variant"] != "baseline" and (share := share_of(record)) is not None:
-                shares[f"{record['case']} {record['quant']} {record['variant']}"] = round(share, 1)
+        for record in (record for path in results.rglob("*.jsonl") for record in load(path)):
+            if record.variant != "baseline" and (part := share(record)) is not None:
+                shares[f"{record.case} {record.quant} {record.variant}"] = round(part, 1)
         item.figures["shares"] = shares
         if code or not shares:
             raise EndedError(FAILED, f"sweep ended with {code}: {last_line(text)}")
         item.figures["median_share"], item.figures["least_share"] = statistics.median(shares.values()), min(shares.values())
 
     return run
-
-
-def share_of(record: Mapping[str, Any]) -> float | None:
-    """Return the percent of the bound of a record's case, as tables show it."""
-    from kerneltune.records import Record
-    from kerneltune.reporting.shares import share
-
-    known = Record.__dataclass_fields__
-    return share(Record(**{name: value for name, value in record.items() if name in known}))
 
 
 ITEMS: dict[str, Callable[[Item], None]] = {
