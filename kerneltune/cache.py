@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
-from msgspec import Meta
 
 from kerneltune import device, misses
 from kerneltune.files import (
@@ -31,7 +30,7 @@ from kerneltune.files import (
     written_root,
 )
 from kerneltune.nearness import Place, band_of, ranked
-from kerneltune.spec import MOST, Case, Op, Option, TaskKey, Variant, config_from, out_of_range, ranges_of
+from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_from, out_of_range, ranges_of
 
 SCHEMA = 1
 _NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
@@ -42,36 +41,24 @@ CaseOptions = tuple[tuple[str, Option], ...]
 _MOST_ELEMENTS = 1 << 48
 """Elements of an axis, at most: no memory holds more."""
 _LARGEST_BYTES = 64 << 20
-_LARGEST = (1 << 63) - 1
-_Name = Annotated[str, Meta(min_length=1)]
-_Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
-_Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
-_Measure = Annotated[float, Meta(ge=0, le=MOST)]
-_Knob = bool | _Whole | float | str
 
 
 class _Evidence(msgspec.Struct):
     """Check these fields of an entry's evidence; further fields may have any value."""
 
-    time_us: _Measure | None = None
-    default_us: _Measure | None = None
-    speedup: _Measure | None = None
-    ci_low: _Measure | None = None
-    ci_high: _Measure | None = None
-    over_default: tuple[_Measure, _Measure] | None = None
+    time_us: Measure | None = None
+    default_us: Measure | None = None
+    speedup: Measure | None = None
+    ci_low: Measure | None = None
+    ci_high: Measure | None = None
+    over_default: tuple[Measure, Measure] | None = None
 
 
-class _EntryRow(msgspec.Struct, forbid_unknown_fields=True):
+class _EntryRow(TaskRow, forbid_unknown_fields=True):
     """Hold an entry in the form of a file."""
 
-    variant: _Name
-    case: _Name
-    axes: dict[str, _Size]
-    dtype: _Name
-    quant: _Name
-    options: dict[str, _Knob]
-    policy: _Name
-    config: dict[str, _Knob]
+    case: Name
+    config: dict[str, Knob]
     evidence: dict[str, Any]
 
 

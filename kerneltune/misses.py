@@ -15,7 +15,7 @@ import msgspec
 
 from kerneltune.device import INTERPRETER
 from kerneltune.files import append_lines, decode, read_text
-from kerneltune.spec import TaskKey
+from kerneltune.spec import TaskKey, TaskRow
 
 _STRICT = "KERNELTUNE_STRICT"
 _LOG = "KERNELTUNE_LOG_MISSES"
@@ -23,18 +23,13 @@ _SWITCH = {"1": True, "true": True, "yes": True, "on": True, "": False, "0": Fal
 _Name = Annotated[str, msgspec.Meta(pattern=r"^[^\s{}:,]+$")]
 
 
-class _Row(msgspec.Struct, omit_defaults=True):
+class _Row(TaskRow, omit_defaults=True, kw_only=True):
     """Hold a line of the log; no line has a name of its case."""
 
     op: _Name
-    variant: _Name
     device: _Name
-    axes: dict[str, Annotated[int, msgspec.Meta(ge=0)]]
     dtype: _Name
     quant: _Name
-    options: dict[str, bool | int | float | str]
-    policy: _Name
-    case: str = ""
 
 
 class CacheMissWarning(UserWarning):

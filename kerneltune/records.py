@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from kerneltune.device import INTERPRETER
 from kerneltune.files import append_lines, bad, decode, locked, opened, replace_bytes
-from kerneltune.spec import MOST, Option, Role, TaskKey
+from kerneltune.spec import MOST, Knob, Measure, Name, Option, Role, Size, TaskKey
 from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
@@ -32,14 +32,8 @@ Defaults = Callable[[str], Mapping[str, Option]]
 T = TypeVar("T")
 K = TypeVar("K")
 
-_LARGEST = (1 << 63) - 1
-_Name = Annotated[str, Meta(min_length=1)]
-_Measure = Annotated[float, Meta(ge=0, le=MOST)]
 _Time = Annotated[float, Meta(gt=0, le=MOST)]
-_Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
-_Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
 _Rounds = Annotated[Sequence[_Time], Meta(min_length=1)]
-_Value = bool | _Whole | float | str | None
 
 _NAMES = ("op", "variant", "case", "dtype", "quant", "policy", "device", "family")
 _REQUIRED_MEASURES = ("time_us", "gbps", "ci_low_us", "ci_high_us")
@@ -74,39 +68,39 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         flops: floating-point operations of one call; None where the operator states none.
     """
 
-    op: _Name
-    variant: _Name
-    case: _Name
-    dtype: _Name
-    quant: _Name
-    policy: _Name
+    op: Name
+    variant: Name
+    case: Name
+    dtype: Name
+    quant: Name
+    policy: Name
     status: Status
-    time_us: _Measure | None = None
-    gbps: _Measure | None = None
-    ceiling_gbps: _Measure | None = None
-    pct_ceiling: _Measure | None = None
-    ci_low_us: _Measure | None = None
-    ci_high_us: _Measure | None = None
+    time_us: Measure | None = None
+    gbps: Measure | None = None
+    ceiling_gbps: Measure | None = None
+    pct_ceiling: Measure | None = None
+    ci_low_us: Measure | None = None
+    ci_high_us: Measure | None = None
     n: Annotated[int, Meta(ge=1)] | None = None
-    aa_floor: _Measure | None = None
-    config: dict[str, _Value] | None = None
-    device: _Name
+    aa_floor: Measure | None = None
+    config: dict[str, Knob | None] | None = None
+    device: Name
     driver: str
     torch: str
     triton: str
     source_hash: str
     commit: str
     date: str
-    axes: dict[str, _Size]
-    options: dict[str, bool | _Whole | float | str] = {}
+    axes: dict[str, Size]
+    options: dict[str, Knob] = {}
     reason: str = ""
-    p10_us: _Measure | None = None
-    p90_us: _Measure | None = None
+    p10_us: Measure | None = None
+    p90_us: Measure | None = None
     family: str = ""
     samples_us: Annotated[Sequence[_Rounds], Meta(min_length=1)] | None = None
     unit: str = ""
     role: Role = ""
-    flops: _Size | None = None
+    flops: Size | None = None
 
     def __post_init__(self) -> None:
         _check_names(self)

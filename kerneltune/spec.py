@@ -11,7 +11,10 @@ import typing
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
+
+import msgspec
+from msgspec import Meta
 
 from kerneltune.errors import unknown
 from kerneltune.identity import code_digest
@@ -27,6 +30,12 @@ Option = bool | int | float | str
 Role = Literal["", "own", "peer", "part"]
 MOST = 1e15
 """Upper bound of every measured figure in µs, GB/s or per cent; in µs it is 30 years."""
+_LARGEST = (1 << 63) - 1
+Name = Annotated[str, Meta(min_length=1)]
+Size = Annotated[int, Meta(ge=0, le=_LARGEST)]
+Whole = Annotated[int, Meta(ge=-_LARGEST, le=_LARGEST)]
+Measure = Annotated[float, Meta(ge=0, le=MOST)]
+Knob = bool | Whole | float | str
 
 GROUP, PLUGINS = "kerneltune.ops", "KERNELTUNE_PLUGINS"
 """Entry-point group and environment variable that name the operators of other packages."""
@@ -100,6 +109,18 @@ class Case:
         return f"{sizes} {self.dtype} {self.quant}{options}"
 
 
+class TaskRow(msgspec.Struct, kw_only=True):
+    """Hold the names of a task's parts in a row of a file, without the operator; the case's name may be empty."""
+
+    variant: Name
+    case: str = ""
+    axes: dict[str, Size]
+    dtype: Name
+    quant: Name
+    options: dict[str, Knob]
+    policy: Name
+
+
 class TaskKey(NamedTuple):
     """Identify a task, and its configs, trials, records and misses: a variant of an operator on a case under a policy.
 
@@ -113,7 +134,7 @@ class TaskKey(NamedTuple):
 
     @classmethod
     def of(cls, op: str, row: Any) -> "TaskKey":
-        """Make the key of a row, an object whose attributes are the fields of `fields`."""
+        """Make the key of a row, an object with the attributes of a `TaskRow`."""
         case = Case(row.case, tuple(row.axes.items()), row.dtype, row.quant, tuple(row.options.items()))
         return cls(op, row.variant, case, row.policy)
 

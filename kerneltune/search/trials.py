@@ -29,7 +29,7 @@ from kerneltune.processes import commit
 from kerneltune.records import TrialStatus
 from kerneltune.search.study import choice_order
 from kerneltune.search.task import Evaluation, Knobs, Task, Trial, knob_pairs, knobs_of, present, store_path
-from kerneltune.spec import MOST, Config, Op, Option, TaskKey, Variant
+from kerneltune.spec import MOST, Config, Op, TaskKey, TaskRow, Variant
 
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
@@ -40,21 +40,14 @@ _RESULT = {name: name for name in ("status", "resources", "spill_bytes", "shared
 """Name of a user attribute of a trial -> name of the field of `Evaluation`."""
 
 
-class _Study(msgspec.Struct):
+class _Study(TaskRow, kw_only=True):
     """Hold the user attributes of a study; `case` is no part of its identity."""
 
     op: str
-    variant: str
-    axes: dict[str, int]
-    dtype: str
-    quant: str
-    options: dict[str, Option]
-    policy: str
     fingerprint: dict[str, str]
-    case: str = ""
 
 
-_ABOUT = _Study.__struct_fields__[:-1]
+_ABOUT = tuple(name for name in _Study.__struct_fields__ if name != "case")
 
 
 class TrialStore:
