@@ -1,6 +1,6 @@
 """Define the command line, one file per command. Only this package prints, and only this package ends the program.
 
-Heavy packages are imported inside the commands, so that `--help` answers at once.
+Modules that import torch, numpy or Optuna are imported inside the commands, so that `--help` answers at once.
 """
 
 import errno
@@ -35,6 +35,7 @@ from kerneltune.cli import (
 from kerneltune.cli.console import error_line, show, write_any_character
 from kerneltune.files import RESULTS
 from kerneltune.interrupts import interrupts
+from kerneltune.sweep import families
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
@@ -111,8 +112,6 @@ def _refused(error: Exception) -> typer.Exit:
 
 def without_family(command: str) -> str:
     """Return the message of a command that was called without a family."""
-    from kerneltune.sweep import families
-
     text = f"Missing argument 'family': expected one of {', '.join(families())}{_FILE}"
     return text + (_CAPTURE if command in _RESUMED else "")
 

@@ -5,22 +5,21 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kerneltune import device
+from kerneltune import cache, device, misses
+from kerneltune.cache import CacheEntry, Chooser, load, load_strict
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, show, show_wrapped, width
 from kerneltune.cli.files import bench_cases
 from kerneltune.errors import unknown
+from kerneltune.plan import Selection
+from kerneltune.search.task import changed, knobs_of
 from kerneltune.spec import Case, Op
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, pairs
-
-if TYPE_CHECKING:
-    from kerneltune.cache import CacheEntry
-    from kerneltune.plan import Selection
 
 _GPU = Column("gpu", shared=True)
 
@@ -30,8 +29,6 @@ app = typer.Typer(no_args_is_help=True, help="Show, check and exchange the cache
 @app.command("list")
 def list_(configs: o.ReadConfigs = None) -> None:
     """Show one line per GPU and operator."""
-    from kerneltune.cache import load
-
     rows = []
     for path in o.config_files(configs):
         entries = load(path.stem, path.parent.name, path.parent.parent)
@@ -47,10 +44,8 @@ def list_(configs: o.ReadConfigs = None) -> None:
 
 @app.command("show")
 @o.selects("op")
-def show_(op: o.OpName, wanted: "Selection", gpu: o.Gpu = None, configs: o.ReadConfigs = None) -> None:
+def show_(op: o.OpName, wanted: Selection, gpu: o.Gpu = None, configs: o.ReadConfigs = None) -> None:
     """Show the cached configs of an operator."""
-    from kerneltune.cache import load
-
     files = _chosen(op, gpu, configs)
     entries = [(path.parent.name, entry) for path in files for entry in load(op, path.parent.name, path.parent.parent)]
     for name in ("dtype", "quant", "variant"):
@@ -89,9 +84,6 @@ def explain(
     configs: o.ReadConfigs = None,
 ) -> None:
     """Show the config that a call without `config=` takes for a case, and its source."""
-    from kerneltune import cache
-    from kerneltune.search.task import changed, knobs_of
-
     known = o.load_ops()
     chosen = known[o.choice("op", op, known)]
     of = chosen.variant(variant)
@@ -146,8 +138,6 @@ def from_misses(
     output: o.Output = None,
 ) -> None:
     """Write a sweep file of the cases that were looked up and not found, for `kerneltune tune`."""
-    from kerneltune import misses
-
     deliver(misses.sweep_text(misses.read(log)), output)
 
 
@@ -167,7 +157,6 @@ def export_(
     python: a module without dependencies that finds the best config of a case. json: tables by size.
     """
     from kerneltune import exchange
-    from kerneltune.cache import load_strict
 
     known = o.load_ops()
     o.choice("op", op, known)
@@ -221,7 +210,7 @@ def import_(
     configs: o.Configs = None,
 ) -> None:
     """Store the configs of exported files in the cache, after all of them are checked."""
-    from kerneltune import cache, device, exchange
+    from kerneltune import exchange
 
     known = o.load_ops()
     chosen = known[o.choice("op", op, known)]
@@ -268,8 +257,6 @@ def check(configs: o.ReadConfigs = None) -> None:
 
 def fitting_entries(path: Path) -> Iterator["CacheEntry"]:
     """Yield the entries of a file."""
-    from kerneltune.cache import load_strict
-
     known = o.load_ops()
     if path.stem not in known:
         raise unknown(f"{path}: op", path.stem, known)
@@ -281,10 +268,8 @@ def fitting_entries(path: Path) -> Iterator["CacheEntry"]:
         yield entry
 
 
-def _require_fit(op: Op, entry: "CacheEntry") -> None:
+def _require_fit(op: Op, entry: CacheEntry) -> None:
     """Raise ValueError for an entry of another operator, or for a config that is not valid for its case."""
-    from kerneltune.cache import Chooser
-
     variant = op.variant(entry.variant)
     variant.config_from(entry.config)
     names = tuple(axis for axis, _ in entry.case.axes)

@@ -3,25 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
 from kerneltune.cli.files import SUFFIX, record_files, selected
 from kerneltune.cli.progress import Reporter
+from kerneltune.plan import Selection, load_plan
+from kerneltune.records import Record, load
+from kerneltune.reporting.naming import by_family
+from kerneltune.reporting.tables import BEST_PEER, Comparison, ab_rows, ab_table, default_pair, side
+from kerneltune.sweep import family_name
 from kerneltune.table import join_tables
 
-if TYPE_CHECKING:
-    from kerneltune.plan import Selection
-    from kerneltune.records import Record
-    from kerneltune.reporting.tables import Comparison
-
-    Sides = tuple[list[Record], list[Record]]
+Sides = tuple[list[Record], list[Record]]
 
 
 @o.selects("variant")
 def command(
-    wanted: "Selection",
+    wanted: Selection,
     a: Annotated[str | None, o.argument("[A]", "A variant, a peer, best-peer or a file of records; else best-peer.")] = None,
     b: Annotated[str | None, o.argument("[B]", "A variant, a peer or a file of records; optimized by default.")] = None,
     source: Annotated[list[Path] | None, o.option("--from", "FILE", "Take records from this file; may be repeated.")] = None,
@@ -46,7 +46,6 @@ def command(
         raise ValueError(
             f"b: {b!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
         )
-    from kerneltune.reporting.tables import default_pair
     from kerneltune.workloads import own_tables
 
     wanted = replace(wanted, family=family or "")
@@ -71,7 +70,7 @@ def command(
     deliver(_render((a, b), tables, style), output)
 
 
-def _usual_policy(records: "list[Record]") -> str:
+def _usual_policy(records: list[Record]) -> str:
     """Return `cold`; where no record has it, as of training steps, the policy of the first record."""
     policies = [record.policy for record in records]
     return "cold" if "cold" in policies or not policies else policies[0]
@@ -81,13 +80,12 @@ def _is_file(name: str | None) -> bool:
     return name is not None and name.endswith(SUFFIX)
 
 
-def _measured(a: str, b: str, wanted: "Selection", policy: str | None, results: Path | None) -> "Sides":
+def _measured(a: str, b: str, wanted: Selection, policy: str | None, results: Path | None) -> Sides:
     """Measure A and B now; return their records."""
     if not wanted.family:
         raise ValueError("family: missing: expected --family where --run is given")
     options, known = o.make_options(wanted.family, results, policy=policy), o.load_ops()
     from kerneltune.campaign import measure_live
-    from kerneltune.plan import load_plan
 
     for name in (a, b):  # a pattern may match several variants
         o.choice("variant", name, dict.fromkeys(v.name for op in wanted.ops or known for v in known[op].variants))
@@ -100,12 +98,8 @@ def _measured(a: str, b: str, wanted: "Selection", policy: str | None, results: 
     return [record for record in measured if record.variant == a], [record for record in measured if record.variant == b]
 
 
-def _loaded(files: Sequence[Path], family: str | None, results: Path | None = None) -> "list[Record]":
+def _loaded(files: Sequence[Path], family: str | None, results: Path | None = None) -> list[Record]:
     """Return the records of the named files, of a single family if a family is named; without files, see `record_files`."""
-    from kerneltune.records import load
-    from kerneltune.reporting.naming import by_family
-    from kerneltune.sweep import family_name
-
     if not files:
         return [record for path in record_files(results, family) for record in load(path)]
     records = []
@@ -118,10 +112,8 @@ def _loaded(files: Sequence[Path], family: str | None, results: Path | None = No
     return records if family is None else families[o.choice("family", family_name(family), families)]
 
 
-def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Record]":
+def _side(name: str, records: list[Record], wanted: Selection) -> list[Record]:
     """Return the wanted records that a name stands for, of all policies: of a file, of a variant, or of the best peers."""
-    from kerneltune.reporting.tables import BEST_PEER, side
-
     chosen = selected(_loaded([Path(name)], wanted.family or None) if _is_file(name) else records, wanted)
     if _is_file(name):
         return chosen
@@ -130,11 +122,8 @@ def _side(name: str, records: "list[Record]", wanted: "Selection") -> "list[Reco
     return side(chosen, name)
 
 
-def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict[str, list[Comparison]]":
+def _tables(a: str, b: str, of_a: list[Record], of_b: list[Record]) -> dict[str, list[Comparison]]:
     """Return heading -> rows: a single table, a table per family, or a table per variant where a file holds several variants."""
-    from kerneltune.reporting.naming import by_family
-    from kerneltune.reporting.tables import ab_rows
-
     if not _is_file(a) and not _is_file(b):
         families = by_family(of_a)
         tables = {family: ab_rows(members, of_b) for family, members in families.items()}
@@ -147,10 +136,8 @@ def _tables(a: str, b: str, of_a: "list[Record]", of_b: "list[Record]") -> "dict
     return {variant: compared for variant, compared in rows.items() if compared}
 
 
-def _render(names: tuple[str, str], tables: "dict[str, list[Comparison]]", style: str) -> str:
+def _render(names: tuple[str, str], tables: dict[str, list[Comparison]], style: str) -> str:
     """Return the tables in a style; for CSV, as a single table, and print remarks on standard error."""
-    from kerneltune.reporting.tables import ab_table
-
     if style != "csv":
         return join_tables([ab_table(rows, *names, title=title) for title, rows in tables.items()], style, width())
     table = ab_table([row for rows in tables.values() for row in rows], *names)

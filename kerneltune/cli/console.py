@@ -6,17 +6,14 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from kerneltune.files import replace_bytes
+from kerneltune.records import Record
 from kerneltune.table import Table
 from kerneltune.wording import first_of, pairs, printable, wrapped
-
-if TYPE_CHECKING:
-    from kerneltune.records import Record
 
 _PIPED_WIDTH, _LEAST_WIDTH = 100, 20
 
@@ -77,7 +74,7 @@ def error_line(text: str) -> None:
 _SHOWN_CONFIGS = 3
 
 
-def end_if_failed(records: "Iterable[Record]") -> None:
+def end_if_failed(records: Iterable[Record]) -> None:
     """Print a line for each case and reason of failed records; end the command with exit code 1 if a record failed."""
     failed: dict[tuple[str, str], list[str]] = {}
     for record in records:

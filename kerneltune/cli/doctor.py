@@ -5,15 +5,15 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show_table
+from kerneltune.inspection import proof
+from kerneltune.inspection.health import Finding, gpu_lines
+from kerneltune.inspection.ncu import find_ncu
+from kerneltune.sweep import results_root
 from kerneltune.wording import first_of
-
-if TYPE_CHECKING:
-    from kerneltune.inspection.health import Finding
 
 _NAMED = 2
 """Operators or journeys that a line names; the rest is counted."""
@@ -26,7 +26,7 @@ def command(configs: o.Configs = None, results: o.Results = None) -> None:
     show_table(("what", "found", "means"), rows)
 
 
-def _software() -> "Iterator[Finding]":
+def _software() -> Iterator[Finding]:
     from importlib import metadata
 
     import torch
@@ -38,7 +38,7 @@ def _software() -> "Iterator[Finding]":
     yield "torch build", build or "CPU only", "" if build else "no GPU can be used with this torch"
 
 
-def _gpu() -> "Iterator[Finding]":
+def _gpu() -> Iterator[Finding]:
     here = device.current()
     if not here.is_gpu:
         seen = "set" if device.wants_interpreter() else "used, as no GPU is seen"
@@ -64,11 +64,9 @@ def _gpu() -> "Iterator[Finding]":
         yield from nvml_lines()
 
 
-def nvml_lines() -> "Iterator[Finding]":
+def nvml_lines() -> Iterator[Finding]:
     """Yield clocks, throttling and other processes of the GPU."""
     import pynvml
-
-    from kerneltune.inspection.health import gpu_lines
 
     try:
         yield from gpu_lines(pynvml, device.nvml_handle(), os.getpid())
@@ -76,14 +74,12 @@ def nvml_lines() -> "Iterator[Finding]":
         yield "NVML", str(error), "clocks and throttling are unknown: a throttled round is not noticed"
 
 
-def _tools() -> "Iterator[Finding]":
-    from kerneltune.inspection.ncu import find_ncu
-
+def _tools() -> Iterator[Finding]:
     ncu = find_ncu()
     yield "ncu", str(ncu or "not found"), "" if ncu else "profile cannot run; nothing else needs it"
 
 
-def peer_packages() -> "Iterator[Finding]":
+def peer_packages() -> Iterator[Finding]:
     """List the packages that peers need, and for a missing package the peers that need it."""
     try:
         known = o.load_facts()
@@ -99,10 +95,8 @@ def peer_packages() -> "Iterator[Finding]":
         yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {first_of(ops, _NAMED)}"
 
 
-def journey_lines() -> "Iterator[Finding]":
+def journey_lines() -> Iterator[Finding]:
     """Yield how many journeys of `make gpu` passed with this code, and names others, for each GPU."""
-    from kerneltune.inspection import proof
-
     files = proof.proof_files()
     if not files:
         yield "journeys", "no proof", "nothing says that this code has run on a GPU: make gpu, in a checkout"
@@ -124,9 +118,7 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _folders(configs: Path | None, results: Path | None) -> "Iterator[Finding]":
-    from kerneltune.sweep import results_root
-
+def _folders(configs: Path | None, results: Path | None) -> Iterator[Finding]:
     for name, folder, loss in (
         ("configs", o.configs_root(configs), "tune cannot keep what it finds; set KERNELTUNE_CONFIGS"),
         ("results", results_root(results), "sweep cannot keep records; set KERNELTUNE_RESULTS"),

@@ -3,40 +3,36 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from kerneltune import device, sweep
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note
 from kerneltune.errors import meant
 from kerneltune.files import data_root
-from kerneltune.spec import PLUGINS
-
-if TYPE_CHECKING:
-    from kerneltune.plan import Selection
-    from kerneltune.records import Record
-    from kerneltune.spec import Case, Op
-    from kerneltune.sweep import SweepCase
+from kerneltune.plan import Selection
+from kerneltune.processes import git
+from kerneltune.records import Record, load, parse
+from kerneltune.spec import PLUGINS, Case, Op
+from kerneltune.sweep import SweepCase
 
 SUFFIX = ".jsonl"
 
 
-def selected(records: "Sequence[Record]", wanted: "Selection") -> "list[Record]":
+def selected(records: Sequence[Record], wanted: Selection) -> list[Record]:
     """Return the records that the options select."""
     for field in ("op", "dtype", "quant", "variant", "case"):
         o.require_match(wanted, field, (getattr(record, field) for record in records))
     return [record for record in records if wanted.takes(record.key)]
 
 
-def swept(known: "Mapping[str, Op]") -> "list[SweepCase]":
+def swept(known: Mapping[str, Op]) -> list[SweepCase]:
     """Return the cases of all sweep files of the checkout or package, and of the capture in use."""
-    from kerneltune import sweep
-
     files = sorted(data_root("sweeps").glob("*.yaml"))
     plans = [sweep.load(path, known) for path in [*files, *([Path(o.captured(), "sweep.yaml")] if o.captured() else [])]]
     return [entry for plan in plans for entry in (*plan.bench, *plan.check)]
 
 
-def bench_cases(known: "Mapping[str, Op]") -> "dict[str, list[Case]]":
+def bench_cases(known: Mapping[str, Op]) -> dict[str, list[Case]]:
     """Return the bench cases of all sweep files, by operator."""
     by_op: dict[str, list[Case]] = {}
     for entry in swept(known):
@@ -47,8 +43,6 @@ def bench_cases(known: "Mapping[str, Op]") -> "dict[str, list[Case]]":
 
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     """Return the record files of this GPU; without a GPU, return the files of all GPUs and print a remark."""
-    from kerneltune import device, sweep
-
     root = sweep.recorded_root(results, family)
     family = None if family is None else sweep.family_name(family)
     here = device.model()
@@ -73,7 +67,7 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
     return files
 
 
-def load_baseline(name: str, counterpart: Path) -> "list[Record]":
+def load_baseline(name: str, counterpart: Path) -> list[Record]:
     """Return the records of a baseline.
 
     Args:
@@ -83,9 +77,6 @@ def load_baseline(name: str, counterpart: Path) -> "list[Record]":
     Raises:
         ValueError: neither a file nor a revision has this name, or a record is broken; the message is one line.
     """
-    from kerneltune.processes import git
-    from kerneltune.records import load, parse
-
     if Path(name).exists() or (name.endswith(SUFFIX) and ":" not in name):
         return load(Path(name))
     revision, _, inside = name.partition(":")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kerneltune.cache import path_of
 from kerneltune.cli import inspect
 from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, error_line, note, show, width, write
@@ -15,11 +16,12 @@ from kerneltune.cli.files import SUFFIX, load_baseline, selected
 from kerneltune.cli.progress import Reporter
 from kerneltune.device import require_gpu, slug
 from kerneltune.files import append_lines
+from kerneltune.plan import Options, Selection
+from kerneltune.records import Record, load, merge
+from kerneltune.sweep import family_name, gate_margin
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict
-    from kerneltune.plan import Options, Selection
-    from kerneltune.records import Record
 
 _HELD_AGAINST = (
     "Records to hold against: a .jsonl file, or REV or REV:PATH of git; with --static REV or a file of inspect --save."
@@ -31,7 +33,7 @@ _PROCESSES, _BAD_INPUT = 3, 2
 
 @o.selects()
 def command(
-    wanted: "Selection",
+    wanted: Selection,
     baseline: Baseline,
     new: New = None,
     run: Annotated[str | None, o.option("--run", "FAMILY", "Measure this family now, on this GPU.")] = None,
@@ -91,13 +93,11 @@ def command(
 
 
 def _judged(
-    baseline: str, new: Path, wanted: "Selection", margin: float | None, peers: bool, allow_stale: bool, configs: Path | None
+    baseline: str, new: Path, wanted: Selection, margin: float | None, peers: bool, allow_stale: bool, configs: Path | None
 ) -> "Verdict":
     """Compare the wanted rows of the new file with the baseline, and their code and configs with the checkout's."""
     from kerneltune.gating.rows import defaults_of
     from kerneltune.gating.verdict import DEFAULT_MARGIN, gate
-    from kerneltune.records import load
-    from kerneltune.sweep import gate_margin
 
     records = load(new)  # first, because git would blame the baseline if the new file is missing
     against = load_baseline(baseline, new)
@@ -122,9 +122,8 @@ def _judged(
     return gate(against, records, tolerated, peers=peers, defaults=lambda op: defaults_of(o.load_facts(), op), stale=stale)
 
 
-def _require_usable_configs(records: "Iterable[Record]", configs: Path | None) -> None:
+def _require_usable_configs(records: Iterable[Record], configs: Path | None) -> None:
     """Raise ValueError for a config file of the records' operators and GPUs that has an entry which calls do not use."""
-    from kerneltune.cache import path_of
     from kerneltune.cli.cache import fitting_entries
 
     known = o.load_ops()
@@ -135,11 +134,10 @@ def _require_usable_configs(records: "Iterable[Record]", configs: Path | None) -
 
 
 def _measured(
-    baseline: str, selection: "Selection", options: "Options", processes: int, margin: float | None, save: Path | None
+    baseline: str, selection: Selection, options: Options, processes: int, margin: float | None, save: Path | None
 ) -> "Verdict":
     """Compare a fresh run with the baseline."""
     from kerneltune.gating.run import run_gate
-    from kerneltune.sweep import family_name
 
     require_gpu("gate --run")
     against = load_baseline(baseline, options.records_folder / f"{family_name(selection.family)}.jsonl")
@@ -155,7 +153,7 @@ def _measured(
     return verdict
 
 
-def _update(baseline: str, selection: "Selection", options: "Options", processes: int) -> None:
+def _update(baseline: str, selection: Selection, options: Options, processes: int) -> None:
     """Put a fresh run into the baseline, unless a row failed its check."""
     from kerneltune.gating.rows import pool
     from kerneltune.gating.run import run_processes
@@ -171,9 +169,7 @@ def _update(baseline: str, selection: "Selection", options: "Options", processes
     _keep(Path(baseline), measured)
 
 
-def _keep(path: Path, measured: "list[Record]") -> None:
-    from kerneltune.records import merge
-
+def _keep(path: Path, measured: list[Record]) -> None:
     merge(path, measured)
     note(f"wrote {path}")
 

@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kerneltune.cache import readable
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
 from kerneltune.cli.files import swept
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import in_checkout
+from kerneltune.plan import Selection
+from kerneltune.records import grouped
+from kerneltune.search.task import Run
 from kerneltune.spec import PLUGINS, Op
 from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict
     from kerneltune.inspection.static import StaticRow, Survey
-    from kerneltune.plan import Selection
-    from kerneltune.search.task import Run
 
 _ALL = "all"
 _GPU = "nvidia_h200"
@@ -34,7 +36,7 @@ _SHOWN = 40
 """Configs that `--all` lists; the rest is counted."""
 
 
-def _compiled(runs: "Sequence[Run]", targets: list[str], workers: int | None) -> "Survey":
+def _compiled(runs: Sequence[Run], targets: list[str], workers: int | None) -> "Survey":
     """Compile configs, and show a progress bar."""
     from kerneltune.inspection.survey import survey
 
@@ -44,7 +46,7 @@ def _compiled(runs: "Sequence[Run]", targets: list[str], workers: int | None) ->
 
 @o.selects("op")
 def command(
-    wanted: "Selection",
+    wanted: Selection,
     op: Annotated[str | None, o.argument("[OP]", "Only this operator.")] = None,
     sizes: Annotated[list[str] | None, o.argument("[AXIS=SIZE]...", "This case, like M=8192 N=4096, not cached ones.")] = None,
     target: Annotated[list[str] | None, o.option("--target", "ARCH|all", "Compile for it, like sm_90; may be repeated.")] = None,
@@ -88,10 +90,8 @@ def command(
         raise typer.Exit(1)
 
 
-def _whole_space(runs: "list[Run]") -> "list[Run]":
+def _whole_space(runs: list[Run]) -> list[Run]:
     """Return every valid config of each task of some runs."""
-    from kerneltune.search.task import Run
-
     tasks = {(task.variant.name, task.case): task for task, _ in runs}
     return [Run(task, config) for task in tasks.values() for config in task.variant.configs(task.case)]
 
@@ -113,7 +113,7 @@ def _show_space(found: "Survey") -> None:
         raise typer.Exit(1)
 
 
-def judge(baseline: str, wanted: "Selection", target: list[str] | None, workers: int | None, configs: Path | None) -> "Verdict":
+def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: int | None, configs: Path | None) -> "Verdict":
     """Return the gate's verdict on the cached configs against a file of `--save` or a git revision."""
     from kerneltune.gating.static_gate import static_gate
     from kerneltune.inspection.revision import changes_since
@@ -149,9 +149,8 @@ def _targets(given: list[str] | None) -> list[str]:
     return [name for name in LIMITS if not given or _ALL in given or name in given]
 
 
-def _runs(wanted: "Selection", sizes: list[str], gpu: str, configs: Path | None) -> "list[Run]":
+def _runs(wanted: Selection, sizes: list[str], gpu: str, configs: Path | None) -> list[Run]:
     """Return the selected cached configs; for given sizes, or cases of the sweeps without a cached config, default configs."""
-    from kerneltune.cache import readable
     from kerneltune.inspection.survey import cached_runs, default_runs
 
     for case in (name for name in wanted.cases if "=" in name):
@@ -191,7 +190,7 @@ def _runs(wanted: "Selection", sizes: list[str], gpu: str, configs: Path | None)
     )
 
 
-def _sized_runs(op: Op, sizes: list[str], selection: "Selection") -> "list[Run]":
+def _sized_runs(op: Op, sizes: list[str], selection: Selection) -> list[Run]:
     """Return the default configs for given sizes, of the first element type and mode that are selected."""
     from kerneltune.inspection.survey import default_runs
 
@@ -203,11 +202,11 @@ def _sized_runs(op: Op, sizes: list[str], selection: "Selection") -> "list[Run]"
     raise ValueError(f"nothing to compile: {op.name} has no such variant with knobs for {case.label}")
 
 
-def _selected(runs: "list[Run]", selection: "Selection") -> "list[Run]":
+def _selected(runs: list[Run], selection: Selection) -> list[Run]:
     return [run for run in runs if selection.takes(run.task.key)]
 
 
-def _with_config(runs: "list[Run]", text: str | None) -> "list[Run]":
+def _with_config(runs: list[Run], text: str | None) -> list[Run]:
     """Return the tasks of the runs with the config of a JSON text; for None, return the runs."""
     if text is None:
         return runs
@@ -220,8 +219,6 @@ def _with_config(runs: "list[Run]", text: str | None) -> "list[Run]":
 
 def _show(found: "Survey") -> None:
     """Print a table per config and kernel, a line per target."""
-    from kerneltune.records import grouped
-
     for same in grouped(found.rows, lambda row: row.key[:-1]).values():
         first = same[0]
         show_wrapped(f"{first.op} {first.variant}  {first.case}{'' if first.policy == 'cold' else ' ' + first.policy}")

@@ -9,21 +9,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kerneltune import device
+from kerneltune import device, sweep
+from kerneltune.cache import default_root, read_roots, readable
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
 from kerneltune.files import RESULTS, decode, in_checkout
-from kerneltune.listing import facts_of
+from kerneltune.listing import OpFacts, facts_of
+from kerneltune.plan import Options, Plan, Selection, load_plan
 from kerneltune.search import SAMPLERS
+from kerneltune.search.task import store_folder
 from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
-
-if TYPE_CHECKING:
-    from kerneltune.listing import OpFacts
-    from kerneltune.plan import Options, Plan, Selection
 
 POLICIES = ("cold", "hot", "eager")
 STYLES = ("text", "markdown", "csv")
@@ -135,8 +134,6 @@ def selects(*without: str) -> Callable[[Callable[..., None]], Callable[..., None
     def changed(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**given: Any) -> None:
-            from kerneltune.plan import Selection
-
             lists: dict[str, Any] = {f"{name}s": tuple(dict.fromkeys(given.pop(name) or ())) for name in names}
             command(wanted=Selection("", **lists), **given)
 
@@ -168,7 +165,7 @@ def refuse(expected: str, **given: Any) -> None:
             raise ValueError(f"{name.replace('_', '-')}: {shown}{expected}")
 
 
-def require_match(wanted: "Selection", field: str, present: Iterable[str]) -> None:
+def require_match(wanted: Selection, field: str, present: Iterable[str]) -> None:
     """Raise ValueError for a name or pattern of a selection's field that matches no present value."""
     known = list(dict.fromkeys(present))
     for pattern in getattr(wanted, f"{field}s"):
@@ -211,8 +208,6 @@ def config_of(variant: Variant, field: str, text: str) -> Any:
 
 def _family_of(op: str) -> str:
     """Return the family whose sweep file has cases of an operator; empty if the name is no operator, or has no sweep file."""
-    from kerneltune import sweep
-
     if op not in load_facts():
         return ""
     ops = load_ops()
@@ -226,15 +221,11 @@ def _family_of(op: str) -> str:
 
 def configs_root(configs: Path | None) -> Path:
     """Return the given folder of the config cache, else the folder in which kernels look configs up."""
-    from kerneltune.cache import default_root
-
     return configs or default_root()
 
 
 def config_files(configs: Path | None) -> list[Path]:
     """Return the files of the config cache, GPU by GPU; without a given folder also packaged files that no file replaces."""
-    from kerneltune.cache import read_roots, readable
-
     folders = read_roots(configs)
     for folder in filter(Path.is_file, folders):
         raise ValueError(f"cannot read {folder}: expected a folder")
@@ -244,8 +235,6 @@ def config_files(configs: Path | None) -> list[Path]:
 
 def where_configs_serve(configs: Path | None) -> str:
     """Return a line about the programs that read the stored configs; empty if every call reads them."""
-    from kerneltune.cache import default_root
-
     if configs is not None and configs.resolve() != default_root().resolve():
         return f"operators read {default_root()}: set KERNELTUNE_CONFIGS={configs.resolve()} where they shall use these configs"
     if os.environ.get("KERNELTUNE_CONFIGS") or in_checkout():
@@ -265,10 +254,8 @@ def require_writable(folder: Path) -> None:
         raise ValueError(f"cannot write {folder}: {error.strerror}") from error
 
 
-def require_folders(options: "Options", tunes: bool) -> None:
+def require_folders(options: Options, tunes: bool) -> None:
     """Raise ValueError for a folder of this device that could not be written when the work is done."""
-    from kerneltune.search.task import store_folder
-
     here, folders = device.current(), [options.results / "runs"]
     if here.is_gpu and not options.check_only:
         folders += [options.results, *([configs_root(options.configs), store_folder(options.results, "")] if tunes else [])]
@@ -326,9 +313,9 @@ def capture_of(family: str) -> str:
     return folder if folder and Path(folder, "classes").is_dir() else ""
 
 
-def load_facts() -> "Mapping[str, OpFacts]":
+def load_facts() -> Mapping[str, OpFacts]:
     """Return the listed facts of operators and workloads by name, without importing their code."""
-    from kerneltune import device, ops, workloads
+    from kerneltune import ops, workloads
 
     known, built = ops.facts(device.select_backend), workloads.facts(device.select_backend)
     if known.keys() & built.keys():
@@ -375,7 +362,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
     return Case("shown", tuple(axes.items()), dtype, quant, tuple(options.items()))
 
 
-def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", max_cases: int | None = None) -> "Selection":
+def make_selection(known: Mapping[str, Op], family: str, wanted: Selection, max_cases: int | None = None) -> Selection:
     """Return the selection with its family, after checking its names."""
     names = [name for name in known if name in captured_ops()] if capture_of(family) else list(known)
     among = [known[choice("op", name, names)] for name in wanted.ops or names]
@@ -385,15 +372,13 @@ def make_selection(known: Mapping[str, Op], family: str, wanted: "Selection", ma
     return replace(wanted, family=family, max_cases=max_cases or wanted.max_cases)
 
 
-def make_plan(family: str, wanted: "Selection", max_cases: int | None = None, **options: Any) -> "Plan":
+def make_plan(family: str, wanted: Selection, max_cases: int | None = None, **options: Any) -> Plan:
     """Return the plan of a command: the selected part of a family, with the options of `make_options`."""
-    from kerneltune.plan import load_plan
-
     made, known = make_options(family, **options), load_ops()
     return load_plan(known, make_selection(known, family, wanted, max_cases), made)
 
 
-def make_options(family: str = "", results: Path | None = None, **given: Any) -> "Options":
+def make_options(family: str = "", results: Path | None = None, **given: Any) -> Options:
     """Make the options of a run and the limits of its searches; an option that is None keeps its default.
 
     Args:
@@ -401,9 +386,6 @@ def make_options(family: str = "", results: Path | None = None, **given: Any) ->
         results: folder of the records; None for the usual folder of the family.
         given: the other options by name.
     """
-    from kerneltune import sweep
-    from kerneltune.plan import Options
-
     try:
         if family:
             sweep.find(family)

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -12,10 +12,9 @@ from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
 from kerneltune.cli.files import bench_cases
+from kerneltune.inspection.ncu import METRICS, ConflictLine, Profile, find_ncu, profile
+from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op
-
-if TYPE_CHECKING:
-    from kerneltune.inspection.ncu import ConflictLine, Profile
 
 _STALLS = 5
 _LINES = 8
@@ -38,8 +37,6 @@ def command(
 
     Clocks are left as they are and caches start cold. The profiler distorts times: compare times with `compare`.
     """
-    from kerneltune.inspection.ncu import find_ncu
-
     known = o.load_ops()
     chosen = known[o.choice("op", op, known)]
     for field, text, name in (("config-a", config_a, a), ("config-b", config_b, b)):
@@ -75,8 +72,6 @@ def launch_profiled(captured: str, op: str, variant: str, case: str, config: str
     import torch
 
     known = o.load_ops(captured)
-    from kerneltune.search.task import Task
-
     chosen = known[op].variant(variant)
     shape = msgspec.json.decode(case, type=Case)
     knobs = o.config_of(chosen, "config", config) if config else Task(known[op], shape, chosen).config_of_call(None)
@@ -89,9 +84,7 @@ def launch_profiled(captured: str, op: str, variant: str, case: str, config: str
     torch.cuda.profiler.stop()
 
 
-def _profiled(ncu: Path, arguments: Sequence[str]) -> "tuple[list[Profile], list[ConflictLine]]":
-    from kerneltune.inspection.ncu import profile
-
+def _profiled(ncu: Path, arguments: Sequence[str]) -> tuple[list[Profile], list[ConflictLine]]:
     code = "import sys; from kerneltune.cli.profile import launch_profiled; launch_profiled(*sys.argv[1:])"
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         return profile(ncu, [sys.executable, "-c", code, *arguments], Path(folder))
@@ -109,7 +102,7 @@ def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | 
 
 
 def _show(
-    first: "tuple[list[Profile], list[ConflictLine]]", second: "tuple[list[Profile], list[ConflictLine]]", names: tuple[str, str]
+    first: tuple[list[Profile], list[ConflictLine]], second: tuple[list[Profile], list[ConflictLine]], names: tuple[str, str]
 ) -> None:
     """Print kernels side by side in the order of their launches, then the lines with bank conflicts."""
     for index in range(max(len(first[0]), len(second[0]))):
@@ -123,9 +116,7 @@ def _show(
             show_table(("place", "excess", "source"), [(line.place, f"{line.excess:,.0f}", line.source) for line in worst])
 
 
-def _rows(pair: "Sequence[Profile | None]") -> list[tuple[str, ...]]:
-    from kerneltune.inspection.ncu import METRICS
-
+def _rows(pair: Sequence[Profile | None]) -> list[tuple[str, ...]]:
     rows = [("time under ncu µs", *(f"{p.time_us:.1f}" if p and p.time_us is not None else "-" for p in pair))]
     for label in METRICS:
         rows.append((label, *(f"{p.values[label]:,.1f}".removesuffix(".0") if p and label in p.values else "-" for p in pair)))

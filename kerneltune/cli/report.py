@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from kerneltune import cache
+from kerneltune.cache import CacheEntry
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, write
 from kerneltune.cli.files import record_files, selected
 from kerneltune.device import slug
+from kerneltune.plan import Selection
+from kerneltune.records import Record, load
+from kerneltune.reporting.naming import by_family, source
+from kerneltune.reporting.tables import BEST_PEER, ab_table, default_pair, family_pairs, paired
 from kerneltune.table import join_tables
 
 if TYPE_CHECKING:
-    from kerneltune.cache import CacheEntry
-    from kerneltune.plan import Selection
-    from kerneltune.records import Record
     from kerneltune.reporting.page import Sources
 
 _PAGE = Path("report.html")
@@ -25,7 +28,7 @@ _LARGE = 3_000_000
 
 @o.selects("case", "variant")
 def command(
-    wanted: "Selection",
+    wanted: Selection,
     files: Annotated[list[Path] | None, o.argument("[FILE]...", "Records; the records of this GPU without a file.")] = None,
     output: Annotated[Path | None, o.option("--output -o", "FILE", "Write the page here; report.html if not given.")] = None,
     a: Annotated[str | None, o.option("--a", "NAME", "The variant or peer that is A at first.")] = None,
@@ -58,9 +61,7 @@ def command(
 
 def _picture(sources: "Sources", a: str | None, b: str | None) -> str:
     """Return the picture of the families that have both A and B; A is the fastest peer, else the baseline, unless named."""
-    from kerneltune.reporting.naming import by_family, source
     from kerneltune.reporting.picture import speedups
-    from kerneltune.reporting.tables import BEST_PEER, paired
 
     has_peer = any(record.role == "peer" and record.time_us is not None for record in sources.records)
     first, second = a or (BEST_PEER if has_peer else "baseline"), b or "optimized"
@@ -69,12 +70,9 @@ def _picture(sources: "Sources", a: str | None, b: str | None) -> str:
     return speedups(families, first, second, source(shown, ("device", "torch", "triton")) if shown else "")
 
 
-def _sources(paths: Sequence[Path], wanted: "Selection", pair: tuple[str | None, str | None], configs: Path | None) -> "Sources":
+def _sources(paths: Sequence[Path], wanted: Selection, pair: tuple[str | None, str | None], configs: Path | None) -> "Sources":
     """Return the selected records and the cached configs of their operators."""
-    from kerneltune.records import load
-    from kerneltune.reporting.naming import by_family
     from kerneltune.reporting.page import Sources
-    from kerneltune.reporting.tables import default_pair
     from kerneltune.workloads import own_tables
 
     everything = selected([record for path in paths for record in load(path)], wanted)
@@ -99,19 +97,14 @@ def _short(path: Path) -> str:
     return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path.name)
 
 
-def _entries(records: "Sequence[Record]", configs: Path | None) -> "list[CacheEntry]":
+def _entries(records: Sequence[Record], configs: Path | None) -> list[CacheEntry]:
     """Return the cached configs of the records' operators and devices."""
-    from kerneltune import cache
-
     places = dict.fromkeys((record.op, slug(record.device)) for record in records)
     return [entry for op, device in places for entry in cache.load(op, device, configs)]
 
 
 def _markdown(sources: "Sources", picture: Path | None, folder: Path) -> str:
     """Return the A/B table of every family, the tables of workloads, and a link to the picture."""
-    from kerneltune.reporting.naming import by_family
-    from kerneltune.reporting.tables import ab_table, family_pairs, paired
-
     tables = []
     families = by_family(sources.records)
     for family, (a, b) in family_pairs(families, sources.pair).items():

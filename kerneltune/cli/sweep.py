@@ -1,6 +1,7 @@
 """`kerneltune sweep`: check, tune, measure, record and tabulate a family."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,15 +12,15 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import end_if_failed, note, show, show_wrapped, width
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import data_root
+from kerneltune.plan import Options, Plan, Selection
+from kerneltune.processes import start_server
+from kerneltune.records import Record, load
+from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, check_table, side, sweep_table
+from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from kerneltune.plan import Options, Plan, Selection
-    from kerneltune.records import Record
-    from kerneltune.spec import Op
     from kerneltune.stale import Stale
 
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def command(
     family: o.Family = "",
     *,
-    wanted: "Selection",
+    wanted: Selection,
     policy: o.PolicyName = None,
     tune: Annotated[bool, o.flag("--tune/--no-tune", "Tune cases that the config cache lacks.")] = True,
     peers: Annotated[bool, o.flag("--peers/--no-peers", "Measure the operators of other packages, too.")] = True,
@@ -76,8 +77,6 @@ def command(
         o.use_capture(folder)
         configs, results = configs or Path(folder, "configs"), results or Path(folder, "results")
         file = str(Path(folder, "sweep.yaml"))
-    from kerneltune.processes import start_server
-
     if device.may_have_gpu():
         start_server()  # its imports take as long as the imports of this process
     given |= {"tune": tune, "quick": quick, "trials": trials}
@@ -86,10 +85,9 @@ def command(
     return _show_mutations(plan) if mutate else _run(plan, family, folder)
 
 
-def _run(plan: "Plan", asked: str, capture: str) -> None:
+def _run(plan: Plan, asked: str, capture: str) -> None:
     """Run the stages of a sweep, named by a family or by the folder of a capture, and show records and files."""
     from kerneltune.campaign import run_sweep
-    from kerneltune.reporting.tables import check_table, sweep_table
 
     with Reporter() as progress:
         swept = run_sweep(plan, progress, lambda rows: show(sweep_table(rows, brief=True).text(width()) + "\n"))
@@ -106,9 +104,9 @@ def _run(plan: "Plan", asked: str, capture: str) -> None:
     end_if_failed(r for r in swept.records if not plan.ops[r.op].variant(r.variant).is_peer)
 
 
-def _refresh(known: "Mapping[str, Op]", selection: "Selection", options: "Options") -> None:
+def _refresh(known: Mapping[str, Op], selection: Selection, options: Options) -> None:
     """List the stale configs and records, and on a GPU measure them again."""
-    from kerneltune import device, stale
+    from kerneltune import stale
 
     here = device.current()
     works = here.is_gpu and not options.check_only
@@ -158,7 +156,7 @@ def _stale_table(by_gpu: "Sequence[Stale]") -> Table:
     return Table((*columns, Column("stale", digits=0), Column("known", digits=0), Column("about min", digits=1)), tuple(rows))
 
 
-def _show_mutations(plan: "Plan") -> None:
+def _show_mutations(plan: Plan) -> None:
     """List the mutations that each `compare` refused and accepted; exit with 1 if a `compare` accepts a gross mistake."""
     from kerneltune.campaign import mutate_outputs
     from kerneltune.measuring.mutations import MEANING
@@ -180,7 +178,7 @@ _SHOWN = 5
 """Most launches that are named."""
 
 
-def _show_unchecked(plan: "Plan", checked: "Sequence[Record]") -> None:
+def _show_unchecked(plan: Plan, checked: Sequence[Record]) -> None:
     """Name the launches of a capture whose values were not checked."""
     launches = [entry.case for entry in plan.cases()]
     done = {record.case for record in checked}
@@ -194,11 +192,8 @@ def _show_unchecked(plan: "Plan", checked: "Sequence[Record]") -> None:
         )
 
 
-def _show_recorded(plan: "Plan", asked: str) -> None:
+def _show_recorded(plan: Plan, asked: str) -> None:
     """Show the recorded GPU times of the family, and the steps that `kerneltune sweep ASKED` would add on a GPU."""
-    from kerneltune.records import load
-    from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, side
-
     pattern = f"*/{plan.family}.jsonl"
     files = sorted(plan.options.results.glob(pattern)) or sorted(data_root("results").glob(pattern))
     recorded = [r for path in files for r in load(path) if r.op in plan.ops and r.policy == plan.policy(r.op)]

@@ -3,19 +3,17 @@
 import statistics
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
+from kerneltune.plan import Plan, Selection
 from kerneltune.rounding import cdiv
+from kerneltune.search.task import Evaluation, store_folder, store_path
+from kerneltune.spec import Case
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, pairs
-
-if TYPE_CHECKING:
-    from kerneltune.plan import Plan, Selection
-    from kerneltune.search.task import Evaluation
-    from kerneltune.spec import Case
 
 Searches = list[tuple["Case", dict[Any, "Evaluation"]]]
 """Cases with the stored evaluations of their configs."""
@@ -28,15 +26,13 @@ _WEIGHED = 8
 @o.selects("variant")
 def command(
     family: o.Family,
-    wanted: "Selection",
+    wanted: Selection,
     variant: o.Whose = "optimized",
     policy: o.PolicyName = None,
     gpu: o.Gpu = None,
     results: o.Results = None,
 ) -> None:
     """Show what past trials say: how good each search was, the knobs that matter, and the fewest configs for all cases."""
-    from kerneltune.search.task import store_folder
-
     plan = o.make_plan(family, replace(wanted, variants=(variant,)), policy=policy, results=results)
     gpu = gpu or device.current().slug
     by_title = searches_of(plan, gpu)
@@ -49,12 +45,11 @@ def command(
         show("")
 
 
-def searches_of(plan: "Plan", gpu: str) -> dict[str, Searches]:
+def searches_of(plan: Plan, gpu: str) -> dict[str, Searches]:
     """Return title -> the stored trials of a variant on the selected bench cases, under their newest fingerprint.
 
     gpu: folder name of the GPU model.
     """
-    from kerneltune.search.task import store_path
     from kerneltune.search.trials import newest_trials
 
     by_title: dict[str, Searches] = {}

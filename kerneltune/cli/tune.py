@@ -12,11 +12,14 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import error_line, note, show, show_wrapped
 from kerneltune.cli.progress import Reporter
 from kerneltune.cli.trials import searches_of, show_searches
+from kerneltune.plan import Plan, Selection
+from kerneltune.processes import start_server
 from kerneltune.progress import Progress
+from kerneltune.records import grouped
+from kerneltune.sweep import results_root
 from kerneltune.wording import counted
 
 if TYPE_CHECKING:
-    from kerneltune.plan import Plan, Selection
     from kerneltune.tune.run import TuningSummary
 
 _MODEL_GAIN = "1%"
@@ -27,7 +30,7 @@ _OF_CALLS = "optimized"
 
 @o.selects()
 def command(
-    wanted: "Selection",
+    wanted: Selection,
     family: Annotated[str | None, typer.Argument(help="A file of sweeps/ by name, a .yaml file, or a capture's folder.")] = None,
     model: Annotated[
         Path | None, o.option("--model", "FILE", "Tune the operators that the model of a Hugging Face config.json uses.")
@@ -67,8 +70,6 @@ def command(
     if (family is None) == (model is None):
         raise ValueError(f"family: {repr(family) if family else 'missing'}: expected either a family or --model FILE")
     if model is not None:
-        from kerneltune.sweep import results_root
-
         family = str(cases.write_sweep(results_root(results), model, tokens, ep, batch))
         until_gain = until_gain or _MODEL_GAIN
         wanted = replace(wanted, variants=wanted.variants or (_OF_CALLS,))
@@ -85,8 +86,6 @@ def command(
         return tune_folder(Path(family), budget, share, force, workers, dry_run)
     o.refuse("expected only with the folder of a capture", share=share)
     if not dry_run:
-        from kerneltune.processes import start_server
-
         start_server()  # its imports run beside the imports of this process and take as long
     plan = o.make_plan(
         family, wanted, max_cases, policy=policy, budget_s=budget, trials=trials, force=force, stale=stale, sampler=sampler,
@@ -109,9 +108,8 @@ def command(
         raise typer.Exit(1)
 
 
-def _show_forecast(plan: "Plan") -> None:
+def _show_forecast(plan: Plan) -> None:
     """Print the cases and configs that `tune` would search on this machine, by variant, and about how long it takes."""
-    from kerneltune.records import grouped
     from kerneltune.tune.run import expected_work, missing
 
     here, budget_s, ops = device.current(), plan.options.search.budget_s, {entry.op for entry in plan.cases()}
