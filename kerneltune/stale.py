@@ -23,7 +23,8 @@ from kerneltune.records import Record, grouped
 from kerneltune.search.task import Task, changed, config_values
 from kerneltune.spec import Case, Op, TaskKey
 from kerneltune.sweep import SweepCase
-from kerneltune.tune.renew import Renewal, renew
+from kerneltune.tune.renew import renew
+from kerneltune.tune.session import TuningResult
 from kerneltune.wording import counted, pairs
 
 CONFIG_S = 0.6
@@ -242,10 +243,10 @@ def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:
     return _EAGER_CASE_S if "eager" in policies else _CASE_S
 
 
-def refresh(stale: Stale, progress: Progress) -> tuple[list[Renewal], list[Record], Stale]:
+def refresh(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, TuningResult]], list[Record], Stale]:
     """Time stale configs against their default and store the faster, then measure stale cases again.
 
-    Return the configs that were timed, the new records, and the configs and cases that are still stale.
+    Return the configs that were timed with their results, the new records, and the configs and cases that are still stale.
 
     Every config is stored and every case recorded at once. A run that is interrupted, or ends after `budget_s` seconds, loses at
     most the present case, and the next run measures the rest. Headline cases of all families come first, then cases with
@@ -253,9 +254,8 @@ def refresh(stale: Stale, progress: Progress) -> tuple[list[Renewal], list[Recor
     """
     budget_s = stale.plans[0].options.search.budget_s
     until = math.inf if budget_s is None else time.monotonic() + budget_s
-    renewals = list[Renewal]()
-    if stale.configs:
-        renewals = renew(stale.plans[0], stale.configs, progress)
+    renewals = renew(stale.plans[0], stale.configs, progress) if stale.configs else []
+    if renewals:
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
     measured = measure_again(list(_batches(stale)), progress, until)
     return renewals, measured, find(stale.plans, stale.gpu)

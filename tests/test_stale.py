@@ -114,7 +114,7 @@ def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Se
     before = stored(options)
     found = find(selection, options)
     renewals, _, left = stale.refresh(found, Progress())
-    assert [one.is_kept for one in renewals] == [True, True, False]
+    assert [done.entry is not None and done.entry.config == entry.config for entry, done in renewals] == [True, True, False]
     assert measured == ["first", "other", "last"]
     assert (left.configs, left.cases) == ((), 0)
     now = stored(options)

@@ -124,14 +124,14 @@ def _refresh(known: Mapping[str, Op], selection: Selection, options: Options) ->
     (one,) = by_gpu
     with Reporter() as progress:
         renewals, measured, left = stale.refresh(one, progress)
-    broken = [one for one in renewals if one.failure]
-    num_kept = sum(one.is_kept for one in renewals)
+    broken = [(entry, done.problem) for entry, done in renewals if done.problem]
+    num_kept = sum(done.entry is not None and done.entry.config == entry.config for entry, done in renewals)
     show_wrapped(
         f"configs: {num_kept} as good as their default, {len(renewals) - num_kept - len(broken)} slower, which the default "
         f"replaces, {len(broken)} that no longer run; {counted(len(measured), 'record')} made"
     )
-    for renewal in broken:
-        show_wrapped(f"failed: {renewal.entry.op} {renewal.entry.variant} {renewal.entry.case.label}: {renewal.failure}")
+    for entry, problem in broken:
+        show_wrapped(f"failed: {entry.op} {entry.variant} {entry.case.label}: {problem}")
     counts = f"{counted(len(left.configs), 'config')} and {counted(left.cases, 'case')} are stale"
     show_wrapped(
         f"{counts}; the same command goes on there" if left.configs or left.cases else f"nothing is stale for {here.slug}"

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kerneltune import cache, device
 from kerneltune.cache import CacheEntry
@@ -12,32 +12,19 @@ from kerneltune.progress import Progress
 from kerneltune.search.task import Run, Task, knobs_of, stamp
 from kerneltune.spec import Op
 from kerneltune.tune.gpu_worker import WorkerCrashedError
-from kerneltune.tune.session import TuningSession
+from kerneltune.tune.session import TuningResult, TuningSession
 
 _OF_THE_SEARCH = ("trials", "before")
 """Fields of the evidence about the search, which a new timing keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Renewal:
-    """The result of timing a stale config.
-
-    Attributes:
-        is_kept: whether the config is as fast as the default; else the default has replaced the config, or the config failed.
-        failure: reason why the config no longer runs, on one line; empty if it runs.
-    """
-
-    entry: CacheEntry
-    is_kept: bool
-    failure: str = ""
-
-
-def renew(plan: Plan, configs: Sequence[CacheEntry], progress: Progress) -> list[Renewal]:
+def renew(plan: Plan, configs: Sequence[CacheEntry], progress: Progress) -> list[tuple[CacheEntry, TuningResult]]:
     """Time configs of this GPU against their default in interleaved rounds, and store the faster with new evidence.
 
-    After `search.budget_s` seconds no further config is timed, and the result ends there.
+    Return each timed entry with its result, whose `problem` is the reason why the config no longer runs. After `search.budget_s`
+    seconds no further config is timed.
     """
-    renewals, options = list[Renewal](), plan.options
+    renewals, options = list[tuple[CacheEntry, TuningResult]](), plan.options
     until = time.monotonic() + (math.inf if options.search.budget_s is None else options.search.budget_s)
     work = [(entry, _runs_of(plan.ops[entry.op], entry)) for entry in configs]
     progress.stage("time stale configs", len(work))
@@ -46,12 +33,10 @@ def renew(plan: Plan, configs: Sequence[CacheEntry], progress: Progress) -> list
             if time.monotonic() >= until:
                 break
             session.queue.look_ahead(run for _, later in work[number:] if not isinstance(later, str) for run in later)
-            renewed = runs if isinstance(runs, str) else _renewed(session, runs, entry)
-            if isinstance(renewed, str):
-                renewals.append(Renewal(entry, False, renewed))
-            else:
-                cache.store(device.current().slug, renewed, options.configs)
-                renewals.append(Renewal(entry, renewed.config == entry.config))
+            done = TuningResult(problem=runs) if isinstance(runs, str) else _renewed(session, runs, entry)
+            if done.entry is not None:
+                cache.store(device.current().slug, done.entry, options.configs)
+            renewals.append((entry, done))
             progress.advance(entry.key.label)
     return renewals
 
@@ -68,7 +53,7 @@ def _runs_of(op: Op, entry: CacheEntry) -> list[Run] | str:
         return " ".join(str(error).split()) or type(error).__name__
 
 
-def _renewed(session: TuningSession, runs: Sequence[Run], entry: CacheEntry) -> CacheEntry | str:
+def _renewed(session: TuningSession, runs: Sequence[Run], entry: CacheEntry) -> TuningResult:
     """Return an entry with the faster of its config and the default, and with new evidence; or why its config does not run."""
     task, configs = runs[0].task, [run.config for run in runs]
     try:
@@ -80,17 +65,14 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: CacheEntry) -> 
                 one.result()
             measured = tuner.measure_again(configs)
             if measured[0].time_us is None:
-                return f"{measured[0].status}: {measured[0].reason}"
+                return TuningResult(problem=f"{measured[0].status}: {measured[0].reason}")
             timed = [config for config, one in zip(configs, measured, strict=True) if one.time_us is not None]
             best, evidence = tuner.run_final(timed, configs[-1])
-    except WorkerCrashedError as error:
-        return f"crashed: {error}"
-    except ValueError as error:
-        return str(error)
+    except (WorkerCrashedError, ValueError) as error:
+        return TuningResult(problem=f"{'' if isinstance(error, ValueError) else 'crashed: '}{error}")
     finally:
         session.queue.forget(task)
     evidence |= stamp(task.variant)
     if best == configs[0]:
-        kept = {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
-        return replace(entry, evidence=evidence | kept)
-    return replace(entry, config=knobs_of(best), evidence=evidence)
+        evidence |= {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
+    return TuningResult(replace(entry, config=entry.config if best == configs[0] else knobs_of(best), evidence=evidence))

@@ -278,8 +278,8 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     def renewed_as(budget_s: float | None = None, **changes: Any) -> list[tuple[bool, str]]:
         stale = [replace(entry, **changes)]
         return [
-            (one.is_kept, one.failure)
-            for one in renew(load_plan(OPS, selection, replace(options, search=Search(budget_s))), stale, Progress())
+            (done.entry is not None and done.entry.config == before.config, done.problem)
+            for before, done in renew(load_plan(OPS, selection, replace(options, search=Search(budget_s))), stale, Progress())
         ]
 
     def stored() -> cache.CacheEntry:
