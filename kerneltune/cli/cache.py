@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +13,11 @@ from kerneltune import cache, device, misses
 from kerneltune.cache import CacheEntry, Chooser, load, load_strict
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, show, show_wrapped, width
-from kerneltune.cli.files import bench_cases
+from kerneltune.cli.files import bench_case
 from kerneltune.errors import unknown
 from kerneltune.plan import Selection
 from kerneltune.search.task import changed, knobs_of
-from kerneltune.spec import Case, Op
+from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
 from kerneltune.wording import counted, pairs
 
@@ -90,7 +90,12 @@ def explain(
     if of.config is None:
         raise ValueError(f"variant: {variant!r}: expected a variant with knobs")
     slug = _gpu(gpu, configs)
-    asked = chosen.called(_case(known, chosen, ",".join(case), dtype, quant))
+    text = ",".join(case)
+    if "=" in text:
+        given = o.case_of_sizes(chosen, text.split(","), dtype or chosen.dtypes[0], quant or chosen.quants[0], whole=True)
+    else:
+        given = bench_case(known, chosen, text, dtype, quant)
+    asked = chosen.called(given)
     if (reason := of.unsupported(asked)) is not None:
         raise ValueError(f"case: {asked.label}: unsupported: {reason}")
     chooser = cache.Chooser.of(chosen, of, "cold", configs)
@@ -101,22 +106,13 @@ def explain(
         "near": f"the cache's nearest entry, {choice.describe().partition(': ')[0]}",
         "default": f"the default: {slug} has no entry for this case or near it{_reach(chosen)}",
     }
-    for word, text in (("case", asked.label), ("config", pairs(knobs_of(choice.config))), ("from", sources[choice.source])):
-        show_wrapped(f"{word:<10}{text}", " " * 10)
+    for word, found in (("case", asked.label), ("config", pairs(knobs_of(choice.config))), ("from", sources[choice.source])):
+        show_wrapped(f"{word:<10}{found}", " " * 10)
 
 
 def _reach(op: Op) -> str:
     """Return how far the near entries of an operator may be."""
     return f", at most {op.max_distance:g} away in log2 of {' and '.join(op.free_axes)}" if op.free_axes else ""
-
-
-def _case(known: Mapping[str, Op], op: Op, text: str, dtype: str | None, quant: str | None) -> Case:
-    """Return the bench case of a name, or the case of sizes and options."""
-    if "=" in text:
-        return o.case_of_sizes(op, text.split(","), dtype or op.dtypes[0], quant or op.quants[0], whole=True)
-    cases = [case for case in bench_cases(known).get(op.name, []) if dtype in (None, case.dtype) and quant in (None, case.quant)]
-    named = {case.name: case for case in reversed(cases)}
-    return named[o.choice("case", text, named)]
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:
@@ -176,17 +172,14 @@ def export_(
 
 
 def _author_names(op: Op, variant: str) -> dict[str, str]:
-    """Return knob or axis -> the argument of a kernel of the variant's package that differs from it in capitals at most."""
+    """Return knob or axis -> the argument of a kernel of the variant's package; a knob's may differ from it in capitals."""
     chosen = op.variant(variant)
     knobs = {field.name for field in dataclasses.fields(chosen.config)} if chosen.config is not None else set()
     package = chosen.run.__module__.rpartition(".")[0] or chosen.run.__module__
     modules = [module for name, module in sorted(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
     kernels = [value for module in modules for value in vars(module).values() if hasattr(value, "arg_names")]
     arguments = [argument for kernel in kernels for argument in _parameters(kernel)]
-    names: dict[str, str] = {}
-    for axis in op.axes:
-        alike = [name for name, _ in arguments if name.lower() == axis.lower()]
-        names |= {axis: axis if axis in alike else alike[0]} if alike else {}
+    names = {axis: axis for axis in op.axes if axis in dict(arguments)}
     for name, is_constexpr in arguments:
         if is_constexpr and name.lower() in knobs:
             names.setdefault(name.lower(), name)

@@ -32,13 +32,14 @@ def swept(known: Mapping[str, Op]) -> list[SweepCase]:
     return [entry for plan in plans for entry in (*plan.bench, *plan.check)]
 
 
-def bench_cases(known: Mapping[str, Op]) -> dict[str, list[Case]]:
-    """Return the bench cases of all sweep files, by operator."""
-    by_op: dict[str, list[Case]] = {}
-    for entry in swept(known):
-        if entry.section == "bench":
-            by_op.setdefault(entry.op, []).append(entry.case)
-    return by_op
+def bench_case(known: Mapping[str, Op], op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
+    """Return the first bench case of an operator in any sweep file that has this name, element type and mode; None for any."""
+    of_op = [entry.case for entry in swept(known) if (entry.op, entry.section) == (op.name, "bench")]
+    cases = [case for case in of_op if dtype in (None, case.dtype) and quant in (None, case.quant)]
+    if not cases:
+        raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}: see `ops {op.name}`")
+    named = {case.name: case for case in reversed(cases)}
+    return cases[0] if name is None else named[o.choice("case", name, dict.fromkeys(case.name for case in cases))]
 
 
 def record_files(results: Path | None, family: str | None = None) -> list[Path]:

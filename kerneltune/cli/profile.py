@@ -4,17 +4,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from kerneltune import device
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table
-from kerneltune.cli.files import bench_cases
+from kerneltune.cli.files import bench_case
 from kerneltune.inspection.ncu import METRICS, ConflictLine, Profile, find_ncu, profile
 from kerneltune.search.task import Task
-from kerneltune.spec import Case, Op
+from kerneltune.spec import Case
 
 _STALLS = 5
 _LINES = 8
@@ -43,7 +43,7 @@ def command(
         o.choice("variant", name, [variant.name for variant in chosen.variants])
         if text:
             o.config_of(chosen.variant(name), field, text)
-    found = _case(known, chosen, case, dtype, quant)
+    found = bench_case(known, chosen, case, dtype, quant)
     for variant in (chosen.variant(a), chosen.variant(b)):
         if variant.missing():
             raise ValueError(f"{variant.name} needs {', '.join(variant.missing())}, which is not installed")
@@ -88,17 +88,6 @@ def _profiled(ncu: Path, arguments: Sequence[str]) -> tuple[list[Profile], list[
     code = "import sys; from kerneltune.cli.profile import launch_profiled; launch_profiled(*sys.argv[1:])"
     with tempfile.TemporaryDirectory(prefix="kerneltune-") as folder:
         return profile(ncu, [sys.executable, "-c", code, *arguments], Path(folder))
-
-
-def _case(known: Any, op: Op, name: str | None, dtype: str | None, quant: str | None) -> Case:
-    """Return the first case of any sweep for this operator with that name, type and mode."""
-    cases = bench_cases(known).get(op.name, [])
-    if name is not None:
-        o.choice("case", name, list(dict.fromkeys(case.name for case in cases)))
-    for case in cases:
-        if name in (None, case.name) and dtype in (None, case.dtype) and quant in (None, case.quant):
-            return case
-    raise ValueError(f"no sweep has a bench case of {op.name} with {dtype=} {quant=}: see `ops {op.name}`")
 
 
 def _show(

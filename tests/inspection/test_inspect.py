@@ -12,7 +12,7 @@ from asserting import every
 from command_line import run
 
 from kerneltune import device, ops
-from kerneltune.cli import console
+from kerneltune.cli import console, profile
 from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
 from kerneltune.measuring.assembly import Access, Kernel
@@ -360,7 +360,7 @@ def test_profile_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_profile_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ncu, "find_ncu", lambda: None)
+    monkeypatch.setattr(profile, "find_ncu", lambda: None)
     assert refused("profile", "rmsnorm_fwd", "baseline", "optimized").startswith(
         "error: profile needs Nsight Compute: no ncu on PATH"
     )
@@ -379,8 +379,8 @@ def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
         found = ncu.Profile("_k", 34.8, values, "registers", (("long scoreboard", 17.25), ("barrier", 3.5)))
         return [found], lines if len(commands) == 1 else []
 
-    monkeypatch.setattr(ncu, "find_ncu", lambda: Path("/ncu"))
-    monkeypatch.setattr(ncu, "profile", fake)
+    monkeypatch.setattr(profile, "find_ncu", lambda: Path("/ncu"))
+    monkeypatch.setattr(profile, "profile", fake)
     result = run("profile", "rmsnorm_fwd", "baseline", "optimized", "--case", "te-8192x4096", "--config-b", config())
     assert result.exit_code == 0, result.output
     words = [line.split() for line in result.stdout.splitlines()]
