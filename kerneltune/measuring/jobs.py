@@ -5,6 +5,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import wait
@@ -274,15 +275,24 @@ def _with_value(case: Case, name: str, value: Any) -> Case:
 
 
 def _obstacle(op: Op, case: Case, _tell: Tell) -> str:
-    """Return why a case has no inputs or no expected values; empty if it has both."""
+    """Return why a case has no inputs or no expected values, or why host code refuses its sizes; empty if it can be checked."""
     made = Checker.make(op, case)
-    return made.reason if isinstance(made, Outcome) else ""
+    if isinstance(made, Outcome):
+        return made.reason
+    with suppress(Exception), unlaunched():  # the check reports other errors
+        for variant in (variant for variant in op.variants if not (variant.is_peer or variant.unsupported(case))):
+            try:
+                variant.run(made.inputs, variant.default_config(case))
+            except (ValueError, AssertionError) as error:
+                return first_line(error)
+    return ""
 
 
 def _first_checkable(op: Op, cases: Iterable[Case], most: float) -> tuple[list[Case], str]:
     """Return the first case that costs `most` at most, that an own variant supports, and that has inputs and expected values.
 
-    Forks make the values. Without such a case return the last reason.
+    A case that host code of an own variant refuses by a ValueError does not count. Forks make the values. Without such a case
+    return the last reason.
     """
     reason = "no check case to derive a case from"
     for case in cases:

@@ -112,6 +112,18 @@ def summing(shift: float = 0.0) -> Op:
     )  # fmt: skip
 
 
+def in_tens() -> Op:
+    """Return the operator with host code that refuses N that is no multiple of 10."""
+    op = summing()
+
+    def run(given: Inputs, config: None) -> Outputs:
+        if given["x"].shape[1] % 10:
+            raise ValueError(f"N must be a multiple of 10, got {given['x'].shape[1]}")
+        return op.variants[0].run(given, config)
+
+    return replace(op, variants=(replace(op.variants[0], run=run),))
+
+
 def shifted(name: str, M: int, N: int, shift: int = 0) -> Case:
     return replace(case_of(name, M, N), options=(("shift", shift),))
 
@@ -153,3 +165,10 @@ def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
     task = Task(summing(shift=1.0), derived[0], summing(shift=1.0).variants[0])
     ((outcome,),) = outcomes(case_job([Run(task, None)]))
     assert outcome.status == "failed"
+
+
+def test_sizes_that_host_code_refuses_make_no_derived_case() -> None:
+    check, bench = [shifted("odd", 3, 70), shifted("wide", 4, 300)], [shifted("tall", 8192, 64)]
+    assert derived_cases(in_tens(), check, bench)[0] == []
+    (tall,) = derived_cases(in_tens(), [*check, shifted("tens", 30, 90)], bench)[0]
+    assert tall.axes == (("M", 90), ("N", 30))
