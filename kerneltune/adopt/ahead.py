@@ -124,9 +124,11 @@ def launchers_path(root: Path) -> Path:
 
 
 def build_launchers(root: Path) -> None:
-    """Build the host code of a tuned folder's kernels, and Triton's own, with a C compiler on each core.
+    """Build the host code of a tuned folder's kernels with a C compiler on each core.
 
-    Triton keeps the host code in its disk cache. Triton 3.7 and later need no launcher for each kernel.
+    Triton keeps the host code in its disk cache. Triton 3.7 and later need no launcher for each kernel. A launcher of tensor
+    descriptors keeps the type that Triton's own host code defines when the launcher is loaded: the launch loads both, because a
+    type of before refuses each descriptor.
     """
     nvidia: Any = sys.modules.get(_NVIDIA)
     if not hasattr(nvidia, "make_launcher") or not launchers_path(root).is_file():
@@ -134,7 +136,7 @@ def build_launchers(root: Path) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(max_workers=cores) as pool:
         launchers = read_json(launchers_path(root), _Launchers).launchers
-        running = [pool.submit(nvidia.CudaUtils), *(pool.submit(_build, nvidia, launcher) for launcher in launchers)]
+        running = [pool.submit(_build, nvidia, launcher) for launcher in launchers if not any(launcher["descriptors"] or ())]
     for one in running:
         one.result()
 

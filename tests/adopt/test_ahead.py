@@ -40,7 +40,6 @@ class Nvidia(SimpleNamespace):
     def __init__(self, **more: Any) -> None:
         super().__init__(**more)
         self.built: list[Any] = []
-        self.CudaUtils = lambda: self.built.append("utils")
         self.CudaLauncher = lambda source, metadata: self.built.append((source.signature, metadata.tensordesc_meta))
 
 
@@ -118,18 +117,17 @@ def test_preparation_is_no_trap_for_a_process_that_is_forked_meanwhile(tmp_path:
 
 
 def test_preparation_without_a_c_compiler_still_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    def refuse(*_given: object) -> None:
         raise OSError("no C compiler")
 
     digested: list[None] = []
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=lambda: digested.append(None)))
     nvidia = Nvidia(make_launcher=None)
-    nvidia.CudaUtils = refuse
+    nvidia.CudaLauncher = refuse
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", nvidia)
     preparation = ahead.Preparation(listed(tmp_path, [{"signature": TYPES, "descriptors": None}]), is_cache_new=True)
     preparation.begin()
     preparation.wait()
-    assert len(nvidia.built) == 1
     assert len(digested) == 1
 
 
@@ -161,10 +159,19 @@ def test_launchers_are_built_at_once_with_the_types_that_were_stored(tmp_path: P
     nvidia = Nvidia(make_launcher=None)
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", nvidia)
     ahead.build_launchers(listed(tmp_path, [{"signature": TYPES, "descriptors": [None]}, ahead.launcher_of(kernel)]))
-    assert nvidia.built.count("utils") == 1
     assert ({0: "*bf16", 1: "fp32", 2: "constexpr", 3: ("i32", ("*fp32",))}, [None]) in nvidia.built
     assert ({0: "*bf16", 1: ("i32", "constexpr")}, []) in nvidia.built
-    assert len(nvidia.built) == 3
+    assert len(nvidia.built) == 2
+
+
+def test_launchers_of_descriptors_are_left_to_the_launch_that_loads_their_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia = Nvidia(make_launcher=None, CudaUtils=lambda: pytest.fail("a second type of descriptors"))
+    monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", nvidia)
+    descriptors = [{"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [64, 64]}]
+    ahead.build_launchers(listed(tmp_path, [{"signature": ["tensordesc<bf16[64, 64]>", "*bf16"], "descriptors": descriptors}]))
+    assert nvidia.built == []
 
 
 @pytest.mark.parametrize("stored", [3, {}, [{"signature": [7], "descriptors": None}]])
