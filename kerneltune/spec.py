@@ -8,10 +8,10 @@ import functools
 import importlib.util
 import itertools
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -266,13 +266,13 @@ def missing_packages(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in names if importlib.util.find_spec(name) is None)
 
 
-def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
+def config_from(config: Any, values: Mapping[str, Any]) -> Config:
     """Make the config of a class with these knob values; a knob that is newer than the stored values takes its default.
 
     Raises:
         ValueError: an unknown, missing or wrongly typed knob.
     """
-    types, needed = _knobs_of_class(cast(Hashable, config))
+    types, needed = knobs_of_class(config)
     if not needed <= set(values) <= set(types):
         raise ValueError(f"expected the knobs {sorted(types)}, got {sorted(values)}")
     for name, value in values.items():
@@ -281,17 +281,13 @@ def config_from(config: type[Any], values: Mapping[str, Any]) -> Config:
     return config(**values)
 
 
-def knobs_of_class(config: type[Any]) -> tuple[dict[str, Any], set[str]]:
+@functools.cache
+def knobs_of_class(config: Any) -> tuple[dict[str, Any], set[str]]:
     """Return the type of every knob of a class, also with postponed annotations, and the knobs without a default.
 
     Raises:
         ValueError: an annotation names a type that the module of the class does not have.
     """
-    return _knobs_of_class(cast(Hashable, config))
-
-
-@functools.cache
-def _knobs_of_class(config: Any) -> tuple[dict[str, Any], set[str]]:
     try:
         knobs, types = dataclasses.fields(config), typing.get_type_hints(config)
     except NameError as error:

@@ -55,7 +55,8 @@ def widened(variant: Variant, knobs: KnobOverrides) -> Variant:
     """Return the variant with more values for some knobs of its space. `valid` still applies."""
     if not knobs or variant.config is None:
         return variant
-    types = knobs_of_class(variant.config)[0]
+    config: Any = variant.config
+    types = knobs_of_class(config)[0]
     added: dict[str, tuple[Any, ...]] = {}
     for name, texts in knobs:
         if name not in types:
