@@ -213,13 +213,14 @@ def other_run(a: Record, b: Record) -> list[str]:
 
 
 def row_of(record: Record) -> object:
-    """Return the identity of a row: key and device."""
-    return record.key, record.device
+    """Return the identity of a row: variant, case, policy and device."""
+    return record.variant, case_on_device(record)
 
 
 def case_on_device(record: Record) -> object:
-    """Return the key and the device that the rows of all variants of a case share."""
-    return record.key.of_case, record.device
+    """Return what the rows of all variants of a case share: operator, device, policy, types, sizes and options."""
+    names = record.op, record.device, record.policy, record.dtype, record.quant
+    return *names, *sorted(record.axes.items()), tuple(sorted(record.options.items()))
 
 
 def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = lambda _op: {}) -> Callable[[Record], object]:
