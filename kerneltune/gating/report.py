@@ -95,11 +95,9 @@ def gate_junit(verdict: Verdict) -> str:
             child.text = _xml(f"case {row.record.case}: {text}")
         if row.verdict != "pass" and (tag is None or tag == "skipped"):
             said.append(f"{'note' if row.note else row.verdict}: {row.record.label} {row.record.variant}: {text}")
-    for number, failure in enumerate(verdict.failures):
+    for kind, failure in [*(("stale", line) for line in verdict.stale), *(("regression", line) for line in verdict.slower)]:
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name=_xml(failure.partition(": ")[0]), time="0")
-        ElementTree.SubElement(
-            test, "failure", type="stale" if number < verdict.num_stale else "regression", message=_xml(failure)
-        ).text = _xml(failure)
+        ElementTree.SubElement(test, "failure", type=kind, message=_xml(failure)).text = _xml(failure)
     if verdict.exit_code == UNUSABLE or not (verdict.rows or verdict.failures):
         test = ElementTree.SubElement(suite, "testcase", classname="gate", name="comparable", time="0")
     if verdict.exit_code == UNUSABLE:

@@ -43,7 +43,7 @@ def static_gate(baseline: Survey, new: Survey, unchanged: int = 0) -> Verdict:
     if not counts["compared"] and not counts["unchanged"]:
         return Verdict((), UNUSABLE, f"nothing compared: {text}")
     if findings:
-        return Verdict((), REGRESSION, f"{len(findings)} found in compiled code; {text}", failures=tuple(findings))
+        return Verdict((), REGRESSION, f"{len(findings)} found in compiled code; {text}", slower=tuple(findings))
     return Verdict((), PASS, f"no new spills, no narrower accesses, nothing over a limit; {text}")
 
 

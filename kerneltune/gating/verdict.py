@@ -82,16 +82,21 @@ class Verdict:
 
     Attributes:
         notes: facts about the comparison as a whole, a line each.
-        failures: lines for failures that no single row shows: first `num_stale` lines for other code or configs, then a line for
-            each variant that is slower as a whole.
+        stale: a line for each variant measured with other code or configs.
+        slower: a line for each variant that is slower as a whole, or for each finding in compiled code.
     """
 
     rows: tuple[GateRow, ...]
     exit_code: int
     reason: str
     notes: tuple[str, ...] = ()
-    failures: tuple[str, ...] = ()
-    num_stale: int = 0
+    stale: tuple[str, ...] = ()
+    slower: tuple[str, ...] = ()
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Return the lines for failures that no single row shows."""
+        return self.stale + self.slower
 
     def count(self, verdict: RowVerdict) -> int:
         """Return the number of rows with this verdict, without notes."""
@@ -170,13 +175,7 @@ def gate(
         _added([fresh for key, fresh in of_new.items() if key not in of_old and device_policy(fresh) in old_places]),
     ]
     groups, doubtful = slower_groups(judged)
-    wide = [
-        f"{counted(len(lines), noun)} {state}"
-        for lines, noun, state in ((stale, "variant", "of other code or configs"), (groups, "group", "slower as a whole"))
-        if lines
-    ]
-    verdict = _verdict(tuple(rows), tuple(filter(None, [*notes, *doubtful])), (*stale, *groups), wide)
-    return replace(verdict, num_stale=len(stale))
+    return _answered(Verdict(tuple(rows), PASS, "", tuple(filter(None, [*notes, *doubtful])), tuple(stale), tuple(groups)))
 
 
 def confirm(
@@ -397,17 +396,21 @@ def _other_unit(compared: Sequence[Change]) -> str:
     return f"another {moved[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
 
 
-def _verdict(rows: tuple[GateRow, ...], notes: tuple[str, ...], failures: tuple[str, ...], wide: Sequence[str]) -> Verdict:
-    """Return the answer; `wide` counts the failures that no single row shows."""
-    counts = {verdict: sum(row.verdict == verdict and not row.note for row in rows) for verdict in WORST_FIRST}
-    if not counts["failed"] and all(row.change is None for row in rows):
-        rows = tuple(row for row in rows if row.new is not None)  # the reason below says it of all other rows
-        return Verdict(rows, UNUSABLE, "nothing compared: no row of the baseline is timed in the new records", notes, failures)
-    for verdicts, code in ((("failed", "missing", "regression"), REGRESSION), (("ambiguous",), AMBIGUOUS)):
-        named = [(verdict, counts[verdict]) for verdict in WORST_FIRST if verdict in verdicts and counts[verdict]]
-        found = [f"{count} {verdict}{'s' * (verdict == 'regression' and count > 1)}" for verdict, count in named]
-        found += wide if code == REGRESSION else []
-        if found:
-            return Verdict(rows, code, ", ".join(found), notes, failures)
-    tolerated = counts["slower"]
-    return Verdict(rows, PASS, f"{tolerated} slower, tolerated" if tolerated else "no row is slower", notes)
+def _answered(found: Verdict) -> Verdict:
+    """Return a verdict with its exit code and reason."""
+    if not found.count("failed") and not found.compared:
+        rows = tuple(row for row in found.rows if row.new is not None)  # the reason below says it of all other rows
+        reason = "nothing compared: no row of the baseline is timed in the new records"
+        return replace(found, rows=rows, exit_code=UNUSABLE, reason=reason)
+    failed = [
+        *(f"{count} {verdict}" for verdict in ("failed", "missing") if (count := found.count(verdict))),
+        *([counted(count, "regression")] if (count := found.count("regression")) else []),
+        *([f"{counted(len(found.stale), 'variant')} of other code or configs"] if found.stale else []),
+        *([f"{counted(len(found.slower), 'group')} slower as a whole"] if found.slower else []),
+    ]
+    if failed:
+        return replace(found, exit_code=REGRESSION, reason=", ".join(failed))
+    if count := found.count("ambiguous"):
+        return replace(found, exit_code=AMBIGUOUS, reason=f"{count} ambiguous")
+    slower = found.count("slower")
+    return replace(found, reason=f"{slower} slower, tolerated" if slower else "no row is slower")
