@@ -15,6 +15,7 @@ from kerneltune.reporting.naming import by_family
 from kerneltune.reporting.tables import BEST_PEER, Comparison, ab_rows, ab_table, default_pair, side
 from kerneltune.sweep import family_name
 from kerneltune.table import join_tables
+from kerneltune.workloads import own_tables
 
 Sides = tuple[list[Record], list[Record]]
 
@@ -46,8 +47,6 @@ def command(
         raise ValueError(
             f"b: {b!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
         )
-    from kerneltune.workloads import own_tables
-
     wanted = replace(wanted, family=family or "")
     if run:
         if a is None or b is None:

@@ -14,6 +14,9 @@ from kerneltune.cli.console import note, show, show_table, show_wrapped
 from kerneltune.cli.files import swept
 from kerneltune.cli.progress import Reporter
 from kerneltune.files import in_checkout
+from kerneltune.inspection import static
+from kerneltune.inspection.static import StaticRow, Survey
+from kerneltune.measuring.assembly import LIMITS
 from kerneltune.plan import Selection
 from kerneltune.records import grouped
 from kerneltune.search.task import Run
@@ -22,7 +25,6 @@ from kerneltune.wording import counted, pairs
 
 if TYPE_CHECKING:
     from kerneltune.gating.verdict import Verdict
-    from kerneltune.inspection.static import StaticRow, Survey
 
 _ALL = "all"
 _GPU = "nvidia_h200"
@@ -36,7 +38,7 @@ _SHOWN = 40
 """Configs that `--all` lists; the rest is counted."""
 
 
-def _compiled(runs: Sequence[Run], targets: list[str], workers: int | None) -> "Survey":
+def _compiled(runs: Sequence[Run], targets: list[str], workers: int | None) -> Survey:
     """Compile configs, and show a progress bar."""
     from kerneltune.inspection.survey import survey
 
@@ -82,9 +84,7 @@ def command(
     if save is None:
         _show(found)
     else:
-        from kerneltune.inspection.static import save as save_survey
-
-        save_survey(save, found)
+        static.save(save, found)
         note(f"wrote {save}")
     if config is not None and any(row.error for row in found.rows):
         raise typer.Exit(1)
@@ -96,7 +96,7 @@ def _whole_space(runs: list[Run]) -> list[Run]:
     return [Run(task, config) for task in tasks.values() for config in task.variant.configs(task.case)]
 
 
-def _show_space(found: "Survey") -> None:
+def _show_space(found: Survey) -> None:
     """List the configs that do not compile, exceed a limit or spill, the worst first; end with 1 where none compiles."""
     spills = {id(row): max((kernel.spill_bytes for kernel in row.kernels), default=0) for row in found.rows}
     noted = sorted((row for row in found.rows if row.error or spills[id(row)]), key=lambda row: (not row.error, -spills[id(row)]))
@@ -117,12 +117,11 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
     """Return the gate's verdict on the cached configs against a file of `--save` or a git revision."""
     from kerneltune.gating.static_gate import static_gate
     from kerneltune.inspection.revision import changes_since
-    from kerneltune.inspection.static import load
 
     targets = _targets(target)
     if baseline.endswith(".json") or Path(baseline).is_file():
         runs = _runs(wanted, [], _GPU, configs)
-        saved = load(Path(baseline))
+        saved = static.load(Path(baseline))
         rows = tuple(row for row in saved.rows if row.target in targets and (not wanted.ops or row.op in wanted.ops))
         return static_gate(replace(saved, rows=rows), _compiled(runs, targets, workers))
     if not in_checkout() or os.environ.get(PLUGINS) or o.captured():
@@ -142,8 +141,6 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
 
 def _targets(given: list[str] | None) -> list[str]:
     """Return the given targets, in the order of `LIMITS`; all targets if none is given."""
-    from kerneltune.measuring.assembly import LIMITS
-
     for name in given or ():
         o.choice("target", name, (*LIMITS, _ALL))
     return [name for name in LIMITS if not given or _ALL in given or name in given]
@@ -217,7 +214,7 @@ def _with_config(runs: list[Run], text: str | None) -> list[Run]:
     return [run._replace(config=config) for run in runs]
 
 
-def _show(found: "Survey") -> None:
+def _show(found: Survey) -> None:
     """Print a table per config and kernel, a line per target."""
     for same in grouped(found.rows, lambda row: row.key[:-1]).values():
         first = same[0]
@@ -234,13 +231,11 @@ def _show(found: "Survey") -> None:
         show_wrapped(_LEGEND, "")
 
 
-def _tables(same: "list[StaticRow]") -> dict[str, list[tuple[str, ...]]]:
+def _tables(same: list[StaticRow]) -> dict[str, list[tuple[str, ...]]]:
     """Return kernel -> its lines; a second launch of a kernel with other resources is a kernel of its own."""
-    from kerneltune.inspection.static import facts, numbered
-
     tables: dict[str, list[tuple[str, ...]]] = {}
     for row in same:
-        for (name, nth), kernel in numbered(row.kernels).items():
-            _, *values = facts(kernel, row.target).values()
+        for (name, nth), kernel in static.numbered(row.kernels).items():
+            _, *values = static.facts(kernel, row.target).values()
             tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append((row.target, *values))
     return tables

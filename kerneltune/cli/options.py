@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kerneltune import device, sweep
+from kerneltune import device, sweep, workloads
 from kerneltune.cache import default_root, read_roots, readable
 from kerneltune.cli.settings import FAMILY
 from kerneltune.errors import unknown
@@ -315,7 +315,7 @@ def capture_of(family: str) -> str:
 
 def load_facts() -> Mapping[str, OpFacts]:
     """Return the listed facts of operators and workloads by name, without importing their code."""
-    from kerneltune import ops, workloads
+    from kerneltune import ops
 
     known, built = ops.facts(device.select_backend), workloads.facts(device.select_backend)
     if known.keys() & built.keys():
@@ -329,7 +329,7 @@ def load_ops(folder: str = "") -> Mapping[str, Op]:
     folder: folder of a capture whose operators are added; empty for the capture in use.
     """
     device.select_backend()
-    from kerneltune import ops, workloads
+    from kerneltune import ops
 
     known, built = ops.load(), workloads.load()
     for name in known.keys() & built.keys():

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from kerneltune import cache
 from kerneltune.cache import CacheEntry
@@ -16,11 +16,11 @@ from kerneltune.device import slug
 from kerneltune.plan import Selection
 from kerneltune.records import Record, load
 from kerneltune.reporting.naming import by_family, source
+from kerneltune.reporting.page import Sources, page
+from kerneltune.reporting.picture import speedups
 from kerneltune.reporting.tables import BEST_PEER, ab_table, default_pair, family_pairs, paired
 from kerneltune.table import join_tables
-
-if TYPE_CHECKING:
-    from kerneltune.reporting.page import Sources
+from kerneltune.workloads import own_tables
 
 _PAGE = Path("report.html")
 _LARGE = 3_000_000
@@ -51,18 +51,14 @@ def command(
         deliver(text, None if is_printed else markdown)
     if output is None and (svg or markdown):
         return
-    from kerneltune.reporting.page import page
-
     path, text = output or _PAGE, page(sources)
     write(path, text)
     if len(text.encode()) > _LARGE:
         note(f"{path} has {len(text.encode()) / 1e6:.1f} MB; --op, --dtype and --quant make it smaller")
 
 
-def _picture(sources: "Sources", a: str | None, b: str | None) -> str:
+def _picture(sources: Sources, a: str | None, b: str | None) -> str:
     """Return the picture of the families that have both A and B; A is the fastest peer, else the baseline, unless named."""
-    from kerneltune.reporting.picture import speedups
-
     has_peer = any(record.role == "peer" and record.time_us is not None for record in sources.records)
     first, second = a or (BEST_PEER if has_peer else "baseline"), b or "optimized"
     families = {family: paired(members, first, second) for family, members in by_family(sources.records).items()}
@@ -70,11 +66,8 @@ def _picture(sources: "Sources", a: str | None, b: str | None) -> str:
     return speedups(families, first, second, source(shown, ("device", "torch", "triton")) if shown else "")
 
 
-def _sources(paths: Sequence[Path], wanted: Selection, pair: tuple[str | None, str | None], configs: Path | None) -> "Sources":
+def _sources(paths: Sequence[Path], wanted: Selection, pair: tuple[str | None, str | None], configs: Path | None) -> Sources:
     """Return the selected records and the cached configs of their operators."""
-    from kerneltune.reporting.page import Sources
-    from kerneltune.workloads import own_tables
-
     everything = selected([record for path in paths for record in load(path)], wanted)
     if not everything:
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
@@ -103,7 +96,7 @@ def _entries(records: Sequence[Record], configs: Path | None) -> list[CacheEntry
     return [entry for op, device in places for entry in cache.load(op, device, configs)]
 
 
-def _markdown(sources: "Sources", picture: Path | None, folder: Path) -> str:
+def _markdown(sources: Sources, picture: Path | None, folder: Path) -> str:
     """Return the A/B table of every family, the tables of workloads, and a link to the picture."""
     tables = []
     families = by_family(sources.records)
