@@ -30,7 +30,7 @@ from kerneltune.files import (
     written_root,
 )
 from kerneltune.nearness import Place, band_of, ranked
-from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_from, out_of_range, ranges_of
+from kerneltune.spec import Case, Knob, Measure, Name, Op, Option, TaskKey, TaskRow, Variant, config_from, out_of_range
 
 SCHEMA = 1
 _NO_NUMBER = re.compile(rb"(?<=[:,\[ ])-?(?:NaN|Infinity)(?=[,\]} \n])")
@@ -354,7 +354,7 @@ class Chooser:
         try:
             assert self.variant.config is not None
             config = config_from(self.variant.config, entry.config)
-            reason = out_of_range(entry.config, ranges_of(self.variant.space(case)))
+            reason = out_of_range(entry.config, self.variant.space(case))
             is_usual = reason is None or config == self.variant.default_config(case)
             return self.variant.valid(case, config) if is_usual else reason
         except Exception as error:  # an operator's own code may fail in any way at sizes and knobs that make no sense

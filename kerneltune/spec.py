@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
+import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -374,48 +375,19 @@ _BEYOND = 4
 _MOST_WARPS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """Describe the values of a knob that a kernel accepts.
+def out_of_range(knobs: Mapping[str, Any], space: Space) -> str | None:
+    """Return the first knob with a value that kernels of a space may not accept, with the value; None if there is none.
 
-    Attributes:
-        offered: the values of the space.
-        low, high: bounds of integers.
-        powers: True if integers must be powers of two; 0 is allowed as well if the space offers 0.
+    A knob may have any value of the space, and any positive integer that is not far from the integers of the space; if these are
+    powers of two, the integer must be one as well.
     """
-
-    offered: frozenset[Any]
-    low: int
-    high: int
-    powers: bool
-
-    def holds(self, value: object) -> bool:
-        """Return whether a kernel accepts the value."""
-        if value in self.offered:
-            return True
-        if type(value) is not int:
-            return False
-        return value > 0 and self.low <= value <= self.high and not (self.powers and value & (value - 1))
-
-
-def ranges_of(space: Mapping[str, tuple[Any, ...]]) -> dict[str, Range]:
-    """Return the range of every knob of a space."""
-    found = {}
-    for name, offered in space.items():
-        whole = [value for value in offered if type(value) is int]
-        high = max(whole, default=0) * _BEYOND
-        if name == "warps":
-            high = min(high, _MOST_WARPS)
-        powers = all(value >= 0 and not value & (value - 1) for value in whole)
-        found[name] = Range(frozenset(offered), min(whole, default=0) // _BEYOND, high, powers)
-    return found
-
-
-def out_of_range(knobs: Mapping[str, Any], ranges: Mapping[str, Range]) -> str | None:
-    """Return the first knob with a value out of its range, with the value; None if all values are in range."""
     for name, value in knobs.items():
-        if name in ranges and not ranges[name].holds(value):
+        offered = space.get(name, (value,))
+        whole = [one for one in offered if type(one) is int]
+        high = min(max(whole, default=0) * _BEYOND, _MOST_WARPS if name == "warps" else sys.maxsize)
+        powers = all(one >= 0 and not one & (one - 1) for one in whole)
+        is_near = type(value) is int and value > 0 and min(whole, default=0) // _BEYOND <= value <= high
+        if value not in offered and not (is_near and not (powers and value & (value - 1))):
             text = repr(value) if type(value) is not int or abs(value) < 1 << 64 else "a number of very many digits"
-            offered = ", ".join(sorted(map(str, ranges[name].offered))[:8])
-            return f"{name}: {text[:60]}: expected a value like {offered}"
+            return f"{name}: {text[:60]}: expected a value like {', '.join(sorted({str(one) for one in offered})[:8])}"
     return None

@@ -173,14 +173,8 @@ def _runs(wanted: Selection, sizes: list[str], gpu: str, configs: Path | None) -
             note(f"{place} has no config for {' '.join(wanted.cases or wanted.ops)}: default configs")
     if found:
         return found
-    for field, names in (
-        ("variant", [task.variant.name for task, _ in runs]),
-        ("dtype", [task.case.dtype for task, _ in runs]),
-        ("quant", [task.case.quant for task, _ in runs]),
-        ("case", [task.case.name for task, _ in runs]),
-    ):
-        if runs:
-            o.require_match(selection, field, names)
+    for field in ("variant", "dtype", "quant", "case") if runs else ():
+        o.require_match(selection, field, (run.task.key.fields[field] for run in runs))
     of = f" of {', '.join(selection.ops)}" if selection.ops else ""
     raise ValueError(
         f"nothing to compile: {place} has no config{of}{' of this selection' if runs else ''}: name sizes, like M=4096"
