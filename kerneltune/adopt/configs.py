@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any, Required, TypedDict, cast
 
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value
-from kerneltune.adopt.kernels import PLAIN_MARK, KernelCall, functions_of, jit_of
+from kerneltune.adopt.kernels import PLAIN_MARK, KernelCall, functions_of, heuristics_of, jit_of
 from kerneltune.adopt.program import values_of_module
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
@@ -237,26 +237,19 @@ def grid_blocks(call: KernelCall) -> dict[str, int]:
 
 def _changes_grid_alone(call: KernelCall, name: str, size: int) -> bool:
     """Return whether another value of a constexpr gives another grid, and the same values of heuristics."""
-    config, changed = type(call.autotuner.configs[0]), False
+    config, changed, kernel = type(call.autotuner.configs[0]), False, call.autotuner.fn
+    held = [value for value in values_of_module(call.name.module).values() if jit_of(value) is kernel]
+    around = [each for value in held for each in heuristics_of(value)]
     try:
         own = call.grid(config({name: size}))
         for other in (size // 2, size * 2):
             changed |= call.grid(config({name: other})) != own
             named = {**call.named, name: other}
-            if any(heuristic(named) != call.named.get(of) for of, heuristic in _heuristics(call)):
+            if any(heuristic(named) != call.named.get(of) for _, of, heuristic in around):
                 return False
     except Exception:  # the program's own code
         return False
     return changed
-
-
-def _heuristics(call: KernelCall) -> Iterator[tuple[str, Any]]:
-    """Yield the heuristics around a kernel by the name of their argument."""
-    for layer in values_of_module(call.name.module).values():
-        while layer is not call.autotuner.fn and jit_of(layer) is call.autotuner.fn:
-            values = getattr(layer, "values", None)
-            yield from values.items() if isinstance(values, dict) else ()
-            layer = layer.fn
 
 
 def changed_blocks(program: Mapping[str, Any], config: Mapping[str, Any]) -> Collection[str]:

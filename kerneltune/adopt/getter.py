@@ -10,8 +10,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,12 +20,16 @@ from kerneltune import device
 from kerneltune.adopt.arguments import element_type, torch_dtype
 from kerneltune.adopt.configs import DEFAULTS, launch_defaults
 from kerneltune.adopt.folder import read_json
-from kerneltune.adopt.getter_calls import make_call, tensors_of
 from kerneltune.adopt.operators import TUNED, made_class
 from kerneltune.errors import first_line, meant
 from kerneltune.files import replace_text
 from kerneltune.search.task import knobs_of
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kerneltune.workloads.model_config import Model
 
 FACTS = "getter.json"
 ADDED_OPTIONS = ("num_warps", "num_stages")
@@ -206,31 +211,34 @@ def given_knobs(config: Config) -> dict[str, int]:
 
 @functools.cache
 def operators(folder: str) -> tuple[Op, ...]:
-    """Return the operator of a folder, in a tuple."""
+    """Return the operator of a folder, in a tuple. A knob that an own config lacks has the default of a launch, else 0."""
     facts = read_facts(Path(folder))
     by_sizes = {tuple(one.sizes.items()): one for one in facts.cases}
+    owns = {sizes: facts.defaults | one.own for sizes, one in by_sizes.items() if one.own}
     knobs = dict.fromkeys([*(name for one in facts.cases for name in one.own), *facts.options], int)
     kind = made_class(f"Config_{facts.digest[:8]}", tuple(knobs.items()))
-    name = f"{Path(facts.getter).name.replace('.py:', '.').replace(':', '.')}-{facts.digest[:8]}"
-    tuned = Variant(
-        name=TUNED,
-        run=run_call,
-        config=kind,
-        space=functools.partial(_space, facts, kind),
-        valid=_valid,
-        default=functools.partial(_own_config, facts, by_sizes, kind),
-    )
+
+    def space(_case: Case) -> Space:
+        """Return values around the own configs of all calls, or the values that the user gave."""
+        own = {name: {config.get(name, 0) for config in owns.values()} for name in knobs}
+        given = {name: facts.space.get(name) or [value for size in own[name] for value in _around(name, size)] for name in knobs}
+        return {name: tuple(sorted({*own[name], *given[name]})) for name in knobs}
+
+    def default(case: Case) -> Config:
+        own = owns.get(case.axes, facts.defaults)
+        return kind(**{name: own.get(name, 0) for name in knobs})
+
     op = Op(
-        name=name,
+        name=f"{Path(facts.getter).name.replace('.py:', '.').replace(':', '.')}-{facts.digest[:8]}",
         axes=tuple(facts.cases[0].sizes),
         free_axes=tuple(facts.cases[0].sizes),
         max_distance=0.0,  # a call keeps the program's config until its own search; the search begins at configs of near calls
         dtypes=(facts.dtype,),
-        inputs=functools.partial(make_inputs, folder),
+        inputs=partial(make_inputs, folder),
         reference=reference,
         compare=compare,
         traffic=lambda case: Traffic(by_sizes[case.axes].bytes, 0),
-        variants=(tuned,),
+        variants=(Variant(name=TUNED, run=run_call, config=kind, space=space, valid=_valid, default=default),),
         module=__name__,
         origin=(folder,),
     )
@@ -241,22 +249,6 @@ def call_case(facts: GetterFacts, one: CallCase) -> Case:
     """Return the case of a call, named by the sizes that differ between calls."""
     differing = [f"{name}={size}" for name, size in one.sizes.items() if len({each.sizes[name] for each in facts.cases}) > 1]
     return Case(" ".join(differing) or _CALL, tuple(one.sizes.items()), facts.dtype)
-
-
-def _own_config(facts: GetterFacts, by_sizes: Mapping[Any, CallCase], kind: type[Any], case: Case) -> Config:
-    """Return the program's config of a call; a knob that the config lacks has the value of `facts.defaults`, else 0."""
-    own = facts.defaults | by_sizes[case.axes].own
-    return kind(**{name: own.get(name, 0) for name in kind.__dataclass_fields__})
-
-
-def _space(facts: GetterFacts, kind: type[Any], _case: Case) -> Space:
-    """Return values around the own configs of all calls, or the values that the user gave."""
-    values = {}
-    for name in kind.__dataclass_fields__:
-        own = {(facts.defaults | one.own).get(name, 0) for one in facts.cases if one.own}
-        tried = facts.space.get(name) or [value for size in own for value in _around(name, size)]
-        values[name] = tuple(sorted({*own, *tried}))
-    return values
 
 
 def _around(name: str, own: int) -> Iterator[int]:
@@ -278,6 +270,96 @@ def _valid(case: Case, config: Config) -> str | None:
         return "more elements of the result than registers"
     shared_bytes = (m + n) * k * torch_dtype(case.dtype).itemsize * (knobs["num_stages"] - 1)
     return "more shared memory than a program has" if shared_bytes > _SHARED_BYTES else None
+
+
+EXPERTS = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")
+"""Arguments of vLLM's expert layers. A function that takes them is called with tensors that are made here."""
+SIZES = ("tokens", "experts", "hidden", "inner", "top_k")
+ALL_EXPERTS = "all_experts"
+_SPREAD = 0.5
+"""Deviation of the log of an expert's popularity: the busiest of 128 experts has about three times the mean."""
+
+
+def make_call(made: Callable[..., Any], sizes: Mapping[str, int], dtype: str, device: str, seed: int) -> Callable[[], Any]:
+    """Return a function without arguments that calls the program at some sizes.
+
+    Args:
+        made: the call itself, if it has the arguments of an expert layer. Otherwise it takes the sizes, `dtype`, `device` and
+            `seed` that it names, and returns a function without arguments.
+
+    Raises:
+        ValueError: a size is missing, or the function returns something else.
+    """
+    parameters = inspect.signature(made).parameters
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    other = [name for name in sizes if name not in (*parameters, *SIZES, ALL_EXPERTS)]
+    if other and not takes_any:
+        raise ValueError(f"call: size {other[0]}: the function takes none: expected one of {', '.join(parameters)}")
+    if set(EXPERTS) <= set(parameters):
+        return partial(made, **_expert_arguments(set(parameters), sizes, dtype, device, seed))
+    given = {**sizes, "dtype": torch_dtype(dtype), "device": device, "seed": seed}
+    for name, one in parameters.items():
+        if name not in given and one.default is one.empty:
+            raise ValueError(f"call: argument {name}: missing: give --size {name}=VALUE")
+    function = made(**{name: given[name] for name in parameters if name in given})
+    if not callable(function):
+        raise ValueError(f"call: returned {type(function).__name__}: expected a function without arguments, such as a partial")
+    call: Callable[[], Any] = function
+    return call
+
+
+def tensors_of(call: Callable[[], Any]) -> "dict[str, Tensor]":
+    """Return the tensors among the arguments of a partial, by name or place."""
+    if not isinstance(call, partial):
+        return {}
+    named = {**{f"argument {place}": value for place, value in enumerate(call.args)}, **call.keywords}
+    return {name: value for name, value in named.items() if hasattr(value, "untyped_storage")}
+
+
+def _expert_arguments(names: set[str], sizes: Mapping[str, int], dtype: str, device: str, seed: int) -> dict[str, Any]:
+    """Return activations, weights, and a routing to experts of different popularity, as trained routers have."""
+    import torch
+
+    if lacking := [name for name in SIZES if name not in sizes]:
+        raise ValueError(f"call: size {lacking[0]}: missing: give --model FILE or --size {lacking[0]}=VALUE")
+    tokens, experts, hidden, inner, top_k = (sizes[name] for name in SIZES)
+    everywhere = sizes.get(ALL_EXPERTS, experts)
+    made: dict[str, Any] = {
+        "device": device,
+        "generator": None if device == "meta" else torch.Generator(device).manual_seed(seed),
+    }
+    normal, kind = partial(torch.randn, **made), torch_dtype(dtype)
+    chance = torch.rand(tokens, everywhere, **made).clamp(1e-9, 1 - 1e-7)
+    drawn = _SPREAD * normal(everywhere) - (-chance.log()).log()  # the largest are draws without replacement
+    scores, ids = drawn.topk(top_k)
+    arguments = {
+        "hidden_states": normal(tokens, hidden, dtype=kind),
+        "w1": normal(experts, 2 * inner, hidden, dtype=kind).mul_(hidden**-0.5),
+        "w2": normal(experts, hidden, inner, dtype=kind).mul_(inner**-0.5),
+        "topk_weights": scores.softmax(-1),
+        "topk_ids": ids.to(torch.int32),
+    }
+    if everywhere == experts:
+        return arguments
+    if not {"expert_map", "global_num_experts"} <= names:
+        raise ValueError("call: --ep: the function takes no expert_map: give a function that makes the call")
+    owned = torch.arange(everywhere, dtype=torch.int32, device=device)
+    return arguments | {"global_num_experts": everywhere, "expert_map": torch.where(owned < experts, owned, -1)}
+
+
+def expert_sizes(model: "Model", tp: int, ep: int) -> dict[str, int]:
+    """Return the sizes of a model's expert layer on one GPU, without the tokens."""
+    experts = model.experts
+    if experts is None:
+        raise ValueError(f"{model.path}: experts: none: expected a model with experts")
+    for name, size, option, parts in (
+        (experts.count_field, experts.count, "ep", ep),
+        (experts.width_field, experts.width, "tp", tp),
+    ):
+        if size % parts:
+            raise ValueError(f"{model.path}: {name}: {size}: expected a multiple of {option}={parts}")
+    sizes = {"experts": experts.count // ep, "hidden": model.hidden, "inner": experts.width // tp, "top_k": experts.top_k}
+    return sizes | ({ALL_EXPERTS: experts.count} if ep > 1 else {})
 
 
 def make_inputs(folder: str, case: Case, device: str = "cuda", seed: int = 0) -> Inputs:

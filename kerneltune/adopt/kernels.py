@@ -119,24 +119,32 @@ def read_globals(function: Any) -> dict[str, Any]:
     return plain
 
 
+def layers(value: Any) -> Iterator[Any]:
+    """Yield an object and the objects that it wraps, from the outside in, down to a function. Runs no code of the objects."""
+    for _ in range(_MOST_LAYERS):
+        if value is None:
+            return
+        yield value
+        value = None if inspect.isfunction(value) else inspect.getattr_static(value, "fn", None)
+
+
 def autotuner_of(value: Any) -> Any:
     """Return the autotuner that an object is or wraps; None if the object is something else. Runs no code of the object."""
     kind = getattr(sys.modules.get("triton.runtime.autotuner"), "Autotuner", ())  # () if the program has not imported Triton
-    for _ in range(_MOST_LAYERS):
-        if value is None or isinstance(value, kind) or inspect.isfunction(value):
-            break
-        value = inspect.getattr_static(value, "fn", None)
-    return value if isinstance(value, kind) else None
+    return next((layer for layer in layers(value) if isinstance(layer, kind)), None)
 
 
 def jit_of(value: Any) -> Any:
     """Return the object under `triton.jit` that an object is or wraps; None if there is none. Runs no code of the object."""
-    for _ in range(_MOST_LAYERS):
-        inner = inspect.getattr_static(value, "fn", None)
-        if inner is None or inspect.isfunction(inner):
-            return None if inner is None or not hasattr(type(value), "run") else value
-        value = inner
-    return None
+    *_, kernel, function = None, None, *layers(value)
+    return kernel if inspect.isfunction(function) and hasattr(type(kernel), "run") else None
+
+
+def heuristics_of(value: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Yield the layer, the name of the argument and the function of each heuristic around a kernel, from the outside in."""
+    for layer in layers(value):
+        values = getattr(layer, "values", None)
+        yield from ((layer, *item) for item in (values.items() if isinstance(values, dict) else ()))
 
 
 def is_plain(autotuner: Any) -> bool:
@@ -237,12 +245,9 @@ class KernelCall:
 
         An exception of the author's grid or of a heuristic is raised.
         """
-        given, inner = self.given | config.all_kwargs(), self.autotuner.fn
-        while not inspect.isfunction(inner):  # heuristics, from the outside in, then the kernel
-            values = getattr(inner, "values", None)
-            for name, heuristic in values.items() if isinstance(values, dict) else ():
-                given[name] = heuristic({**dict(zip(inner.arg_names, self.args, strict=False)), **given})
-            inner = inner.fn
+        given = self.given | config.all_kwargs()
+        for layer, name, heuristic in heuristics_of(self.autotuner.fn):
+            given[name] = heuristic({**dict(zip(layer.arg_names, self.args, strict=False)), **given})
         grid = self.kwargs.get("grid")
         if callable(grid):
             grid = grid(self._bound(given))

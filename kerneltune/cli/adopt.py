@@ -133,8 +133,7 @@ def _call_cases(
     model: Path | None, tp: int, ep: int, tokens: str, sizes: "Sequence[str]", keys: "Sequence[int]", is_table: bool
 ) -> "list[CallCase]":
     """Return a case for each combination of sizes. A table has cases of all its keys; only cases of `tokens` are tuned."""
-    from kerneltune.adopt.getter import CallCase
-    from kerneltune.adopt.getter_calls import expert_sizes
+    from kerneltune.adopt.getter import CallCase, expert_sizes
     from kerneltune.workloads.model_config import read
 
     given: dict[str, list[int]] = {}

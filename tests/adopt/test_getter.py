@@ -18,8 +18,17 @@ from made_up_gpu import Bench
 from typer.testing import CliRunner
 
 from kerneltune import device
-from kerneltune.adopt.getter import CallCase, GetterFacts, installed, operators, probe, read_facts, write_facts
-from kerneltune.adopt.getter_calls import expert_sizes, make_call
+from kerneltune.adopt.getter import (
+    CallCase,
+    GetterFacts,
+    expert_sizes,
+    installed,
+    make_call,
+    operators,
+    probe,
+    read_facts,
+    write_facts,
+)
 from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables
 from kerneltune.cli import app
 from kerneltune.measuring.check import Outcome
