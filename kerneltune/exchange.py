@@ -16,7 +16,10 @@ from kerneltune.cache import CacheEntry, entry_from, in_order
 from kerneltune.files import read_text
 from kerneltune.spec import Op
 
-_TRITON = {"warps": "num_warps", "stages": "num_stages", "num_warps": "num_warps", "num_stages": "num_stages"}
+_TRITON = {
+    "warps": "num_warps", "stages": "num_stages",
+    "num_warps": "num_warps", "num_stages": "num_stages", "num_ctas": "num_ctas", "maxnreg": "maxnreg",
+}  # fmt: skip
 _LARGEST = 4 << 20
 """Bytes of the largest imported file: Python's own parser needs about a hundred times as much memory."""
 _IDENTIFIER = re.compile(r"[^A-Za-z0-9_]+")
@@ -38,6 +41,7 @@ def configs(policy="cold", dtype=None, quant=None):
         if wanted and repr(knobs) not in distinct:
             meta = {NAMES.get(name, name): value for name, value in knobs.items() if name not in WORDS}
             words = {WORDS[name]: value for name, value in knobs.items() if name in WORDS}
+            words = {word: value for word, value in words.items() if (word, value) != ("maxnreg", 0)}  # 0: no limit
             distinct[repr(knobs)] = triton.Config(meta, **words)
     return list(distinct.values())
 '''
@@ -46,7 +50,7 @@ def configs(policy="cold", dtype=None, quant=None):
 def to_triton(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:
     """Return a Python source whose `configs()` and `KEY` are arguments of `@triton.autotune`, in the names of the kernel.
 
-    A comment lists the knobs and axes whose names in the kernel are not known.
+    A comment lists the knobs and axes that no kernel has as arguments.
     """
     of_knobs = {knob: name for knob, name in names.items() if knob not in op.axes}
     lines = [*_head(op, device), *(f"# {line}" for line in unnamed(op, entries, names))]
@@ -56,14 +60,11 @@ def to_triton(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) 
 
 
 def unnamed(op: Op, entries: Sequence[CacheEntry], names: Names) -> list[str]:
-    """Return a line each about axes and knobs that no argument of the kernel is known for; texts are literals."""
+    """Return a line about the axes and a line about the knobs that no kernel has as arguments; texts are literals."""
     axes = [axis for axis in op.axes if names.get(axis) != axis]  # an `e` may count other things than E
     knobs = [knob for knob in dict.fromkeys(knob for entry in entries for knob in entry.config) if knob not in {*names, *_TRITON}]
-    about = (
-        (axes, "KEY: axes of the operator that no kernel has as arguments: put the kernel's arguments in their place"),
-        (knobs, "NAMES: knobs of the config that no kernel has as arguments: add each as KNOB: ARGUMENT"),
-    )
-    return [f"{text}: {values!r}" for values, text in about if values]
+    about = (("KEY", axes, "replace or delete them"), ("NAMES", knobs, "add KNOB: ARGUMENT for each"))
+    return [f"{field}: {values!r}: no arguments of a kernel: {task}" for field, values, task in about if values]
 
 
 _DISPATCH = '''
@@ -92,8 +93,11 @@ def to_python(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) 
     """Return a module with a table and a function `best`, which ranks entries as the cache does, and needs nothing installed."""
     ranking = Path(nearness.__file__).read_text(encoding="utf-8").partition('"""\n\n')[2]
     free = {"FREE_AXES": op.free_axes, "FREE_OPTIONS": op.free_options, "BANDS": dict(op.bands), "MAX_DISTANCE": op.max_distance}
-    table = ["ENTRIES = [", *_rows(in_order(entries)), "]", *(f"{name} = {value!r}" for name, value in free.items())]
-    return {f"{_module(op.name)}.py": "\n".join([*_head(op, device), ranking, "", *table]) + "\n" + _DISPATCH}
+    ordered = in_order(entries)
+    table = ["ENTRIES = [", *_rows(ordered), "]", *(f"{name} = {value!r}" for name, value in free.items())]
+    call = tuple(ordered[0].key.fields[name] for name in ("variant", "axes", "dtype", "quant", "options"))
+    lines = [*_head(op, device), f"# best{call!r} returns knobs", ranking, "", *table]
+    return {f"{_module(op.name)}.py": "\n".join(lines) + "\n" + _DISPATCH}
 
 
 def to_json(op: Op, device: str, entries: Sequence[CacheEntry], names: Names) -> dict[str, str]:

@@ -110,6 +110,8 @@ def find(family: str) -> Path:
     for folder in _folders():
         if (folder / f"{family}.yaml").is_file():
             return folder / f"{family}.yaml"
+    if Path(family).is_dir() and not Path(family, "classes").is_dir():
+        raise ValueError(f"{family}: no capture: expected a folder that `kerneltune capture` wrote")
     raise unknown("family", family, families(), ", or a .yaml file")
 
 

@@ -49,6 +49,9 @@ def test_what_is_exported_comes_back(format_: str, op: str, tmp_path: Path) -> N
 
 def test_the_dispatch_module_needs_nothing_and_finds_the_nearest(tmp_path: Path) -> None:
     run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
+    first = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))
+    (example,) = re.findall(r"^# (best\(.*\)) returns knobs$", (tmp_path / "rmsnorm_bwd.py").read_text(), re.MULTILINE)
+    assert eval(example, first) == first["ENTRIES"][0]["config"]
     wanted = next(e for e in ours("rmsnorm_bwd") if dict(e.case.axes) == {"M": 16384, "N": 4096} and e.case.dtype == "bfloat16")
     call = "rmsnorm_bwd.best('optimized', {'M': 15000, 'N': 4096}, 'bfloat16', options={'zero_centered': False})"
     script = f"import rmsnorm_bwd; print({call}); print(rmsnorm_bwd.best('optimized', {{'M': 1, 'N': 3}}, 'bfloat16'))"

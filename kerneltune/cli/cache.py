@@ -155,7 +155,7 @@ def export_(
     from kerneltune import exchange
 
     known = o.load_ops()
-    o.choice("op", op, known)
+    of = known[o.choice("op", op, known)]
     files = _chosen(op, gpu, configs)
     if len(files) > 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
@@ -163,18 +163,25 @@ def export_(
     entries = [entry for entry in load_strict(path) if entry.variant == variant]
     if not entries:
         raise ValueError(f"{path}: variant: {variant!r}: no entry")
-    names = _author_names(known[op], variant)
-    for name, text in exchange.WRITERS[format_](known[op], path.parent.name, entries, names).items():
+    if of.origin is not None and (format_ != "triton" or "candidate" in entries[0].config):
+        raise ValueError(f"format: {format_!r}: {op} is of a capture: ship the capture's folder served instead")
+    names = _author_names(of, variant)
+    for name, text in exchange.WRITERS[format_](of, path.parent.name, entries, names).items():
         o.make_folder(folder)
         deliver(text, folder / name)
-    for line in exchange.unnamed(known[op], entries, names) if format_ == "triton" else ():
-        note(line)
+        for line in exchange.unnamed(of, entries, names) if format_ == "triton" else ():
+            note(f"{folder / name}: {line}")
 
 
 def _author_names(op: Op, variant: str) -> dict[str, str]:
-    """Return knob or axis -> the argument of a kernel of the variant's package; a knob's may differ from it in capitals."""
+    """Return knob or axis -> the argument of a kernel of the variant's package; a knob's may differ from it in capitals.
+
+    Knobs and axes of a captured kernel are its arguments.
+    """
     chosen = op.variant(variant)
     knobs = {field.name for field in dataclasses.fields(chosen.config)} if chosen.config is not None else set()
+    if op.origin is not None:
+        return {name: name for name in (*op.axes, *knobs)}
     package = chosen.run.__module__.rpartition(".")[0] or chosen.run.__module__
     modules = [module for name, module in sorted(sys.modules.items()) if name == package or name.startswith(f"{package}.")]
     kernels = [value for module in modules for value in vars(module).values() if hasattr(value, "arg_names")]
@@ -285,7 +292,7 @@ def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]
     if not files:
         raise ValueError(f"no cached configs in {o.configs_root(configs)}")
     if op is not None:
-        o.choice("op", op, sorted({path.stem for path in files}))
+        o.choice("op with cached configs", op, sorted({path.stem for path in files}))
     if gpu is not None:
         o.choice("gpu", gpu, sorted({path.parent.name for path in files if op in (None, path.stem)}))
     return [path for path in files if op in (None, path.stem) and gpu in (None, path.parent.name)]

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import runpy
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, LAUNCHES, META, remove_stale
 from kerneltune.adopt.operators import TUNED, case_of, operators, sweep_text, write_capture_sweep
 from kerneltune.adopt.overview import read_capture
+from kerneltune.cache import CacheEntry, store
 from kerneltune.cli import console
 from kerneltune.records import Record, append
 from kerneltune.search.task import Evaluation, Task, store_path
@@ -45,6 +47,29 @@ def test_list_names_the_modules_of_kernels_that_share_a_name(tmp_path: Path) -> 
     (other / META).write_text(json.dumps(stored | {"digest": other.name, "kernel": {"module": "__main__", "name": "row_sum"}}))
     lines = run("adopt", "list", tmp_path).stdout.splitlines()
     assert {line.split()[0] for line in lines if "row_sum" in line} == {"two_kernels.row_sum", "__main__.row_sum"}
+
+
+def test_export_of_a_captured_kernel_gives_configs_that_its_autotuner_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KERNELTUNE_RESULTS", str(tmp_path / "results"))  # else `--captured` sets it for later tests, too
+    monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path / "configs"))
+    (launch,) = captured(tmp_path, pattern="row_sum").classes
+    (op,) = operators(str(tmp_path))
+    config = op.variant(TUNED).default(case_of(launch, op.axes))
+    entry = CacheEntry(op=op.name, variant=TUNED, case=case_of(launch, op.axes), policy="cold", config=dataclasses.asdict(config))
+    store("nvidia_h200", entry, tmp_path / "configs")
+    export = ["--captured", tmp_path, "cache", "export", op.name, tmp_path / "out"]
+    done = run(*export, "--format", "triton")
+    (path,) = (tmp_path / "out").iterdir()
+    assert (done.exit_code, done.stderr) == (0, f"wrote {path}\n"), done.output
+    (made,) = runpy.run_path(str(path))["configs"]()
+    first = example().row_sum.configs[0]
+    assert (made.all_kwargs(), made.maxnreg) == (first.all_kwargs(), first.maxnreg)
+    refused = run(*export)
+    assert (refused.exit_code, refused.stderr) == (
+        2, f"error: format: 'python': {op.name} is of a capture: ship the capture's folder served instead\n"
+    )  # fmt: skip
 
 
 def test_list_of_a_folder_that_is_no_capture_says_so(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_nothing_is_sound_in_an_empty_cache(configs_dir: Path) -> None:
 
 def test_cache_show_refuses_what_is_unknown(stored: Path) -> None:
     assert stored.is_file()
-    assert refused("cache", "show", "softmax") == "error: op: 'softmax': expected one of rmsnorm_bwd"
+    assert refused("cache", "show", "softmax") == "error: op with cached configs: 'softmax': expected one of rmsnorm_bwd"
     assert refused("cache", "show", "rmsnorm_bwd", "--gpu", "b200") == "error: gpu: 'b200': expected one of nvidia_h200"
     assert refused("cache", "show", "rmsnorm_bwd", "--dtype", "int8") == "error: dtype: 'int8': expected one of bfloat16"
     assert refused("cache", "show", "rmsnorm_bwd", "--case", "a*") == "error: no entry of rmsnorm_bwd with case=a*"

@@ -116,7 +116,7 @@ def test_a_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stdout) == (0, "kerneltune, a source tree that is not installed\n")
 
 
-def test_a_wrong_use_is_one_line() -> None:
+def test_a_wrong_use_is_one_line(tmp_path: Path) -> None:
     assert refused("nothing") == "error: No such command 'nothing'."
     assert refused("--nothing") == "error: No such option: --nothing"
     assert refused("--plugin") == "error: Option '--plugin' requires an argument."
@@ -124,6 +124,8 @@ def test_a_wrong_use_is_one_line() -> None:
     assert said.startswith("error: Missing argument 'family': expected one of decode, fp8_")
     assert said.endswith(", or a .yaml file, or the folder of a capture")
     assert refused("tune", "nowhere").endswith(", or a .yaml file, or the folder of a capture")
+    (tmp_path / "empty").mkdir()
+    assert refused("sweep", tmp_path / "empty").endswith("/empty: no capture: expected a folder that `kerneltune capture` wrote")
     assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")
     assert refused("tune", "nothere", "--dry-run").startswith("error: family: 'nothere': expected one of ")
     assert refused("gate") == "error: Missing argument 'baseline'."
