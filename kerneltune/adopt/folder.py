@@ -150,7 +150,8 @@ class ProcessNotes(msgspec.Struct):
         launches: launches by class.
         refused: kernel -> reason why its launches could not be captured.
         misnamed: the refused kernels whose decorators name an argument that the kernel does not have.
-        made: kernel -> the subclass of Autotuner with a `run` of its own that wraps it; empty for Triton's own class.
+        made: kernel -> the subclass of Autotuner that launched it by a `run` of its own, which this package does not see; empty
+            for any other autotuned kernel.
         plain: kernels that were launched without an autotuner.
         has_compiled: whether torch.compile has compiled a part of the program.
     """
@@ -341,7 +342,7 @@ def read_notes(files: Collection[Path], problems: list[str]) -> ProcessNotes:
                 total.time_us = min(count.time_us, total.time_us or float("inf"))
         whole.refused |= notes.refused
         whole.misnamed += notes.misnamed
-        whole.made |= notes.made
+        whole.made |= {kernel: own for kernel, own in notes.made.items() if own or kernel not in whole.made}
         whole.plain += notes.plain
         whole.has_compiled |= notes.has_compiled
     counts = read_counts(path for path in files if path.suffix == SUFFIX)

@@ -52,12 +52,12 @@ class Capture:
         return sorted(set(self.notes.plain) - captured)
 
     def own_runs(self) -> dict[str, list[str]]:
-        """Return subclass of Autotuner -> its kernels, where the subclass has a `run` of its own and no kernel of it was seen."""
-        seen, by_subclass = {launch.kernel.text for launch in self.classes} | set(self.notes.refused), dict[str, list[str]]()
+        """Return subclass of Autotuner -> the kernels that it launched by a `run` of its own, which does not call Triton's."""
+        by_subclass = dict[str, list[str]]()
         for kernel, subclass in sorted(self.notes.made.items()):
             if subclass:
                 by_subclass.setdefault(subclass, []).append(kernel)
-        return {subclass: kernels for subclass, kernels in by_subclass.items() if seen.isdisjoint(kernels)}
+        return by_subclass
 
 
 def read_capture(root: Path, untried: str = "other values were not tried yet") -> Capture:

@@ -90,6 +90,7 @@ class Recorder:
         self._classes: dict[str, int] = {}
         self._launched: set[Any] = set()
         self._tuned: set[Any] = set()
+        self._own_runs: dict[Any, tuple[str, str]] = {}
         self._codes: dict[tuple[str, str], str] = {}
         self._pending: list[tuple[str, Any, Any]] = []
         self._counters = Counters(root / LAUNCHES)
@@ -106,10 +107,11 @@ class Recorder:
 
     def made(self, autotuner: Any) -> None:
         """Note an autotuned kernel that the program has made."""
-        kind = type(autotuner)
+        kind, name = type(autotuner), kernel_name(autotuner).text
         self._tuned.add(autotuner.base_fn)
-        own_run = kind.run.__qualname__ != "Autotuner.run"
-        self._notes.made[kernel_name(autotuner).text] = f"{kind.__module__}.{kind.__qualname__}" if own_run else ""
+        self._notes.made.setdefault(name, "")
+        if kind.run.__qualname__ != "Autotuner.run":
+            self._own_runs[autotuner.base_fn] = name, f"{kind.__module__}.{kind.__qualname__}"
 
     def make_run(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return the method that takes the place of Autotuner.run."""
@@ -175,6 +177,7 @@ class Recorder:
         name, tuner = call.name, call.autotuner
         if not is_plain(tuner):
             self._tuned.add(tuner.base_fn)
+            self._own_runs.pop(tuner.base_fn, None)
         if not fnmatch.fnmatch(name.name, self.pattern) and not fnmatch.fnmatch(name.text, self.pattern):
             return KnownLaunches()
         self._classes[name.text] = self._classes.get(name.text, 0) + 1
@@ -312,6 +315,7 @@ class Recorder:
                     if launches:
                         notes.launches.setdefault(digest, Count()).launches = launches
                 notes.plain = self._plain()
+                notes.made |= dict(own for function, own in self._own_runs.items() if function in self._launched)
                 write_notes(self.root, f"{self._process}-{id(self):x}", notes)
             except Exception as error:  # a broken context, a full disk: the program ends as without kerneltune
                 log.warning("kerneltune: notes not written: %s", first_line(error))

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import triton.language as tl
 from adopted import author_configs, captured, example, forget, of_kernel, run_python
 from asserting import every
 from safetensors.torch import load_file
+from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from kerneltune.adopt import startup
@@ -258,6 +260,49 @@ def test_capture_names_kernels_without_an_autotuner(tmp_path: Path) -> None:
     startup.uninstall()
     assert (x.tolist(), read_capture(tmp_path).plain()) == ([2.0] * 8, [f"{__name__}.alone"])
     assert triton.runtime.interpreter.InterpretedFunction.run.__qualname__ == "InterpretedFunction.run"
+
+
+@triton.jit
+def second(x_ptr, N: tl.constexpr):
+    """Double x (N,) as well."""
+    places = tl.arange(0, N)
+    tl.store(x_ptr + places, 2 * tl.load(x_ptr + places))
+
+
+@triton.jit
+def third(x_ptr, N: tl.constexpr):
+    """Double x (N,), if it is launched."""
+    places = tl.arange(0, N)
+    tl.store(x_ptr + places, 2 * tl.load(x_ptr + places))
+
+
+class Calling(Autotuner):
+    """A subclass whose `run` calls Triton's, as that of flash-linear-attention does."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return super().run(*args, **kwargs)
+
+
+class Alone(Autotuner):
+    """A subclass whose `run` launches the kernel itself."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn.run(*args, **kwargs, N=8)
+
+
+def test_capture_names_the_kernels_alone_that_a_subclass_has_launched(tmp_path: Path) -> None:
+    startup.capture(tmp_path)
+    configs = [triton.Config({"N": 8})]
+    kinds = ((Calling, alone), (Alone, second), (Alone, third))
+    seen, hidden, idle = (kind(one, one.arg_names, configs, [], None, None) for kind, one in kinds)
+    seen[(1,)](torch.ones(8))
+    hidden[(1,)](torch.ones(8))
+    startup.recorder().flush()
+    startup.uninstall()
+    assert idle.configs == configs
+    capture = read_capture(tmp_path)
+    assert capture.own_runs() == {f"{__name__}.Alone": [f"{__name__}.second"]}
+    assert {f"{__name__}.third", f"{__name__}.alone"} <= capture.notes.made.keys()
 
 
 def test_capture_names_kernels_that_a_gpu_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
