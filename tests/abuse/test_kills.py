@@ -1,5 +1,6 @@
 """Commands killed at random moments: nothing is lost, no verdict is wrong, and neither a process nor a file is left over."""
 
+import itertools
 import json
 import os
 import random
@@ -144,22 +145,21 @@ class Kind:
 
 
 KINDS = {
-    "sweep": Kind("sweep tiny.yaml --check-only --results results", a_sweep, 12),
-    "search": Kind("search", nothing, 8, searched),
-    "compare": Kind("compare --from records.jsonl --format csv -o table.csv", some_records, 6),
-    "report": Kind("report records.jsonl -o page.html --markdown table.md", some_records, 6),
-    "gate": Kind("gate --allow-stale HEAD records.jsonl --junit junit.xml --markdown gate.md", a_repository, 6),
-    "revision": Kind("revision", a_repository, 6),
+    "sweep": Kind("sweep tiny.yaml --check-only --results results", a_sweep, 6),
+    "search": Kind("search", nothing, 6, searched),
+    "compare": Kind("compare --from records.jsonl --format csv -o table.csv", some_records, 3),
+    "report": Kind("report records.jsonl -o page.html --markdown table.md", some_records, 3),
+    "gate": Kind("gate --allow-stale HEAD records.jsonl --junit junit.xml --markdown gate.md", a_repository, 3),
+    "revision": Kind("revision", a_repository, 3),
 }
-"""Commands, and how often each is killed in every run."""
+"""Commands, and how often each is killed in every run, by each signal in turn."""
 
 
-def kill(started: Commands, folder: Path, arguments: Sequence[str], rng: random.Random, longest_s: float) -> tuple[int, float]:
-    """Run a command that gets a signal at a random moment, unless it has ended; return its exit code, and how long it took."""
+def kill(started: Commands, folder: Path, arguments: Sequence[str], sent: signal.Signals, after_s: float) -> tuple[int, float]:
+    """Run a command that gets a signal after some time, unless it has ended; return its exit code, and how long it took."""
     begun = time.monotonic()
     pid = started.begin(folder, arguments)
-    sent = rng.choice(SIGNALS)
-    if not started.ends_within(rng.uniform(0.0, longest_s)):
+    if not started.ends_within(after_s):
         with suppress(ProcessLookupError):  # it ends now
             os.kill(pid, sent)
     code = started.end()
@@ -181,8 +181,8 @@ def kill_many(started: Commands, kind: Kind, kills: int, folder: Path) -> None:
     longest_s = started.run(whole, arguments)
     expected = kind.content(whole)
     in_time = 0
-    for _ in range(kills):
-        code, took_s = kill(started, killed, arguments, rng, longest_s)
+    for _, sent in zip(range(kills), itertools.cycle(SIGNALS), strict=False):
+        code, took_s = kill(started, killed, arguments, sent, rng.uniform(0.0, longest_s))
         in_time += code != 0
         longest_s = longest_s if code else min(longest_s, took_s)  # later commands find more done and end sooner
     assert in_time, "none of the kills came in time"
