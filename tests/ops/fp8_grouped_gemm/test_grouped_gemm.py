@@ -253,26 +253,28 @@ def test_the_cache_names_the_backend(backend: str, configs_dir: Path, monkeypatc
     assert took == [backend]
 
 
-@pytest.mark.parametrize("ends", [["20, 16"], ["16, 33"]] if WHERE == "cuda" else [["20, 16", "16, 33"]])
-@pytest.mark.parametrize("backend", ["triton", "cutlass"])
-def test_offsets_are_asserted_where_asked(ends: list[str], backend: str) -> None:
+ASSERTED = [(backend, ends) for backend in ("triton", "cutlass") for ends in ("20, 16", "16, 33")]
+
+
+@pytest.mark.parametrize("asserted", [[each] for each in ASSERTED] if WHERE == "cuda" else [ASSERTED])
+def test_offsets_are_asserted_where_asked(asserted: list[tuple[str, str]]) -> None:
     code = f"""if True:
         import torch
         from kerneltune.ops import fp8_grouped_gemm as gemm
         a, b = (torch.zeros(shape, device="{WHERE}").to(torch.float8_e4m3fn) for shape in ((32, 16), (2, 16, 16)))
         one = torch.ones(1, device="{WHERE}")
-        config = gemm.{config() if backend == "triton" else gemm.CUTLASS!r}
-        for ends in ({"".join(f"[{those}], " for those in ends)}):
-            offs = torch.tensor(ends, dtype=torch.int32, device="{WHERE}")
+        config = {{"triton": gemm.{config()!r}, "cutlass": gemm.CUTLASS}}
+        for backend, ends in {asserted}:
+            offs = torch.tensor([int(end) for end in ends.split(",")], dtype=torch.int32, device="{WHERE}")
             try:
-                gemm.fp8_grouped_gemm(a, b.transpose(1, 2), one, one, offs, config=config)
+                gemm.fp8_grouped_gemm(a, b.transpose(1, 2), one, one, offs, config=config[backend])
                 torch.cuda.synchronize()
             except Exception as error:
-                print(f"{{ends}}: {{error}}")
+                print(f"{{backend}} {{ends}}: {{error}}")
     """  # in a process of its own: on a GPU an assertion ends the context
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_DEBUG": "1"}, capture_output=True, text=True)
-    assert every(f"[{those}]: " in done.stdout for those in ends), done.stdout
-    assert (done.stdout + done.stderr).count("offs decrease or exceed M") >= len(ends)
+    assert every(f"{backend} {ends}: " in done.stdout for backend, ends in asserted), done.stdout
+    assert (done.stdout + done.stderr).count("offs decrease or exceed M") >= len(asserted)
 
 
 def test_every_backend_is_offered_once_and_tried_by_every_search() -> None:
