@@ -179,7 +179,14 @@ def append_lines(path: Path, data: bytes, keep_partial: bool = False) -> None:
             else:
                 size = os.pread(file.fileno(), size, 0).rfind(b"\n") + 1
                 file.truncate(size)
-        _append(file.fileno(), data, size)
+        try:
+            if os.write(file.fileno(), data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 @contextlib.contextmanager
@@ -267,17 +274,6 @@ def _opened_itself(path: Path) -> int:
     """Return the descriptor of a file or folder; a link is an error."""
     kind = os.O_RDONLY | os.O_DIRECTORY if path.is_dir() else os.O_WRONLY
     return os.open(path, kind | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def _append(descriptor: int, data: bytes, size: int) -> None:
-    try:
-        if os.write(descriptor, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(descriptor)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.ftruncate(descriptor, size)
-        raise
 
 
 def _explained(error: msgspec.ValidationError, data: object) -> str:

@@ -107,7 +107,8 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
         for entry in cache.load_strict(path) if path.exists() else ():
             if _selects(first.selection, entry, uses):
                 known[name] += 1
-                stale += [entry] if _is_stale(op, entry) else []
+                own = (variant for variant in op.variants if variant.name == entry.variant)
+                stale += [entry] if all(changed(variant, entry, here=False) for variant in own) else []
     stale.sort(key=lambda entry: (entry.variant != "optimized", uses.get((entry.op, entry.case), len(uses))))
     return Stale(gpu, known, tuple(stale), tuple(families), tuple(plans))
 
@@ -125,10 +126,6 @@ def _selects(selection: Selection, entry: CacheEntry, uses: _Uses) -> bool:
     """Return whether a config is selected; if a family or cases are selected, one of their cases must look the config up."""
     is_used = (entry.op, entry.case) in uses or not (selection.family or selection.cases)
     return is_used and replace(selection, cases=()).takes(entry.key)
-
-
-def _is_stale(op: Op, entry: CacheEntry) -> bool:
-    return all(changed(variant, entry, here=False) for variant in op.variants if variant.name == entry.variant)
 
 
 def _family(plan: Plan, folder: Path) -> StaleFamily:

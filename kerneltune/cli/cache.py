@@ -101,18 +101,14 @@ def explain(
     chooser = cache.Chooser.of(chosen, of, "cold", configs)
     choice, own = chooser.find(asked, slug), chooser.own(asked, slug)
     changes = changed(of, own[0], here=False) if own else ""
+    reach = f", at most {chosen.max_distance:g} away in log2 of {' and '.join(chosen.free_axes)}" if chosen.free_axes else ""
     sources = {
         "own": "the cache's entry for exactly this case" + (f"; stale: {changes}" if changes else ""),
         "near": f"the cache's nearest entry, {choice.describe().partition(': ')[0]}",
-        "default": f"the default: {slug} has no entry for this case or near it{_reach(chosen)}",
+        "default": f"the default: {slug} has no entry for this case or near it{reach}",
     }
     for word, found in (("case", asked.label), ("config", pairs(knobs_of(choice.config))), ("from", sources[choice.source])):
         show_wrapped(f"{word:<10}{found}", " " * 10)
-
-
-def _reach(op: Op) -> str:
-    """Return how far the near entries of an operator may be."""
-    return f", at most {op.max_distance:g} away in log2 of {' and '.join(op.free_axes)}" if op.free_axes else ""
 
 
 def _gpu(gpu: str | None, configs: Path | None) -> str:

@@ -54,7 +54,8 @@ def command(
         sides = _measured(a, b, wanted, policy, results)
     else:
         records = [] if _is_file(a) and _is_file(b) else _loaded(source or (), family, results)
-        policy = policy or _usual_policy(records)
+        policies = [record.policy for record in records]
+        policy = policy or ("cold" if "cold" in policies or not policies else policies[0])  # training steps have no other
         if a is None and b is None and (own := own_tables([r for r in selected(records, wanted) if r.policy == policy])):
             deliver(join_tables(own, style, width()), output)
             return
@@ -67,12 +68,6 @@ def command(
     if not any(tables.values()):
         raise ValueError(f"nothing to compare: {a} and {b} have no record of the same case, device and policy")
     deliver(_render((a, b), tables, style), output)
-
-
-def _usual_policy(records: list[Record]) -> str:
-    """Return `cold`; where no record has it, as of training steps, the policy of the first record."""
-    policies = [record.policy for record in records]
-    return "cold" if "cold" in policies or not policies else policies[0]
 
 
 def _is_file(name: str | None) -> bool:

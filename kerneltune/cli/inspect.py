@@ -78,7 +78,8 @@ def command(
         raise ValueError(f"op: missing: expected an operator, or --all to compile {compiled}")
     if every and wanted.ops:
         o.refuse("not with --all", config=config, save=save)
-        _show_space(_compiled(_whole_space(runs), targets, workers))
+        tasks = {(task.variant.name, task.case): task for task, _ in runs}.values()
+        _show_space(_compiled([Run(task, one) for task in tasks for one in task.variant.configs(task.case)], targets, workers))
         return
     found = _compiled(_with_config(runs, config), targets, workers)
     if save is None:
@@ -88,12 +89,6 @@ def command(
         note(f"wrote {save}")
     if config is not None and any(row.error for row in found.rows):
         raise typer.Exit(1)
-
-
-def _whole_space(runs: list[Run]) -> list[Run]:
-    """Return every valid config of each task of some runs."""
-    tasks = {(task.variant.name, task.case): task for task, _ in runs}
-    return [Run(task, config) for task in tasks.values() for config in task.variant.configs(task.case)]
 
 
 def _show_space(found: Survey) -> None:

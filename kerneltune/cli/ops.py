@@ -9,7 +9,7 @@ import typer
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import note, show, show_table, show_wrapped
-from kerneltune.listing import OpFacts, VariantFacts
+from kerneltune.listing import OpFacts
 from kerneltune.spec import Case, Op, Variant, short_dtype
 
 _KNOB = re.compile(r"^    (\w+): (.*(?:\n     +.*)*)", re.M)
@@ -72,14 +72,10 @@ def _row(op: OpFacts) -> tuple[str, ...]:
     return op.name, *map(" ".join, lists)  # without commas the table fits 80 columns
 
 
-def _lacking(variant: Variant | VariantFacts) -> str:
-    missing = variant.missing()
-    return f" (needs {', '.join(missing)})" if missing else ""
-
-
 def _details(variant: Variant, case: Case) -> list[tuple[str, int]]:
     """Return lines on a variant, its knobs with values, default and meaning, each with the indent of its continuation."""
-    lines = [(f"{variant.name}{' (peer)' if variant.is_peer else ''}{_lacking(variant)}", 2)]
+    lacking = f" (needs {', '.join(missing)})" if (missing := variant.missing()) else ""
+    lines = [(f"{variant.name}{' (peer)' if variant.is_peer else ''}{lacking}", 2)]
     unsupported = variant.unsupported(case)
     if unsupported:
         return [*lines, (f"  not for this case: {unsupported}", 2)]

@@ -24,7 +24,8 @@ from kerneltune.inspection.static import StaticRow, Survey, load
 from kerneltune.inspection.survey import case_text
 from kerneltune.processes import git, held_folder, run_bound
 from kerneltune.progress import Progress
-from kerneltune.search.task import Run, Task
+from kerneltune.search.task import Run
+from kerneltune.spec import TaskKey
 
 _DIGESTS = """
 import json, sys
@@ -73,7 +74,7 @@ def changes_since(
     """
     with unpacked(revision) as tree:
         there, entries = _digests_of(tree), _entries(tree, gpu, {task.op.name for task, _ in runs})
-        keys = {_key(run.task): run for run in runs}
+        keys = {_key(run.task.key): run for run in runs}
         changed = {key: run for key, run in keys.items() if not _is_unchanged(run, there, entries.get(key))}
         earlier: list[StaticRow] = []
         variants = list(dict.fromkeys((op, variant) for op, variant, *_ in changed))
@@ -87,8 +88,8 @@ def changes_since(
     return ChangedConfigs(found, tuple(changed.values()), len(keys) - len(changed))
 
 
-def _key(task: Task) -> _ConfigKey:
-    return task.op.name, task.variant.name, case_text(task.case), task.policy
+def _key(key: TaskKey) -> _ConfigKey:
+    return key.op, key.variant, case_text(key.case), key.policy
 
 
 def _is_unchanged(run: Run, there: _Digests, known: Mapping[str, Any] | None) -> bool:
@@ -116,9 +117,7 @@ def _digests_of(tree: Path) -> _Digests:
 
 def _entries(tree: Path, gpu: str, ops: Iterable[str]) -> dict[_ConfigKey, Mapping[str, Any]]:
     """Return the cached configs in the files of a revision as knob values."""
-    root = tree / "configs"
-    found = (entry for op in ops if (root / gpu / f"{op}.json").is_file() for entry in cache.load(op, gpu, root))
-    return {(entry.op, entry.variant, case_text(entry.case), entry.policy): entry.config for entry in found}
+    return {_key(entry.key): entry.config for op in ops for entry in cache.load(op, gpu, tree / "configs")}
 
 
 @contextmanager
