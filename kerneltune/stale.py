@@ -23,7 +23,7 @@ from kerneltune.records import Record, grouped
 from kerneltune.search.task import Task, changed, config_values
 from kerneltune.spec import Case, Op, TaskKey
 from kerneltune.sweep import SweepCase
-from kerneltune.tune.renew import renew
+from kerneltune.tune.run import renew
 from kerneltune.tune.session import TuningResult
 from kerneltune.wording import counted, pairs
 
@@ -251,7 +251,7 @@ def refresh(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, Tu
     """
     budget_s = stale.plans[0].options.search.budget_s
     until = math.inf if budget_s is None else time.monotonic() + budget_s
-    renewals = renew(stale.plans[0], stale.configs, progress) if stale.configs else []
+    renewals = renew(stale.plans[0], stale.configs, progress, until) if stale.configs else []
     if renewals:
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
     measured = measure_again(list(_batches(stale)), progress, until)

@@ -14,10 +14,11 @@ from kerneltune.measuring.check import release_memory
 from kerneltune.measuring.compare import ceiling_task
 from kerneltune.plan import Options, Plan
 from kerneltune.progress import Progress
-from kerneltune.search.task import Task, changed
-from kerneltune.spec import TaskKey
+from kerneltune.search.task import Run, Task, changed, knobs_of, stamp
+from kerneltune.spec import Op, TaskKey
 from kerneltune.tune.candidates import checked_space, is_supported, widened
 from kerneltune.tune.fleet import Fleet, visible_gpus
+from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.session import TuningResult, TuningSession
 
 _SEARCH_S, _COMPILE_S, _MEASURE_S = 1.6, 1.5, 0.06
@@ -30,6 +31,8 @@ _KEPT = {
     "outdated": "are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)",
 }
 """State of cached configs that `tune` keeps -> the rest of its note."""
+_OF_THE_SEARCH = ("trials", "before")
+"""Fields of the evidence about the search, which a new timing keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +152,65 @@ def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, unti
             finished.append(done)
             done.report(progress, task)
     return finished
+
+
+def renew(
+    plan: Plan, configs: Sequence[cache.CacheEntry], progress: Progress, until: float = math.inf
+) -> list[tuple[cache.CacheEntry, TuningResult]]:
+    """Time configs of this GPU against their default in interleaved rounds, and store the faster with new evidence.
+
+    Return each timed entry with its result, whose `problem` is the reason why the config no longer runs.
+
+    until: time of the monotonic clock in s, after which no further config is timed.
+    """
+    renewals, options = list[tuple[cache.CacheEntry, TuningResult]](), plan.options
+    work = [(entry, _runs_of(plan.ops[entry.op], entry)) for entry in configs]
+    progress.stage("time stale configs", len(work))
+    with TuningSession(options) as session:
+        for number, (entry, runs) in enumerate(work, start=1):
+            if time.monotonic() >= until:
+                break
+            session.queue.look_ahead(run for _, later in work[number:] if not isinstance(later, str) for run in later)
+            done = TuningResult(problem=runs) if isinstance(runs, str) else _renewed(session, runs, entry)
+            if done.entry is not None:
+                cache.store(device.current().slug, done.entry, options.configs)
+            renewals.append((entry, done))
+            progress.advance(entry.key.label)
+    return renewals
+
+
+def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | str:
+    """Return an entry's task with its config and, if it differs, with the default; or the reason why the config cannot run."""
+    case = entry.case
+    try:
+        variant = op.variant(entry.variant)
+        task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
+        reason = variant.unsupported(case) or variant.valid(case, config)
+        return reason or [Run(task, one) for one in dict.fromkeys([config, task.default])]
+    except Exception as error:  # an operator's own code may fail in any way on an old entry
+        return " ".join(str(error).split()) or type(error).__name__
+
+
+def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntry) -> TuningResult:
+    """Return an entry with the faster of its config and the default, and with new evidence; or why its config does not run."""
+    task, configs = runs[0].task, [run.config for run in runs]
+    try:
+        with session.tuner(task) as tuner:
+            begun = [tuner.begin(config) for config in configs]
+            tuner.prepare()
+            session.queue.fill()
+            for one in begun:
+                one.result()
+            measured = [tuner.in_turn(tuner.measure, config).result() for config in configs]
+            if measured[0].time_us is None:
+                return TuningResult(problem=f"{measured[0].status}: {measured[0].reason}")
+            timed = [config for config, one in zip(configs, measured, strict=True) if one.time_us is not None]
+            best, evidence = tuner.run_final(timed, configs[-1])
+    except (WorkerCrashedError, ValueError) as error:
+        return TuningResult(problem=f"{'' if isinstance(error, ValueError) else 'crashed: '}{error}")
+    finally:
+        session.queue.forget(task)
+    evidence |= stamp(task.variant)
+    if best == configs[0]:
+        evidence |= {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
+    return TuningResult(replace(entry, config=entry.config if best == configs[0] else knobs_of(best), evidence=evidence))

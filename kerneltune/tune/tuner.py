@@ -169,10 +169,6 @@ class Tuner:
             self.task, config, self._best_us if self.samples_per_config == SCREEN_SAMPLES else None, self.samples_per_config
         )
 
-    def measure_again(self, configs: Sequence[Config]) -> list[Evaluation]:
-        """Measure every config again, and store nothing."""
-        return [self.in_turn(self.measure, config).result() for config in configs]
-
     def in_turn(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Let the thread of the worker's requests do some work after all earlier requests."""
         return self._in_turn.submit(work, *arguments)

@@ -1,6 +1,7 @@
 """The tuning stage as it is on a GPU, with a made-up bench in the place of the GPU and a pool that compiles nothing."""
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -28,8 +29,7 @@ from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
 from kerneltune.tune.candidates import widened
 from kerneltune.tune.gpu_worker import WorkerCrashedError
-from kerneltune.tune.renew import renew
-from kerneltune.tune.run import run_tune
+from kerneltune.tune.run import renew, run_tune
 
 SWEEP = """
 family: tiny
@@ -275,11 +275,11 @@ def test_stale_entries_of_this_gpu_are_timed_again(
     prepared: list[Case] = []
     monkeypatch.setattr(Bench, "prepare", lambda _self, task: prepared.append(task.case))
 
-    def renewed_as(budget_s: float | None = None, **changes: Any) -> list[tuple[bool, str]]:
+    def renewed_as(until: float = math.inf, **changes: Any) -> list[tuple[bool, str]]:
         stale = [replace(entry, **changes)]
         return [
             (done.entry is not None and done.entry.config == before.config, done.problem)
-            for before, done in renew(load_plan(OPS, selection, replace(options, search=Search(budget_s))), stale, Progress())
+            for before, done in renew(load_plan(OPS, selection, options), stale, Progress(), until)
         ]
 
     def stored() -> cache.CacheEntry:
@@ -287,7 +287,7 @@ def test_stale_entries_of_this_gpu_are_timed_again(
         return there
 
     old = entry.evidence | {"source_hash": "old", "same_code": {"source_hash": "older"}, "time_us": 99.0}
-    assert renewed_as(evidence=old, budget_s=0.0) == []
+    assert renewed_as(evidence=old, until=0.0) == []
     assert stored() == entry
     assert renewed_as(evidence=old) == [(True, "")]
     renewed = stored()
