@@ -121,6 +121,10 @@ class LaunchClass:
         below = [views(self.arguments, storage) for storage in storages]
         return sum(min(sum(view.held_bytes for view in tensors), max(view.end for view in tensors)) for tensors in below)
 
+    def told_apart(self) -> str:
+        """Return the author's key and the element types, by which an autotuner tells launches apart; True is not 1."""
+        return repr((self.key, self.dtypes))
+
     def candidate(self, config: Mapping[str, Any]) -> Candidate | None:
         """Return the candidate of a config, given as JSON; None if the class has none of this config."""
         wanted = stored_key(config)

@@ -11,7 +11,7 @@ from kerneltune.adopt.configs import config_label, stored_key
 from kerneltune.adopt.folder import Count, LaunchClass, ProcessNotes, judged, process_files, read_blocks, read_classes, read_notes
 from kerneltune.adopt.kernels import counting_hint
 from kerneltune.adopt.table import read_table
-from kerneltune.records import Record, load
+from kerneltune.records import Record, grouped, load
 from kerneltune.search.task import store_path
 from kerneltune.wording import counted
 
@@ -39,11 +39,9 @@ class Capture:
         total = sum(map(self.cost_us, self.classes)) or 1.0
         return {launch.digest: self.cost_us(launch) / total for launch in self.classes}
 
-    def kernels(self) -> dict[str, list[LaunchClass]]:
+    def kernels(self) -> dict[object, list[LaunchClass]]:
         """Return the classes of each kernel, the most expensive kernel first."""
-        by_kernel: dict[str, list[LaunchClass]] = {}
-        for launch in self.classes:
-            by_kernel.setdefault(f"{launch.kernel.text} {launch.source} {launch.configs}", []).append(launch)
+        by_kernel = grouped(self.classes, lambda launch: (launch.kernel, launch.source, launch.configs))
         return dict(sorted(by_kernel.items(), key=lambda item: -sum(map(self.cost_us, item[1]))))
 
     def plain(self) -> list[str]:
@@ -53,11 +51,8 @@ class Capture:
 
     def own_runs(self) -> dict[str, list[str]]:
         """Return subclass of Autotuner -> the kernels that it launched by a `run` of its own, which does not call Triton's."""
-        by_subclass = dict[str, list[str]]()
-        for kernel, subclass in sorted(self.notes.made.items()):
-            if subclass:
-                by_subclass.setdefault(subclass, []).append(kernel)
-        return by_subclass
+        made = self.notes.made
+        return grouped(sorted(kernel for kernel, subclass in made.items() if subclass), made.__getitem__)
 
 
 def read_capture(root: Path, untried: str = "other values were not tried yet") -> Capture:
@@ -85,11 +80,9 @@ def _is_size(name: str) -> bool:
 def left_out(launches: Sequence[LaunchClass]) -> list[str]:
     """Return the sizes that differ between classes with equal author's keys; none if the list has a single config."""
     differing: dict[str, None] = {}
-    for launch in launches:
-        for other in launches:
-            if launch.key == other.key and launch.dtypes == other.dtypes and launch.list_size > 1:
-                names = sorted(launch.sizes.keys() | other.sizes.keys())
-                differing |= dict.fromkeys(n for n in names if launch.sizes.get(n) != other.sizes.get(n) and _is_size(n))
+    for alike in grouped((one for one in launches if one.list_size > 1), LaunchClass.told_apart).values():
+        names = sorted({name for one in alike for name in one.sizes if _is_size(name)})
+        differing |= dict.fromkeys(name for name in names if len({one.sizes.get(name) for one in alike}) > 1)
     return list(differing)
 
 
@@ -118,10 +111,8 @@ def findings(capture: Capture) -> list[str]:
     wins, wrong, checks = _chosen_configs(capture.root), _wrong_trials(capture.root), _last_checks(capture.root)
     lines: list[str] = []
     for launches in capture.kernels().values():
-        by_reason: dict[str, list[Record]] = {}
-        for record in (each for launch in launches for each in checks.get(launch.digest, {}).values()):
-            if record.status == "failed":
-                by_reason.setdefault(_NUMBERS.sub("", record.reason), []).append(record)
+        made = [record for launch in launches for record in checks.get(launch.digest, {}).values()]
+        by_reason = grouped((one for one in made if one.status == "failed"), lambda one: _NUMBERS.sub("", one.reason))
         texts = [*_of_kernel(launches, wins, wrong)]
         for alike in by_reason.values():
             more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
@@ -132,11 +123,9 @@ def findings(capture: Capture) -> list[str]:
 
 def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
     """Yield a line for each kernel whose launches with equal keys had different lists of configs."""
-    lists: dict[tuple[str, str], set[str]] = {}
-    for launch in launches:
-        lists.setdefault((launch.kernel.text, repr((launch.source, launch.key, launch.dtypes))), set()).add(launch.configs)
-    for name in dict.fromkeys(name for name, _ in lists):
-        most = max(len(digests) for (kernel, _), digests in lists.items() if kernel == name)
+    for name, of_name in grouped(launches, lambda launch: launch.kernel.text).items():
+        alike = grouped(of_name, lambda launch: (launch.source, launch.told_apart()))
+        most = max(len({launch.configs for launch in each}) for each in alike.values())
         if most > 1:
             said = "triton.autotune runs later launches with a choice from the first list"
             yield f"{name}: {most} lists of configs for one key: {said}"

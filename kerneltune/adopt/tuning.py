@@ -32,6 +32,7 @@ from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel,
 from kerneltune.files import replace_text
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
+from kerneltune.records import grouped
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, open_store
@@ -280,11 +281,9 @@ def _collect(capture: Capture, by_name: Mapping[str, Op], skipped: list[str]) ->
 
 def _table(tuned: Sequence[TunedClass]) -> ServingTable:
     """Return the table of the tuned classes."""
-    kernels, by_kernel = [], dict[str, list[TunedClass]]()
-    for each in tuned:
-        by_kernel.setdefault(operator_name(each.launch), []).append(each)
+    kernels = []
     with GpuWorker() as worker:
-        for classes in by_kernel.values():
+        for classes in grouped(tuned, lambda each: operator_name(each.launch)).values():
             of, groups = classes[0].launch, tuple(table_groups(classes, worker))
             digests = (of.source, of.bytecode, of.configs, of.versions.get("package", ""))
             portfolio = () if of.is_plain else (_config_of_all(classes),)
@@ -317,10 +316,7 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
 
 def table_groups(classes: Sequence[TunedClass], worker: GpuWorker) -> Iterator[Group]:
     """Yield a group of one kernel's classes for each value of the author's key; the worker times configs side by side."""
-    groups: dict[str, list[TunedClass]] = {}
-    for one in classes:
-        groups.setdefault(repr((one.launch.key, one.launch.dtypes)), []).append(one)
-    for members in groups.values():
+    for members in grouped(classes, lambda one: one.launch.told_apart()).values():
         launch, shared, split = members[0].launch, shared_config(members), differing(members) if len(members) > 1 else ()
         if len(members) == 1 or shared is None:
             rows = [_row(one, one.best) for one in members]
