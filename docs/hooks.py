@@ -1,5 +1,6 @@
-"""Write the pages that are generated: the command reference from Typer, the results from the records."""
+"""Write what is generated: the command reference from Typer, results from records, the list of modules from docstrings."""
 
+import ast
 import contextlib
 import io
 import re
@@ -34,6 +35,22 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, f"results/{family}.md", content=results(family)))
     files.append(File.generated(config, "results/index.md", content=index(families)))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put the list of modules where a page asks for it."""
+    return markdown.replace("<!-- modules -->", modules()) if "<!-- modules -->" in markdown else markdown
+
+
+def modules() -> str:
+    """Return a table of the package's modules but operators and their kernels: the first lines of their docstrings."""
+    rows = ["| module | |", "|---|---|"]
+    for path in sorted((ROOT / "kerneltune").rglob("*.py")):
+        name = str(path.relative_to(ROOT / "kerneltune"))
+        if not name.startswith("ops/") and not path.stem.startswith("__"):
+            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+            rows.append(f"| `{name}` | {text.partition(chr(10))[0].replace('|', '&#124;')} |")
+    return "\n".join(rows)
 
 
 def commands() -> str:

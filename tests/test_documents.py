@@ -56,7 +56,6 @@ NOT_RUN = {
     "kernel classes launches time % configs key key leaves out": "text: output of a GPU",
     "launch author's first µs ours µs speedup 95 % config": "text: output of a GPU",
     "verdict case M K variant µs slowdown 95 % interval": "text: output of records that a GPU made",
-    '{"variant": "optimized", "case": "swiglu_bwd-196608x1408", "axes": {"M": 196608, "N": 1408},': "text: an entry of configs",
 }
 OPTIONS_OF_SCRIPTS = {"--from", "--sizes", "--worst"}
 """Options of examples and benchmarks that pages name."""
@@ -340,12 +339,6 @@ def test_architecture_names_modules_and_functions_that_exist() -> None:
         if not any(path.endswith(f"/{name}") or path == name for path in modules)
     ]
     assert not missing
-    unnamed = [
-        path
-        for path in modules
-        if not re.search(rf"\b{Path(path).stem}\b", text) and not re.search(r"/(ops|cli|site)/|/(__|tl_)\w+\.py$", path)
-    ]
-    assert not unnamed
     named_pairs = re.findall(r"`([\w/]+\.py)`[,:] `([\w.]+)(?<!\.py)`", text)
     assert len(named_pairs) >= 12
     for module, name in named_pairs:
@@ -380,3 +373,5 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "Check, tune missing configs, measure all variants and peers, and keep the records." in page
     assert "profiled" not in page
     assert "geometric mean" in (tmp_path / "site" / "results" / "rmsnorm" / "index.html").read_text(encoding="utf-8")
+    listed = (tmp_path / "site" / "architecture" / "index.html").read_text(encoding="utf-8")
+    assert "<td><code>nearness.py</code></td>\n<td>Rank stored configs by their distance to a case.</td>" in listed
