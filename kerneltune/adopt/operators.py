@@ -141,10 +141,12 @@ def case_dtype(launch: LaunchClass) -> str:
 def _axes(launches: Sequence[LaunchClass]) -> tuple[str, ...]:
     """Return the whole-number arguments that are 1 or more in all classes of a kernel, as sizes are.
 
-    An argument with the name of a field of every case, such as `dtype`, is no axis; its values differ in the digest of the class.
+    An argument with the name of a field of every case, such as `dtype`, or in a tuple, such as `x[0]`, is no axis; its values
+    differ in the digest of the class.
     """
     taken = {*OF_EVERY_CASE, CLASS, BYTES}
-    first = [a.name for a in launches[0].arguments if type(a.value) is int and a.name not in taken]
+    names = [a.name for a in launches[0].arguments if type(a.value) is int]
+    first = [name for name in names if name.isidentifier() and name not in taken]
     return tuple(name for name in first if all(launch.sizes.get(name, 0) >= 1 for launch in launches))
 
 

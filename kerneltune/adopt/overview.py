@@ -56,13 +56,14 @@ class Capture:
 
 
 def read_capture(root: Path, untried: str = "other values were not tried yet") -> Capture:
-    """Return the capture of a folder.
+    """Return the capture of a folder, without launches whose tensors have no element: they have no time and no result.
 
     untried: why blocks of plain kernels may not change that no launch has tried yet; empty if they may.
     """
     problems: list[str] = []
     blocks = read_blocks(root)
-    classes = [judged(launch, blocks.get(launch.digest, {}), untried) for launch in read_classes(root, problems)]
+    read = [launch for launch in read_classes(root, problems) if launch.argument_bytes]
+    classes = [judged(launch, blocks.get(launch.digest, {}), untried) for launch in read]
     if problems and not classes:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{problems[0]}{more}: no class can be read")

@@ -91,6 +91,8 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> Non
         if stale := remove_stale(out, launched):
             note(f"removed {counted(len(stale), 'class', 'classes')} of kernels whose source has changed since")
         captured = read_capture(out)
+        if not captured.classes:
+            raise ValueError("no tensor of a launch has an element")
         show_capture(captured, to_messages=True)
         file = write_capture_sweep(captured)
         names = {argument.name.partition("[")[0] for launch in captured.classes for argument in launch.arguments}

@@ -172,7 +172,7 @@ def test_sweep_file_leaves_out_what_cannot_be_replayed(tmp_path: Path) -> None:
 
 def test_sweep_file_of_a_launch_with_a_zero_is_read_again(tmp_path: Path) -> None:
     startup.capture(tmp_path)
-    example().row_sum[(0,)](torch.empty(0, 8), torch.empty(0), 0, 8)
+    example().row_sum[(0,)](torch.empty(2, 8), torch.empty(2), 0, 8)
     startup.uninstall()
     cases = load(write_capture_sweep(read_capture(tmp_path)), {op.name: op for op in operators(str(tmp_path))}).bench
     assert dict(cases[0].case.axes) == {"N": 8}

@@ -14,7 +14,7 @@ from kerneltune import sweep
 from kerneltune.adopt import startup
 from kerneltune.adopt.arguments import decode_value, encode_value
 from kerneltune.adopt.effects import disagreement, learn, wrong_results
-from kerneltune.adopt.folder import CLASSES
+from kerneltune.adopt.folder import CLASSES, read_classes
 from kerneltune.adopt.kernels import KernelCall
 from kerneltune.adopt.operators import operators, write_capture_sweep
 from kerneltune.adopt.overview import read_capture
@@ -57,7 +57,7 @@ def replayed(folder: Path, kernel: Any, *args: Any) -> tuple[Replay, list[dict[s
     startup.capture(folder)
     kernel[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](*args)
     startup.uninstall()
-    captured = read_capture(folder).classes[0]
+    (captured,) = read_classes(folder, [])
     launch = make_replay(captured, folder / CLASSES / captured.digest, "cpu", 0)
     return launch, [one.config for one in captured.candidates]
 

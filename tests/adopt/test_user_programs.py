@@ -46,6 +46,28 @@ if __name__ == "__main__":
         gated[grid]((torch.ones(n), torch.ones(n)), out, n, ACT=relu, BLOCK=32)
 """
 
+PAIRS = """
+from collections import namedtuple
+import torch, triton
+import triton.language as tl
+
+Pair = namedtuple("Pair", "first second")
+
+@triton.autotune([triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 64}, num_warps=2)], key=["n"])
+@triton.jit
+def weighted(pair, terms, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(pair.first + at, mask=at < n) * tl.load(pair.second + at, mask=at < n)
+    for place in tl.static_range(len(terms)):
+        total += tl.load(terms[place][0] + at, mask=at < n) * terms[place][1]
+    tl.store(out + at, total, mask=at < n)
+
+for n in (0, 40, 70):
+    def ones(): return torch.ones(n)
+    grid = lambda meta: (triton.cdiv(n, meta["BLOCK"]),)
+    weighted[grid](Pair(ones(), ones()), ((ones(), 2), (ones(), 3)), ones(), n)
+"""
+
 PLAIN = DROPOUT.replace(DROPOUT[DROPOUT.index("@triton.autotune") : DROPOUT.index("@triton.jit")], "").replace(
     "1000 + step", "1000 + step, BLOCK=32"
 )
@@ -96,3 +118,21 @@ def test_plain_kernel_with_a_tuple_and_a_function_has_nothing_to_report(folder: 
     classes, configs = (int(word) for word in told.split() if word.isdigit())
     assert classes == 2
     assert configs > 10  # the blocks that tuning may find free to change as well
+
+
+def test_numbers_in_tuples_and_launches_without_elements_are_swept(folder: Path) -> None:
+    (folder / "pairs.py").write_text(PAIRS)
+    captured = run(folder, "capture", "--out", "cap", "--", sys.executable, "pairs.py")
+    assert captured.returncode == 0, captured.stderr
+    checked = run(folder, "sweep", "cap", "--check-only")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "optimized: 2 configs on 2 cases, all pairs" in checked.stdout
+    assert run(folder, "tune", "cap", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
+
+
+def test_program_that_launches_kernels_on_nothing_alone_is_told_so(folder: Path) -> None:
+    (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
+    captured = run(folder, "capture", "--out", "cap", "--", sys.executable, "pairs.py")
+    said = captured.stderr.splitlines()[-1]
+    assert (captured.returncode, said) == (0, "nothing was captured: no tensor of a launch has an element")
+    assert run(folder, "sweep", "cap", "--check-only").returncode == 2
