@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from kerneltune import cache, device, sweep
-from kerneltune.adopt import ahead
+from kerneltune.adopt import ahead, getter
 from kerneltune.adopt.configs import StoredConfig, stored_key
 from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, write_blocks
+from kerneltune.adopt.getter import CallCase, TunedCall
 from kerneltune.adopt.operators import (
     TUNED,
     candidate_of,
@@ -30,6 +31,8 @@ from kerneltune.adopt.program import LAUNCH_FAILURES
 from kerneltune.adopt.replay import ReplayError, live_kernel, make_replay
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
 from kerneltune.files import replace_text
+from kerneltune.measuring.check import Outcome
+from kerneltune.measuring.jobs import pairs_job, run_jobs
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
 from kerneltune.records import grouped
@@ -381,3 +384,37 @@ def _config_of_all(classes: Sequence[TunedClass]) -> StoredConfig:
     """Return the best config of all classes as JSON; if none runs in all, the best config of the most expensive class."""
     costliest = max(classes, key=lambda one: one.cost_us)
     return costliest.stored(shared_config(classes) or costliest.best)
+
+
+def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedCall]:
+    """Tune the calls of a folder; return all calls, also the calls that are wanted for their own config only.
+
+    The program's own config stays unless the interval of the paired final says that another config is faster.
+    """
+    facts, (op,) = getter.read_facts(root), getter.operators(str(root))
+    tasks = [Task(op, getter.call_case(facts, one), op.variants[0], options.policy or op.policy) for one in facts.cases]
+    wanted = [task for task, one in zip(tasks, facts.cases, strict=True) if one.is_wanted and not one.problem]
+    search_tasks(root, "getter", root / getter.FACTS, wanted, options, progress)
+    return [_tuned_call(*each) for each in zip(tasks, facts.cases, searched(root, tasks), strict=True)]
+
+
+def _tuned_call(task: Task, one: CallCase, found: Searched) -> TunedCall:
+    tried, stored = found
+    failed = tuple(each.reason for each in tried.values() if each.status in ("failed", "crashed"))
+    own = one.own | getter.given_knobs(task.default)
+    if stored is None or one.problem or not one.is_wanted:
+        reason = one.problem or ("no config passed its check" if tried else "it was not searched")
+        return TunedCall(one, own if one.own else {}, failed=failed, skipped=reason if one.is_wanted else "")
+    entry, best = stored
+    if (entry.evidence.get("over_default") or (1.0, 1.0))[0] > 1.0:
+        return TunedCall(one, one.own | getter.given_knobs(best), entry.evidence, failed)
+    default_us = entry.evidence.get("default_us")
+    return TunedCall(one, own, {"default_us": default_us, "time_us": default_us} if default_us else {}, failed)
+
+
+def check_getter(root: Path) -> list[Outcome]:
+    """Check pairs of call and override without a GPU, in a fork; return what `check_pairs` returns."""
+    facts, (op,) = getter.read_facts(root), getter.operators(str(root))
+    cases = [getter.call_case(facts, one) for one in facts.cases if one.is_wanted and not one.problem]
+    ((_, outcomes),) = run_jobs([pairs_job(Task(op, cases[0], op.variants[0], op.policy), cases)])
+    return outcomes

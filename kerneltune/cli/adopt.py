@@ -5,7 +5,7 @@ import re
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,10 +18,9 @@ from kerneltune.files import read_text
 from kerneltune.wording import counted, first_of, pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from kerneltune.adopt.getter import CallCase
-    from kerneltune.adopt.getter_tuning import TunedCall
+    from kerneltune.adopt.getter import CallCase, TunedCall
     from kerneltune.adopt.overview import Capture
     from kerneltune.adopt.tuning import TunedClass
 
@@ -86,8 +85,8 @@ def getter_command(
     interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
     call was tuned or, without a GPU, a check failed.
     """
-    from kerneltune.adopt.getter import GetterFacts, given_knobs, probe, write_facts
-    from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
+    from kerneltune.adopt.getter import ENGINE_TOKENS, GetterFacts, TunedCall, engine_tables, given_knobs, probe, write_facts
+    from kerneltune.adopt.tuning import check_getter, tune_getter
     from kerneltune.processes import in_fresh_processes
 
     if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):
@@ -125,7 +124,7 @@ def getter_command(
     if export is not None:
         for path, text in engine_tables(export, device.current().name, calls, named).items():
             deliver(text, out / path)
-    if not any(one.own_us for one in calls):
+    if not any(one.evidence for one in calls):
         raise typer.Exit(1)
 
 
@@ -195,21 +194,20 @@ def _names(ones: "Sequence[CallCase]") -> list[str]:
 def _show_calls(calls: "Sequence[TunedCall]", seconds: float) -> None:
     """Print the tuned calls, and a line for each call that was not tuned."""
     from kerneltune.adopt.configs import launch_defaults
-    from kerneltune.adopt.getter_tuning import failures
 
     rows = []
     for name, call in zip(_names([call.one for call in calls]), calls, strict=True):
-        if call.own_us and call.time_us:
+        if call.evidence:
             own = launch_defaults() | call.one.own
             changed = {knob: value for knob, value in call.config.items() if own.get(knob) != value}
-            kept = pairs(changed) if call.gain != (1.0, 1.0) else "own config"
-            rows.append((name, *_times(call.own_us, call.time_us, call.gain), kept))
+            rows.append((name, *_times(call.evidence), pairs(changed) if call.is_faster else "own config"))
         elif call.skipped:
             note(f"skipped: {name}: {call.skipped}")
     show_table(("call", "own µs", "ours µs", "speedup", "95 %", "changed"), rows)
-    if text := failures(calls):
-        note(text)
-    gained = sum(call.gain != (1.0, 1.0) for call in calls)
+    if told := Counter(reason for call in calls for reason in call.failed):
+        ((reason, count),) = told.most_common(1)
+        note(f"{told.total()} overrides failed; {count} of them: {reason}")
+    gained = sum(call.is_faster for call in calls)
     show(f"{counted(len(rows), 'call')} tuned in {seconds:.0f} s, {gained} of them faster than with the own config")
 
 
@@ -262,15 +260,14 @@ def tuned_table(tuned: "Sequence[TunedClass]") -> tuple[tuple[str, ...], list[tu
     head: tuple[str, ...] = ("launch", author, "ours µs", "speedup", "95 %", "config")
     rows: list[tuple[str, ...]] = []
     for one in sorted(tuned, key=lambda each: -each.cost_us):
-        times = _times(*map(one.evidence.get, ("default_us", "time_us", "over_default")))
-        config = config_label(one.stored(one.best))
-        rows.append((one.launch.label, *times, config))
+        rows.append((one.launch.label, *_times(one.evidence), config_label(one.stored(one.best))))
     return head, rows
 
 
-def _times(own_us: float | None, ours_us: float | None, gain: "Sequence[float] | None") -> tuple[str, ...]:
-    """Return both times, the speedup and its interval as cells of a table."""
-    low, high = gain or (1.0, 1.0)
+def _times(evidence: "Mapping[str, Any]") -> tuple[str, ...]:
+    """Return both times of a search, the speedup and its interval as cells of a table."""
+    own_us, ours_us = evidence.get("default_us"), evidence.get("time_us")
+    low, high = evidence.get("over_default") or (1.0, 1.0)
     times = [f"{value:.1f}" if value else "-" for value in (own_us, ours_us)]
     return (*times, f"{own_us / ours_us:.3f}x" if own_us and ours_us else "-", f"{low:.3f}-{high:.3f}")
 

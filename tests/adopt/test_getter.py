@@ -19,8 +19,11 @@ from typer.testing import CliRunner
 
 from kerneltune import device
 from kerneltune.adopt.getter import (
+    ENGINE_TOKENS,
     CallCase,
     GetterFacts,
+    TunedCall,
+    engine_tables,
     expert_sizes,
     installed,
     make_call,
@@ -29,7 +32,7 @@ from kerneltune.adopt.getter import (
     read_facts,
     write_facts,
 )
-from kerneltune.adopt.getter_tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables
+from kerneltune.adopt.tuning import check_getter
 from kerneltune.cli import app
 from kerneltune.measuring.check import Outcome
 from kerneltune.search.task import Evaluation, Task
@@ -296,7 +299,7 @@ def test_command_keeps_own_configs_that_nothing_beats_and_writes_a_table_of_all_
     options = ["--call", f"{EXAMPLE}:fused_experts", *sizes, "--tokens", "1,9,4000", "--space", str(space), "--policy", "hot"]
     monkeypatch.setattr("kerneltune.cli.console.console.width", 400)
     # few keys, because the interpreter takes seconds for thousands of tokens
-    monkeypatch.setattr("kerneltune.adopt.getter_tuning.ENGINE_TOKENS", (1, 2, 16))
+    monkeypatch.setattr("kerneltune.adopt.getter.ENGINE_TOKENS", (1, 2, 16))
     options[options.index("1,9,4000")] = "1,9"
     result = CliRunner().invoke(
         app, ["adopt", "getter", f"{EXAMPLE}:get_config", *options, "--out", str(tmp_path / "moe"), "--export", "vllm"]
@@ -330,8 +333,8 @@ def test_export_without_the_sizes_of_a_table_fails_before_anything_is_checked(
     def never(_root: Path) -> None:
         raise AssertionError("checked")
 
-    monkeypatch.setattr("kerneltune.adopt.getter_tuning.check_getter", never)
-    monkeypatch.setattr("kerneltune.adopt.getter_tuning.ENGINE_TOKENS", (1, 2))
+    monkeypatch.setattr("kerneltune.adopt.tuning.check_getter", never)
+    monkeypatch.setattr("kerneltune.adopt.getter.ENGINE_TOKENS", (1, 2))
     text = "def get_config(): return {'BLOCK': 4}\ndef case(tokens): return lambda: torch.ones(get_config()['BLOCK'])\n"
     file = program(tmp_path, text)
     options = ["--call", f"{file}:case", "--tokens", "1", "--out", str(tmp_path / "out"), "--export", "sglang"]
@@ -348,7 +351,7 @@ def test_whole_table_without_a_gpu_checks_its_smallest_calls_and_says_so(
         called.append([one.sizes["tokens"] for one in read_facts(root).cases])
         return [Outcome("checked", "2 configs on 4 cases, all pairs")]
 
-    monkeypatch.setattr("kerneltune.adopt.getter_tuning.check_getter", check)
+    monkeypatch.setattr("kerneltune.adopt.tuning.check_getter", check)
     file = program(tmp_path, GOOD + "def case(tokens, experts, inner): return lambda: torch.ones(tokens) * len(get_config())\n")
     options = ["--call", f"{file}:case", "--size", "experts=8", "--size", "inner=16", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, ["adopt", "getter", f"{file}:get_config", *options, "--export", "vllm"])
