@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kerneltune import device
+from kerneltune.errors import first_line
+
 if TYPE_CHECKING:
     from kerneltune.spec import Case, Inputs, Outputs
     from kerneltune.stats import Interval, Samples
@@ -86,8 +89,6 @@ def measure(sides: "Sequence[tuple[str, Callable[..., Any], Sequence[Any]]]") ->
     """
     import torch
 
-    from kerneltune import device
-    from kerneltune.errors import first_line
     from kerneltune.measuring.check import gpu_free_bytes
     from kerneltune.measuring.rounds import POLICIES, Contender, interleave, rotation, throttled
 
@@ -114,8 +115,6 @@ def _call(run: Callable[..., Any], sets: Sequence[Sequence[Any]], number: int) -
 @pytest.fixture
 def kernel_time(request: pytest.FixtureRequest) -> Callable[[Callable[..., Any], Sequence[Any]], KernelTime]:
     """Return a function that makes the `KernelTime` of a call, for comparisons in assertions; skip the test without a GPU."""
-    from kerneltune import device
-
     if not device.current().is_gpu:
         pytest.skip("kernel_time needs a GPU: times of the interpreter mean nothing")
 
@@ -140,8 +139,6 @@ def require_call(fixture: str, run: object, args: object) -> None:
 @pytest.fixture
 def kernel_check() -> Callable[..., None]:
     """Check a callable against a reference, as a sweep does: `kernel_check(mine, reference, args, rtol=1e-2)`."""
-    from kerneltune import device
-
     if not device.has_gpu() and not device.wants_interpreter():
         pytest.skip("kernel_check needs a GPU, or TRITON_INTERPRET=1 before triton is imported")
     return _check

@@ -10,6 +10,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import show, show_wrapped, width
 from kerneltune.plan import Plan, Selection
 from kerneltune.rounding import cdiv
+from kerneltune.search.loop import times_of
 from kerneltune.search.task import Evaluation, store_folder, store_path
 from kerneltune.spec import Case
 from kerneltune.table import Column, Row, Table
@@ -64,8 +65,6 @@ def searches_of(plan: Plan, gpu: str) -> dict[str, Searches]:
 
 
 def _times(searches: Searches) -> list[dict[Any, float]]:
-    from kerneltune.search.loop import times_of
-
     return [times_of(stored) for _, stored in searches]
 
 
