@@ -430,8 +430,6 @@ def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> 
 
 def _covering_configs(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
     """Return the configs of the first covering pairs by case, on average `_CONFIGS_PER_CASE` configs per case."""
-    by_case: dict[Case, list[Config]] = {}
     chosen = covering(configs_by_case(variant, cases), partial(check_cost, op))
-    for config, case in itertools.islice(chosen, _CONFIGS_PER_CASE * len(cases)):
-        by_case.setdefault(case, []).append(config)
-    return by_case
+    by_case = records.grouped(itertools.islice(chosen, _CONFIGS_PER_CASE * len(cases)), lambda pair: pair[1])
+    return {case: [config for config, _ in of_case] for case, of_case in by_case.items()}
