@@ -109,7 +109,7 @@ PolicyName = Annotated[
     str | None, pick("--policy", POLICIES, "Time with a cold L2, a hot L2, or launch by launch; else as the operator says.")
 ]
 Style = Annotated[str, pick("--format", STYLES, "Form of the table.")]
-Budget = Annotated[float | None, seconds("Tuning time per case.")]
+Budget = Annotated[float | None, seconds("Tuning time per case; of a capture, of all classes.")]
 Trials = Annotated[int | None, count("--trials", "Most configs to try per case.")]
 MaxCases = Annotated[int | None, count("--max-cases", "Most cases of a sweep file; 100000 by default.")]
 Configs = Annotated[Path | None, option("--configs", "DIR", "Folder of the config cache.", envvar="KERNELTUNE_CONFIGS")]
