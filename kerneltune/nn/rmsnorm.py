@@ -6,9 +6,10 @@ The kernels run on a GPU and in Triton's interpreter; on any other device the sa
 from typing import Any, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES
+from kerneltune.kernel_lib.arguments import DTYPE_NAMES, check_like
 from kerneltune.kernel_lib.functions import custom_op
 from kerneltune.kernel_lib.tl_lib import INTERPRETED
 from kerneltune.nn.alignment import row_major
@@ -173,10 +174,8 @@ def _plain(
     x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, residual: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     total = x if residual is None else x + residual
-    x32 = total.float()
-    y32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    y32 = y32 if weight is None else y32 * (weight.float() + int(zero_centered))
-    y = y32.to(x.dtype).contiguous()
+    gamma = None if weight is None else weight.float() + int(zero_centered)
+    y = F.rms_norm(total.float(), x.shape[-1:], gamma, eps).to(x.dtype).contiguous()
     return y if residual is None else (y, total.contiguous())
 
 
@@ -184,22 +183,16 @@ rmsnorm_fwd.register_autograd(_backward, setup_context=_save)
 
 
 def _check(x: Tensor, weight: Tensor | None, eps: float, zero_centered: bool, residual: Tensor | None) -> None:
-    given = [t for t in (weight, residual) if t is not None]
-    if not all(isinstance(t, Tensor) for t in (x, *given)):
-        raise ValueError(f"rms_norm takes tensors, got {x=} {weight=} {residual=}")
-    if x.ndim == 0 or x.shape[-1] == 0 or (weight is not None and tuple(weight.shape) != (x.shape[-1],)):
-        shapes = f"x {tuple(x.shape)} and weight {None if weight is None else tuple(weight.shape)}"
-        raise ValueError(f"rms_norm takes x (…, N) and weight (N,), got {shapes}")
-    if x.dtype not in DTYPE_NAMES or (weight is not None and weight.dtype not in (x.dtype, torch.float32)):
-        weight_dtype = None if weight is None else weight.dtype
-        got = f"x of {x.dtype} and weight of {weight_dtype}"
-        raise ValueError(f"rms_norm takes x of {', '.join(DTYPE_NAMES.values())}, weight of x's dtype or float32, got {got}")
-    if any(t.device != x.device for t in given):
-        raise ValueError(f"rms_norm takes tensors on one device, got {[str(t.device) for t in (x, *given)]}")
-    if residual is not None and (residual.shape != x.shape or residual.dtype != x.dtype):
-        pair = f"{tuple(residual.shape)} {residual.dtype} and {tuple(x.shape)} {x.dtype}"
-        raise ValueError(f"rms_norm takes a residual of x's shape and dtype, got {pair}")
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor, got {x!r}")
+    if x.ndim == 0 or x.shape[-1] == 0 or x.dtype not in DTYPE_NAMES:
+        raise ValueError(f"x must be (…, N) of {', '.join(DTYPE_NAMES.values())}, got {tuple(x.shape)} {x.dtype}")
+    if weight is not None:
+        is_wide = isinstance(weight, Tensor) and weight.dtype == torch.float32
+        check_like("weight", weight, x.shape[-1:], torch.float32 if is_wide else x.dtype, x.device)
+    elif zero_centered:
+        raise ValueError("zero_centered needs a weight, got weight=None")
+    if residual is not None:
+        check_like("residual", residual, x.shape, x.dtype, x.device)
     if not eps >= 0:
-        raise ValueError(f"rms_norm takes eps of 0 or more, got {eps=}")
-    if zero_centered and weight is None:
-        raise ValueError("rms_norm takes zero_centered with a weight, got weight=None")
+        raise ValueError(f"eps must not be negative, got {eps=}")
