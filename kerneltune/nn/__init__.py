@@ -9,8 +9,7 @@ torch.
 from kerneltune.nn.alignment import aligned_groups
 from kerneltune.nn.convert import Conversion, convert_to_fp8_training, revert_from_fp8_training
 from kerneltune.nn.delayed import DelayedScaling, update_scales
-from kerneltune.nn.fp8_linear import Fp8Linear
-from kerneltune.nn.grouped_linear import GroupedLinear
+from kerneltune.nn.fp8_linear import Fp8Linear, GroupedLinear
 from kerneltune.nn.grouped_mm import fp8_grouped_mm
 from kerneltune.nn.int4_linear import Int4Linear
 from kerneltune.nn.kept_weights import set_first_microbatch

@@ -24,8 +24,7 @@ from kerneltune.nn.converted import (
     why_not_experts,
     why_not_reverted,
 )
-from kerneltune.nn.fp8_linear import why_not_fp8
-from kerneltune.nn.grouped_linear import GroupedLinear
+from kerneltune.nn.fp8_linear import GroupedLinear, why_not_fp8
 from kerneltune.nn.kept_weights import kept_weights_of
 from kerneltune.nn.recipes import Recipe, recipe_of
 from kerneltune.rounding import ALIGNED

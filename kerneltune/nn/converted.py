@@ -2,13 +2,16 @@
 
 Conversion gives a module a child `fp8`, the `ConvertedProducts`, and a class with two bases: a kind, which is a subclass of
 `Converted`, and the module's own class. `FusedExperts` and `GroupedExperts` have forward passes of this package.
-`UnknownExperts` runs the module's own forward pass, which sees the expert weights as `ExpertOperand`.
+`UnknownExperts` runs the module's own forward pass, which sees the expert weights as `ExpertOperand`. `names_in_forward` reads
+from the code of a forward pass which functions it calls, without running it.
 """
 
+import dis
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from types import CodeType, FunctionType
 from typing import Any, cast
 
 import torch
@@ -28,11 +31,8 @@ from kerneltune.compat import (
 )
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import LayerScaling
-from kerneltune.nn.forward_code import names_in_forward
-from kerneltune.nn.fp8_linear import Fp8Linear
-from kerneltune.nn.fp8_products import in_autocast
-from kerneltune.nn.grouped_linear import GroupedLinear
-from kerneltune.nn.grouped_mm import fp8_grouped_mm, fp8_routed_mm
+from kerneltune.nn.fp8_linear import Fp8Linear, GroupedLinear
+from kerneltune.nn.grouped_mm import fp8_grouped_mm, fp8_routed_mm, in_autocast
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe
 from kerneltune.nn.routing import Routing, permute_tokens, sort_tokens, unpermute_tokens
@@ -470,3 +470,47 @@ def revert(module: nn.Module) -> None:
             vars(part).pop("fp8", None)
     if hasattr(module, "fp8"):
         del module.fp8
+
+
+def names_in_forward(module: nn.Module) -> set[str]:
+    """Return the names that a module's forward pass uses, and `@` if the pass multiplies by the operator.
+
+    Follows the methods of the module, the children that it names, and Python functions outside torch. Attributes of other
+    objects count by name alone: functions behind them are not followed.
+    """
+    names: set[str] = set()
+    seen: set[int] = set()
+    waiting: list[tuple[Any, nn.Module]] = [(type(module).forward, module)]
+    while waiting:
+        function, owner = waiting.pop()
+        function = getattr(function, "__func__", function)
+        is_known = id(function) in seen or not isinstance(function, FunctionType)
+        if is_known or function.__module__.partition(".")[0] == "torch":
+            continue
+        seen.add(id(function))
+        used = set(_names(function.__code__))
+        names |= used
+        waiting += [(found, owner) for found in inspect.getclosurevars(function).nonlocals.values()]
+        waiting += _callees(used, function.__globals__, owner)
+    return names
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a code object and the functions inside it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+    yield from ("@" for instruction in dis.get_instructions(code) if instruction.argrepr in ("@", "@="))
+
+
+def _callees(names: Iterable[str], scope: dict[str, Any], owner: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
+    """Yield the objects that the names may mean in a method of a module or in a function of its file, each with its module."""
+    children = dict(owner.named_children())
+    for name in names:
+        child = children.get(name)
+        if child is not None:
+            yield type(child).forward, child
+        yield vars(owner).get(name), owner
+        yield inspect.getattr_static(type(owner), name, None), owner
+        yield scope.get(name), owner

@@ -108,7 +108,7 @@ PLANTS = (
     ),
     Plant(
         "scale_left_out",
-        "kerneltune/nn/fp8_products.py",
+        "kerneltune/nn/grouped_mm.py",
         "scales = scale_a.view(()), scale_b.view(())",
         "scales = scale_a.view(()), torch.ones_like(scale_b).view(())",
         "train_dense",

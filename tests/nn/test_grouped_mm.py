@@ -11,7 +11,7 @@ from asserting import every
 from training_step import DEVICE, RECIPES, expected, leaves, offsets, products, sqnr_db
 
 from kerneltune.kernel_lib.groups import aligned_size
-from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, fp8_grouped_mm, fp8_products
+from kerneltune.nn import DelayedScaling, Recipe, aligned_groups, fp8_grouped_mm, grouped_mm
 from kerneltune.nn.recipes import expected_weights
 
 ENDS = {"even": [32, 64, 96], "uneven": [16, 80, 96], "empty": [0, 96, 96]}
@@ -73,7 +73,7 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
     scaling = DelayedScaling(2, device=DEVICE) if delays else None
     if scaling is not None:
         scaling.known = recipe == "delayed and known"
-    operator, row_major = torch.ops.kerneltune.fp8_grouped_gemm, fp8_products.row_major
+    operator, row_major = torch.ops.kerneltune.fp8_grouped_gemm, grouped_mm.row_major
 
     def rows_of_dy(dy: torch.Tensor) -> torch.Tensor:
         rows = row_major(dy)
@@ -88,7 +88,7 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
 
     a, w = leaves(32, 64, 48, 2)
     y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=scaling or recipe)
-    monkeypatch.setattr(fp8_products, "row_major", rows_of_dy)
+    monkeypatch.setattr(grouped_mm, "row_major", rows_of_dy)
     monkeypatch.setattr(torch.ops.kerneltune, "fp8_grouped_gemm", watched)
     y.backward(torch.ones(48, 32, device=DEVICE).bfloat16().t(), retain_graph=again)
     assert len(of_da) == 3
@@ -263,9 +263,9 @@ def test_operators_that_fp8_weights_or_rows_late_keep_torch_s_rules(scaling: str
     q, scale, q_t, scale_t = Recipe(scaling).cast_rows(dy, None)
     for b, offs in ((w.mT, offsets([16, 32])), (w[:1].mT, None)):
         arguments = (q, scale, b, offs, scaling, True, torch.bfloat16)
-        torch.library.opcheck(fp8_products.input_gradient, arguments, test_utils=tests)
+        torch.library.opcheck(grouped_mm.input_gradient, arguments, test_utils=tests)
     arguments = (q_t, scale_t, a.view(2, 16, 48), scaling, True, torch.bfloat16, torch.float16)
-    torch.library.opcheck(fp8_products.late_weight_gradient, arguments, test_utils=tests)
+    torch.library.opcheck(grouped_mm.late_weight_gradient, arguments, test_utils=tests)
 
 
 def test_a_second_derivative_is_an_error() -> None:
