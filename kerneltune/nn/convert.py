@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from kerneltune.compat import is_compiled
-from kerneltune.kernel_lib.arguments import DTYPE_NAMES
 from kerneltune.nn.converted import (
-    Converted,
     convert_module,
     expert_weights,
     has_matrix,
@@ -27,7 +25,6 @@ from kerneltune.nn.converted import (
 from kerneltune.nn.fp8_linear import GroupedLinear, why_not_fp8
 from kerneltune.nn.kept_weights import kept_weights_of
 from kerneltune.nn.recipes import Recipe, recipe_of
-from kerneltune.rounding import ALIGNED
 from kerneltune.wording import counted
 
 Filter = Callable[[nn.Module, str], bool]
@@ -107,8 +104,8 @@ def convert_to_fp8_training(
         The names of the converted modules, and the reasons for skipped modules.
 
     Raises:
-        ValueError: no module, a parameter without a shape, an unknown recipe, nothing to convert, or an expert weight that
-            no product supports; the model stays as it is.
+        ValueError: no module, a parameter without a shape, an unknown recipe, or nothing to convert; the model stays as it
+            is.
     """
     _check_model(model)
     for name, p in model.named_parameters():
@@ -126,8 +123,6 @@ def convert_to_fp8_training(
     chosen = _chosen({**layers, **linears, **layers}, filter_fn, skipped)
     if not chosen:
         raise ValueError(_nothing_to_convert(model, experts, dense, skipped))
-    for name in layers.keys() & chosen.keys():
-        _check(chosen[name], name)
     notes = _notes(model, chosen, fresh)
     with torch.inference_mode(False):  # because training changes the buffers that modules get here
         for name, module in chosen.items():
@@ -169,27 +164,6 @@ def _nothing_to_convert(model: nn.Module, experts: bool, dense: bool, skipped: d
     named = {name or type(model).__name__: reason for name, reason in skipped.items()}
     hints = [f"skipped: {'; '.join(_folded_reasons(named))}"] * bool(named) + ["dense=True converts linear layers"] * (not dense)
     return "; ".join([f"{type(model).__name__} has no {' and no '.join(kinds) or 'chosen layers'} to convert", *hints])
-
-
-def _check(module: nn.Module, name: str) -> None:
-    """Raise a ValueError that names a module with a weight that fp8 products do not support."""
-    where = name or type(module).__name__
-    devices = set()
-    for weight_name, weight in expert_weights(module).items():
-        E, N, K = weight.shape
-        if not E or N % ALIGNED or K % ALIGNED or not N or not K:
-            raise ValueError(f"{where}.{weight_name} must be (E, N, K), N and K multiples of {ALIGNED}, got {(E, N, K)}")
-        if weight.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{where}.{weight_name} must be one of {', '.join(DTYPE_NAMES.values())}, got {weight.dtype}")
-        devices.add(weight.device)
-    if len(devices) > 1:
-        raise ValueError(f"{where} must have its weights on one device, got {', '.join(sorted(map(str, devices)))}")
-    if isinstance(module, GroupedLinear | Converted):
-        return
-    if "forward" in vars(module):
-        raise ValueError(f"{where} has a forward set on the object, as hooks of accelerate are: convert before that")
-    if hasattr(module, "fp8"):
-        raise ValueError(f"{where} already has an attribute `fp8`, which conversion needs: rename it")
 
 
 def revert_from_fp8_training(model: nn.Module) -> list[str]:

@@ -8,6 +8,7 @@ from the code of a forward pass which functions it calls, without running it.
 
 import dis
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -31,7 +32,7 @@ from kerneltune.compat import (
 )
 from kerneltune.nn.alignment import row_major
 from kerneltune.nn.delayed import LayerScaling
-from kerneltune.nn.fp8_linear import Fp8Linear, GroupedLinear
+from kerneltune.nn.fp8_linear import Fp8Linear, GroupedLinear, why_no_product
 from kerneltune.nn.grouped_mm import fp8_grouped_mm, fp8_routed_mm, in_autocast
 from kerneltune.nn.kept_weights import KeptWeights
 from kerneltune.nn.recipes import Recipe
@@ -360,10 +361,19 @@ def _kind_of(module: nn.Module) -> type[Converted]:
 
 def why_not_experts(module: nn.Module) -> str | None:
     """Return why a module with expert weights cannot multiply by them in fp8, or None."""
-    is_known = isinstance(module, GroupedLinear | Converted) or _kind_of(module) is not UnknownExperts
-    if is_known or not _NAMES_OF_PRODUCTS.isdisjoint(names_in_forward(module)):
-        return None
-    return f"the code of {type(module).__name__}.forward makes no grouped or batched product with its weights of three axes"
+    if not isinstance(module, GroupedLinear | Converted):
+        if _kind_of(module) is UnknownExperts and _NAMES_OF_PRODUCTS.isdisjoint(names_in_forward(module)):
+            return (
+                f"the code of {type(module).__name__}.forward makes no grouped or batched product with its weights of three axes"
+            )
+        if "forward" in vars(module):
+            return "a forward set on the object, as hooks of accelerate are: convert before that"
+        if hasattr(module, "fp8"):
+            return "an attribute `fp8`, which conversion needs: rename it"
+    weights = expert_weights(module)
+    devices = {str(weight.device) for weight in weights.values()}
+    other_devices = f"weights must be on one device, got {', '.join(sorted(devices))}" if len(devices) > 1 else None
+    return next(filter(None, itertools.starmap(why_no_product, weights.items())), other_devices)
 
 
 def expert_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ class Fp8Linear(nn.Linear):
 
     def set_recipe(self, recipe: str | Recipe) -> None:
         """Multiply by another recipe from now on."""
-        if (why := _why_no_product(self.weight)) is not None:
+        if (why := why_no_product("weight", self.weight)) is not None:
             raise ValueError(f"Fp8Linear: {why}")
         self.fp8_recipe = recipe if recipe == "delayed" else recipe_of(recipe, "delayed")
         self.fp8_scaling = LayerScaling(1, device=self.weight.device) if recipe == "delayed" else None
@@ -119,16 +119,17 @@ def why_not_fp8(linear: nn.Linear) -> str | None:
     N, K = linear.weight.shape
     is_small = N * K < LEAST_SIZE * (N + K)
     small = f"{K} x {N} is too small: casts would cost more than the products save"
-    return _why_no_product(linear.weight) or (small if is_small else None)
+    return why_no_product("weight", linear.weight) or (small if is_small else None)
 
 
-def _why_no_product(weight: Tensor) -> str | None:
-    """Return why no fp8 product supports a weight (N, K), or None."""
-    N, K = weight.shape
+def why_no_product(name: str, weight: Tensor) -> str | None:
+    """Return why no fp8 product supports a weight (…, N, K), or None."""
+    if weight.numel() == 0 or weight.shape[-2] % ALIGNED or weight.shape[-1] % ALIGNED:
+        axes = "(N, K)" if weight.ndim == 2 else "(E, N, K)"
+        return f"{name} must be {axes}, N and K multiples of {ALIGNED}, got {tuple(weight.shape)}"
     if weight.dtype not in DTYPE_NAMES:
-        return f"its weight must be one of {', '.join(DTYPE_NAMES.values())}, got {weight.dtype}"
-    is_aligned = N and K and N % ALIGNED == 0 and K % ALIGNED == 0
-    return None if is_aligned else f"in_features and out_features must be multiples of {ALIGNED}, got {K} and {N}"
+        return f"{name} must be one of {', '.join(DTYPE_NAMES.values())}, got {weight.dtype}"
+    return None
 
 
 class GroupedLinear(nn.Module):

@@ -280,6 +280,9 @@ def test_module_whose_code_has_no_product_is_skipped_with_a_reason() -> None:
     assert found == ["experts"]
     assert "positions: the code of Single.forward makes no grouped or batched product" in str(found)
     assert model["positions"](*batch()).shape == (M, K)
+    tables = nn.ModuleDict({"experts": Experts(), "table": Single(embed)})
+    tables["table"].weight = nn.Parameter(torch.randn(E, 20, 36))
+    assert "the code of Single.forward" in convert_to_fp8_training(tables).skipped["table"]
     with pytest.raises(ValueError, match=r"Single has no expert weights.*skipped: Single: the code of Single.forward"):
         convert_to_fp8_training(model["positions"])
 

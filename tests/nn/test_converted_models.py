@@ -228,7 +228,7 @@ def test_layers_of_other_kinds_stay_and_make_no_router_of_their_neighbours() -> 
         **{name: f"a {type(module).__name__}: of dense layers, nn.Linear alone runs in fp8" for name, module in others.items()},
         "own": "a Own, which may have a forward of its own",
         "normed": "a ParametrizedLinear, which may have a forward of its own",
-        "odd": "in_features and out_features must be multiples of 16, got 32 and 40",
+        "odd": "weight must be (N, K), N and K multiples of 16, got (40, 32)",
     }
     with pytest.raises(ValueError, match=r"no linear layers.* gpt2: a Conv1D: of dense layers, nn.Linear alone runs in fp8"):
         convert_to_fp8_training(nn.ModuleDict({"gpt2": others["gpt2"]}), dense=True)

@@ -156,7 +156,9 @@ def test_fused_experts_without_tokens_have_gradients_of_zero(recipe: str) -> Non
 def test_own_forward_of_an_object_is_refused_and_that_of_a_subclass_stays() -> None:
     module, given = experts(), batch()
     module.forward = module.forward  # as hooks of accelerate wrap it
-    with pytest.raises(ValueError, match="Experts has a forward set on the object, as hooks of accelerate are: convert before"):
+    with pytest.raises(
+        ValueError, match=r"skipped: .*Experts: a forward set on the object, as hooks of accelerate are: convert before"
+    ):
         convert_to_fp8_training(module)
 
     class Doubled(type(module)):
@@ -340,12 +342,17 @@ def test_conversion_on_meta_serves_weights_that_come_later() -> None:
 def test_conversion_of_weights_of_wrong_sizes_names_module_and_sizes() -> None:
     module = nn.ModuleDict({"mlp": experts()})
     module["mlp"].down_proj = nn.Parameter(torch.randn(E, HIDDEN, INNER + 8, device=DEVICE).bfloat16())
-    with pytest.raises(ValueError, match=r"mlp.down_proj must be \(E, N, K\), N and K multiples of 16, got \(3, 32, 24\)"):
+    with pytest.raises(ValueError, match=r"mlp: down_proj must be \(E, N, K\), N and K multiples of 16, got \(3, 32, 24\)"):
         convert_to_fp8_training(module)
+    module["dense"] = nn.Linear(1024, 1024)
+    found = convert_to_fp8_training(module, dense=True)  # beside modules that can run in fp8, they stay by name
+    assert found == ["dense"]
+    assert "got (3, 32, 24)" in found.skipped["mlp"]
     assert not hasattr(module["mlp"], "fp8")
+    del module["dense"]
     module["mlp"].down_proj = nn.Parameter(torch.randn(E, HIDDEN, INNER, device="meta"))
     if DEVICE != "meta":
-        with pytest.raises(ValueError, match="mlp must have its weights on one device, got"):
+        with pytest.raises(ValueError, match="mlp: weights must be on one device, got"):
             convert_to_fp8_training(module)
 
 
