@@ -31,9 +31,6 @@ Filter = Callable[[nn.Module, str], bool]
 
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
-_Reasons = dict[str, tuple[nn.Module, str | None]]
-"""Name of a module to the module, and why it is not converted, or None."""
-
 
 def _folded(names: Iterable[str]) -> str:
     """Return the names in a line; numbers become `*`, as in `layers.*.mlp (61)`, with a count."""
@@ -117,10 +114,7 @@ def convert_to_fp8_training(
     if filter_fn is not None and not callable(filter_fn):
         raise ValueError(f"filter_fn: {filter_fn!r}: expected a function of a module and its name, or None")
     fresh: Recipe | str = "delayed" if recipe == "delayed" else recipe_of(recipe, "delayed")
-    skipped: dict[str, str] = {}
-    layers = _experts_of(model) if experts else {}
-    linears = _matrices_of(model) if dense else {}
-    chosen = _chosen({**layers, **linears, **layers}, filter_fn, skipped)
+    chosen, skipped = _chosen(model, experts, dense, filter_fn)
     if not chosen:
         raise ValueError(_nothing_to_convert(model, experts, dense, skipped))
     notes = _notes(model, chosen, fresh)
@@ -147,16 +141,38 @@ def _check_model(model: object) -> None:
         raise ValueError(f"model must be an nn.Module, got {type(model).__name__}")
 
 
-def _chosen(candidates: _Reasons, filter_fn: Filter | None, skipped: dict[str, str]) -> dict[str, nn.Module]:
-    """Return the modules to convert, and add the reasons for all other modules to `skipped`."""
-    chosen = {}
-    for name, (module, reason) in candidates.items():
-        why = "left out by filter_fn" if reason is None and filter_fn is not None and not filter_fn(module, name) else reason
-        if why is None:
-            chosen[name] = module
+def _chosen(
+    model: nn.Module, experts: bool, dense: bool, filter_fn: Filter | None
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the modules to convert by name, and the reasons of all others that have expert weights or matrices."""
+    chosen, skipped = {}, {}
+    for name, module, reason in _candidates(model, experts, dense):
+        if reason is not None:
+            skipped[name] = reason
+        elif filter_fn is not None and not filter_fn(module, name):
+            skipped[name] = "left out by filter_fn"
         else:
-            skipped[name] = why
-    return chosen
+            chosen[name] = module
+    return chosen, skipped
+
+
+def _candidates(model: nn.Module, experts: bool, dense: bool) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """Yield name, module and reason to stay, or None.
+
+    Experts are modules with expert weights, and modules whose class name says expert but whose weights have other axes. Dense
+    layers are all linear layers and other modules with matrices, but for embeddings.
+    """
+    reasons = dict.fromkeys(_output_layers(model), "the model's output layer") | _routers(model) if dense else {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if experts and expert_weights(module):
+            yield name, module, why_not_experts(module)
+        elif experts and "expert" in kind.lower() and any(p.ndim > 1 for p in module.parameters(recurse=False)):
+            yield name, module, f"a {kind} without weights of three axes (E, N, K)"
+        elif dense and isinstance(module, nn.Linear):
+            yield name, module, reasons.get(module) or why_not_fp8(module)
+        elif dense and has_matrix(module) and not isinstance(module, nn.Embedding | nn.EmbeddingBag | ParametrizationList):
+            yield name, module, reasons.get(module, f"a {kind}: of dense layers, nn.Linear alone runs in fp8")
 
 
 def _nothing_to_convert(model: nn.Module, experts: bool, dense: bool, skipped: dict[str, str]) -> str:
@@ -186,33 +202,6 @@ def revert_from_fp8_training(model: nn.Module) -> list[str]:
     for module in converted.values():
         revert(module)
     return list(converted)
-
-
-def _experts_of(model: nn.Module) -> _Reasons:
-    """Return the modules with expert weights, and modules whose class name says expert but whose weights have other axes."""
-    candidates: _Reasons = {}
-    for name, module in model.named_modules():
-        if expert_weights(module):
-            candidates[name] = module, why_not_experts(module)
-        elif "expert" in type(module).__name__.lower() and any(p.ndim > 1 for p in module.parameters(recurse=False)):
-            candidates[name] = module, f"a {type(module).__name__} without weights of three axes (E, N, K)"
-    return candidates
-
-
-def _matrices_of(model: nn.Module) -> _Reasons:
-    """Return the linear layers of a model, and all other modules with matrices but embeddings.
-
-    Output layers, routers, layers for which fp8 does not pay and modules of other kinds have a reason to stay.
-    """
-    reasons = dict.fromkeys(_output_layers(model), "the model's output layer") | _routers(model)
-    candidates: _Reasons = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            candidates[name] = module, reasons.get(module) or why_not_fp8(module)
-        elif has_matrix(module) and not isinstance(module, nn.Embedding | nn.EmbeddingBag | ParametrizationList):
-            reason = f"a {type(module).__name__}: of dense layers, nn.Linear alone runs in fp8"
-            candidates[name] = module, reasons.get(module, reason)
-    return candidates
 
 
 def _output_layers(model: nn.Module) -> Iterator[nn.Module]:
