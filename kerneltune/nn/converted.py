@@ -439,22 +439,13 @@ def convert_module(module: Any, name: str, recipe: Recipe | str) -> None:
         Fp8Linear.from_linear(module, recipe)
         return
     module.fp8 = ConvertedProducts(recipe, weights, name or type(module).__name__)
-    kind = _kind_of(module)
-    if kind is not UnknownExperts:
-        _change_class(module, kind)
-        return
+    kind: Any = _kind_of(module)
     for prefix, part in list(_named_parts(module)):
-        own = tuple((attribute, prefix + attribute) for attribute, _ in _expert_parameters(part))
-        if part is not module and own:
+        names = [attribute for attribute, _ in _expert_parameters(part)] if kind is UnknownExperts else []
+        if part is not module and names:
             vars(part)["fp8"] = module.fp8  # no child of the part, so that it has its place in the state once
-        if part is module or own:
-            _change_class(part, kind, own)
-
-
-def _change_class(module: Any, kind: Any, operands: tuple[tuple[str, str], ...] = ()) -> None:
-    """Give a module the class of a kind, unless it is converted."""
-    if not isinstance(module, Converted):
-        module.__class__ = _made_class(kind, cast(Any, type(module)), operands)
+        if (part is module or names) and not isinstance(part, Converted):
+            part.__class__ = _made_class(kind, cast(Any, type(part)), tuple((name, prefix + name) for name in names))
 
 
 def why_not_reverted(module: nn.Module) -> str | None:
