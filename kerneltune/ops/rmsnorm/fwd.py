@@ -21,8 +21,12 @@ from kerneltune.rounding import cdiv
 from kerneltune.spec import Case, Inputs, Op, Outputs, Space, Traffic, Variant
 
 _LARGE = 1 << 25
-"""Elements of x from which on a program reads x again instead of holding it, so that more programs fit an SM. At 4096 rows
-of 2304 to 5120 elements, which are fewer elements, holding x was level or faster (H200, 2026-11-23)."""
+"""Elements of x beyond which a program reads x again instead of holding it, so that more programs fit an SM. Up to 8192 rows of
+4096 elements holding x was level or faster (H200, 2026-11-23)."""
+
+_VECTOR = 16
+"""A row's length must be a multiple of this for Triton to load vectors. Other rows are loaded element by element, so that reading
+x again costs more than it frees: 20000 rows of 3400 and of 7000 elements took 1.10x to 1.20x the time (H100, 2026-11-27)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +125,11 @@ def likely(case: Case, reload: bool) -> Iterator[FwdConfig]:
         yield FwdConfig(rows, whole, False, min(warps, max(1, rows * whole // 512)), ctas=0, stages=1, reload=False)
     if M < tiles.FEW_ROWS and whole > 4096:
         yield FwdConfig(1, max(4096, whole // tiles.MAX_PARTS), True, warps=8, ctas=2, stages=2, reload=False)
+    again = reload and whole > 2048 and M * case["N"] > _LARGE and case["N"] % _VECTOR == 0
     if case.quant != "none" and whole <= 8192:
-        cols = 4096 if whole == 8192 else 2048
-        yield FwdConfig(
-            2 if 2 * tiles.MANY_TILES <= M else 1, cols, False, cols // 1024, ctas=0, stages=1, reload=reload and whole > 2048
-        )
+        cols, is_held = 4096 if whole == 8192 else 2048, reload and whole > 2048 and not again
+        rows = 2 if 2 * tiles.MANY_TILES <= M and not is_held else 1
+        yield FwdConfig(rows, cols, False, cols // 1024, ctas=0, stages=1, reload=again)
     if whole > tiles.LONG and reload:
         for cols, stages in ((4096, 5), (4096, 3), (8192, 2)):
             yield FwdConfig(1, cols, False, cols // 256, ctas=0, stages=stages, reload=True)
@@ -133,9 +137,8 @@ def likely(case: Case, reload: bool) -> Iterator[FwdConfig]:
         for cols in (4096, 8192):
             yield FwdConfig(1, max(cols, whole // tiles.MAX_PARTS), True, warps=cols // 512, ctas=1, stages=2, reload=False)
     cols, warps = (min(whole, 2048), 4) if whole <= 4096 else (4096, 8 if whole <= 8192 else 16)
-    large = M * case["N"] >= _LARGE
-    for again in (True, False) if reload and large and whole > 2048 else (False,):
-        yield FwdConfig(1, cols, False, warps, ctas=0, stages=1, reload=again)
+    for reads_again in (True, False) if again else (False,):
+        yield FwdConfig(1, cols, False, warps, ctas=0, stages=1, reload=reads_again)
     yield FwdConfig(1, whole, False, warps=1 if whole <= 512 else 4, ctas=0, stages=1, reload=False)
 
 
