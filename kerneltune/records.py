@@ -230,16 +230,14 @@ def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = l
     this option from every row where its value is the default. If the default is unknown, and all records that have the option
     have the same value, this value counts as the default.
     """
-    values: dict[str, dict[str, set[Option]]] = {}
-    named: dict[str, list[frozenset[str]]] = {}
-    for record in (*a, *b):
-        names = frozenset(record.options)
-        if names not in named.setdefault(record.op, []):
-            named[record.op].append(names)
-        for name, value in record.options.items():
-            values.setdefault(record.op, {}).setdefault(name, set()).add(value)
-    later = {op: frozenset.union(*sets) - frozenset.intersection(*sets) for op, sets in named.items()}
-    left_out = {op: _settled(values[op], names, defaults(op)) for op, names in later.items() if names}
+    left_out: dict[str, dict[str, Option]] = {}
+    for op, of_op in grouped((*a, *b), lambda record: record.op).items():
+        named = {frozenset(record.options) for record in of_op}
+        if later := frozenset.union(*named) - frozenset.intersection(*named):
+            values = {name: {record.options[name] for record in of_op if name in record.options} for name in later}
+            only = {name: found.pop() for name, found in values.items() if len(found) == 1}
+            known = defaults(op)
+            left_out[op] = only | {name: known[name] for name in later if name in known}
 
     shared: dict[object, object] = {}  # many rows differ in sizes alone: equal tuples are kept once
 
@@ -251,12 +249,6 @@ def identity_of(a: Iterable[Record], b: Iterable[Record], defaults: Defaults = l
         return shared.setdefault(names, names), *sorted(record.axes.items())
 
     return identity
-
-
-def _settled(values: Mapping[str, set[Option]], names: Iterable[str], defaults: Mapping[str, Option]) -> dict[str, Option]:
-    """Return, for each option in `names`, the value that a record without the option has."""
-    only = {name: next(iter(values[name])) for name in names if len(values[name]) == 1}
-    return only | {name: defaults[name] for name in names if name in defaults}
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
