@@ -1,4 +1,4 @@
-"""Kernels of a capture are found again in a process in which nothing is imported, with and without the interpreter."""
+"""Kernels of a capture are found again in a process in which nothing is imported: compiled ones, and by a sweep interpreted."""
 
 import os
 import subprocess
@@ -55,11 +55,10 @@ for launch in sorted(read_capture(root).classes, key=lambda one: one.kernel.name
 """
 
 
-def start(folder: Path, *command: str, interpret: str | None) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a fresh process with this package and the folder's packages on its path."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder / "site"), os.environ.get("PYTHONPATH", "")])}
-    environment |= {} if interpret is None else {"TRITON_INTERPRET": interpret}
     return subprocess.run([sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -70,16 +69,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, text in FILES.items():
         (found / name).parent.mkdir(parents=True, exist_ok=True)
         (found / name).write_text(text)
-    done = start(
-        found, "-m", "kerneltune", "capture", "--out", "captured", "--", sys.executable, "project/program.py", interpret=None
-    )  # fmt: skip
+    done = start(found, "-m", "kerneltune", "capture", "--out", "captured", "--", sys.executable, "project/program.py")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "600.0"), done.stderr
     return found
 
 
-@pytest.mark.parametrize("interpret", [None, "1"])
-def test_kernels_of_a_capture_are_found_in_a_fresh_process(folder: Path, interpret: str | None) -> None:
-    done = start(folder, "-c", LOAD, "captured", interpret=interpret)
+def test_kernels_of_a_capture_are_found_in_a_fresh_process(folder: Path) -> None:
+    done = start(folder, "-c", LOAD, "captured")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "of_module found in alone",
@@ -90,7 +86,7 @@ def test_kernels_of_a_capture_are_found_in_a_fresh_process(folder: Path, interpr
 
 
 def test_sweep_of_a_capture_checks_every_kernel_in_a_fresh_process(folder: Path) -> None:
-    done = start(folder, "-m", "kerneltune", "sweep", "captured", "--check-only", "--results", "records", interpret=None)
+    done = start(folder, "-m", "kerneltune", "sweep", "captured", "--check-only", "--results", "records")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [name for name in ("of_module", "of_neighbour", "of_package", "of_script") if name not in done.stdout] == []
 
@@ -98,6 +94,6 @@ def test_sweep_of_a_capture_checks_every_kernel_in_a_fresh_process(folder: Path)
 def test_module_that_no_longer_needs_triton_is_named_in_a_fresh_process(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "alone.py").write_text("of_module = None\n")
-    done = start(tmp_path, "-c", LOAD, str(folder / "captured"), "of_module", interpret=None)
+    done = start(tmp_path, "-c", LOAD, str(folder / "captured"), "of_module")
     assert done.returncode == 0, done.stderr
     assert "alone.py has no kernel of this name: capture again" in done.stdout

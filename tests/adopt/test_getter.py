@@ -370,8 +370,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_call_that_ends_its_process_is_named(tmp_path: Path) -> None:
     file = program(tmp_path, GOOD + "import os\ndef case(rows): os._exit(3)\n")
-    done = command(f"{file}:get_config", "--call", f"{file}:case", "--size", "rows=4", "--out", str(tmp_path / "out"))
-    assert (done.returncode, done.stdout) == (2, "")
+    options = ["--call", f"{file}:case", "--size", "rows=4", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, ["adopt", "getter", f"{file}:get_config", *options])
+    assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == f"error: call: {file}:case: process 1 of 1 crashed: exit code 3\n"
 
 

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from adopted import ROOT
+from command_line import run
+
+from kerneltune.cli import console
 
 DROPOUT = """
 import sys
@@ -74,47 +77,47 @@ PLAIN = DROPOUT.replace(DROPOUT[DROPOUT.index("@triton.autotune") : DROPOUT.inde
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console.console, "width", 150)
     (tmp_path / "train.py").write_text(DROPOUT)
     (tmp_path / "gate.py").write_text(GATED)
     return tmp_path
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def capture(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Capture a program in processes of their own; commands on the capture run in this process."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "150"}
-    command = [sys.executable, "-m", "kerneltune", *words]
+    command = [sys.executable, "-m", "kerneltune", "capture", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_seed_of_a_loop_is_named_and_makes_no_classes_where_it_is_ignored(folder: Path) -> None:
     program = ["--", sys.executable, "train.py"]
-    first = run(folder, "capture", "--out", "every", *program)
+    first = capture(folder, "--out", "every", *program)
     assert (first.returncode, first.stdout) == (0, "trained\n")
     said = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
     assert said in first.stderr.splitlines()
-    assert run(folder, "adopt", "lint", "every").stdout.splitlines() == [said]
-    second = run(folder, "capture", "--out", "few", "--ignore-arg", "seed", "--ignore-arg", "sead", *program)
+    assert run("adopt", "lint", "every").stdout.splitlines() == [said]
+    second = capture(folder, "--out", "few", "--ignore-arg", "seed", "--ignore-arg", "sead", *program)
     told = [line for line in second.stderr.splitlines() if "--ignore-arg" in line]
     assert told == ["--ignore-arg sead: no captured kernel has this argument; did you mean seed?"]
-    assert run(folder, "tune", "few", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
-    checked = run(folder, "sweep", "few", "--check-only")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "optimized: 2 configs on 2 cases, all pairs" in checked.stdout
+    assert run("tune", "few", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
 
 
 def test_seed_of_a_plain_kernel_is_named(folder: Path) -> None:
     (folder / "plain.py").write_text(PLAIN)
-    captured = run(folder, "capture", "--plain", "--out", "plain", "--", sys.executable, "plain.py")
+    captured = capture(folder, "--plain", "--out", "plain", "--", sys.executable, "plain.py")
     said = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
     assert said in captured.stderr.splitlines()
 
 
 def test_plain_kernel_with_a_tuple_and_a_function_has_nothing_to_report(folder: Path) -> None:
-    captured = run(folder, "capture", "--plain", "--out", "cap", "--", sys.executable, "gate.py")
+    captured = capture(folder, "--plain", "--out", "cap", "--", sys.executable, "gate.py")
     assert captured.returncode == 0, captured.stderr
-    linted = run(folder, "adopt", "lint", "cap")
-    assert (linted.returncode, linted.stdout) == (0, "nothing to report\n")
-    told = run(folder, "tune", "cap", "--dry-run").stdout
+    linted = run("adopt", "lint", "cap")
+    assert (linted.exit_code, linted.stdout) == (0, "nothing to report\n")
+    told = run("tune", "cap", "--dry-run").stdout
     classes, configs = (int(word) for word in told.split() if word.isdigit())
     assert classes == 2
     assert configs > 10  # the blocks that tuning may find free to change as well
@@ -122,17 +125,17 @@ def test_plain_kernel_with_a_tuple_and_a_function_has_nothing_to_report(folder: 
 
 def test_numbers_in_tuples_and_launches_without_elements_are_swept(folder: Path) -> None:
     (folder / "pairs.py").write_text(PAIRS)
-    captured = run(folder, "capture", "--out", "cap", "--", sys.executable, "pairs.py")
+    captured = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
     assert captured.returncode == 0, captured.stderr
-    checked = run(folder, "sweep", "cap", "--check-only")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    checked = run("sweep", "cap", "--check-only")
+    assert checked.exit_code == 0, checked.output
     assert "optimized: 2 configs on 2 cases, all pairs" in checked.stdout
-    assert run(folder, "tune", "cap", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
+    assert run("tune", "cap", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
 
 
 def test_program_that_launches_kernels_on_nothing_alone_is_told_so(folder: Path) -> None:
     (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
-    captured = run(folder, "capture", "--out", "cap", "--", sys.executable, "pairs.py")
+    captured = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
     said = captured.stderr.splitlines()[-1]
     assert (captured.returncode, said) == (0, "nothing was captured: no tensor of a launch has an element")
-    assert run(folder, "sweep", "cap", "--check-only").returncode == 2
+    assert run("sweep", "cap", "--check-only").exit_code == 2
