@@ -18,7 +18,7 @@ def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_recipes_learn_alike() -> None:
     import train
 
-    sizes = train.Sizes(width=32, hidden=16, experts=2, layers=1, heads=2, length=8)
+    sizes = train.Sizes(width=32, hidden=16, experts=2, layers=1, heads=2, length=4)
     options = {"steps": 4, "batch": 2, "seed": 1, "device": DEVICE, "rate": 5e-2, "warmup": 1}
     found = {recipe: train.losses(recipe, sizes, **options) for recipe in train.RECIPES}
     for losses in found.values():

@@ -65,7 +65,7 @@ def with_fewer_rows(name: str, case: Case) -> Case:
     return replace(case, axes=tuple((axis, 32 + rows % 16 if axis == "M" else size) for axis, size in case.axes))
 
 
-SEARCHED = 6_000
+SEARCHED = 4_000
 """Elements of a case whose random configs run in the interpreter, too; the default configs of larger ones do."""
 TOO_LARGE = re.compile(r"launch failed: .*(out of resource|too many (resources|blocks))")
 CASES = [(e.op, with_fewer_rows(e.op, e.case)) for e in CHECKS if ON_GPU or small(e)] + [("stream", STREAM)]

@@ -30,9 +30,9 @@ def verdicts(
     return slowed, others
 
 
-@pytest.mark.parametrize("odd_process", [0.0, 0.02])
-def test_false_alarms_are_at_most_one_in_a_thousand_rows(odd_process: float) -> None:
-    rows, _none = verdicts(5, 0.0, odd_process=odd_process)
+def test_false_alarms_are_at_most_one_in_a_thousand_rows() -> None:
+    """Also with odd processes, which a run without any has less reason for."""
+    rows, _none = verdicts(5, 0.0, odd_process=0.02)
     assert rows.total() == 5 * ROWS
     assert rows["regression"] <= 5 * ROWS // 1000
     assert rows["faster"] == 0
@@ -54,9 +54,8 @@ def test_five_percent_are_caught(every: int) -> None:
     assert others["regression"] <= others.total() / 1000
 
 
-@pytest.mark.parametrize("odd_process", [0.0, 0.02])
-def test_ten_percent_are_always_caught(odd_process: float) -> None:
-    slowed, _others = verdicts(3, 0.10, every=10, odd_process=odd_process)
+def test_ten_percent_are_always_caught_also_with_odd_processes() -> None:
+    slowed, _others = verdicts(3, 0.10, every=10, odd_process=0.02)
     assert slowed == {"regression": 60}
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kerneltune.kernel_lib import faults
+from kerneltune.kernel_lib import bounds, faults
 from kerneltune.kernel_lib.bounds import guarded
 from kerneltune.kernel_lib.faults import fault_of
 from kerneltune.kernel_lib.interpreted import mended
@@ -287,7 +287,10 @@ def _group_of_row(ends_ptr, y_ptr, SHIFT: tl.constexpr, TURNS: tl.constexpr):
     ],
     ids=["right", "wrong for each loaded value", "endless for a large loaded value"],
 )
-def test_search_by_loaded_values_is_not_taken_for_an_access_outside(shift: int, turns: bool, expected: str) -> None:
+def test_search_by_loaded_values_is_not_taken_for_an_access_outside(
+    shift: int, turns: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds, "_LAUNCH_SECONDS", 0.5)
     ends, y = (torch.empty(size, dtype=torch.int32, device="meta") for size in (4, 100))
     assert fault(lambda: _group_of_row[(100,)](ends, y, shift, turns)).partition(", program")[0] == expected
 

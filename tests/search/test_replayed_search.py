@@ -59,7 +59,7 @@ def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
 def test_the_search_reaches_the_optimum_of_the_shipped_spaces(space: TrialBlock) -> None:
     """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, at no budget more than that of chance."""
     quarter = len(space.trials) // 4
-    early, late, chance = replay(space, "ours", 16, 50), replay(space, "ours", 1, quarter), replay(space, "random", 12, quarter)
+    early, late, chance = replay(space, "ours", 8, 50), replay(space, "ours", 1, quarter), replay(space, "random", 12, quarter)
     assert worse_than(chance, early, (10, 25)) == []
     for gaps, evaluations, bound in ((early, 25, np.inf), (early, 50, 0.03), (late, quarter, 0.01)):
         gap, by_chance = gap_at(gaps, evaluations), gap_at(chance, evaluations)
