@@ -208,8 +208,9 @@ def _root(
         options.use_plugins(plugin)
 
 
-def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
-    error_line(f"warning: {message}")
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object) -> None:
+    place = "" if category is UserWarning else f"{filename}:{lineno}: "  # because a message of other code says nothing without it
+    error_line(f"warning: {place}{message}")
 
 
 def main() -> None:

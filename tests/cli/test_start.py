@@ -1,6 +1,7 @@
 """Start-up, help and version, wrong use, and the commands that only look: ops and doctor."""
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -245,3 +246,13 @@ def test_plugins_that_are_no_modules_are_named_with_the_file_that_is_meant(
     said = "expected a .py file, or the name of a module"
     assert refused("--plugin", ".", "ops") == f"error: plug-in .: {said}"
     assert refused("--plugin", "topq.yaml", "ops") == f"error: plug-in topq.yaml: {said}; did you mean topq.py?"
+
+
+def test_warning_about_the_code_of_a_plugin_names_its_place(tmp_path: Path) -> None:
+    plugin = tmp_path / "literal.py"
+    plugin.write_text("SAME = 1 is 1\n")
+    command = [sys.executable, "-m", "kerneltune", "--plugin", str(plugin), "ops"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "400"})
+    (warning,) = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert warning.startswith(f"warning: {plugin}:1: ")
+    assert "with 'int' literal" in warning or "with a literal" in warning
