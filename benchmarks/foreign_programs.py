@@ -244,8 +244,8 @@ def untuned(op: str) -> Callable[[Item], None]:
         code, text = item.command("sweep", sys.executable, "-m", "kerneltune", *words)
         shares: dict[str, float] = {}
         for record in (record for path in results.rglob("*.jsonl") for record in load(path)):
-            if record.variant != "baseline" and (part := share(record)) is not None:
-                shares[f"{record.case} {record.quant} {record.variant}"] = round(part, 1)
+            if record.variant == "optimized" and (part := share(record)) is not None:
+                shares[" ".join([record.case, record.quant, *map(str, record.options.values())])] = round(part, 1)
         item.figures["shares"] = shares
         if code or not shares:
             raise EndedError(FAILED, f"sweep ended with {code}: {last_line(text)}")
@@ -281,6 +281,8 @@ def run_item(name: str, out: Path, limit_s: float) -> dict[str, Any]:
         ITEMS[name](item)
     except EndedError as ended:
         verdict, reason = ended.verdict, str(ended)
+    except KeyboardInterrupt:
+        verdict, reason = LIMIT, "interrupted"
     except Exception as error:  # an item that breaks this script is an item that failed
         verdict, reason = FAILED, f"{type(error).__name__}: {error}"[:200]
     return {"name": name, "verdict": verdict, "reason": reason, "seconds": round(time.monotonic() - began, 1), **item.figures}
