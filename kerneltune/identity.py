@@ -128,7 +128,7 @@ class _Writer:
 
     def _instance(self, value: Any) -> None:
         """Write the function in a wrapper, the class of a callable, class and fields of a dataclass, else the value itself."""
-        if wrapped := next((getattr(value, name) for name in _WRAPPED if callable(getattr(value, name, None))), None):
+        if wrapped := _wrapped_by(value):
             self.value(wrapped)
         elif is_dataclass(value):
             self._named(type(value).__module__, type(value).__qualname__)
@@ -287,7 +287,7 @@ class _Writer:
         """Return the meaning of `name` in a module: a definition, the text of another package's name, or None for the engine."""
         statements = module.bound.get(name, ())
         for statement in statements:
-            for bound, source, attribute in _imports(statement, module):
+            for bound, source, attribute in _imports(statement, module.package):
                 if bound == name:
                     return self._target(source, attribute)
         if not statements and (below := _module(f"{module.name}.{name}")) is not None:
@@ -335,7 +335,7 @@ def _inside(node: ast.AST, outer: _Scope) -> _Scope:
     for child in ast.walk(node):
         for name in _bound_by(child):
             names.setdefault(name, len(names))
-        for name, source, attribute in _imports(child, outer.module):
+        for name, source, attribute in _imports(child, outer.module.package):
             imported[name] = (source, attribute)
     return _Scope(outer.module, {name: n for name, n in names.items() if name not in imported}, imported)
 
@@ -352,7 +352,7 @@ def _bound_by(node: ast.AST) -> Iterator[str]:
             pass
 
 
-def _imports(node: ast.AST, module: _Module) -> Iterator[tuple[str, str, str]]:
+def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, str, str]]:
     """Yield (bound name, module, attribute or "") of an import statement, also of imports inside a top-level `if` or `try`."""
     for statement in ast.walk(node) if isinstance(node, ast.If | ast.Try) else (node,):
         if isinstance(statement, ast.Import):
@@ -361,26 +361,28 @@ def _imports(node: ast.AST, module: _Module) -> Iterator[tuple[str, str, str]]:
                 yield alias.asname or top, top, ""
         elif isinstance(statement, ast.ImportFrom):
             for alias in statement.names:
-                yield alias.asname or alias.name, _imported_from(statement, module), alias.name
+                yield alias.asname or alias.name, _imported_from(statement, package), alias.name
 
 
-def _imported_from(node: ast.ImportFrom, module: _Module) -> str:
+def _imported_from(node: ast.ImportFrom, package: str) -> str:
     """Return the module of `from … import …`, also of a relative import."""
     if not node.level:
         return node.module or ""
-    above = module.package.split(".")
+    above = package.split(".")
     above = above[: len(above) - node.level + 1]
     return ".".join([*above, *([node.module] if node.module else [])])
 
 
 def _unwrapped(target: Any) -> Any:
     """Return the function that a callable wraps, else the innermost object."""
-    while not inspect.isfunction(target):
-        below = next((getattr(target, name) for name in _WRAPPED if callable(getattr(target, name, None))), None)
-        if below is None:
-            break
+    while not inspect.isfunction(target) and (below := _wrapped_by(target)) is not None:
         target = below
     return target
+
+
+def _wrapped_by(target: Any) -> Any:
+    """Return the callable that an object wraps; None if it wraps none."""
+    return next((getattr(target, name) for name in _WRAPPED if callable(getattr(target, name, None))), None)
 
 
 def _package_of(target: Any) -> str:
@@ -429,7 +431,7 @@ def _module(name: str) -> _Module | None:
     for statement in tree.body:
         if isinstance(statement, ast.If) and not statement.orelse and ast.unparse(statement.test).endswith("TYPE_CHECKING"):
             continue  # it never runs; vLLM declares 300 settings in it
-        for name_ in dict.fromkeys(_binds(statement)):
+        for name_ in dict.fromkeys(_binds(statement, package)):
             bound[name_] = (*bound.get(name_, ()), statement)
     return _Module(name, package, tree, bound)
 
@@ -477,14 +479,9 @@ def _source_of(name: str) -> tuple[Path | None, str]:
     return Path(spec.origin), spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
 
 
-def _binds(statement: ast.stmt) -> Iterator[str]:
-    """Yield the names that a top-level statement binds."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield statement.name
-        return
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                yield alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else alias.name.partition(".")[0])
-        else:
-            yield from _bound_by(node)
+def _binds(statement: ast.stmt, package: str) -> Iterator[str]:
+    """Yield the names that a top-level statement binds, of a definition its own name alone."""
+    is_definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    for node in (statement,) if is_definition else ast.walk(statement):
+        yield from _bound_by(node)
+        yield from (name for name, _, _ in _imports(node, package))
