@@ -1,8 +1,8 @@
-"""Measure the start of a served program with an empty Triton cache, with and without copied kernels.
+"""Measure the start of a served program with an empty Triton cache, with and without what kerneltune prepares.
 
 `python start_cost.py WORK FILE` captures gla_layer.py, serves its authors' first configs, and appends a line of JSON to the file
-for each process: `kernels` copies compiled kernels, `nothing` does not. MODES in the environment names the processes. Needs a GPU
-and flash-linear-attention.
+for each process: `all` prepares everything, `kernels` only copies compiled kernels, `nothing` does neither. MODES in the
+environment names the processes. Needs a GPU and flash-linear-attention.
 """
 
 import json
@@ -20,11 +20,15 @@ KERNELTUNE = [sys.executable, "-m", "kerneltune"]
 
 
 def child(mode: str, program: str, *arguments: str) -> None:
-    """Run a program whose served start copies compiled `kernels`, or does `nothing`."""
+    """Run a program whose served start prepares `all`, copies `kernels` only, or does `nothing`."""
     from kerneltune.adopt import startup
 
     if mode == "nothing":
-        startup._bring_kernels = lambda *_: None
+        startup._prepared = lambda *_: None
+    elif mode == "kernels":
+        from kerneltune.adopt import ahead
+
+        ahead.Preparation.begin = lambda self: None
     sys.argv = [program, *arguments]
     sys.path[0] = str(Path(program).parent)
     runpy.run_path(program, run_name="__main__")
@@ -92,7 +96,7 @@ def main(work: Path, out: Path) -> None:
     )
     run(out, "table", [sys.executable, __file__, "--table", str(capture)], work / "t", 60)
     work.mkdir(parents=True, exist_ok=True)
-    modes = os.environ.get("MODES", "kernels nothing nothing kernels kernels nothing").split()
+    modes = os.environ.get("MODES", "all kernels kernels all all kernels nothing").split()
     for number, mode in enumerate(modes):
         serve = [*KERNELTUNE, "serve", "--configs", str(capture), "--"]
         program = [sys.executable, __file__, "--child", mode, str(GLA), mode]

@@ -1,16 +1,29 @@
-"""Copy compiled kernels of the chosen configs, which lie beside a table, into Triton's disk cache.
+"""Prepare in a thread what Triton does at the first launch of a process, so that the program does not wait for it.
 
-Names of its entries are hashes of source, options, GPU and Triton, so that an entry that does not fit is never found. Code for
-this process, as Triton keeps it of launchers, is not copied.
+Compiled kernels of the chosen configs lie beside a table and are copied into Triton's disk cache. Names of its entries are
+hashes of source, options, GPU and Triton, so that an entry that does not fit is never found. Code for this process, as Triton
+keeps it of launchers, is not copied. Triton digests its own compiler, a library of 400 MB, to name compiled kernels: a thread
+does that while the program is still being imported. Triton 3.6 also builds host code for every kernel with the C compiler: the
+thread builds all of it at once where the disk cache is new.
 """
 
 import base64
 import json
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from kerneltune.adopt.folder import read_json
 
 FOLDER = "compiled"
 _GROUP = "__grp__"
@@ -62,3 +75,87 @@ def _copy(entry: Path, target: Path) -> bool:
         raise OSError(f"{entry}: {type(error).__name__}: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+LAUNCHERS = "launchers.json"
+_LONGEST_S = 20.0
+_NVIDIA = "triton.backends.nvidia.driver"
+_NO_SCRATCH = {f"{kind}_scratch_{what}": value for kind in ("global", "profile") for what, value in (("size", 0), ("align", 1))}
+
+
+class Preparation(Thread):
+    """Prepare this process once, as soon as a table to serve is found."""
+
+    def __init__(self, root: Path, is_cache_new: bool) -> None:
+        """root: path of the tuned folder; is_cache_new: whether Triton's disk cache lacked kernels of the folder."""
+        super().__init__(name="kerneltune-ahead", daemon=True)
+        self._root, self._is_cache_new = root, is_cache_new
+
+    def begin(self) -> None:
+        """Start to prepare, unless that was done before. Triton must be imported as a whole."""
+        if self.ident is None:
+            self.start()
+
+    def wait(self) -> None:
+        """Wait until the thread has prepared everything: a second preparation beside the thread would take longer."""
+        if self.ident is not None:
+            self.join(_LONGEST_S)
+
+    def run(self) -> None:
+        """Build host code, and let Triton digest its compiler."""
+        if self._is_cache_new:
+            with suppress(Exception):  # the work that fails here fails again at the launch, with Triton's message
+                build_launchers(self._root)
+        digest = getattr(sys.modules.get("triton.runtime.cache"), "triton_key", None)
+        if digest is not None:  # Triton remembers the digest of its compiler
+            with suppress(Exception):  # as above
+                digest()
+
+
+def launcher_of(kernel: Any) -> dict[str, Any]:
+    """Return the facts from which Triton makes the host code of a compiled kernel: types of its arguments and TMA descriptors."""
+    types = getattr(kernel.src, "signature", {}).values()
+    return {"signature": list(types), "descriptors": getattr(kernel.metadata, "tensordesc_meta", None)}
+
+
+def launchers_path(root: Path) -> Path:
+    """Return the file of a tuned folder that holds the results of `launcher_of` for its kernels."""
+    return root / FOLDER / LAUNCHERS
+
+
+def build_launchers(root: Path) -> None:
+    """Build the host code of a tuned folder's kernels with a C compiler on each core.
+
+    Triton keeps the host code in its disk cache. Triton 3.7 and later need no launcher for each kernel. A launcher of tensor
+    descriptors keeps the type that Triton's own host code defines when the launcher is loaded: the launch loads both, because a
+    type of before refuses each descriptor.
+    """
+    nvidia: Any = sys.modules.get(_NVIDIA)
+    if not hasattr(nvidia, "make_launcher") or not launchers_path(root).is_file():
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max_workers=cores) as pool:
+        launchers = read_json(launchers_path(root), _Launchers).launchers
+        running = [pool.submit(_build, nvidia, launcher) for launcher in launchers if not any(launcher["descriptors"] or ())]
+    for one in running:
+        one.result()
+
+
+def _build(nvidia: Any, launcher: Mapping[str, Any]) -> None:
+    types = {number: _type(text) for number, text in enumerate(launcher["signature"])}
+    options = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, **_NO_SCRATCH}
+    metadata = SimpleNamespace(tensordesc_meta=launcher["descriptors"], **options)
+    nvidia.CudaLauncher(SimpleNamespace(constants={}, signature=types), metadata)
+
+
+def _type(stored: Any) -> Any:
+    """Return the type of an argument as Triton writes it, a tuple of types for a tuple."""
+    if isinstance(stored, list):
+        return tuple(map(_type, stored))
+    if not isinstance(stored, str):
+        raise ValueError(f"signature: {stored!r}: expected a type's name or a list of them")
+    return stored
+
+
+class _Launchers(msgspec.Struct):
+    launchers: list[dict[str, Any]]

@@ -35,6 +35,7 @@ from kerneltune.errors import first_line
 from kerneltune.wording import pairs
 
 if TYPE_CHECKING:
+    from kerneltune.adopt.ahead import Preparation
     from kerneltune.adopt.recorder import Recorder
 
 SERVED, MISSED = "served", "missed"
@@ -200,6 +201,7 @@ class Server:
         miss: str = "author",
         manifest: str = "",
         missing: "Recorder | None" = None,
+        preparing: "Preparation | None" = None,
         counters: Counters | None = None,
     ) -> None:
         """Serve the table of a folder.
@@ -210,6 +212,7 @@ class Server:
             miss: one of `startup.POLICIES`.
             manifest: SHA-256 that the table must have, or its beginning.
             missing: recorder of launches that the table does not have.
+            preparing: preparation that begins when a table is read, and that the first launch of each key waits for.
             counters: counts of launches by kernel.
         """
         self.root, self.miss, self.manifest, self.missing = root, miss, manifest, missing
@@ -219,7 +222,7 @@ class Server:
         self.counters = counters or Counters(None)
         self.counts = SimpleNamespace(hits=0, misses=0, tunings=0)
         """Keys with and without a row of the table, and runs of the author's tuning."""
-        self._make_config, self._lock = make_config, RLock()
+        self._make_config, self._preparing, self._lock = make_config, preparing, RLock()
         self._table: ServingTable | None = None
         self._read_for = ""
         self._plain: dict[Any, PlainKernel | None] = {}
@@ -233,6 +236,8 @@ class Server:
             device = program.device_slug()
             if device and device != self._read_for:
                 self._table, self._read_for = self._read(device), device
+                if self._table is not None and self._preparing is not None:
+                    self._preparing.begin()
             return self._table
 
     def _read(self, device: str) -> ServingTable | None:
@@ -382,6 +387,8 @@ class Server:
 
     def _resolve(self, original: Callable[..., Any], call: KernelCall, state: ServingState) -> "Served | tuple[Any]":
         """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
+        if self._preparing is not None:
+            self._preparing.wait()
         row = state.row(call)
         if row is not None and (served := self._allowed(call, state, row)) is not None:
             self.counts.hits += 1

@@ -165,8 +165,8 @@ def install(
         if misses is not None:
             missing = Recorder(Path(misses) if misses else root / "misses", max_bytes=_MISS_BYTES, most_classes=_MOST_MISSES)
         counters = Counters(Path(counts) if counts else None)
-        _bring_kernels(root, autotuning)
-        server = Server(root, autotuning.Config, miss, manifest, missing, counters)
+        prepared = _prepared(root, autotuning)
+        server = Server(root, autotuning.Config, miss, manifest, missing, prepared, counters)
         _installed["server"] = server
         has_plain = any(b'"is_plain": true' in path.read_bytes() for path in (root / "served").glob("*.json"))
         _patch(autotuning, server, has_plain)  # a launch of any kernel costs a look-up
@@ -177,17 +177,18 @@ def install(
     when_imported(TARGET, begin)
 
 
-def _bring_kernels(root: Path, autotuning: ModuleType) -> None:
-    """Put the compiled kernels of a tuned folder where Triton looks for them."""
-    from kerneltune.adopt.ahead import FOLDER, copy_entries
+def _prepared(root: Path, autotuning: ModuleType) -> Any:
+    """Put the compiled kernels of a tuned folder where Triton looks for them; returns the rest of the preparation, if any."""
+    from kerneltune.adopt.ahead import FOLDER, Preparation, copy_entries
 
     knobs: Any = getattr(autotuning, "knobs", None)
     if knobs is None or knobs.runtime.interpret or not knobs.cache.dir:
-        return
+        return None
     try:
-        copy_entries(root / FOLDER, Path(knobs.cache.dir))
+        return Preparation(root, is_cache_new=copy_entries(root / FOLDER, Path(knobs.cache.dir)) > 0)
     except OSError as error:
         logging.getLogger("kerneltune.adopt").warning("kerneltune: compiled kernels are not used: %s", error)
+        return Preparation(root, is_cache_new=False)
 
 
 def server() -> Any:

@@ -3,6 +3,7 @@
 All classes of an author's key share a config, unless a paired comparison shows a gain by another config.
 """
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.adopt.program import LAUNCH_FAILURES
 from kerneltune.adopt.replay import ReplayError, live_kernel, make_replay
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
+from kerneltune.files import replace_text
 from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.jobs import pairs_job, run_jobs
 from kerneltune.plan import Options, Plan, Selection
@@ -296,7 +298,7 @@ def _table(tuned: Sequence[TunedClass]) -> ServingTable:
 def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass], progress: Progress) -> None:
     """Keep the compiled kernels that serving will launch beside the table; if that fails, serving compiles them."""
     by_name = {(kernel.module, kernel.name, kernel.configs): kernel for kernel in table.kernels}
-    names = []
+    names, launchers = [], []
     for launch in (each.launch for each in tuned):
         served = by_name[launch.kernel.module, launch.kernel.name, launch.configs]
         row = served.finder(launch.key, launch.dtypes).nearest(launch.sizes)
@@ -304,10 +306,13 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
             kernel = make_replay(launch, root, "meta", 0).compile(row.configs[0])
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter
                 names.append(ahead.entry_name(kernel.hash))
+                launchers.append(ahead.launcher_of(kernel))
     from triton import knobs
 
     try:
         ahead.copy_entries(Path(knobs.cache.dir), root / ahead.FOLDER, names)
+        distinct = {json.dumps(one, sort_keys=True): one for one in launchers}
+        replace_text(ahead.launchers_path(root), json.dumps({"launchers": list(distinct.values())}) + "\n")
     except OSError as error:
         progress.note(f"compiled kernels are not kept: {error}")
 

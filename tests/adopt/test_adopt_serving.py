@@ -13,7 +13,7 @@ import torch
 import triton
 from adopted import author_configs, captured, example, kernel_of, of_kernel, run_python, write_table
 
-from kerneltune.adopt import arguments, program, startup
+from kerneltune.adopt import program, startup
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import live_kernel
 from kerneltune.adopt.table import MANIFEST, Group, ServingRow, read_table
@@ -71,17 +71,6 @@ def test_serving_with_policy_author_lets_the_authors_autotuner_choose_among_all_
     assert len(tried) == 6
     assert server.counts.tunings == 1
     assert module.row_sum.best_config.kwargs == {"BLOCK": 256}
-
-
-def test_serving_unchanged_kernels_parses_no_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuned_folder(tmp_path)
-    parsed: list[Any] = []
-    arguments.source_digest.cache_clear()
-    monkeypatch.setattr(arguments, "code_digest", lambda function: parsed.append(function) or "")
-    server = served(tmp_path)
-    example().row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
-    arguments.source_digest.cache_clear()
-    assert (server.counts.hits, parsed) == (1, [])
 
 
 def test_serving_a_miss_records_it_as_a_capture(tmp_path: Path) -> None:

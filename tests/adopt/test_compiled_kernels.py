@@ -19,7 +19,7 @@ def entry(cache: Path, name: str) -> Path:
 def test_compiled_kernels_reach_an_empty_cache_with_their_new_paths(tmp_path: Path) -> None:
     entry(tmp_path / "old", "ABC")
     assert copy_entries(tmp_path / "old", tmp_path / "tuned" / FOLDER, ["ABC", "GONE"]) == 1
-    (tmp_path / "tuned" / FOLDER / "launchers.json").write_text("{}")  # of earlier versions
+    (tmp_path / "tuned" / FOLDER / "launchers.json").write_text("{}")  # no kernel
     assert copy_entries(tmp_path / "tuned" / FOLDER, tmp_path / "new") == 1
     found = tmp_path / "new" / "ABC"
     assert json.loads((found / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(found / "k.cubin")}}
