@@ -397,7 +397,7 @@ class Server:
             return self._remember(call, state, _served(state.configs, state.counters[0]))
         with suppress(Exception):  # of the author's grid: the launch raises it again
             if 0 in (call.grid(state.configs[0]) or ()):  # without tokens, for example: any config does for this launch
-                return _served(state.configs[:1], state.counters[1])
+                return _served(state.configs[:1], state.counters[0])
         self.counts.misses += 1
         if self.missing is not None:
             try:  # with the author's list rather than the shown config
