@@ -355,7 +355,7 @@ def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole
         raise ValueError(f"{', '.join(missing)}: not given: expected a size for each of {', '.join(op.axes)}")
     choice("dtype", dtype, op.dtypes)
     choice("quant", quant, op.quants)
-    return Case("shown", tuple(axes.items()), dtype, quant, tuple(options.items()))
+    return Case("x".join(map(str, axes.values())), tuple(axes.items()), dtype, quant, tuple(options.items()))
 
 
 def make_selection(known: Mapping[str, Op], family: str, wanted: Selection, max_cases: int | None = None) -> Selection:

@@ -93,7 +93,11 @@ def config(**changes: Any) -> str:
 def test_a_case_that_no_config_is_cached_for(compiled: list[Any], tmp_path: Path) -> None:
     assert run("inspect", "rmsnorm_bwd", "M=256", "N=3000", "--variant", "opt*", "--target", "sm_90").exit_code == 0
     ((task, chosen),) = compiled[0][0]
-    assert (task.case.label, task.policy) == ("M=256 N=3000 bfloat16 none zero_centered=False", "cold")
+    assert (task.case.name, task.case.label, task.policy) == (
+        "256x3000",
+        "M=256 N=3000 bfloat16 none zero_centered=False",
+        "cold",
+    )
     assert chosen == task.variant.default_config(task.case)
     assert run(*ONE, "--configs", tmp_path, "--config", config(warps=16)).exit_code == 0
     ((task, chosen),) = compiled[1][0]
