@@ -36,6 +36,8 @@ MAX_CASES = 100_000
 _MAX_BYTES = 1 << 20
 _LONGEST = 1000
 """Characters of the longest value, and of the longest text of the file in a message."""
+NO_FAMILY = ", or a .yaml file; sweep and tune also take the folder of a capture"
+"""What may stand in place of a family's name, for messages."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None): "nothing"}
 
 
@@ -112,7 +114,7 @@ def find(family: str) -> Path:
             return folder / f"{family}.yaml"
     if Path(family).is_dir() and not Path(family, "classes").is_dir():
         raise ValueError(f"{family}: no capture: expected a folder that `kerneltune capture` wrote")
-    raise unknown("family", family, families(), ", or a .yaml file")
+    raise unknown("family", family, families(), NO_FAMILY)
 
 
 def families() -> list[str]:

@@ -35,13 +35,12 @@ from kerneltune.cli import (
 from kerneltune.cli.console import error_line, show, write_any_character
 from kerneltune.files import RESULTS
 from kerneltune.interrupts import interrupts
-from kerneltune.sweep import families
+from kerneltune.sweep import NO_FAMILY, families
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 _RESUMED = ("sweep", "tune")
-_FILE, _CAPTURE = ", or a .yaml file", ", or the folder of a capture"
 _MANY_COMMANDS = 6
 
 
@@ -79,8 +78,7 @@ class _Group(TyperGroup):
         except _UsageError as error:
             raise _refused(error) from None
         except (ValueError, LookupError) as error:
-            takes_capture = ctx.invoked_subcommand in _RESUMED and str(error).endswith(_FILE)
-            error_line(f"error: {error}{_CAPTURE if takes_capture else ''}")
+            error_line(f"error: {error}")
             raise typer.Exit(2) from None
         except OSError as error:
             raise _unwritten(error) from None
@@ -104,16 +102,15 @@ def _refused(error: Exception) -> typer.Exit:
     if option is not None and hasattr(error, "possibilities"):
         text = f"{text.rstrip('.')}{_holders(option)}"
     elif missing == "family" and text.startswith("Missing"):
-        text = without_family(getattr(getattr(error, "ctx", None), "info_name", ""))
+        text = without_family()
     if text:
         error_line(f"error: {text}")
     return typer.Exit(2)
 
 
-def without_family(command: str) -> str:
+def without_family() -> str:
     """Return the message of a command that was called without a family."""
-    text = f"Missing argument 'family': expected one of {', '.join(families())}{_FILE}"
-    return text + (_CAPTURE if command in _RESUMED else "")
+    return f"Missing argument 'family': expected one of {', '.join(families())}{NO_FAMILY}"
 
 
 def _holders(option: str) -> str:

@@ -71,7 +71,7 @@ def command(
     if not family:
         from kerneltune.cli import without_family
 
-        raise ValueError(without_family("sweep"))
+        raise ValueError(without_family())
     file = family
     if folder:
         o.use_capture(folder)

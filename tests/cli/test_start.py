@@ -12,6 +12,7 @@ from command_line import both, operators, record, refused, run
 
 from kerneltune import device
 from kerneltune.cli import doctor
+from kerneltune.sweep import NO_FAMILY
 
 COMMANDS = [
     "ops",
@@ -123,8 +124,8 @@ def test_a_wrong_use_is_one_line(tmp_path: Path) -> None:
     assert refused("--plugin") == "error: Option '--plugin' requires an argument."
     said = refused("sweep")
     assert said.startswith("error: Missing argument 'family': expected one of decode, fp8_")
-    assert said.endswith(", or a .yaml file, or the folder of a capture")
-    assert refused("tune", "nowhere").endswith(", or a .yaml file, or the folder of a capture")
+    assert said.endswith(NO_FAMILY)
+    assert refused("tune", "nowhere").endswith(NO_FAMILY)
     (tmp_path / "empty").mkdir()
     assert refused("sweep", tmp_path / "empty").endswith("/empty: no capture: expected a folder that `kerneltune capture` wrote")
     assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")
