@@ -33,6 +33,12 @@ def test_fork_writes_shared_bytes() -> None:
     assert shared_bytes(0).tolist() == []
 
 
+def test_what_triton_imports_at_a_first_launch_is_imported_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "triton.experimental.gluon", raising=False)
+    run_forked(lambda: None)
+    assert "triton.experimental.gluon" in sys.modules
+
+
 def test_error_of_a_fork_is_raised_with_its_cause() -> None:
     def fail() -> None:
         raise ValueError("outside") from KeyError("inside")
