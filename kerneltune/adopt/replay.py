@@ -285,8 +285,11 @@ class Replay:
         options = config.all_kwargs()
         named, hook, run = {**with_tuples(self.named), **options}, config.pre_hook, autotuner.fn.run
         given = {**kwargs, **options}  # of a kernel without an autotuner, the program gives the blocks, too
+        device = self.storages[0].device if self.storages else "cpu"
 
         def call(warmup: bool) -> Any:
+            # a kernel that makes descriptors needs memory, whose allocator the program's host code sets
+            triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device))
             if hook is not None:
                 hook(named)
             return run(*args, grid=grid, warmup=warmup, **given)

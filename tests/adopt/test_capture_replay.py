@@ -244,3 +244,13 @@ def test_a_tuple_of_tensors_has_the_same_types_when_it_is_served_as_in_its_captu
     call = KernelCall(added_of_tuple, given, {})
     assert (call.dtypes(), call.sizes()) == (launch.launch.dtypes, launch.launch.sizes)
     assert launch.launch.dtypes == ["float32", "int64", "float32"]
+
+
+def test_kernel_that_makes_descriptors_gets_memory_though_no_host_code_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch, (config, _) = replayed(tmp_path, added_up, torch.ones(128), torch.arange(128.0), 128)
+    allocators: list[Callable[[int, int, None], torch.Tensor]] = []
+    monkeypatch.setattr(triton, "set_allocator", allocators.append)
+    launch.compile(config)
+    assert [allocate(256, 128, None).nbytes for allocate in allocators] == [256]
