@@ -256,6 +256,7 @@ def untuned(op: str) -> Callable[[Item], None]:
 
 ITEMS: dict[str, Callable[[Item], None]] = {
     "tuples": adopted("tuples.py"),
+    "descriptors": adopted("descriptors.py"),
     **{f"untuned-{op}": untuned(op) for op in UNTUNED},
     "plain": adopted("plain_kernels.py", plain=True, ignored="seed"),
     "compiled": adopted("compiled.py", eager=True),
