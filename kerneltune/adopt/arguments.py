@@ -132,10 +132,18 @@ ALIGNMENT = 16
 """Bytes: Triton compiles another kernel for a pointer that is not a multiple of it."""
 
 
+_OF_REINTERPRET = {
+    "int1": "bool", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8e4nv": "float8_e4m3fn",
+    "fp8e5": "float8_e5m2", "fp8e4b8": "float8_e4m3fnuz", "fp8e5b16": "float8_e5m2fnuz",
+}  # fmt: skip
+"""Triton's name of an element type, as tensors of `triton.reinterpret` have it -> torch's name."""
+
+
 @cache
 def element_type(dtype: Any) -> str:
-    """Return the name of an element type, without its module."""
-    return str(dtype).removeprefix("torch.")
+    """Return torch's name of an element type, without its module."""
+    name = str(dtype).removeprefix("torch.")
+    return _OF_REINTERPRET.get(name, name)
 
 
 def is_tensor(value: Any) -> bool:
@@ -325,11 +333,13 @@ def _argument(name: str, value: Any, live: dict[int, Any], is_positional: bool) 
 def _tensor(tensor: Any, live: dict[int, Any]) -> TensorLayout:
     inner = tensor.base if type(tensor).__name__ == "TensorWrapper" else tensor  # triton.reinterpret wraps tensors
     live.setdefault(address := int(inner.untyped_storage().data_ptr()), inner)
-    size = int(inner.element_size())
+    size, name = int(inner.element_size()), element_type(tensor.dtype)
+    if inner is not tensor and torch_dtype(name).itemsize != size:
+        raise NotRecordableError(f"a tensor of {inner.dtype} that the program reinterprets as {tensor.dtype}")
     offset = int(inner.storage_offset()) * size  # tensors without elements give no pointer
     shape, stride = tuple(int(n) for n in inner.shape), tuple(int(n) for n in inner.stride())
     whole = not (inner.is_floating_point() or inner.is_complex())
-    return TensorLayout(element_type(tensor.dtype), shape, stride, list(live).index(address), offset, size, whole)
+    return TensorLayout(name, shape, stride, list(live).index(address), offset, size, whole)
 
 
 def signature(arguments: Sequence[Argument], ignored: Collection[str] = ()) -> str:

@@ -254,3 +254,30 @@ def test_kernel_that_makes_descriptors_gets_memory_though_no_host_code_runs(
     monkeypatch.setattr(triton, "set_allocator", allocators.append)
     launch.compile(config)
     assert [allocate(256, 128, None).nbytes for allocate in allocators] == [256]
+
+
+@triton.autotune(configs=configs(32, 64), key=["N"])
+@triton.jit
+def widened(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    """Copy x (N,) of any element type to y (N,) float32."""
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N).to(tl.float32), mask=places < N)
+
+
+def test_tensor_that_the_program_reinterprets_is_replayed_with_its_element_type(tmp_path: Path) -> None:
+    stored = torch.arange(128.0).to(torch.float8_e4m3fn)
+    launch, (config, _) = replayed(
+        tmp_path, widened, triton.reinterpret(stored.view(torch.uint8), tl.float8e4nv), torch.empty(128), 128
+    )
+    assert [a.tensor.dtype for a in launch.launch.arguments if a.tensor is not None] == ["float8_e4m3fn", "float32"]
+    learn(launch, config)
+    assert torch.equal(launch.expected["y_ptr"], stored.float())
+
+
+def test_tensor_that_the_program_reinterprets_with_another_width_is_not_captured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    startup.capture(tmp_path)
+    widened[(4,)](triton.reinterpret(torch.zeros(128, dtype=torch.int64), tl.float32), torch.empty(128), 128)
+    startup.uninstall()
+    assert "not captured: a tensor of torch.int64 that the program reinterprets as fp32" in caplog.text
