@@ -160,15 +160,15 @@ def _derived(plan: Plan) -> tuple[list[SweepCase], list[str]]:
 
 def _further_jobs(plan: Plan, entries: Sequence[SweepCase]) -> list[Job]:
     """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench case."""
-    jobs = []
-    for op, cases in _by_op(entries).items():
+    jobs, checks = [], _by_op(entries)
+    for op, cases in checks.items():
         own = [task for task in plan.tasks(op, cases[0], _CHECK_POLICY) if not task.variant.is_peer]
         jobs += [pairs_job(task, cases) for task in own]
     for op, cases in _by_op(plan.cases()).items():
         traffic = plan.ops[op].traffic
         largest = max(cases, key=lambda case: traffic(case).total)
         own = [task for task in plan.tasks(op, largest, _CHECK_POLICY) if not task.variant.is_peer]
-        jobs += [address_job(task, cases) for task in own if not task.variant.unsupported(largest)]
+        jobs += [address_job(task, cases, checks.get(op, ())) for task in own if not task.variant.unsupported(largest)]
     return jobs
 
 
@@ -430,8 +430,6 @@ def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> 
 
 def _covering_configs(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
     """Return the configs of the first covering pairs by case, on average `_CONFIGS_PER_CASE` configs per case."""
-    by_case: dict[Case, list[Config]] = {}
     chosen = covering(configs_by_case(variant, cases), partial(check_cost, op))
-    for config, case in itertools.islice(chosen, _CONFIGS_PER_CASE * len(cases)):
-        by_case.setdefault(case, []).append(config)
-    return by_case
+    by_case = records.grouped(itertools.islice(chosen, _CONFIGS_PER_CASE * len(cases)), lambda pair: pair[1])
+    return {case: [config for config, _ in of_case] for case, of_case in by_case.items()}

@@ -266,13 +266,10 @@ def newest(records: Iterable[Record]) -> list[Record]:
 
 def newest_rows(records: Iterable[Record], identity: Callable[[Record], object]) -> dict[object, Record]:
     """Return row -> its newest record, in order of the rows' first records; `identity` returns the row of a record."""
-    latest: dict[object, Record] = {}
-    for record in records:
-        row = identity(record)
-        known = latest.setdefault(row, record)
-        if known is not record and datetime.fromisoformat(record.date) >= datetime.fromisoformat(known.date):
-            latest[row] = record
-    return latest
+    return {
+        row: max(reversed(of_row), key=lambda record: datetime.fromisoformat(record.date)) if len(of_row) > 1 else of_row[0]
+        for row, of_row in grouped(records, identity).items()
+    }
 
 
 def frame(paths: Path | str | Iterable[Path | str]) -> "pd.DataFrame":

@@ -152,13 +152,8 @@ def _is_fresh(plan: Plan, entry: SweepCase, rows: Mapping[TaskKey, Record], gpu:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Hold how a record differs from the checkout: by `code` (digests) or by `config` (the knobs that differ)."""
-
-    field: str
-    recorded: str
-    present: str
+Difference = tuple[str, str]
+"""`other code` or `another config`, and the digests, or the knobs that differ: `warps=4, here warps=8`."""
 
 
 def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Difference | None:
@@ -169,7 +164,7 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     """
     here = task.variant.source_hash
     if row.source_hash != here:
-        return Difference("code", row.source_hash[:_DIGITS], here[:_DIGITS])
+        return "other code", f"{row.source_hash[:_DIGITS]}, here {here[:_DIGITS]}"
     is_known = bool(arch_of(gpu)) or cache.path_of(task.op.name, gpu, configs).exists()
     if row.status != "passed" or task.variant.config is None or not is_known:
         return None
@@ -178,7 +173,7 @@ def difference(row: Record, task: Task, configs: Path | None, gpu: str) -> Diffe
     if not names:
         return None
     recorded, present = (pairs({name: side[name] for name in names if name in side}) or "none" for side in (then, now))
-    return Difference("config", recorded, present)
+    return "another config", f"{recorded}, here {present}"
 
 
 def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | None) -> list[str]:
@@ -197,12 +192,10 @@ def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | N
             continue
         differences = [(row, _difference_of(row, ops[name], configs)) for row in of_variant]
         stale = [(row, differs) for row, differs in differences if differs is not None]
-        for field, of_field in grouped(stale, lambda pair: pair[1].field).items():
-            shown = "; ".join(
-                f"{_named(row, ops[name])} ({differs.recorded}, here {differs.present})" for row, differs in of_field[:_NAMED]
-            )
-            more = "; …" if len(of_field) > _NAMED else ""
-            measured = f"{_share(of_field, of_variant)} measured with {'other code' if field == 'code' else 'another config'}"
+        for what, of_kind in grouped(stale, lambda pair: pair[1][0]).items():
+            shown = "; ".join(f"{_named(row, ops[name])} ({differs})" for row, (_, differs) in of_kind[:_NAMED])
+            more = "; …" if len(of_kind) > _NAMED else ""
+            measured = f"{_share(of_kind, of_variant)} measured with {what}"
             lines.append(f"{name} {variant}: {measured}: {shown}{more}: measure again")
     return lines
 
@@ -221,13 +214,14 @@ def _difference_of(row: Record, op: Op, configs: Path | None) -> Difference | No
     """Return the difference of a record whose operator is at hand; a case that the operator no longer has is another code's."""
     options = {name: row.options.get(name, values[0]) for name, values in op.options.items()}
     if set(row.axes) != set(op.axes) or not set(row.options) <= set(options):
-        return Difference("code", pairs({**row.axes, **row.options}), f"axes and options {', '.join([*op.axes, *options])}")
+        present = f"axes and options {', '.join([*op.axes, *options])}"
+        return "other code", f"{pairs({**row.axes, **row.options})}, here {present}"
     axes = tuple((name, row.axes[name]) for name in op.axes)
     task = Task(op, Case(row.case, axes, row.dtype, row.quant, tuple(options.items())), op.variant(row.variant), row.policy)
     try:
         return difference(row, task, configs, slug(row.device))
     except ValueError as error:  # no config can run the case any more
-        return Difference("config", row.config_label, str(error))
+        return "another config", f"{row.config_label}, here {error}"
 
 
 def _seconds_a_case(recorded: Sequence[Record], policies: Set[str]) -> float:

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -237,10 +236,10 @@ def check(configs: o.ReadConfigs = None) -> None:
     Exit code 1, and a line each, where a config was surely slower than its variant's default when it was chosen.
     """
     files = _chosen(None, None, configs)
-    entries = [(path, entry) for path in files for entry in fitting_entries(path)]
+    entries = [entry for path in files for entry in fitting_entries(path)]
     folders = " and ".join(dict.fromkeys(str(path.parents[1]) for path in files))
     show_wrapped(f"good: {counted(len(entries), 'entry', 'entries')} in {counted(len(files), 'file')} of {folders}")
-    beside = [(entry, over) for _, entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
+    beside = [(entry, over) for entry in entries if isinstance(over := entry.evidence.get("over_default"), list)]
     slower = [
         f"{entry.key.label}: {over[0]:.3f} to {over[1]:.3f} of its default's speed" for entry, over in beside if over[1] < 1.0
     ]
@@ -251,17 +250,17 @@ def check(configs: o.ReadConfigs = None) -> None:
         raise typer.Exit(1)
 
 
-def fitting_entries(path: Path) -> Iterator["CacheEntry"]:
-    """Yield the entries of a file."""
+def fitting_entries(path: Path) -> list[CacheEntry]:
+    """Return the entries of a file; an entry that calls do not use is an error."""
     known = o.load_ops()
     if path.stem not in known:
         raise unknown(f"{path}: op", path.stem, known)
-    for index, entry in enumerate(load_strict(path)):
+    for index, entry in enumerate(entries := load_strict(path)):
         try:
             _require_fit(known[path.stem], entry)
         except ValueError as error:
             raise ValueError(f"{path}: entries[{index}]: {error}") from error
-        yield entry
+    return entries
 
 
 def _require_fit(op: Op, entry: CacheEntry) -> None:

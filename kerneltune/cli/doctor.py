@@ -12,6 +12,7 @@ from kerneltune.cli.console import show_table
 from kerneltune.inspection import proof
 from kerneltune.inspection.health import Finding, gpu_lines
 from kerneltune.inspection.ncu import find_ncu
+from kerneltune.records import grouped
 from kerneltune.sweep import results_root
 from kerneltune.wording import first_of
 
@@ -86,12 +87,9 @@ def peer_packages() -> Iterator[Finding]:
     except ValueError as error:
         yield "operators", "not usable", str(error)
         return
-    needed: dict[str, dict[str, None]] = {}
-    for op in known.values():
-        for package in (package for variant in op.variants for package in variant.requires if package != "torch"):
-            needed.setdefault(package, {})[op.name] = None
-    for package, ops in needed.items():
-        found = importlib.util.find_spec(package) is not None
+    needed = [(package, op.name) for op in known.values() for variant in op.variants for package in variant.requires]
+    for package, of_it in grouped((pair for pair in needed if pair[0] != "torch"), lambda pair: pair[0]).items():
+        found, ops = importlib.util.find_spec(package) is not None, dict.fromkeys(op for _, op in of_it)
         yield f"peer {package}", "found" if found else "not installed", "" if found else f"left out of {first_of(ops, _NAMED)}"
 
 

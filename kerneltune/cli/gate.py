@@ -129,8 +129,7 @@ def _require_usable_configs(records: Iterable[Record], configs: Path | None) -> 
     known = o.load_ops()
     for op, gpu in dict.fromkeys((record.op, slug(record.device)) for record in records if record.role != "peer"):
         if op in known and (path := path_of(op, gpu, configs)).exists():
-            for _ in fitting_entries(path):
-                pass
+            fitting_entries(path)
 
 
 def _measured(

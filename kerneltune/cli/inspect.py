@@ -129,9 +129,10 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
     arguments = [f"--{name}={value}" for name, values in selecting.items() for value in values]
     arguments += [f"--workers={workers}"] if workers else []
     with Reporter() as progress:
-        changes = changes_since(baseline, runs, _GPU, arguments, progress)
-    note(f"{changes.unchanged} of {len(runs)} configs run the same code as in {baseline}: not compiled")
-    return static_gate(changes.earlier, _compiled(changes.runs, targets, workers), changes.unchanged * len(targets))
+        earlier, changed = changes_since(baseline, runs, _GPU, arguments, progress)
+    unchanged = len(runs) - len(changed)
+    note(f"{unchanged} of {len(runs)} configs run the same code as in {baseline}: not compiled")
+    return static_gate(earlier, _compiled(changed, targets, workers), unchanged * len(targets))
 
 
 def _targets(given: list[str] | None) -> list[str]:

@@ -89,7 +89,7 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     if weights.total():
         shares = (f"{knob} {100 * weight / weights.total():.0f} %" for knob, weight in weights.most_common(3))
         show_wrapped(f"  knobs that matter: {', '.join(shares)}")
-    dead = [f"{value.knob}={value.value} (-{100 * value.saving:.0f} % configs)" for value in insight.dead_values(cases)]
+    dead = [f"{knob}={value} (-{100 * part:.0f} % configs)" for knob, value, part in insight.dead_values(cases)]
     hidden = 0 if whole else max(0, len(dead) - _DEAD)
     if dead:
         more = f" and {hidden} more" if hidden else ""

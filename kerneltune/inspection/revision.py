@@ -13,7 +13,6 @@ import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,29 +40,12 @@ _Digests = Mapping[str, Mapping[str, str]]
 _ConfigKey = tuple[str, str, str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class ChangedConfigs:
-    """Hold the configs and rows that differ between a revision and this checkout.
-
-    Attributes:
-        earlier: rows of the revision whose config is changed or missing in this checkout.
-        runs: changed configs of this checkout.
-        unchanged: number of configs that need not be compiled.
-    """
-
-    earlier: Survey
-    runs: tuple[Run, ...]
-    unchanged: int
-
-
 def changes_since(
-    revision: str,
-    runs: Sequence[Run],
-    gpu: str,
-    arguments: Sequence[str],
-    progress: Progress,
-) -> ChangedConfigs:
+    revision: str, runs: Sequence[Run], gpu: str, arguments: Sequence[str], progress: Progress
+) -> tuple[Survey, list[Run]]:
     """Find the configs that differ between a git revision and this checkout, and compile the revision's side.
+
+    Return the rows of the revision whose config is changed or missing in this checkout, and the changed configs of this checkout.
 
     Args:
         revision: the git revision to compare with.
@@ -85,7 +67,7 @@ def changes_since(
                 earlier += [row for row in rows if row.key[:4] in changed or row.key[:4] not in keys]
             progress.advance(f"{op} {variant}")
     found = Survey(device.versions()["triton"], tuple(earlier))
-    return ChangedConfigs(found, tuple(changed.values()), len(keys) - len(changed))
+    return found, list(changed.values())
 
 
 def _key(key: TaskKey) -> _ConfigKey:

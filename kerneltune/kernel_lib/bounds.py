@@ -12,9 +12,10 @@ import functools
 import itertools
 import linecache
 import math
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ import numpy as np
 
 from kerneltune.kernel_lib.faults import KernelFaultError, Watchdog, check_keywords, fault_of, line_of, program_text, statement
 from kerneltune.kernel_lib.races import Conflict, Races
-from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note_facts, note_grid, note_stores
+from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note_facts, note_grid, note_stores, noting_host
 
 _REGION_BITS = 46
 """log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
@@ -32,7 +33,7 @@ _FIRST_REGION = 1 << 4
 _ALIGNMENT = 4096
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 """Most programs along each axis of a grid on CUDA, which the launch of a larger grid refuses."""
-_TOO_LARGE = "exceeds triton maximum tensor numel"
+_TOO_LARGE, _OVERFLOW = "exceeds triton maximum tensor numel", "overflow detected"
 _LAUNCH_SECONDS = 2.0
 """Processor time for one launch without memory: programs that wait for a value would wait for ever."""
 _LOADED = (0, 1 << 24)
@@ -56,6 +57,7 @@ class _Region:
         first, size: address and bytes of the argument's storage.
         offset: address in memory minus address in the region.
         start: address of the argument's first element, in the region.
+        count, largest: elements of the argument, and its largest whole number; None if unknown.
     """
 
     is_meta: bool
@@ -68,6 +70,8 @@ class _Region:
     size: int
     offset: int
     start: int
+    count: int
+    largest: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +94,17 @@ class NotJudgedError(Exception):
 
 
 @contextmanager
-def guarded() -> Iterator[None]:
+def guarded(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterator[None]:
     """Raise KernelFaultError if an interpreted kernel has undefined behaviour; do nothing on a GPU.
 
     The error is raised inside of the kernel. Triton raises its own error from it, so that the KernelFaultError is the cause. For
     a launch with tensors on device `meta`, only the programs at the corners of the grid run, with each of _LOADED as the value of
     all loads; an access is an error if it is with both.
+
+    Args:
+        folder: folder of host code whose branches are noted.
+        largest: `id` of a tensor on device `meta` -> its largest whole number. Offsets that are computed from such numbers must
+            not overflow if the numbers rise along the tensor from 0 to the largest.
     """
     from triton import knobs
 
@@ -104,7 +113,7 @@ def guarded() -> Iterator[None]:
         return
     from triton.runtime import interpreter
 
-    guard = _Guard(interpreter)
+    guard = _Guard(interpreter, largest or {})
     methods: dict[tuple[Any, str], Callable[..., Any]] = {
         (interpreter.GridExecutor, "_init_args_hst"): guard.name_arguments,
         (interpreter.GridExecutor, "__call__"): guard.launch,
@@ -127,7 +136,8 @@ def guarded() -> Iterator[None]:
     try:
         for (owner, name), value in replaced.items():
             setattr(owner, name, value)
-        yield
+        with noting_host(folder):
+            yield
     finally:
         for (owner, name), value in before.items():
             setattr(owner, name, value)
@@ -144,8 +154,8 @@ class _Guard:
     Public methods stand for methods of the interpreter, whose owner they take, or for functions of Triton's native module.
     """
 
-    def __init__(self, interpreter: Any) -> None:
-        self._interpreter, self._native = interpreter, interpreter._interpreter
+    def __init__(self, interpreter: Any, largest: Mapping[int, int]) -> None:
+        self._interpreter, self._native, self._largest = interpreter, interpreter._interpreter, largest
         self._convert: Callable[[Any], Any] = interpreter._implicit_cvt
         self._arguments: Callable[..., Any] = interpreter.GridExecutor._init_args_hst
         self._call: Callable[..., Any] = interpreter.GridExecutor.__call__
@@ -161,7 +171,7 @@ class _Guard:
         self._is_corner = self._loads_index = False
         self._load: Callable[..., Any] = interpreter.TritonSemantic.load
         self._loading = _Loading()
-        self._loaded = 0
+        self._loaded: int | None = 0
         self.deadline = 0.0
         self.program_begin = 0.0
 
@@ -209,7 +219,15 @@ class _Guard:
         return self._masked_load(builder, pointers, mask, other, *rest, **named)
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Launch a kernel; on device `meta`, the programs at the corners of the grid alone."""
+        """Launch a kernel; on device `meta`, the programs at the corners of the grid alone. Kernels are not traced."""
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return self._launch(executor, *args, **kwargs)
+        finally:
+            sys.settrace(trace)
+
+    def _launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         check_keywords(executor, kwargs)
         self._kernel = executor.fn.__name__
         bound = bound_arguments(executor, args, kwargs)
@@ -229,6 +247,8 @@ class _Guard:
     def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> None:
         """Run the programs at the corners with each of _LOADED; raise the first error where each has one or is not judged."""
         faults: list[Exception] = []
+        if not self._largest.keys().isdisjoint(self._names):
+            self._judge_offsets(executor, bound)
         for self._loaded in _LOADED:
             try:
                 self._run_corners(executor, bound)
@@ -242,6 +262,16 @@ class _Guard:
                 faults.append(error)
         raise faults[0]
 
+    def _judge_offsets(self, executor: Any, bound: dict[str, Any]) -> None:
+        """Run the programs at the corners with whole numbers up to the largest; raise the error of an overflow alone."""
+        self._loaded = None
+        try:
+            self._run_corners(executor, bound)
+        except Exception as error:  # Triton raises its own error from a fault
+            if _OVERFLOW in str(fault := fault_of(error)):
+                numbers = " and ".join(f"{it.name} up to {it.largest}" for it in self._regions if it.largest is not None)
+                raise KernelFaultError(f"{fault}, with {numbers}") from error
+
     def _run_corners(self, executor: Any, bound: dict[str, Any]) -> None:
         self._regions.clear()
         self.deadline = time.thread_time() + _LAUNCH_SECONDS
@@ -250,7 +280,7 @@ class _Guard:
         grid = (*grid, 1, 1)[:3]
         builder = self._interpreter.interpreter_builder
         builder.set_grid_dim(*grid)
-        for program in itertools.product(*(sorted(_corners(size)) for size in grid)):
+        for program in itertools.product(*(sorted(_corners(size), reverse=True) for size in grid)):  # the last may take all time
             if min(grid) > 0:
                 builder.set_grid_idx(*program)
                 with warnings.catch_warnings():  # of numpy: only addresses are checked here, and most values are unknown
@@ -277,7 +307,8 @@ class _Guard:
             _Region(
                 tensor.is_meta,
                 self._names.get(id(value), f"argument {len(self._regions)}"), str(tensor.dtype), tensor.element_size(),
-                tuple(tensor.shape), tuple(tensor.stride()), middle, storage.nbytes(), offset, start,
+                tuple(tensor.shape), tuple(tensor.stride()), middle, storage.nbytes(), offset, start, tensor.numel(),
+                self._largest.get(id(tensor)),
             )
         )  # fmt: skip
         argument.handle.data = np.array([start], dtype=np.uint64)
@@ -300,8 +331,12 @@ class _Guard:
         self._loads_index |= kind.kind in "iu" and kind.itemsize >= 4
         real = self._checked("load", addresses, mask, kind.itemsize, noted)
         if real is None:  # `other` may decide which elements a kernel reads next
-            loaded = self._loaded if np.dtype(dtype).kind in "iu" and np.dtype(dtype).itemsize >= 4 else 0
-            return np.where(mask, np.full(addresses.shape, loaded, dtype), other).astype(dtype)
+            loaded: Any = self._loaded or 0 if kind.kind in "iu" and kind.itemsize >= 4 else 0
+            region = self._regions[(int(addresses.flat[0]) >> _REGION_BITS) - _FIRST_REGION]
+            if self._loaded is None and region.largest is not None:
+                places = (addresses - np.uint64(region.start)).astype(np.float64) / region.item_size
+                loaded = places * (region.largest / max(1, region.count - 1))
+            return np.where(mask, np.broadcast_to(loaded, addresses.shape).astype(dtype), other).astype(dtype)
         return self._native.load(real, mask, other, dtype)
 
     def store(self, addresses: Any, values: Any, mask: Any) -> Any:

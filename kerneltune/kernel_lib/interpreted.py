@@ -14,7 +14,7 @@ import numpy as np
 
 from kerneltune.kernel_lib.faults import line_of
 from kerneltune.kernel_lib.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
-from kerneltune.kernel_lib.reached import note_loop, note_tf32
+from kerneltune.kernel_lib.reached import note_loop, note_side, note_tf32
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (
@@ -174,6 +174,22 @@ for _name, _operation in _OF_WHOLE.items():
     setattr(_Whole, f"__r{_name}__", _whole(_operation, is_reversed=True))
 
 
+def _noted(compare: Callable[[int, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Note the result of a comparison, which may be a condition."""
+
+    def compared(left: int, right: Any) -> Any:
+        result = compare(left, right)
+        if result is not NotImplemented:
+            note_side(result)
+        return result
+
+    return compared
+
+
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(_Whole, f"__{_name}__", _noted(getattr(int, f"__{_name}__")))
+
+
 class _Real(float):
     """Stand for a floating-point argument; compiled kernels have a tensor there, which can be cast."""
 
@@ -188,10 +204,14 @@ def _with_casts(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: _Real(value) if type(value) is float else convert(value)
 
 
-def _range(*bounds: Any, **_: Any) -> Iterator[_Whole]:
+def _range(*bounds: Any, **_: Any) -> Iterator[Any]:
+    from triton.runtime.interpreter import TensorHandle, tl
+
     turns = range(*bounds)
     note_loop(len(turns))
-    return map(_Whole, turns)
+    if all(getattr(bound, "dtype", None) is not tl.int64 for bound in bounds):
+        return map(_Whole, turns)
+    return (tl.core.tensor(TensorHandle(np.array([turn], np.int64), tl.int64), tl.int64) for turn in turns)
 
 
 def _once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -354,6 +374,14 @@ def _rounded(convert: Callable[..., Any]) -> Callable[..., Any]:
     return rounded
 
 
+def _is_true(tensor: Any) -> bool:
+    """Return whether a scalar is true, and note it; a tensor is true, as in the interpreter."""
+    data = tensor.handle.data
+    is_true = bool(data.squeeze()) if data.size == 1 else True
+    note_side(is_true)
+    return is_true
+
+
 def _patched_core(patch_language: Callable[..., None]) -> Callable[..., None]:
     """Add the fnuz types, and ranges over tensors: numpy 2.4 casts no array with an axis to int (Triton 3.6.0)."""
 
@@ -367,5 +395,6 @@ def _patched_core(patch_language: Callable[..., None]) -> Callable[..., None]:
         scope.set_attr(language.dtype, "to_ir", to_ir)
         scope.set_attr(language, "range", _range)
         scope.set_attr(language.tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+        scope.set_attr(language.tensor, "__bool__", _is_true)
 
     return patched

@@ -9,15 +9,18 @@ import ast
 import functools
 import inspect
 import itertools
+import linecache
 import math
 import re
+import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from kerneltune.kernel_lib.faults import statement
@@ -28,6 +31,8 @@ Reached = dict[str, int]
 _LOOP, _PROGRAMS, _TF32 = "turns of the loop at ", "programs of ", "tf32 at "
 _LAST, _NOT_LAST = "the last element of ", "other elements of "
 _LAUNCH, _CALL = "a launch of ", "a call of "
+_CONDITION, _SIDES = "a condition on values, ", ("true", "false")
+"""Fact of a launch: the kernel may run an `if` whose side arguments do not tell. Checks note the sides that they take."""
 _FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "minimum": min, "maximum": max, "bool": bool}
 """Functions whose calls are computed; a value with any other call is unknown."""
 _CHOICES = ("min", "max", "minimum", "maximum")
@@ -91,6 +96,44 @@ def note_stores(kernel: str, stored: Mapping[str, bool]) -> None:
         _note(f"{_LAST if is_last else _NOT_LAST}{name} in {kernel}", 1)
 
 
+def note_side(is_true: bool) -> None:
+    """Note the side that a condition of a kernel takes."""
+    file, line = statement()
+    _note(f"{_SIDES[not is_true]} at {file}:{line}", 1)
+
+
+@contextmanager
+def noting_host(folder: str, note: Callable[[str], object] = lambda fact: _note(fact, 1)) -> Iterator[None]:
+    """Note the lines that follow an `if` in host code of a folder, unless a debugger traces this process."""
+
+    def begin(frame: FrameType, _event: str, _arg: object) -> Any:
+        code, before = frame.f_code, 0
+
+        def step(frame: FrameType, event: str, _arg: object) -> Any:
+            nonlocal before
+            if event == "line":
+                if condition := _condition(code.co_filename, before):
+                    note(f"line {frame.f_lineno} after `{condition}` in {code.co_name}")
+                before = frame.f_lineno
+            return step
+
+        return step if folder and code.co_filename.startswith(folder) else None
+
+    outer = sys.gettrace()
+    sys.settrace(outer or begin)
+    try:
+        yield
+    finally:
+        sys.settrace(outer)
+
+
+@functools.cache
+def _condition(file: str, line: int) -> str:
+    """Return the `if` at a line, empty for other statements."""
+    text = linecache.getline(file, line).strip().removesuffix(":")
+    return text if text.startswith(("if ", "elif ")) else ""
+
+
 def note_tf32(line: str) -> None:
     """Note the FILE:LINE of a product whose fp32 operands are rounded to tf32."""
     _note(f"{_TF32}{line}", 1)
@@ -113,13 +156,20 @@ def unreached(checks: list[Reached], bench: list[Reached]) -> list[str]:
     memory load zeros, a loop without a turn there has an unknown number of turns.
     """
     most, beyond = merged(checks), merged(bench)
+    left_out = (_TF32, _LAST, _NOT_LAST, _CONDITION, *_SIDES)
     counted = {name: name.startswith((_LOOP, _PROGRAMS)) for name in merged([most, beyond])}
-    few = [name for name in counted if most.get(name, 0) < 1 + counted[name] and not name.startswith((_TF32, _LAST, _NOT_LAST))]
+    few = [name for name in counted if most.get(name, 0) < 1 + counted[name] and not name.startswith(left_out)]
     few = [name for name in few if beyond.get(name, 0) > counted[name] or (name.startswith(_LOOP) and not beyond.get(name))]
     unknown = tuple(f" in {name.rpartition(' ')[2]}" for name in few if name.startswith((_LAUNCH, _CALL)))
     if any(name.startswith(_LAUNCH) for name in few):
         few = [name for name in few if not name.startswith(_CALL)]
-    return [f"two {name}" if counted[name] else name for name in few if not name.endswith(unknown)]
+    named = [f"two {name}" if counted[name] else name for name in few if not name.endswith(unknown)]
+    for name in beyond:
+        taken = [side for side in _SIDES if f"{side} at {name.rpartition(' at ')[2]}" in most]
+        if name.startswith(_CONDITION) and len(taken) == 1:
+            condition, _, place = name.removeprefix(_CONDITION).rpartition(" at ")
+            named.append(f"{condition} at {Path(place).name} other than {taken[0]}")
+    return named
 
 
 def cut_short(checks: list[Reached], bench: list[Reached]) -> list[str]:
@@ -130,8 +180,8 @@ def cut_short(checks: list[Reached], bench: list[Reached]) -> list[str]:
 
 
 @contextmanager
-def unlaunched() -> Iterator[Launches]:
-    """Collect the facts of launches of interpreted kernels, and run no program."""
+def unlaunched(folder: str = "") -> Iterator[Launches]:
+    """Collect the facts of launches of interpreted kernels, and of host code in a folder, and run no program."""
     from triton.runtime.interpreter import GridExecutor
 
     launches, call = Launches(), GridExecutor.__call__
@@ -144,7 +194,8 @@ def unlaunched() -> Iterator[Launches]:
 
     GridExecutor.__call__ = collect
     try:
-        yield launches
+        with noting_host(folder, launches.facts.add):
+            yield launches
     finally:
         GridExecutor.__call__ = call
 
@@ -182,6 +233,7 @@ class _Reading:
 
     def __init__(self, function: Any, values: Mapping[str, Any], blocks: Mapping[str, frozenset[_Block]] | None = None) -> None:
         self._tree = tree = _tree(function)
+        self._code = function.__code__
         self.facts = {f"{_CALL}{function.__name__}"}
         self._name, self._values, self._blocks, self._is_kernel = function.__name__, values, dict(blocks or {}), blocks is None
         parameters = {arg.arg for arg in tree.args.args}
@@ -219,6 +271,8 @@ class _Reading:
             is_true = self._decide(node.test)
             if is_true is not _UNKNOWN:
                 return self._read(node.body if is_true else node.orelse)
+            line = self._code.co_firstlineno + node.test.lineno - 1
+            self.facts.add(f"{_CONDITION}`if {_text(node.test)}` at {self._code.co_filename}:{line}")
             returns = [self._read(node.body), self._read(node.orelse)]
             self._forget(node)
             return all(returns)

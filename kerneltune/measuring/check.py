@@ -5,6 +5,8 @@ nothing and records nothing.
 """
 
 import gc
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +37,8 @@ _SAID = ("out of memory", "STATUS_ALLOC_FAILED")
 LAUNCH_FAILURE = "the launch failed"
 _FEW = 1024
 """Elements of a vector that a variant may change, such as an accumulated amax."""
+_SEVERAL = 4
+"""Fewest whole numbers of an input whose largest number tells their limit."""
 _KEPT_BYTES = 1 << 24
 """Largest input, in bytes, whose original values are kept: check cases are smaller, measured cases are larger."""
 
@@ -195,7 +199,7 @@ class Checker:
         for name, before in self.inputs_before.items():
             if not _same(self.inputs[name], before):
                 self.inputs[name].copy_(before)
-        with poisoned_memory(), mended(), guarded():
+        with poisoned_memory(), mended(), guarded(host_folder(self.op)):
             outputs = variant.run(self.inputs, config)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -265,19 +269,48 @@ def memory_obstacle(op: Op, case: Case) -> str | None:
     return f"needs {needed:,} bytes, {free:,} are free" if needed > free else None
 
 
-def address_errors(op: Op, case: Case, variant: Variant, config: Config) -> list[str]:
+def host_folder(op: Op) -> str:
+    """Return the folder of an operator's module, whose host code launches its kernels; empty for a capture or without a file."""
+    file = getattr(sys.modules.get(op.module), "__file__", None) if op.origin is None else None
+    return f"{Path(file).parent}{os.sep}" if file else ""
+
+
+def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks: Sequence[Case] = ()) -> list[str]:
     """Return the address errors of a variant on a case of any size; nothing is computed and no memory is used.
 
     The interpreter runs the programs at the corners of every grid on tensors without memory. So the check finds overflows of
-    32-bit arithmetic that occur only in cases too large to compute. If addresses depend on values, the list is empty.
+    32-bit arithmetic that occur only in cases too large to compute. If addresses depend on values, the list is empty, but for
+    overflows of offsets from whole numbers that grow with an axis in the check cases.
     """
     try:
-        with mended(), guarded():
-            variant.run(op.inputs(case, device="meta"), config)
+        inputs = op.inputs(case, device="meta")
+        largest = _largest_numbers(op, case, inputs, checks)
+        with mended(), guarded(host_folder(op), largest):
+            variant.run(inputs, config)
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
         if (fault := fault_of(error)) is not None:
             return [str(fault)]
     return []
+
+
+def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case]) -> dict[int, int]:
+    """Return the largest number of each input of whole numbers, by the input's `id`, if it grows with an axis in the check cases.
+
+    An axis limits the numbers if the largest number of check cases is between two thirds of a multiple of the size and this
+    multiple, in sizes of which one is at least twice another. Of several such axes the least limit is taken.
+    """
+    wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
+    made = [(dict(check.axes), op.inputs(check, device="cpu")) for check in (checks if wanted else ())]
+    largest: dict[int, int] = {}
+    for name, value in wanted.items():
+        found = [(axes, int(its[name].max())) for axes, its in made if its[name].numel() >= _SEVERAL]
+        for axis, size in case.axes if found else ():
+            sizes = [axes[axis] for axes, _most in found]
+            shares = [(most + 1) / max(1, axes[axis]) for axes, most in found]
+            if max(sizes) >= 2 * min(sizes) > 0 and 0 < max(shares) <= 1.5 * min(shares):
+                limit = int(max(shares) * size) - 1
+                largest[id(value)] = min(limit, largest.get(id(value), limit))
+    return largest
 
 
 def broken_context() -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.kernel_lib.reached import Launches, Reached, cut_short, note_facts, noting, unlaunched, unreached
-from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
+from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, host_folder, memory_obstacle
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import check_pairs, settings
 from kerneltune.records import grouped
@@ -83,10 +83,10 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
     return Job(f"{op.name} {variant.name}, configs on cases", task, work, checks=checks)
 
 
-def address_job(task: Task, bench: Sequence[Case] = ()) -> Job:
+def address_job(task: Task, bench: Sequence[Case] = (), checks: Sequence[Case] = ()) -> Job:
     """Return the job that checks the addresses of a task's default config, and notes the facts of launches of bench cases.
 
-    Its outcome names config and case.
+    Its outcome names config and case. Check cases tell the limits of whole numbers in inputs.
     """
 
     def work(begin: Begin) -> list[Outcome]:
@@ -94,7 +94,8 @@ def address_job(task: Task, bench: Sequence[Case] = ()) -> Job:
         begin(failed)
         for _case, launches in _launches(task.op, [task.variant], bench):
             note_facts(launches.facts)
-        return [replace(failed, reason=line) for line in address_errors(task.op, task.case, task.variant, task.default)]
+        lines = address_errors(task.op, task.case, task.variant, task.default, checks)
+        return [replace(failed, reason=line) for line in lines]
 
     return Job(f"{task.op.name} {task.variant.name} {task.case.name}, addresses", task, work, is_largest=True)
 
@@ -240,10 +241,11 @@ def _launches(op: Op, variants: Sequence[Variant], cases: Iterable[Case]) -> Ite
         if time.thread_time() - begun_s > _LAUNCHES_S:
             return
         try:
-            with unlaunched() as launches:
-                for variant in variants:
-                    if not variant.unsupported(case):
-                        variant.run(op.inputs(case, device="meta"), variant.default_config(case))
+            inputs = op.inputs(case, device="meta")
+            supporting = [(variant, variant.default_config(case)) for variant in variants if not variant.unsupported(case)]
+            with unlaunched(host_folder(op)) as launches:
+                for variant, config in supporting:
+                    variant.run(inputs, config)
         except Exception:  # code that reads values fails on tensors without memory
             continue
         yield case, launches

@@ -125,13 +125,8 @@ def ab_rows(a: Iterable[Record], b: Iterable[Record]) -> list[Comparison]:
 
 def best_peers(records: Iterable[Record]) -> list[Record]:
     """Return the fastest timed peer of every case and device, in the order of the cases."""
-    best: dict[object, Record] = {}
-    for record in records:
-        if record.role == "peer" and record.time_us is not None:
-            known = best.setdefault(case_on_device(record), record)
-            if record.time_us < (known.time_us or 0.0):
-                best[case_on_device(record)] = record
-    return list(best.values())
+    timed = [record for record in records if record.role == "peer" and record.time_us is not None]
+    return [min(of_case, key=lambda record: record.time_us or 0.0) for of_case in grouped(timed, case_on_device).values()]
 
 
 def side(records: Iterable[Record], name: str) -> list[Record]:
@@ -427,9 +422,8 @@ def _count(values: Sequence[object]) -> str:
 
 
 def _best(group: Iterable[Record]) -> Record | None:
-    whole = [record for record in group if record.role != "part"]
-    timed = [(record.time_us, index, record) for index, record in enumerate(whole) if record.time_us is not None]
-    return min(timed)[2] if timed else None
+    timed = [record for record in group if record.role != "part" and record.time_us is not None]
+    return min(timed, key=lambda record: record.time_us or 0.0, default=None)
 
 
 class _SweepRow(NamedTuple):

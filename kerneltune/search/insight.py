@@ -22,15 +22,6 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
-class DeadValue:
-    """Describe a value that no config within 2 % of the best has; `saving` is the fraction of configs with this value."""
-
-    knob: str
-    value: Any
-    saving: float
-
-
-@dataclass(frozen=True, slots=True)
 class Portfolio:
     """Hold the smallest set with a config within 2 % of the best time of every case; `worst` is the largest remaining gap."""
 
@@ -72,8 +63,8 @@ def importances(times: Mapping[Knobs, float]) -> dict[str, float]:
     return dict(optuna.importance.get_param_importances(study, evaluator=optuna.importance.PedAnovaImportanceEvaluator()))
 
 
-def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[DeadValue]:
-    """Return the values that no good config of any case has, the largest saving first."""
+def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[tuple[str, Any, float]]:
+    """Return (knob, value, fraction of configs with it) of values that no good config of any case has, the largest part first."""
     tried: dict[tuple[str, Any], int] = {}
     alive: set[tuple[str, Any]] = set()
     total = 0
@@ -85,8 +76,8 @@ def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[DeadValue]:
                 tried[pair] = tried.get(pair, 0) + 1
             if time <= (1 + NEAR) * best:
                 alive.update(knobs)
-    dead = [DeadValue(*pair, saving=count / total) for pair, count in tried.items() if pair not in alive]
-    return sorted(dead, key=lambda value: (-value.saving, value.knob, repr(value.value)))
+    dead = [(*pair, count / total) for pair, count in tried.items() if pair not in alive]
+    return sorted(dead, key=lambda found: (-found[2], found[0], repr(found[1])))
 
 
 def ties(times: Mapping[Knobs, float]) -> list[Knobs]:

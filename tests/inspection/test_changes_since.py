@@ -14,7 +14,7 @@ from kerneltune.files import data_root
 from kerneltune.gating.static_gate import static_gate
 from kerneltune.identity import code_digest
 from kerneltune.inspection import revision as of_revision
-from kerneltune.inspection.revision import ChangedConfigs, changes_since
+from kerneltune.inspection.revision import changes_since
 from kerneltune.inspection.static import StaticRow, Survey
 from kerneltune.inspection.survey import cached_runs, case_text
 from kerneltune.measuring.assembly import Kernel
@@ -67,35 +67,34 @@ def revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Revision:
     return made
 
 
-def since(runs: Sequence[Run]) -> ChangedConfigs:
+def since(runs: Sequence[Run]) -> tuple[Survey, list[Run]]:
     return changes_since("main", runs, GPU, ["--target=sm_90"], Progress())
 
 
 def test_a_revision_with_the_same_code_and_configs_compiles_nothing(revision: Revision) -> None:
-    found = since(RUNS)
-    assert (found.earlier.rows, found.runs, found.unchanged) == ((), (), len(RUNS))
+    earlier, changed = since(RUNS)
+    assert (earlier.rows, changed) == ((), [])
     assert revision.compiled == []
-    assert static_gate(found.earlier, Survey(found.earlier.triton, ()), found.unchanged).exit_code == 0
+    assert static_gate(earlier, Survey(earlier.triton, ()), len(RUNS)).exit_code == 0
 
 
 def test_a_revision_with_other_code_compiles_the_variant_whose_code_changed(revision: Revision) -> None:
     revision.digests["rmsnorm_add_fwd"]["optimized"] = "other"
-    found = since(RUNS)
-    assert {(task.op.name, task.variant.name) for task, _ in found.runs} == {("rmsnorm_add_fwd", "optimized")}
+    earlier, changed = since(RUNS)
+    assert {(task.op.name, task.variant.name) for task, _ in changed} == {("rmsnorm_add_fwd", "optimized")}
     assert revision.compiled == [["rmsnorm_add_fwd", "--variant=optimized", "--target=sm_90"]]
-    assert len(found.earlier.rows) == len(found.runs) == len(RUNS) - found.unchanged > 0
+    assert len(RUNS) > len(earlier.rows) == len(changed) > 0
 
 
 def test_a_revision_with_another_config_compiles_only_that(revision: Revision) -> None:
     others = {config for _, config in RUNS}
     first, other = next((r, c) for r in RUNS for c in others if type(c) is type(r[1]) and c != r[1])
-    found = since([first._replace(config=other) if run is first else run for run in RUNS])
-    assert [(task.case, config) for task, config in found.runs] == [(first[0].case, other)]
-    assert [row.case for row in found.earlier.rows] == [case_text(first[0].case)]
+    earlier, changed = since([first._replace(config=other) if run is first else run for run in RUNS])
+    assert [(task.case, config) for task, config in changed] == [(first[0].case, other)]
+    assert [row.case for row in earlier.rows] == [case_text(first[0].case)]
 
 
 def test_a_revision_that_cannot_tell_its_code_is_compiled_whole(revision: Revision) -> None:
     revision.can_tell = False
-    found = since(RUNS)
-    assert (len(found.runs), found.unchanged) == (len(RUNS), 0)
-    assert len(found.earlier.rows) == len(RUNS)
+    earlier, changed = since(RUNS)
+    assert len(changed) == len(earlier.rows) == len(RUNS)

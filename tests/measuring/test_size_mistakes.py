@@ -86,6 +86,8 @@ def sums(mistake: str, given: Inputs, _config: None) -> Outputs:
         _sums_of_long_rows[(M,)](x, y, N)
     else:
         block = min(triton.next_power_of_2(N), 1024)
+        if N > 2048 and mistake == "branch of host code":
+            x = 2 * x
         rows = M - (M > 4096 and mistake == "grid cut short")
         _sums[(rows,)](x, y, N, BLOCK=block, IS_LONG=N > 2048 and mistake == "flag", MISTAKE=mistake)
     return {"y": y}
@@ -119,6 +121,7 @@ def findings(op: Op, cases: list[Case]) -> list[str]:
         "branch of a device function",
         "flag",
         "kernel of long rows",
+        "branch of host code",
     ],
 )
 def test_size_that_only_bench_cases_have_is_checked_in_a_derived_case(mistake: str) -> None:
@@ -143,6 +146,7 @@ def test_right_kernel_passes_in_derived_cases() -> None:
         ("branch of a device function", "size > 2048 in _doubled_if_long"),
         ("flag", "IS_LONG=True in _sums"),
         ("kernel of long rows", "a launch of _sums_of_long_rows"),
+        ("branch of host code", 'after `if N > 2048 and mistake == "branch of host code"` in sums'),
     ],
 )
 def test_size_too_costly_for_a_check_is_named(mistake: str, named: str) -> None:
@@ -157,6 +161,46 @@ def test_size_too_costly_for_a_check_is_named(mistake: str, named: str) -> None:
     assert line.startswith("summed: no check has ")
     assert named in line
     assert named not in "".join(coverage_lines([*checks, addresses]))
+
+
+@triton.jit
+def _sums_with_conditions(x_ptr, y_ptr, N, LONG: tl.constexpr, VALUE: tl.constexpr):
+    total = 0.0
+    for begin in range(0, N, 64):
+        at = begin + tl.arange(0, 64)
+        x = tl.load(x_ptr + tl.program_id(0).to(tl.int64) * N + at, at < N, other=0.0)
+        if begin > LONG:
+            x *= 2
+        if tl.max(x, 0) == VALUE:
+            x *= 2
+        total += tl.sum(x, 0)
+    tl.store(y_ptr + tl.program_id(0), total)
+
+
+def sums_with_conditions(long: int, value: float, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    y = x.new_empty(len(x))
+    _sums_with_conditions[(len(x),)](x, y, x.shape[1], LONG=long, VALUE=value)
+    return {"y": y}
+
+
+@pytest.mark.parametrize(
+    ("long", "value", "named"),
+    [
+        (6000, 0.0, ["`if begin > LONG` at test_size_mistakes.py:"]),
+        (6000, 42.5, ["`if begin > LONG` at test_size_mistakes.py:", "`if tl.max(x, 0) == VALUE` at test_size_mistakes.py:"]),
+        (1000, 0.0, []),
+    ],
+)
+def test_side_of_a_condition_on_values_that_no_check_takes_is_named(long: int, value: float, named: list[str]) -> None:
+    variant = Variant("optimized", partial(sums_with_conditions, long, value))
+    op = replace(summing(""), compare=lambda *_: [], variants=(variant,))
+    checks = [case_job([Run(Task(op, case, variant), None)]) for case in (*CHECK, case_of("long", 2, 3000))]
+    addresses = address_job(Task(op, BENCH[0], variant), BENCH)
+    assert not [outcome for _job, outcomes in run_jobs([*checks, addresses]) for outcome in outcomes if outcome.reason]
+    lines = " ".join(coverage_lines([*checks, addresses]))
+    assert lines.count(" other than false") == len(named)
+    assert all(name in lines for name in named)
 
 
 @pytest.mark.parametrize("is_ragged", [True, False])
@@ -260,3 +304,35 @@ def test_largest_case_that_a_gpu_refuses_is_found(axis: int, largest: Case, faul
     variant = Variant("optimized", partial(whole_rows, axis))
     lines = address_errors(replace(summing(""), variants=(variant,)), largest, variant, None)
     assert [line[: len(fault)] for line in lines] == [fault] * bool(fault)
+
+
+@triton.jit
+def _gathered(x_ptr, index_ptr, y_ptr, N, BLOCK: tl.constexpr, IS_WIDE: tl.constexpr):
+    at, index = tl.arange(0, BLOCK), tl.load(index_ptr + tl.program_id(0))
+    row = index.to(tl.int64) if IS_WIDE else index
+    x = tl.load(x_ptr + row * N + at, at < N, other=0.0)
+    tl.store(y_ptr + tl.program_id(0).to(tl.int64) * N + at, x, at < N)
+
+
+def gathered(is_wide: bool, given: Inputs, _config: None) -> Outputs:
+    x, index = given["x"], given["index"]
+    y = x.new_empty(index.shape[0], x.shape[1])
+    _gathered[(index.shape[0],)](x, index, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), IS_WIDE=is_wide)
+    return {"y": y}
+
+
+def rows_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
+    count, index = 7, torch.empty(7, dtype=torch.int32, device=device)
+    if device != "meta":
+        index = torch.arange(count, dtype=torch.int32) * (case["M"] - 1) // (count - 1)
+    return rows_of(case, device=device, seed=seed) | {"index": index}
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+@pytest.mark.parametrize("checks", [CHECK, CHECK[:1]])
+def test_loaded_index_that_overflows_at_the_largest_size_is_found(is_wide: bool, checks: list[Case]) -> None:
+    variant, large = Variant("optimized", partial(gathered, is_wide)), case_of("large", 200_000, 20_000)
+    op = replace(summing(""), inputs=rows_with_index, variants=(variant,))
+    found = address_errors(op, large, variant, None, checks)
+    assert [line.startswith("int32 overflow detected") for line in found] == [True] * (not is_wide and checks is CHECK)
+    assert all(line.endswith(", with index_ptr up to 199999") for line in found)

@@ -42,7 +42,7 @@ def test_the_knob_that_decides_matters_most() -> None:
 def test_values_that_never_come_near_are_dead() -> None:
     first = {knobs(1, 1): 10.0, knobs(1, 2): 10.1, knobs(2, 1): 15.0, knobs(3, 1): 20.0}
     second = {knobs(1, 1): 10.0, knobs(3, 1): 10.1}
-    assert [(v.knob, v.value, round(v.saving, 3)) for v in dead_values([first, second])] == [("block", 2, 0.167)]
+    assert [(knob, value, round(part, 3)) for knob, value, part in dead_values([first, second])] == [("block", 2, 0.167)]
 
 
 def test_ties_are_within_a_per_cent() -> None:
