@@ -341,7 +341,9 @@ class _Campaign:
         runs_of = [[run for run in self._runs(entry) if run.task.variant.name not in without] for entry in entries]
         known = _known_rows(list(filter(None, runs_of)), journal)
         lacking = [runs for runs, rows in known if rows is None]
-        ceilings = [self._ceiling(runs[0].task) for runs in lacking]
+        tasks = [ceiling_task(self.plan.ops, task.op, task.case, task.policy) for task in (runs[0].task for runs in lacking)]
+        configs = self.plan.options.configs
+        ceilings = [None if task is None else Run(task, task.config_of_call(configs)) for task in tasks]
         to_compile = [*lacking, *([run] for run in ceilings if run is not None)]
         if sum(config is not None for runs in to_compile for _, config in runs) >= _WORTH_A_POOL:
             self._compile(to_compile, "measure")
@@ -367,11 +369,6 @@ class _Campaign:
         named = self.plan.selection.variants
         runs = [Run(task, task.config_of_call(self.plan.options.configs)) for task in self.plan.tasks(entry.op, entry.case)]
         return [run for run in runs for _ in range(max(1, named.count(run.task.variant.name)))]
-
-    def _ceiling(self, task: Task) -> Run | None:
-        """Return the streaming operator that is the upper bound of a task's bandwidth, and its config."""
-        ceiling = ceiling_task(self.plan.ops, task.op, task.case, task.policy)
-        return None if ceiling is None else Run(ceiling, ceiling.config_of_call(self.plan.options.configs))
 
     def _compile(self, work: Sequence[Runs], purpose: str) -> None:
         """Compile the runs that have a config on all cores, before they are checked or measured."""

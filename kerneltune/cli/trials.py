@@ -94,12 +94,12 @@ def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     if dead:
         more = f" and {hidden} more" if hidden else ""
         show_wrapped(f"  never within 2 %: {', '.join(dead[: len(dead) - hidden])}{more}")
-    few = insight.portfolio(cases)
-    keep, how = "keeps" if len(few.configs) == 1 else "keep", "" if few.exact else ", perhaps not the fewest"
-    good = f"every case ({len(cases)}) within 2 % of its best (worst {100 * few.worst:.1f} %{how})"
-    show_wrapped(f"  {counted(len(few.configs), 'config')} {keep} {good}")
+    few, worst, is_exact = insight.portfolio(cases)
+    keep, how = "keeps" if len(few) == 1 else "keep", "" if is_exact else ", perhaps not the fewest"
+    good = f"every case ({len(cases)}) within 2 % of its best (worst {100 * worst:.1f} %{how})"
+    show_wrapped(f"  {counted(len(few), 'config')} {keep} {good}")
     if whole:
-        for knobs in few.configs:
+        for knobs in few:
             show_wrapped("    " + pairs(dict(knobs)), " " * 6)
         show(_cases_table(searches).text(width()))
 

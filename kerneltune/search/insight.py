@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,6 @@ TIE = 0.01
 _MOST_S = 10.0
 """Seconds of the search for a portfolio, after which the smallest known portfolio counts as perhaps not the fewest."""
 _BARS = "▁▂▃▄▅▆▇█"
-
-
-@dataclass(frozen=True, slots=True)
-class Portfolio:
-    """Hold the smallest set with a config within 2 % of the best time of every case; `worst` is the largest remaining gap."""
-
-    configs: tuple[Knobs, ...]
-    worst: float
-    exact: bool
 
 
 def regret(evaluations: Iterable[Evaluation]) -> tuple[list[float], int]:
@@ -86,8 +76,11 @@ def ties(times: Mapping[Knobs, float]) -> list[Knobs]:
     return sorted((knobs for knobs, time in times.items() if time <= (1 + TIE) * best), key=lambda knobs: times[knobs])
 
 
-def portfolio(cases: Sequence[Mapping[Knobs, float]]) -> Portfolio:
-    """Return the smallest set with a config within 2 % of the best time of every case, by an integer program."""
+def portfolio(cases: Sequence[Mapping[Knobs, float]]) -> tuple[list[Knobs], float, bool]:
+    """Return the smallest set with a config within 2 % of the best time of every case, by an integer program.
+
+    Return the largest remaining gap as well, and whether the set is surely the smallest.
+    """
     best = [min(times.values()) for times in cases]
     configs = list(dict.fromkeys(knobs for times in cases for knobs in times))
     gaps = np.array(
@@ -97,4 +90,4 @@ def portfolio(cases: Sequence[Mapping[Knobs, float]]) -> Portfolio:
     covered = LinearConstraint((gaps <= NEAR).astype(float), lb=1)
     solved = milp(count, integrality=1, bounds=Bounds(0, 1), constraints=covered, options={"time_limit": _MOST_S})
     chosen = np.flatnonzero(solved.x > 0.5)
-    return Portfolio(tuple(configs[i] for i in chosen), float(gaps[:, chosen].min(axis=1).max()), solved.status == 0)
+    return [configs[i] for i in chosen], float(gaps[:, chosen].min(axis=1).max()), solved.status == 0

@@ -56,16 +56,16 @@ def test_the_portfolio_is_the_smallest_even_where_greed_is_not() -> None:
     cases: list[dict[insight.Knobs, float]] = [
         {config: 10.0 if case in covered else 20.0 for config, covered in good.items()} for case in range(6)
     ]
-    found = portfolio(cases)
-    assert set(found.configs) == {a, b}
-    assert found.exact
-    assert found.worst == 0.0
+    configs, worst, is_exact = portfolio(cases)
+    assert set(configs) == {a, b}
+    assert is_exact
+    assert worst == 0.0
 
 
 def test_a_portfolio_says_what_is_left() -> None:
-    found = portfolio([{knobs(1, 1): 10.15, knobs(2, 1): 10.0}, {knobs(1, 1): 5.0}])
-    assert found.configs == (knobs(1, 1),)
-    assert found.worst == pytest.approx(0.015)
+    configs, worst, _ = portfolio([{knobs(1, 1): 10.15, knobs(2, 1): 10.0}, {knobs(1, 1): 5.0}])
+    assert configs == [knobs(1, 1)]
+    assert worst == pytest.approx(0.015)
 
 
 def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
