@@ -126,7 +126,7 @@ def test_one_gradient_alone_is_the_same_as_both(recipe: str | Recipe) -> None:
         assert torch.equal(fp8_grouped_mm(a, w.transpose(1, 2), offs, recipe=recipe), y)
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, *CAST_AGAIN], ids=str)
+@pytest.mark.parametrize("recipe", ["tensorwise", Recipe("rowwise", keep_weights=False)], ids=str)
 def test_weights_of_either_order(recipe: str | Recipe) -> None:
     a, w = leaves(48, 32, 16, 2)
     offs, dy = offsets([16, 48]), torch.randn(48, 16, device=DEVICE).bfloat16()

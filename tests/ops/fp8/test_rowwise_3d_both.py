@@ -104,8 +104,17 @@ def test_both_layouts_are_exact_every_time(E: int, K: int, N: int, lag: int) -> 
             assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(("M", "K", "ends"), [(96, 40, (16, 48, 48, 96)), (133, 67, (0, 5, 6, 90)), (128, 66, (17, 128, 128))])
-@pytest.mark.parametrize(("step", "lag", "together"), [(4, 0, True), (4, 9, True), (1, 9, True), (4, 0, False)])
+ONE_BY_ONE, IN_TWO = (1, 9, True), (4, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "ends", "step", "lag", "together"),
+    [
+        *((96, 40, (16, 48, 48, 96), *launched) for launched in ((4, 0, True), (4, 9, True))),
+        *((133, 67, (0, 5, 6, 90), *launched) for launched in ((4, 0, True), (4, 9, True), ONE_BY_ONE, IN_TWO)),
+        *((128, 66, (17, 128, 128), *launched) for launched in ((4, 9, True), IN_TWO)),
+    ],
+)
 def test_groups_in_both_layouts_in_one_launch_and_in_two(
     M: int, K: int, ends: tuple[int, ...], step: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
