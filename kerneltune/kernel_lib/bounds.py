@@ -15,16 +15,16 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kerneltune.kernel_lib.faults import KernelFaultError, Watchdog, check_keywords, fault_of, line_of, program_text, statement
+from kerneltune.kernel_lib.faults import KernelFaultError, begin_time, check_keywords, fault_of, line_of, statement, time_limit
 from kerneltune.kernel_lib.races import Conflict, Races
-from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note_facts, note_grid, note_stores, noting_host
+from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note, note_grid, note_stores, noting_host
 
 _REGION_BITS = 46
 """log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
@@ -173,7 +173,6 @@ class _Guard:
         self._loading = _Loading()
         self._loaded: int | None = 0
         self.deadline = 0.0
-        self.program_begin = 0.0
 
     def name_arguments(self, executor: Any, args: Any, kwargs: Any) -> Any:
         """Remember the name of every tensor argument."""
@@ -196,7 +195,7 @@ class _Guard:
     def begin_program(self, builder: Any, *at: int) -> None:
         """Note the program that begins, and the time."""
         self._set_grid_idx(builder, *at)
-        self.program_begin = time.monotonic()
+        begin_time()
         self._is_corner = all(place in _corners(size) for place, size in zip(at, self._grid, strict=True))
         self._races.begin_program((at[0] * self._grid[1] + at[1]) * self._grid[2] + at[2])
 
@@ -223,7 +222,8 @@ class _Guard:
         trace = sys.gettrace()
         sys.settrace(None)
         try:
-            return self._launch(executor, *args, **kwargs)
+            with time_limit(lambda: f"{self._kernel}: {self._program()}"):
+                return self._launch(executor, *args, **kwargs)
         finally:
             sys.settrace(trace)
 
@@ -231,10 +231,10 @@ class _Guard:
         check_keywords(executor, kwargs)
         self._kernel = executor.fn.__name__
         bound = bound_arguments(executor, args, kwargs)
-        note_facts(facts_of(executor, bound))
+        for fact in facts_of(executor, bound):
+            note(fact)
         if not any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())):
-            with Watchdog(self, executor.fn.__name__):
-                result = self._call(executor, *args, **kwargs)
+            result = self._call(executor, *args, **kwargs)
             self._note_stores()
             return result
         self._names = {id(value): name for name, value in bound.items()}
@@ -430,7 +430,10 @@ class _Guard:
 
     def _here(self) -> str:
         """Return the program and the line that run."""
-        return f", program ({program_text(self._interpreter.interpreter_builder.grid_idx)}){line_of()}"
+        return f", {self._program()}{line_of()}"
+
+    def _program(self) -> str:
+        return f"program {_places(self._interpreter.interpreter_builder.grid_idx)}"
 
     def _race(self, what: str, region: _Region, conflict: Conflict) -> KernelFaultError:
         number, place = conflict.program, []
@@ -442,7 +445,7 @@ class _Guard:
         )
         return KernelFaultError(
             f"two programs {kinds}{' of' if 'order' in kinds else ''} {_element(region, region.first + conflict.at)}: "
-            f"program ({program_text(reversed(place))}){conflict.line}; {self._here().removeprefix(', ')}"
+            f"program {_places(reversed(place))}{conflict.line}; {self._program()}{line_of()}"
         )
 
 
@@ -499,6 +502,10 @@ def _promised(handle: Any, name: str, values: Any) -> None:
         raise KernelFaultError(f"multiple_of: {int(handle.data.flat[0])} is no multiple of {values[0]}{line_of()}")
 
 
+def _places(places: Iterable[int]) -> str:
+    return f"({', '.join(map(str, places))})"
+
+
 def _index(element: int, region: _Region) -> str:
     """Return `(row, column)` of an element of a tensor with decreasing strides; empty for a tensor without an index."""
     if len(region.strides) < 2 or 0 in region.strides or list(region.strides) != sorted(region.strides, reverse=True):
@@ -507,7 +514,7 @@ def _index(element: int, region: _Region) -> str:
     for stride in region.strides:
         place, element = divmod(element, stride)
         places.append(place)
-    return f"at ({', '.join(map(str, places))})"
+    return f"at {_places(places)}"
 
 
 def _element(region: _Region, address: int) -> str:

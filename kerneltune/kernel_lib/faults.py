@@ -1,31 +1,27 @@
 """Report faults of kernels in Triton's interpreter by file and line: unknown keywords of a launch, programs that do not end."""
 
-import ctypes
 import dataclasses
 import functools
 import inspect
 import os
+import signal
 import sys
 import sysconfig
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from kerneltune.errors import meant
 
 PROGRAM_SECONDS = 60.0
-"""Longest time of a program: a program of a check takes milliseconds."""
+"""Most processor time of a program: a program of a check takes milliseconds."""
 
 
 class KernelFaultError(Exception):
     """Report in a line that a kernel has undefined behaviour, fails its own assertion, or does not end."""
-
-
-def program_text(program: Any) -> str:
-    """Return the number of a program in each axis of the grid."""
-    return ", ".join(map(str, program))
 
 
 @functools.cache
@@ -54,45 +50,36 @@ def line_of(frame: Any = None) -> str:
     return f", {os.path.basename(name)}:{number}" if name else ""  # a Path takes 10 us
 
 
-class Watchdog:
-    """End a launch in which a program runs for longer than `PROGRAM_SECONDS`."""
+@contextmanager
+def time_limit(program: Callable[[], str]) -> Iterator[None]:
+    """Raise KernelFaultError in a program that runs on after `begin_time`; in other threads than the main thread do nothing.
 
-    def __init__(self, guard: Any, kernel: str) -> None:
-        self._guard, self._kernel = guard, kernel
-        self._thread_id = threading.get_ident()
-        self._lock, self._end = threading.Lock(), threading.Event()
-        self._reason = ""
+    Args:
+        program: function that names the kernel and the program that runs.
+    """
 
-    def __enter__(self) -> None:
-        self._guard.program_begin = time.monotonic()
-        threading.Thread(target=self._watch, daemon=True).start()
+    def end(_signal: int, frame: FrameType | None) -> None:
+        raise KernelFaultError(f"{program()} has not ended after {PROGRAM_SECONDS:g} s{line_of(frame)}")
 
-    def _watch(self) -> None:
-        while not self._end.wait(max(0.01, self._guard.program_begin + PROGRAM_SECONDS - time.monotonic())):
-            with self._lock:
-                if time.monotonic() - self._guard.program_begin < PROGRAM_SECONDS or self._end.is_set():
-                    continue
-                program = program_text(self._guard._interpreter.interpreter_builder.grid_idx)
-                line = line_of(sys._current_frames().get(self._thread_id))
-                self._reason = f"{self._kernel}: program ({program}) has not ended after {PROGRAM_SECONDS:g} s{line}"
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(_EndedError))
-                return
-
-    def __exit__(self, kind: Any, error: Any, _trace: Any) -> None:
-        with self._lock:
-            self._end.set()
-        if not self._reason:
-            return
-        if not any(isinstance(cause, _EndedError) for cause in _causes(error)):
-            try:
-                time.sleep(1.0)  # the launch ended by itself just before the exception that is to come
-            except _EndedError:
-                return
-        raise KernelFaultError(self._reason)
+    if not _is_limited():
+        yield
+        return
+    before = signal.signal(signal.SIGVTALRM, end)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
-class _EndedError(Exception):
-    """Interrupt the thread of a launch that does not end."""
+def _is_limited() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def begin_time() -> None:
+    """Give the program that begins, within `time_limit`, `PROGRAM_SECONDS` of processor time."""
+    if _is_limited():
+        signal.setitimer(signal.ITIMER_VIRTUAL, PROGRAM_SECONDS)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

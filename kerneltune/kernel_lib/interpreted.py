@@ -14,7 +14,7 @@ import numpy as np
 
 from kerneltune.kernel_lib.faults import line_of
 from kerneltune.kernel_lib.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
-from kerneltune.kernel_lib.reached import note_loop, note_side, note_tf32
+from kerneltune.kernel_lib.reached import TF32, note, note_loop, note_side
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (
@@ -299,7 +299,7 @@ def _in_tf32(dot: Callable[..., Any]) -> Callable[..., Any]:
 
     def computed(builder: Any, left: Any, right: Any, total: Any, precision: Any, *rest: Any) -> Any:
         if str(precision).endswith(".TF32") and left.dtype.scalar.name == "fp32":
-            note_tf32(line_of().removeprefix(", "))
+            note(f"{TF32}{line_of().removeprefix(', ')}")
             left, right = rounded(left), rounded(right)
         return dot(builder, left, right, total, precision, *rest)
 

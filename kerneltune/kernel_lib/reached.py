@@ -28,7 +28,9 @@ from kerneltune.rounding import cdiv
 
 Reached = dict[str, int]
 """Name of a loop or of an axis -> the most turns or programs of all launches; a fact, or a product in tf32 -> 1."""
-_LOOP, _PROGRAMS, _TF32 = "turns of the loop at ", "programs of ", "tf32 at "
+_LOOP, _PROGRAMS = "turns of the loop at ", "programs of "
+TF32 = "products of fp32 are rounded to tf32, "
+"""Begins the note of the FILE:LINE of a product whose fp32 operands are rounded to tf32."""
 _LAST, _NOT_LAST = "the last element of ", "other elements of "
 _LAUNCH, _CALL = "a launch of ", "a call of "
 _CONDITION, _SIDES = "a condition on values, ", ("true", "false")
@@ -64,10 +66,11 @@ def noting() -> Iterator[Reached]:
     finally:
         _REACHED.reset(token)
         for name, count in reached.items():
-            _note(name, count)
+            note(name, count)
 
 
-def _note(name: str, count: int) -> None:
+def note(name: str, count: int = 1) -> None:
+    """Note that a launch has a fact, or so many turns or programs."""
     if (reached := _REACHED.get()) is not None:
         reached[name] = max(count, reached.get(name, 0))
 
@@ -75,35 +78,29 @@ def _note(name: str, count: int) -> None:
 def note_loop(num_turns: int) -> None:
     """Note the turns of the loop that begins."""
     file, line = statement()
-    _note(f"{_LOOP}{Path(file).name}:{line}", num_turns)
+    note(f"{_LOOP}{Path(file).name}:{line}", num_turns)
 
 
 def note_grid(kernel: str, sizes: tuple[int, ...]) -> None:
     """Note the programs of a launch along each axis."""
     for axis, size in enumerate(sizes):
-        _note(f"{_PROGRAMS}{kernel} along axis {axis}", size)
-
-
-def note_facts(facts: set[str] | frozenset[str]) -> None:
-    """Note facts of launches."""
-    for fact in facts:
-        _note(fact, 1)
+        note(f"{_PROGRAMS}{kernel} along axis {axis}", size)
 
 
 def note_stores(kernel: str, stored: Mapping[str, bool]) -> None:
     """Note whether programs at the corners of a launch's grid stored the last element of each argument that they stored to."""
     for name, is_last in stored.items():
-        _note(f"{_LAST if is_last else _NOT_LAST}{name} in {kernel}", 1)
+        note(f"{_LAST if is_last else _NOT_LAST}{name} in {kernel}")
 
 
 def note_side(is_true: bool) -> None:
     """Note the side that a condition of a kernel takes."""
     file, line = statement()
-    _note(f"{_SIDES[not is_true]} at {file}:{line}", 1)
+    note(f"{_SIDES[not is_true]} at {file}:{line}")
 
 
 @contextmanager
-def noting_host(folder: str, note: Callable[[str], object] = lambda fact: _note(fact, 1)) -> Iterator[None]:
+def noting_host(folder: str, note: Callable[[str], object] = note) -> Iterator[None]:
     """Note the lines that follow an `if` in host code of a folder, unless a debugger traces this process."""
 
     def begin(frame: FrameType, _event: str, _arg: object) -> Any:
@@ -134,16 +131,6 @@ def _condition(file: str, line: int) -> str:
     return text if text.startswith(("if ", "elif ")) else ""
 
 
-def note_tf32(line: str) -> None:
-    """Note the FILE:LINE of a product whose fp32 operands are rounded to tf32."""
-    _note(f"{_TF32}{line}", 1)
-
-
-def tf32_lines(reached: Reached) -> list[str]:
-    """Return the FILE:LINE of products whose fp32 operands were rounded to tf32."""
-    return sorted(name.removeprefix(_TF32) for name in reached if name.startswith(_TF32))
-
-
 def merged(parts: list[Reached]) -> Reached:
     """Return the most of each loop and each axis."""
     return {name: max(part.get(name, 0) for part in parts) for name in dict.fromkeys(name for part in parts for name in part)}
@@ -156,7 +143,7 @@ def unreached(checks: list[Reached], bench: list[Reached]) -> list[str]:
     memory load zeros, a loop without a turn there has an unknown number of turns.
     """
     most, beyond = merged(checks), merged(bench)
-    left_out = (_TF32, _LAST, _NOT_LAST, _CONDITION, *_SIDES)
+    left_out = (TF32, _LAST, _NOT_LAST, _CONDITION, *_SIDES)
     counted = {name: name.startswith((_LOOP, _PROGRAMS)) for name in merged([most, beyond])}
     few = [name for name in counted if most.get(name, 0) < 1 + counted[name] and not name.startswith(left_out)]
     few = [name for name in few if beyond.get(name, 0) > counted[name] or (name.startswith(_LOOP) and not beyond.get(name))]

@@ -21,7 +21,7 @@ from kerneltune.errors import first_line, place_of
 from kerneltune.kernel_lib.bounds import guarded
 from kerneltune.kernel_lib.faults import fault_of
 from kerneltune.kernel_lib.interpreted import mended
-from kerneltune.kernel_lib.reached import noting, tf32_lines
+from kerneltune.kernel_lib.reached import TF32, noting
 from kerneltune.records import Status
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -216,8 +216,7 @@ class Checker:
             fault = fault_of(error)
             return {}, [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
-            places = ", ".join(tf32_lines(reached))
-            return outputs, [*lines, f"products of fp32 are rounded to tf32, {places}"] if places else lines
+            return outputs, [*lines, *sorted(name for name in reached if name.startswith(TF32))]
         return outputs, self._sometimes_in_place(variant, outputs)
 
     def disagreements(self, outputs: Outputs) -> list[str]:
