@@ -14,7 +14,7 @@ from pathlib import Path
 from kerneltune import device, records
 from kerneltune.files import read_bytes, replace_text
 from kerneltune.measuring.check import LAUNCH_FAILURE, Outcome, check_only
-from kerneltune.measuring.compare import ceiling_task
+from kerneltune.measuring.compare import ceiling_task, checked_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job, refusals
 from kerneltune.measuring.jobs import (
     Job,
@@ -28,7 +28,6 @@ from kerneltune.measuring.jobs import (
     pairs_job,
     run_jobs,
 )
-from kerneltune.measuring.measured import checked_record
 from kerneltune.measuring.pairs import configs_by_case, covering
 from kerneltune.plan import Plan
 from kerneltune.progress import Progress
@@ -147,18 +146,18 @@ def _to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = False
     return work
 
 
-def _derived(plan: Plan) -> tuple[list[SweepCase], list[str]]:
-    """Return check cases with the values that only bench cases have, and a line for each operator with values left."""
-    derived, lines, bench = [], [], _by_op(plan.cases())
+def _derived(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, set[str]]]:
+    """Return check cases for what only bench cases have, a line for each operator with values left, and its facts."""
+    derived, lines, bench, facts = [], [], _by_op(plan.cases()), {}
     for op, cases in _by_op(plan.cases("check")).items():
-        made, without = derived_cases(plan.ops[op], cases, bench.get(op, []))
+        made, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
         derived += [SweepCase(op, case, "check") for case in made]
         lines += [f"{op}: only bench cases have {', '.join(without)}: never checked here"] if without else []
     known = {entry.op for entry in plan.sweep.check}
-    return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in known)]
+    return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in known)], facts
 
 
-def _further_jobs(plan: Plan, entries: Sequence[SweepCase]) -> list[Job]:
+def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, Collection[str]]) -> list[Job]:
     """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench case."""
     jobs, checks = [], _by_op(entries)
     for op, cases in checks.items():
@@ -168,7 +167,9 @@ def _further_jobs(plan: Plan, entries: Sequence[SweepCase]) -> list[Job]:
         traffic = plan.ops[op].traffic
         largest = max(cases, key=lambda case: traffic(case).total)
         own = [task for task in plan.tasks(op, largest, _CHECK_POLICY) if not task.variant.is_peer]
-        jobs += [address_job(task, cases, checks.get(op, ())) for task in own if not task.variant.unsupported(largest)]
+        jobs += [
+            address_job(task, facts.get(op, ()), checks.get(op, ())) for task in own if not task.variant.unsupported(largest)
+        ]
     return jobs
 
 
@@ -196,7 +197,7 @@ class _Campaign:
         Without a GPU also check pairs of config and case, and addresses; both take long, so `quick` leaves them out.
         """
         plan, is_gpu, is_quick = self.plan, device.current().is_gpu, self.plan.options.quick
-        derived, lines = ([], []) if is_gpu or is_quick else _derived(plan)
+        derived, lines, facts = ([], [], {}) if is_gpu or is_quick else _derived(plan)
         entries = [*(plan.headline("check") if is_quick else plan.cases("check")), *derived]
         work = _to_check(plan, entries, bool(plan.selection.variants))
         if not work:
@@ -206,7 +207,7 @@ class _Campaign:
             raise ValueError(
                 f"{plan.sweep.path}: {f'no installed variant to check in the {check} check cases selected' if check else why}"
             )
-        checked, coverage = self.check(work, [] if is_gpu or is_quick else _further_jobs(plan, entries))
+        checked, coverage = self.check(work, [] if is_gpu or is_quick else _further_jobs(plan, entries, facts))
         checked += [] if is_gpu else self.check_compiled(work)
         path = plan.journal("check")
         wanted = {TaskKey(entry.op, "", entry.case, _CHECK_POLICY) for entry in plan.sweep.check}

@@ -4,7 +4,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
-from kerneltune.kernel_lib.reached import Launches, Reached, cut_short, note_facts, noting, unlaunched, unreached
+from kerneltune.kernel_lib.reached import Launches, Reached, cut_short, note, noting, unlaunched, unreached
 from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, host_folder, memory_obstacle
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import check_pairs, settings
@@ -83,8 +83,8 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
     return Job(f"{op.name} {variant.name}, configs on cases", task, work, checks=checks)
 
 
-def address_job(task: Task, bench: Sequence[Case] = (), checks: Sequence[Case] = ()) -> Job:
-    """Return the job that checks the addresses of a task's default config, and notes the facts of launches of bench cases.
+def address_job(task: Task, facts: Collection[str] = (), checks: Sequence[Case] = ()) -> Job:
+    """Return the job that checks the addresses of a task's default config, and notes the facts of bench cases.
 
     Its outcome names config and case. Check cases tell the limits of whole numbers in inputs.
     """
@@ -92,8 +92,8 @@ def address_job(task: Task, bench: Sequence[Case] = (), checks: Sequence[Case] =
     def work(begin: Begin) -> list[Outcome]:
         failed = Outcome("failed", "", task.default, task.case)
         begin(failed)
-        for _case, launches in _launches(task.op, [task.variant], bench):
-            note_facts(launches.facts)
+        for fact in facts:
+            note(fact)
         lines = address_errors(task.op, task.case, task.variant, task.default, checks)
         return [replace(failed, reason=line) for line in lines]
 
@@ -167,20 +167,20 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
     return lines
 
 
-def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple[list[Case], list[str]]:
-    """Return check cases with the types, modes and options that only bench cases have, and a text for each value without a case.
+def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple[list[Case], list[str], set[str]]:
+    """Return check cases for what only bench cases have, a text for each value without a case, and the facts of bench cases.
 
-    For each value, a check case of medium cost takes the value, or another check case if the operator has no inputs or no
-    reference for the first. If an axis is the longest in bench cases alone, it takes the longest size of a check case. No derived
-    case costs more than _MOST_COST times the costliest check case, as a model of real size would in a step of decoding. Values of
-    captured kernels are fixed.
+    For each type, mode and option, a check case of medium cost takes the value, or another check case if the operator has no
+    inputs or no reference for the first. If an axis is the longest in bench cases alone, it takes the longest size of a check
+    case. No derived case costs more than _MOST_COST times the costliest check case, as a model of real size would in a step of
+    decoding. Values of captured kernels are fixed.
     """
     derived, without = list[Case](), list[str]()
     by_cost = sorted((case for case in check if op.traffic(case).total), key=partial(check_cost, op))
     middle = len(by_cost) // 2
     by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
     if not by_cost or op.origin is not None:
-        return [], []
+        return [], [], Fork(partial(_shortened, op, [], [], bench, 0.0)).result()[1]
     most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
     known = {value for case in check for value in settings(case)}
     for name, value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
@@ -192,24 +192,26 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
     for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
         derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)[0]
-    return [*derived, *Fork(partial(_shortened, op, by_cost, [*check, *derived], bench, most)).result()], without
+    shortened, facts = Fork(partial(_shortened, op, by_cost, [*check, *derived], bench, most)).result()
+    return [*derived, *shortened], without, facts
 
 
 def _shortened(
     op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float, tell: Tell
-) -> list[Case]:
-    """Return bench cases with some sizes of a check case, each for facts of launches that no check case has.
+) -> tuple[list[Case], set[str]]:
+    """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
-    The programs of a case are limited as its cost is. The result is empty if launches of a check case depend on values.
+    The programs of a case are limited as its cost is. There are no such cases if launches of a check case depend on values.
     """
     variants = [variant for variant in op.variants if not variant.is_peer]
     of_check = [launches for _case, launches in _launches(op, variants, check)]
     if len(of_check) < len(check):
-        return []
+        by_cost = []
     known = set().union(*(launches.facts for launches in of_check))
-    most_programs = _MOST_COST * max(launches.num_programs for launches in of_check)
-    derived = list[Case]()
+    most_programs = _MOST_COST * max((launches.num_programs for launches in of_check), default=0)
+    derived, facts = list[Case](), set[str]()
     for case, launches in _launches(op, variants, sorted(bench, key=partial(check_cost, op))):
+        facts |= launches.facts
         if launches.facts <= known:
             continue
         affordable = (it for it in _with_sizes_of(case, by_cost) if check_cost(op, it) <= most)
@@ -219,7 +221,7 @@ def _shortened(
                 derived.append(smaller)
                 known |= its.facts
         known |= launches.facts
-    return derived
+    return derived, facts
 
 
 def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:

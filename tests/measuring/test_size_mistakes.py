@@ -126,14 +126,14 @@ def findings(op: Op, cases: list[Case]) -> list[str]:
 )
 def test_size_that_only_bench_cases_have_is_checked_in_a_derived_case(mistake: str) -> None:
     assert findings(summing(mistake), CHECK) == []
-    derived, without = derived_cases(summing(mistake), CHECK, BENCH)
+    derived, without, _ = derived_cases(summing(mistake), CHECK, BENCH)
     assert findings(summing(mistake), derived) == ["y: wrong"]
     assert without == []
     assert max(case["M"] for case in derived if case["N"] == 3000) <= 13
 
 
 def test_right_kernel_passes_in_derived_cases() -> None:
-    derived, _ = derived_cases(summing(""), CHECK, BENCH)
+    derived, _, _ = derived_cases(summing(""), CHECK, BENCH)
     assert {case["N"] for case in derived} >= {3000}
     assert findings(summing(""), derived) == []
 
@@ -151,11 +151,11 @@ def test_right_kernel_passes_in_derived_cases() -> None:
 )
 def test_size_too_costly_for_a_check_is_named(mistake: str, named: str) -> None:
     op = summing(mistake, elements=10_000)
-    derived, _ = derived_cases(op, CHECK[:2], BENCH)
+    derived, _, facts = derived_cases(op, CHECK[:2], BENCH)
     assert [case for case in derived if case["N"] == 3000] == []
     variant = op.variants[0]
     checks = [case_job([Run(Task(op, case, variant), None)]) for case in (*CHECK[:2], case_of("long", 2, 3000))]
-    addresses = address_job(Task(op, BENCH[0], variant), BENCH)
+    addresses = address_job(Task(op, BENCH[0], variant), facts)
     dict(run_jobs([*checks, addresses]))
     (line,) = coverage_lines([*checks[:2], addresses])
     assert line.startswith("summed: no check has ")
@@ -196,7 +196,7 @@ def test_side_of_a_condition_on_values_that_no_check_takes_is_named(long: int, v
     variant = Variant("optimized", partial(sums_with_conditions, long, value))
     op = replace(summing(""), compare=lambda *_: [], variants=(variant,))
     checks = [case_job([Run(Task(op, case, variant), None)]) for case in (*CHECK, case_of("long", 2, 3000))]
-    addresses = address_job(Task(op, BENCH[0], variant), BENCH)
+    addresses = address_job(Task(op, BENCH[0], variant), derived_cases(op, CHECK, BENCH)[2])
     assert not [outcome for _job, outcomes in run_jobs([*checks, addresses]) for outcome in outcomes if outcome.reason]
     lines = " ".join(coverage_lines([*checks, addresses]))
     assert lines.count(" other than false") == len(named)
@@ -212,7 +212,7 @@ def test_tiles_that_a_group_does_not_divide_are_checked_in_a_derived_case(is_rag
     )  # fmt: skip
     check = [case_of("even", 32, 40), case_of("odd", 20, 20), case_of("one", 1, 1)]
     assert findings(op, check) == []
-    derived, _ = derived_cases(op, check, [case_of("ragged", 48, 6000)])
+    derived, _, _ = derived_cases(op, check, [case_of("ragged", 48, 6000)])
     assert [line for line in findings(op, derived) if line == "y: wrong"] == ([] if is_ragged else ["y: wrong"])
 
 
@@ -242,7 +242,7 @@ def test_window_that_only_rows_of_bench_cases_exceed_is_checked_in_a_derived_cas
     variant = Variant("optimized", partial(window_sums, is_off))
     op = replace(summing(""), reference=lambda given: {"y": given["x"][:, -1500:].sum(1)}, variants=(variant,))
     assert findings(op, CHECK) == []
-    derived, _ = derived_cases(op, CHECK, [case_of("long", 4096, 1600)])
+    derived, _, _ = derived_cases(op, CHECK, [case_of("long", 4096, 1600)])
     assert set(findings(op, derived)) == set(["y: wrong"] * is_off)
     assert 1600 in {case["N"] for case in derived}
 
