@@ -24,8 +24,7 @@ from kerneltune import device
 from kerneltune.cli.options import load_ops
 from kerneltune.gating.rows import pool
 from kerneltune.gating.verdict import MIN_CHANGE_US, RERUNS, WORST_FIRST, RowVerdict, confirm
-from kerneltune.measuring.compare import SELF, contender, input_sets, obstacle, time_contenders
-from kerneltune.measuring.measured import make_record, noise_floor
+from kerneltune.measuring.compare import SELF, contender, input_sets, make_record, noise_floor, obstacle, time_contenders
 from kerneltune.measuring.rounds import POLICIES, Contender
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.records import Record, append, parse, timing

@@ -63,8 +63,7 @@ class KernelTime:
         """Return the ratio to the limit with its interval, the noise floor as a fraction, and the excess over the limit in µs."""
         import numpy as np
 
-        from kerneltune.measuring.compare import SELF
-        from kerneltune.measuring.measured import noise_floor
+        from kerneltune.measuring.compare import SELF, noise_floor
         from kerneltune.stats import ratio_interval
 
         sides = [self, other] if isinstance(other, KernelTime) else [self]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from kerneltune import cache, campaign, records, stale
 from kerneltune.cli import app
-from kerneltune.measuring.measured import make_record
+from kerneltune.measuring.compare import make_record
 from kerneltune.plan import Options, Selection, load_plan
 from kerneltune.progress import Progress
 from kerneltune.records import Record

@@ -1,10 +1,10 @@
-"""Check the variants of one case, and time them in rounds interleaved with the ceiling."""
+"""Check the variants of one case, time them in rounds interleaved with the ceiling, and make records of the outcomes."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -12,9 +12,10 @@ from kerneltune import device
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import Checker, Outcome, affordable, broken_context, gpu_free_bytes, memory_obstacle
 from kerneltune.measuring.rounds import POLICIES, Contender, Policy, interleave, rotation, throttled
-from kerneltune.search.task import Run, Task
+from kerneltune.records import Record, Status, timing
+from kerneltune.search.task import Run, Task, config_values, stamp
 from kerneltune.spec import Case, Config, Inputs, Op, Variant
-from kerneltune.stats import Samples
+from kerneltune.stats import Samples, median_interval, ratio_interval
 
 
 class Compared(NamedTuple):
@@ -184,3 +185,60 @@ def _sets(task: Task) -> int:
 def contender(variant: Variant, config: Config, inputs: Sequence[Inputs], policy: Policy, **options: Any) -> Contender:
     """Make a variant that walks over input sets; `options` as in Contender."""
     return Contender(lambda i: variant.run(inputs[i], config), len(inputs), policy, **options)
+
+
+def compared_records(family: str, runs: Sequence[Run], ceiling: Run | None, compared: Compared) -> list[Record]:
+    """Make a record for each run of a case.
+
+    The noise floor of all rows of the case is the interval of the first correct variant's ratio to itself. If a variant has two
+    records, the second record holds its second time.
+    """
+    samples, untimed = compared
+    floor, records, seen = noise_floor(samples), [], set[str]()
+    ceiling_gbps = None
+    if ceiling is not None and CEILING in samples:
+        ceiling_gbps = ceiling.task.op.traffic(ceiling.task.case).total / median_interval(samples[CEILING]).median / 1e3
+    for run in runs:
+        task, config = run
+        name = task.variant.name
+        if name in untimed:
+            records.append(checked_record(family, run, untimed[name]))
+        else:
+            taken = samples[SELF if name in seen else name]
+            times = timing([taken.tolist()], task.op.traffic(task.case).total, ceiling_gbps, floor)
+            records.append(make_record(family, task, config, "passed", "", **times))
+        seen.add(name)
+    return records
+
+
+def noise_floor(samples: dict[str, Samples]) -> float | None:
+    """Return how far from 1 the interval of a variant against itself reaches."""
+    if SELF not in samples:
+        return None
+    first = next(iter(samples.values()))
+    interval = ratio_interval(first, samples[SELF])
+    return max(abs(interval.low - 1), abs(interval.high - 1))
+
+
+def checked_record(family: str, run: Run, outcome: Outcome) -> Record:
+    """Make a record without times."""
+    return make_record(family, *run, outcome.status, outcome.reason)
+
+
+def make_record(family: str, task: Task, config: Config, status: str, reason: str, **times: Any) -> Record:
+    """Make a record of this device and source; `times` are the fields of `records.timing`."""
+    here = device.current()
+    return Record(
+        status=cast(Status, status),
+        config=config_values(config),
+        device=here.name,
+        unit=here.unit,
+        reason=reason,
+        family=family,
+        role=task.variant.role,
+        flops=task.op.flops(task.case) if task.op.flops is not None else None,
+        op=task.op.name,
+        **task.key.fields,
+        **stamp(task.variant),
+        **times,
+    )

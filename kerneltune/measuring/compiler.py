@@ -6,6 +6,8 @@ kernels in Triton's disk cache.
 
 import os
 import pickle
+import struct
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -19,9 +21,8 @@ from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.compat import failing_line
 from kerneltune.errors import first_line
-from kerneltune.measuring.assembly import Kernel
-from kerneltune.measuring.binary import read_kernel
-from kerneltune.processes import start_pool
+from kerneltune.measuring.assembly import Kernel, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
+from kerneltune.processes import run_program, start_pool
 from kerneltune.search.task import Task
 from kerneltune.spec import Config, Inputs
 
@@ -32,6 +33,10 @@ _REFUSALS = ("CompilationError", "UnsupportedLanguageConstruct", "CompileTimeAss
 """Errors of Triton's compiler. Any other error may be of host code that needs values, which meta tensors lack."""
 _MAX_THREADS = 1024
 """Threads of the largest program, on every target."""
+_STORES = {0x386, 0x986, 0x388, 0x988, 0x387, 0x987, 0x385, 0x985, 0x844}
+"""The lowest twelve bits of the store instructions of sm_90 and sm_100: STG, STS, STL and ST without and with a uniform base, and
+STSM, as cuobjdump names them. Bits 32 to 39 are the stored register, or the first of several stored registers."""
+_STACK_POINTER = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,9 +365,17 @@ class _DryUtils:
         return 0, 0, kernel.registers, kernel.spill_bytes, _MAX_THREADS
 
     def _kernel(self, metadata: Any, binary: bytes) -> Kernel:
-        assembly = _assembly(metadata, "ptx" if self.target.backend == "cuda" else "amdgcn")
-        cooperative = bool(metadata.launch_cooperative_grid)
-        return read_kernel(self.target.backend, binary, assembly, metadata._asdict(), cooperative)
+        if self.target.backend == "cuda":
+            assembly, stray_stores = _assembly(metadata, "ptx"), _stray_stores(binary)
+            usage, accesses = sass_usage(_resource_report(binary)), ptx_accesses(assembly)
+        else:
+            assembly, stray_stores = _assembly(metadata, "amdgcn"), 0
+            usage, accesses = gcn_usage(assembly), gcn_accesses(assembly)
+        registers, spill_bytes, scalar_registers = usage
+        return Kernel(
+            metadata.name, metadata.num_warps, registers, spill_bytes, metadata.shared, scalar_registers, accesses,
+            bool(metadata.launch_cooperative_grid), stray_stores,
+        )  # fmt: skip
 
 
 def _assembly(metadata: Any, kind: str) -> str:
@@ -371,3 +384,30 @@ def _assembly(metadata: Any, kind: str) -> str:
 
     path = get_cache_manager(metadata.hash).get_file(f"{metadata.name}.{kind}")
     return Path(path).read_text(encoding="utf-8") if path else ""
+
+
+def _stray_stores(cubin: bytes) -> int:
+    """Count the instructions that store the stack pointer, see `Kernel`."""
+    words = (word for code in _code(cubin) for (word, _) in struct.iter_unpack("<QQ", code[: len(code) // 16 * 16]))
+    return sum(word & 0xFFF in _STORES and word >> 32 & 0xFF == _STACK_POINTER for word in words)
+
+
+def _code(cubin: bytes) -> Iterator[bytes]:
+    """Yield the sections of a 64-bit ELF file that hold instructions."""
+    (table,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, count = struct.unpack_from("<HH", cubin, 0x3A)
+    for place in range(table, table + size * count, size):
+        _name, _kind, flags, _address, offset, length = struct.unpack_from("<IIQQQQ", cubin, place)
+        if flags & 0x4:  # executable
+            yield cubin[offset : offset + length]
+
+
+def _resource_report(cubin: bytes) -> str:
+    """Return the report of registers and stack that the cuobjdump in Triton's package prints for a cubin."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return str(run_program([str(tool), "-res-usage", file.name], must_succeed=True, text=True).stdout)

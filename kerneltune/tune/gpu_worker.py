@@ -19,9 +19,8 @@ import torch
 
 from kerneltune.errors import first_line
 from kerneltune.measuring.check import CaseError, Checker, InPlace, Outcome, affordable, broken_context, out_of_memory_reason
-from kerneltune.measuring.compare import CEILING, Compared, contender, input_sets, time_runs
+from kerneltune.measuring.compare import CEILING, Compared, compared_records, contender, input_sets, time_runs
 from kerneltune.measuring.compiler import know_triton
-from kerneltune.measuring.measured import compared_records
 from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.processes import end, start
 from kerneltune.records import Record

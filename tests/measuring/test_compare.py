@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kerneltune import device, ops
-from kerneltune.measuring import compare, measured
+from kerneltune.measuring import compare
 from kerneltune.measuring.check import Checker
 from kerneltune.records import Record
 from kerneltune.search.task import Run, Task
@@ -23,7 +23,7 @@ RUNS = [Run(task, task.default) for task in TASKS]
 
 
 def compared(runs: Sequence[Run] = RUNS) -> list[Record]:
-    return measured.compared_records("f", runs, None, compare.time_runs(runs, None))
+    return compare.compared_records("f", runs, None, compare.time_runs(runs, None))
 
 
 @pytest.fixture
