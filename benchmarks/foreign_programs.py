@@ -49,7 +49,8 @@ UNTUNED = (
 )  # fmt: skip
 LARGEST_ERROR = 0.02
 """Largest distance between results relative to their norm: other configs round sums in bf16 elsewhere."""
-LARGEST_LOSS = 0.01
+LARGEST_LOSS, LARGEST_GRADIENT, LARGEST_NOISE = 0.01, 0.35, 5e-3
+"""Largest distances of losses and gradients in fp8, and of gradients that atomic additions sum up in another order."""
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLA_CACHE_DIR")
 IMPORTS = 2.2
 """Seconds that serving, and the checks of `tune`, are expected to take, times the seconds of the capture."""
@@ -229,7 +230,8 @@ def converted(*words: str) -> Callable[[Item], None]:
                 raise EndedError(FAILED, found["refused"])
             return
         wrong = [f"losses are {100 * found['largest']:.2f} % apart"] * (not found["largest"] <= LARGEST_LOSS)
-        if wrong := wrong + ["the reverted model gives another loss"] * (not found["reverts"]):
+        wrong += [f"gradients are {found['gradients']:.2g} apart"] * (not 0 < found["gradients"] <= LARGEST_GRADIENT)
+        if wrong := wrong + [f"the reverted model is {found['reverts']:.2g} apart"] * (found["reverts"] > LARGEST_NOISE):
             raise EndedError(FAILED, "; ".join(wrong))
 
     return run
@@ -268,7 +270,7 @@ ITEMS: dict[str, Callable[[Item], None]] = {
 }
 SHOWN = (
     "captured_ms", "served_ms", "authors_ms", "served", "missed", "timings", "error", "classes", "left", "not_reached", "largest",
-    "converted", "bf16_ms", "fp8_ms", "median_share", "least_share",
+    "gradients", "converted", "bf16_ms", "fp8_ms", "median_share", "least_share",
 )  # fmt: skip
 
 
