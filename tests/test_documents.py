@@ -46,7 +46,7 @@ from kerneltune.cli import app, console, settings
 from kerneltune.sweep import families
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "your_own_kernel.md"
-LANGUAGES = {"console", "sh", "python", "yaml", "toml", "text", "mermaid"}
+LANGUAGES = {"console", "sh", "python", "yaml", "toml", "text"}
 NOT_RUN = {
     "pip install git+https://github.com/kerneltune/kerneltune": "installs from the network",
     'git tag --annotate vX.Y.Z --cleanup=whitespace --file <(echo "kerneltune X.Y.Z"; echo; make -s notes)': "makes a tag",
