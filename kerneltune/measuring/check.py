@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -299,10 +299,13 @@ def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case])
     multiple, in sizes of which one is at least twice another. Of several such axes the least limit is taken.
     """
     wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
-    made = [(dict(check.axes), op.inputs(check, device="cpu")) for check in (checks if wanted else ())]
+    made: list[tuple[dict[str, int], Inputs]] = []
+    for check in checks if wanted else ():
+        with suppress(Exception):  # the record of the check says why a case has no inputs
+            made.append((dict(check.axes), op.inputs(check, device="cpu")))
     largest: dict[int, int] = {}
     for name, value in wanted.items():
-        found = [(axes, int(its[name].max())) for axes, its in made if its[name].numel() >= _SEVERAL]
+        found = [(axes, int(its[name].max())) for axes, its in made if name in its and its[name].numel() >= _SEVERAL]
         for axis, size in case.axes if found else ():
             sizes = [axes[axis] for axes, _most in found]
             shares = [(most + 1) / max(1, axes[axis]) for axes, most in found]
