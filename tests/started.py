@@ -1,6 +1,7 @@
-"""Processes that tests start."""
+"""Processes that tests start, and repositories for them."""
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,13 @@ def environment(**more: str) -> dict[str, str]:
     """Return this process's environment, where the package and the tests' modules come before what PYTHONPATH names."""
     found = [str(TESTS.parent), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {"PYTHONPATH": os.pathsep.join(found)} | more
+
+
+def commit_all(folder: Path) -> None:
+    """Make a git repository of a folder, with a commit of all that the folder holds."""
+    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *arguments], check=True)
 
 
 def wait_for(happened: Callable[[], bool]) -> None:

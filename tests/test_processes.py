@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from gate_rows import record
-from started import environment
+from started import commit_all, environment
 
 from kerneltune import files, processes, records
 from kerneltune.cli.options import load_ops
@@ -151,9 +151,7 @@ def repository(folder: Path) -> str:
     """Make a git repository of a folder and return its commit."""
     (folder / "kerneltune").mkdir(parents=True)
     (folder / "kerneltune" / "a.py").touch()
-    author = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
-    for arguments in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "a"]):
-        subprocess.run(["git", "-C", folder, *arguments], check=True)
+    commit_all(folder)
     return subprocess.run(["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asserting import every
 from command_line import run
+from started import commit_all
 
 from kerneltune import device, ops
 from kerneltune.cli import console, profile
@@ -266,9 +266,7 @@ def test_a_revision_is_compiled_in_a_folder_of_its_own(tmp_path: Path, monkeypat
     says = "import shutil, sys\n\ndef main():\n    assert sys.argv[1:3] == ['inspect', 'a']\n"
     says += "    shutil.copy('rows.json', sys.argv[-1])\n"
     (package / "__init__.py").write_text(says)
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *command], check=True)
+    commit_all(tmp_path)
     (package / "__init__.py").write_text("raise RuntimeError('changed since')\n")
     monkeypatch.setattr(revision, "data_root", lambda folder: tmp_path / folder)
     with revision.unpacked("HEAD") as tree:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from started import environment, wait_for
+from started import commit_all, environment, wait_for
 
 INSPECT = """
 import sys
@@ -42,9 +42,7 @@ def checkout(folder: Path, started: Path) -> None:
     ]
     lines += [f"    os.rename({str(started) + '.new'!r}, {str(started)!r})", "    time.sleep(100)"]
     (package / "__init__.py").write_text("\n".join(lines))
-    git = ["git", "-C", str(folder), "-c", "user.name=x", "-c", "user.email=x@x"]
-    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "x"]):
-        subprocess.run([*git, *command], check=True)
+    commit_all(folder)
 
 
 def alive(process: int) -> bool:
