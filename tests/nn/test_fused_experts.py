@@ -100,7 +100,7 @@ def test_expert_layers_compile_without_a_graph_break_once_for_all_steps(kind: st
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
-        return aot_eager(graph, inputs)
+        return aot_eager(graph, inputs) if kind == "gpt-oss" else graph.forward  # ahead-of-time autograd once: it takes most time
 
     compiled = torch.compile(module, backend=compile_graph, fullgraph=True)
     for _ in range(2):
