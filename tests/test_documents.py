@@ -52,7 +52,7 @@ NOT_RUN = {
     'git tag --annotate vX.Y.Z --cleanup=whitespace --file <(echo "kerneltune X.Y.Z"; echo; make -s notes)': "makes a tag",
     ". .venv/bin/activate": "changes the shell",
     "git push origin vX.Y.Z": "writes to a server",
-    "cli/ a file per command, and what commands share; the only place that prints": "text: the folders",
+    "cli/ a file per command, and what commands share; prints": "text: the folders",
     "kernel classes launches time % configs key key leaves out": "text: output of a GPU",
     "launch author's first µs ours µs speedup 95 % config": "text: output of a GPU",
     "verdict case M K variant µs slowdown 95 % interval": "text: output of records that a GPU made",
