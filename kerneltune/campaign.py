@@ -147,7 +147,7 @@ def _to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = False
 
 
 def _derived(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, set[str]]]:
-    """Return check cases for what only bench cases have, a line for each operator with values left, and its facts."""
+    """Return derived check cases, a line for each operator with values that stay unchecked, and the facts of each operator."""
     derived, lines, bench, facts = [], [], _by_op(plan.cases()), {}
     for op, cases in _by_op(plan.cases("check")).items():
         made, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))

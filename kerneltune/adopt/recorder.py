@@ -349,7 +349,7 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
     described, storages = arguments.describe(tuner.arg_names, call.args, call.given)
     key = call.author_key()
     candidates = _candidates(call, allowed)
-    with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: write it for the own blocks again
+    with suppress(Exception):  # a grid may write an argument, as vLLM's causal_conv1d_fn does: the program's own blocks come last
         call.grid(allowed[0])
     source, listed = arguments.source_digest(function), configs.configs_digest(tuner.configs)
     read = kernels.read_globals(function)

@@ -360,7 +360,7 @@ def own_gain(one: TunedClass, shared: str, worker: GpuWorker) -> float | None:
 
 
 def differing(members: Sequence[TunedClass]) -> tuple[str, ...]:
-    """Return the sizes that differ between classes; of sizes that are equal in every class the first, arguments before shapes."""
+    """Return the sizes that differ between classes; of sizes that are equal in each class, one, arguments before shapes."""
     names = {name for one in members for name in one.launch.sizes}
     by_sizes: dict[tuple[int | None, ...], str] = {}
     for name in sorted(names, key=lambda one: ("." in one, one)):  # sides of tensors have a dot

@@ -80,8 +80,8 @@ def byte_of(pair, HALF: tl.constexpr):
 def store_transposed_words(q_ptr, base, ld, lo, hi, live, words, JAGGED: tl.constexpr, EVEN: tl.constexpr):
     """`store_transposed` of words (QUADS, COLS) uint32, each of four rows of a column; base and ld are multiples of 4.
 
-    Without JAGGED lo is 0 and hi as much a multiple of 4 as ld. With it, the words at the ends that hold other rows, too, go
-    out byte by byte.
+    Without JAGGED lo is 0 and hi a multiple of 4. With it, the words at both ends, which hold other rows as well, are stored
+    byte by byte.
     """
     quads = tl.arange(0, words.shape[0])
     cols = tl.arange(0, words.shape[1])

@@ -295,8 +295,8 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
 def _largest_numbers(op: Op, case: Case, inputs: Inputs, checks: Sequence[Case]) -> dict[int, int]:
     """Return the largest number of each input of whole numbers, by the input's `id`, if it grows with an axis in the check cases.
 
-    An axis limits the numbers if the largest number of check cases is between two thirds of a multiple of the size and this
-    multiple, in sizes of which one is at least twice another. Of several such axes the least limit is taken.
+    An axis limits an input if, with one factor c for all check cases, the input's largest number is above 2/3 c and at most c
+    times the size, and one of these sizes is at least twice another. Of several such axes the least limit is taken.
     """
     wanted = {name: value for name, value in inputs.items() if getattr(value, "dtype", None) in (torch.int32, torch.int64)}
     made: list[tuple[dict[str, int], Inputs]] = []

@@ -192,7 +192,7 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
 def _where_values_meet(configs: Mapping[Case, Sequence[Config]]) -> set[Case]:
     """Return the cases where values of two knobs meet: no empty case, and of tiny cases the wide ones alone.
 
-    A wide case with a size of 1 is left out if other cases are left: it is cheap, and has a single tile in an axis for all knobs.
+    A wide case with a size of 1 is left out if other cases are left: with every tile size it has one tile in that axis.
     """
     of_case = _classes_of_case(configs)
     found = {case for case, names in of_case.items() if names and ("tiny" not in names or "wide" in names)}
@@ -212,7 +212,7 @@ def _classes_of_case(configs: Iterable[Case]) -> dict[Case, set[str]]:
 
 
 def unmet(configs: Mapping[Case, Sequence[Config]], done: set[Pair]) -> Iterator[str]:
-    """Yield each class of cases that some knob values have not met, with their number, and the pairs of values that have not."""
+    """Yield a line for each class of cases that some knob values did not meet, and one for pairs of values that did not meet."""
     for name, chosen in classes(list(configs)).items():
         offered = {value for case in chosen for config in configs[case] for value in values(config)}
         met = {value for config, case in done if case in chosen for value in values(config)}

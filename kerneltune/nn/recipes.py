@@ -17,10 +17,11 @@ class Fp8Operand(NamedTuple):
     """Hold rows, or a weight (E, K, N), in fp8 for two products; a tensor that no product reads is None.
 
     Attributes:
-        q: values for the product that gives Y; of dY for the product that gives dX. Of a weight (E, K, N), strides (K N, 1,
-            K).
+        q: operand of the product that gives Y; a cast of dY is an operand of the product that gives dX. Of a weight (E, K, N),
+            strides (K N, 1, K).
         scale: factors of the values of q: of a weight (E,) or (E, N) fp32.
-        q_t: values for the other product, which gives dW, or dX of a weight. Of a weight (E, N, K), strides (N K, 1, N).
+        q_t: operand of the other product: rows of the product that gives dW, a weight of the product that gives dX. Of a weight
+            (E, N, K), strides (N K, 1, N).
         scale_t: factors of the values of q_t: of a weight (E,) or (E, K) fp32; may be scale.
     """
 

@@ -42,7 +42,7 @@ _GAIN_AFTER = 16
 _GAIN_EVERY = 4
 """Told configs between two computations of the expected gain."""
 _READY = 2
-"""Compiled configs that keep the GPU busy while the search decides. As many evaluations are told to the sampler at a time."""
+"""Compiled configs that keep the GPU busy while the search decides; the sampler is told so many evaluations at a time."""
 _POLL_S = 0.001
 
 

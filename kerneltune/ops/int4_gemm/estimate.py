@@ -113,7 +113,8 @@ def reads_us(depth: int, rows: float, rows_again: float, x_rows: float, t: StepT
 def product_us(cost: ShapeCost, programs: int, steps: float, reads: float, splits: int = 1) -> float:
     """Estimate how long a product takes without its begin.
 
-    Of times that overlap the longest counts, and more where two are equal: the fourth root of the sum of their fourth powers.
+    Times that overlap are combined by the fourth root of the sum of their fourth powers: about the longest, and 19 % more than
+    the longest where two are equal.
 
     Args:
         cost: costs of the programs.

@@ -83,8 +83,8 @@ def _partials_flat(
 ):  # fmt: skip
     """Write the largest magnitude of every block, a row of blocks for every segment.
 
-    A block that several groups share has a maximum of each group, of empty groups between them too: the maximum of group g
-    lies g behind.
+    A block that several groups share has a maximum of each group, of empty groups between them too: that of group g is at
+    index block + g.
     """
     segment = wide(tl.program_id(1))
     block = tl.program_id(0)

@@ -221,8 +221,8 @@ def cast_transpose_odd_tiles(
 ):  # fmt: skip
     """Cast and transpose matrices of any sizes and addresses, which are multiples of 16 if ALIGNED.
 
-    A program casts as many elements as a tile has, as they lie, whatever the sizes are; and then a tile that it transposes.
-    Of one tile of fp8 that is stored both ways byte by byte ptxas 12.8 would make wrong code.
+    A program casts as many elements as a tile has, as they lie, whatever the sizes are. Then it loads a tile anew and transposes
+    it, because ptxas 12.8 makes wrong code where one tile of fp8 is stored in both layouts byte by byte.
     """
     ELEMENTS: tl.constexpr = ROWS * COLS
     if SKIP:
