@@ -168,6 +168,19 @@ def test_numbers_of_a_loop_are_cast_as_those_of_a_kernel_are() -> None:
 
 
 @triton.jit
+def counting_kernel(y_ptr, begin, factor):
+    for i in range(begin.to(tl.int64), begin.to(tl.int64) + 1):
+        tl.store(y_ptr, i * factor)
+
+
+def test_number_of_a_loop_over_64_bits_has_64_bits() -> None:
+    y = torch.empty(1, dtype=torch.int64)
+    with mended():
+        counting_kernel[(1,)](y, 100_000, 100_000)
+    assert y.item() == 10**10
+
+
+@triton.jit
 def adding_kernel(y_ptr, eps):
     tl.store(y_ptr, eps.to(tl.float32) + 1.0)
 

@@ -336,3 +336,25 @@ def test_loaded_index_that_overflows_at_the_largest_size_is_found(is_wide: bool,
     found = address_errors(op, large, variant, None, checks)
     assert [line.startswith("int32 overflow detected") for line in found] == [True] * (not is_wide and len(checks) > 1)
     assert all(line.endswith(", with index_ptr up to 199999") for line in found)
+
+
+@triton.jit
+def _long_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
+    row, total = tl.program_id(0), 0.0
+    for begin in range(0, N, BLOCK):
+        total += tl.sum(tl.load(x_ptr + row * N + begin + tl.arange(0, BLOCK)))
+    tl.store(y_ptr + row, total)
+
+
+def long_rows(given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    y = x.new_empty(x.shape[0])
+    _long_rows[(x.shape[0],)](x, y, x.shape[1], BLOCK=16)
+    return {"y": y}
+
+
+@pytest.mark.usefixtures("short_launches")
+def test_last_program_is_judged_though_the_loop_of_the_first_takes_all_time() -> None:
+    variant = Variant("optimized", long_rows)
+    found = address_errors(replace(summing(""), variants=(variant,)), case_of("large", 65_536, 1 << 20), variant, None)
+    assert [line.partition(",")[0] for line in found] == ["int32 overflow detected for operation mul"]
