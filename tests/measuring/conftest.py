@@ -1,4 +1,4 @@
-"""What checks of planted mistakes share."""
+"""Share the limits of checks of planted mistakes."""
 
 import pytest
 

@@ -417,3 +417,16 @@ def test_backward_of_16_bit_rows_takes_an_fp32_weight_or_none(dtype: torch.dtype
     alone, nothing = rmsnorm_bwd(dz, x, rsigma, weight, zero_centered=True, with_dgamma=False)
     assert torch.equal(alone, dx)
     assert nothing is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "is_read_again"), [(32768, 3584, True), (4096, 3584, False), (32768, 3400, False), (32768, 12296, False)]
+)
+@pytest.mark.parametrize("quant", ["none", "fp8", "fp8_t"])
+def test_default_reads_again_where_rows_are_many_and_vectors_fit_them(
+    rows: int, columns: int, is_read_again: bool, quant: str
+) -> None:
+    options = tuple((name, values[0]) for name, values in OPS["rmsnorm_fwd"].options.items())
+    case = Case("", (("M", rows), ("N", columns)), "bfloat16", quant, options)
+    config = OPS["rmsnorm_fwd"].variant("optimized").default_config(case)
+    assert config.reload is is_read_again
