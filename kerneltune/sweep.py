@@ -37,7 +37,7 @@ _MAX_BYTES = 1 << 20
 _LONGEST = 1000
 """Characters of the longest value, and of the longest text of the file in a message."""
 NO_FAMILY = ", or a .yaml file; sweep and tune also take the folder of a capture"
-"""What may stand in place of a family's name, for messages."""
+"""End of messages about a family: what else may be given in its place."""
 _KINDS = {bool: "a boolean", int: "an integer", float: "a fraction", type(None): "nothing"}
 
 

@@ -32,7 +32,7 @@ _BLIND = 0.03
 """If the interval of a slowdown is wider than ± this fraction (or the margin), the row is ambiguous."""
 _SIGMAS_PER_MAD = 1.4826
 _SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 12, 0.03, 3.0
-"""With at least _SPREAD_ROWS rows of one process a side, each interval is widened by _SPREADS times min(spread, _MOST_SPREAD)."""
+"""Fewest rows of one process a side whose spread widens intervals; largest spread that counts; spreads that an interval gains."""
 _UNSEEN = 0.0566
 """Fraction by which two processes with the same code may differ: two standard deviations of a ratio of two times, each with 2 %
 noise. Fewer than _SPREAD_ROWS rows of one process a side do not show this difference: such a row is a regression only above

@@ -26,7 +26,8 @@ _LARGE = 1 << 25
 
 _VECTOR = 16
 """A row's length must be a multiple of this for Triton to load vectors. Other rows are loaded element by element, so that reading
-x again costs more than it frees: 20000 rows of 3400 and of 7000 elements took 1.10x to 1.20x the time (H100, 2026-11-27)."""
+x again costs more than it frees: 20000 rows of 3400 and of 7000 elements took 1.10x to 1.20x the time (H100, 2026-11-27, trials
+in benchmarks/trials)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ BEHIND_COLS = range(8192, 16385)
 BEHIND_BYTES = 8_000_000
 """Bytes of y by which the transpose stays behind the writers, so that y is still in L2. H200, 2026-11-22: 3 to 7 % faster
 than a second launch; level at rows of 4096 elements, slower for shorter rows, and for longer rows, which looping programs
-write faster (docs/notes/rmsnorm.md). In a matrix of less than three times the bytes little of the transpose
-overlaps with the writers."""
+write faster (docs/notes/rmsnorm.md). In a matrix of less than three times the bytes
+little of the transpose overlaps with the writers."""
 
 _PLAIN = 512
 """Elements of a row up to which L2 is not told that x and y are used once. H200, 2026-11-23, 268 MB of x: rows of 64
