@@ -146,7 +146,7 @@ def _measured(
     if save is not None:
         o.require_writable(save.parent)
     with Reporter() as progress:
-        verdict, measured = run_gate(o.load_ops, against, selection, options, processes, margin, progress)
+        verdict, measured = run_gate(partial(o.load_ops, o.captured()), against, selection, options, processes, margin, progress)
     if save is not None and measured:
         _keep(save, measured)
     return verdict
@@ -161,7 +161,7 @@ def _update(baseline: str, selection: Selection, options: Options, processes: in
         raise ValueError(f"baseline: {baseline!r}: expected a {SUFFIX} file where --update is given")
     o.require_writable(Path(baseline).parent)
     with Reporter() as progress:
-        measured = pool(run_processes(o.load_ops, selection, options, processes, progress))
+        measured = pool(run_processes(partial(o.load_ops, o.captured()), selection, options, processes, progress))
     end_if_failed(measured)
     if not any(record.status == "passed" for record in measured):
         raise ValueError(f"nothing measured: {selection.family} has no such case and variant that can be timed here")

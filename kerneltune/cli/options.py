@@ -27,8 +27,6 @@ from kerneltune.spec import PLUGINS, Case, Op, Variant, dtype_name
 POLICIES = ("cold", "hot", "eager")
 STYLES = ("text", "markdown", "csv")
 _USUAL_SIZE, _DIGITS = 4096, 15
-_CAPTURED = "KERNELTUNE_CAPTURED"
-"""Environment variable of subprocesses: the folder of the capture in use."""
 
 
 def option(names: str, metavar: str, said: str, **more: Any) -> Any:
@@ -287,23 +285,26 @@ def use_plugins(modules: Sequence[str]) -> None:
     os.environ[PLUGINS] = os.pathsep.join([*([known] if known else []), *modules])
 
 
+_capture = {"folder": ""}
+
+
 def use_capture(folder: str) -> None:
-    """Let this process and its subprocesses use the kernels of a capture as operators; an empty `folder` means no capture."""
-    os.environ[_CAPTURED] = os.path.abspath(folder) if folder else ""
+    """Let this command use the kernels of a capture as operators; an empty `folder` means no capture."""
+    _capture["folder"] = os.path.abspath(folder) if folder else ""
 
 
 def captured() -> str:
-    """Return the folder of the capture in use; empty for none."""
-    return os.environ.get(_CAPTURED, "")
+    """Return the folder of the capture that this command uses; empty for none."""
+    return _capture["folder"]
 
 
-def captured_ops() -> dict[str, Op]:
-    """Return the operators of the capture in use by name; empty without a capture."""
-    if not captured():
+def captured_ops(folder: str = "") -> dict[str, Op]:
+    """Return the operators of a capture by name; without a folder, of the capture in use; empty without a capture."""
+    if not (chosen := folder or captured()):
         return {}
     from kerneltune.adopt.operators import operators
 
-    return {op.name: op for op in operators(captured())}
+    return {op.name: op for op in operators(chosen)}
 
 
 def capture_of(family: str) -> str:
@@ -322,15 +323,18 @@ def load_facts() -> Mapping[str, OpFacts]:
     return known | built | {name: facts_of(op) for name, op in captured_ops().items()}
 
 
-def load_ops() -> Mapping[str, Op]:
-    """Return operators and workloads by name, ready to run on the GPU, or in the interpreter on a machine without a GPU."""
+def load_ops(folder: str = "") -> Mapping[str, Op]:
+    """Return operators and workloads by name, ready to run on the GPU, or in the interpreter on a machine without a GPU.
+
+    folder: folder of a capture whose operators are added; empty for the capture in use.
+    """
     device.select_backend()
     from kerneltune import ops
 
     known, built = ops.load(), workloads.load()
     for name in known.keys() & built.keys():
         raise ValueError(f"two operators are called {name!r}: in {known[name].module} and in {built[name].module}")
-    return known | built | captured_ops()
+    return known | built | captured_ops(folder)
 
 
 def case_of_sizes(op: Op, sizes: Iterable[str], dtype: str, quant: str, *, whole: bool = False) -> Case:

@@ -59,16 +59,19 @@ def command(
     profiled = []
     for name, text in ((a, config_a), (b, config_b)):
         note(f"profiling {name}")
-        profiled.append(_profiled(ncu, [op, name, msgspec.json.encode(found).decode(), text or ""]))
+        profiled.append(_profiled(ncu, [o.captured(), op, name, msgspec.json.encode(found).decode(), text or ""]))
     show(f"{op}: {found.name} {found.label}")
     _show(profiled[0], profiled[1], (a, b))
 
 
-def launch_profiled(op: str, variant: str, case: str, config: str) -> None:
-    """Launch a variant once between cudaProfilerStart and cudaProfilerStop, after a launch that compiles it."""
+def launch_profiled(captured: str, op: str, variant: str, case: str, config: str) -> None:
+    """Launch a variant once between cudaProfilerStart and cudaProfilerStop, after a launch that compiles it.
+
+    captured: folder of the capture in use; empty for none.
+    """
     import torch
 
-    known = o.load_ops()
+    known = o.load_ops(captured)
     chosen = known[op].variant(variant)
     shape = msgspec.json.decode(case, type=Case)
     knobs = o.config_of(chosen, "config", config) if config else Task(known[op], shape, chosen).config_of_call(None)

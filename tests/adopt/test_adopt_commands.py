@@ -15,7 +15,7 @@ from command_line import run
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, LAUNCHES, META, remove_stale
-from kerneltune.adopt.operators import TUNED, case_of, operators, sweep_text, write_capture_sweep
+from kerneltune.adopt.operators import TUNED, case_of, operators, operators_of, sweep_text, write_capture_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.cache import CacheEntry, store
 from kerneltune.cli import console
@@ -70,6 +70,15 @@ def test_export_of_a_captured_kernel_gives_configs_that_its_autotuner_takes(
     assert (refused.exit_code, refused.stderr) == (
         2, f"error: format: 'python': {op.name} is of a capture: ship the capture's folder served instead\n"
     )  # fmt: skip
+
+
+def test_another_process_loads_the_capture_that_it_is_given_and_none_of_its_environment(tmp_path: Path) -> None:
+    names = {op.name for op in operators_of(captured(tmp_path))}
+    code = "import sys; from kerneltune.cli.options import load_ops; print(*(load_ops(sys.argv[1]).keys() - load_ops().keys()))"
+    given = run_python(code, str(tmp_path), TRITON_INTERPRET="1")
+    assert set(given.stdout.split()) == names, given.stderr
+    unnamed = run_python(code, "", TRITON_INTERPRET="1", KERNELTUNE_CAPTURED=str(tmp_path))
+    assert (unnamed.stdout, unnamed.returncode) == ("\n", 0), unnamed.stderr
 
 
 def test_list_of_a_folder_that_is_no_capture_says_so(tmp_path: Path) -> None:

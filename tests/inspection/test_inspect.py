@@ -157,7 +157,7 @@ def test_a_capture_restricts_what_is_compiled_to_its_kernels(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("rmsnorm_bwd", "moe_permute")
-    monkeypatch.setattr("kerneltune.cli.options.captured_ops", lambda: {name: ops.load()[name] for name in names})
+    monkeypatch.setattr("kerneltune.cli.options.captured_ops", lambda _folder="": {name: ops.load()[name] for name in names})
     assert run("inspect", "--target", "sm_90", "--configs", tmp_path).exit_code == 0
     assert {task.op.name for task, _ in compiled[0][0]} == set(names)
     assert run("inspect", "rmsnorm_fwd", "--target", "sm_90", "--configs", tmp_path).exit_code == 0
@@ -373,7 +373,7 @@ def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
     def fake(_ncu: Path, command: list[str], _folder: Path) -> tuple[list[ncu.Profile], list[ncu.ConflictLine]]:
-        commands.append(command[-4:])
+        commands.append(command[-5:])
         values = {"DRAM % of peak": 40.0 + len(commands), "shared bank conflicts": 1048576.0}
         lines = [
             ncu.ConflictLine("kernels.py:241", "words = tl.trans(q)", 12288),
@@ -392,9 +392,9 @@ def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ["kernels.py:241", "12,288", "words", "=", "tl.trans(q)"] in words
     assert ["B", "optimized:", "no", "line", "has", "bank", "conflicts"] in words
     assert not any("kernels.py:2" in line for line in words)
-    assert [command[:2] for command in commands] == [["rmsnorm_fwd", name] for name in ("baseline", "optimized")]
-    assert json.loads(commands[0][2])["axes"] == [["M", 8192], ["N", 4096]]
-    assert commands[1][3] == config()
+    assert [command[:3] for command in commands] == [["", "rmsnorm_fwd", name] for name in ("baseline", "optimized")]
+    assert json.loads(commands[0][3])["axes"] == [["M", 8192], ["N", 4096]]
+    assert commands[1][4] == config()
 
 
 def test_survey_of_a_variant_whose_function_is_a_lambda_is_refused() -> None:
