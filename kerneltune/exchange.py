@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kerneltune import nearness
 from kerneltune.cache import CacheEntry, entry_from, in_order
-from kerneltune.files import read_text
-from kerneltune.spec import Op
+from kerneltune.files import bad, decode, read_text
+from kerneltune.spec import Op, TaskRow
 
 _TRITON = {
     "warps": "num_warps", "stages": "num_stages",
@@ -165,20 +167,34 @@ def _from_source(path: Path, op: str) -> _Found:
     return (constants.get("OP"), constants.get("DEVICE")), entries
 
 
+class _JsonTable(msgspec.Struct):
+    """Hold a table by size: `case` has the axes but `by`, and `configs` a config for each size of `by`."""
+
+    op: str
+    device: str
+    axes: list[str]
+    by: str
+    case: TaskRow
+    configs: dict[str, dict[str, Any]]
+
+
 def _from_json(path: Path, op: str) -> _Found:
     """Return (operator, device) and the entries of a table by size."""
     text = read_text(path, _LARGEST)
     try:
-        table = json.loads(text)
-        case, axis = table["case"], table["by"]
-        entries = []
-        for size, knobs in table["configs"].items():
-            sizes = {**case["axes"], axis: int(size)}
-            axes = {name: sizes[name] for name in table["axes"]}
+        table, entries = decode(text, _JsonTable), []
+        case = msgspec.structs.asdict(table.case)
+        if (expected := sorted([*table.case.axes, table.by])) != sorted(table.axes):
+            raise bad("axes", table.axes, f"those of case.axes and by, {', '.join(expected)}")
+        for size, knobs in table.configs.items():
+            if not size.isdecimal():
+                raise bad("configs", size, f"a size of {table.by}")
+            sizes = {**table.case.axes, table.by: int(size)}
+            axes = {name: sizes[name] for name in table.axes}
             entries.append(_entry(op, {**case, "axes": axes, "case": "x".join(map(str, axes.values()))}, knobs, path))
-        return (table["op"], table["device"]), entries
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: not a table of configs, as `cache export --format json` writes it") from error
+        return (table.op, table.device), entries
+    except ValueError as error:
+        raise ValueError(f"{path}: not a table of configs, as `cache export --format json` writes it: {error}") from error
 
 
 def _head(op: Op, device: str) -> list[str]:

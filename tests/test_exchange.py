@@ -151,6 +151,9 @@ def test_nothing_is_stored_outside_the_cache(tmp_path: Path) -> None:
     assert not list(root.rglob("*.json"))
 
 
+NOT_JSON = ": not a table of configs, as `cache export --format json` writes it"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -158,8 +161,8 @@ def test_nothing_is_stored_outside_the_cache(tmp_path: Path) -> None:
         ("a.py", "ENTRIES = [{}]", ": ENTRIES: not a table of configs"),
         ("a.py", "import os", ": ENTRIES: not a table of configs"),
         ("a.py", "def (", ": not Python"),
-        ("a.json", "{}", ": not a table of configs, as `cache export --format json` writes it"),
-        ("a.json", "[" * 100_000, ": not a table of configs, as `cache export --format json` writes it"),
+        ("a.json", "{}", f"{NOT_JSON}: op: missing"),
+        ("a.json", "[" * 100_000, f"{NOT_JSON}: JSON: expected `object`, got `array`"),
     ],
 )
 def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: str, message: str, tmp_path: Path) -> None:
@@ -167,6 +170,58 @@ def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: 
     result = run("import", "rmsnorm_bwd", tmp_path / name, "--gpu", "nvidia_h200", "--configs", tmp_path / "configs")
     assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path / name}{message}\n")
     assert not (tmp_path / "configs").exists()
+
+
+HAND = """{
+ "op": "rmsnorm_bwd", "device": "nvidia_h200", "axes": ["M", "N"], "by": "M",
+ "case": {"variant": "pr593", "axes": {"N": 4096}, "dtype": "bfloat16", "quant": "none", "options": {"zero_centered": false},
+          "policy": "cold"},
+ "configs": {"1024": CONFIG, "8192": CONFIG}
+}"""
+"""A table as a person writes it, without names of cases."""
+
+
+def hand(*replaced: str) -> str:
+    text = HAND.replace("CONFIG", '{"warps": 8, "reduce_rows": 128, "reduce_cols": 64, "reduce_warps": 4}')
+    return text.replace(*replaced, 1) if replaced else text
+
+
+def test_a_table_written_by_hand_is_stored_and_exported_alike(tmp_path: Path) -> None:
+    (tmp_path / "hand.json").write_text(hand())
+    root = tmp_path / "configs"
+    result = run("import", "rmsnorm_bwd", tmp_path / "hand.json", "--gpu", "nvidia_h200", "--configs", root)
+    assert (result.exit_code, result.stdout) == (0, f"2 entries stored in {root}/nvidia_h200/rmsnorm_bwd.json\n")
+    chosen = ("--format", "json", "--variant", "pr593", "--configs", root)
+    assert run("export", "rmsnorm_bwd", tmp_path / "files", *chosen).exit_code == 0
+    (file,) = (tmp_path / "files").iterdir()
+    assert json.loads(file.read_text())["configs"] == json.loads(hand())["configs"]
+
+
+@pytest.mark.parametrize(
+    ("was", "becomes", "message"),
+    [
+        ('"policy": "cold"', '"of": 1', f"{NOT_JSON}: case.policy: missing"),
+        ('"by": "M"', '"by": "K"', f"{NOT_JSON}: axes: ['M', 'N']: expected those of case.axes and by, K, N"),
+        ('"8192":', '"many":', f"{NOT_JSON}: configs: 'many': expected a size of M"),
+        ('"configs": {', '"configs": {,', f"{NOT_JSON}: JSON: object keys must be strings at line 5"),
+        ('"variant": "pr593"', '"variant": "odd"', ": M=1024 N=4096 bfloat16 none zero_centered=False: rmsnorm_bwd: variant: "),
+        ('"warps"', '"WARPS"', ": M=1024 N=4096 bfloat16 none zero_centered=False: config of pr593: expected the knobs"),
+    ],
+)
+def test_a_mistake_in_a_table_is_named_with_its_field_or_case(was: str, becomes: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "hand.json"
+    file.write_text(hand(was, becomes))
+    result = run("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", tmp_path / "configs")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {file}{message}")
+    assert not (tmp_path / "configs").exists()
+
+
+def test_an_export_of_many_files_is_one_line(tmp_path: Path) -> None:
+    result = run("export", "rmsnorm_bwd", tmp_path / "files", "--format", "json", "--gpu", "nvidia_h200")
+    written = len(list((tmp_path / "files").iterdir()))
+    assert written > 1
+    assert result.stderr == f"wrote {written} files to {tmp_path / 'files'}\n"
 
 
 @pytest.mark.parametrize("format_", sorted(exchange.WRITERS))
@@ -266,4 +321,6 @@ def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     assert run("export", "rmsnorm_bwd", tmp_path, "--format", "yaml").stderr == (
         "error: format: 'yaml': expected one of triton, python, json\n"
     )
-    assert run("export", "rmsnorm_bwd", tmp_path, "--variant", "odd").stderr.endswith(": variant: 'odd': no entry\n")
+    assert run("export", "rmsnorm_bwd", tmp_path, "--variant", "odd").stderr.endswith(
+        ": variant: 'odd': expected one of baseline, optimized, pr593\n"
+    )

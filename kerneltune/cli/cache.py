@@ -14,6 +14,7 @@ from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, show, show_wrapped, width
 from kerneltune.cli.files import bench_case
 from kerneltune.errors import unknown
+from kerneltune.files import replace_text
 from kerneltune.plan import Selection
 from kerneltune.search.task import changed, knobs_of
 from kerneltune.spec import Op
@@ -155,17 +156,19 @@ def export_(
     if len(files) > 1:
         raise ValueError(f"gpu: not given: expected one of {', '.join(path.parent.name for path in files)}")
     path = files[0]
-    entries = [entry for entry in load_strict(path) if entry.variant == variant]
-    if not entries:
-        raise ValueError(f"{path}: variant: {variant!r}: no entry")
+    stored = load_strict(path)
+    o.choice(f"{path}: variant", variant, dict.fromkeys(entry.variant for entry in stored))
+    entries = [entry for entry in stored if entry.variant == variant]
     if of.origin is not None and (format_ != "triton" or "candidate" in entries[0].config):
         raise ValueError(f"format: {format_!r}: {op} is of a capture: ship the capture's folder served instead")
     names = _author_names(of, variant)
-    for name, text in exchange.WRITERS[format_](of, path.parent.name, entries, names).items():
-        o.make_folder(folder)
-        deliver(text, folder / name)
-        for line in exchange.unnamed(of, entries, names) if format_ == "triton" else ():
-            note(f"{folder / name}: {line}")
+    texts = exchange.WRITERS[format_](of, path.parent.name, entries, names)
+    for name, text in texts.items():
+        replace_text(folder / name, text)
+    (name, *others) = texts
+    note(f"wrote {len(texts)} files to {folder}" if others else f"wrote {folder / name}")
+    for line in exchange.unnamed(of, entries, names) if format_ == "triton" else ():
+        note(f"{folder / name}: {line}")
 
 
 def _author_names(op: Op, variant: str) -> dict[str, str]:
@@ -199,7 +202,7 @@ def _parameters(kernel: Any) -> list[tuple[str, bool]]:
 @app.command("import")
 def import_(
     op: o.OpName,
-    files: Annotated[list[Path], o.argument("FILE...", "Files that `cache export` wrote.")],
+    files: Annotated[list[Path], o.argument("FILE...", "Files of `cache export`, or JSON in its form.")],
     gpu: Annotated[str, typer.Option("--gpu", help="The GPU of the configs, by the name of its folder.")],
     force: Annotated[bool, o.flag("--force", "Store configs of another GPU, too, and replace stored configs.")] = False,
     configs: o.Configs = None,
@@ -221,7 +224,7 @@ def import_(
             try:
                 _require_fit(chosen, entry)
             except ValueError as error:
-                raise ValueError(f"{file}: {error}") from error
+                raise ValueError(f"{file}: {entry.case.label}: {error}") from error
             if force or entry.key not in present:
                 taken.append(entry)
     if taken:
@@ -278,7 +281,7 @@ def _require_fit(op: Op, entry: CacheEntry) -> None:
         raise ValueError(f"options: {given}: expected a value for each of {', '.join(op.options) or 'none'}")
     reason = Chooser.of(op, variant).defect(entry)
     if reason is not None:
-        raise ValueError(f"{entry.case.label}: {reason}")
+        raise ValueError(reason)
 
 
 def _chosen(op: str | None, gpu: str | None, configs: Path | None) -> list[Path]:
