@@ -4,6 +4,7 @@ The search knows no operator, GPU or file. An `Evaluator` evaluates the configs,
 code. Optuna, whose samplers `study.py` extends, is imported when a search begins.
 """
 
+import math
 import operator
 import random
 import time
@@ -160,8 +161,9 @@ def explore(
                 evaluations[config] = evaluation
                 state.tell(config, evaluation.time_us)
                 began = time.monotonic() if began is None and evaluator.is_ready() else began
-                spent = search.budget_s is not None and began is not None and time.monotonic() - began > search.budget_s
-                enough = enough or spent or state.is_gain_small()
+                enough = enough or state.is_gain_small()
+            spent_s = 0.0 if began is None else time.monotonic() - began
+            enough = enough or spent_s > (search.budget_s or math.inf)
             if enough:
                 flying.give_up()
     finally:

@@ -86,6 +86,25 @@ def test_every_core_compiles_as_long_as_nothing_waits_to_be_measured() -> None:
     assert in_flight(lambda _config: True, 2) == loop.AHEAD
 
 
+def test_a_budget_ends_a_search_whose_compilations_hang() -> None:
+    class Hangs(OnItsWay):
+        def done(self) -> bool:
+            return self.config == POOL[0]
+
+        def evaluate(self) -> "Future[Evaluation]":
+            self.evaluation.set_result(Evaluation("passed", 10.0))
+            return self.evaluation
+
+    ends = time.monotonic() + 10
+
+    def meanwhile() -> None:
+        if time.monotonic() > ends:
+            raise EnoughError
+
+    found = explore(Candidates(POOL, POOL[:1]), Search(budget_s=0.1), StandIn(Hangs, use_idle_time=meanwhile))
+    assert list(found) == POOL[:1]
+
+
 def test_what_is_refused_does_not_wait_for_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = OnItsWay(POOL[0])
 
