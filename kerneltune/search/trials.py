@@ -29,7 +29,7 @@ from kerneltune.processes import commit
 from kerneltune.records import TrialStatus
 from kerneltune.search.study import choice_order
 from kerneltune.search.task import Evaluation, Knobs, Task, Trial, knob_pairs, knobs_of, present, store_path
-from kerneltune.spec import MOST, Config, Op, TaskKey, TaskRow, Variant
+from kerneltune.spec import MOST, Config, Knob, Op, TaskKey, TaskRow, Variant
 
 TRANSIENT: frozenset[TrialStatus] = frozenset(("skipped", "crashed"))
 """Statuses whose cause may be another process that held the memory or kept the machine busy, instead of the config."""
@@ -206,15 +206,15 @@ def _trials(storage: JournalStorage | None, path: Path, read: dict[int, int]) ->
 def _trial(about: Mapping[str, Any], stored: FrozenTrial, path: Path) -> Trial:
     """Return a stored trial of a study that is described by its user attributes."""
     evaluation = {field: stored.user_attrs[name] for name, field in _RESULT.items() if name in stored.user_attrs}
-    evaluation["status"] = STATUS_NOW.get(evaluation["status"], evaluation["status"])
     evaluation["time_us"] = time_us = stored.value if stored.state is TrialState.COMPLETE else None
     if ended := stored.datetime_complete:
         evaluation["date"] = ended.astimezone(UTC).isoformat(timespec="seconds")
     try:
+        evaluation["status"] = STATUS_NOW.get(evaluation["status"], evaluation["status"])
         study = msgspec.convert(about, _Study)
-        knobs = tuple(stored.params.items())
+        knobs = tuple(msgspec.convert(stored.params, dict[str, Knob]).items())
         trial = Trial(TaskKey.of(study.op, study), knobs, msgspec.convert(evaluation, Evaluation), study.fingerprint)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, TypeError) as error:  # a list or a mapping in the place of a status
         raise ValueError(f"{path}: not a trial: {error}; {_MOVE}") from error
     if time_us is not None and not 0 < time_us < MOST:
         raise ValueError(f"{path}: not a trial: time_us: {time_us!r}: expected microseconds above 0, or null; {_MOVE}")

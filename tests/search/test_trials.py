@@ -202,6 +202,8 @@ def test_a_broken_line_that_is_not_the_last_is_named(path: Path, broken: str) ->
         ("axes", {"M": True}),
         ("fingerprint", {"driver": 1}),
         *((field, 7) for field in ("op", "variant", "dtype", "quant", "policy", "status", "detail", "commit")),
+        *(("status", value) for value in (["passed"], {}, None)),
+        ("block", [[0], [1], [2]]),
         *((field, "7") for field in ("resources", "spill_bytes", "shared_bytes")),
     ],
 )
@@ -215,6 +217,9 @@ def test_a_value_of_another_type_in_a_journal_is_one_line(field: str, value: obj
             line["user_attrs"][field] = value
         if field == "time_us" and "value" in line:
             line["value"] = value
+        if field in line.get("distributions", {}):
+            choices = {"name": "CategoricalDistribution", "attributes": {"choices": value}}
+            line["distributions"][field] = json.dumps(choices)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(ValueError) as caught:
         open_store(path)
