@@ -25,7 +25,7 @@ from kerneltune.measuring.rounds import POLICIES, Contender, interleave
 from kerneltune.processes import end, start
 from kerneltune.records import Record
 from kerneltune.search.task import Evaluation, Run, Task
-from kerneltune.spec import Config
+from kerneltune.spec import MOST, Config
 from kerneltune.stats import Samples
 
 TRIED_WHOLE = 20
@@ -111,7 +111,8 @@ class GpuBench:
             times = [screened.sample_us()]
             while len(times) < samples and not (best_us and times[0] > _REJECTED_AT * best_us):
                 times.append(screened.sample_us())
-            return Evaluation("passed", time_us=float(np.median(times)))
+            time_us = float(np.median(times))
+            return Evaluation("passed", time_us) if 0 < time_us < MOST else Evaluation("failed", reason=f"measured {time_us} µs")
         except RuntimeError as error:
             if out_of_memory_reason(error):
                 raise

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bench_jobs
@@ -56,6 +57,16 @@ def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeyp
     assert began.wait(10), "begun before a case is known"
     with pytest.raises(RuntimeError, match=r"^no C compiler$"):
         gpu.prepare(TASK)
+
+
+@pytest.mark.parametrize("time_us", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_no_store_takes_is_a_failure(time_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning_bench, "open_driver", lambda: None)
+    monkeypatch.setattr(tuning_bench, "input_sets", lambda _task: [{}])
+    monkeypatch.setattr(tuning_bench, "contender", lambda *_, **__: SimpleNamespace(sample_us=lambda: time_us))
+    monkeypatch.setattr(GpuBench, "check", lambda *_: Outcome("checked"))
+    monkeypatch.setattr(tuning_bench, "Checker", lambda *_, **__: None)
+    assert GpuBench().measure(TASK, Knobs("run", 1), None) == Evaluation("failed", None, f"measured {time_us} µs")
 
 
 def test_a_worker_that_was_begun_early_is_the_one_that_is_asked(worker: GpuWorker) -> None:
