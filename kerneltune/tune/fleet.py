@@ -20,7 +20,7 @@ from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 from kerneltune.tune.session import TuningResult, TuningSession
 
 ATTEMPTS = 3
-"""Number of processes that may die over a task, and of times that the process of a GPU is started."""
+"""Number of processes that may die over a task, and of processes of a GPU that may die without a finished task between."""
 
 
 class GpuTuner:
@@ -113,12 +113,16 @@ class Fleet:
                     ahead = len(self._workers) - 1  # tasks that the other processes will take before
                     task, following = self._queue.popleft(), list(self._queue)[ahead : ahead + 1]
                 self._finish(task, worker.ask("perform", task, following))
+                self._deaths[gpu] = 0
             except WorkerCrashedError as error:
                 if not worker.is_closed:
                     self._on_dead(gpu, task, str(error))
 
     def _on_dead(self, gpu: str, task: Task | None, reason: str) -> None:
-        """Put the task of a dead process back into the queue, or give the task up."""
+        """Put the task of a dead process at the end of the queue, or give the task up.
+
+        The other tasks come first: they tell whether the task or the GPU is broken.
+        """
         self._deaths[gpu] += 1
         self._reason = reason
         self._progress.note(f"GPU {gpu}: {reason}")
@@ -127,7 +131,7 @@ class Fleet:
         self._attempts[task.key] += 1
         if self._attempts[task.key] < ATTEMPTS:
             with self._lock:
-                self._queue.appendleft(task)
+                self._queue.append(task)
         else:
             problem = f"not tuned: {task.key.label}: {ATTEMPTS} processes died over it, the last: {reason}"
             self._finish(task, TuningResult(problem=problem))

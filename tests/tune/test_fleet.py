@@ -136,6 +136,16 @@ def test_a_case_that_kills_every_process_is_given_up_and_the_rest_is_done(
     assert sum("died" in note for note in progress.notes) == 4
 
 
+def test_a_case_that_kills_every_process_of_the_only_gpu_costs_no_other_case(
+    options: Options, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DEADLY, "m8")
+    run = fleet_of(["0"], options)
+    run.run(WORKS)
+    assert [done.entry.case.name for done in run.finished if done.entry] == ["m16", "m32", "m64", "m128"]
+    assert [done.problem.partition(":")[0] for done in run.finished if done.problem] == ["not tuned"]
+
+
 def test_a_gpu_of_another_model_is_left_out(options: Options, log: Path) -> None:
     run = Fleet(["0", "1"], options, progress := Spoken(), fleet_jobs.odd)
     run.run(WORKS)
