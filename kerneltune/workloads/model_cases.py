@@ -9,9 +9,7 @@ from kerneltune.workloads.model_config import Experts, Model
 _GROUPS = (128, 64, 32)
 """Values that share a scale in an int4 weight, as many as `Int4Linear` takes unless told, if the weight's depth allows."""
 _MOST_EXPERTS = 1024
-_FEW = 128
-"""Most tokens of int4 products."""
-_LONGEST_NAME = 150
+_LONGEST_NAME, _LONGEST_KIND = 150, 70
 
 CaseFields = tuple[tuple[str, object], ...]
 
@@ -36,9 +34,10 @@ def model_sweep_text(model: Model, tokens: Sequence[int], batches: Sequence[int]
         layers = named.setdefault((op, fields), [])
         if layer not in layers:
             layers.append(layer)
-    family = re.sub(r"[^\w.-]+", "-", f"{model.kind or 'model'}-{model.hidden}")[:79].strip("-.")
+    kind = re.sub(r"[^\w.-]+", "-", model.kind, flags=re.ASCII).strip("-.") or "model"
+    family = f"{kind[:_LONGEST_KIND]}-{model.hidden}"
     shared = f", experts on {ep} GPUs" if ep > 1 and model.experts is not None else ""
-    head = f"# {model.kind}: {', '.join(map(str, tokens))} tokens{shared}. Written by `kerneltune cases`."
+    head = f"# {kind}: {', '.join(map(str, tokens))} tokens{shared}. Written by `kerneltune cases`."
     ops = ", ".join(dict.fromkeys(op for op, _ in named))
     text = [head, f"# Read as {model.read_as}.", f"family: {family}", f"ops: [{ops}]", "", "bench:"]
     for (op, fields), layers in named.items():

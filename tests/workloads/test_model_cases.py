@@ -97,6 +97,20 @@ def test_cases_of_a_model_with_layer_norm_have_no_rms_norm(tmp_path: Path) -> No
     assert {op for op, _ in cases(tmp_path, fields)} == {"int4_gemm"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        ("qwén", "qw-n-2560"), ("a family: b", "a-family-b-2560"), ("new\nops: [x]", "new-ops-x-2560"), ("  ", "model-2560"),
+        ("\ud800", "model-2560"), ("../x", "x-2560"), ("q" * 100, f"{'q' * 70}-2560"),
+    ],
+)  # fmt: skip
+def test_family_of_a_model_type_with_other_characters_is_a_plain_name(tmp_path: Path, kind: str, family: str) -> None:
+    text = model_sweep_text(read(written(tmp_path, {**SMALL, "model_type": kind})), [4096], [1])
+    (tmp_path / "made.yaml").write_text(text)
+    assert sweep.load(tmp_path / "made.yaml", OPS).family == family
+    assert text.splitlines()[2] == f"family: {family}"
+
+
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss"])
 def test_norms_of_a_type_that_has_rms_norms_are_read_without_their_epsilon(tmp_path: Path, kind: str) -> None:
     fields = {key: value for key, value in EXPERTS.items() if key != "rms_norm_eps"} | {"model_type": kind}
