@@ -23,6 +23,8 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "
 _SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size")
 _SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _INNER = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
+_OF_ALL_PARTS = ("dtype", "torch_dtype", "model_type", "logit_scale_init_value")
+"""Fields of a composite model that hold for its text model unless that has its own."""
 _RMS = ("rms_norm_eps", "layernorm_rms_eps")
 _PARTS = ("attn_config", "ffn_config")
 """Objects inside a file that hold a part of its sizes, as DBRX has them."""
@@ -41,7 +43,7 @@ _TRAITS: Mapping[str, tuple[str, ...]] = {
     "wide norms": ("olmo2", "olmo3", "olmoe", "flex_olmo", "olmo_hybrid", "minimax_m2"),
     "zero-centered": ("gemma", "diffusion_gemma", "vaultgemma", "t5gemma", "qwen3_next", "qwen3_5", "recurrent_gemma"),
     # a single matrix for gate and up; for query, key and value
-    "fused mlp": ("phi3", "phi4", "glm4", "glm", "chatglm", "-glm4_moe", "-glm4v_moe", "-glm_moe"),
+    "fused mlp": ("modernbert", "phi3", "phi4", "glm4", "glm", "chatglm", "-glm4_moe", "-glm4v_moe", "-glm_moe"),
     "fused attention": (
         "bloom", "chatglm", "codegen", "dbrx", "falcon", "-falcon_h1", "fuyu", "gpt2", "gpt_bigcode", "gpt_neox", "mpt",
         "openai-gpt", "persimmon", "phi3", "phi4",
@@ -61,10 +63,21 @@ _TRAITS: Mapping[str, tuple[str, ...]] = {
     "dense beside": ("longcat",),
     "four times": ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "openai-gpt"),
     "half": ("moshi", "recurrent_gemma"),
-    # models that only encode, which are refused; any other encoder has the field `type_vocab_size`
-    "encoder": ("bert", "distilbert", "eurobert", "modernbert", "mpnet"),
+    # models that only encode and have none of the fields of `_encodes`
+    "encoder": (
+        "aimv2", "beit", "bert", "clip", "distilbert", "esm", "eurobert", "groupvit", "modernbert", "-modernbert-decoder",
+        "mpnet", "owlv", "siglip", "tipsv2", "videoprism", "xclip",
+    ),
 }  # fmt: skip
 """Trait -> beginnings of the model types that have it; the longest beginning decides, and `-` excepts types."""
+_OF_ENCODERS = (
+    "type_vocab_size", "projection_dim", "projection_size", "logit_scale_init_value", "num_mel_bins", "feat_extract_norm",
+)  # fmt: skip
+"""Fields that only encoders of texts, of sounds, and of pictures beside texts have."""
+_OF_SIGNALS = (
+    "image_size", "patch_size", "num_channels", "in_channels", "patch_length", "conv_kernel_size", "max_source_positions",
+)  # fmt: skip
+"""Fields of models of pictures, sounds and series; a language model that has them, such as Fuyu, also has a vocabulary."""
 _RECURRENT = ("linear_num", "mamba_", "ssm_", "lru_", "conv_L_cache", "conv_dim")
 """Beginnings of fields that tell of layers without attention."""
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "float32": "float32", "float": "float32"}
@@ -128,8 +141,8 @@ _Layers = tuple[str, list[tuple[str, int, int]], dict[str, tuple[int, int]]]
 def read(path: Path) -> Model:
     """Return the model that a `config.json` describes."""
     fields = _Fields(path, *_inner(_loaded(path)))
-    if fields.has("encoder") or fields.get("type_vocab_size") is not None:
-        fields.fail("model_type", fields.kind, "a language model that writes text, not an encoder")
+    if encodes := _encodes(fields):
+        fields.fail("model_type", fields.kind, f"a language model that writes text, not {encodes}")
     hidden, gated = fields.size(_HIDDEN), not fields.has("ungated")
     heads, norms, projections = _attention(fields, hidden)
     experts = _experts(fields)
@@ -162,6 +175,17 @@ def read(path: Path) -> Model:
     )
 
 
+def _encodes(fields: "_Fields") -> str:
+    """Return `an encoder` or `an encoder and a decoder`, with the field that tells; empty for a model that only writes text."""
+    if fields.get("is_encoder_decoder") is True:
+        return "an encoder and a decoder"
+    has_vocabulary = any(name.endswith("vocab_size") for name in fields.data)
+    field = fields.name_of(_OF_ENCODERS if has_vocabulary else _OF_ENCODERS + _OF_SIGNALS)
+    if field is None and not fields.has("encoder") and not fields.kind.endswith("encoder"):
+        return ""
+    return f"an encoder{f', as it has {field}' if field else ''}"
+
+
 def _loaded(path: Path) -> dict[str, Any]:
     path = path / "config.json" if os.path.isdir(path) else path
     text = read_text(path, _MOST_BYTES)
@@ -184,7 +208,7 @@ def _inner(data: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         if inner is None:
             parts = [data[name] for name in _PARTS if isinstance(data.get(name), dict)]
             return {name: value for part in parts for name, value in part.items() if name != "model_type"} | data, depth > 0
-        outer: dict[str, Any] = {name: data[name] for name in ("dtype", "torch_dtype", "model_type") if name in data}
+        outer: dict[str, Any] = {name: data[name] for name in _OF_ALL_PARTS if name in data}
         data = outer | inner
     return data, True
 
@@ -230,8 +254,7 @@ class _Fields:
         if value is None:
             kind = f"{self.kind!r}" if self.kind else "missing"
             told = f"{self.path}: {names[0]}: missing: looked for {', '.join(names)}"
-            known_to = "incomplete" if self.defaults else "an unknown architecture"
-            why = "an encoder and a decoder, not supported" if self.get("is_encoder_decoder") else known_to
+            why = "incomplete" if self.defaults else "an unknown architecture"
             raise ValueError(f"{told} (model_type: {kind}: {why})")
         return int(value)
 

@@ -206,6 +206,43 @@ def test_projections_follow_heads_that_differ_between_layers_values_and_low_rank
     }  # fmt: skip
 
 
+PICTURE = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+TEXT_BESIDE = {**PICTURE, "vocab_size": 49408, "model_type": "some_text"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "evidence"),
+    [
+        ({**PICTURE, "model_type": "vit", "image_size": 224, "patch_size": 16, "num_channels": 3}, ", as it has image_size"),
+        ({**PICTURE, "model_type": "never_heard_of", "patch_size": 14}, ", as it has patch_size"),
+        ({**PICTURE, "model_type": "beit", "vocab_size": 8192, "image_size": 224}, ""),
+        (
+            {"model_type": "clip", "logit_scale_init_value": 2.6592, "text_config": TEXT_BESIDE, "vision_config": PICTURE},
+            ", as it has logit_scale_init_value",
+        ),
+        ({"model_type": "siglip", "text_config": {**TEXT_BESIDE, "model_type": "siglip_text_model"}, "vision_config": {}}, ""),
+        ({**PICTURE, "model_type": "wav2vec2", "vocab_size": 32, "feat_extract_norm": "group"}, ", as it has feat_extract_norm"),
+        ({**PICTURE, "model_type": "some_sound_encoder"}, ""),
+        ({**TEXT_BESIDE, "is_encoder_decoder": True}, " and a decoder"),
+    ],
+)
+def test_encoders_of_pictures_sounds_and_texts_are_refused_by_name(tmp_path: Path, fields: dict[str, Any], evidence: str) -> None:
+    path = written(tmp_path, fields)
+    with pytest.raises(ValueError) as caught:
+        read(path)
+    kind, expected = fields.get("text_config", fields)["model_type"], "expected a language model that writes text, not an encoder"
+    assert str(caught.value) == f"{path}: model_type: '{kind}': {expected}{evidence}"
+
+
+def test_language_models_that_also_read_pictures_are_read(tmp_path: Path) -> None:
+    fuyu = {**SMALL, "model_type": "fuyu", "image_size": 300, "patch_size": 30, "num_channels": 3, "vocab_size": 262144}
+    assert read(written(tmp_path, fuyu)).hidden == 2560
+    llava = {"model_type": "llava", "text_config": SMALL, "vision_config": {**PICTURE, "image_size": 336, "projection_dim": 768}}
+    assert read(written(tmp_path, llava)).hidden == 2560
+    decoder = read(written(tmp_path, {**SMALL, "model_type": "modernbert-decoder", "vocab_size": 50368}))
+    assert decoder.projections["mlp.gate-up"] == (2 * 9728, 2560)
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -214,7 +251,7 @@ def test_projections_follow_heads_that_differ_between_layers_values_and_low_rank
         ({"model_type": "mystery"}, "hidden_size: missing: looked for hidden_size, n_embd, d_model, dim (model_type: 'mystery'"),
         (
             {"model_type": "t5", "d_model": 512, "num_heads": 8, "is_encoder_decoder": True},
-            "(model_type: 't5': an encoder and a decoder, not supported)",
+            "model_type: 't5': expected a language model that writes text, not an encoder and a decoder",
         ),
         ({**SMALL, "hidden_size": "big"}, "hidden_size: 'big': expected a whole number from 1 to"),
         ({**SMALL, "hidden_size": True}, "hidden_size: True: expected a whole number"),
