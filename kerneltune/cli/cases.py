@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from kerneltune.cli import options as o
-from kerneltune.cli.console import deliver
+from kerneltune.cli.console import deliver, note
 from kerneltune.files import replace_text
 
 _MOST_TOKENS = 1 << 24
@@ -27,10 +27,11 @@ def command(model: ModelFile, tokens: Tokens = TOKENS, ep: Ep = 1, batch: Batche
 
 
 def write_sweep(results: Path, model: Path, tokens: str, ep: int, batch: str) -> Path:
-    """Write the sweep of a model under `runs/models` of the results, and return its path."""
+    """Write the sweep of a model under `runs/models` of the results, say what was read, and return its path."""
     made = text(model, tokens, ep, batch)
-    family = made.partition("family: ")[2].partition("\n")[0]
-    path = results / "runs" / "models" / f"{family}.yaml"
+    _, read_as, family, *_ = made.splitlines()
+    note(f"{model}: {read_as.removeprefix('# ')}")
+    path = results / "runs" / "models" / f"{family.removeprefix('family: ')}.yaml"
     replace_text(path, made)
     return path
 

@@ -73,6 +73,10 @@ def command(
         family = str(cases.write_sweep(results_root(results), model, tokens, ep, batch))
         until_gain = until_gain or _MODEL_GAIN
         wanted = replace(wanted, variants=wanted.variants or (_OF_CALLS,))
+    else:
+        usual = {"tokens": cases.TOKENS, "ep": 1, "batch": cases.BATCHES}
+        given = {"tokens": tokens, "ep": ep, "batch": batch}
+        o.refuse("expected only with --model", **{name: value for name, value in given.items() if value != usual[name]})
     assert family is not None
     if Path(family).is_dir():
         from kerneltune.cli.adopt import tune_folder

@@ -340,7 +340,14 @@ def test_tune_with_dry_run_counts_the_configs_of_a_family_and_of_a_model(tmp_pat
     result = run("tune", "--model", tmp_path / "config.json", "--tokens", "512", *wanted)
     assert result.exit_code == 0, result.output
     assert "rmsnorm_fwd optimized: 1 case, " in result.stdout
+    assert f"{tmp_path}/config.json: Read as width 256; 4 heads of 64, 4 of keys and values; gated layers of 512" in result.stderr
     assert not list(tmp_path.rglob("*.log"))
+
+
+def test_tune_refuses_options_of_a_model_without_a_model() -> None:
+    for option, value, shown in (("--tokens", "512", "'512'"), ("--ep", "8", "8"), ("--batch", "none", "'none'")):
+        said = f"error: {option[2:]}: {shown}: expected only with --model"
+        assert refused("tune", "rmsnorm", option, value, "--dry-run") == said
 
 
 def test_operator_in_place_of_a_family_names_its_family() -> None:
