@@ -42,7 +42,8 @@ def command(
     Subprocesses are recorded as well. The kernels run with their authors' first configs, so nothing is timed, or as the authors
     tune them under --autotune. The capture holds shapes, strides, configs, grids, the values of integer and boolean tensors, and
     samples of other tensors of at most 1 MiB. The exit code is the program's, or 2 if a decorator names an argument that
-    its kernel lacks. The program's output is untouched; messages of this command go to standard error.
+    its kernel lacks, or 1 if a program that ended with 0 left nothing to capture. The program's output is untouched; messages of
+    this command go to standard error.
     """
     from kerneltune.adopt.folder import CLASSES, process_files, read_notes
     from kerneltune.adopt.program import require_program, run_program
@@ -63,22 +64,21 @@ def command(
     earlier = process_files(out)
     code = run_program(program, environment)
     notes = read_notes([path for path in process_files(out) if path not in earlier], [])
+    is_captured = bool(notes.launches) and _finish(out, notes.launches.keys(), ignore_arg or ())
     if notes.misnamed:
         error_line(f"error: {notes.misnamed[0]}: {notes.refused[notes.misnamed[0]]}")
         code = _BAD_INPUT
-    if notes.launches:
-        _finish(out, notes.launches.keys(), ignore_arg or ())
-    elif not notes.misnamed:
+    elif not notes.launches:
         more = f"; plain @triton.jit, captured under --plain: {first_of(notes.plain, _SHOWN)}" if notes.plain else ""
         if notes.has_compiled and not eager:
             more += "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
         error_line(f"nothing was captured: {_reason(notes.refused, sorted(notes.made), pattern, code)}{more}{kept}")
-    raise typer.Exit(code)
+    raise typer.Exit(code or int(not is_captured))
 
 
-def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> None:
-    """Remove stale classes from a capture, show the capture and write its sweep file.
+def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> bool:
+    """Remove stale classes from a capture, show the capture and write its sweep file; return whether it holds a launch.
 
     launched: digests of the classes that were launched just now; ignored: names that --ignore-arg gives.
     """
@@ -91,7 +91,7 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> Non
         if stale := remove_stale(out, launched):
             note(f"removed {counted(len(stale), 'class', 'classes')} of kernels whose source has changed since")
         captured = read_capture(out)
-        if not captured.classes:
+        if not any(launch.digest in launched for launch in captured.classes):
             raise ValueError("no tensor of a launch has an element")
         show_capture(captured, to_messages=True)
         file = write_capture_sweep(captured)
@@ -100,11 +100,12 @@ def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> Non
             note(f"--ignore-arg {name}: no captured kernel has this argument{meant(name, names)}")
     except ValueError as error:
         error_line(f"nothing was captured: {error}")
-        return
+        return False
     if all(launch.problem for launch in captured.classes):
         note(f"none of these launches can be checked or tuned: `kerneltune adopt lint {out}` says why")
     else:
         note(f"wrote {file}: `kerneltune sweep {out}` checks these launches, on a GPU it tunes and times them")
+    return True
 
 
 def _reason(refused: Mapping[str, str], made: Sequence[str], pattern: str, code: int) -> str:

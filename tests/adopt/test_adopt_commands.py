@@ -265,7 +265,7 @@ def test_capture_of_a_program_that_is_not_there_says_so_and_writes_nothing(progr
 def test_capture_of_a_program_without_kernels_says_so(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", "true")
     said = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune\n"
-    assert (result.exit_code, result.stderr) == (0, said)
+    assert (result.exit_code, result.stderr) == (1, said)
 
 
 def test_capture_of_kernels_inside_a_compiled_graph_names_the_option_that_sees_them(tmp_path: Path) -> None:
@@ -273,9 +273,9 @@ def test_capture_of_kernels_inside_a_compiled_graph_names_the_option_that_sees_t
     result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, "-c", code)
     said = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune"
     hint = "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (0, said + hint)
-    shown = run("capture", "--eager", "--out", tmp_path / "cap", "--", "sh", "-c", "exit $TORCHDYNAMO_DISABLE")
-    assert (shown.exit_code, hint in shown.stderr) == (1, False)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, said + hint)
+    shown = run("capture", "--eager", "--out", tmp_path / "cap", "--", "sh", "-c", "exit 4$TORCHDYNAMO_DISABLE")
+    assert (shown.exit_code, hint in shown.stderr) == (41, False)
 
 
 NOTEBOOK = """
@@ -353,7 +353,7 @@ def test_capture_of_kernels_of_another_name_names_the_kernels(tmp_path: Path) ->
     result = run("capture", "--out", tmp_path, "--kernel", "atn_fwd", *program)
     names = "train.<locals>.norm, train.attn_fwd; did you mean attn_fwd?"
     said = f"nothing was captured: --kernel 'atn_fwd' is the name of no kernel of the program: {names}\n"
-    assert (result.exit_code, result.stderr) == (0, said)
+    assert (result.exit_code, result.stderr) == (1, said)
     assert "the program launched no kernel" in run("capture", "--out", tmp_path, "--kernel", "attn*", *program).stderr
 
 
@@ -379,6 +379,7 @@ def test_capture_of_nothing_into_an_earlier_capture_says_so_without_a_table(tmp_
     ended = "the program ended with 1 before it launched a kernel of triton.autotune or kerneltune.autotune"
     kept = f"{tmp_path} keeps its earlier launches"
     assert (result.exit_code, result.stderr) == (1, f"nothing was captured: {ended}; {kept}\n")
+    assert run("capture", "--out", tmp_path, "--", "true").exit_code == 1  # else a CI would go on with the earlier launches
 
 
 def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path) -> None:

@@ -137,5 +137,10 @@ def test_program_that_launches_kernels_on_nothing_alone_is_told_so(folder: Path)
     (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
     captured = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
     said = captured.stderr.splitlines()[-1]
-    assert (captured.returncode, said) == (0, "nothing was captured: no tensor of a launch has an element")
+    assert (captured.returncode, said) == (1, "nothing was captured: no tensor of a launch has an element")
     assert run("sweep", "cap", "--check-only").exit_code == 2
+    (folder / "pairs.py").write_text(PAIRS)
+    assert capture(folder, "--out", "cap", "--", sys.executable, "pairs.py").returncode == 0
+    (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
+    again = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
+    assert (again.returncode, again.stderr.splitlines()[-1]) == (1, said)  # of this run: the folder keeps earlier launches
