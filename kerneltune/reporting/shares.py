@@ -30,10 +30,12 @@ def bound_of(record: Record) -> Bound:
 
 
 def share(record: Record, bound: Bound | None = None) -> float | None:
-    """Return the percent of the bound that a record reaches; None if the percentage is not known.
+    """Return the percent of the bound that a record reaches; None if it is not known or if the time holds work of the host.
 
     bound: the bound of the case; the bound of the record if None.
     """
+    if record.policy == "eager":
+        return None
     if (bound or bound_of(record)) == "ceiling":
         return record.pct_ceiling
     peak = peak_tflops(record)

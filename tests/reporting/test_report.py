@@ -165,6 +165,16 @@ def test_shares_are_of_the_peak_where_arithmetic_bounds_a_row() -> None:
     assert [(line["bound"], round(float(line["pct_bound"]), 1)) for line in swept_rows] == [("peak", 25.3), ("peak", 50.5)]
 
 
+def test_share_of_a_bound_is_not_shown_where_the_time_holds_work_of_the_host() -> None:
+    sides = [record(2000.0, policy="eager", pct_ceiling=0.9), record(1000.0, policy="eager", pct_ceiling=1.8)]
+    rows = tables.ab_rows(sides[:1], sides[1:])
+    text = tables.ab_table(rows).text(200)
+    assert ("ceiling" in text, "1.8" in text, "2.00x" in text) == (False, False, True)
+    assert "ceiling" not in tables.sweep_table(sides).text(200)
+    whole = tables.families_table({"steps": sides}, {"steps": ("baseline", "baseline")})
+    assert "bound" not in whole.text(200)
+
+
 def test_commit_hashes_have_seven_digits() -> None:
     text = tables.ab_table(tables.ab_rows([record(commit="a" * 40)], [record(50.0, commit="b" * 40 + "+")])).text(200)
     assert f"commit {'a' * 7} and {'b' * 7}+, 2026" in text
