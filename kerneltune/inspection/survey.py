@@ -16,8 +16,13 @@ from kerneltune.plan import Selection
 from kerneltune.progress import Progress
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case, Op
+from kerneltune.wording import counted
 
 _SILENT = Progress()
+_MANY = 40
+"""Number of compilations above which their number and time are said first."""
+_COMPILE_S = 1.0
+"""Seconds of a compilation in one process: 0.5 to 1 for RMSNorm and casts, 1 to 2 for products (2 busy cores, 2026-11-27)."""
 
 
 def cached_runs(ops: Iterable[Op], root: Path | None, gpu: str) -> list[Run]:
@@ -65,10 +70,15 @@ def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None = No
     for (task, _), job in zip(distinct.values(), jobs, strict=True):
         if not is_picklable(job):
             raise ValueError(f"{task.op.name} {task.variant.name}: inputs or run: expected functions of a module, not a lambda")
+    processes = min(len(distinct), workers or len(os.sched_getaffinity(0)))
+    if (count := len(distinct) * len(targets)) > _MANY:
+        kinds = f"{counted(len(distinct), 'config')} for {counted(len(targets), 'target')}"
+        about_s = count * _COMPILE_S / processes
+        progress.note(f"{count} compilations, {kinds}: about {about_s:.0f} s on {processes} cores, less what Triton has cached")
     for target in targets:
         progress.stage(f"compile for {target}", len(distinct))
         compiled = {}
-        with CompilePool(TARGETS[target], min(len(distinct), workers or len(os.sched_getaffinity(0)))) as pool:
+        with CompilePool(TARGETS[target], processes) as pool:
             for (key, (task, _)), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer
                 progress.advance(f"{task.op.name} {task.variant.name} {task.case.name}")

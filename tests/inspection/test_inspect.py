@@ -1,6 +1,7 @@
 """`kerneltune inspect` and `profile`: what they compile, what they say and refuse, and their exit codes."""
 
 import dataclasses
+import itertools
 import json
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
 from kerneltune.measuring.assembly import Access, Kernel
 from kerneltune.measuring.compiler import CompileResult
+from kerneltune.progress import Progress
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Variant
 
@@ -395,6 +397,29 @@ def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [command[:3] for command in commands] == [["", "rmsnorm_fwd", name] for name in ("baseline", "optimized")]
     assert json.loads(commands[0][3])["axes"] == [["M", 8192], ["N", 4096]]
     assert commands[1][4] == config()
+
+
+def test_survey_of_many_configs_first_says_how_many_compilations_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Noted(Progress):
+        def stage(self, name: str, total: int, kept: int = 0, work: int = 0) -> None:
+            said.append(name)
+
+        def note(self, text: str) -> None:
+            said.append(text)
+
+    monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((KERNEL,), 1.0)] * len(jobs))
+    op = ops.load()["rmsnorm_fwd"]
+    variant, case = op.variant("optimized"), Case("c", (("M", 8192), ("N", 4096)), "bfloat16")
+    runs = [Run(Task(op, case, variant), config) for config in itertools.islice(variant.configs(case), 30)]
+    survey.survey(runs, ["sm_90", "sm_100"], 2, Noted())
+    (first, *stages) = said
+    assert re.fullmatch(r"60 compilations, 30 configs for 2 targets: about \d+ s on 2 cores, less what Triton has cached", first)
+    assert stages == ["compile for sm_90", "compile for sm_100"]
+    said.clear()
+    survey.survey(runs[:3], ["sm_90"], 2, Noted())
+    assert said == ["compile for sm_90"]
 
 
 def test_survey_of_a_variant_whose_function_is_a_lambda_is_refused() -> None:
