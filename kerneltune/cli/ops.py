@@ -29,13 +29,15 @@ def command(
         return
     listed = o.load_facts()
     if name is None:
+        o.refuse("expected only with OP", dtype=dtype, quant=quant)
         head = ("op", "axes", "types", "modes", "variants", "peers")
         show_table(head, [_row(op) for op in listed.values()])
         missing = dict.fromkeys(package for op in listed.values() for variant in op.variants for package in variant.missing())
         if missing:
             show_wrapped(f"* not installed here: {', '.join(missing)}", "")
         return
-    op = o.load_ops()[o.choice("op", name, listed)]
+    o.choice("op", name, listed)  # before the operators' code is loaded, which takes seconds
+    op = o.load_ops()[name]
     case = o.case_of_sizes(op, sizes or [], dtype or op.dtypes[0], quant or op.quants[0])
     described = [_described(op, variant, case) for variant in op.variants]
     show_wrapped(f"{op.name}: {case.label}")

@@ -163,6 +163,17 @@ def test_ops_shows_knobs_for_a_case() -> None:
     assert any(line.endswith("valid configs") for line in lines)
 
 
+def test_ops_refuses_an_unknown_operator_without_its_code() -> None:
+    code = "import sys; from kerneltune.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, "ops", "softmax"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+
+
+def test_ops_refuses_a_type_or_a_mode_without_an_operator() -> None:
+    assert refused("ops", "--dtype", "float16") == "error: dtype: 'float16': expected only with OP"
+    assert refused("ops", "--quant", "fp8") == "error: quant: 'fp8': expected only with OP"
+
+
 def test_ops_refuses_what_is_unknown() -> None:
     known = ", ".join(operators())
     assert refused("ops", "softmax") == f"error: op: 'softmax': expected one of {known}"
