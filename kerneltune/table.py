@@ -16,6 +16,8 @@ CellValue = str | float | int | bool | None
 _LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
 _NUMBER = re.compile(r"[-+]?[0-9.,]*( ?%|x)?")
 """A cell that is a number, or that stands for a missing number."""
+_MARKUP = re.compile(r"[|<]|(?<![^\W_])_|_(?![^\W_])")
+"""Characters that end a cell, begin a tag or, as `_` at an end of a word, begin emphasis in Markdown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,11 @@ class Table:
                 empty = [at for at, column in enumerate(columns) if column.digits is not None and not cells[at]]
                 at = len(cells) - 1 if not empty or (columns[-1].digits is None and not cells[-1]) else empty[0]
                 cells[at] = printable(" ".join(f"{cells[at]} {row.note}".split()))
-            lines.append([cell.replace("|", "\\|") for cell in cells])
-        above, below = ("\n".join("- " + line.strip().replace("|", "\\|") for line in part) for part in (self.head, self.foot))
-        grid = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-        return "\n\n".join(filter(None, [f"### {self.title}" if self.title else "", above, grid, below])) + "\n"
+            lines.append(cells)
+        above, below = ("\n".join("- " + markdown_text(line.strip()) for line in part) for part in (self.head, self.foot))
+        grid = "\n".join(f"| {' | '.join(map(markdown_text, cells))} |" for cells in lines)
+        title = f"### {markdown_text(self.title)}" if self.title else ""
+        return "\n\n".join(filter(None, [title, above, grid, below])) + "\n"
 
     def csv(self) -> str:
         """Return a heading and a line per row, values unrounded; the note is the last column."""
@@ -164,6 +167,11 @@ class Table:
         """Return the columns of a form, and the printed cells of every row."""
         shown = self._of(form)
         return [self.columns[i] for i in shown], [[self.columns[i].cell(row.values[i]) for i in shown] for row in self.rows]
+
+
+def markdown_text(text: str) -> str:
+    """Return a text for Markdown, with a backslash before each character that would be markup."""
+    return _MARKUP.sub(r"\\\g<0>", text)
 
 
 def _lengths(column: Column, cells: Iterable[str]) -> list[int]:

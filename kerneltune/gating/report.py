@@ -14,7 +14,7 @@ from kerneltune.gating.rows import us_of
 from kerneltune.gating.verdict import A_PEER, AMBIGUOUS, PASS, REGRESSION, UNUSABLE, GateRow, RowVerdict, Verdict
 from kerneltune.records import grouped
 from kerneltune.reporting.tables import case_columns
-from kerneltune.table import Column, Row, Table, values
+from kerneltune.table import Column, Row, Table, markdown_text, values
 from kerneltune.wording import counted, wrapped
 
 _ANNOTATIONS = 10
@@ -47,8 +47,9 @@ def gate_markdown(verdict: Verdict) -> str:
     """Return the answer as Markdown: the summary, the table of `gate_text`, failures and notes."""
     table = _table(verdict)
     lines = [*(f"Failed: {failure}" for failure in verdict.failures), *(f"Note: {note}" for note in _notes(verdict))]
-    said = f"**{summary(verdict)}**".replace("|", "\\|")
-    return "\n\n".join(filter(None, [said, table.markdown().rstrip() if table.rows else "", "\n".join(lines)])) + "\n"
+    said = f"**{markdown_text(summary(verdict))}**"
+    below = "\n".join(map(markdown_text, lines))
+    return "\n\n".join(filter(None, [said, table.markdown().rstrip() if table.rows else "", below])) + "\n"
 
 
 def _table(verdict: Verdict) -> Table:
@@ -170,7 +171,8 @@ def _measures(row: GateRow) -> tuple[str, str, str]:
     if (change := row.change) is None:
         return "", "", ""
     interval = f"[{change.low:+.1%}, {change.high:+.1%}]"
-    return f"{us_of(change.old):.4g} → {us_of(change.new):.4g}", f"{change.slowdown:+.1%}", interval
+    old, new = (f"{us:.4g}" if us < 1e4 else f"{us:.0f}" for us in (us_of(change.old), us_of(change.new)))
+    return f"{old} → {new}", f"{change.slowdown:+.1%}", interval
 
 
 def _xml(text: str) -> str:

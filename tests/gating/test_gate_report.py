@@ -74,7 +74,7 @@ def test_markdown() -> None:
         "| verdict | op | case | dtype | quant | M | N | variant | µs | slowdown | 95 % interval | reason |\n"
         "| --- | --- | --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: | --- |\n"
         "| failed | rmsnorm_fwd | te-8192x4096 | bfloat16 | fp8 | 8192 | 4096 | eager |  |  |  "
-        "| y: 1 % of <words> \\| differ\\x00 |\n"
+        "| y: 1 % of \\<words> \\| differ\\x00 |\n"
         "| regression | rmsnorm_fwd | te-8192x4096 | bfloat16 | none | 8192 | 4096 | optimized | 100 → 110 | +10.0% "
         "| [+9.0%, +11.1%] | at least 9.0% slower, tolerated 3.0%; one process a side |\n"
         "| ambiguous | rmsnorm_fwd | te-8192x4096 | bfloat16 | fp8 | 8192 | 4096 | optimized | 100 → 103.5 | +3.5% "
@@ -82,6 +82,19 @@ def test_markdown() -> None:
         "| faster | rmsnorm_fwd | te-8192x4096 | bfloat16 | fp8_t | 8192 | 4096 | optimized | 100 → 90 | -10.0% "
         "| [-10.9%, -9.0%] |  |\n"
     )
+
+
+def test_times_of_steps_are_whole_microseconds() -> None:
+    text = gate_text(gate([record(238938.0)], [record(9999.4)], 0.03), 120)
+    assert "238938 → 9999 " in text
+
+
+def test_markdown_takes_no_name_for_markup() -> None:
+    """GitHub drops tags that it does not know, and shows `__main__` in bold without its underscores."""
+    op = "__main__.double-60b66e0e"
+    text = gate_markdown(gate([record(op=op)], [untimed("failed", "expected <class 'int'>", op=op)], 0.03))
+    assert r"| \_\_main\_\_.double-60b66e0e |" in text
+    assert r"expected \<class 'int'>" in text
 
 
 def parsed(verdict: Verdict) -> ElementTree.Element:
