@@ -246,7 +246,7 @@ def _added(records: Iterable[Record]) -> str:
 
 def _widened(changes: list[Change]) -> list[Change]:
     """Widen the intervals of rows with one process a side by the spread of the slowdowns of all these rows, if they show it."""
-    wide = [not met.basis and met.low < met.high for met in changes]
+    wide = [not met.basis and not _same_measurement(met.old, met.new) for met in changes]
     logs = [math.log1p(met.slowdown) for met, is_wide in zip(changes, wide, strict=True) if is_wide]
     if len(logs) < _SPREAD_ROWS:
         return [replace(met, unseen=_UNSEEN) if is_wide else met for met, is_wide in zip(changes, wide, strict=True)]

@@ -301,6 +301,15 @@ def test_a_gap_between_processes_is_no_certainty_however_quiet_the_rounds() -> N
     assert row.change.low < 0 < row.change.high
 
 
+def test_single_samples_of_one_process_a_side_are_no_certainty() -> None:
+    """Their intervals have no width, and two processes with the same code may differ by 5.7 %."""
+    old, new = (
+        record(us, spread=0.0, n=1, samples_us=[[us]], date=f"2026-11-2{day}T06:00:00Z") for us, day in ((100, 1), (105, 2))
+    )
+    assert gate([old], [new], 0.03).rows[0].verdict == "ambiguous"
+    assert gate([old], [old], 0.03).rows[0].verdict == "pass"
+
+
 def test_one_slow_row_among_many_needs_more_evidence_than_alone() -> None:
     old, new = by_process(100, 0, 0.006, -0.006), by_process(106, 0, 0.006, -0.006)
     (alone,) = gate([old], [new], 0.03).rows
