@@ -54,20 +54,28 @@ def command(
         sides = _measured(a, b, wanted, policy, results)
     else:
         records = [] if _is_file(a) and _is_file(b) else _loaded(source or (), family, results)
-        policies = [record.policy for record in records]
-        policy = policy or ("cold" if "cold" in policies or not policies else policies[0])  # training steps have no other
-        if a is None and b is None and (own := own_tables([r for r in selected(records, wanted) if r.policy == policy])):
+        if a is None and b is None and (own := own_tables(_of_policy(selected(records, wanted), policy))):
             deliver(join_tables(own, style, width()), output)
             return
         if a is None:
             first, second = default_pair([record for record in records if record.role != "part"])
             a, b = first, b or second
         assert b is not None  # without A there is a default of B
-        sides = _side(a, records, wanted), _side(b, records, wanted)
-    tables = _tables(a, b, *([record for record in side if policy in (None, record.policy)] for side in sides))
+        of_a, of_b = _side(a, records, wanted), _side(b, records, wanted)
+        policies = {record.policy for record in of_b}
+        of_a = _of_policy([record for record in of_a if record.policy in policies], policy)
+        sides = of_a, [record for record in of_b if record.policy == of_a[0].policy] if of_a else []
+    tables = _tables(a, b, *sides)
     if not any(tables.values()):
         raise ValueError(f"nothing to compare: {a} and {b} have no record of the same case, device and policy")
     deliver(_render((a, b), tables, style), output)
+
+
+def _of_policy(records: list[Record], policy: str | None) -> list[Record]:
+    """Return the records of a policy; without one those of `cold`, else of the first record: training steps have no other."""
+    policies = dict.fromkeys(record.policy for record in records)
+    chosen = policy or ("cold" if "cold" in policies else next(iter(policies), ""))
+    return [record for record in records if record.policy == chosen]
 
 
 def _is_file(name: str | None) -> bool:

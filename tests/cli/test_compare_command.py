@@ -107,6 +107,14 @@ def test_compare_two_files_variant_by_variant(write: Callable[..., Path]) -> Non
     assert run("compare", old, new, "--format", "markdown").stdout.startswith("### baseline\n\n- A: ")
 
 
+def test_compare_two_files_of_steps_under_another_policy(write: Callable[..., Path]) -> None:
+    old, new = (write(name, record(us, policy="eager")) for name, us in (("old.jsonl", 120), ("new.jsonl", 100)))
+    assert "1.20x +" in run("compare", old, new).stdout
+    mixed = write("mixed.jsonl", *both(100, 60), record(50, policy="eager", variant="optimized"))
+    assert "2.40x +" in run("compare", old, "optimized", "--from", mixed).stdout
+    assert refused("compare", old, new, "--policy", "hot").startswith("error: nothing to compare: ")
+
+
 def test_compare_a_file_with_a_variant(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = write("old.jsonl", record()), write("new.jsonl", *both(100, 50))
     monkeypatch.chdir(old.parent)
