@@ -128,6 +128,9 @@ def test_a_wrong_use_is_one_line(tmp_path: Path) -> None:
     assert refused("tune", "nowhere").endswith(NO_FAMILY)
     (tmp_path / "empty").mkdir()
     assert refused("sweep", tmp_path / "empty").endswith("/empty: no capture: expected a folder that `kerneltune capture` wrote")
+    for command in ("ops",), ("compare",), ("cache", "list"):
+        no_capture = f"error: {tmp_path / 'no'}: no capture: expected a folder that `kerneltune capture` wrote"
+        assert refused("--captured", tmp_path / "no", *command) == no_capture
     assert refused("sweep", "rmsnorm", "--budget", "soon").startswith("error: Invalid value for '--budget':")
     assert refused("tune", "nothere", "--dry-run").startswith("error: family: 'nothere': expected one of ")
     assert refused("gate") == "error: Missing argument 'baseline'."
