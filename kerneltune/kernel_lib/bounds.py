@@ -12,7 +12,6 @@ import functools
 import itertools
 import linecache
 import math
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +23,7 @@ import numpy as np
 
 from kerneltune.kernel_lib.faults import KernelFaultError, begin_time, check_keywords, fault_of, line_of, statement, time_limit
 from kerneltune.kernel_lib.races import Conflict, Races
-from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note, note_grid, note_stores, noting_host
+from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note, note_grid, note_stores, noting_host, untraced
 
 _REGION_BITS = 46
 """log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
@@ -219,13 +218,8 @@ class _Guard:
 
     def launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         """Launch a kernel; on device `meta`, the programs at the corners of the grid alone. Kernels are not traced."""
-        trace = sys.gettrace()
-        sys.settrace(None)
-        try:
-            with time_limit(lambda: f"{self._kernel}: {self._program()}"):
-                return self._launch(executor, *args, **kwargs)
-        finally:
-            sys.settrace(trace)
+        with untraced(), time_limit(lambda: f"{self._kernel}: {self._program()}"):
+            return self._launch(executor, *args, **kwargs)
 
     def _launch(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
         check_keywords(executor, kwargs)
