@@ -29,6 +29,8 @@ _SMALLEST: Mapping[Section, int] = {"check": 0, "bench": 1}
 _NAME = re.compile(r"[^\s{}]{1,200}")
 _LONGEST_NAME = 200
 _FAMILY = re.compile(r"[A-Za-z0-9_][\w.-]{0,79}", re.ASCII)
+_SIZE = re.compile(r"\+?([1-9][0-9_]*|0|0x[0-9a-fA-F_]+)")
+"""Size without the octal and sexagesimal forms of YAML, where 010 is 8 and 1:30 is 90."""
 _LARGEST = 2**48
 """Largest axis size; larger than any memory in bytes."""
 MAX_CASES = 100_000
@@ -217,13 +219,15 @@ class _Field:
         return [_Field(self.path, self.name, node) for node in self.node.value] if is_list else [self]
 
     def values(self) -> "list[tuple[_Field, Any]]":
-        """Return the items with their plain values, one or more and each once."""
+        """Return the items with their plain values, one or more and each once; an element type has torch's name."""
         if not (items := self.items()):
             self.fail("at least one value", "[]")
         distinct: list[tuple[_Field, Any]] = []
         seen: set[tuple[type, object]] = set()
         for item in items:
             value = item.scalar()
+            if self.name.endswith("dtype") and isinstance(value, str):
+                value = dtype_name(value)
             if (type(value), value) in seen:
                 item.fail("each value once", repr(value))
             seen.add((type(value), value))
@@ -233,9 +237,10 @@ class _Field:
     def text(self, placeholders: bool = False) -> str:
         """Return a name, which may have `placeholders` for sizes."""
         value = self.scalar()
+        if not self.node.value:
+            self.fail("a name", "empty")
         if not isinstance(value, str):
-            written, kind = self.node.value or "empty", _KINDS.get(type(value), "something else")
-            self.fail(f'text; YAML reads {kind}: write "{self.node.value}"', written)
+            self.fail(f'text; YAML reads {_KINDS.get(type(value), "something else")}: write "{self.node.value}"', self.node.value)
         if len(value) > _LONGEST_NAME:
             self.fail(f"at most {_LONGEST_NAME}", f"{len(value)} characters")
         if printable(value) != value:
@@ -263,6 +268,8 @@ class _Field:
         for item, value in self.values():
             if type(value) is not int or value < smallest:
                 item.fail(f"an integer of {smallest} or more", repr(value))
+            if not _SIZE.fullmatch(item.node.value):
+                item.fail("a size in decimal or hexadecimal digits", f"{item.node.value}, which YAML reads as {str(value)[:40]}")
             if value > _LARGEST:
                 item.fail(f"at most {_LARGEST}", str(value)[:40])
             sizes.append(value)
@@ -280,8 +287,7 @@ class _Field:
     def choices(self, op: Op, among: Sequence[Op]) -> list[Option]:
         """Return the values that `op` offers; drop values that only other operators of `among` offer."""
         taken = []
-        for item, given in self.values():
-            value = dtype_name(given) if self.name == "dtype" and isinstance(given, str) else given
+        for item, value in self.values():
             match = _match(value, _offered(op, self.name))
             if match is not None:
                 taken.append(match)
@@ -320,7 +326,7 @@ def _headline(field: _Field | None) -> dict[str, tuple[str, ...]]:
         for item, value in patterns.values():
             if not isinstance(value, str):
                 item.fail("a text", repr(value))
-        named[key] = tuple(dtype_name(value) if key == "dtype" else value for _, value in patterns.values())
+        named[key] = tuple(value for _, value in patterns.values())
     return named
 
 

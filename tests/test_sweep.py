@@ -125,6 +125,12 @@ def test_element_types_have_short_names(tmp_path: Path) -> None:
     assert [entry.case.dtype for entry in found.bench] == ["bfloat16", "float32", "float16"]
 
 
+def test_sizes_have_decimal_or_hexadecimal_digits(tmp_path: Path) -> None:
+    found = read(tmp_path, f"{HEAD}bench:\n  - {{name: 'a{{M}}', op: rmsnorm_bwd, M: [+8, 1_024, 0x10], N: 1}}\n")
+    assert [entry.case["M"] for entry in found.bench] == [8, 1024, 16]
+    assert read(tmp_path, check("{name: a, op: rmsnorm_bwd, M: 0, N: 1}")).check[0].case["M"] == 0
+
+
 def test_sizes_may_be_lists_where_the_name_says_them(tmp_path: Path) -> None:
     found = read(tmp_path, HEAD + "bench: [{name: 'x-{M}x{N}', op: rmsnorm_bwd, M: [1, 2], N: [3, 4]}]").bench
     assert [(entry.case.name, entry.case.axes) for entry in found] == [
@@ -205,10 +211,18 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (f"{HEAD}check: [5]\n", ":3: check: '5': expected fields with values"),
         (check("{M: 1, N: 1}"), ":4: name: missing: expected a name"),
         (check("{name: 1, M: 1, N: 1}"), ':4: name: 1: expected text; YAML reads an integer: write "1"'),
+        (check("{name: , M: 1, N: 1}"), ":4: name: empty: expected a name"),
+        (check("{name: '', M: 1, N: 1}"), ":4: name: empty: expected a name"),
         (check("{name: a b, M: 1, N: 1}"), ":4: name: 'a b': expected a name without blanks"),
         (check("{name: a, M: 1}"), ":4: N: missing: expected the size of this axis of rmsnorm_fwd"),
         (check("{name: a, M: 1, N: 1, M: 2}"), ":4: M: '2': expected each field once"),
         (check("{name: a, M: -1, N: 1}"), ":4: M: -1: expected an integer of 0 or more"),
+        (check("{name: a, M: 010, N: 1}"), ":4: M: 010, which YAML reads as 8: expected a size in decimal or hexadecimal digits"),
+        (
+            check("{name: a, M: 1:30, N: 1}"),
+            ":4: M: 1:30, which YAML reads as 90: expected a size in decimal or hexadecimal digits",
+        ),
+        (check("{name: a, M: 1, N: 1, dtype: [bf16, bfloat16]}"), ":4: dtype: 'bfloat16': expected each value once"),
         (check("{name: a, M: true, N: 1}"), ":4: M: True: expected an integer of 0 or more"),
         (check("{name: a, M: '8', N: 1}"), ":4: M: '8': expected an integer of 0 or more"),
         (check("{name: a, M: 1.5, N: 1}"), ":4: M: 1.5: expected an integer of 0 or more"),
