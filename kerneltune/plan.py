@@ -1,7 +1,7 @@
 """Plan the work of a command: the operators, the selected part of a sweep, and the options of the run."""
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -169,13 +169,18 @@ def load_plan(ops: Mapping[str, Op], selection: Selection, options: Options | No
         offered = dict.fromkeys(v.name for e in entries for v in ops[e.op].variants)
         if not fnmatch.filter(offered, name):
             raise unknown("variant", name, offered, f" in family {loaded.family}")
+    for entry in require_case(selection, loaded.path, entries):
+        check_case(ops[entry.op], entry.case)
+    return Plan(ops, loaded, selection, options or Options())
+
+
+def require_case(selection: Selection, place: object, entries: Sequence[SweepCase]) -> list[SweepCase]:
+    """Return the selected cases, one or more; `place` is the file that a message names."""
     chosen = [entry for entry in entries if selection.takes_case(entry.op, entry.case)]
     if not chosen:
         fields = {"op": selection.ops, "case": selection.cases, "dtype": selection.dtypes, "quant": selection.quants}
         wanted = " ".join(f"{field}={','.join(values)}" for field, values in fields.items() if values)
         cases = {entry.case.name for entry in entries}
         near = next(filter(None, (meant(pattern, cases) for pattern in selection.cases)), "")
-        raise ValueError(f"{loaded.path}: no case with {wanted}{near}")
-    for entry in chosen:
-        check_case(ops[entry.op], entry.case)
-    return Plan(ops, loaded, selection, options or Options())
+        raise ValueError(f"{place}: no case with {wanted}{near}")
+    return chosen

@@ -197,6 +197,27 @@ def test_gpu_without_configs_and_records_has_nothing_stale(selection: Selection,
     assert result.stdout.endswith("records made\nnothing is stale for nvidia_h200\n")
 
 
-def test_options_that_mean_nothing_beside_stale_are_refused(selection: Selection) -> None:
-    result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", "--trials", "3"])
-    assert (result.exit_code, result.stderr) == (2, "error: trials: 3: not with --stale\n")
+def test_list_without_anything_stale_says_so(selection: Selection, tmp_path: Path) -> None:
+    folders = ["--configs", str(tmp_path / "none"), "--results", str(tmp_path / "empty")]
+    result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", "--check-only", *folders])
+    assert (result.exit_code, "".join(result.stdout.split())) == (0, f"nothingisstalefor{GPU}in{tmp_path}/empty")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(("--trials", "3"), "trials: 3: not with --stale"), (("--no-tune",), "no-tune: not with --stale")],
+)
+def test_options_that_mean_nothing_beside_stale_are_refused(selection: Selection, more: tuple[str, ...], said: str) -> None:
+    result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *more])
+    assert (result.exit_code, result.stderr) == (2, f"error: {said}\n")
+
+
+@pytest.mark.parametrize("family", ["", "tiny"])
+def test_selection_without_a_case_is_refused_beside_stale(
+    selection: Selection, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stale.sweep, "families", lambda: [selection.family])
+    asked = [selection.family] if family else []
+    result = CliRunner().invoke(app, ["sweep", *asked, "--stale", "--check-only", "--case", "nope"])
+    place = selection.family if family else "families"
+    assert (result.exit_code, result.stderr) == (2, f"error: {place}: no case with case=nope\n")

@@ -62,7 +62,7 @@ def command(
     folder = o.capture_of(family)
     given: dict[str, Any] = {"policy": policy, "peers": peers, "budget_s": budget, "check_only": check_only, "workers": workers}
     if stale:
-        o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials)
+        o.refuse("not with --stale", mutate=mutate, quick=quick, trials=trials, no_tune=not tune)
         if folder:
             raise ValueError(f"family: {family!r}: expected a family of sweeps/; `tune {family} --force` searches it again")
         known = o.load_ops()
@@ -117,6 +117,8 @@ def _refresh(known: Mapping[str, Op], selection: Selection, options: Options) ->
     by_gpu = [stale.find(plans, gpu) for gpu in gpus]
     if (table := _stale_table(by_gpu)).rows:
         show(table.text(width()))
+    elif not works:
+        show_wrapped(f"nothing is stale for {', '.join(gpus) or 'any GPU'} in {options.results}")
     for family in (family for one in by_gpu for family in one.families if family.orphans):
         note(f"{family.plan.family}: {counted(family.orphans, 'record')} of no case of {family.plan.sweep.path}")
     if not works:
