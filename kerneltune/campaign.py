@@ -44,6 +44,8 @@ _CONFIGS_PER_CASE = 3
 _CHECK_TIMEOUT_S = 300.0
 _CHECK_POLICY = "cold"
 """Policy in the records of checks."""
+_CHECKS = "check.journal"
+"""Name of the journal of checks."""
 _NOT_COMPARED = ("inputs: ", "reference: ", "compare: ", "outputs: ", LAUNCH_FAILURE, "outside of ", "program (")
 """Texts in the reason of a check that failed before it compared outputs, or by an access."""
 _WORTH_A_POOL = 10
@@ -212,6 +214,7 @@ class _Campaign:
         path = plan.journal("check")
         wanted = {TaskKey(entry.op, "", entry.case, _CHECK_POLICY) for entry in plan.sweep.check}
         records.merge(path, checked, lambda record: record.key.of_case in wanted)
+        self.end_checks()
         return SweepResult(checked, [path], [*coverage, *lines])
 
     def measure_headline(self, first_table: FirstTable | None) -> SweepResult:
@@ -240,15 +243,16 @@ class _Campaign:
             self.worker.end()
             run_tune(plan, self.progress)
         measured, files = self.measure_and_write(entries)
+        self.end_checks()
         return SweepResult([*failed, *measured], files)
 
     def check(self, work: Sequence[Runs], further: Sequence[Job] = ()) -> tuple[list[Record], list[str]]:
         """Check every case, and run the `further` jobs. On a GPU `further` is empty.
 
-        A journal keeps the records until all cases are checked. Return the records, and a line for each variant whose configs
-        were checked on several cases.
+        A journal keeps the records until `end_checks`. Return the records, and a line for each variant whose configs were
+        checked on several cases.
         """
-        is_gpu, family, journal = device.current().is_gpu, self.plan.family, self.plan.journal("check.journal")
+        is_gpu, family, journal = device.current().is_gpu, self.plan.family, self.plan.journal(_CHECKS)
         known = _known_rows(work, journal)
         cases = [(case_job(runs), rows) for runs, rows in known]
         lacking = [job for job, rows in cases if rows is None]
@@ -266,7 +270,6 @@ class _Campaign:
             else:
                 done[job] = outcomes
             self.progress.advance(job.label, job.checks)
-        journal.unlink(missing_ok=True)
         checked = [row for job, rows in cases for row in (made[job] if rows is None else rows)]
         coverage, told = [], [_told(row) for row in checked]
         for job, outcome in [(one, outcome) for one in further for outcome in done[one]]:
@@ -280,6 +283,10 @@ class _Campaign:
         if further and len(lacking) == len(work):
             coverage += coverage_lines([*further, *lacking])
         return checked, coverage
+
+    def end_checks(self) -> None:
+        """Remove the journal of the checks, as the run is over."""
+        self.plan.journal(_CHECKS).unlink(missing_ok=True)
 
     def check_compiled(self, work: Sequence[Runs]) -> list[Record]:
         """Compile default configs of other projects' operators, each on the largest check case of each mode.
@@ -313,7 +320,7 @@ class _Campaign:
         """Measure and show the headline cases without variants that compile for seconds, unless that is the whole run."""
         headlines = self.plan.headline()
         slow = dict.fromkeys(v.name for entry in headlines for v in self.plan.variants(entry.op) if v.compiles)
-        resumes = any(self.plan.journal(name).exists() for name in ("journal", "check.journal"))
+        resumes = any(self.plan.journal(name).exists() for name in ("journal", _CHECKS))
         if first_table is None or resumes or (not slow and len(entries) <= len(headlines)):
             return
         without = f" without {', '.join(slow)}, which compile for seconds a case" if slow else ""

@@ -226,7 +226,7 @@ def test_sweep_shows_a_first_table_before_checks_unless_an_interrupted_run_goes_
     records.append(journal, [row("baseline")])
     happened.clear()
     run_sweep(load_plan(OPS, selection, given), Progress(), lambda _: happened.append("table"))
-    assert happened == ["check", "whole"]
+    assert happened == ["whole"]
 
 
 # what an interrupted run left
@@ -331,6 +331,33 @@ def test_what_is_measured_is_compiled_side_by_side_before(
     told.clear()
     measure_live(load_plan(OPS, Selection(str(path), cases=("n256",)), options), Progress(), "test")
     assert told == [("measured", "")], "few kernels are compiled where they are launched"
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_checks_are_not_repeated_after_an_interrupted_measurement(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, checked = tmp_path / "tiny.yaml", list[str]()
+    path.write_text(STREAM)
+
+    def checks(runs: Any, _check: object) -> list[Outcome]:
+        checked.append(runs[0].task.case.name)
+        return [Outcome("checked") for _ in runs]
+
+    def interrupted(*_: object) -> list[Record]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(campaign, "check_only", checks)
+    monkeypatch.setattr(campaign, "compare_in_worker", interrupted)
+    plan = load_plan(OPS, Selection(str(path)), replace(options, tune=False))
+    with pytest.raises(KeyboardInterrupt):
+        run_sweep(plan, Progress())
+    monkeypatch.setattr(campaign, "compare_in_worker", lambda *_: [])
+    assert checked == ["odd", "even"]
+    run_sweep(plan, Progress())
+    assert checked == ["odd", "even"]
+    run_sweep(plan, Progress())
+    assert checked == ["odd", "even"] * 2
 
 
 @pytest.mark.usefixtures("an_h200")
