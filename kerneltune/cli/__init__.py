@@ -77,6 +77,11 @@ class _Group(TyperGroup):
             raise  # a bug of this package, so with a traceback
         except _UsageError as error:
             raise _refused(error) from None
+        except ModuleNotFoundError as error:
+            if error.name not in ("torch", "triton"):
+                raise
+            error_line(f"error: {error.name}: not installed: `{ctx.invoked_subcommand}` needs it")
+            raise typer.Exit(2) from None
         except (ValueError, LookupError) as error:
             error_line(f"error: {error}")
             raise typer.Exit(2) from None

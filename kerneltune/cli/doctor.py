@@ -30,16 +30,19 @@ def command(configs: o.Configs = None, results: o.Results = None) -> None:
 def _software() -> Iterator[Finding]:
     from importlib import metadata
 
-    import torch
-
     yield "python", platform.python_version(), ""
     for package in ("torch", "triton"):
-        yield package, metadata.version(package), ""
-    build = torch.version.cuda or torch.version.hip
-    yield "torch build", build or "CPU only", "" if build else "no GPU can be used with this torch"
+        found = importlib.util.find_spec(package) is not None
+        yield package, metadata.version(package) if found else "not installed", "" if found else "no kernel can run"
 
 
 def _gpu() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    build = torch.version.cuda or torch.version.hip
+    yield "torch build", build or "CPU only", "" if build else "no GPU can be used with this torch"
     here = device.current()
     if not here.is_gpu:
         seen = "set" if device.wants_interpreter() else "used, as no GPU is seen"
@@ -49,8 +52,6 @@ def _gpu() -> Iterator[Finding]:
         yield "NVIDIA driver", loaded.splitlines()[0] if loaded else "not loaded", loss
         yield "interpreter", seen, "check cases run on the CPU: correctness is checked, no timing"
         return
-    import torch
-
     yield "GPU", f"{here.name}, {here.arch}, {here.sms} SMs", ""
     yield (
         "GPU serial",

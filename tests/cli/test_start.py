@@ -45,6 +45,16 @@ def test_help_shows_values_of_options_that_take_one_and_types_of_none(command: l
     assert not command or "--configs" not in text or "DIR" in text
 
 
+def test_a_machine_without_torch_and_triton_is_told_so() -> None:
+    code = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; from kerneltune.cli import main; main()"
+    report = _done(code, "doctor")
+    rows = {line[:19].strip(): line[19:].split("  ")[0] for line in report.stdout.splitlines()}
+    assert (report.returncode, rows["torch"], rows["triton"]) == (0, "not installed", "not installed"), report.stderr
+    for command in (["sweep", "rmsnorm", "--check-only"], ["inspect", "rmsnorm_fwd"]):
+        done = _done(code, *command, check=False)
+        assert (done.returncode, done.stderr) == (2, f"error: torch: not installed: `{command[0]}` needs it\n")
+
+
 def test_help_imports_no_slow_package_and_few_modules() -> None:
     code = "import sys; from kerneltune.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     done = _done(code, "--help")
@@ -59,8 +69,8 @@ def test_help_imports_no_slow_package_and_few_modules() -> None:
     assert sum(name.partition(".")[0] in sys.stdlib_module_names for name in names) < 64
 
 
-def _done(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+def _done(code: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=check)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
