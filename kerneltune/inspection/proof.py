@@ -1,10 +1,12 @@
 """Read the proof of a GPU model: which journeys of `make gpu` have passed there, and with which code of the package.
 
-A journey's code is the modules of the package that its processes imported, each by a digest of its syntax tree.
+A journey's code is the modules of the package that its processes imported, each by a digest of its syntax tree. Unlike the
+digests of identity.py, it covers annotations, which declare options of commands and fields of files, and errors.
 """
 
 import ast
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,8 @@ _DIGITS = 8
 _NAMED = 4
 """Changed modules that a line names."""
 _PACKAGE = Path(__file__).resolve().parents[1]
+_PRIVATE = re.compile(r"(?<!alias\()\b(id|name|asname)='(_[^_']\w*)'")
+"""A private name in a canonical tree, but no attribute and no import: another module or package may define these."""
 
 
 class JourneyRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,31 +88,30 @@ def code_of(proof: Proof, name: str) -> dict[str, str]:
 
 @cache
 def digest_of(module: str) -> str:
-    """Return the digest of a module's syntax tree, without comments and docstrings; empty for a module without a file."""
+    """Return the digest of a module's syntax tree, which no comment, docstring or private name changes; empty without a file."""
     base = _PACKAGE.joinpath(*module.split(".")[1:])
     file = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     if not file.is_file():
         return ""
-    return hashlib.sha256(_canonical(ast.parse(file.read_bytes())).encode()).hexdigest()[:_DIGITS]
+    numbers: dict[str, int] = {}
+    text = _canonical(ast.parse(file.read_bytes()))
+    text = _PRIVATE.sub(lambda found: f"{found[1]}={numbers.setdefault(found[2], len(numbers))}", text)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def _canonical(value: object) -> str:
     """Return a syntax tree as text, without empty fields and docstrings: every version of Python gives this text."""
-    if isinstance(value, list):
-        return f"[{','.join(_canonical(item) for item in value if not _is_text(item))}]"
+    match value:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return ""
+        case list():
+            return f"[{','.join(filter(None, map(_canonical, value)))}]"
+        case ast.JoinedStr(values=parts):  # Python 3.12 alone writes empty texts into nested format specifications
+            value = ast.JoinedStr([part for part in parts if not (isinstance(part, ast.Constant) and part.value == "")])
     if not isinstance(value, ast.AST):
         return repr(value)
-    if isinstance(value, ast.JoinedStr):  # Python 3.12 alone writes empty texts into nested format specifications
-        value = ast.JoinedStr([part for part in value.values if not (isinstance(part, ast.Constant) and part.value == "")])
     fields = [f"{name}={_canonical(item)}" for name, item in ast.iter_fields(value) if item is not None and item != []]
     return f"{type(value).__name__}({','.join(fields)})"
-
-
-def _is_text(statement: object) -> bool:
-    """Return whether a statement is a text alone, as a docstring is."""
-    return (
-        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str)
-    )
 
 
 def unproven(proof: Proof, known: Iterable[str] = ()) -> Iterator[tuple[str, str]]:

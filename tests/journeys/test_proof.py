@@ -44,6 +44,21 @@ def test_comments_and_docstrings_change_no_digest_but_code_does(package: Path) -
     assert proof.digest_of("kerneltune.a") != before
 
 
+def digest_of_a(package: Path, source: str) -> str:
+    (package / "a.py").write_text(source)
+    proof.digest_of.cache_clear()
+    return proof.digest_of("kerneltune.a")
+
+
+def test_renamed_private_names_change_no_digest_but_other_names_do(package: Path) -> None:
+    source = "from b import _c\n_N = 1\n\ndef _f(x: int) -> int:\n    return _N + x._y\n\ndef g():\n    return _f(_c) + _N\n"
+    before = digest_of_a(package, source)
+    assert digest_of_a(package, source.replace("_N", "_M").replace("_f", "_sum")) == before
+    for old, new in (("_f(_c) + _N", "_N(_c) + _f"), ("x._y", "x._z"), ("b import _c", "b import _d as _c"), (" g(", " h("),
+                     ("x: int", "x: float"), ("return _f(_c) + _N", "return _f(_c) + _c")):  # fmt: skip
+        assert digest_of_a(package, source.replace(old, new)) != before, new
+
+
 def test_digest_is_the_same_under_every_python(package: Path) -> None:
     """Python 3.12 has other trees of nested format specifications than 3.11 and 3.13."""
     (package / "a.py").write_text('def f(x, mark, room):\n    return f"{x:{mark}{room}}" + ""\n')
