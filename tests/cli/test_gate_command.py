@@ -74,16 +74,16 @@ def test_the_gate_of_two_files_takes_the_margin_of_the_family_s_sweep_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     old = write("old.jsonl", *both(family="tsoftmax"))
-    files = old, write("new.jsonl", *both(100, 54, family="tsoftmax"))  # 8 % slower
+    files = old, write("new.jsonl", *both(100, 54.9, family="tsoftmax"))  # 9.8 % slower
     assert run("gate", "--allow-stale", *files).exit_code == 1
     sweep = tmp_path / place / "tsoftmax.yaml"
     sweep.parent.mkdir(exist_ok=True)
     sweep.write_text("family: tsoftmax\nops: [tsoftmax]\ngate: {margin: 0.10}\n")
     assert run("gate", "--allow-stale", *files).exit_code == 0
     assert run("gate", "--allow-stale", *files, "--margin", "0.03").exit_code == 1
-    unnamed = write("tsoftmax.jsonl", *both(100, 54, family=""))  # an older record: the file's name is the family
+    unnamed = write("tsoftmax.jsonl", *both(100, 54.9, family=""))  # an older record: the file's name is the family
     assert run("gate", "--allow-stale", old, unnamed).exit_code == 0
-    several = write("several.jsonl", record(family="tsoftmax"), record(54, variant="optimized", family="rmsnorm"))
+    several = write("several.jsonl", record(family="tsoftmax"), record(54.9, variant="optimized", family="rmsnorm"))
     assert run("gate", "--allow-stale", old, several).exit_code == 1
     sweep.write_text("family: tsoftmax\ngate: {margin: 3}\n")
     assert refused("gate", "--allow-stale", *files) == (
