@@ -86,12 +86,7 @@ class Change:
     unseen: float = 0.0
 
     @property
-    def is_peer(self) -> bool:
-        """Return whether another package implements the variant."""
-        return is_peer(self.old, self.new)
-
-    @property
-    def change_us(self) -> float:
+    def us(self) -> float:
         """Return the new time minus the old time, in µs."""
         return us_of(self.new) - us_of(self.old)
 
@@ -126,8 +121,8 @@ def slower_groups(found: Sequence[Change]) -> tuple[list[str], list[str]]:
         shift = _group_shift(rows)
         least = shift.least(_FALSE_ALARM / len(groups))
         if least > _GROUP_MARGIN:
-            of_two = any("unit" in other_run(met.old, met.new) for met in rows)
-            basis = "" if any(met.basis for met in rows) else "; one process a side"
+            of_two = any("unit" in other_run(change.old, change.new) for change in rows)
+            basis = "" if any(change.basis for change in rows) else "; one process a side"
             line = (
                 f"{name} on {device}, {policy}: slower by {shift.slowdown:.1%} in the geometric mean of {len(rows)} rows "
                 f"(at least {least:+.1%}), tolerated {_GROUP_MARGIN:.0%}{basis}"
@@ -138,9 +133,9 @@ def slower_groups(found: Sequence[Change]) -> tuple[list[str], list[str]]:
 
 def _groups(found: Sequence[Change]) -> dict[tuple[str, str, str], list[Change]]:
     """Return the rows of each variant of an operator; variants with few rows are a group of their family."""
-    variants = grouped(found, lambda met: (f"{met.new.op} {met.new.variant}", *device_policy(met.new)))
-    few = [met for rows in variants.values() if len(rows) < _GROUP_ROWS for met in rows]
-    families = grouped(few, lambda met: (met.new.family or met.new.op, *device_policy(met.new)))
+    variants = grouped(found, lambda change: (f"{change.new.op} {change.new.variant}", *device_policy(change.new)))
+    few = [change for rows in variants.values() if len(rows) < _GROUP_ROWS for change in rows]
+    families = grouped(few, lambda change: (change.new.family or change.new.op, *device_policy(change.new)))
     return {name: rows for name, rows in (variants | families).items() if len(rows) >= _GROUP_ROWS}
 
 
@@ -149,12 +144,12 @@ def _group_shift(rows: Sequence[Change]) -> Shift:
 
     Its error adds the larger of two spreads over rows (of the slowdowns, of their intervals) and the spread of process means.
     """
-    logs = np.array([math.log1p(met.slowdown) for met in rows])
-    of_rows = np.array([(math.log1p(met.high) - math.log1p(max(met.low, -0.9))) / 4 for met in rows])
+    logs = np.array([math.log1p(change.slowdown) for change in rows])
+    of_rows = np.array([(math.log1p(change.high) - math.log1p(max(change.low, -0.9))) / 4 for change in rows])
     spread = max(float(logs.std(ddof=1)), float(np.sqrt(np.square(of_rows).mean())))
     errors, freedom = [spread / math.sqrt(len(rows))], len(rows) - 1
     for side in ("old", "new"):
-        samples = [getattr(met, side).samples_us or () for met in rows]
+        samples = [getattr(change, side).samples_us or () for change in rows]
         count = min(map(len, samples))
         if count > 1 and count == max(map(len, samples)):
             means = [np.mean([np.log(np.median(processes[at])) for processes in samples]) for at in range(count)]

@@ -28,7 +28,7 @@ PASS, REGRESSION, UNUSABLE, AMBIGUOUS = 0, 1, 2, 3
 DEFAULT_MARGIN = 0.03
 MIN_CHANGE_US = 0.5
 ALPHA = 0.05
-_BLIND = 0.03
+_WIDEST = 0.03
 """If the interval of a slowdown is wider than ± this fraction (or the margin), the row is ambiguous."""
 _SIGMAS_PER_MAD = 1.4826
 _SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 12, 0.03, 3.0
@@ -48,12 +48,12 @@ RowVerdict = Literal["pass", "slower", "regression", "ambiguous", "missing", "fa
 WORST_FIRST: tuple[RowVerdict, ...] = ("failed", "missing", "regression", "ambiguous", "slower", "faster", "pass")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class GateRow:
-    """Hold the verdict on a variant and a case: the baseline's record against the new record.
+    """Hold the verdict on a variant and a case.
 
     Attributes:
-        old, new: the row's records of the two sides; None for a side that lacks the row.
+        record: the new record of the row, or the baseline's record if there is no new record.
         verdict: `slower` is surely slower, but within the margin or by less than 0.5 µs; `missing` and `failed` rows were not
             compared.
         change: the compared records and their difference, `p` Holm-corrected over the rows; None if the row was not compared.
@@ -61,19 +61,11 @@ class GateRow:
         note: the reason why the verdict does not count: `a peer` or `fails in the baseline as well`; empty if it counts.
     """
 
-    old: Record | None
-    new: Record | None
+    record: Record
     verdict: RowVerdict
     change: Change | None = None
     reason: str = ""
     note: str = ""
-
-    @property
-    def record(self) -> Record:
-        """Return the new record of the row, or the baseline's record if there is no new record."""
-        record = self.new or self.old
-        assert record is not None
-        return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,35 +139,27 @@ def gate(
     case_of = identity_of(baseline, new, defaults)
     of_old, of_new = (newest_rows(side, lambda record: (case_of(record), record.variant)) for side in (baseline, new))
     old_places, new_places = ({device_policy(record) for record in side.values()} for side in (of_old, of_new))
-    pairs = [
-        (old, of_new.get(key))
-        for key, old in of_old.items()
-        if old.status == "passed" and device_policy(old) in new_places and old.device != INTERPRETER
-    ]
-    timed = [(old, fresh) for old, fresh in pairs if fresh is not None and fresh.status == "passed"]
+    pairs = [(of_old.get(row), of_new.get(row)) for row in of_old | of_new]
+    timed = [(old, fresh) for old, fresh in pairs if old and fresh and old.status == fresh.status == "passed"]
     by_process = shifts([(old.samples_us or (), fresh.samples_us or ()) for old, fresh in timed])
     changes = _widened([_change(*sides, shift) for sides, shift in zip(timed, by_process, strict=True)])
-    judged = [met for met in changes if peers or not met.is_peer]
-    noted = [met for met in changes if met.is_peer and not peers]
+    judged = [change for change in changes if peers or not is_peer(change.old, change.new)]
+    of_peers = [change for change in changes if is_peer(change.old, change.new) and not peers]
     rows = []
-    for group, note in ((judged, ""), (noted, A_PEER)):  # each group is corrected for multiple tests by itself
-        p_values = holm([met.p for met in group])
-        rows += [_judged(replace(met, p=p), margin, note) for met, p in zip(group, p_values, strict=True)]
-    rows += [_unmet(old, fresh, peers) for old, fresh in pairs if fresh is None or fresh.status != "passed"]
-    rows += [
-        _unmet(of_old.get(key), fresh, peers)
-        for key, fresh in of_new.items()
-        if fresh.status == "failed" and (key not in of_old or of_old[key].status != "passed")
-    ]
+    for group, note in ((judged, ""), (of_peers, A_PEER)):  # each group is corrected for multiple tests by itself
+        p_values = holm([change.p for change in group])
+        rows += [_judged(replace(change, p=p), margin, note) for change, p in zip(group, p_values, strict=True)]
+    rows += [_not_compared(old, fresh, peers) for old, fresh in pairs if _lacks_time(old, fresh, new_places)]
     notes = [
         _other_unit(changes),
-        _short_rows(changes, margin),
+        _too_short(changes, margin),
         _left_out("baseline", of_old.values(), new_places),
         _left_out("new", of_new.values(), old_places),
         _added([fresh for key, fresh in of_new.items() if key not in of_old and device_policy(fresh) in old_places]),
     ]
     groups, doubtful = slower_groups(judged)
-    return _answered(Verdict(tuple(rows), PASS, "", tuple(filter(None, [*notes, *doubtful])), tuple(stale), tuple(groups)))
+    found = Verdict(tuple(rows), PASS, "", tuple(filter(None, [*notes, *doubtful])), tuple(stale), tuple(groups))
+    return _with_answer(found, is_judged=bool(judged))
 
 
 def confirm(
@@ -246,26 +230,29 @@ def _added(records: Iterable[Record]) -> str:
 
 def _widened(changes: list[Change]) -> list[Change]:
     """Widen the intervals of rows with one process a side by the spread of the slowdowns of all these rows, if they show it."""
-    wide = [not met.basis and not _same_measurement(met.old, met.new) for met in changes]
-    logs = [math.log1p(met.slowdown) for met, is_wide in zip(changes, wide, strict=True) if is_wide]
+
+    def is_lone(change: Change) -> bool:
+        return not change.basis and not _same_measurement(change.old, change.new)
+
+    logs = [math.log1p(change.slowdown) for change in changes if is_lone(change)]
     if len(logs) < _SPREAD_ROWS:
-        return [replace(met, unseen=_UNSEEN) if is_wide else met for met, is_wide in zip(changes, wide, strict=True)]
+        return [replace(change, unseen=_UNSEEN) if is_lone(change) else change for change in changes]
     middle = median(logs)
     factor = math.exp(_SPREADS * min(_MOST_SPREAD, _SIGMAS_PER_MAD * median(abs(log - middle) for log in logs)))
-    return [
-        replace(met, low=min(met.low, (1 + met.slowdown) / factor - 1), high=max(met.high, (1 + met.slowdown) * factor - 1))
-        if is_wide
-        else met
-        for met, is_wide in zip(changes, wide, strict=True)
-    ]
+
+    def wider(change: Change) -> Change:
+        low, high = (1 + change.slowdown) / factor - 1, (1 + change.slowdown) * factor - 1
+        return replace(change, low=min(change.low, low), high=max(change.high, high))
+
+    return [wider(change) if is_lone(change) else change for change in changes]
 
 
-def _short_rows(found: Sequence[Change], margin: float) -> str:
+def _too_short(found: Sequence[Change], margin: float) -> str:
     """Return a note on rows too short for the margin, with the smallest visible change; empty if all rows are long enough."""
-    short = [met for met in found if us_of(met.old) * margin < MIN_CHANGE_US and not met.is_peer]
+    short = [change for change in found if us_of(change.old) * margin < MIN_CHANGE_US and not is_peer(change.old, change.new)]
     if not short or not margin:
         return ""
-    shortest = min(short, key=lambda met: us_of(met.old))
+    shortest = min(short, key=lambda change: us_of(change.old))
     least = MIN_CHANGE_US / us_of(shortest.old)
     return (
         f"{counted(len(short), 'row')} shorter than {MIN_CHANGE_US / margin:.1f} µs: changes below {MIN_CHANGE_US} µs are not "
@@ -285,14 +272,23 @@ def _change(old: Record, new: Record, by_process: Shift | None) -> Change:
     return Change(old, new, shift.slowdown, after.low / before.high - 1, after.high / before.low - 1, shift.p_slower, "")
 
 
-def _unmet(old: Record | None, new: Record | None, peers: bool) -> GateRow:
+def _lacks_time(old: Record | None, new: Record | None, new_places: Collection[tuple[str, str]]) -> bool:
+    """Return whether a row fails without a comparison: its new record failed, or is not timed where the baseline's is."""
+    if new is not None and new.status in ("passed", "failed"):
+        return new.status == "failed"
+    return old is not None and old.status == "passed" and device_policy(old) in new_places
+
+
+def _not_compared(old: Record | None, new: Record | None, peers: bool) -> GateRow:
     """Return a row that the new records lack or have not timed."""
     note = _FAILED_BEFORE if old is not None and old.status == "failed" else A_PEER if is_peer(old, new) and not peers else ""
     if new is None:
-        return _row(old, new, "missing", "not in the new records", note=note)
+        assert old is not None
+        return GateRow(old, "missing", None, _one_line(note, "not in the new records"), note)
     if new.status == "failed":
-        return _row(old, new, "failed", new.reason, note=note)
-    return _row(old, new, "missing", f"{new.status} in the new records: {new.reason or 'not timed'}", note=note)
+        return GateRow(new, "failed", None, _one_line(note, new.reason), note)
+    reason = f"{new.status} in the new records: {new.reason or 'not timed'}"
+    return GateRow(new, "missing", None, _one_line(note, reason), note)
 
 
 def _same_measurement(old: Record, new: Record) -> bool:
@@ -301,17 +297,17 @@ def _same_measurement(old: Record, new: Record) -> bool:
     return all(getattr(old, name) == getattr(new, name) for name in names)
 
 
-def _judged(met: Change, margin: float, note: str) -> GateRow:
+def _judged(change: Change, margin: float, note: str) -> GateRow:
     """Return a compared row; only a row that is slower or ambiguous keeps the note."""
-    verdict, reason = _verdict_of(met, margin)
+    verdict, reason = _verdict_of(change, margin)
     if verdict == "pass":
-        return _row(met.old, met.new, verdict, "", met)
-    is_slow = verdict != "faster"
-    parts = [reason, *_other_versions(met), met.basis or ("one process a side" if is_slow else "")]
-    return _row(met.old, met.new, verdict, "; ".join(filter(None, parts)), met, note if is_slow else "")
+        return GateRow(change.new, verdict, change)
+    basis = change.basis or ("" if verdict == "faster" else "one process a side")
+    note = "" if verdict == "faster" else note
+    return GateRow(change.new, verdict, change, _one_line(note, reason, *_other_versions(change), basis), note)
 
 
-def _verdict_of(met: Change, margin: float) -> tuple[RowVerdict, str]:
+def _verdict_of(change: Change, margin: float) -> tuple[RowVerdict, str]:
     """Return the verdict on a row and its reason: the first case of the table that holds.
 
     | slowdown                                                               | verdict    |
@@ -320,7 +316,7 @@ def _verdict_of(met: Change, margin: float) -> tuple[RowVerdict, str]:
     | more than 0.5 µs, above the margin                                     | ambiguous  |
     | more than 0.5 µs, surely above 0, perhaps above the limit              | ambiguous  |
     | perhaps more than 0.5 µs, surely above the limit                       | ambiguous  |
-    | interval wider than ± margin, than ± _BLIND and than ± 0.5 µs          | ambiguous  |
+    | interval wider than ± margin, than ± _WIDEST and than ± 0.5 µs         | ambiguous  |
     | above the limit and surely above 0, therefore by at most 0.5 µs        | slower     |
     | more than 0.5 µs, surely above the noise floor, within the margin      | slower     |
     | more than 0.5 µs faster, surely by more than the limit                 | faster     |
@@ -329,57 +325,57 @@ def _verdict_of(met: Change, margin: float) -> tuple[RowVerdict, str]:
     The limit is the larger of margin and noise floor. A slowdown is surely above a value if its interval is, and if it is not by
     chance: its p-value, corrected over all rows, is at most ALPHA.
     """
-    limit = max(margin, met.floor)
-    old_us = us_of(met.old)
-    half_width = (met.high - met.low) / 2
-    not_by_chance = met.p <= ALPHA and met.low > 0
-    is_long = met.change_us > MIN_CHANGE_US
+    limit = max(margin, change.floor)
+    old_us = us_of(change.old)
+    half_width = (change.high - change.low) / 2
+    not_by_chance = change.p <= ALPHA and change.low > 0
+    is_long = change.us > MIN_CHANGE_US
     tolerated = f"tolerated {margin:.1%}"
-    if is_long and not_by_chance and (1 + met.low) / (1 + met.unseen) > 1 + limit:
-        return "regression", f"at least {met.low:.1%} slower, {tolerated}"
-    if is_long and met.slowdown > margin:
-        return "ambiguous", _doubt(met, margin)
-    if is_long and not_by_chance and met.high > limit:
-        return "ambiguous", f"up to {met.high:+.1%}, {tolerated}: measure more"
-    if not_by_chance and met.low > limit and met.high * old_us > MIN_CHANGE_US:
-        up_to = f"{met.change_us:.2f} µs, up to {met.high * old_us:.2f}, tolerated {MIN_CHANGE_US}"
-        return "ambiguous", f"at least {met.low:.1%} slower, {tolerated}; {up_to}: measure more"
-    if half_width > max(_BLIND, margin) and half_width * old_us > MIN_CHANGE_US:
+    if is_long and not_by_chance and (1 + change.low) / (1 + change.unseen) > 1 + limit:
+        return "regression", f"at least {change.low:.1%} slower, {tolerated}"
+    if is_long and change.slowdown > margin:
+        return "ambiguous", _why_ambiguous(change, margin)
+    if is_long and not_by_chance and change.high > limit:
+        return "ambiguous", f"up to {change.high:+.1%}, {tolerated}: measure more"
+    if not_by_chance and change.low > limit and change.high * old_us > MIN_CHANGE_US:
+        up_to = f"{change.us:.2f} µs, up to {change.high * old_us:.2f}, tolerated {MIN_CHANGE_US}"
+        return "ambiguous", f"at least {change.low:.1%} slower, {tolerated}; {up_to}: measure more"
+    if half_width > max(_WIDEST, margin) and half_width * old_us > MIN_CHANGE_US:
         return "ambiguous", f"known to ±{half_width:.1%} only: measure more"
-    if not_by_chance and met.slowdown > limit:
+    if not_by_chance and change.slowdown > limit:
         seen = f"{MIN_CHANGE_US / old_us:+.1%} of this row"
-        return "slower", f"{met.change_us:.2f} µs: below {MIN_CHANGE_US} µs nothing is judged, {seen}"
-    if is_long and not_by_chance and met.low > met.floor:
+        return "slower", f"{change.us:.2f} µs: below {MIN_CHANGE_US} µs nothing is judged, {seen}"
+    if is_long and not_by_chance and change.low > change.floor:
         return "slower", f"within the {tolerated}"
-    return ("faster" if -met.change_us > MIN_CHANGE_US and met.high < -limit else "pass"), ""
+    return ("faster" if -change.us > MIN_CHANGE_US and change.high < -limit else "pass"), ""
 
 
-def _doubt(met: Change, margin: float) -> str:
+def _why_ambiguous(change: Change, margin: float) -> str:
     """Return the reason why a slowdown above the margin is no regression, and the measurement that would tell."""
-    if met.low <= margin:
-        extent = f"at least {met.low:.1%} slower" if met.low > 0 else f"{-met.low:.1%} faster to {met.high:.1%} slower"
+    if change.low <= margin:
+        is_slower, to = change.low > 0, f"{change.high:.1%} slower"
+        extent = f"at least {change.low:.1%} slower" if is_slower else f"{-change.low:.1%} faster to {to}"
         return f"{extent}, tolerated {margin:.1%}: measure more"
-    beyond = f"at least {met.low:.1%} slower, tolerated {margin:.1%}"
-    if met.low <= met.floor:
-        noisy = [name for name, side in (("baseline", met.old), ("new", met.new)) if (side.aa_floor or 0.0) >= met.low]
+    beyond = f"at least {change.low:.1%} slower, tolerated {margin:.1%}"
+    if change.low <= change.floor:
+        noisy = [name for name, side in (("baseline", change.old), ("new", change.new)) if (side.aa_floor or 0.0) >= change.low]
         records = f"{' and '.join(noisy)} records"
-        return f"{beyond}, but within the noise floor of {met.floor:.1%}: measure {records} afresh on an idle GPU"
-    if met.p > ALPHA:
+        return f"{beyond}, but within the noise floor of {change.floor:.1%}: measure {records} afresh on an idle GPU"
+    if change.p > ALPHA:
         return f"{beyond}, perhaps by chance: measure more"
-    return f"{beyond}, a regression from {(1 + max(margin, met.floor)) * (1 + met.unseen) - 1:.1%} on: measure more processes"
+    return (
+        f"{beyond}, a regression from {(1 + max(margin, change.floor)) * (1 + change.unseen) - 1:.1%} on: measure more processes"
+    )
 
 
-def _other_versions(met: Change) -> list[str]:
+def _other_versions(change: Change) -> list[str]:
     """Return the changed versions of driver, torch and triton, which may have changed a kernel's time."""
-    names = [name for name in other_run(met.old, met.new) if name in ("driver", "torch", "triton")]
-    return [f"{name} {getattr(met.old, name)} → {getattr(met.new, name)}" for name in names]
+    names = [name for name in other_run(change.old, change.new) if name in ("driver", "torch", "triton")]
+    return [f"{name} {getattr(change.old, name)} → {getattr(change.new, name)}" for name in names]
 
 
-def _row(
-    old: Record | None, new: Record | None, verdict: RowVerdict, reason: str, met: Change | None = None, note: str = ""
-) -> GateRow:
-    reason = printable(" ".join("; ".join(filter(None, [note, reason])).split()))
-    return GateRow(old=old, new=new, verdict=verdict, change=met, reason=reason, note=note)
+def _one_line(*parts: str) -> str:
+    return printable(" ".join("; ".join(filter(None, parts)).split()))
 
 
 def _interval(record: Record) -> Interval:
@@ -389,17 +385,17 @@ def _interval(record: Record) -> Interval:
 
 def _other_unit(compared: Sequence[Change]) -> str:
     """Return a note on rows whose two sides were measured on different GPUs of the same model; empty if no row was."""
-    moved = [met.new for met in compared if "unit" in other_run(met.old, met.new)]
+    moved = [change.new for change in compared if "unit" in other_run(change.old, change.new)]
     if not moved:
         return ""
     rows = "rows" if len(moved) == len(compared) else f"{len(moved)} of {len(compared)} rows"
     return f"another {moved[0].device}: {rows} may differ by up to about {_BETWEEN_UNITS_PERCENT} %"
 
 
-def _answered(found: Verdict) -> Verdict:
-    """Return a verdict with its exit code and reason."""
+def _with_answer(found: Verdict, *, is_judged: bool) -> Verdict:
+    """Return a verdict with its exit code and reason; is_judged: whether any compared row counts."""
     if not found.count("failed") and not found.compared:
-        rows = tuple(row for row in found.rows if row.new is not None)  # the reason below says it of all other rows
+        rows = tuple(row for row in found.rows if row.record.status != "passed")  # the reason below says it of all other rows
         reason = "nothing compared: no row of the baseline is timed in the new records"
         return replace(found, rows=rows, exit_code=UNUSABLE, reason=reason)
     failed = [
@@ -410,6 +406,8 @@ def _answered(found: Verdict) -> Verdict:
     ]
     if failed:
         return replace(found, exit_code=REGRESSION, reason=", ".join(failed))
+    if not is_judged:
+        return replace(found, exit_code=UNUSABLE, reason="nothing judged: all compared rows are of peers, which --peers judges")
     if count := found.count("ambiguous"):
         return replace(found, exit_code=AMBIGUOUS, reason=f"{count} ambiguous")
     slower = found.count("slower")

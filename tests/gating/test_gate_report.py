@@ -203,7 +203,7 @@ def test_the_first_annotation_has_the_level_of_the_answer(new: Any, level: str) 
 
 
 def test_more_annotations_than_github_shows_are_counted() -> None:
-    rows = tuple(GateRow(old=record(variant="a,b", case=f"c:{i}"), new=None, verdict="missing", reason="gone") for i in range(30))
+    rows = tuple(GateRow(record(variant="a,b", case=f"c:{i}"), "missing", reason="gone") for i in range(30))
     lines = gate_annotations(Verdict(rows, 1, "30 missing")).splitlines()
     assert len(lines) == 10
     assert lines[1] == f"::error title=missing%3A c%3A0 a%2Cb::{LABEL}: gone"

@@ -274,7 +274,13 @@ def test_gate_of_few_rows_of_one_process_fails_in_at_most_one_of_a_hundred_runs(
 def test_gate_row_that_is_a_peer_s_on_one_side_only_is_judged(roles: tuple[Role, Role]) -> None:
     old, new = (record(us, role=role) for us, role in zip((100.0, 150.0), roles, strict=True))
     assert gate([old], [new], 0.03).exit_code == 1
-    assert gate([record(role="peer")], [record(150.0, role="peer")], 0.03).exit_code == 0
+
+
+def test_gate_of_peers_alone_judges_nothing_and_does_not_pass() -> None:
+    sides = [record(role="peer")], [record(150.0, role="peer")]
+    answer = gate(*sides, 0.03)
+    assert (answer.exit_code, answer.reason) == (2, "nothing judged: all compared rows are of peers, which --peers judges")
+    assert gate(*sides, 0.03, peers=True).exit_code == 1
 
 
 @pytest.mark.parametrize(
