@@ -119,11 +119,11 @@ def findings(capture: Capture) -> list[str]:
             more = f" (and {len(alike) - 1} more)" if len(alike) > 1 else ""
             texts.append(f"the check of {alike[0].variant} failed: {alike[0].case}{more}: {alike[0].reason}")
         lines += [f"{launches[0].kernel.text}: {text}" for text in texts]
-    return [*lines, *_several_lists(capture.classes), *capture.problems]
+    return [*lines, *_several_lists([one for one in capture.classes if not one.is_plain]), *capture.problems]
 
 
 def _several_lists(launches: Sequence[LaunchClass]) -> Iterator[str]:
-    """Yield a line for each kernel whose launches with equal keys had different lists of configs."""
+    """Yield a line for each autotuned kernel whose launches with equal keys had different lists of configs."""
     for name, of_name in grouped(launches, lambda launch: launch.kernel.text).items():
         alike = grouped(of_name, lambda launch: (launch.source, launch.told_apart()))
         most = max(len({launch.configs for launch in each}) for each in alike.values())

@@ -54,7 +54,8 @@ def live_kernel(captured: LaunchClass) -> Any:
     if not same:
         jits = [kernels.jit_of(value) for value in held.values()]
         if not any(jit.fn.__qualname__ == captured.kernel.name for jit in jits if jit is not None):
-            raise ReplayError(f"{name}: {file} has no kernel of this name: capture again")
+            place = ' outside `if __name__ == "__main__"`' if home.module == "__main__" else ""
+            raise ReplayError(f"{name}: {file} has no kernel of this name{place}: capture again")
         raise ReplayError(f"{name}: {file} does not autotune it here: set the environment variables of the program")
     present = kernels.read_globals(same[0].base_fn)
     for read, value in captured.globals.items():

@@ -55,3 +55,12 @@ def test_lint_counts_no_config_of_a_plain_kernel_that_never_wins(
     plain = [dataclasses.replace(one, is_plain=True) for one in launches]
     assert any("never win" in text for text in findings(Capture(tmp_path, launches, ProcessNotes({}))))
     assert not any("never win" in text for text in findings(Capture(tmp_path, plain, ProcessNotes({}))))
+
+
+def test_lint_takes_the_options_of_a_plain_kernel_for_no_list_of_an_autotuner(
+    tmp_path: Path, launches: list[LaunchClass]
+) -> None:
+    other = [dataclasses.replace(one, configs="0123456789ab") for one in launches]
+    plain = [dataclasses.replace(one, is_plain=True) for one in (*launches, *other)]
+    assert any("2 lists of configs" in text for text in findings(Capture(tmp_path, [*launches, *other], ProcessNotes({}))))
+    assert not any("lists of configs" in text for text in findings(Capture(tmp_path, plain, ProcessNotes({}))))

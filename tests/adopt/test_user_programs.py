@@ -144,3 +144,13 @@ def test_program_that_launches_kernels_on_nothing_alone_is_told_so(folder: Path)
     (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
     again = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
     assert (again.returncode, again.stderr.splitlines()[-1]) == (1, said)  # of this run: the folder keeps earlier launches
+
+
+def test_kernel_that_only_the_started_program_defines_is_told_where_to_go(folder: Path) -> None:
+    head, body = PAIRS[: PAIRS.index("@triton.autotune")], PAIRS[PAIRS.index("@triton.autotune") :]
+    guarded = "".join(f"    {line}" for line in body.splitlines(keepends=True))
+    (folder / "pairs.py").write_text(f'{head}if __name__ == "__main__":\n{guarded}')
+    assert capture(folder, "--out", "cap", "--", sys.executable, "pairs.py").returncode == 0
+    told = run("tune", "cap", "--dry-run")
+    said = 'pairs.py has no kernel of this name outside `if __name__ == "__main__"`: capture again'
+    assert (told.exit_code, said in " ".join(told.stderr.split())) == (2, True), told.stderr
