@@ -17,8 +17,6 @@ Bands = Mapping[str, tuple[int, ...]]
 NO_BANDS: Bands = {}
 
 _SIXTEEN_BIT = {"bfloat16", "float16"}
-_OTHER_DTYPE = 0.5
-"""Distance that an entry of the other 16-bit type has in addition."""
 _NO_NUMBER = 1.0
 """Distance between two values of an option that have no log2 distance."""
 
@@ -54,7 +52,7 @@ def _nearness(
         distance = None if distance is None or distance > max_distance else distance
     elif is_changed:
         distance = _along_options(options, values, free_options)
-    return None if distance is None else (is_other, is_moved, distance + (_OTHER_DTYPE if is_other else 0.0))
+    return None if distance is None else (is_other, is_moved, distance)
 
 
 def _along_axes(axes: Mapping[str, int], sizes: Mapping[str, int], free: frozenset[str], bands: Bands) -> float | None:

@@ -143,7 +143,7 @@ def test_another_16_bit_type_serves_last_and_no_other_type_does(tmp_path: Path) 
     hit = look(tmp_path, 8192, 4096)
     assert hit is not None
     assert not hit.exact
-    assert hit.distance == 0.5
+    assert hit.distance == 0
     assert hit.entry.config["warps"] == 4
     cache.store(GPU, entry(65536, warps=8), tmp_path)
     hit = look(tmp_path, 8192, 4096)
@@ -220,7 +220,7 @@ def test_an_option_that_is_no_number_is_an_octave_and_ties_go_to_the_larger_one(
 def test_other_options_of_the_own_type_come_before_another_type(tmp_path: Path) -> None:
     cache.store(GPU, entry(warps=1, dtype="float16", options=GROUPS), tmp_path)
     cache.store(GPU, entry(warps=2, options=(("group", 128), ("zeros", True))), tmp_path)
-    assert near(tmp_path, GROUPS) == [(2, False, 1), (1, False, 0.5)]
+    assert near(tmp_path, GROUPS) == [(2, False, 1), (1, False, 0)]
 
 
 def test_no_rows_are_another_size_than_one(tmp_path: Path) -> None:
