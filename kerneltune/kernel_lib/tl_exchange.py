@@ -88,15 +88,15 @@ def sum_of_published(ws_ptr, tile, tag, ROWS: tl.constexpr, PARTS: tl.constexpr,
 
 
 @triton.jit
-def raise_published(ws_ptr, index, value, tag, mask):
-    """Raise word `index` to at least the fp32 `value` ≥ 0 of this launch; NaN stands above infinity."""
+def max_published(ws_ptr, index, value, tag, mask):
+    """Take the atomic max of word `index` and the fp32 `value` ≥ 0 of this launch; NaN is larger than infinity."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
 
 
 @triton.jit
-def places(ws_ptr, index):
-    """Return the addresses of words, for `seen` and `raise_seen`; neighbouring threads take neighbouring words, a word at a time.
+def word_ptrs(ws_ptr, index):
+    """Return the pointers to words, for `seen` and `max_seen`; neighbouring threads take neighbouring words, a word at a time.
 
     Triton cannot tell that the words are neighbours, so it gives no thread several words; L2 combines the maxima of a sector.
     """
@@ -110,15 +110,15 @@ def seen(word_ptr, mask):
 
 
 @triton.jit
-def raise_seen(word_ptr, value, tag, before, mask):
-    """Call `raise_published` for the words alone that `seen` found to be lower `before`: most words are large enough."""
+def max_seen(word_ptr, value, tag, before, mask):
+    """Call `max_published` for the words alone that `seen` found to be lower `before`: most words are large enough."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     tl.atomic_max(word_ptr, word, mask=mask & (word > before), sem="relaxed")
 
 
 @triton.jit
-def raised(ws_ptr, index, value, tag, mask):
-    """Call `raise_published` for a word and return its value after that: the largest of this launch until now."""
+def max_and_load(ws_ptr, index, value, tag, mask):
+    """Call `max_published` for a word and return its value after that: the largest of this launch until now."""
     word = (tag.to(tl.uint64) << 32) | value.to(tl.uint32, bitcast=True).to(tl.uint64)
     found = tl.atomic_max((ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64)), word, mask=mask, sem="relaxed")
     return (tl.maximum(found, word) & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True)
@@ -126,9 +126,9 @@ def raised(ws_ptr, index, value, tag, mask):
 
 @triton.jit
 def arrive(ws_ptr, index, tag, live):
-    """Count this program in at word `index`, if `live`, after all that its threads raised or published before.
+    """Count this program in at word `index`, if `live`, after all maxima and values that its threads published before.
 
-    The word is first raised to this launch's zero, so that nobody has to clear it.
+    The atomic max first makes the word at least this launch's zero, so that nobody has to clear it.
     """
     counter_ptr = (ws_ptr + 32 + index).to(tl.pointer_type(tl.uint64))
     if is_cuda():  # a barrier that Triton does not see, because Triton pipelines no loop that has a barrier

@@ -17,7 +17,7 @@ import triton.language as tl
 from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.constants import Constants
 from kerneltune.kernel_lib.launch import resident
-from kerneltune.kernel_lib.tl_exchange import await_done, close_done, launch_tag, leave_done, places, published, raise_seen, seen
+from kerneltune.kernel_lib.tl_exchange import await_done, close_done, launch_tag, leave_done, max_seen, published, seen, word_ptrs
 from kerneltune.kernel_lib.tl_lib import (
     INTERPRETED,
     amax_to_scale,
@@ -210,7 +210,7 @@ def _cast_rows(
             else:
                 q = to_fp8(xs[c].to(tl.float32) * scale[:, :, None], fp8)
             tl.store(q_ptr + offsets, q, mask=mask, cache_modifier=".cs")
-    _publish_columns(places(ws_ptr, group * K + words), tops, words, tag, C, COLS, ABREAST, PAIRS, dtype)
+    _publish_columns(word_ptrs(ws_ptr, group * K + words), tops, words, tag, C, COLS, ABREAST, PAIRS, dtype)
     leave_done(done_ptr + group)
 
 
@@ -237,7 +237,7 @@ def _publish_columns(
                 top = _largest(tops[first_c + i], 0, PAIRS)
                 for half in tl.static_range(PAIRS):
                     amax = magnitude_to_fp32((top >> (16 * half)) & 0xFFFF if PAIRS == 2 else top, dtype)
-                    raise_seen(word_ptr + (at + half * C), amax, tag, befores[i * PAIRS + half], words < C - at)
+                    max_seen(word_ptr + (at + half * C), amax, tag, befores[i * PAIRS + half], words < C - at)
 
 
 @triton.jit

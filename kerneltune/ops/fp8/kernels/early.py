@@ -20,7 +20,7 @@ from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
 from kerneltune.kernel_lib.launch import registers, resident, too_small_to_transpose
 from kerneltune.kernel_lib.relaunch import Launch, relaunch
-from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, max_and_load, publish, published
 from kerneltune.kernel_lib.tl_lib import (
     FP8_MAX,
     TL_DTYPES,
@@ -262,7 +262,7 @@ def cast_early(
         x0, x1, x2, x3 = load_quads(x_ptr, stride, C, at, GROUPS, TILE, False)
         x0, x1, x2, x3, largest = finite_tile(x0, x1, x2, x3, TILE)
         live = (hi > 0) | (columns > 0 if GROUPS.alignment else False)
-        seen = raised(ws_ptr, segment_of(group, GROUPS.one), magnitude_to_fp32(largest, TILE.dtype), tag, live)
+        seen = max_and_load(ws_ptr, segment_of(group, GROUPS.one), magnitude_to_fp32(largest, TILE.dtype), tag, live)
         if amax_ptr is not None:
             seen = tl.maximum(seen, tl.load(amax_ptr + group))
         if live:

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kerneltune.kernel_lib.arguments import check_apart, in_pairs
 from kerneltune.kernel_lib.groups import GROUP_ALIGNMENT, aligned_size
 from kerneltune.kernel_lib.launch import registers, resident, too_small_to_transpose
-from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, publish, published, raised
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, max_and_load, publish, published
 from kerneltune.kernel_lib.tl_lib import (
     FP8_MAX,
     TL_DTYPES,
@@ -237,7 +237,7 @@ def gate_early(
             y0, y1, y2, y3, larger = finite_tile(xs[4], xs[5], xs[6], xs[7], TILE)
             largest = tl.maximum(largest, larger)
         live = (at[5] > 0) | (at[2] > 0)
-        seen = raised(ws_ptr, 0, magnitude_to_fp32(largest, TILE.dtype), tag, live)
+        seen = max_and_load(ws_ptr, 0, magnitude_to_fp32(largest, TILE.dtype), tag, live)
         if live:
             publish(ws_ptr, 1 + tile, seen, tag, live)
             scale = amax_to_scale(seen, OUT.fp8_max, True)

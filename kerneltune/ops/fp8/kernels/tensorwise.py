@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.constants import Constants
-from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, published, raise_published
+from kerneltune.kernel_lib.tl_exchange import close_launch, launch_tag, max_published, published
 from kerneltune.kernel_lib.tl_groups import group_bounds
 from kerneltune.kernel_lib.tl_lib import (
     amax_to_scale,
@@ -210,7 +210,7 @@ def amax_segments(
         group, _stripe, _tiles, _first_row, _lo, hi = at
         xs = load_quads(x_ptr, stride, C, at, GROUPS, TILE, True)
         amax = magnitude_to_fp32(largest_magnitude(finite_words(xs, TILE), TILE), TILE.dtype)
-        raise_published(ws_ptr, segment_of(group, GROUPS.one), amax, tag, hi > 0)
+        max_published(ws_ptr, segment_of(group, GROUPS.one), amax, tag, hi > 0)
 
 
 @triton.jit

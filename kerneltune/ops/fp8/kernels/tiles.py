@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kerneltune.kernel_lib.constants import Constants
-from kerneltune.kernel_lib.tl_exchange import raise_published
+from kerneltune.kernel_lib.tl_exchange import max_published
 from kerneltune.kernel_lib.tl_groups import group_bounds, locate_aligned
 from kerneltune.kernel_lib.tl_lib import (
     aligned_start,
@@ -210,10 +210,10 @@ def atomic_max_columns(xs, ws_ptr, first, tag, live, COLS: tl.constexpr, PAIRS: 
         pairs = magnitude_of_pairs(xs[0], xs[1], xs[2], xs[3])
         low = magnitude_to_fp32(tl.max(pairs & 0xFFFF, axis=0), dtype)
         high = magnitude_to_fp32(tl.max(pairs >> 16, axis=0), dtype)
-        raise_published(ws_ptr, first + lanes, low, tag, only_if(lanes >= 0, live))
-        raise_published(ws_ptr, first + COLS + lanes, high, tag, only_if(lanes >= 0, live))
+        max_published(ws_ptr, first + lanes, low, tag, only_if(lanes >= 0, live))
+        max_published(ws_ptr, first + COLS + lanes, high, tag, only_if(lanes >= 0, live))
     else:
         m01 = tl.maximum(magnitude(xs[0]), magnitude(xs[1]))
         m23 = tl.maximum(magnitude(xs[2]), magnitude(xs[3]))
         amax = magnitude_to_fp32(tl.max(tl.maximum(m01, m23), axis=0), dtype)
-        raise_published(ws_ptr, first + lanes, amax, tag, only_if(lanes >= 0, live))
+        max_published(ws_ptr, first + lanes, amax, tag, only_if(lanes >= 0, live))

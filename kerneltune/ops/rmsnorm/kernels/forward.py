@@ -36,8 +36,8 @@ from kerneltune.ops.rmsnorm.kernels.rows import (
     load_chunk,
     load_gamma,
     load_sum_tile,
+    max_magnitude,
     raise_amax,
-    raised,
     sum_of_squares,
     whole_rows,
     write_rows,
@@ -280,7 +280,7 @@ def _rmsnorm_fwd_at_once(
         r = tl.rsqrt(tl.sum(x * x, axis=1) * (1.0 / N) + eps)
         tl.store(rsigma_ptr + tile * ROWS + rows, r, mask=rows < left)
         y = x * r[:, None] * gamma(g, OUTPUT.zero_centered)
-        amax = raised(amax, y)
+        amax = max_magnitude(amax, y)
         q = quantize(y, scale, OUTPUT.fp8_max, y_ptr.dtype.element_ty)
         tl.store(y_ptr + to, q, mask=mask)
         qs = qs + (q,)

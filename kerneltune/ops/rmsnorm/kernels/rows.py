@@ -123,7 +123,7 @@ def sum_of_squares(x):
 
 
 @triton.jit
-def raised(amax, y):
+def max_magnitude(amax, y):
     """Return the larger of amax (R, C // k) and |y| (R, C) of k neighbours, which one thread holds; pass over NaN."""
     neighbours: tl.constexpr = y.shape[1] // amax.shape[1]
     return tl.maximum(amax, tl.max(tl.reshape(tl.abs(y), (y.shape[0], amax.shape[1], neighbours)), axis=2))
@@ -164,7 +164,7 @@ def write_rows(
     """Store (rows, cols) of y; return the larger of amax and the magnitudes of y."""
     y = x.to(tl.float32) * r[:, None] * gamma(g, OUTPUT.zero_centered)
     if OUTPUT.fp8:
-        amax = raised(amax, y)
+        amax = max_magnitude(amax, y)
         y = quantize(y, scale, OUTPUT.fp8_max, y_ptr.dtype.element_ty)
     tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier="" if OUTPUT.keep else ".cs")
     return amax
