@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 from kept_trials import ROOT, Row, TrialBlock, path_of, read, write
 
 from kerneltune import device, ops, sweep
-from kerneltune.measuring.compiler import TARGETS, CompilePool, PendingCompile, compile_job
+from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, compile_job
 from kerneltune.processes import start_server
 from kerneltune.search.task import Evaluation, Task, knob_pairs, stamp
 from kerneltune.spec import Config
@@ -43,7 +44,7 @@ def tasks_of(path: Path, names: list[str], trials: Path, gpu: str) -> list[Task]
     return tasks
 
 
-def begun(tasks: list[Task], pool: CompilePool) -> Iterator[tuple[Task, dict[Config, PendingCompile]]]:
+def begun(tasks: list[Task], pool: CompilePool) -> Iterator[tuple[Task, dict[Config, Future[CompileResult]]]]:
     """Yield every task with its compilations in random order, which began a task earlier."""
     ahead = None
     for task in tasks:
@@ -57,7 +58,7 @@ def begun(tasks: list[Task], pool: CompilePool) -> Iterator[tuple[Task, dict[Con
 
 
 def timed(
-    bench: GpuBench, task: Task, config: Config, pending: PendingCompile, best_us: float | None, samples: int
+    bench: GpuBench, task: Task, config: Config, pending: Future[CompileResult], best_us: float | None, samples: int
 ) -> Evaluation:
     """Return the evaluation of a config."""
     compiled = pending.result()
@@ -94,7 +95,7 @@ class Keeper:
             write(path, [*read(path), TrialBlock(**names, **stamped, rows=tuple(rows))])
 
 
-def measure(bench: GpuBench, task: Task, compiled: Mapping[Config, PendingCompile]) -> list[Row]:
+def measure(bench: GpuBench, task: Task, compiled: Mapping[Config, Future[CompileResult]]) -> list[Row]:
     """Time the configs of a case; time the configs that are nearly the fastest again, so that luck chooses none."""
     found: dict[Config, Evaluation] = {}
     best_us: float | None = None

@@ -25,10 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock, Thread
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-if TYPE_CHECKING:
-    from pebble import ProcessPool
+from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -80,9 +77,12 @@ def start(
 
 
 def end(process: BaseProcess, grace_s: float = 0.0) -> int | None:
-    """Wait some seconds for the end of a process, then kill it; return its exit code."""
+    """Wait some seconds for the end of a process, then kill it with the programs that it runs; return its exit code."""
     process.join(grace_s)
     if process.exitcode is None:
+        assert process.pid
+        with suppress(ProcessLookupError):  # a fork, or a process that has just begun, leads no group
+            os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join(_EXIT_GRACE_S)
     return process.exitcode
@@ -105,14 +105,6 @@ def in_fresh_processes(count: int, work: Callable[..., T], *args: Any, timeout_s
         if error is not None:
             raise error
         yield result
-
-
-def start_pool(count: int, begin: Callable[..., None], *arguments: Any) -> "ProcessPool":
-    """Start a pool of processes that call `begin(*arguments)` first, in the environment that this process has now."""
-    from pebble import ProcessPool
-
-    given = (dict(os.environ), begin, *arguments)
-    return ProcessPool(count, initializer=in_environment, initargs=given, context=fast_context())
 
 
 def run_program(
@@ -193,13 +185,13 @@ def _answer(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -
 
 
 def _leave_with_parent() -> None:
-    """End this process as soon as its parent ends, because a process that hangs would hold the GPU forever."""
+    """End this process and its programs as soon as its parent ends: a kernel that hangs would hold the GPU, ptxas a core."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
     def watch() -> None:
         parent.join()
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     Thread(target=watch, daemon=True).start()
 
@@ -240,7 +232,11 @@ def start_server() -> None:
 
 
 def in_environment(environment: Mapping[str, str], work: Callable[..., T], *args: Any) -> T:
-    """Set os.environ of this process, a process of `fast_context`, to `environment`, and run `work(*args)`."""
+    """Set os.environ of this process, which begins, to `environment`, and run `work(*args)`.
+
+    The process leads a group of its own, with the programs that it will run.
+    """
+    os.setpgid(0, 0)
     _leave_with_parent()
     os.environ.clear()
     os.environ.update(environment)

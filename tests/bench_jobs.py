@@ -84,16 +84,16 @@ class FakeCheck(FakeBench):
 class FakeCompare(FakeBench):
     """Takes 10 µs for every variant; the launch of `pr593` in the case `big` does what the environment says."""
 
-    on_variant: Callable[[str], None]
+    tell: Callable[[str], None]
 
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
         """Launch one variant after the other."""
         left = [task for task, _ in runs if task.variant.name not in untimed]
         for task in left:
-            self.on_variant(task.variant.name)
+            self.tell(task.variant.name)
             if (task.case.name, task.variant.name) == ("big", "pr593"):
                 _do(os.environ[DOES])
-        self.on_variant("")
+        self.tell("")
         return Compared({task.variant.name: np.linspace(9.9, 10.1, 15) for task in left}, dict(untimed))
 
 

@@ -17,8 +17,8 @@ from kerneltune.search.loop import Search, SearchState
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
-from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.tuner import Tuner, tune
+from kerneltune.worker import WorkerCrashedError
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
 CASE = Case("a", (("M", 8),), "bfloat16")

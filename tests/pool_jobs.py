@@ -7,12 +7,15 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +42,12 @@ def boom(_inputs: Mapping[str, Any], config: str) -> None:
 def hang(_inputs: Mapping[str, Any], seconds: float) -> None:
     """Never returns in time."""
     time.sleep(seconds)
+
+
+def assemble(_inputs: Mapping[str, Any], file: str) -> None:
+    """Run a program that does not end, as ptxas may not."""
+    with subprocess.Popen(["sleep", "3600"]) as program, open(file, "w") as pid:
+        pid.write(str(program.pid))
 
 
 def die(_inputs: Mapping[str, Any], code: int) -> None:
@@ -82,15 +91,25 @@ def broken(pool: CompilePool, timeout_s: float) -> list[CompileResult]:
     return list(pool.compile(bad, timeout_s))
 
 
+def assembling(pool: CompilePool, folder: str) -> list[bool]:
+    """Return whether the program of a job that hangs still runs after the job was given up."""
+    (compiled,) = pool.compile([job(assemble, f"{folder}/pid")], 1.0)
+    assert compiled.crashed
+    with suppress(OSError):
+        about = Path("/proc", Path(folder, "pid").read_text(), "stat").read_text()
+        return [about.rpartition(")")[2].split()[0] != "Z"]
+    return [False]
+
+
 def given_up(pool: CompilePool) -> list[CompileResult]:
     """Give up a compiling job, which its worker compiles to the end, and a waiting job, which is not begun."""
     running = [pool.submit(job(hang, 0.5)) for _ in range(pool.workers)]
     waiting = pool.submit(job(boom, "never begun"))
-    while not all(one.future.running() or one.future.done() for one in running):
+    while not all(one.running() or one.done() for one in running):
         time.sleep(0.01)
     for one in (*running, waiting):
         one.cancel()
-    assert waiting.future.cancelled()
+    assert waiting.cancelled()
     return [one.result() for one in running]
 
 
@@ -180,5 +199,7 @@ def main() -> None:
         answers = {"real": compiled, "given up": kept, "broken": mixed, "fnuz": fnuz(pool), "large": too_large(pool)}
     with CompilePool(TARGETS["sm_90"], workers=1) as pool, tempfile.TemporaryDirectory() as folder:
         answers["killed"] = killed(pool, folder)
+        programs = assembling(pool, folder)
     answers["wrong"] = wrong
-    json.dump({name: [asdict(c) | {"resources": c.resources} for c in found] for name, found in answers.items()}, sys.stdout)
+    said = {name: [asdict(c) | {"resources": c.resources} for c in found] for name, found in answers.items()}
+    json.dump(said | {"programs": programs}, sys.stdout)

@@ -31,11 +31,11 @@ def wait_for(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def running(group: int) -> list[str]:
-    """Return the processes of a group; an ended process may stay listed until somebody asks what became of it."""
+def running(session: int) -> list[str]:
+    """Return the processes of a session; an ended process may stay listed until somebody asks what became of it."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has just ended
-            state, _, its, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
-            found += [folder.name] if state != "Z" and int(its) == group else []
+            state, _, _, its, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
+            found += [folder.name] if state != "Z" and int(its) == session else []
     return found

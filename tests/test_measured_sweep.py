@@ -24,7 +24,8 @@ from kerneltune.progress import Progress
 from kerneltune.records import Record
 from kerneltune.search.task import Run, Task, config_values
 from kerneltune.spec import Case
-from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, WorkerCrashedError, compare_in_worker
+from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, compare_in_worker
+from kerneltune.worker import WorkerCrashedError
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
 

@@ -41,9 +41,10 @@ from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore, open_store
 from kerneltune.spec import Config, Op
 from kerneltune.stats import ratio_interval
-from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
+from kerneltune.tune.gpu_worker import GpuWorker
 from kerneltune.tune.run import expected_work, run_tune
 from kerneltune.wording import counted
+from kerneltune.worker import WorkerCrashedError
 
 FAMILY = "captured"
 _MOST_CONFIGS = 4

@@ -1,7 +1,7 @@
-"""Compile a variant's kernels ahead of time, on the CPU, in a pool of worker processes.
+"""Compile a variant's kernels ahead of time, on the CPU, in a pool of processes.
 
-A worker calls the variant's function on meta tensors under a driver that compiles and never launches. So a later launch finds its
-kernels in Triton's disk cache.
+A process calls the variant's function on meta tensors under a driver that compiles and never launches. So a later launch finds
+its kernels in Triton's disk cache.
 """
 
 import os
@@ -10,21 +10,22 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
-
-from pebble import ProcessExpired, ProcessPool
 
 from kerneltune.compat import failing_line
 from kerneltune.errors import first_line
 from kerneltune.measuring.assembly import Kernel, gcn_accesses, gcn_usage, ptx_accesses, sass_usage
-from kerneltune.processes import run_program, start_pool
+from kerneltune.processes import run_program
 from kerneltune.search.task import Task
 from kerneltune.spec import Config, Inputs
+from kerneltune.worker import Worker, WorkerCrashedError, WorkerHungError
 
 COMPILE_TIMEOUT_S = 90.0
 _FOR_A_WORKER = 4
@@ -95,103 +96,70 @@ class CompileResult:
         return max((k.registers * k.warps for k in self.kernels), default=0)
 
 
-class PendingCompile:
-    """Hold a job that was submitted to a pool."""
-
-    def __init__(self, pool: "CompilePool", job: CompileJob, timeout_s: float) -> None:
-        self.pool, self._job, self._timeout_s = pool, job, timeout_s
-        self.future = pool.schedule(job, timeout_s)
-
-    def result(self) -> CompileResult:
-        """Wait for the result. If the worker dies, compile the job again, alone; a second death or a hang is the job's result."""
-        try:
-            compiled: CompileResult = self.future.result()
-            return compiled
-        except FutureTimeoutError:
-            return self._hung()
-        except (ProcessExpired, RuntimeError):  # killed for its memory, perhaps, or an idle worker of the pool died
-            return self._alone()
-
-    def _hung(self) -> CompileResult:
-        return CompileResult((), self._timeout_s, f"compiling took longer than {self._timeout_s:g} s", crashed=True)
-
-    def _alone(self) -> CompileResult:
-        pool = self.pool.start(1)
-        try:
-            compiled: CompileResult = pool.schedule(_compile, args=(self._job,), timeout=self._timeout_s).result()
-            return compiled
-        except FutureTimeoutError:
-            return self._hung()
-        except ProcessExpired as error:
-            return CompileResult((), 0.0, f"the compiler crashed twice: exit code {error.exitcode}", crashed=True)
-        except RuntimeError as error:
-            return CompileResult((), 0.0, f"the compiler crashed twice: {first_line(error)}", crashed=True)
-        finally:
-            pool.stop()
-            pool.join()
-
-    def done(self) -> bool:
-        """Return whether `result` answers at once."""
-        return bool(self.future.done())
-
-    def cancel(self) -> None:
-        """Give up a job that has not begun. A running job goes on, because ending a worker costs more than finishing it."""
-        if not self.future.running():
-            self.future.cancel()
-
-
 class CompilePool:
-    """Hold worker processes that compile jobs for a target. Use as a context manager."""
+    """Hold processes that compile jobs for a target. Use as a context manager.
+
+    If a process dies over a job, it may have been killed for its memory: a new process compiles the job again. A second death or
+    a hang is the job's result. A job that has not begun can be cancelled.
+    """
 
     def __init__(self, target: Target, workers: int | None = None, cores: frozenset[int] | None = None) -> None:
-        """Start no worker yet.
+        """Start no process yet.
 
         Args:
             target: target of all jobs.
             workers: number of processes; None for a process per core.
-            cores: cores that the workers may use; None for all.
+            cores: cores that the processes may use; None for all.
         """
-        self.target = target
         self.workers = workers or len(cores or os.sched_getaffinity(0))
-        self._cores = cores
-        self.pool = self.start(self.workers)
-
-    def start(self, workers: int) -> ProcessPool:
-        """Return a new pool of workers."""
-        return start_pool(workers, _start_worker, self.target, self._cores)
-
-    def schedule(self, job: CompileJob, timeout_s: float) -> Any:
-        """Return the future of a job; a pool that was broken by the death of a worker is replaced."""
-        try:
-            return self.pool.schedule(_compile, args=(job,), timeout=timeout_s)
-        except RuntimeError:
-            self.pool.stop()
-            self.pool.join()
-            self.pool = self.start(self.workers)
-            return self.pool.schedule(_compile, args=(job,), timeout=timeout_s)
+        self._compilers = [Worker(partial(Compiler, target, cores), "the compiler") for _ in range(self.workers)]
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        self._threads = ThreadPoolExecutor(self.workers)
+        for compiler in self._compilers:
+            self._idle.put(compiler)
 
     def __enter__(self) -> "CompilePool":
-        """Start the workers by a job that does nothing, because pebble starts no worker before the first job."""
+        """Start the processes."""
         try:
-            self.pool.schedule(_nothing)
+            for compiler in self._compilers:
+                compiler.begin()
         except BaseException:  # an interrupt, most likely
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.pool.stop()
-        self.pool.join()
+        for compiler in self._compilers:
+            compiler.stop()
+        self._threads.shutdown(cancel_futures=True)
 
-    def submit(self, job: CompileJob, timeout_s: float = COMPILE_TIMEOUT_S) -> PendingCompile:
+    def submit(self, job: CompileJob, timeout_s: float = COMPILE_TIMEOUT_S) -> "Future[CompileResult]":
         """Begin to compile a job."""
-        return PendingCompile(self, job, timeout_s)
+        return self._threads.submit(self._compile, job, timeout_s)
 
     def compile(self, jobs: Sequence[CompileJob], timeout_s: float = COMPILE_TIMEOUT_S) -> Iterator[CompileResult]:
         """Compile all jobs, and yield their results in the order of the jobs."""
         pending = [self.submit(job, timeout_s) for job in jobs]
         for job in pending:
             yield job.result()
+
+    def _compile(self, job: CompileJob, timeout_s: float) -> CompileResult:
+        compiler, has_died = self._idle.get(), False
+        try:
+            while True:
+                try:
+                    compiled: CompileResult = compiler.ask("compile", job, timeout_s=timeout_s)
+                    return compiled
+                except WorkerHungError as error:
+                    return CompileResult((), timeout_s, f"compiling {error}", crashed=True)
+                except WorkerCrashedError as error:
+                    if compiler.is_closed:
+                        raise
+                    if has_died:
+                        return CompileResult((), 0.0, f"{error}, twice", crashed=True)
+                    has_died = True
+        finally:
+            self._idle.put(compiler)
 
 
 def refusals(jobs: Sequence[CompileJob], workers: int | None = None) -> dict[int, str]:
@@ -233,22 +201,37 @@ def know_triton() -> None:
         triton_key()
 
 
-def _nothing() -> None: ...
+class Compiler:
+    """Compile jobs for a target in this process."""
+
+    def __init__(self, target: Target, cores: frozenset[int] | None) -> None:
+        """Let Triton compile for the target, on some cores; None for all."""
+        if cores:
+            os.sched_setaffinity(0, cores)
+        os.environ.pop("TRITON_INTERPRET", None)
+        from triton import knobs
+        from triton.runtime.driver import driver
+
+        self._utils = _DryUtils(target)
+        driver.set_active(_dry_driver(target, self._utils))
+        knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target)
+        know_triton()
+
+    def compile(self, job: CompileJob) -> CompileResult:
+        """Return the kernels that a job launches."""
+        launched = self._utils.launched
+        launched.clear()
+        started = time.perf_counter()
+        try:
+            job.run(job.make_inputs(device="meta"), job.config)
+        except Exception as exception:  # any error of a compiler is a property of the config, and is recorded
+            error = f"{failing_line(exception)}{first_line(exception)}"
+        else:
+            error = next((_wrong_code(kernel) for kernel in launched if kernel.stray_stores), "")
+        return CompileResult(tuple(launched), time.perf_counter() - started, error)
 
 
-def _start_worker(target: Target, cores: frozenset[int] | None) -> None:
-    if cores:
-        os.sched_setaffinity(0, cores)
-    os.environ.pop("TRITON_INTERPRET", None)
-    from triton import knobs
-    from triton.runtime.driver import driver
-
-    driver.set_active(_dry_driver(target))
-    knobs.runtime.add_stages_inspection_hook = partial(_refuse_early, target)
-    know_triton()
-
-
-def _dry_driver(target: Target) -> Any:
+def _dry_driver(target: Target, utils: "_DryUtils") -> Any:
     """Make a Triton driver that compiles for a target without having its GPU; a launch records resources."""
     import torch
     from triton.backends.compiler import GPUTarget
@@ -258,7 +241,7 @@ def _dry_driver(target: Target) -> Any:
         """Compile for a target and launch nothing."""
 
         def __init__(self) -> None:
-            self.utils = _DryUtils(target)
+            self.utils = utils
 
         @classmethod
         def is_active(cls) -> bool:
@@ -314,54 +297,28 @@ def _refuse_early(
     return None
 
 
-def _compile(job: CompileJob) -> CompileResult:
-    from triton.runtime.driver import driver
-
-    active: Any = driver.active
-    active.utils.launched.clear()
-    started = time.perf_counter()
-    try:
-        job.run(job.make_inputs(device="meta"), job.config)
-    except Exception as exception:  # any error of a compiler is a property of the config, and is recorded
-        error = f"{failing_line(exception)}{first_line(exception)}"
-    else:
-        error = next((_wrong_code(kernel) for kernel in active.utils.launched if kernel.stray_stores), "")
-    return CompileResult(tuple(active.utils.launched), time.perf_counter() - started, error)
-
-
 def _wrong_code(kernel: Kernel) -> str:
     return f"{kernel.name}: wrong code: ptxas stores the stack pointer in {kernel.stray_stores} places where numbers belong"
 
 
-class _DryLaunch:
-    """Stand for a compiled kernel; a call records its resources and launches nothing."""
-
-    def __init__(self, launched: list[Kernel], metadata: Any) -> None:
-        self.launched, self.metadata = launched, metadata
-        self.kernel: Kernel | None = None
-
-    def __call__(self, *_args: Any) -> None:
-        assert self.kernel is not None  # it has been loaded
-        self.launched.append(self.kernel)
-
-
 class _DryUtils:
+    """Record the resources of a kernel when it is loaded, and the kernel when it is launched."""
+
     def __init__(self, target: Target) -> None:
         self.target = target
         self.launched: list[Kernel] = []
-        self.loading: _DryLaunch | None = None
+        self._loading = SimpleNamespace()
 
     def get_device_properties(self, _device: int) -> dict[str, int]:
         return {"max_shared_mem": self.target.shared_bytes, "multiprocessor_count": 132, "warpSize": self.target.warp_size}
 
-    def launcher(self, _source: Any, metadata: Any) -> _DryLaunch:
-        self.loading = _DryLaunch(self.launched, metadata)
-        return self.loading
+    def launcher(self, _source: Any, metadata: Any) -> Callable[..., None]:
+        """Return the launcher of a kernel, which Triton loads next."""
+        loading = self._loading = SimpleNamespace(metadata=metadata, kernel=None)
+        return lambda *_args: self.launched.append(loading.kernel)
 
     def load_binary(self, _name: str, binary: bytes, _shared: int, _device: int) -> tuple[int, int, int, int, int]:
-        loading = self.loading
-        assert loading is not None  # triton makes the launcher of a kernel, then loads it
-        kernel = loading.kernel = self._kernel(loading.metadata, binary)
+        kernel = self._loading.kernel = self._kernel(self._loading.metadata, binary)
         return 0, 0, kernel.registers, kernel.spill_bytes, _MAX_THREADS
 
     def _kernel(self, metadata: Any, binary: bytes) -> Kernel:

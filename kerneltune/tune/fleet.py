@@ -16,8 +16,8 @@ from kerneltune.plan import Options
 from kerneltune.progress import Progress
 from kerneltune.search.task import Task
 from kerneltune.spec import TaskKey
-from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError
 from kerneltune.tune.session import TuningResult, TuningSession
+from kerneltune.worker import Worker, WorkerCrashedError
 
 ATTEMPTS = 3
 """Number of processes that may die over a task, and of processes of a GPU that may die without a finished task between."""
@@ -69,10 +69,11 @@ class Fleet:
             make: importable function that makes the tuner in a GPU's process.
         """
         self._progress = progress
-        self._workers: dict[str, GpuWorker] = {}
+        self._workers: dict[str, Worker] = {}
         for index, gpu in enumerate(gpus):
             make_here = partial(make, share_of_cores(index, len(gpus)), options)
-            self._workers[gpu] = GpuWorker(make_here, environment=os.environ | {"CUDA_VISIBLE_DEVICES": gpu}, has_children=True)
+            environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+            self._workers[gpu] = Worker(make_here, "the process", environment=environment, has_children=True, exit_grace_s=0.2)
         self._queue: deque[Task] = deque()
         self._lock = Lock()
         self._deaths: Counter[str] = Counter()

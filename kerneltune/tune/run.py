@@ -18,8 +18,8 @@ from kerneltune.search.task import Run, Task, changed, knobs_of, stamp
 from kerneltune.spec import Op, TaskKey
 from kerneltune.tune.candidates import checked_space, is_supported, widened
 from kerneltune.tune.fleet import Fleet, visible_gpus
-from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.session import TuningResult, TuningSession
+from kerneltune.worker import WorkerCrashedError
 
 _SEARCH_S, _COMPILE_S, _MEASURE_S = 1.6, 1.5, 0.06
 """Seconds of a search that ends at an expected gain of 1 %; of a core to compile a config; of the GPU to check and time a config.

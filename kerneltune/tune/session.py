@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Thread
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,10 @@ from kerneltune.progress import Progress
 from kerneltune.search.loop import times_of
 from kerneltune.search.task import Task
 from kerneltune.tune.candidates import widened
-from kerneltune.tune.gpu_worker import GpuWorker, WorkerCrashedError, split_cores
+from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
 from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner, first_runs, measure_space, tune
 from kerneltune.wording import pairs
+from kerneltune.worker import WorkerCrashedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -68,7 +70,7 @@ class TuningSession:
         """Let the server of processes start in the background."""
         start_server()
         of_worker, self._cores = split_cores()
-        self.options, self.worker = options, GpuWorker(cores=of_worker)
+        self.options, self.worker = options, GpuWorker(partial(GpuBench, of_worker))
         self.queue: CompileQueue
         self._stores: dict[tuple[str, str], TrialStore] = {}
 

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from kerneltune import cache, device
 from kerneltune.measuring.assembly import LIMITS, occupancy_of
-from kerneltune.measuring.compiler import CompilePool, CompileResult, PendingCompile, compile_job
+from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
 from kerneltune.search.loop import Candidates, Compilation, Search, explore, times_of
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of, stamp
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
 from kerneltune.tune.candidates import checked_space, pool_of, starting_points
-from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker, WorkerCrashedError
+from kerneltune.tune.gpu_worker import SCREEN_SAMPLES, TRIED_WHOLE, GpuWorker
+from kerneltune.worker import WorkerCrashedError
 
 if TYPE_CHECKING:
     from kerneltune.search.trials import TrialStore
@@ -40,8 +41,8 @@ class CompileQueue:
 
     def __init__(self, pool: CompilePool) -> None:
         self._pool = pool
-        self._begun: list[PendingCompile] = []
-        self._ahead: dict[tuple[TaskKey, Config], PendingCompile] = {}
+        self._begun: list[Future[CompileResult]] = []
+        self._ahead: dict[tuple[TaskKey, Config], Future[CompileResult]] = {}
         self._later: Iterator[Run] = iter(())
 
     @property
@@ -49,7 +50,7 @@ class CompileQueue:
         """Return the number of configs that compile at the same time."""
         return self._pool.workers
 
-    def begin(self, task: Task, config: Config) -> PendingCompile:
+    def begin(self, task: Task, config: Config) -> "Future[CompileResult]":
         """Begin to compile a config, or return a compilation that began ahead."""
         return self._ahead.pop((task.key, config), None) or self._submit(task, config)
 
@@ -70,7 +71,7 @@ class CompileQueue:
         """Drop compilations that began ahead for a task whose search is over."""
         self._ahead = {place: pending for place, pending in self._ahead.items() if place[0] != task.key}
 
-    def _submit(self, task: Task, config: Config) -> PendingCompile:
+    def _submit(self, task: Task, config: Config) -> "Future[CompileResult]":
         self._begun.append(self._pool.submit(compile_job(task, config)))
         return self._begun[-1]
 
@@ -105,7 +106,7 @@ class Tuner:
         """Return whether configs that spill or do not fit an SM are dropped without a measurement."""
         return sum(1 for _ in self.task.variant.configs(self.task.case)) > TRIED_WHOLE
 
-    def begin(self, config: Config) -> PendingCompile:
+    def begin(self, config: Config) -> "Future[CompileResult]":
         """Begin to compile a config."""
         return self.queue.begin(self.task, config)
 

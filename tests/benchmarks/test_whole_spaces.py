@@ -1,5 +1,6 @@
 """Whole spaces: cases without kept trials, times of their configs, and the file of a run, on a bench that times nothing."""
 
+from concurrent.futures import Future
 from pathlib import Path
 from unittest.mock import create_autospec
 
@@ -7,7 +8,7 @@ import whole_spaces
 from kept_trials import path_of, read
 
 from kerneltune import device
-from kerneltune.measuring.compiler import CompileResult, PendingCompile
+from kerneltune.measuring.compiler import CompileResult
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Config
 from kerneltune.tune.candidates import checked_space
@@ -25,8 +26,8 @@ def test_a_case_is_timed_once_and_its_trials_are_kept(tmp_path: Path) -> None:
 
     bench = create_autospec(GpuBench, instance=True)
     bench.measure.side_effect = measure
-    pending = create_autospec(PendingCompile, instance=True)
-    pending.result.return_value = CompileResult((), 1.0)
+    pending: Future[CompileResult] = Future()
+    pending.set_result(CompileResult((), 1.0))
     tasks = whole_spaces.tasks_of(SWEEP, ["int4_fp8_gemm"], tmp_path, device.current_slug())
     first = tasks[0]
     configs = checked_space(first)

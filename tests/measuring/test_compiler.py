@@ -6,6 +6,7 @@ Runs in one process of its own, without Triton's interpreter, which this process
 import json
 import subprocess
 import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from asserting import every
 from started import TESTS, environment
 
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Kernel
+from kerneltune.worker import Worker
 
 THREADS, REGISTER_FILE = 32, 65536
 
@@ -48,8 +50,12 @@ def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[s
 
 def test_a_killed_worker_is_retried_once_and_then_recorded_as_the_failure_of_its_job(answers: dict[str, Any]) -> None:
     errors = [one["error"] for one in answers["killed"]]
-    assert errors == ["", "", "the compiler crashed twice: exit code 9", "", "", "", ""]
+    assert errors == ["", "", "the compiler died: exit code 9, twice", "", "", "", ""]
     assert [one["crashed"] for one in answers["killed"]] == [False, False, True, False, False, False, False]
+
+
+def test_a_job_that_is_given_up_leaves_no_program_running(answers: dict[str, Any]) -> None:
+    assert answers["programs"] == [False]
 
 
 def test_what_is_given_up_costs_no_worker(answers: dict[str, Any]) -> None:
@@ -105,18 +111,21 @@ def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, A
 
 
 def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = CompilePool(TARGETS["sm_90"], 1)
-    started = pool.pool.schedule
+    begun: list[BaseProcess | None] = []
+    begin = Worker.begin
 
-    def interrupted(*arguments: Any) -> None:
-        started(*arguments)
-        raise KeyboardInterrupt
+    def interrupted(worker: Worker) -> None:
+        if begun:
+            raise KeyboardInterrupt
+        begin(worker)
+        begun.append(worker.process)
 
-    monkeypatch.setattr(pool.pool, "schedule", interrupted)
-    with pytest.raises(KeyboardInterrupt), pool:
+    monkeypatch.setattr(Worker, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt), CompilePool(TARGETS["sm_90"], 2):
         raise AssertionError("the pool was entered")
-    assert not pool.pool.active
-    assert not pool.pool._pool_manager.worker_manager.workers
+    (process,) = begun
+    assert process is not None
+    assert not process.is_alive()
 
 
 def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, Any]) -> None:
@@ -127,7 +136,7 @@ def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, An
         "compiling took longer than 1 s",
         "compiling took longer than 1 s",
         "",
-        "the compiler crashed twice: exit code 3",
+        "the compiler died: exit code 3, twice",
         "",
         "",
     ]

@@ -10,8 +10,8 @@ from made_up import CASE, HALF, SMALL, CompiledAtOnce, NoBench, Setting, Small, 
 from kerneltune.search.loop import Search
 from kerneltune.search.task import Task, knobs_of
 from kerneltune.spec import Config, Variant
-from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.tuner import _FINALISTS, Tuner
+from kerneltune.worker import WorkerCrashedError
 
 
 def test_the_incumbent_stays_when_the_final_says_so(setting: Setting) -> None:

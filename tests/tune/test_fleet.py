@@ -89,7 +89,7 @@ def test_a_process_that_dies_costs_one_evaluation_and_its_case_goes_on(options: 
     (dead,) = (tmp_path / "die").glob("*.dead")
     assert {pid for case, config, pid in done if (case, config) == ("m16", "3 8")} - {dead.stem}
     (note,) = progress.notes
-    assert note in ("GPU 0: the GPU worker died: exit code 9", "GPU 1: the GPU worker died: exit code 9")
+    assert note in ("GPU 0: the process died: exit code 9", "GPU 1: the process died: exit code 9")
     assert {done.entry.case.name for done in run.finished if done.entry} == {work.case.name for work in WORKS}
 
 

@@ -25,7 +25,8 @@ from started import environment
 from kerneltune.measuring.check import Outcome
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.tune import gpu_worker as tuning_bench
-from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, WorkerCrashedError, split_cores
+from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
+from kerneltune.worker import WorkerCrashedError
 
 TASK = Task(OPS[0], CASE, VARIANT)
 

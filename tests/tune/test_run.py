@@ -28,8 +28,8 @@ from kerneltune.search.task import Task, knob_pairs
 from kerneltune.search.trials import history
 from kerneltune.spec import Case, Op
 from kerneltune.tune.candidates import widened
-from kerneltune.tune.gpu_worker import WorkerCrashedError
 from kerneltune.tune.run import renew, run_tune
+from kerneltune.worker import WorkerCrashedError
 
 SWEEP = """
 family: tiny

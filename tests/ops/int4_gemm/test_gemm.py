@@ -371,7 +371,7 @@ from kerneltune import ops
 from kerneltune.spec import Case
 from triton.runtime.jit import JITFunction
 
-compiler._start_worker(compiler.TARGETS["sm_90"], None)
+compiler.Compiler(compiler.TARGETS["sm_90"], None)
 run, texts = JITFunction.run, []
 
 
