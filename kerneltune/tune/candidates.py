@@ -84,13 +84,15 @@ def is_supported(task: Task) -> bool:
 
 
 def checked_space(task: Task) -> list[Config]:
-    """Return the valid configs of a space, each once."""
+    """Return the valid configs of a space, each once, after checking the default and the promising configs."""
     case, variant = task.case, task.variant
     with _in_one_line(task):
-        configs = list(dict.fromkeys(variant.configs(case)))
-        for config in variant.promising(case):
+        configs, default = list(dict.fromkeys(variant.configs(case))), task.default
+        for field, config in (("default", default), *(("promising", config) for config in variant.promising(case))):
             if type(config) is not variant.config:
-                raise ValueError(f"promising: {config!r}: expected a {getattr(variant.config, '__name__', None)}")
+                raise ValueError(f"{field}: {config!r}: expected a {getattr(variant.config, '__name__', None)}")
+        if configs and (reason := variant.valid(case, default)) is not None:
+            raise ValueError(f"default: {reason}")
     if not configs:
         raise ValueError(f"{task.op.name} {variant.name}: no valid config for {case.label}{_why(variant, case)}")
     return configs

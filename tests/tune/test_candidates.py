@@ -1,11 +1,15 @@
-"""Config classes of variants: postponed and unknown annotations."""
+"""Config classes of variants, with postponed and unknown annotations, and defaults that no search can begin with."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from made_up import CASE, SMALL, Small, op_of
 
+from kerneltune.search.task import Task
 from kerneltune.spec import Case, Variant
-from kerneltune.tune.candidates import widened
+from kerneltune.tune.candidates import checked_space, widened
 
 
 def postponed(annotation: str) -> Variant:
@@ -28,3 +32,24 @@ def test_a_config_class_of_a_module_that_postpones_annotations_is_made_of_stored
 def test_a_config_class_of_an_unknown_type_is_one_line() -> None:
     with pytest.raises(ValueError, match="config of optimized: Knobs: name 'Integer' is not defined"):
         postponed("Integer").config_from({"block": 64})
+
+
+def failing(_case: Case) -> Small:
+    raise KeyError("M")
+
+
+@pytest.mark.parametrize(
+    ("default", "error"),
+    [
+        (failing, "KeyError: 'M'"),
+        (lambda _case: None, "default: None: expected a Small"),
+        (lambda _case: Small(64, 1), "default: too small"),
+    ],
+)
+def test_a_default_that_no_call_can_run_with_is_one_line_before_anything_is_measured(
+    default: Callable[[Case], Any], error: str
+) -> None:
+    variant = replace(SMALL, default=default, valid=lambda _case, config: "too small" if config.block == 64 else None)
+    with pytest.raises(ValueError) as caught:
+        checked_space(Task(op_of(variant), CASE, variant))
+    assert str(caught.value) == f"fake optimized: M=8 bfloat16 none: {error}"
