@@ -12,11 +12,10 @@ from bench_jobs import CASE, OPS, VARIANT, FakeBench, Knobs
 from made_up import CompiledAtOnce
 
 from kerneltune.interrupts import interrupts
-from kerneltune.search.loop import Search
 from kerneltune.search.task import Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.tune.gpu_worker import GpuWorker
-from kerneltune.tune.tuner import Tuner, tune
+from kerneltune.tune.tuner import Tuner
 
 
 def main(folder: Path, does: str) -> None:
@@ -25,7 +24,7 @@ def main(folder: Path, does: str) -> None:
     variant = replace(VARIANT, space=lambda _case: space, default=lambda _case: default)
     store = TrialStore(folder / "trials.log", source_hash="abc")
     with GpuWorker(FakeBench) as bench:
-        tune(Tuner(Task(OPS[0], CASE, variant), store, bench, CompiledAtOnce()), Search(), folder / "configs")
+        Tuner(Task(OPS[0], CASE, variant), store, bench, CompiledAtOnce(), root=folder / "configs").tune()
 
 
 def fork_instead(_python: str, command: list[str], kept: Iterable[int]) -> int:

@@ -17,7 +17,7 @@ from kerneltune.search.loop import Search, SearchState
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Op, Space, Traffic, Variant
-from kerneltune.tune.tuner import Tuner, tune
+from kerneltune.tune.tuner import Tuner
 from kerneltune.worker import WorkerCrashedError
 
 BLOCKS, WARPS, STAGES, CTAS = (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), (1, 2, 3, 4), (0, 1, 2, 4)
@@ -181,15 +181,15 @@ class Setting:
         search: Search | None = None,
         on_trial: Callable[[Config, Evaluation], None] = lambda _config, _trial: None,
     ) -> cache.CacheEntry:
-        tell = SearchState.tell
+        tell, tuner.search, tuner.root = SearchState.tell, search or Search(), self.root
 
         def tell_both(state: SearchState, config: Config, time_us: float | None) -> None:
             tell(state, config, time_us)
-            if (trial := tuner.known(config)) is not None:
+            if (trial := tuner.stored(config)) is not None:
                 on_trial(config, trial)
 
         with mock.patch.object(SearchState, "tell", tell_both):
-            return tune(tuner, search or Search(), self.root)
+            return tuner.tune()
 
     def cached(self, case: Case = CASE) -> dict[str, Any] | None:
         stored = cache.load("fake", device.current().slug, self.root)

@@ -201,7 +201,7 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
             session.queue.fill()
             for one in begun:
                 one.result()
-            measured = [tuner.in_turn(tuner.measure, config).result() for config in configs]
+            measured = [tuner.request(tuner.measure, config).result() for config in configs]
             if measured[0].time_us is None:
                 return TuningResult(problem=f"{measured[0].status}: {measured[0].reason}")
             timed = [config for config, one in zip(configs, measured, strict=True) if one.time_us is not None]

@@ -19,7 +19,7 @@ from kerneltune.search.loop import times_of
 from kerneltune.search.task import Task
 from kerneltune.tune.candidates import widened
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
-from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner, first_runs, measure_space, tune
+from kerneltune.tune.tuner import CompileQueue, NothingPassedError, Tuner
 from kerneltune.wording import pairs
 from kerneltune.worker import WorkerCrashedError
 
@@ -79,14 +79,16 @@ class TuningSession:
 
         `force` forgets transient failures.
         """
-        task = replace(task, variant=widened(task.variant, self.options.knobs))
+        options = self.options
+        task = replace(task, variant=widened(task.variant, options.knobs))
         store = self._stores.get((task.op.name, task.variant.name))
         if store is None:
             from kerneltune.search.trials import open_store  # imports Optuna, which takes 0.4 s
 
-            store = open_store(task.op, task.variant, self.options.results, self.options.force)
+            store = open_store(task.op, task.variant, options.results, options.force)
             self._stores[task.op.name, task.variant.name] = store
-        return Tuner(task, store, self.worker, self.queue, self.options.force or bool(self.options.knobs))
+        searches_all = options.force or bool(options.knobs)
+        return Tuner(task, store, self.worker, self.queue, options.search, options.configs, searches_all)
 
     def refresh(self) -> None:
         """Read the trials and configs that other processes have stored by now."""
@@ -114,17 +116,16 @@ class TuningSession:
             self.queue.forget(task)
 
     def _tuned(self, tuner: Tuner, following: Sequence[Task]) -> TuningResult:
-        search, configs = self.options.search, self.options.configs
         later = [self.tuner(task) for task in following[:_CASES_AHEAD]]
-        self.queue.look_ahead(run for one in later for run in first_runs(one, search, configs))
-        entry = tune(tuner, search, configs)
+        self.queue.look_ahead(run for one in later for run in one.first_runs())
+        entry = tuner.tune()
         gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
         over = f", {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else ""
         return TuningResult(entry, best=pairs(entry.config) + over)
 
     def _measured(self, tuner: Tuner) -> TuningResult:
         """Measure the space of a case; the result says how many configs have a time, and the best time."""
-        trials = measure_space(tuner)
+        trials = tuner.measure_space()
         if not (times := times_of(trials)):
             where = f"{tuner.task.op.name} {tuner.task.variant.name}"
             raise NothingPassedError(f"{where}: no config has a time for {tuner.task.case.label}")

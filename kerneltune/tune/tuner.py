@@ -7,7 +7,7 @@ faster. `search.loop` decides which configs are tried. A tuner refuses or measur
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -69,32 +69,132 @@ class CompileQueue:
 
     def forget(self, task: Task) -> None:
         """Drop compilations that began ahead for a task whose search is over."""
-        self._ahead = {place: pending for place, pending in self._ahead.items() if place[0] != task.key}
+        self._ahead = {run: compiling for run, compiling in self._ahead.items() if run[0] != task.key}
 
     def _submit(self, task: Task, config: Config) -> "Future[CompileResult]":
         self._begun.append(self._pool.submit(compile_job(task, config)))
         return self._begun[-1]
 
 
+class NothingPassedError(Exception):
+    """Report that no config of a search was correct and timed."""
+
+
 class Tuner:
-    """Evaluate each config of a task at most once, as the `search.loop.Evaluator` of a GPU. Use as a context manager.
+    """Search a task. As the `search.loop.Evaluator` of a GPU, evaluate each config at most once.
 
     A thread sends the requests to the worker, so that the GPU does not wait for decisions of this process.
 
     Attributes:
+        search: limits of the search.
+        root: folder of configs; None for the usual folder.
         searches_all: whether the whole space is searched, although the other 16-bit type was searched before.
         resources: registers of all threads of the largest program of every compiled config.
     """
 
     def __init__(
-        self, task: Task, store: "TrialStore", worker: GpuWorker, queue: CompileQueue, searches_all: bool = False
+        self,
+        task: Task,
+        store: "TrialStore",
+        worker: GpuWorker,
+        queue: CompileQueue,
+        search: Search | None = None,
+        root: Path | None = None,
+        searches_all: bool = False,
     ) -> None:
-        self.task, self.store, self.worker, self.queue, self.searches_all = task, store, worker, queue, searches_all
+        self.task, self.store, self.worker, self.queue = task, store, worker, queue
+        self.search, self.root, self.searches_all = search or Search(), root, searches_all
         self.resources: dict[Config, int] = {}
         self.samples_per_config = SCREEN_SAMPLES
         self._best_us: float | None = None
-        self._in_turn = ThreadPoolExecutor(1)
+        self._requests = ThreadPoolExecutor(1)
         self._preparing: Future[Any] | None = None
+
+    def tune(self) -> cache.CacheEntry:
+        """Search the task, store the best config, and return its entry.
+
+        Raises:
+            NothingPassedError: there is no config to store.
+            WorkerCrashedError: the worker's process crashed over every finalist, or stopped.
+        """
+        with self:
+            explored = self._explored(self._candidates(), self.search)
+            times = times_of(explored)
+            before = self.task.chooser(self.root).find(self.task.op.called(self.task.case))
+            if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
+                evaluated = self.evaluate(before.config, self.begin(before.config)).result()
+                times |= {before.config: evaluated.time_us} if evaluated.time_us is not None else {}
+            return self._decide(before, times, len(explored))
+
+    def measure_space(self) -> dict[Config, Evaluation]:
+        """Evaluate all valid configs in random order with three times the samples of a search; store nothing in the cache."""
+        self.samples_per_config = 3 * SCREEN_SAMPLES
+        with self:
+            return self._explored(Candidates(checked_space(self.task)), Search(sampler="random"))
+
+    def first_runs(self) -> Iterator[Run]:
+        """Yield the configs that the search would try first; nothing if the task was searched before."""
+        candidates = self._candidates()
+        if not self._evaluations(candidates.pool):
+            order = candidates.in_order(self.search)
+            yield from (Run(self.task, config) for config in order[: min(_AHEAD, self.search.trials or _AHEAD)])
+
+    def _candidates(self) -> Candidates:
+        pool = pool_of(self.task, None if self.searches_all else self.store)
+        return Candidates(pool, starting_points(self.task, pool, self.root))
+
+    def _evaluations(self, pool: Sequence[Config]) -> dict[Config, Evaluation]:
+        return {config: stored for config in pool if (stored := self.stored(config)) is not None}
+
+    def _explored(self, candidates: Candidates, search: Search) -> dict[Config, Evaluation]:
+        known = self._evaluations(candidates.pool)
+        if len(known) < len(candidates.pool):
+            self.prepare()
+        return explore(candidates, search, self, known)
+
+    def _decide(self, before: cache.Choice, times: dict[Config, float], num_trials: int) -> cache.CacheEntry:
+        """Let the fastest configs meet the incumbent, or the default where it has no time, and store the winner."""
+        task, default = self.task, self.task.default
+        standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
+        ranked = sorted(times, key=lambda config: times[config])
+        if not ranked:
+            raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}")
+        close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
+        finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
+        if len(finalists) > 1:
+            best, evidence = self._crashing_final(finalists, default)
+        else:
+            best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
+        if standing[:1] == [before.config]:
+            evidence["before"] = before.source
+        evidence |= {"trials": num_trials, **stamp(task.variant)}
+        entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(best), evidence=evidence)
+        cache.store(device.current().slug, entry, self.root)
+        return entry
+
+    def _crashing_final(self, finalists: Sequence[Config], default: Config) -> tuple[Config, dict[str, Any]]:
+        """Run the final; if the worker crashes, let each challenger meet the incumbent in a final of two configs.
+
+        If a final of two crashes, its challenger drops out. If the incumbent crashes alone, the next challenger takes its place.
+
+        Raises:
+            WorkerCrashedError: all configs dropped out, or the worker stopped.
+        """
+        try:
+            return self.run_final(finalists, default)
+        except WorkerCrashedError:
+            if len(finalists) == 1:
+                raise
+        incumbent, *challengers = finalists
+        try:
+            alone = self.run_final([incumbent], default)
+        except WorkerCrashedError:
+            return self._crashing_final(challengers, default)
+        finals = []
+        for challenger in challengers:
+            with suppress(WorkerCrashedError):
+                finals.append(self.run_final([incumbent, challenger], default))
+        return max((*finals, alone), key=lambda final: final[1]["speedup"])
 
     @property
     def compilers(self) -> int:
@@ -118,7 +218,7 @@ class Tuner:
         compiled: CompileResult = begun.result()
         refusal = self.refusal(config, compiled)
         if refusal is None:
-            return self.in_turn(self.settle, config, compiled, None)
+            return self.request(self.settle, config, compiled, None)
         refused: Future[Evaluation] = Future()
         refused.set_result(self.settle(config, compiled, refusal))
         return refused
@@ -127,23 +227,23 @@ class Tuner:
         """Compile configs of later cases where a core is idle."""
         self.queue.fill()
 
-    def known(self, config: Config) -> Evaluation | None:
+    def stored(self, config: Config) -> Evaluation | None:
         """Return the stored evaluation of a config, or None."""
-        stored = self.store.get(self.task, config)
-        return None if stored is None else self._remember(config, stored)
+        evaluation = self.store.get(self.task, config)
+        return None if evaluation is None else self._remember(config, evaluation)
 
     def settle(self, config: Config, compiled: CompileResult, refusal: Evaluation | None) -> Evaluation:
         """Return the stored evaluation of a config, or store its `refusal`, or measure the config and store the result."""
-        known = self.known(config)
-        if known is None:
-            known = replace(
+        evaluation = self.stored(config)
+        if evaluation is None:
+            evaluation = replace(
                 refusal or self.measure(config),
                 resources=compiled.resources,
                 spill_bytes=compiled.spill_bytes,
                 shared_bytes=max((kernel.shared_bytes for kernel in compiled.kernels), default=0),
             )
-            self.store.put(self.task, config, known)
-        return self._remember(config, known)
+            self.store.put(self.task, config, evaluation)
+        return self._remember(config, evaluation)
 
     def _remember(self, config: Config, evaluation: Evaluation) -> Evaluation:
         self.resources[config] = evaluation.resources
@@ -170,13 +270,13 @@ class Tuner:
             self.task, config, self._best_us if self.samples_per_config == SCREEN_SAMPLES else None, self.samples_per_config
         )
 
-    def in_turn(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+    def request(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
         """Let the thread of the worker's requests do some work after all earlier requests."""
-        return self._in_turn.submit(work, *arguments)
+        return self._requests.submit(work, *arguments)
 
     def prepare(self) -> None:
         """Let the worker make inputs and the reference while the first configs compile."""
-        self._preparing = self.in_turn(self._prepare)
+        self._preparing = self.request(self._prepare)
 
     def is_ready(self) -> bool:
         """Return whether inputs and the reference are made."""
@@ -194,7 +294,7 @@ class Tuner:
         memory for its inputs beside the inputs of the configs before it. If `default` is among the configs, the evidence has
         its time and the interval of its time over the best time, from the same rounds.
         """
-        asked = self.in_turn(self.worker.time_interleaved, self.task, configs)
+        asked = self.request(self.worker.time_interleaved, self.task, configs)
         while not asked.done():
             self.use_idle_time()
             time.sleep(_POLL_S)
@@ -230,8 +330,8 @@ class Tuner:
         """Wait for the present request, except after an interrupt, and let the worker free inputs and reference."""
         if kind is not None and not issubclass(kind, Exception):
             self.worker.stop()
-        self._in_turn.shutdown(cancel_futures=True)
-        self._in_turn = ThreadPoolExecutor(1)
+        self._requests.shutdown(cancel_futures=True)
+        self._requests = ThreadPoolExecutor(1)
         self.worker.close()
 
 
@@ -245,110 +345,3 @@ def _resident(compiled: CompileResult) -> int:
     programs = [(kernel.cooperative, occupancy_of(kernel, arch).programs) for kernel in compiled.kernels if arch in LIMITS]
     together = [fitting for cooperative, fitting in programs if cooperative]
     return min(together) if together else max((fitting for _, fitting in programs), default=sys.maxsize)
-
-
-class NothingPassedError(Exception):
-    """Report that no config of a search was correct and timed."""
-
-
-def tune(tuner: Tuner, search: Search, root: Path | None) -> cache.CacheEntry:
-    """Search one case and store the best config.
-
-    Args:
-        tuner: tuner of the case.
-        search: limits of the search.
-        root: folder of configs; None for the usual folder.
-
-    Returns:
-        The entry that is now in the cache.
-
-    Raises:
-        NothingPassedError: there is no config to store.
-        WorkerCrashedError: the worker's process crashed over every finalist, or stopped.
-    """
-    with tuner:
-        explored = _explored(tuner, _candidates(tuner, root), search)
-        times = times_of(explored)
-        before = tuner.task.chooser(root).find(tuner.task.op.called(tuner.task.case))
-        if before.config not in explored:  # the incumbent takes part in the final even if the search left it out
-            evaluated = tuner.evaluate(before.config, tuner.begin(before.config)).result()
-            times |= {before.config: evaluated.time_us} if evaluated.time_us is not None else {}
-        return _decide(tuner, before, times, explored, root)
-
-
-def measure_space(tuner: Tuner) -> dict[Config, Evaluation]:
-    """Evaluate all valid configs in random order with three times the samples of a search; store nothing in the cache."""
-    tuner.samples_per_config = 3 * SCREEN_SAMPLES
-    with tuner:
-        return _explored(tuner, Candidates(checked_space(tuner.task)), Search(sampler="random"))
-
-
-def _explored(tuner: Tuner, candidates: Candidates, search: Search) -> dict[Config, Evaluation]:
-    known = _known(tuner, candidates.pool)
-    if len(known) < len(candidates.pool):
-        tuner.prepare()
-    return explore(candidates, search, tuner, known)
-
-
-def first_runs(tuner: Tuner, search: Search, root: Path | None) -> Iterator[Run]:
-    """Yield the configs that the search of a case would try first; nothing where the case was searched before."""
-    candidates = _candidates(tuner, root)
-    if not _known(tuner, candidates.pool):
-        order = candidates.in_order(search)
-        yield from (Run(tuner.task, config) for config in order[: min(_AHEAD, search.trials or _AHEAD)])
-
-
-def _candidates(tuner: Tuner, root: Path | None) -> Candidates:
-    pool = pool_of(tuner.task, None if tuner.searches_all else tuner.store)
-    return Candidates(pool, starting_points(tuner.task, pool, root))
-
-
-def _known(tuner: Tuner, pool: Sequence[Config]) -> dict[Config, Evaluation]:
-    return {config: known for config in pool if (known := tuner.known(config)) is not None}
-
-
-def _decide(
-    tuner: Tuner, before: cache.Choice, times: dict[Config, float], explored: Mapping[Config, Evaluation], root: Path | None
-) -> cache.CacheEntry:
-    task, default = tuner.task, tuner.task.default
-    standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
-    ranked = sorted(times, key=lambda config: times[config])
-    if not ranked:
-        raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}")
-    close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
-    finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
-    if len(finalists) > 1:
-        best, evidence = _run_final(tuner, finalists, default)
-    else:
-        best, evidence = finalists[0], {"time_us": times[finalists[0]], "default_us": times.get(default)}
-    if standing[:1] == [before.config]:
-        evidence["before"] = before.source
-    evidence |= {"trials": len(explored), **stamp(task.variant)}
-    entry = cache.CacheEntry(**task.key._asdict(), config=knobs_of(best), evidence=evidence)
-    cache.store(device.current().slug, entry, root)
-    return entry
-
-
-def _run_final(tuner: Tuner, finalists: Sequence[Config], default: Config) -> tuple[Config, dict[str, Any]]:
-    """Run the final; if the worker crashes, let each challenger meet the incumbent in a final of two configs.
-
-    If a final of two crashes, its challenger drops out. If the incumbent crashes alone, the next challenger takes its place.
-
-    Raises:
-        WorkerCrashedError: all configs dropped out, or the worker stopped.
-    """
-    try:
-        return tuner.run_final(finalists, default)
-    except WorkerCrashedError:
-        if len(finalists) == 1:
-            raise
-    incumbent, *challengers = finalists
-    try:
-        alone = tuner.run_final([incumbent], default)
-    except WorkerCrashedError:
-        return _run_final(tuner, challengers, default)
-    finals = []
-    for challenger in challengers:
-        with suppress(WorkerCrashedError):
-            finals.append(tuner.run_final([incumbent, challenger], default))
-    return max((*finals, alone), key=lambda final: final[1]["speedup"])

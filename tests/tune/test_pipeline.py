@@ -26,7 +26,6 @@ from kerneltune.search.loop import Candidates, Search, explore
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tune.session import TuningSession
-from kerneltune.tune.tuner import first_runs, tune
 
 SPILLS = CompileResult((Kernel("k", 4, 255, 96, 0),), 1.0)
 POOL = list(LARGE.configs(CASE))
@@ -177,11 +176,11 @@ def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting)
                     future.set_result(CompileResult((), 0.0))
 
     tuner.queue.fill, tuner.queue.begin = meanwhile, compiling
-    assert tune(tuner, Search(), setting.root).evidence["trials"] == 25
+    assert setting.tune(tuner).evidence["trials"] == 25
     again = setting.tuner(SMALL, small_time)
     again.worker = Ready()
     again.queue.begin = compiling
-    tune(again, Search(), setting.root)
+    setting.tune(again)
     assert prepared == [True]  # not where everything is known
 
 
@@ -215,7 +214,7 @@ def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None
     op = op_of(SMALL)
     with TuningSession(slow) as session:
         now, *later = (session.tuner(Task(op, case, SMALL)) for case in cases)
-        session.queue.look_ahead(run for one in later for run in first_runs(one, Search(), slow.configs))
+        session.queue.look_ahead(run for one in later for run in one.first_runs())
         now.begin(Small(64, 1))
         session.queue.fill()
         session.queue.fill()

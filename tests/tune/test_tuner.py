@@ -43,7 +43,7 @@ from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case, Config, Variant
 from kerneltune.tune.candidates import pool_of, starting_points
-from kerneltune.tune.tuner import NothingPassedError, Tuner, tune
+from kerneltune.tune.tuner import NothingPassedError, Tuner
 
 # enumeration
 
@@ -188,7 +188,8 @@ def best_of(setting: Setting, sampler: str, seed: int) -> float:
     """Return the best time that 64 trials find, over the optimum of 10."""
     landscape = tables(seed)
     tuner = FakeTuner(CASE, LARGE, TrialStore(setting.trials.with_name(f"{sampler}{seed}"), source_hash="abc"), landscape)
-    tune(tuner, Search(trials=64, sampler=sampler, seed=seed), setting.root / f"{sampler}{seed}")
+    tuner.search, tuner.root = Search(trials=64, sampler=sampler, seed=seed), setting.root / f"{sampler}{seed}"
+    tuner.tune()
     return min(map(landscape, tuner.evaluated)) / 10.0
 
 
