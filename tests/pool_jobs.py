@@ -3,6 +3,7 @@
 pytest's process has Triton's interpreter on and could not compile; `main` runs in a process of its own, without it.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -55,6 +56,11 @@ def die(_inputs: Mapping[str, Any], code: int) -> None:
     os._exit(code)
 
 
+def disk_is_full(_inputs: Mapping[str, Any], _config: object) -> None:
+    """Fail as Triton's cache does."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def killed_once(_inputs: Mapping[str, Any], marker: str) -> None:
     """Is killed the first time, as by the kernel where memory is short."""
     if not os.path.exists(marker):
@@ -70,7 +76,7 @@ def note_process(_inputs: Mapping[str, Any], file: str) -> None:
 
 def killed(pool: CompilePool, folder: str) -> list[CompileResult]:
     """Jobs whose workers are killed: while they compile, always, and between two jobs."""
-    found = list(pool.compile([job(killed_once, f"{folder}/once"), job(fine), job(die, 9)]))
+    found = list(pool.compile([job(killed_once, f"{folder}/once"), job(fine), job(die, 9), job(disk_is_full)]))
     found += list(pool.compile([job(note_process, f"{folder}/pids")]))
     with open(f"{folder}/pids") as pids:
         for pid in map(int, pids):

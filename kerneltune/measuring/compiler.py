@@ -77,7 +77,7 @@ class CompileResult:
     """Hold the kernels that a job launches, or its error.
 
     Attributes:
-        crashed: whether the worker crashed or hung; the error says which.
+        crashed: whether the process crashed or hung, or the machine lacked memory or disk; the error says which.
     """
 
     kernels: tuple[Kernel, ...]
@@ -219,16 +219,17 @@ class Compiler:
 
     def compile(self, job: CompileJob) -> CompileResult:
         """Return the kernels that a job launches."""
-        launched = self._utils.launched
+        launched, failed = self._utils.launched, None
         launched.clear()
         started = time.perf_counter()
         try:
             job.run(job.make_inputs(device="meta"), job.config)
-        except Exception as exception:  # any error of a compiler is a property of the config, and is recorded
-            error = f"{failing_line(exception)}{first_line(exception)}"
+        except Exception as exception:  # any other error of a compiler is a property of the config, and is recorded
+            failed, error = exception, f"{failing_line(exception)}{first_line(exception)}"
         else:
             error = next((_wrong_code(kernel) for kernel in launched if kernel.stray_stores), "")
-        return CompileResult(tuple(launched), time.perf_counter() - started, error)
+        is_of_machine = isinstance(failed, OSError | MemoryError)
+        return CompileResult(tuple(launched), time.perf_counter() - started, error, is_of_machine)
 
 
 def _dry_driver(target: Target, utils: "_DryUtils") -> Any:

@@ -158,7 +158,9 @@ class Tuner:
         standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
         ranked = sorted(times, key=lambda config: times[config])
         if not ranked:
-            raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}")
+            tried = self.stored(default)
+            why = f"; the default: {tried.reason}" if tried is not None and tried.reason else ""
+            raise NothingPassedError(f"{task.op.name} {task.variant.name}: no config passed its check for {task.case.label}{why}")
         close = [config for config in ranked if times[config] <= _FINAL_MARGIN * times[ranked[0]]][:_FINALISTS]
         finalists = list(dict.fromkeys([*(standing or ranked[:1]), *close]))
         if len(finalists) > 1:
