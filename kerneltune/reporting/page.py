@@ -15,7 +15,7 @@ from kerneltune import cache
 from kerneltune.device import INTERPRETER
 from kerneltune.records import Record, case_on_device, grouped, newest
 from kerneltune.reporting.naming import CaseName, by_family, case_name, case_names, look, source_facts, told_apart
-from kerneltune.reporting.shares import Bound, bound_of, share
+from kerneltune.reporting.shares import bound_of, share
 from kerneltune.reporting.tables import (
     AB_COLUMNS,
     INTERPRETER_NOTE,
@@ -170,10 +170,10 @@ def _cases(records: Sequence[Record]) -> list[dict[str, Any]]:
             }
         if record.time_us is not None and record.gbps is not None:
             case["bound"] = case["bound"] or bound_of(record)
-        case["of"][record.variant] = _result(record, case["bound"] or "ceiling")
+        case["of"][record.variant] = _result(record)
     for record in best_peers(records):
         case = cases[case_on_device(record)]
-        case["best"] = {**_result(record, case["bound"]), "is": record.variant}
+        case["best"] = {**_result(record), "is": record.variant}
     rows = Counter(record.dtype for record in records)
     orders = {name: list(dict.fromkeys(case[name] for case in cases.values())) for name in ("op", "quant", "settings")}
     return sorted(cases.values(), key=lambda case: (-rows[case["dtype"]], *(orders[name].index(case[name]) for name in orders)))
@@ -185,7 +185,7 @@ def _named(name: CaseName) -> dict[str, Any]:
     return {field: getattr(name, field) for field in fields}
 
 
-def _result(record: Record, bound: Bound) -> dict[str, Any]:
+def _result(record: Record) -> dict[str, Any]:
     if record.status != "passed":
         return {"status": record.status, "reason": without_paths(" ".join(record.reason.split()))}
     return {
@@ -194,7 +194,7 @@ def _result(record: Record, bound: Bound) -> dict[str, Any]:
         "low": record.ci_low_us,
         "high": record.ci_high_us,
         "gbps": record.gbps,
-        "pct": share(record, bound),
+        "pct": share(record),
         "floor": record.aa_floor,
         "n": record.n,
         "config": record.config_label,

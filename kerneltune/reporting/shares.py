@@ -29,16 +29,12 @@ def bound_of(record: Record) -> Bound:
     return "peak"
 
 
-def share(record: Record, bound: Bound | None = None) -> float | None:
-    """Return the percent of the bound that a record reaches; None if it is not known or if the time holds work of the host.
-
-    bound: the bound of the case; the bound of the record if None.
-    """
+def share(record: Record) -> float | None:
+    """Return the percent of the bound that a record reaches; None if it is not known or if the time holds work of the host."""
     if record.policy == "eager":
         return None
-    if (bound or bound_of(record)) == "ceiling":
+    if bound_of(record) == "ceiling":
         return record.pct_ceiling
     peak = peak_tflops(record)
-    if not (record.flops and peak and record.time_us):
-        return None
+    assert record.flops and record.time_us and peak, "else the bound is the ceiling"
     return 100 * record.flops / record.time_us / 1e6 / peak

@@ -65,11 +65,6 @@ class Comparison:
         return max((f for f in (self.a.aa_floor, self.b.aa_floor) if f is not None), default=None)
 
     @property
-    def bound(self) -> Bound:
-        """Return the bound of the case, by B's record."""
-        return bound_of(self.b)
-
-    @property
     def mark(self) -> str:
         """Return `+` above 1.05x, `-` below 0.95x, else an empty text."""
         speedup = self.speedup or 1.0
@@ -93,7 +88,7 @@ AB_COLUMNS = (
     _measure("", lambda row: row.mark, key="mark"),
     _measure("A GB/s", lambda row: row.a.gbps, digits=0, key="A_gbps", rank=6),
     _measure("B GB/s", lambda row: row.b.gbps, digits=0, key="B_gbps", rank=6),
-    _measure("B % ceiling", lambda row: share(row.b, row.bound), digits=1, key="B_pct_bound", rank=4),
+    _measure("B % ceiling", lambda row: share(row.b), digits=1, key="B_pct_bound", rank=4),
     _measure("95 % interval", _interval, key="interval", rank=3, only=("text", "markdown", "page")),
     _measure("noise %", lambda row: None if row.aa_floor is None else 100 * row.aa_floor, digits=1, key="noise_pct", rank=5),
 )
@@ -203,7 +198,7 @@ def families_table(families: Mapping[str, Sequence[Record]], pairs_of: Mapping[s
             lines.append(Row((family, *[None] * 5, name, b, compared, None)))
             continue
         marks = [row.mark for row in rows]
-        shares = [part for row in rows if (part := share(row.b, row.bound)) is not None]
+        shares = [part for row in rows if (part := share(row.b)) is not None]
         speedup = statistics.geometric_mean(row.speedup or 1.0 for row in rows)
         counts = [marks.count(mark) for mark in ("+", "", "-")]
         lines.append(
@@ -230,13 +225,13 @@ def ab_table(rows: Sequence[Comparison], a: str = "A", b: str = "B", title: str 
         title: heading above the table.
     """
     of_cases, names = case_columns([row.a for row in rows], Column("kind", shared=True))
-    bounds = [row.bound for row in rows if row.speedup is not None]
+    bounds = [bound_of(row.b) for row in rows if row.speedup is not None]
     is_mixed = len(set(bounds)) > 1
     sides = [Column(f"{side} is", key=f"{side}_is", value=attrgetter(f"{side.lower()}.variant")) for side in "AB"]
     of_rows = (
         *(column for column in sides if len(set(map(column.value, rows))) > 1),
         *_named_bound(AB_COLUMNS, bounds),
-        _measure("bound", lambda row: row.bound, rank=4, only=() if is_mixed else ("csv",)),
+        _measure("bound", lambda row: bound_of(row.b), rank=4, only=() if is_mixed else ("csv",)),
         *_CSV_COLUMNS,
     )
     lines = [Row((*values(of_cases, name), *values(of_rows, row)), row.note) for name, row in zip(names, rows, strict=True)]
@@ -271,11 +266,12 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     skipped = _always_skipped(records) if brief else {}
     kept = [r for r in records if (r.op, r.variant) not in skipped]
     groups = list(grouped(kept, case_on_device).values())
-    bounds = [bound_of(best) for group in groups if (best := _best(group)) is not None]
+    rows = [list(_sweep_rows(group)) for group in groups]
+    bounds = [row.bound for of_case in rows for row in of_case if row.bound]
     of_cases, names = case_columns(
         [group[0] for group in groups], Column("op", shared=True), Column("case", rank=1), sizes_first=True
     )
-    reached = Column("% ceiling", digits=1, key="pct_bound", rank=2, value=lambda row: row.bound and share(row.record, row.bound))
+    reached = Column("% ceiling", digits=1, key="pct_bound", rank=2, value=lambda row: share(row.record) if row.bound else None)
     of_rows = (
         Column("", key="best", value=lambda row: "*" if row.is_best else ""),
         Column("variant", value=attrgetter("record.variant")),
@@ -292,8 +288,8 @@ def sweep_table(records: Sequence[Record], brief: bool = False) -> Table:
     )
     lines = [
         Row((*values(of_cases, name), *values(of_rows, row)), "" if row.record.status == "passed" else _status(row.record))
-        for name, group in zip(names, groups, strict=True)
-        for row in _sweep_rows(group)
+        for name, of_case in zip(names, rows, strict=True)
+        for row in of_case
     ]
     foot = [status_counts(r.status for r in records)]
     foot += [f"skipped in all cases: {op} {variant}: {reason}" for (op, variant), reason in skipped.items()]
@@ -401,7 +397,7 @@ def _ab_summary(rows: Sequence[Comparison]) -> list[str]:
 
 def _reached(rows: Sequence[Comparison]) -> list[str]:
     """Return the median share that B reaches, of each bound."""
-    reached = ((row.bound, share(row.b, row.bound)) for row in rows)
+    reached = ((bound_of(row.b), share(row.b)) for row in rows)
     by_bound = grouped([(bound, part) for bound, part in reached if part is not None], lambda item: item[0])
     said = [
         f"{statistics.median(part for _, part in of):.1f} % of the {bound}{f' ({_count(of)})' if len(by_bound) > 1 else ''}"
@@ -421,11 +417,6 @@ def _count(values: Sequence[object]) -> str:
     return counted(len(values), "row")
 
 
-def _best(group: Iterable[Record]) -> Record | None:
-    timed = [record for record in group if record.role != "part" and record.time_us is not None]
-    return min(timed, key=lambda record: record.time_us or 0.0, default=None)
-
-
 class _SweepRow(NamedTuple):
     """Hold a record of a sweep; bound and speed-up over the baseline are None without a time and for a part of the work."""
 
@@ -437,7 +428,9 @@ class _SweepRow(NamedTuple):
 
 def _sweep_rows(group: Sequence[Record]) -> Iterator[_SweepRow]:
     """Yield the rows of the variants of a case."""
-    best, baseline_us = _best(group), next((record.time_us for record in group if record.variant == _BASELINE), None)
+    baseline_us = next((record.time_us for record in group if record.variant == _BASELINE), None)
+    timed = [record for record in group if record.role != "part" and record.time_us is not None]
+    best = min(timed, key=lambda record: record.time_us or 0.0, default=None)
     for record in group:
         if best is None or record.role == "part" or not record.time_us:
             yield _SweepRow(record, False)
