@@ -33,7 +33,6 @@ _LEGEND = (
     "which allows no more. loads, stores: 128x4 is four instructions of 128 bits a thread; "
     "atomics and bulk (TMA) copies are not counted."
 )
-_HEAD = ("target", "regs", "spill", "shared", "programs", "warps", "limiter", "loads", "stores")
 _SHOWN = 40
 """Configs that `--all` lists; the rest is counted."""
 
@@ -212,7 +211,7 @@ def _show(found: Survey) -> None:
         show_wrapped("  " + pairs(first.config))
         for kernel, lines in _tables(same).items():
             show(f"  {kernel}")
-            show_table(_HEAD, lines)
+            show_table(tuple(lines[0]), [tuple(line.values()) for line in lines])
         for row in same:
             if row.error:
                 show(f"  {row.target}: {row.error}")
@@ -221,11 +220,10 @@ def _show(found: Survey) -> None:
         show_wrapped(_LEGEND, "")
 
 
-def _tables(same: list[StaticRow]) -> dict[str, list[tuple[str, ...]]]:
+def _tables(same: list[StaticRow]) -> dict[str, list[dict[str, str]]]:
     """Return kernel -> its lines; a second launch of a kernel with other resources is a kernel of its own."""
-    tables: dict[str, list[tuple[str, ...]]] = {}
+    tables: dict[str, list[dict[str, str]]] = {}
     for row in same:
         for (name, nth), kernel in static.numbered(row.kernels).items():
-            _, *values = static.facts(kernel, row.target).values()
-            tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append((row.target, *values))
+            tables.setdefault(f"{name} ({nth + 1})" if nth else name, []).append(static.facts(kernel, row.target))
     return tables

@@ -81,16 +81,16 @@ def numbered(kernels: Sequence[Kernel]) -> dict[tuple[str, int], Kernel]:
 
 
 def facts(kernel: Kernel, target: str) -> dict[str, str]:
-    """Return property -> value of a kernel on a target, in print; accesses are widths in bits and counts: `128x4 32x1`."""
+    """Return heading -> value of a kernel on a target, in print; accesses are widths in bits and counts: `128x4 32x1`."""
     held = occupancy_of(kernel, target)
     widths = {a.kind: " ".join(f"{b.bits}x{b.count}" for b in kernel.accesses if b.kind == a.kind) for a in kernel.accesses}
     return {
-        "warps": f"{kernel.warps}",
-        "registers": f"{kernel.registers}",
-        "spill B": f"{kernel.spill_bytes}",
-        "shared B": f"{kernel.shared_bytes}",
+        "target": target,
+        "regs": f"{kernel.registers}",
+        "spill": f"{kernel.spill_bytes}",
+        "shared": f"{kernel.shared_bytes}",
         "programs": f"{held.programs}",
-        "resident warps": f"{held.warps}/{held.of_warps}",
+        "warps": f"{held.warps}/{held.of_warps}",
         "limiter": held.limiter,
         "loads": widths.get("load", "-"),
         "stores": widths.get("store", "-"),
