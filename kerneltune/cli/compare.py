@@ -10,7 +10,7 @@ from kerneltune.cli.console import deliver, note, width
 from kerneltune.cli.files import SUFFIX, record_files, selected
 from kerneltune.cli.progress import Reporter
 from kerneltune.plan import Selection, load_plan
-from kerneltune.records import Record, load
+from kerneltune.records import Record, grouped, load
 from kerneltune.reporting.naming import by_family
 from kerneltune.reporting.tables import BEST_PEER, Comparison, ab_rows, ab_table, default_pair, side
 from kerneltune.sweep import family_name
@@ -67,7 +67,8 @@ def command(
         sides = of_a, [record for record in of_b if record.policy == of_a[0].policy] if of_a else []
     tables = _tables(a, b, *sides)
     if not any(tables.values()):
-        raise ValueError(f"nothing to compare: {a} and {b} have no record of the same case, device and policy")
+        same = f"{'variant, ' if _is_file(a) or _is_file(b) else ''}case, device and policy"
+        raise ValueError(f"nothing to compare: {a} and {b} have no record of the same {same}")
     deliver(_render((a, b), tables, style), output)
 
 
@@ -125,17 +126,21 @@ def _side(name: str, records: list[Record], wanted: Selection) -> list[Record]:
 
 
 def _tables(a: str, b: str, of_a: list[Record], of_b: list[Record]) -> dict[str, list[Comparison]]:
-    """Return heading -> rows: a single table, a table per family, or a table per variant where a file holds several variants."""
+    """Return heading -> rows: a single table, a table per family, or a table per variant of a file.
+
+    A variant of a file is compared with the fastest peers, else with the same variant, or the only one with the only other one.
+    """
     if not _is_file(a) and not _is_file(b):
-        families = by_family(of_a)
-        tables = {family: ab_rows(members, of_b) for family, members in families.items()}
-        tables = {family: rows for family, rows in tables.items() if rows}
+        tables = {family: rows for family, members in by_family(of_a).items() if (rows := ab_rows(members, of_b))}
         return tables if len(tables) > 1 else {"": [row for rows in tables.values() for row in rows]}
-    of_both = [v for v in dict.fromkeys(record.variant for record in of_a) if any(record.variant == v for record in of_b)]
-    if not of_both:  # each file holds a single variant
-        return {"": ab_rows(of_a, of_b)} if len({record.variant for record in of_a}) == 1 else {}
-    rows = {v: ab_rows([r for r in of_a if r.variant == v], [r for r in of_b if r.variant == v]) for v in of_both}
-    return {variant: compared for variant, compared in rows.items() if compared}
+    in_a, in_b = (grouped(side, lambda record: record.variant) for side in (of_a, of_b))
+    if a == BEST_PEER:
+        in_a = dict.fromkeys(in_b, of_a)
+    elif b == BEST_PEER:
+        in_b = dict.fromkeys(in_a, of_b)
+    elif len(in_a) == len(in_b) == 1 and in_a.keys() != in_b.keys():
+        return {"": ab_rows(of_a, of_b)}
+    return {variant: rows for variant in in_a if (rows := ab_rows(in_a[variant], in_b.get(variant, ())))}
 
 
 def _render(names: tuple[str, str], tables: dict[str, list[Comparison]], style: str) -> str:

@@ -115,6 +115,22 @@ def test_compare_two_files_of_steps_under_another_policy(write: Callable[..., Pa
     assert refused("compare", old, new, "--policy", "hot").startswith("error: nothing to compare: ")
 
 
+def test_compare_a_file_with_the_best_peer_has_a_table_per_variant(write: Callable[..., Path]) -> None:
+    new = write("new.jsonl", record(40, variant="optimized"), record(150, variant="liger", role="peer"))
+    old = write("old.jsonl", record(200, variant="liger", role="peer"))
+    for arguments, speedup in (((new, "best-peer"), "0.20x -"), (("best-peer", new), "5.00x +")):
+        lines = run("compare", *arguments, "--from", old).stdout.splitlines()
+        assert lines[0] == "optimized"
+        assert speedup in "\n".join(lines[: lines.index("liger")])
+
+
+def test_compare_a_file_of_a_variant_with_a_file_of_others_chooses_none(write: Callable[..., Path]) -> None:
+    old, new = write("old.jsonl", record()), write("new.jsonl", record(50, variant="optimized"), record(200, variant="liger"))
+    said = f"error: nothing to compare: {old} and {new} have no record of the same variant, case, device and policy"
+    assert refused("compare", old, new) == said
+    assert "2.00x +" in run("compare", old, "optimized", "--from", new).stdout
+
+
 def test_compare_a_file_with_a_variant(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = write("old.jsonl", record()), write("new.jsonl", *both(100, 50))
     monkeypatch.chdir(old.parent)
