@@ -1,9 +1,8 @@
-"""Warn once of each look-up without an entry in the config cache, raise in strict mode, and make a sweep of the log of misses.
+"""Warn once of each look-up without an entry in the config cache, raise in strict mode, and read the log of misses.
 
 The module looks nothing up.
 """
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -84,7 +83,7 @@ def forget() -> None:
 
 
 def read(path: Path) -> list[TaskKey]:
-    """Load the misses of a log, each once, of whatever device."""
+    """Load the misses of a log, each once, of whatever device; a log without a miss is an error."""
     misses: dict[TaskKey, None] = {}
     for number, line in enumerate(read_text(path).splitlines(), start=1):
         try:
@@ -92,18 +91,6 @@ def read(path: Path) -> list[TaskKey]:
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from error
         misses[TaskKey.of(row.op, row)] = None
-    return list(misses)
-
-
-def sweep_text(misses: Sequence[TaskKey]) -> str:
-    """Write the text of a sweep file whose bench cases are the misses, each case once."""
     if not misses:
         raise ValueError("misses: none: nothing to tune")
-    lines = ["# Cases that were looked up and not found.", "family: misses"]
-    lines += [f"ops: [{', '.join(dict.fromkeys(miss.op for miss in misses))}]", "", "bench:"]
-    for op, case in dict.fromkeys((miss.op, miss.case) for miss in misses):
-        fields = {**dict(case.axes), "dtype": case.dtype, "quant": case.quant, **dict(case.options)}
-        shape = "x".join(str(size) for _, size in case.axes)
-        text = ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items())
-        lines.append(f"  - {{name: {op}-{shape}, op: {op}, {text}}}")
-    return "\n".join(lines) + "\n"
+    return list(misses)

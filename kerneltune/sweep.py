@@ -6,6 +6,7 @@ The size of a file and its number of cases are limited. Reading takes time linea
 
 import fnmatch
 import itertools
+import json
 import math
 import os
 import re
@@ -137,6 +138,22 @@ def load(path: Path, ops: Mapping[str, Op], max_cases: int = MAX_CASES) -> Sweep
         max_cases: most rows of all operators and sections together; a file with more rows is refused before they are built.
     """
     return _Reader(ops, max_cases).sweep(_root(path))
+
+
+def sweep_text(about: str, family: str, sections: Mapping[Section, Sequence[tuple[str, Case]]]) -> str:
+    """Return a sweep file with a line for each case of an operator; a case without a name is named by its sizes.
+
+    about: line of the file that says what the cases are; sections: of each section the cases, with the names of their operators.
+    """
+    ops = dict.fromkeys(op for cases in sections.values() for op, _ in cases)
+    lines = [f"# {about}", f"family: {family}", f"ops: [{', '.join(map(json.dumps, ops))}]"]
+    for section, cases in sections.items():
+        lines += ["", f"{section}:{'' if cases else ' []'}"]
+        for op, case in dict.fromkeys(cases):
+            name = case.name or f"{op}-{'x'.join(str(size) for _, size in case.axes)}"
+            fields = {"name": name, "op": op, **dict(case.axes), "dtype": case.dtype, "quant": case.quant, **dict(case.options)}
+            lines.append("  - {" + ", ".join(f"{field}: {json.dumps(value)}" for field, value in fields.items()) + "}")
+    return "\n".join(lines) + "\n"
 
 
 def _root(path: Path) -> "_Field":

@@ -8,7 +8,7 @@ import pytest
 
 from kerneltune import cache, sweep
 from kerneltune.plan import Plan, Selection
-from kerneltune.spec import Op, Option, Traffic, Variant
+from kerneltune.spec import Case, Op, Option, Traffic, Variant
 
 REPO = Path(__file__).parent.parent
 
@@ -377,3 +377,18 @@ def test_the_rmsnorm_sweep() -> None:
     assert count(published, dtype="float16") == 40
     assert len({(entry.op, entry.case) for entry in rmsnorm.bench}) == len(rmsnorm.bench)
     assert rmsnorm.gate == {"margin": 0.03}
+
+
+def test_written_cases_are_read_again_each_once_and_named_by_their_sizes_where_they_have_no_name(tmp_path: Path) -> None:
+    options = (("zero_centered", True), ("row_pad", 8))
+    named = Case("a-name", (("M", 4), ("N", 8)), "float16", "none", options)
+    unnamed = Case("", (("M", 16), ("N", 8)), "bfloat16", "fp8", (("fp8_format", "e5m2"), *options))
+    text = sweep.sweep_text(
+        "what they are", "f", {"check": [], "bench": [("rmsnorm_bwd", named), *[("rmsnorm_fwd", unnamed)] * 2]}
+    )
+    assert text.startswith("# what they are\nfamily: f\n")
+    read_sweep = read(tmp_path, text)
+    assert read_sweep.check == ()
+    (first, second) = read_sweep.bench
+    assert (first.op, first.case) == ("rmsnorm_bwd", named)
+    assert (second.op, second.case.name, dict(second.case.options)) == ("rmsnorm_fwd", "rmsnorm_fwd-16x8", dict(unnamed.options))

@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,14 @@ from kerneltune.adopt.overview import Capture, read_capture
 from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
+from kerneltune.sweep import Section, sweep_text
 
 CLASS = "launch"
 BYTES, BYTES_OF = "bytes", "arguments"
 """Option of every case and its value: tables then state that GB/s count the bytes of the arguments."""
 AUTHOR, TUNED = "baseline", "optimized"
 SWEEP = "sweep.yaml"
+_ABOUT = "Launches of a capture. GB/s are those of the arguments' bytes: what a kernel reads and writes of them is not known."
 _CHECKED_BYTES = 1 << 20
 _MOST_CHECKED_BYTES = 64 << 20
 _LAUNCH = "launch"
@@ -51,27 +52,14 @@ def operators_of(capture: Capture) -> tuple[Op, ...]:
 
 
 def write_capture_sweep(capture: Capture) -> Path:
-    """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find its launches."""
-    replace_text(capture.root / SWEEP, sweep_text(capture.classes, operators_of(capture)))
+    """Write the sweep file of a capture, by which `sweep`, `compare` and `inspect` find the launches that can be replayed."""
+    sections: dict[Section, list[tuple[str, Case]]] = {"check": [], "bench": []}
+    for launches in capture.kernels().values():
+        good, axes = [launch for launch in launches if not launch.problem], _axes(launches)
+        for section, chosen in zip(sections, (_checked(good), good), strict=True):
+            sections[section] += [(operator_name(launch), case_of(launch, axes)) for launch in chosen]
+    replace_text(capture.root / SWEEP, sweep_text(_ABOUT, "captured", sections))
     return capture.root / SWEEP
-
-
-def sweep_text(launches: Sequence[LaunchClass], ops: Sequence[Op]) -> str:
-    """Return a sweep file with a case for each class that can be replayed."""
-    lines = [
-        "# Launches of a capture. GB/s are those of the arguments' bytes: what a kernel reads and writes of them is not known.",
-        "family: captured",
-        f"ops: [{', '.join(json.dumps(op.name) for op in ops)}]",
-    ]
-    for section in ("check", "bench"):
-        cases: list[str] = []
-        for op in ops:
-            of_op = [launch for launch in launches if launch.digest in op.options[CLASS] and not launch.problem]
-            for case in (case_of(launch, op.axes) for launch in (of_op if section == "bench" else _checked(of_op))):
-                fields = {"name": case.name, "op": op.name, **dict(case.axes), "dtype": case.dtype, **dict(case.options)}
-                cases.append("  - {" + ", ".join(f"{name}: {json.dumps(value)}" for name, value in fields.items()) + "}")
-        lines += ["", f"{section}:{'' if cases else ' []'}", *cases]
-    return "\n".join(lines) + "\n"
 
 
 def _checked(launches: Sequence[LaunchClass]) -> list[LaunchClass]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kerneltune import cache, device, misses
+from kerneltune import cache, device, misses, sweep
 from kerneltune.cache import CacheEntry, Chooser, load, load_strict
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, show, show_wrapped, width
@@ -130,7 +130,8 @@ def from_misses(
     output: o.Output = None,
 ) -> None:
     """Write a sweep file of the cases that were looked up and not found, for `kerneltune tune`."""
-    deliver(misses.sweep_text(misses.read(log)), output)
+    cases = [(miss.op, miss.case) for miss in misses.read(log)]
+    deliver(sweep.sweep_text("Cases that were looked up and not found.", "misses", {"bench": cases}), output)
 
 
 @app.command("export")

@@ -15,7 +15,7 @@ from command_line import run
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import CLASSES, LAUNCHES, META, remove_stale
-from kerneltune.adopt.operators import TUNED, case_of, operators, operators_of, sweep_text, write_capture_sweep
+from kerneltune.adopt.operators import TUNED, case_of, operators, operators_of, write_capture_sweep
 from kerneltune.adopt.overview import read_capture
 from kerneltune.cache import CacheEntry, store
 from kerneltune.cli import console
@@ -175,7 +175,8 @@ def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
 
 def test_sweep_file_leaves_out_what_cannot_be_replayed(tmp_path: Path) -> None:
     first, second = captured(tmp_path, (4, 96), (8, 96), pattern="row_sum").classes
-    text = sweep_text([first, dataclasses.replace(second, problem="a function made the kernel")], operators(str(tmp_path)))
+    classes = [first, dataclasses.replace(second, problem="a function made the kernel")]
+    text = write_capture_sweep(dataclasses.replace(read_capture(tmp_path), classes=classes)).read_text()
     assert (text.count(first.digest), text.count(second.digest)) == (2, 0)
 
 
