@@ -14,7 +14,7 @@ import linecache
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,8 @@ import numpy as np
 from kerneltune.kernel_lib.faults import KernelFaultError, begin_time, check_keywords, fault_of, line_of, statement, time_limit
 from kerneltune.kernel_lib.races import Conflict, Races
 from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note, note_grid, note_stores, noting_host, untraced
+from kerneltune.kernel_lib.regions import FIRST_REGION, REGION_BITS, Region, places_text
 
-_REGION_BITS = 46
-"""log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
-_FIRST_REGION = 1 << 4
-"""Lower regions are addresses of this process, which a kernel may load from a table. Their accesses are not checked."""
-_ALIGNMENT = 4096
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 """Most programs along each axis of a grid on CUDA, which the launch of a larger grid refuses."""
 _TOO_LARGE, _OVERFLOW = "exceeds triton maximum tensor numel", "overflow detected"
@@ -45,32 +41,6 @@ _FLOAT_GARBAGE = {"bf16": (0x7F7F, 0x7FC0, 0xFF7F), "fp8e4nv": (0x7E, 0x7F, 0xFE
 
 UNORDERED = "# unordered:"
 """Comment at a load or a store which says why programs may access its elements without an order."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """Hold the addresses of a tensor argument.
-
-    Attributes:
-        is_meta: whether the tensor has no memory.
-        first, size: address and bytes of the argument's storage.
-        offset: address in memory minus address in the region.
-        start: address of the argument's first element, in the region.
-        count, largest: elements of the argument, and its largest whole number; None if unknown.
-    """
-
-    is_meta: bool
-    name: str
-    dtype: str
-    item_size: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    first: int
-    size: int
-    offset: int
-    start: int
-    count: int
-    largest: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +132,7 @@ class _Guard:
         self._set_grid_idx: Callable[..., Any] = interpreter.InterpreterBuilder.set_grid_idx
         self._masked_load: Callable[..., Any] = interpreter.InterpreterBuilder.create_masked_load
         self._names: dict[int, str] = {}
-        self._regions: list[_Region] = []
+        self._regions: list[Region] = []
         self._grid: tuple[int, ...] = (1, 1, 1)
         self._kernel = ""
         self._races = Races()
@@ -292,20 +262,10 @@ class _Guard:
         if not hasattr(value, "data_ptr"):
             return argument
         tensor = getattr(value, "base", value) if type(value).__name__ == "TensorWrapper" else value
-        storage = tensor.untyped_storage()
-        region_start = (_FIRST_REGION + len(self._regions)) << _REGION_BITS
-        middle = region_start + (1 << (_REGION_BITS - 1)) + (0 if tensor.is_meta else storage.data_ptr() % _ALIGNMENT)
-        offset = (0 if tensor.is_meta else storage.data_ptr()) - middle
-        start = middle + tensor.storage_offset() * tensor.element_size()
-        self._regions.append(
-            _Region(
-                tensor.is_meta,
-                self._names.get(id(value), f"argument {len(self._regions)}"), str(tensor.dtype), tensor.element_size(),
-                tuple(tensor.shape), tuple(tensor.stride()), middle, storage.nbytes(), offset, start, tensor.numel(),
-                self._largest.get(id(tensor)),
-            )
-        )  # fmt: skip
-        argument.handle.data = np.array([start], dtype=np.uint64)
+        name = self._names.get(id(value), f"argument {len(self._regions)}")
+        region = Region.of(tensor, len(self._regions), name, self._largest.get(id(tensor)))
+        self._regions.append(region)
+        argument.handle.data = np.array([region.start], dtype=np.uint64)
         return argument
 
     def __getattr__(self, name: str) -> Any:
@@ -326,7 +286,7 @@ class _Guard:
         real = self._checked("load", addresses, mask, kind.itemsize, noted)
         if real is None:  # `other` may decide which elements a kernel reads next
             loaded: Any = self._loaded or 0 if kind.kind in "iu" and kind.itemsize >= 4 else 0
-            region = self._regions[(int(addresses.flat[0]) >> _REGION_BITS) - _FIRST_REGION]
+            region = self._regions[(int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION]
             if self._loaded is None and region.largest is not None:
                 places = (addresses - np.uint64(region.start)).astype(np.float64) / region.item_size
                 loaded = places * (region.largest / max(1, region.count - 1))
@@ -378,22 +338,22 @@ class _Guard:
             KernelFaultError: an element that the mask lets through lies outside of its argument, or another program's access to
                 it has no order.
         """
-        if not addresses.size or int(addresses.flat[0]) >> _REGION_BITS < _FIRST_REGION:
+        if not addresses.size or int(addresses.flat[0]) >> REGION_BITS < FIRST_REGION:
             if any(region.is_meta for region in self._regions):
                 raise NotJudgedError("addresses that a kernel loads are unknown without memory")
             return addresses
-        number = (int(addresses.flat[0]) >> _REGION_BITS) - _FIRST_REGION
+        number = (int(addresses.flat[0]) >> REGION_BITS) - FIRST_REGION
         region = self._regions[number] if number < len(self._regions) else None
         at = addresses - np.uint64(region.first if region else 0)  # below the region, a difference wraps around
         mask = np.asarray(mask)  # of a block pointer, the memory of an array
         accessed = at if mask.all() else at[mask]
         furthest = int(accessed.max()) if accessed.size else 0
         if region is None or furthest > region.size - item_size:
-            if region is None or (addresses >> np.uint64(_REGION_BITS) != number + _FIRST_REGION).any():
+            if region is None or (addresses >> np.uint64(REGION_BITS) != number + FIRST_REGION).any():
                 return self._each(what, addresses, mask, item_size, noted)
             last = region.size - item_size
             first = addresses[mask][0 if last < 0 else int((accessed > np.uint64(last)).argmax())]
-            raise KernelFaultError(f"{what} outside of {_element(region, int(first))}{self._here()}")
+            raise KernelFaultError(f"{what} outside of {region.element(int(first))}{self._here()}")
         if what == "store":
             is_last = self._is_corner and accessed.size > 0 and furthest == region.size - item_size
             self._stored[region.name] = is_last or self._stored.get(region.name, False)
@@ -410,12 +370,12 @@ class _Guard:
 
     def _each(self, what: str, addresses: Any, mask: Any, item_size: int, noted: Callable[..., Conflict | None]) -> Any:
         """Check an access to several regions, region by region."""
-        real, numbers = np.zeros_like(addresses), addresses >> np.uint64(_REGION_BITS)
+        real, numbers = np.zeros_like(addresses), addresses >> np.uint64(REGION_BITS)
         mask = np.broadcast_to(mask, addresses.shape)
         for number in np.unique(numbers[mask]):
             chosen = mask & (numbers == number)
             of_region = np.where(chosen, addresses, addresses[chosen][0])
-            if number >= _FIRST_REGION + len(self._regions):
+            if number >= FIRST_REGION + len(self._regions):
                 raise KernelFaultError(f"{what} outside of every argument{self._here()}")
             if (of_memory := self._checked(what, of_region, chosen, item_size, noted)) is None:
                 return None
@@ -427,9 +387,9 @@ class _Guard:
         return f", {self._program()}{line_of()}"
 
     def _program(self) -> str:
-        return f"program {_places(self._interpreter.interpreter_builder.grid_idx)}"
+        return f"program {places_text(self._interpreter.interpreter_builder.grid_idx)}"
 
-    def _race(self, what: str, region: _Region, conflict: Conflict) -> KernelFaultError:
+    def _race(self, what: str, region: Region, conflict: Conflict) -> KernelFaultError:
         number, place = conflict.program, []
         for size in reversed(self._grid):
             number, at = divmod(number, size)
@@ -438,8 +398,8 @@ class _Guard:
             "store different values to" if what == conflict.kind == "store" else f"{conflict.kind} and {what} without an order"
         )
         return KernelFaultError(
-            f"two programs {kinds}{' of' if 'order' in kinds else ''} {_element(region, region.first + conflict.at)}: "
-            f"program {_places(reversed(place))}{conflict.line}; {self._program()}{line_of()}"
+            f"two programs {kinds}{' of' if 'order' in kinds else ''} {region.element(region.first + conflict.at)}: "
+            f"program {places_text(reversed(place))}{conflict.line}; {self._program()}{line_of()}"
         )
 
 
@@ -494,26 +454,3 @@ def _promised(handle: Any, name: str, values: Any) -> None:
     handle.attr[name] = values
     if name == "tt.divisibility" and handle.data.size == 1 and int(handle.data.flat[0]) % int(values[0]):
         raise KernelFaultError(f"multiple_of: {int(handle.data.flat[0])} is no multiple of {values[0]}{line_of()}")
-
-
-def _places(places: Iterable[int]) -> str:
-    return f"({', '.join(map(str, places))})"
-
-
-def _index(element: int, region: _Region) -> str:
-    """Return `(row, column)` of an element of a tensor with decreasing strides; empty for a tensor without an index."""
-    if len(region.strides) < 2 or 0 in region.strides or list(region.strides) != sorted(region.strides, reverse=True):
-        return ""
-    places = []
-    for stride in region.strides:
-        place, element = divmod(element, stride)
-        places.append(place)
-    return f"at {_places(places)}"
-
-
-def _element(region: _Region, address: int) -> str:
-    """Name the element of an argument at an address, with its place and the argument's shape and type."""
-    index = (address - region.start) // region.item_size
-    shape = "x".join(map(str, region.shape)) or "scalar"
-    place = _index(index, region)
-    return f"{region.name}: element {index}{f' {place}' if place else ''} of {shape} {region.dtype.removeprefix('torch.')}"

@@ -1,0 +1,70 @@
+"""Give every tensor argument of a launch its own region of addresses, and name an element by its address."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+REGION_BITS = 46
+"""log2 of the bytes of addresses per argument: 64 TiB, more than a 64-bit offset reaches by a bug of 32-bit arithmetic."""
+FIRST_REGION = 1 << 4
+"""Lower regions are addresses of this process, which a kernel may load from a table. Their accesses are not checked."""
+_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Hold the addresses of a tensor argument.
+
+    Attributes:
+        is_meta: whether the tensor has no memory.
+        first, size: address and bytes of the argument's storage.
+        offset: address in memory minus address in the region.
+        start: address of the argument's first element, in the region.
+        count, largest: elements of the argument, and its largest whole number; None if unknown.
+    """
+
+    is_meta: bool
+    name: str
+    dtype: str
+    item_size: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    size: int
+    offset: int
+    start: int
+    count: int
+    largest: int | None
+
+    @staticmethod
+    def of(tensor: Any, number: int, name: str, largest: int | None) -> "Region":
+        """Return the region of an argument, the number of which counts the launch's tensors."""
+        storage = tensor.untyped_storage()
+        in_memory = 0 if tensor.is_meta else storage.data_ptr()
+        first = ((FIRST_REGION + number) << REGION_BITS) + (1 << (REGION_BITS - 1)) + in_memory % _ALIGNMENT
+        return Region(
+            tensor.is_meta, name, str(tensor.dtype), tensor.element_size(), tuple(tensor.shape), tuple(tensor.stride()),
+            first, storage.nbytes(), in_memory - first, first + tensor.storage_offset() * tensor.element_size(),
+            tensor.numel(), largest,
+        )  # fmt: skip
+
+    def element(self, address: int) -> str:
+        """Name the element at an address, with its place and the argument's shape and type."""
+        index = (address - self.start) // self.item_size
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        return f"{self.name}: element {index}{self._place(index)} of {shape} {self.dtype.removeprefix('torch.')}"
+
+    def _place(self, element: int) -> str:
+        """Return ` at (row, column)` of an element of a tensor with decreasing strides; empty for a tensor without an index."""
+        if len(self.strides) < 2 or 0 in self.strides or list(self.strides) != sorted(self.strides, reverse=True):
+            return ""
+        places = []
+        for stride in self.strides:
+            place, element = divmod(element, stride)
+            places.append(place)
+        return f" at {places_text(places)}"
+
+
+def places_text(places: Iterable[int]) -> str:
+    """Return `(0, 1, 2)`."""
+    return f"({', '.join(map(str, places))})"
