@@ -303,15 +303,13 @@ class _Field:
 
     def choices(self, op: Op, among: Sequence[Op]) -> list[Option]:
         """Return the values that `op` offers; drop values that only other operators of `among` offer."""
-        taken = []
-        for item, value in self.values():
-            match = _match(value, _offered(op, self.name))
-            if match is not None:
-                taken.append(match)
-            elif all(_match(value, _offered(other, self.name)) is None for other in among):
-                offered = dict.fromkeys(str(v).lower() for other in among for v in _offered(other, self.name))
-                item.fail(f"one of {', '.join(offered)}{meant(value, offered)}", repr(value))
-        return taken
+        own, offered = _offered(op).get(self.name, ()), [v for other in among for v in _offered(other).get(self.name, ())]
+        values = self.values()
+        for item, value in values:
+            if _match(value, offered) is None:
+                known = dict.fromkeys(str(v).lower() for v in offered)
+                item.fail(f"one of {', '.join(known)}{meant(value, known)}", repr(value))
+        return [match for _, value in values if (match := _match(value, own)) is not None]
 
 
 def _family(root: _Field) -> str:
@@ -355,9 +353,8 @@ class _Reader:
         self.known = ops
         self.ops: list[Op] = []
         self.defaults: dict[str, _Field] = {}
-        self.lines: dict[object, int] = {}
-        self.sizes: dict[object, object] = {}
-        self.named: dict[object, tuple[str, int]] = {}
+        self.shapes: dict[object, tuple[object, int]] = {}
+        self.rows: dict[object, tuple[str, int]] = {}
 
     def sweep(self, root: _Field) -> Sweep:
         """Return the contents of a file."""
@@ -402,27 +399,22 @@ class _Reader:
                 sizes.append(fields[axis].sizes(_SMALLEST[section]))
                 if len(sizes[-1]) > 1 and f"{{{axis}}}" not in template:
                     name.fail(f"a name with {{{axis}}} in it, as {axis} has several sizes", repr(template))
-            usual = {"dtype": op.dtypes[:1], "quant": op.quants, **{option: values[:1] for option, values in op.options.items()}}
+            usual = {key: offered if key == "quant" else offered[:1] for key, offered in _offered(op).items()}
             among = [op] if named else ops
             values = [fields[key].choices(op, among) if key in fields else list(default) for key, default in usual.items()]
-            count += self.take(math.prod([*map(len, sizes), *map(len, values)]), entry)
+            count += (rows := math.prod([*map(len, sizes), *map(len, values)]))
+            self.room -= rows
+            if self.room < 0:  # before the rows are built
+                entry.fail(f"at most {self.max_cases}; see --max-cases", f"{self.max_cases - self.room} or more", "cases")
             for point in itertools.product(*sizes):
                 axes = tuple(zip(op.axes, point, strict=True))
                 sized = _sized_name(name, template, axes)
                 for dtype, quant, *options in itertools.product(*values):
                     case = Case(sized, axes, str(dtype), str(quant), tuple(zip(op.options, options, strict=True)))
-                    self.remember(section, op.name, case, name)
+                    self.require_unique(section, op.name, case, name)
                     yield SweepCase(op.name, case, section)
         if not count:
             name.fail("values that at least one operator takes together", repr(template))
-
-    def take(self, rows: int, entry: _Field) -> int:
-        """Add rows to the count that the file's limit holds for, before the rows are built; return their number."""
-        if rows > self.room:
-            total = self.max_cases - self.room + rows
-            entry.fail(f"at most {self.max_cases}; see --max-cases", f"{total} or more", "cases")
-        self.room -= rows
-        return rows
 
     def check_fields(self, fields: Mapping[str, _Field], ops: Sequence[Op], named: bool) -> None:
         """Check that every field belongs to an operator of the entry, or to all of them if the entry names its operators."""
@@ -442,21 +434,18 @@ class _Reader:
             else:
                 item.choices(self.ops[0], self.ops)
 
-    def remember(self, section: Section, op: str, case: Case, name: _Field) -> None:
+    def require_unique(self, section: Section, op: str, case: Case, name: _Field) -> None:
         """Refuse a name with two rows or two shapes, and a row with two names.
 
         A row needs a single name, because the name is no part of a record's key.
         """
-        row, shape = (section, op, case.name, case.dtype, case.quant, case.options), (section, op, case.name)
-        if row in self.lines or self.sizes.get(shape, case.axes) != case.axes:
-            used = self.lines.get(row, self.lines.get(shape))
-            name.fail(f"a name not used for {op} on line {used}", repr(case.name))
-        first, line = self.named.setdefault((section, op, case), (case.name, name.line))
-        if first != case.name:
+        axes, line = self.shapes.setdefault((section, op, case.name), (case.axes, name.line))
+        first, line = self.rows.get((section, op, case), ("", line))
+        if axes != case.axes or first == case.name:
+            name.fail(f"a name not used for {op} on line {line}", repr(case.name))
+        if first:
             name.fail(f"sizes or options of {op} not used by {first!r} on line {line}", repr(case.name))
-        self.sizes[shape] = case.axes
-        self.lines[row] = name.line
-        self.lines.setdefault(shape, name.line)
+        self.rows[section, op, case] = case.name, name.line
 
 
 def _sized_name(field: _Field, template: str, axes: tuple[tuple[str, int], ...]) -> str:
@@ -477,15 +466,16 @@ def _plain(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
+def _offered(op: Op) -> dict[str, tuple[Option, ...]]:
+    """Return the values of each field of an entry that is no axis."""
+    return {"dtype": op.dtypes, "quant": op.quants, **op.options}
+
+
 def _fields(op: Op) -> tuple[str, ...]:
-    return (*op.axes, "dtype", "quant", *op.options)
+    return (*op.axes, *_offered(op))
 
 
-def _offered(op: Op, field: str) -> tuple[Option, ...]:
-    return {"dtype": op.dtypes, "quant": op.quants}.get(field, op.options.get(field, ()))
-
-
-def _match(value: Any, offered: tuple[Option, ...]) -> Option | None:
+def _match(value: Any, offered: Collection[Option]) -> Option | None:
     """Return the offered value that a YAML value stands for; 1 is not true, but 1 is 1.0."""
     for option in offered:
         if value == option and (type(value) is type(option) or (type(value) is int and type(option) is float)):
