@@ -111,7 +111,7 @@ def measure_live(plan: Plan, progress: Progress, command: str, keys: Collection[
         return _Campaign(plan, progress, worker).measure(entries, None)
 
 
-def measure_again(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
+def measure_batches(batches: Sequence[tuple[Plan, Sequence[SweepCase]]], progress: Progress, until: float) -> list[Record]:
     """Measure cases of several families, and write the records and tables of a family after each batch of its cases.
 
     Args:
@@ -135,7 +135,7 @@ def _by_op(entries: Sequence[SweepCase]) -> dict[str, list[Case]]:
     return {op: [entry.case for entry in of_op] for op, of_op in records.grouped(entries, lambda entry: entry.op).items()}
 
 
-def _to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = False) -> list[Runs]:
+def _runs_to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = False) -> list[Runs]:
     """Return the runs of each check case: every own variant's default config, and on a GPU covering pairs as well."""
     is_gpu, work = device.current().is_gpu, list[Runs]()
     for op, cases in _by_op(entries).items():
@@ -148,7 +148,7 @@ def _to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = False
     return work
 
 
-def _derived(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, set[str]]]:
+def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, set[str]]]:
     """Return derived check cases, a line for each operator with values that stay unchecked, and the facts of each operator."""
     derived, lines, bench, facts = [], [], _by_op(plan.cases()), {}
     for op, cases in _by_op(plan.cases("check")).items():
@@ -175,7 +175,7 @@ def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, 
     return jobs
 
 
-def _told(record: Record) -> object:
+def _failure_key(record: Record) -> object:
     """Return the row, the config and the reason of a check: a default config that fails in its first run fails in two jobs."""
     return records.row_of(record), record.config, record.reason
 
@@ -199,9 +199,9 @@ class _Campaign:
         Without a GPU also check pairs of config and case, and addresses; both take long, so `quick` leaves them out.
         """
         plan, is_gpu, is_quick = self.plan, device.current().is_gpu, self.plan.options.quick
-        derived, lines, facts = ([], [], {}) if is_gpu or is_quick else _derived(plan)
+        derived, lines, facts = ([], [], {}) if is_gpu or is_quick else _derived_checks(plan)
         entries = [*(plan.headline("check") if is_quick else plan.cases("check")), *derived]
-        work = _to_check(plan, entries, bool(plan.selection.variants))
+        work = _runs_to_check(plan, entries, bool(plan.selection.variants))
         if not work:
             check, bench = len(plan.cases("check")), len(plan.cases())
             alone = "bench cases are no checks" if is_gpu else "bench cases need a GPU"
@@ -231,7 +231,7 @@ class _Campaign:
         """
         plan, entries = self.plan, self.plan.cases()
         self.measure_first(entries, first_table)
-        checked, _ = self.check(_to_check(plan, plan.cases("check")))
+        checked, _ = self.check(_runs_to_check(plan, plan.cases("check")))
         failed = [record for record in checked if record.status == "failed"]
         for record in failed:
             what = f"{record.op} {record.variant} {record.case} {record.dtype} {record.quant}"
@@ -271,12 +271,12 @@ class _Campaign:
                 done[job] = outcomes
             self.progress.advance(job.label, job.checks)
         checked = [row for job, rows in cases for row in (made[job] if rows is None else rows)]
-        coverage, told = [], [_told(row) for row in checked]
+        coverage, failures = [], [_failure_key(row) for row in checked]
         for job, outcome in [(one, outcome) for one in further for outcome in done[one]]:
             if outcome.status == "failed":
                 run = Run(replace(job.task, case=outcome.case or job.task.case), outcome.config)
                 row = checked_record(family, run, outcome)
-                checked += [] if _told(row) in told else [row]
+                checked += [] if _failure_key(row) in failures else [row]
             else:
                 coverage.append(outcome.reason)
         self._doubt_references(checked)

@@ -126,7 +126,7 @@ class Plan:
     def headline(self, section: Section = "bench") -> list[SweepCase]:
         """Return at most ten selected headline cases; if the family has none, at most ten selected cases across the file."""
         chosen = self.cases(section)
-        entries = list(filter(self.sweep.headlines, chosen)) or chosen
+        entries = list(filter(self.sweep.is_headline, chosen)) or chosen
         count = min(_HEADLINES, len(entries))
         return [entries[at * len(entries) // count] for at in range(count)]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kerneltune import cache, records, sweep
 from kerneltune.cache import CacheEntry
-from kerneltune.campaign import measure_again
+from kerneltune.campaign import measure_batches
 from kerneltune.device import arch_of, slug
 from kerneltune.plan import Options, Plan, Selection, load_plan, require_case
 from kerneltune.progress import Progress
@@ -118,7 +118,7 @@ def find(plans: Sequence[Plan], gpu: str) -> Stale:
 
 def _uses(plans: Sequence[Plan]) -> _Uses:
     """Return the rank of each case that a selected bench case looks up: headline cases first, then in the order of the files."""
-    entries = [(not plan.sweep.headlines(entry), plan.ops[entry.op], entry) for plan in plans for entry in plan.cases()]
+    entries = [(not plan.sweep.is_headline(entry), plan.ops[entry.op], entry) for plan in plans for entry in plan.cases()]
     found: dict[tuple[str, Case], int] = {}
     for _, op, entry in sorted(entries, key=lambda ranked: ranked[0]):
         found.setdefault((entry.op, op.called(entry.case)), len(found))
@@ -137,7 +137,7 @@ def _family(plan: Plan, folder: Path) -> StaleFamily:
     recorded = [row for row in (records.load(path) if path.exists() else ()) if row.policy in policies]
     rows = {row.key: row for row in recorded}
     measured, keys = {row.key.of_case for row in recorded}, set(map(plan.key, plan.sweep.bench))
-    ranks = {entry: 0 if plan.sweep.headlines(entry) else 1 if plan.key(entry) in measured else 2 for entry in plan.cases()}
+    ranks = {entry: 0 if plan.sweep.is_headline(entry) else 1 if plan.key(entry) in measured else 2 for entry in plan.cases()}
     in_order = sorted(ranks, key=lambda entry: ranks[entry] > 0)
     stale = {entry: ranks[entry] for entry in in_order if not _is_fresh(plan, entry, rows, folder.name)}
     orphans = sum(row.key.of_case not in keys for row in recorded)
@@ -196,14 +196,14 @@ def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | N
         differences = [(row, _difference_of(row, ops[name], configs)) for row in of_variant]
         stale = [(row, differs) for row, differs in differences if differs is not None]
         for what, of_kind in grouped(stale, lambda pair: pair[1][0]).items():
-            shown = "; ".join(f"{_named(row, ops[name])} ({differs})" for row, (_, differs) in of_kind[:_NAMED])
+            shown = "; ".join(f"{_row_label(row, ops[name])} ({differs})" for row, (_, differs) in of_kind[:_NAMED])
             more = "; …" if len(of_kind) > _NAMED else ""
             measured = f"{_share(of_kind, of_variant)} measured with {what}"
             lines.append(f"{name} {variant}: {measured}: {shown}{more}: measure again")
     return lines
 
 
-def _named(row: Record, op: Op) -> str:
+def _row_label(row: Record, op: Op) -> str:
     """Return the case, the options that are not the default, the type and the mode of a record."""
     options = {name: value for name, value in row.options.items() if value not in op.options.get(name, ())[:1]}
     return " ".join(filter(None, [row.case, pairs(options), row.dtype, row.quant]))
@@ -251,7 +251,7 @@ def refresh(stale: Stale, progress: Progress) -> tuple[list[tuple[CacheEntry, Tu
     renewals = renew(stale.plans[0], stale.configs, progress, until) if stale.configs else []
     if renewals:
         stale = find(stale.plans, stale.gpu)  # a case whose config has changed is stale, too
-    measured = measure_again(list(_batches(stale)), progress, until)
+    measured = measure_batches(list(_batches(stale)), progress, until)
     return renewals, measured, find(stale.plans, stale.gpu)
 
 

@@ -69,7 +69,7 @@ class Sweep:
     gate: Mapping[str, float]
     headline: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def headlines(self, entry: SweepCase) -> bool:
+    def is_headline(self, entry: SweepCase) -> bool:
         """Return whether the file's `headline` selects a bench case."""
         case = entry.case
         values = {"op": entry.op, "case": case.name, "dtype": case.dtype, "quant": case.quant}
@@ -369,7 +369,7 @@ class _Reader:
         if not check and not bench:
             root.fail("at least one entry in check or bench", "missing", "check")
         loaded = Sweep(family, root.path, check, bench, _gate(fields.get("gate")), _headline(fields.get("headline")))
-        if loaded.headline and not any(map(loaded.headlines, bench)):
+        if loaded.headline and not any(map(loaded.is_headline, bench)):
             shown = ", ".join(f"{key} {' '.join(patterns)}" for key, patterns in loaded.headline.items())
             fields["headline"].fail("what at least one bench case has", shown)
         return loaded

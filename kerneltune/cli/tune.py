@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _MODEL_GAIN = "1%"
 """Default of `--until-gain` for the many cases of a model."""
-_OF_CALLS = "optimized"
+_CALLED_VARIANT = "optimized"
 """Variant that a call of an operator runs, the only variant whose configs a model uses."""
 
 
@@ -72,7 +72,7 @@ def command(
     if model is not None:
         family = str(cases.write_sweep(results_root(results), model, tokens, ep, batch))
         until_gain = until_gain or _MODEL_GAIN
-        wanted = replace(wanted, variants=wanted.variants or (_OF_CALLS,))
+        wanted = replace(wanted, variants=wanted.variants or (_CALLED_VARIANT,))
     else:
         usual = {"tokens": cases.TOKENS, "ep": 1, "batch": cases.BATCHES}
         given = {"tokens": tokens, "ep": ep, "batch": batch}
