@@ -43,7 +43,9 @@ def run(folder: str, arguments: Sequence[str]) -> None:
     interrupts.take()
     try:
         search() if arguments[0] == "search" else check_out()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError):  # an interrupt within shutil.rmtree ends it with an OSError
+        if not interrupts.heard:
+            raise
         sys.exit(130)
 
 
