@@ -92,19 +92,6 @@ class Candidates:
         return first + rest
 
 
-class Compilation(Protocol):
-    """Hold the compilation of a config."""
-
-    def done(self) -> bool:
-        """Return whether the config is compiled."""
-
-    def result(self) -> Any:
-        """Wait for the compiler's result, and return it."""
-
-    def cancel(self) -> object:
-        """Give up compiling; stored results stay."""
-
-
 class Evaluator(Protocol):
     """Evaluate configs for a search."""
 
@@ -112,10 +99,10 @@ class Evaluator(Protocol):
     def compilers(self) -> int:
         """Return the number of configs that compile at the same time."""
 
-    def begin(self, config: Config) -> Compilation:
-        """Begin to compile a config."""
+    def begin(self, config: Config) -> "Future[Any]":
+        """Begin to compile a config. The compilation can be cancelled until it runs."""
 
-    def evaluate(self, config: Config, begun: Compilation) -> "Future[Evaluation]":
+    def evaluate(self, config: Config, begun: "Future[Any]") -> "Future[Evaluation]":
         """Return the evaluation of a compiled config. Until its measurement begins, the future can be cancelled."""
 
     def is_ready(self) -> bool:
@@ -249,7 +236,7 @@ class _InFlight:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-        self._compiling: list[tuple[Config, Compilation]] = []
+        self._compiling: list[tuple[Config, Future[Any]]] = []
         self._waiting: list[tuple[Config, Future[Evaluation]]] = []
 
     @property

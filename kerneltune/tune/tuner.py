@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kerneltune import cache, device
 from kerneltune.measuring.assembly import LIMITS, occupancy_of
 from kerneltune.measuring.compiler import CompilePool, CompileResult, compile_job
-from kerneltune.search.loop import Candidates, Compilation, Search, explore, times_of
+from kerneltune.search.loop import Candidates, Search, explore, times_of
 from kerneltune.search.task import Evaluation, Run, Task, knobs_of, stamp
 from kerneltune.spec import Config, TaskKey
 from kerneltune.stats import median_interval, ratio_interval
@@ -212,12 +212,12 @@ class Tuner:
         """Begin to compile a config."""
         return self.queue.begin(self.task, config)
 
-    def evaluate(self, config: Config, begun: Compilation) -> "Future[Evaluation]":
+    def evaluate(self, config: Config, begun: "Future[CompileResult]") -> "Future[Evaluation]":
         """Return the evaluation of a config that has begun to compile, which is stored when it is done.
 
         If the compiler refuses the config, the future is done; otherwise it waits for the worker.
         """
-        compiled: CompileResult = begun.result()
+        compiled = begun.result()
         refusal = self.refusal(config, compiled)
         if refusal is None:
             return self.request(self.settle, config, compiled, None)
