@@ -3,7 +3,7 @@
 A process keeps its temporary folder locked. If SIGKILL ends the process, the lock ends, and the next process that makes a folder
 removes this folder.
 
-The server of `fast_context` imports this module first, which binds the server to its parent.
+The server of `start_server` imports this module first, which binds the server to its parent.
 """
 
 import atexit
@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Lock, Thread
@@ -53,7 +52,7 @@ def start(
     work: Callable[..., Any],
     *arguments: Any,
     environment: Mapping[str, str] | None = None,
-    method: Literal["server", "spawn", "fork"] = "server",
+    method: Literal["forkserver", "spawn", "fork"] = "forkserver",
     is_daemon: bool = False,
 ) -> tuple[BaseProcess, Connection]:
     """Start a process that calls `work(pipe, *arguments)`, and return the process with the other end of the pipe.
@@ -62,10 +61,12 @@ def start(
         work: function; importable where the process is no fork of this process.
         arguments: arguments, which are pickled where the process is no fork of this process.
         environment: `os.environ` of the process; None for the environment of this process.
-        method: the process is forked from the server, imports everything anew, or is forked from this process.
+        method: the process is forked from the server of `start_server`, imports everything anew, or is forked from this process.
         is_daemon: the process has no children of its own, and need not be waited for.
     """
-    context: Any = fast_context() if method == "server" else multiprocessing.get_context(method)
+    if method == "forkserver":
+        start_server()
+    context: Any = multiprocessing.get_context(method)
     pipe, theirs = context.Pipe()
     call: tuple[Any, ...] = (work, theirs, *arguments)
     if method != "fork":
@@ -196,18 +197,12 @@ def _leave_with_parent() -> None:
     Thread(target=watch, daemon=True).start()
 
 
-def fast_context() -> ForkServerContext:
-    """Return a context that forks its processes from a server that has imported torch, because the import takes seconds.
-
-    The processes begin with the environment of the server; `in_environment` gives them the environment of their parent. Like the
-    server they ignore Ctrl-C, which their parent handles.
-    """
-    start_server()
-    return multiprocessing.get_context("forkserver")
-
-
 def start_server() -> None:
-    """Have the server of `fast_context` import torch and Triton while this process does something else; it may run already.
+    """Let a server, which may run already, import torch and Triton while this process does something else.
+
+    Processes that are forked from the server need not import them, which takes seconds. They begin with the environment of the
+    server; `in_environment` gives them the environment of their parent. Like the server they ignore Ctrl-C, which their parent
+    handles.
 
     Where kernels are interpreted, the server does not import Triton: Triton decides at its import whether to interpret, and some
     processes of the server compile. The server imports no other module of this package, because the current folder may hold

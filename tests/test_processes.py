@@ -34,10 +34,11 @@ def test_every_process_is_another_and_errors_come_through(tmp_path: Path) -> Non
 
 
 SERVED = """
-from kerneltune.processes import fast_context, start_server
+from multiprocessing import get_context
+from kerneltune.processes import start_server
 
 start_server()
-with fast_context().Pool(1) as pool:
+with get_context("forkserver").Pool(1) as pool:
     print(pool.apply(eval, ("[name in __import__('sys').modules for name in ('torch', 'triton')]",)))
 """
 
@@ -80,8 +81,10 @@ def test_a_process_that_starts_as_its_command_ends_says_nothing() -> None:
     code = """if True:
         import os
         from _multiprocessing import sem_unlink
-        from kerneltune.processes import fast_context
-        context = fast_context()
+        from multiprocessing import get_context
+        from kerneltune.processes import start_server
+        start_server()
+        context = get_context("forkserver")
         lock = context.Lock()
         sem_unlink(lock._semlock.name)
         context.Process(target=print, args=(lock,)).start()
