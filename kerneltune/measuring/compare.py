@@ -52,7 +52,7 @@ def time_runs(
     runs: Sequence[Run],
     ceiling: Run | None,
     untimed: Mapping[str, Outcome] = MappingProxyType({}),
-    on_variant: Callable[[str], None] = lambda _name: None,
+    tell: Callable[[str], None] = lambda _name: None,
 ) -> Compared:
     """Check every variant of a case, and time the correct variants in the same interleaved run.
 
@@ -63,7 +63,7 @@ def time_runs(
         runs: runs of one case; a variant with two runs is timed like a variant with one run.
         ceiling: the streaming operator that moves as many bytes, timed as `CEILING`.
         untimed: outcomes of variants that failed elsewhere and are not launched here.
-        on_variant: function that gets the name of each variant, and of the ceiling, before it is launched alone; then, before
+        tell: function that gets the name of each variant, and of the ceiling, before it is launched alone; then, before
             all are timed together, an empty name.
 
     Raises:
@@ -72,11 +72,11 @@ def time_runs(
     outcomes = dict(untimed)
     left = {run.task.variant.name: run for run in runs if run.task.variant.name not in outcomes}
     samples: dict[str, Samples] | Outcome = {}
-    shared = _check(runs[0].task, left, outcomes, on_variant)
+    shared = _check(runs[0].task, left, outcomes, tell)
     if shared is None:
         torch.cuda.empty_cache()
-        contenders = _contenders({name: run for name, run in left.items() if name not in outcomes}, outcomes, on_variant)
-        samples = _sample(contenders, ceiling, on_variant) if contenders else {}
+        contenders = _contenders({name: run for name, run in left.items() if name not in outcomes}, outcomes, tell)
+        samples = _sample(contenders, ceiling, tell) if contenders else {}
         torch.cuda.empty_cache()
     if isinstance(samples, Outcome):
         shared, samples = samples, {}
@@ -85,7 +85,7 @@ def time_runs(
     return Compared(samples, outcomes)
 
 
-def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome], on_variant: Callable[[str], None]) -> Outcome | None:
+def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome], tell: Callable[[str], None]) -> Outcome | None:
     """Check variants of a task's case; add variants that cannot be timed to `untimed`. Return the obstacle of all variants."""
     if (reason := obstacle(task)) is not None:
         return Outcome("skipped", reason)
@@ -97,7 +97,7 @@ def _check(task: Task, runs: Mapping[str, Run], untimed: dict[str, Outcome], on_
         if unsupported is not None:
             untimed[name] = Outcome("skipped", unsupported)
             continue
-        on_variant(name)
+        tell(name)
         outcome = checker.check(variant_task.variant, config)
         if outcome.status != "checked":
             untimed[name] = outcome
@@ -112,7 +112,7 @@ def _require_context(reason: str) -> None:
         raise RuntimeError(reason)
 
 
-def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome], on_variant: Callable[[str], None]) -> dict[str, Contender]:
+def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome], tell: Callable[[str], None]) -> dict[str, Contender]:
     """Capture variants of one case, the first variant twice; add variants that cannot be timed to `untimed`."""
     contenders: dict[str, Contender] = {}
     if not runs:
@@ -123,7 +123,7 @@ def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome], on_variant
         untimed |= dict.fromkeys(runs, inputs)
         return contenders
     for name, (variant_task, config) in runs.items():
-        on_variant(name)
+        tell(name)
         names = (name,) if contenders else (name, SELF)
         made = _capture(names, variant_task.variant, config, inputs, POLICIES[task.policy])
         if isinstance(made, dict):
@@ -145,16 +145,14 @@ def _capture(
         return Outcome("failed", reason)
 
 
-def _sample(
-    contenders: dict[str, Contender], ceiling: Run | None, on_variant: Callable[[str], None]
-) -> dict[str, Samples] | Outcome:
+def _sample(contenders: dict[str, Contender], ceiling: Run | None, tell: Callable[[str], None]) -> dict[str, Samples] | Outcome:
     """Time the contenders, and in the same rounds the ceiling, if its inputs fit in memory."""
     if ceiling is not None:
-        on_variant(CEILING)
+        tell(CEILING)
         beside = affordable(partial(_ceiling_contender, *ceiling))
         if not isinstance(beside, Outcome):
             contenders[CEILING] = beside
-    on_variant("")
+    tell("")
     return affordable(partial(time_contenders, contenders))
 
 

@@ -85,7 +85,7 @@ def test_a_launch_that_takes_the_context_along_ends_the_comparison_at_its_varian
     monkeypatch.setattr(compare, "broken_context", lambda: "AcceleratorError: an illegal memory access was encountered")
     launched: list[str] = []
     with pytest.raises(RuntimeError, match=r"^y differs$"):
-        compare.time_runs(RUNS, None, on_variant=launched.append)
+        compare.time_runs(RUNS, None, tell=launched.append)
     assert launched == ["baseline", "pr593"]
     launched.clear()
     samples, untimed = compare.time_runs(RUNS, None, {"pr593": ("failed", "it faults")}, launched.append)
@@ -101,7 +101,7 @@ def test_a_fault_while_all_are_timed_is_nobodys(gpu: None, monkeypatch: pytest.M
     monkeypatch.setattr(compare, "time_contenders", faults)
     launched: list[str] = []
     with pytest.raises(RuntimeError, match="illegal"):
-        compare.time_runs(RUNS, None, on_variant=launched.append)
+        compare.time_runs(RUNS, None, tell=launched.append)
     assert launched[-1] == ""
 
 
