@@ -7,10 +7,8 @@ and timed. `getter.json` of a folder names getter, call and sizes, from which an
 import functools
 import importlib
 import inspect
-import json
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -468,58 +466,3 @@ def _probed(getter: Getter, call: Callable[..., Any], dtype: str, one: CallCase)
             raise
         return msgspec.structs.replace(one, problem=f"fails with its own config: {first_line(error)}")
     return msgspec.structs.replace(one, own=whole_numbers(getter.seen[0]), bytes=max(count, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class TunedCall:
-    """A call with the config that it should run with.
-
-    Attributes:
-        config: the program's own config where nothing was gained.
-        evidence: of the search; without an interval where nothing was gained, empty for a call without times.
-        failed: reasons of the overrides that are not used.
-        skipped: why a call that was to be tuned was not; empty if it was.
-    """
-
-    one: CallCase
-    config: Mapping[str, int]
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    failed: tuple[str, ...] = ()
-    skipped: str = ""
-
-    @property
-    def is_faster(self) -> bool:
-        """Return whether the config is surely faster than the program's own."""
-        return "over_default" in self.evidence
-
-
-ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
-"""Keys of the engines' tables. A table holds all of them, because engines look up the nearest key, however far."""
-
-
-def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named: str = "") -> dict[str, str]:
-    """Return the tables of `vllm` or `sglang`, by the path below the folder that the engine is given.
-
-    Args:
-        gpu_name: name of the GPU as the driver gives it.
-        calls: calls of all keys, with the author's configs where nothing was gained.
-        named: further fields of the names, such as `dtype=fp8_w8a8,block_shape=[128,128]`.
-    """
-    gpu, fields, folder = gpu_name.replace(" ", "_"), f",{named.replace(' ', '')}" if named else "", ""
-    if engine == "sglang":
-        fields, folder = (
-            re.sub(r"(?<=\d),(?=\d)", ", ", fields),
-            f"configs/triton_{device.versions()['triton'].replace('.', '_')}/",
-        )
-    elif "H200" in gpu.split("_"):
-        gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
-    tables: dict[str, dict[str, dict[str, int]]] = {}
-    for call in sorted(calls, key=lambda each: each.one.sizes.get("tokens", 0)):
-        if lacking := [name for name in ("tokens", "experts", "inner") if name not in call.one.sizes]:
-            raise ValueError(f"export: {engine}: size {lacking[0]}: missing")
-        sizes = call.one.sizes
-        if not call.config:
-            raise ValueError(f"export: {engine}: {sizes['tokens']} tokens: {call.one.problem}")
-        path = f"{folder}E={sizes['experts']},N={sizes['inner']},device_name={gpu}{fields}.json"
-        tables.setdefault(path, {})[str(sizes["tokens"])] = dict(call.config)
-    return {path: json.dumps(rows, indent=4) + "\n" for path, rows in tables.items()}

@@ -1,10 +1,12 @@
 """Tune a capture: search each class of launches, let classes share a config where none gains by its own, write the table.
 
-All classes of an author's key share a config, unless a paired comparison shows a gain by another config.
+All classes of an author's key share a config, unless a paired comparison shows a gain by another config. Calls that ask a getter
+are tuned as well, for the tables of vLLM and SGLang.
 """
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +17,7 @@ from kerneltune import cache, device, sweep
 from kerneltune.adopt import ahead, getter
 from kerneltune.adopt.configs import StoredConfig, stored_key
 from kerneltune.adopt.folder import MISSES, LaunchClass, add_misses, read_blocks, write_blocks
-from kerneltune.adopt.getter import CallCase, TunedCall
+from kerneltune.adopt.getter import CallCase
 from kerneltune.adopt.operators import (
     TUNED,
     candidate_of,
@@ -387,6 +389,29 @@ def _config_of_all(classes: Sequence[TunedClass]) -> StoredConfig:
     return costliest.stored(shared_config(classes) or costliest.best)
 
 
+@dataclass(frozen=True, slots=True)
+class TunedCall:
+    """A call with the config that it should run with.
+
+    Attributes:
+        config: the program's own config where nothing was gained.
+        evidence: of the search; without an interval where nothing was gained, empty for a call without times.
+        failed: reasons of the overrides that are not used.
+        skipped: why a call that was to be tuned was not; empty if it was.
+    """
+
+    one: CallCase
+    config: Mapping[str, int]
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
+    skipped: str = ""
+
+    @property
+    def is_faster(self) -> bool:
+        """Return whether the config is surely faster than the program's own."""
+        return "over_default" in self.evidence
+
+
 def tune_getter(root: Path, options: Options, progress: Progress) -> list[TunedCall]:
     """Tune the calls of a folder; return all calls, also the calls that are wanted for their own config only.
 
@@ -419,3 +444,35 @@ def check_getter(root: Path) -> list[Outcome]:
     cases = [getter.call_case(facts, one) for one in facts.cases if one.is_wanted and not one.problem]
     ((_, outcomes),) = run_jobs([pairs_job(Task(op, cases[0], op.variants[0], op.policy), cases)])
     return outcomes
+
+
+ENGINE_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+"""Keys of the engines' tables. A table holds all of them, because engines look up the nearest key, however far."""
+
+
+def engine_tables(engine: str, gpu_name: str, calls: Sequence[TunedCall], named: str = "") -> dict[str, str]:
+    """Return the tables of `vllm` or `sglang`, by the path below the folder that the engine is given.
+
+    Args:
+        gpu_name: name of the GPU as the driver gives it.
+        calls: calls of all keys, with the author's configs where nothing was gained.
+        named: further fields of the names, such as `dtype=fp8_w8a8,block_shape=[128,128]`.
+    """
+    gpu, fields, folder = gpu_name.replace(" ", "_"), f",{named.replace(' ', '')}" if named else "", ""
+    if engine == "sglang":
+        fields, folder = (
+            re.sub(r"(?<=\d),(?=\d)", ", ", fields),
+            f"configs/triton_{device.versions()['triton'].replace('.', '_')}/",
+        )
+    elif "H200" in gpu.split("_"):
+        gpu = "NVIDIA_H200"  # all cards of this family share a name in vLLM
+    tables: dict[str, dict[str, dict[str, int]]] = {}
+    for call in sorted(calls, key=lambda each: each.one.sizes.get("tokens", 0)):
+        if lacking := [name for name in ("tokens", "experts", "inner") if name not in call.one.sizes]:
+            raise ValueError(f"export: {engine}: size {lacking[0]}: missing")
+        sizes = call.one.sizes
+        if not call.config:
+            raise ValueError(f"export: {engine}: {sizes['tokens']} tokens: {call.one.problem}")
+        path = f"{folder}E={sizes['experts']},N={sizes['inner']},device_name={gpu}{fields}.json"
+        tables.setdefault(path, {})[str(sizes["tokens"])] = dict(call.config)
+    return {path: json.dumps(rows, indent=4) + "\n" for path, rows in tables.items()}

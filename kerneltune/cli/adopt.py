@@ -20,9 +20,9 @@ from kerneltune.wording import counted, first_of, pairs
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from kerneltune.adopt.getter import CallCase, TunedCall
+    from kerneltune.adopt.getter import CallCase
     from kerneltune.adopt.overview import Capture
-    from kerneltune.adopt.tuning import TunedClass
+    from kerneltune.adopt.tuning import TunedCall, TunedClass
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -85,8 +85,8 @@ def getter_command(
     interval says that another is faster. Without a GPU some overrides are checked, and nothing is timed. Exit code 1 where no
     call was tuned or, without a GPU, a check failed.
     """
-    from kerneltune.adopt.getter import ENGINE_TOKENS, GetterFacts, TunedCall, engine_tables, given_knobs, probe, write_facts
-    from kerneltune.adopt.tuning import check_getter, tune_getter
+    from kerneltune.adopt.getter import GetterFacts, given_knobs, probe, write_facts
+    from kerneltune.adopt.tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables, tune_getter
     from kerneltune.processes import in_fresh_processes
 
     if not re.fullmatch(r"(\w+=(\w+|\[\d+, ?\d+\])(,(?=\w)|$))*", named):

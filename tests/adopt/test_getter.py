@@ -19,11 +19,8 @@ from typer.testing import CliRunner
 
 from kerneltune import device
 from kerneltune.adopt.getter import (
-    ENGINE_TOKENS,
     CallCase,
     GetterFacts,
-    TunedCall,
-    engine_tables,
     expert_sizes,
     installed,
     make_call,
@@ -32,7 +29,7 @@ from kerneltune.adopt.getter import (
     read_facts,
     write_facts,
 )
-from kerneltune.adopt.tuning import check_getter
+from kerneltune.adopt.tuning import ENGINE_TOKENS, TunedCall, check_getter, engine_tables
 from kerneltune.cli import app
 from kerneltune.measuring.check import Outcome
 from kerneltune.search.task import Evaluation, Task
@@ -299,7 +296,7 @@ def test_command_keeps_own_configs_that_nothing_beats_and_writes_a_table_of_all_
     options = ["--call", f"{EXAMPLE}:fused_experts", *sizes, "--tokens", "1,9,4000", "--space", str(space), "--policy", "hot"]
     monkeypatch.setattr("kerneltune.cli.console.console.width", 400)
     # few keys, because the interpreter takes seconds for thousands of tokens
-    monkeypatch.setattr("kerneltune.adopt.getter.ENGINE_TOKENS", (1, 2, 16))
+    monkeypatch.setattr("kerneltune.adopt.tuning.ENGINE_TOKENS", (1, 2, 16))
     options[options.index("1,9,4000")] = "1,9"
     result = CliRunner().invoke(
         app, ["adopt", "getter", f"{EXAMPLE}:get_config", *options, "--out", str(tmp_path / "moe"), "--export", "vllm"]
@@ -334,7 +331,7 @@ def test_export_without_the_sizes_of_a_table_fails_before_anything_is_checked(
         raise AssertionError("checked")
 
     monkeypatch.setattr("kerneltune.adopt.tuning.check_getter", never)
-    monkeypatch.setattr("kerneltune.adopt.getter.ENGINE_TOKENS", (1, 2))
+    monkeypatch.setattr("kerneltune.adopt.tuning.ENGINE_TOKENS", (1, 2))
     text = "def get_config(): return {'BLOCK': 4}\ndef case(tokens): return lambda: torch.ones(get_config()['BLOCK'])\n"
     file = program(tmp_path, text)
     options = ["--call", f"{file}:case", "--tokens", "1", "--out", str(tmp_path / "out"), "--export", "sglang"]
