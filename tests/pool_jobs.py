@@ -93,7 +93,7 @@ def job(run: Any, config: object = None) -> CompileJob:
 def broken(pool: CompilePool, timeout_s: float) -> list[CompileResult]:
     """Good jobs between bad ones of every kind; as many hang as there are workers, so that what follows needs new ones."""
     hung = [job(hang, 3600.0)] * pool.workers
-    bad = [job(fine), job(boom, "odd"), job(fine), *hung, job(fine), job(die, 3), job(fine), job(fine)]
+    bad = [job(fine), job(boom, "odd"), job(fine), *hung, job(fine), job(die, 3), job(fine), job(lambda *_: None), job(fine)]
     return list(pool.compile(bad, timeout_s))
 
 

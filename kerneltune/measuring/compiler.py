@@ -32,6 +32,8 @@ _FOR_A_WORKER = 4
 """Fewest jobs for which a further worker pays: it starts in the time of some compilations."""
 _REFUSALS = ("CompilationError", "UnsupportedLanguageConstruct", "CompileTimeAssertionFailure", "OutOfResources", "NameError")
 """Errors of Triton's compiler. Any other error may be of host code that needs values, which meta tensors lack."""
+_NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
+"""Errors of pickling a job whose functions are no functions of a module."""
 _MAX_THREADS = 1024
 """Threads of the largest program, on every target."""
 _STORES = {0x386, 0x986, 0x388, 0x988, 0x387, 0x987, 0x385, 0x985, 0x844}
@@ -150,6 +152,8 @@ class CompilePool:
                 try:
                     compiled: CompileResult = compiler.ask("compile", job, timeout_s=timeout_s)
                     return compiled
+                except _NOT_PICKLABLE as error:
+                    return CompileResult((), 0.0, f"inputs or run: expected functions of a module: {first_line(error)}")
                 except WorkerHungError as error:
                     return CompileResult((), timeout_s, f"compiling {error}", crashed=True)
                 except WorkerCrashedError as error:
@@ -184,7 +188,7 @@ def is_picklable(job: CompileJob) -> bool:
     """Return whether another process can import the functions of a job; it cannot import a lambda."""
     try:
         pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError):
+    except _NOT_PICKLABLE:
         return False
     return True
 

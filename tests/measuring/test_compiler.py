@@ -130,7 +130,9 @@ def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_worker(monkeypatch
 
 
 def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, Any]) -> None:
-    assert [c["error"] for c in answers["broken"]] == [
+    *errors, no_function, last = [c["error"] for c in answers["broken"]]
+    assert no_function.startswith("inputs or run: expected functions of a module: ")
+    assert [*errors, last] == [
         "",
         "RuntimeError: no such layout: odd",
         "",
