@@ -18,7 +18,7 @@ from kerneltune.records import Record, load
 from kerneltune.reporting.tables import BEST_PEER, ab_rows, ab_table, check_table, side, sweep_table
 from kerneltune.spec import Op
 from kerneltune.table import Column, Row, Table
-from kerneltune.wording import counted, pairs
+from kerneltune.wording import counted, first_of, pairs
 
 if TYPE_CHECKING:
     from kerneltune.stale import Stale
@@ -94,7 +94,7 @@ def _run(plan: Plan, asked: str, capture: str) -> None:
     timed = any(record.time_us is not None for record in swept.records)
     show((sweep_table(swept.records, brief=True) if timed else check_table(swept.records)).text(width()))
     if capture and not timed:
-        _show_unchecked(plan, swept.records)
+        _show_unchecked(plan, swept.records, Path(capture))
     if not timed and not plan.options.check_only:
         _show_recorded(plan, asked)
     for line in swept.coverage:
@@ -180,18 +180,19 @@ _SHOWN = 5
 """Most launches that are named."""
 
 
-def _show_unchecked(plan: Plan, checked: Sequence[Record]) -> None:
-    """Name the launches of a capture whose values were not checked."""
+def _show_unchecked(plan: Plan, checked: Sequence[Record], capture: Path) -> None:
+    """Name the launches of a capture whose values were not checked, and the kernels that cannot be launched again."""
+    from kerneltune.adopt.overview import read_capture
+
     launches = [entry.case for entry in plan.cases()]
     done = {record.case for record in checked}
-    left = [case for case in launches if case.name not in done]
+    left = [f"{case.name} ({pairs(dict(case.axes))})" for case in launches if case.name not in done]
     if left:
-        named = [f"{case.name} ({pairs(dict(case.axes))})" for case in left[:_SHOWN]]
-        more = [f"and {len(left) - _SHOWN} more"] if len(left) > _SHOWN else []
-        show_wrapped(
-            f"values not checked: {len(left)} of {counted(len(launches), 'launch', 'launches')}, too large for the interpreter: "
-            f"{', '.join([*named, *more])}"
-        )
+        count = f"{len(left)} of {counted(len(launches), 'launch', 'launches')}, too large for the interpreter"
+        show_wrapped(f"values not checked: {count}: {first_of(left, _SHOWN)}")
+    problems = {launch.kernel.text: launch.problem for launch in read_capture(capture).classes if launch.problem}
+    for kernel, problem in problems.items():
+        show_wrapped(f"not checked: {kernel}: {problem}")
 
 
 def _show_recorded(plan: Plan, asked: str) -> None:

@@ -154,3 +154,17 @@ def test_kernel_that_only_the_started_program_defines_is_told_where_to_go(folder
     told = run("tune", "cap", "--dry-run")
     said = 'pairs.py has no kernel of this name outside `if __name__ == "__main__"`: capture again'
     assert (told.exit_code, said in " ".join(told.stderr.split())) == (2, True), told.stderr
+
+
+def test_sweep_of_a_capture_names_the_kernels_that_it_cannot_launch_again(folder: Path) -> None:
+    head, body = PAIRS[: PAIRS.index("@triton.autotune")], PAIRS[PAIRS.index("@triton.autotune") :]
+    definition, work = body[: body.index("for n in")], body[body.index("for n in") :]
+    made = "".join(f"    {line}" for line in definition.replace("weighted", "made").splitlines(keepends=True))
+    factory = f"def make():\n{made}    return made\nmade = make()\n"
+    (folder / "pairs.py").write_text(
+        f"{head}{definition}{factory}{work}    made[grid](Pair(ones(), ones()), ((ones(), 2),), ones(), n)\n"
+    )
+    assert capture(folder, "--out", "cap", "--", sys.executable, "pairs.py").returncode == 0
+    checked = run("sweep", "cap", "--check-only")
+    said = "not checked: __main__.make.<locals>.made: a function made the kernel, so that it cannot be imported by name"
+    assert (checked.exit_code, said in " ".join(checked.stdout.split())) == (0, True), checked.stdout
