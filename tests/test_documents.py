@@ -46,7 +46,7 @@ from kerneltune.cli import app, console, settings
 from kerneltune.sweep import families
 
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "your_own_kernel.md"
-LANGUAGES = {"console", "sh", "python", "yaml", "toml", "text"}
+LANGUAGES = {"console", "sh", "python", "yaml", "toml", "json", "text"}
 NOT_RUN = {
     "pip install git+https://github.com/kerneltune/kerneltune": "installs from the network",
     'git tag --annotate vX.Y.Z --cleanup=whitespace --file <(echo "kerneltune X.Y.Z"; echo; make -s notes)': "makes a tag",
@@ -59,7 +59,7 @@ NOT_RUN = {
 }
 OPTIONS_OF_SCRIPTS = {"--from", "--sizes", "--worst"}
 """Options of examples and benchmarks that pages name."""
-FAST = {"adopt lint", "adopt list", "cache explain", "capture", "cases", "compare", "inspect", "ops", "report"}
+FAST = {"adopt lint", "adopt list", "cache explain", "cache import", "capture", "cases", "compare", "inspect", "ops", "report"}
 """Commands that need no GPU and take little; `sweep` as well where it only checks."""
 FINDS = {"adopt lint"}
 """Commands that exit with 1 on the example that they are run on."""
@@ -76,6 +76,7 @@ READERS = {
     "swiglu.yaml": lambda: guide_file("swiglu.yaml"),
     "base.jsonl": lambda: "",
     "baseline.jsonl": lambda: "",
+    "table.json": lambda: next(block.text for block in blocks(ROOT / "docs" / "untuned_shapes.md") if block.kind == "json"),
 }
 """Files that pages take for granted."""
 MADE_ON_A_GPU = {"results/nvidia_h200/swiglu.jsonl"}

@@ -149,8 +149,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Check, tune and compare GPU kernels, ship the best configs, and stop a regression at the gate.",
     epilog="Environment: KERNELTUNE_CONFIGS (config cache), KERNELTUNE_RESULTS (records), KERNELTUNE_PLUGINS (modules with "
-    "operators), KERNELTUNE_STRICT=1 (a miss of the cache is an error), KERNELTUNE_LOG_MISSES (file that misses are appended "
-    "to), NO_COLOR.",
+    "operators, separated by `:`), KERNELTUNE_STRICT=1 (a miss of the cache is an error), KERNELTUNE_LOG_MISSES (file that "
+    "misses are appended to), NO_COLOR.",
 )
 _WORK, _LOOK, _SHIP = "Work", "Look", "Ship"
 for _name, _function, _panel in (
