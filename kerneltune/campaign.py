@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from kerneltune import device, records
@@ -435,6 +434,6 @@ def compile_ahead(work: Sequence[Runs], target: Target, workers: int | None) -> 
 
 def _covering_configs(op: Op, variant: Variant, cases: Sequence[Case]) -> dict[Case, list[Config]]:
     """Return the configs of the first covering pairs by case, on average `_CONFIGS_PER_CASE` configs per case."""
-    chosen = covering(configs_by_case(variant, cases), partial(check_cost, op))
+    chosen = covering(configs_by_case(variant, cases), lambda _config, case: check_cost(op, case))
     by_case = records.grouped(itertools.islice(chosen, _CONFIGS_PER_CASE * len(cases)), lambda pair: pair[1])
     return {case: [config for config, _ in of_case] for case, of_case in by_case.items()}

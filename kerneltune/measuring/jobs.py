@@ -14,12 +14,12 @@ from typing import Any
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
 from kerneltune.kernel_lib.reached import Launches, Reached, cut_short, note, noting, unlaunched, unreached
-from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, host_folder, memory_obstacle
+from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
 from kerneltune.measuring.mutations import mutate
-from kerneltune.measuring.pairs import check_pairs, settings
+from kerneltune.measuring.pairs import around_default, check_pairs, launched, settings
 from kerneltune.records import grouped
 from kerneltune.search.task import Run, Task
-from kerneltune.spec import Case, Op, Variant
+from kerneltune.spec import Case, Config, Op, Variant
 
 Begin = Callable[[Outcome], None]
 """Function that gets the outcome that the next check has if it ends the process; the cause is appended to its reason."""
@@ -27,6 +27,8 @@ _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
 _MOST_COST = 4.0
 """Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
+_CHEAP, _FEW_PROGRAMS = 16.0, 256
+"""Cost and programs that a derived case may have in any case: half a second."""
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
 _LAUNCHES_S = 10.0
@@ -181,7 +183,7 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
     if not by_cost or op.origin is not None:
         return [], [], Fork(partial(_shortened, op, [], [], bench, 0.0)).result()[1]
-    most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
+    most = max(_CHEAP, _MOST_COST * max(check_cost(op, case) for case in by_cost))
     known = {value for case in check for value in settings(case)}
     for name, value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
         found, reason = _first_checkable(op, (_with_value(case, name, value) for case in by_cost), most)
@@ -201,26 +203,29 @@ def _shortened(
 ) -> tuple[list[Case], set[str]]:
     """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
-    The programs of a case are limited as its cost is. There are no such cases if launches of a check case depend on values.
+    Facts of default configs come first, then, on one of the bench cases with the same facts, those of the configs around them.
+    Programs are limited as the cost is. There are no such cases if launches of a check case depend on values.
     """
-    variants = [variant for variant in op.variants if not variant.is_peer]
-    of_check = [launches for _case, launches in _launches(op, variants, check)]
-    if len(of_check) < len(check):
-        by_cost = []
-    known = set().union(*(launches.facts for launches in of_check))
-    most_programs = _MOST_COST * max((launches.num_programs for launches in of_check), default=0)
     derived, facts = list[Case](), set[str]()
-    for case, launches in _launches(op, variants, sorted(bench, key=partial(check_cost, op))):
-        facts |= launches.facts
-        if launches.facts <= known:
-            continue
-        affordable = (it for it in _with_sizes_of(case, by_cost) if check_cost(op, it) <= most)
-        for smaller, its in _launches(op, variants, affordable):
-            is_new = its.num_programs <= most_programs and its.facts & launches.facts - known
-            if is_new and not _obstacle(op, smaller, tell):
-                derived.append(smaller)
-                known |= its.facts
-        known |= launches.facts
+    for configs in (_default_alone, around_default) if check else (_default_alone,):
+        of_check = [launches for _case, launches in _launches(op, configs, [*check, *derived])]
+        smaller_of = by_cost if len(of_check) >= len(check) else []
+        known = {fact for launches in of_check for fact in launches.facts}
+        most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((launches.num_programs for launches in of_check), default=0))
+        of_facts: dict[frozenset[str], Case] = {}
+        for case, launches in _launches(op, configs, sorted(bench, key=partial(check_cost, op))):
+            facts |= launches.facts
+            of_facts[frozenset(launches.facts)] = case
+            if launches.facts <= known:
+                continue
+            affordable = (it for it in _with_sizes_of(case, smaller_of) if check_cost(op, it) <= most)
+            for smaller, its in _launches(op, configs, affordable):
+                is_new = its.num_programs <= most_programs and its.facts & launches.facts - known
+                if is_new and not _obstacle(op, smaller, tell):
+                    derived.append(smaller)
+                    known |= its.facts
+            known |= launches.facts
+        bench = [*of_facts.values()]
     return derived, facts
 
 
@@ -233,8 +238,14 @@ def _with_sizes_of(case: Case, others: Sequence[Case]) -> Iterator[Case]:
             yield replace(case, name=f"{case.name},{changed}", axes=tuple(sizes.items()))
 
 
-def _launches(op: Op, variants: Sequence[Variant], cases: Iterable[Case]) -> Iterator[tuple[Case, Launches]]:
-    """Yield the launches of the variants' default configs on each case, until the time is over.
+def _default_alone(variant: Variant, case: Case) -> Iterator[Config]:
+    yield variant.default_config(case)
+
+
+def _launches(
+    op: Op, configs: Callable[[Variant, Case], Iterable[Config]], cases: Iterable[Case]
+) -> Iterator[tuple[Case, Launches]]:
+    """Yield each case with the facts of its launches, and the most programs of a config, until the time is over.
 
     Cases whose launches depend on values are left out.
     """
@@ -242,15 +253,12 @@ def _launches(op: Op, variants: Sequence[Variant], cases: Iterable[Case]) -> Ite
     for case in cases:
         if time.thread_time() - begun_s > _LAUNCHES_S:
             return
-        try:
-            inputs = op.inputs(case, device="meta")
-            supporting = [(variant, variant.default_config(case)) for variant in variants if not variant.unsupported(case)]
-            with unlaunched(host_folder(op)) as launches:
-                for variant, config in supporting:
-                    variant.run(inputs, config)
-        except Exception:  # code that reads values fails on tensors without memory
-            continue
-        yield case, launches
+        supporting = [it for it in op.variants if not (it.is_peer or it.unsupported(case))]
+        made = [launched(op, variant, case, configs(variant, case)) for variant in supporting]
+        if all(made):
+            each = [launches for of_variant in made for launches in of_variant.values()]
+            most = sum(max(launches.num_programs for launches in of_variant.values()) for of_variant in made)
+            yield case, Launches({fact for launches in each for fact in launches.facts}, most)
 
 
 def _size(case: Case) -> int:

@@ -1,6 +1,7 @@
 """Choose and check pairs of config and check case, beside the default config of each case.
 
-Every knob value meets every class of cases and every value of the other knobs, in few pairs. A pair of each case runs twice.
+Every knob value meets every class of cases and every value of the other knobs, in few pairs. First come pairs whose launches have
+facts that no default config has. These pairs, and a pair of each case, run twice.
 """
 
 import dataclasses
@@ -12,9 +13,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from kerneltune.measuring.check import Checker, InPlace, Outcome
+from kerneltune.forked import Fork, ForkCrashedError, Tell
+from kerneltune.kernel_lib.reached import Launches, unlaunched
+from kerneltune.measuring.check import Checker, InPlace, Outcome, host_folder
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant
 from kerneltune.wording import counted
@@ -29,6 +33,8 @@ _WIDE = 4
 """A case is wide if its largest axis is at least the largest axis of all cases divided by `_WIDE`."""
 
 
+_PROGRAM_COST = 0.2
+"""MB of traffic that take the interpreter as long as a program: 8 ms per MB, 1.3 ms per program (RMSNorm, fp8 rows)."""
 _CLASS_WEIGHT = 16
 """A mistake in a mask or a tail shows in a class of cases; few mistakes need certain values of two knobs."""
 COVERING_S = 40.0
@@ -44,24 +50,27 @@ def check_pairs(
     cost: Callable[[Case], float],
     begin: Callable[[Outcome], None] = lambda _outcome: None,
 ) -> list[Outcome]:
-    """Check the covering pairs of a variant within a time limit; the first pair of each case, or its default, runs twice.
+    """Check the covering pairs of a variant within a time limit; the pairs with new facts, and a pair of each case, run twice.
 
     Return the failed pairs, and last an outcome whose reason says how much was checked:
     `swiglu optimized: 12 configs on 4 cases, 48 of 60 pairs`; without knobs, only if a case did not run twice.
 
     Args:
         cases: the check cases of the operator.
-        cost: the cost of a check of a case, in any unit.
+        cost: the cost of a check of a case without its programs, in MB of traffic.
         begin: gets the outcome of each pair if the pair ends the process.
     """
     configs = configs_by_case(variant, cases)
+    launches = _launched_in_fork(op, variant, sorted(configs, key=cost))
+    leading = _leading(launches)
     done: set[Pair] = {(of_case[0], case) for case, of_case in configs.items()}
     failures: list[Outcome] = []
     checkers: dict[Case, Checker | Outcome] = {}
     in_place = InPlace()
     begun_s = time.thread_time()
     defaults = ((configs[case][0], case) for case in sorted(configs, key=cost))
-    for config, case in itertools.chain(covering(configs, cost), defaults):
+    covered = covering(configs, lambda config, case: _cost_of_pair(cost(case), launches[case], config))
+    for config, case in itertools.chain(leading, covered, defaults):
         is_first = case not in checkers
         if (config, case) in done and not is_first:
             continue
@@ -71,7 +80,7 @@ def check_pairs(
         checker = checkers.setdefault(case, Checker.make(op, case, in_place=in_place)) if is_first else checkers[case]
         if isinstance(checker, Outcome):
             continue  # the record of the default config says why
-        outcome = checker.check(variant, config, runs=2 if is_first else 1)
+        outcome = checker.check(variant, config, runs=2 if is_first or (config, case) in leading else 1)
         if outcome.status == "failed":
             failures.append(replace(outcome, config=config, case=case))
         done.add((config, case))
@@ -152,7 +161,64 @@ def configs_by_case(variant: Variant, cases: Sequence[Case]) -> dict[Case, list[
     return configs
 
 
-def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], float]) -> Iterator[Pair]:
+def launched(op: Op, variant: Variant, case: Case, configs: Iterable[Config]) -> dict[Config, Launches]:
+    """Return the launches of a variant with each config; none if launches of the first config depend on values."""
+    found: dict[Config, Launches] = {}
+    with suppress(Exception):  # code that reads values fails on tensors without memory
+        inputs = op.inputs(case, device="meta")
+        for config in configs:
+            with unlaunched(host_folder(op)) as launches:
+                variant.run(inputs, config)
+            found[config] = launches
+    return found
+
+
+def around_default(variant: Variant, case: Case) -> Iterator[Config]:
+    """Yield the default config, and for each other value of a knob a valid config that differs in at most one more knob."""
+    default = variant.default_config(case)
+    yield default
+    offered = [(knob, value) for knob, of_knob in variant.space(case).items() for value in of_knob] if variant.config else []
+    for knob, value in offered:
+        if value != getattr(default, knob):
+            changed = ({other: its} | {knob: value} for other, its in ((knob, value), *offered))
+            configs = (dataclasses.replace(default, **values) for values in changed)
+            yield from itertools.islice((config for config in configs if variant.valid(case, config) is None), 1)
+
+
+def _launched_in_fork(op: Op, variant: Variant, cases: Iterable[Case]) -> dict[Case, dict[Config, Launches]]:
+    """Return the launches around the default config of each case; the fork's host code keeps buffers without memory."""
+
+    def work(_tell: Tell) -> dict[Case, dict[Config, Launches]]:
+        return {case: launched(op, variant, case, around_default(variant, case)) for case in cases}
+
+    with suppress(ForkCrashedError):
+        return Fork(work).result()
+    return {case: {} for case in cases}
+
+
+def _leading(launches: Mapping[Case, Mapping[Config, Launches]]) -> list[Pair]:
+    """Return pairs whose launches have a fact that neither a default config, the first of each case, nor an earlier pair has."""
+    known = {fact for of_case in launches.values() for of_config in [*of_case.values()][:1] for fact in of_config.facts}
+    leading = list[Pair]()
+    for case, of_case in launches.items():
+        for config, of_config in of_case.items():
+            leading += [(config, case)] if of_config.facts - known else []
+            known |= of_config.facts
+    return leading
+
+
+def _cost_of_pair(of_case: float, launches: Mapping[Config, Launches], config: Config) -> float:
+    """Estimate the cost of a pair: knobs multiply the programs of the default config, the first, independently of each other."""
+    if not launches:
+        return of_case
+    default, *_ = launches
+    base, factor = max(1, launches[default].num_programs), 1.0
+    for value in values(config) - values(default):
+        factor *= next((launches[it].num_programs / base for it in launches if value in values(it)), 1.0)
+    return of_case + _PROGRAM_COST * base * factor
+
+
+def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Config, Case], float]) -> Iterator[Pair]:
     """Yield pairs until every knob value has met every class of cases, and then every value of the other knobs.
 
     The default config of each case counts as checked. The next pair is the pair with the most new meetings, for its cost; a
@@ -160,7 +226,7 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
 
     Args:
         configs: the configs of each case, its default first.
-        cost: the cost of a check of a case.
+        cost: the cost of a check of a pair.
     """
     of_case, meeting = _classes_of_case(configs), _where_values_meet(configs)
     met: dict[Value, set[str]] = defaultdict(set)
@@ -181,7 +247,7 @@ def covering(configs: Mapping[Case, Sequence[Config]], cost: Callable[[Case], fl
         config, case = left[number]
         added = _CLASS_WEIGHT * sum(len(of_case[case] - met[value]) for value in values(config))
         added += len(_value_pairs(config) - together) if case in meeting else 0
-        entry = (-added / cost(case), number)
+        entry = (-added / cost(config, case), number)
         if added and heap and entry > heap[0]:
             heapq.heappush(heap, entry)
         elif added:

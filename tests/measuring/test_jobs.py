@@ -48,7 +48,7 @@ def test_jobs_give_the_outcomes_of_every_check(cores: set[int], monkeypatch: pyt
     right, wrong = pairs_job(task_of(""), CASES), pairs_job(task_of("maximum of the whole tile"), CASES)
     case = case_job([Run(task_of(""), Rows(1, 1)), Run(task_of("no row mask"), Rows(2, 1))])
     found = outcomes(addresses, right, wrong, case)
-    assert found[:2] == [[], [Outcome("checked", "scaled optimized: 12 configs on 4 cases, 18 of 48 pairs")]]
+    assert found[:2] == [[], [Outcome("checked", "scaled optimized: 12 configs on 4 cases, 19 of 48 pairs")]]
     assert [outcome.status for outcome in found[2]] == ["failed", "failed", "failed", "checked"]
     assert [outcome.status for outcome in found[3]] == ["checked", "failed"]
 
@@ -160,7 +160,7 @@ def test_value_that_only_bench_cases_have_is_checked_or_named() -> None:
     (text,) = without
     assert text.startswith("shift=9 (test_jobs.py:")
     assert "inputs: ValueError: no inputs for 9, for summed" in text
-    costly = replace(summing(), traffic=lambda case: Traffic(2_000_000 if case.option("shift") else 4, 0))
+    costly = replace(summing(), traffic=lambda case: Traffic(20_000_000 if case.option("shift") else 4, 0))
     assert derived_cases(costly, check, bench)[:2] == ([], ["shift=5 (too costly)", "shift=9 (too costly)"])
     task = Task(summing(shift=1.0), derived[0], summing(shift=1.0).variants[0])
     ((outcome,),) = outcomes(case_job([Run(task, None)]))

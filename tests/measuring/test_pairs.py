@@ -24,6 +24,10 @@ def elements(case: Case) -> float:
     return 1.0 + case["M"] * case["N"]
 
 
+def cost_of_pair(_config: object, case: Case) -> float:
+    return elements(case)
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
     """rows: rows per program; warps."""
@@ -139,6 +143,36 @@ def test_result_that_is_kept_for_a_case_whose_only_config_is_the_default_is_foun
     assert coverage.reason.endswith("stopped after 1 failure")
 
 
+@interpreted
+def test_buffer_that_host_code_keeps_for_a_knob_alone_is_found_in_a_second_run() -> None:
+    kept: dict[torch.Size, torch.Tensor] = {}
+
+    def run(given: Inputs, config: Rows) -> Outputs:
+        x = given["x"]
+        if config.rows == 4:
+            x = kept.setdefault(x.shape, x)
+        return _run("", {"x": x}, config)
+
+    op = op_with("")
+    failed, _coverage = pairs.check_pairs(op, replace(op.variants[0], run=run), CASES[2:3], elements)
+    assert (failed.config.rows, failed.reason[:6]) == (4, "run 2:")
+
+
+@interpreted
+def test_pairs_with_few_programs_come_first_where_time_is_short() -> None:
+    programs: list[int] = []
+
+    def run(given: Inputs, config: Rows) -> Outputs:
+        if not given["x"].is_meta:
+            programs.append(-(-given["x"].shape[0] // config.rows))
+        return _run("", given, config)
+
+    tall, op = case_of("tall", 64, 16), op_with("")
+    assert len(pairs.check_pairs(op, replace(op.variants[0], run=run), [tall], elements)) == 1
+    assert programs[0] == 16
+    assert programs.index(64) >= 6, programs
+
+
 def test_output_of_a_variant_without_knobs_over_an_input_of_some_types_is_found() -> None:
     def run(given: Inputs, _config: None) -> Outputs:
         y = given["x"].to(torch.float32)
@@ -178,7 +212,7 @@ def test_time_limit_is_named_with_the_classes_it_left_out(monkeypatch: pytest.Mo
 def test_covering_lets_every_knob_value_meet_every_class_in_few_pairs() -> None:
     variant = op_with("").variants[0]
     configs = pairs.configs_by_case(variant, CASES)
-    chosen = list(pairs.covering(configs, elements))
+    chosen = list(pairs.covering(configs, cost_of_pair))
     done = {*chosen, *((found[0], case) for case, found in configs.items())}
     assert list(pairs.unmet(configs, done)) == []
     assert len(chosen) == len(set(chosen)) <= 17
@@ -190,7 +224,7 @@ def test_covering_lets_every_knob_value_meet_every_class_in_few_pairs() -> None:
 def test_values_of_two_knobs_meet_in_a_case_of_several_tiles_and_not_in_a_single_row() -> None:
     odd, row = case_of("odd", 7, 33), case_of("row", 1, 64)
     configs = {case: [Rows(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4)] for case in (odd, row)}
-    chosen = list(pairs.covering(configs, elements))
+    chosen = list(pairs.covering(configs, cost_of_pair))
     assert {config for config, case in chosen if case is odd} == set(configs[odd][1:])
     assert list(pairs.unmet(configs, {*chosen, *((configs[case][0], case) for case in configs)})) == []
 
@@ -205,4 +239,4 @@ def test_pairs_of_unsupported_cases_and_of_variants_without_knobs_are_none() -> 
     variant = op_with("").variants[0]
     ragged = replace(variant, unsupported=lambda case: "ragged" if case["N"] % 16 else None)
     assert set(pairs.configs_by_case(ragged, CASES)) == {CASES[2], CASES[3]}
-    assert list(pairs.covering(pairs.configs_by_case(Variant("eager", lambda given, _: given), CASES), elements)) == []
+    assert list(pairs.covering(pairs.configs_by_case(Variant("eager", lambda given, _: given), CASES), cost_of_pair)) == []

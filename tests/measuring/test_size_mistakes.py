@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from test_pairs import op_with
 
 from kerneltune.kernel_lib.reached import unlaunched
 from kerneltune.measuring.check import Checker, address_errors
-from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, derived_cases, run_jobs
+from kerneltune.measuring.jobs import address_job, case_job, check_cost, coverage_lines, derived_cases, run_jobs
+from kerneltune.measuring.pairs import check_pairs
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 
@@ -150,7 +152,7 @@ def test_right_kernel_passes_in_derived_cases() -> None:
     ],
 )
 def test_size_too_costly_for_a_check_is_named(mistake: str, named: str) -> None:
-    op = summing(mistake, elements=10_000)
+    op = summing(mistake, elements=100_000)
     derived, _, facts = derived_cases(op, CHECK[:2], BENCH)
     assert [case for case in derived if case["N"] == 3000] == []
     variant = op.variants[0]
@@ -255,6 +257,24 @@ def test_facts_tell_which_operand_is_the_minimum_and_which_of_two_sizes_is_large
         found.append(launches.facts)
     assert found[1] - found[0] == {"min(N, 64 * BLOCK) = 64 * BLOCK in _window_sums"}
     assert found[0] >= {"count > window in _is_in_window", "min(N, 64 * BLOCK) = N in _window_sums"}
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_host_branch_of_another_config_above_a_size_runs_in_a_derived_case(is_wrong: bool) -> None:
+    op = op_with("")
+    right = op.variants[0].run
+
+    def run(given: Inputs, config: Any) -> Outputs:
+        outputs = right(given, config)
+        if config.rows == 4 and len(given["x"]) > 128:
+            outputs["y"] = outputs["y"] + is_wrong
+        return outputs
+
+    op = replace(op, variants=(replace(op.variants[0], run=run),))
+    derived, _, _ = derived_cases(op, CHECK, [case_of("long", 200, 3000)])
+    assert findings(op, derived) == []
+    failed = check_pairs(op, op.variants[0], [*CHECK, *derived], partial(check_cost, op))[:-1]
+    assert {(outcome.config.rows, outcome.case["M"]) for outcome in failed} == set([(4, 200)] * is_wrong)  # type: ignore[union-attr,index]
 
 
 @pytest.mark.parametrize("mistake", ["grid cut short", ""])
