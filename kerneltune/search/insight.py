@@ -67,7 +67,7 @@ def dead_values(cases: Iterable[Mapping[Knobs, float]]) -> list[tuple[str, Any, 
             if time <= (1 + NEAR) * best:
                 alive.update(knobs)
     dead = [(*pair, count / total) for pair, count in tried.items() if pair not in alive]
-    return sorted(dead, key=lambda found: (-found[2], found[0], repr(found[1])))
+    return sorted(dead, key=lambda value: (-value[2], value[0], repr(value[1])))
 
 
 def ties(times: Mapping[Knobs, float]) -> list[Knobs]:
@@ -89,5 +89,5 @@ def portfolio(cases: Sequence[Mapping[Knobs, float]]) -> tuple[list[Knobs], floa
     count = 1.0 + np.minimum(gaps, 1.0).mean(axis=0) / len(configs)  # between sets of equal size, prefer smaller gaps
     covered = LinearConstraint((gaps <= NEAR).astype(float), lb=1)
     solved = milp(count, integrality=1, bounds=Bounds(0, 1), constraints=covered, options={"time_limit": _MOST_S})
-    chosen = np.flatnonzero(solved.x > 0.5)
+    chosen = np.unique(gaps.argmin(axis=1)) if solved.x is None else np.flatnonzero(solved.x > 0.5)
     return [configs[i] for i in chosen], float(gaps[:, chosen].min(axis=1).max()), solved.status == 0

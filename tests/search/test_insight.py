@@ -1,6 +1,7 @@
 """What trials say: on small literal times."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,13 @@ def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.Mo
     assert matter.startswith("  knobs that matter: stages ")
     assert dead.startswith("  never within 2 %: stages=2 (-")
     assert few == "  1 config keeps every case (2) within 2 % of its best (worst 0.0 %)"
+
+
+def test_portfolio_without_a_solution_in_time_has_the_best_config_of_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(insight, "milp", lambda *_, **__: SimpleNamespace(x=None, status=1))
+    first, second, third = ((("block", block),) for block in (1, 2, 3))
+    cases = [{first: 1.0, second: 1.5, third: 1.01}, {second: 2.0, third: 2.03}]
+    assert portfolio(cases) == ([first, second], 0.0, False)
 
 
 @pytest.mark.parametrize(
