@@ -217,8 +217,8 @@ def start_server() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     with _STARTING:  # another thread may start a process, too
         config = vars(multiprocessing.current_process())["_config"]  # multiprocessing.util.get_temp_dir() reads "tempdir" of it
-        made = "" if "tempdir" in config else config.setdefault("tempdir", str(process_folder()))
-        os.environ[_SERVER] = f"{os.getpid()} {made}"
+        folder = "" if "tempdir" in config else config.setdefault("tempdir", str(process_folder()))
+        os.environ[_SERVER] = f"{os.getpid()} {folder}"
         try:
             forkserver.ensure_running()
         finally:

@@ -21,12 +21,12 @@ class WorkerCrashedError(Exception):
     """Report that a worker crashed, hung, was killed or was stopped; the message says how.
 
     Attributes:
-        told: what the request had told last, see `Worker`; empty if nothing.
+        last_note: the last text that the request had told, see `Worker`; empty if there is none.
     """
 
-    def __init__(self, reason: str = "", told: str = "") -> None:
+    def __init__(self, reason: str = "", last_note: str = "") -> None:
         super().__init__(reason)
-        self.told = told
+        self.last_note = last_note
 
 
 class WorkerHungError(WorkerCrashedError):
@@ -110,31 +110,31 @@ class Worker:
         """Call a method of the object in the process; after `timeout_s` seconds the process is ended."""
         with self._lock:
             pipe, self.is_asking = self._connect(), True
-        told = ""
+        last_note = ""
         try:
             if not self._is_ready:
-                self._receive(pipe, _START_TIMEOUT_S, told)
+                self._receive(pipe, _START_TIMEOUT_S, last_note)
                 self._is_ready = True
             pipe.send((method, arguments))
-            while isinstance(said := self._receive(pipe, timeout_s, told), str):
-                told = said
+            while isinstance(said := self._receive(pipe, timeout_s, last_note), str):
+                last_note = said
         except (EOFError, OSError) as error:
             code = self.end()
             error_type = WorkerStoppedError if self.is_closed or code in _ENDED_FROM_OUTSIDE else WorkerCrashedError
             reason = "was stopped" if self.is_closed else f"died: exit code {code}"
-            raise error_type(f"{self._name} {reason}", told) from error
+            raise error_type(f"{self._name} {reason}", last_note) from error
         finally:
             self.is_asking = False
         answer, problem = said
         if problem:
             self.end()
-            raise WorkerCrashedError(problem, told)
+            raise WorkerCrashedError(problem, last_note)
         return answer
 
-    def _receive(self, pipe: Connection, timeout_s: float | None, told: str) -> Any:
+    def _receive(self, pipe: Connection, timeout_s: float | None, last_note: str) -> Any:
         if not pipe.poll(timeout_s):
             self.end()
-            raise WorkerHungError(f"took longer than {timeout_s:g} s", told)
+            raise WorkerHungError(f"took longer than {timeout_s:g} s", last_note)
         return pipe.recv()
 
     def end(self, asked_here: bool = True) -> int | None:

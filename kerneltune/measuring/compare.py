@@ -125,11 +125,11 @@ def _contenders(runs: Mapping[str, Run], untimed: dict[str, Outcome], tell: Call
     for name, (variant_task, config) in runs.items():
         tell(name)
         names = (name,) if contenders else (name, SELF)
-        made = _capture(names, variant_task.variant, config, inputs, POLICIES[task.policy])
-        if isinstance(made, dict):
-            contenders |= made
+        captured = _capture(names, variant_task.variant, config, inputs, POLICIES[task.policy])
+        if isinstance(captured, dict):
+            contenders |= captured
         else:
-            untimed[name] = made
+            untimed[name] = captured
     return contenders
 
 

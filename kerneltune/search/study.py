@@ -41,7 +41,7 @@ class ListSampler(BaseSampler):
         self._index = {tuple(config.values()): i for i, config in enumerate(self.configs)}
         self._study: optuna.Study | None = None
         self._seen: dict[int, float | None] = {}
-        self._heard = 0  # trials of the study, from the first on, whose results are in _seen
+        self._num_finished = 0  # trials from the first on that are all finished, with their times in _seen
 
     def infer_relative_search_space(self, study: optuna.Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
         """Return the distributions of all knobs."""
@@ -51,7 +51,7 @@ class ListSampler(BaseSampler):
         self, study: optuna.Study, trial: FrozenTrial, search_space: Mapping[str, BaseDistribution]
     ) -> dict[str, Any]:
         """Return the knobs of the next config."""
-        seen, pending = self._told(study)
+        seen, pending = self._times_and_pending(study)
         left = [i for i in range(len(self.configs)) if i not in seen and i not in pending]
         return dict(self.configs[self.choose(left, seen, pending) if left else -1])
 
@@ -74,19 +74,19 @@ class ListSampler(BaseSampler):
         """
         return left[0]
 
-    def _told(self, study: optuna.Study) -> tuple[dict[int, float | None], list[int]]:
+    def _times_and_pending(self, study: optuna.Study) -> tuple[dict[int, float | None], list[int]]:
         """Return times of finished trials and places of running trials; for a study that maximizes, times are reciprocals."""
         if self._study is not study:
-            self._study, self._seen, self._heard = study, {}, 0
+            self._study, self._seen, self._num_finished = study, {}, 0
         inverse = study.direction is optuna.study.StudyDirection.MAXIMIZE
         pending = []
-        for trial in study.get_trials(deepcopy=False)[self._heard :]:
+        for trial in study.get_trials(deepcopy=False)[self._num_finished :]:
             index = self._index.get(tuple(trial.params.get(name) for name in self.space))
             if not trial.state.is_finished():
                 pending += [] if index is None else [index]
                 continue
-            if not pending and self._heard == trial.number:
-                self._heard += 1
+            if not pending and self._num_finished == trial.number:
+                self._num_finished += 1
             if index is not None and trial.state is TrialState.COMPLETE and trial.value is not None:
                 self._seen[index] = 1.0 / trial.value if inverse else trial.value
             elif index is not None:

@@ -178,12 +178,12 @@ def _coordinates(pool: Sequence[Mapping[str, Any]]) -> Array:
     """Return (configs, coordinates) in [0, 1]; powers of two are evenly spaced, each word of a knob is a coordinate."""
     columns = []
     for knob in pool[0]:
-        given = [config[knob] for config in pool]
-        distinct = sorted(set(given), key=repr)
+        values = [config[knob] for config in pool]
+        distinct = sorted(set(values), key=repr)
         if all(isinstance(value, bool | int | float) for value in distinct):
-            numbers = np.log2(np.maximum(np.array(given, dtype=float), 0.0) + 0.5)
+            numbers = np.log2(np.maximum(np.array(values, dtype=float), 0.0) + 0.5)
             spread = float(np.ptp(numbers))
             columns.append((numbers - numbers.min()) / spread if spread else np.zeros(len(pool)))
         else:
-            columns += [np.array([value == other for value in given], dtype=float) for other in distinct]
+            columns += [np.array([value == other for value in values], dtype=float) for other in distinct]
     return np.column_stack(columns)

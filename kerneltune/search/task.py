@@ -59,8 +59,8 @@ def _named_task(module: str, origin: tuple[Any, ...] | None, op_name: str, varia
     An operator with an origin is made anew by `operators` of its module.
     """
     if origin is not None:
-        made = {op.name: op for op in importlib.import_module(module).operators(*origin)}
-        return Task(made[op_name], case, made[op_name].variant(variant), policy)
+        by_name = {op.name: op for op in importlib.import_module(module).operators(*origin)}
+        return Task(by_name[op_name], case, by_name[op_name].variant(variant), policy)
     parts = module.split(".")
     for length in range(len(parts), 0, -1):
         imported = importlib.import_module(".".join(parts[:length]))

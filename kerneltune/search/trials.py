@@ -67,7 +67,7 @@ class TrialStore:
         """
         self._path, self._commit, self._fingerprint = path, commit, fingerprint
         self._hidden = TRANSIENT if retries_transient else frozenset()
-        self._found: dict[TaskKey, dict[Knobs, Evaluation]] = {}
+        self._evaluations: dict[TaskKey, dict[Knobs, Evaluation]] = {}
         self._choices: dict[TaskKey, dict[str, dict[Any, None]]] = {}
         self._studies: dict[str, optuna.Study] = {}
         self._lock = Lock()
@@ -77,7 +77,7 @@ class TrialStore:
 
     def get(self, task: Task, config: Config) -> Evaluation | None:
         """Return the stored evaluation of a config with the store's fingerprint, or None."""
-        return self._found.get(task.key, {}).get(knob_pairs(config))
+        return self._evaluations.get(task.key, {}).get(knob_pairs(config))
 
     def put(self, task: Task, config: Config, evaluation: Evaluation) -> None:
         """Store an evaluation; the evaluation is on disk when `put` returns."""
@@ -95,7 +95,7 @@ class TrialStore:
             trial.datetime_start = trial.datetime_complete = datetime.fromisoformat(date).astimezone().replace(tzinfo=None)
             with writing(self._path):
                 self._study(task, offered).add_trial(trial)
-            self._found.setdefault(task.key, {})[knob_pairs(config)] = stored
+            self._evaluations.setdefault(task.key, {})[knob_pairs(config)] = stored
 
     def _study(self, task: Task, offered: Mapping[str, Sequence[Any]]) -> optuna.Study:
         """Return the study of a task whose knobs offer these values; create a missing study."""
@@ -118,7 +118,7 @@ class TrialStore:
         choices = self._choices.get(task.key)
         if choices is None:
             space = [(name, value) for name, values in task.variant.space(task.case).items() for value in values]
-            beside = [pair for knobs in self._found.get(task.key, ()) for pair in knobs]
+            beside = [pair for knobs in self._evaluations.get(task.key, ()) for pair in knobs]
             choices = self._choices[task.key] = {}
             for name, value in (*space, *beside):
                 choices.setdefault(name, {})[value] = None
@@ -132,7 +132,7 @@ class TrialStore:
         read = [trial for trial in _trials(self._storage, self._path, self._read) if trial.fingerprint == self._fingerprint]
         with self._lock:
             for trial in read:
-                of_task = self._found.setdefault(trial.key, {})
+                of_task = self._evaluations.setdefault(trial.key, {})
                 if trial.evaluation.status in self._hidden:
                     of_task.pop(trial.knobs, None)
                 else:
@@ -141,7 +141,7 @@ class TrialStore:
     def of_task(self, task: Task) -> dict[Knobs, Evaluation]:
         """Return the evaluations of a task, in the order of the first evaluation."""
         with self._lock:
-            return dict(self._found.get(task.key, {}))
+            return dict(self._evaluations.get(task.key, {}))
 
     def ranked(self, task: Task) -> list[dict[str, Any]]:
         """Return the knobs of a task's configs that have a time, fastest first."""
@@ -149,7 +149,7 @@ class TrialStore:
         return [dict(knobs) for _, knobs in sorted(timed)]
 
     def __len__(self) -> int:
-        return sum(map(len, self._found.values()))
+        return sum(map(len, self._evaluations.values()))
 
 
 def open_store(op: Op, variant: Variant, results: Path, retries_transient: bool = False) -> TrialStore:

@@ -154,11 +154,11 @@ def visible_gpus(wanted: str) -> list[str]:
     """Return the GPUs of this host that this process may use, `all` or the first N, in the form of CUDA_VISIBLE_DEVICES."""
     import torch
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is None:
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
         visible = [str(index) for index in range(torch.cuda.device_count())]
     else:
-        visible = [name for name in given.split(",") if name]  # torch may have counted before the variable was set
+        visible = [name for name in names.split(",") if name]  # torch may have counted before the variable was set
     if wanted == "all" and visible:
         return visible
     if not wanted.isdecimal() or not 0 < int(wanted) <= len(visible):

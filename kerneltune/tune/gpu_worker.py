@@ -82,10 +82,10 @@ class GpuBench:
         """
         self._open(task)
         if not self._inputs:
-            made = input_sets(task)
-            if isinstance(made, Outcome):
-                raise MemoryError(made.reason)
-            self._inputs = made
+            inputs = input_sets(task)
+            if isinstance(inputs, Outcome):
+                raise MemoryError(inputs.reason)
+            self._inputs = inputs
         if self._cores:
             os.sched_setaffinity(0, self._cores)
 
@@ -231,9 +231,9 @@ def compare_in_worker(worker: GpuWorker | GpuBench, family: str, runs: Sequence[
         try:
             return compared_records(family, runs, ceiling, worker.compare(runs, ceiling, untimed))
         except WorkerCrashedError as error:
-            if error.told == CEILING:
+            if error.last_note == CEILING:
                 ceiling = None
             else:
-                blamed = [error.told] if error.told else [task.variant.name for task, _ in runs]
+                blamed = [error.last_note] if error.last_note else [task.variant.name for task, _ in runs]
                 untimed = dict.fromkeys(blamed, Outcome("failed", f"crashed: {error}")) | untimed
     return compared_records(family, runs, None, Compared({}, untimed))

@@ -153,7 +153,7 @@ class Tuner:
         return explore(candidates, search, self, known)
 
     def _decide(self, before: cache.Choice, times: dict[Config, float], num_trials: int) -> cache.CacheEntry:
-        """Let the fastest configs meet the incumbent, or the default where it has no time, and store the winner."""
+        """Time the fastest configs against the incumbent, and store the winner. The default stands in for a failed incumbent."""
         task, default = self.task, self.task.default
         standing = list(dict.fromkeys(config for config in (before.config, default) if config in times))
         ranked = sorted(times, key=lambda config: times[config])
