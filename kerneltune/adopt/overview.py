@@ -138,7 +138,7 @@ def _of_kernel(launches: Sequence[LaunchClass], wins: dict[str, set[str]], wrong
     if first.problem:
         yield f"cannot be tuned: {first.problem}"
     if unknown := [name for name in first.keys if name not in present]:
-        yield f"key names no argument: {', '.join(unknown)}"
+        yield f"key names what no launch gives, which triton.autotune leaves out: {', '.join(unknown)}"
     if hint := seed_hint(launches):
         yield hint
     if varying := left_out(launches):

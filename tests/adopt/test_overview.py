@@ -64,3 +64,10 @@ def test_lint_takes_the_options_of_a_plain_kernel_for_no_list_of_an_autotuner(
     plain = [dataclasses.replace(one, is_plain=True) for one in (*launches, *other)]
     assert any("2 lists of configs" in text for text in findings(Capture(tmp_path, [*launches, *other], ProcessNotes({}))))
     assert not any("lists of configs" in text for text in findings(Capture(tmp_path, plain, ProcessNotes({}))))
+
+
+def test_lint_names_what_a_key_gets_from_a_heuristic_below_the_autotuner(tmp_path: Path, launches: list[LaunchClass]) -> None:
+    keyed = [dataclasses.replace(one, keys=(*one.keys, "EVEN")) for one in launches]
+    said = "two_kernels.row_sum: key names what no launch gives, which triton.autotune leaves out: EVEN"
+    assert said in findings(Capture(tmp_path, keyed, ProcessNotes({})))
+    assert not any("EVEN" in text for text in findings(Capture(tmp_path, launches, ProcessNotes({}))))
