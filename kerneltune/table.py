@@ -16,8 +16,8 @@ CellValue = str | float | int | bool | None
 _LEAST_ROOM, _NOTE_INDENT, _NOTE_LINES = 30, 8, 3
 _NUMBER = re.compile(r"[-+]?[0-9.,]*( ?%|x)?")
 """A cell that is a number, or that stands for a missing number."""
-_MARKUP = re.compile(r"[|<]|(?<![^\W_])_|_(?![^\W_])")
-"""Characters that end a cell, begin a tag or, as `_` at an end of a word, begin emphasis in Markdown."""
+_MARKUP = re.compile(r"\\(?=[|<])|[|<]|(?<![^\W_])_|_(?![^\W_])")
+"""Characters that end a cell, begin a tag or, as `_` at an end of a word, begin emphasis in Markdown; a backslash before them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,8 @@ class Table:
             blanked.append(["" if is_same and i < self.repeated else cells[i] for i in shown])
         heading, *blocks = _laid_out([columns[i] for i in shown], blanked, width)
         for row, block, statement in zip(self.rows, blocks, statements, strict=True):
-            heading += [*statement, *(_noted(block, printable(" ".join(row.note.split())), width) if row.note else block)]
+            note = printable(" ".join(row.note.split()))
+            heading += [*statement, *(_noted(block, note, width) if note else block)]
         first, last = ("\n".join(part for line in lines for part in wrapped(line, width)) for lines in (above, self.foot))
         return "\n\n".join(filter(None, (self.title, first, "\n".join(heading), last))) + "\n"
 

@@ -102,3 +102,13 @@ def test_columns_of_numbers_stand_to_the_right_and_columns_of_dashes_do_not(
         "a         9.5 %  -      1.25x",
         "b       100.0 %  -          -",
     ]
+
+
+def test_blank_note_is_no_note() -> None:
+    assert Table((Column("case"),), (Row(("a",), " \n"),)).text() == "case\na\n"
+
+
+def test_markdown_keeps_pipes_and_backslashes_inside_their_cell() -> None:
+    """GitHub takes two backslashes before a pipe for a backslash and the end of the cell, so each is escaped."""
+    table = Table((Column("x|y"), Column("b")), (Row(("a|b", "c\\|d <e> \\f")),))
+    assert table.markdown() == "| x\\|y | b |\n| --- | --- |\n| a\\|b | c\\\\\\|d \\<e> \\f |\n"
