@@ -149,7 +149,7 @@ def gate(
     for group, note in ((judged, ""), (of_peers, A_PEER)):  # each group is corrected for multiple tests by itself
         p_values = holm([change.p for change in group])
         rows += [_judged(replace(change, p=p), margin, note) for change, p in zip(group, p_values, strict=True)]
-    rows += [_not_compared(old, fresh, peers) for old, fresh in pairs if _lacks_time(old, fresh, new_places)]
+    rows += filter(None, (_not_compared(old, fresh, new_places, peers) for old, fresh in pairs))
     notes = [
         _other_unit(changes),
         _too_short(changes, margin),
@@ -267,28 +267,20 @@ def _change(old: Record, new: Record, by_process: Shift | None) -> Change:
     if by_process is not None:
         basis = f"{len(old.samples_us or ())} and {len(new.samples_us or ())} processes"
         return Change(old, new, by_process.slowdown, *by_process.bounds, by_process.p_slower, basis)
-    before, after = _interval(old), _interval(new)
+    before, after = (Interval(us_of(side), side.ci_low_us or 0.0, side.ci_high_us or 0.0) for side in (old, new))
     shift = interval_shift(before, after)
     return Change(old, new, shift.slowdown, after.low / before.high - 1, after.high / before.low - 1, shift.p_slower, "")
 
 
-def _lacks_time(old: Record | None, new: Record | None, new_places: Collection[tuple[str, str]]) -> bool:
-    """Return whether a row fails without a comparison: its new record failed, or is not timed where the baseline's is."""
-    if new is not None and new.status in ("passed", "failed"):
-        return new.status == "failed"
-    return old is not None and old.status == "passed" and device_policy(old) in new_places
-
-
-def _not_compared(old: Record | None, new: Record | None, peers: bool) -> GateRow:
-    """Return a row that the new records lack or have not timed."""
+def _not_compared(old: Record | None, new: Record | None, new_places: Collection[tuple[str, str]], peers: bool) -> GateRow | None:
+    """Return a row whose new record failed, or is not timed where the baseline's is; None for any other row."""
     note = _FAILED_BEFORE if old is not None and old.status == "failed" else A_PEER if is_peer(old, new) and not peers else ""
-    if new is None:
-        assert old is not None
-        return GateRow(old, "missing", None, _one_line(note, "not in the new records"), note)
-    if new.status == "failed":
+    if new is not None and new.status == "failed":
         return GateRow(new, "failed", None, _one_line(note, new.reason), note)
-    reason = f"{new.status} in the new records: {new.reason or 'not timed'}"
-    return GateRow(new, "missing", None, _one_line(note, reason), note)
+    if old is None or old.status != "passed" or device_policy(old) not in new_places or (new and new.status == "passed"):
+        return None
+    reason = f"{new.status} in the new records: {new.reason or 'not timed'}" if new else "not in the new records"
+    return GateRow(new or old, "missing", None, _one_line(note, reason), note)
 
 
 def _same_measurement(old: Record, new: Record) -> bool:
@@ -376,11 +368,6 @@ def _other_versions(change: Change) -> list[str]:
 
 def _one_line(*parts: str) -> str:
     return printable(" ".join("; ".join(filter(None, parts)).split()))
-
-
-def _interval(record: Record) -> Interval:
-    assert record.ci_low_us is not None and record.ci_high_us is not None
-    return Interval(us_of(record), record.ci_low_us, record.ci_high_us)
 
 
 def _other_unit(compared: Sequence[Change]) -> str:
