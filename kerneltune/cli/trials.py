@@ -64,15 +64,11 @@ def searches_of(plan: Plan, gpu: str) -> dict[str, Searches]:
     return by_title
 
 
-def _times(searches: Searches) -> list[dict[Any, float]]:
-    return [times_of(stored) for _, stored in searches]
-
-
 def show_searches(title: str, searches: Searches, whole: bool = False) -> None:
     """Summarize the trials in a few lines; whole: with a row per case, all values that never win, and the fewest configs."""
     from kerneltune.search import insight
 
-    cases = _times(searches)
+    cases = [times_of(stored) for _, stored in searches]
     near = [insight.regret(stored.values())[1] for _, stored in searches]
     status = Counter(one.status for _, stored in searches for one in stored.values())
     counts = ", ".join(f"{count} {name}" for name, count in status.most_common())
@@ -111,7 +107,8 @@ def _cases_table(searches: Searches) -> Table:
     numbers = (Column("best µs", digits=2), *(Column(name, digits=0) for name in ("trials", "to 2 %", "ties")))
     columns = (Column("case", wraps=True), *numbers, Column("regret"), Column("knobs that matter", wraps=True))
     rows = []
-    for (case, stored), times in zip(searches, _times(searches), strict=True):
+    for case, stored in searches:
+        times = times_of(stored)
         gaps, to_near = insight.regret(stored.values())
         matter = list(insight.importances(times).items())[:2]
         top = " ".join(f"{knob} {100 * share:.0f}%" for knob, share in matter)
