@@ -43,9 +43,11 @@ def run_gate(
     device.require_gpu(_COMMAND)
     family = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
     kept = [record for record in baseline if _selected(record, ops, family, selection, options)]
-    obstacle = _obstacle(kept)
-    if obstacle:
-        return Verdict((), UNUSABLE, obstacle), []
+    if not any(record.status == "passed" for record in kept):
+        return Verdict((), UNUSABLE, "nothing compared: no timed record of the baseline is among what --run selects"), []
+    here, devices = device.current().name, sorted({record.device for record in kept})
+    if devices != [here]:
+        return Verdict((), UNUSABLE, f"not comparable: baseline has device {', '.join(devices)}, this is {here}"), []
     tolerated = family.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
 
     def remeasure(suspects: frozenset[TaskKey]) -> list[Record]:
@@ -83,14 +85,6 @@ def run_processes(
 def _measure(load_ops: LoadOps, selection: Selection, options: Options, keys: Collection[TaskKey] | None) -> list[Record]:
     """Measure the rows; runs in the subprocess."""
     return measure_live(load_plan(load_ops(), selection, options), Progress(), _COMMAND, keys)
-
-
-def _obstacle(baseline: Sequence[Record]) -> str:
-    """Return the reason why a run cannot be judged against the baseline; empty if it can."""
-    if not any(record.status == "passed" for record in baseline):
-        return "nothing compared: no timed record of the baseline is among what --run selects"
-    here, devices = device.current().name, sorted({record.device for record in baseline})
-    return "" if devices == [here] else f"not comparable: baseline has device {', '.join(devices)}, this is {here}"
 
 
 def _selected(record: Record, ops: Mapping[str, Op], family: sweep.Sweep, selection: Selection, options: Options) -> bool:
