@@ -75,13 +75,13 @@ def survey(runs: Sequence[Run], targets: Sequence[str], workers: int | None = No
         kinds = f"{counted(len(distinct), 'config')} for {counted(len(targets), 'target')}"
         about_s = count * _COMPILE_S / processes
         progress.note(f"{count} compilations, {kinds}: about {about_s:.0f} s on {processes} cores, less what Triton has cached")
+    progress.stage("compile", count)
     for target in targets:
-        progress.stage(f"compile for {target}", len(distinct))
         compiled = {}
         with CompilePool(TARGETS[target], processes) as pool:
             for (key, (task, _)), answer in zip(distinct.items(), pool.compile(jobs), strict=True):
                 compiled[key] = answer
-                progress.advance(f"{task.op.name} {task.variant.name} {task.case.name}")
+                progress.advance(f"{target} {task.op.name} {task.variant.name} {task.case.name}")
         rows += [_row(run, target, compiled[_job_key(run)]) for run in runs]
     return Survey(device.versions()["triton"], tuple(rows))
 
