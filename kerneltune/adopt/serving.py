@@ -82,11 +82,11 @@ class ServingState:
         configs: the author's list.
         counters: indices of the counts of launches: served, missed.
         deciding: arguments that are part of `keys`: the arguments of the author's key, and the sizes that decide between rows.
+        index: configs by their values.
         shown: the list that the autotuner shows: the author's, or the config for torch.compile. Any other list was assigned by
             the program.
         keys: the served configs by the keys of launches.
         finders: the table's rows by the author's keys and element types of launches.
-        index: configs by their values.
         rows: the configs of the table's rows, by identity of the row.
         lists: states for lists that the program assigned later.
         choices: the author's choices from a list that the program assigned: the autotuner's cache does not tell lists apart.
@@ -96,19 +96,13 @@ class ServingState:
     configs: list[Any]
     counters: tuple[int, ...]
     deciding: set[str]
-    shown: list[Any] = field(default_factory=list)
+    index: dict[str, Any]
+    shown: list[Any]
     keys: LaunchKeys[Served] = field(default_factory=LaunchKeys)
     finders: LaunchKeys[RowFinder] = field(default_factory=LaunchKeys)
-    index: dict[str, Any] = field(default_factory=dict)
     rows: dict[int, Served] = field(default_factory=dict)
     lists: "dict[Any, ServingState]" = field(default_factory=dict)
     choices: dict[Any, Any] | None = None
-
-    def __post_init__(self) -> None:
-        """Index the configs."""
-        self.index = config_index(self.configs)
-        for group in self.kernel.groups if self.kernel is not None else ():
-            self.deciding.update(re.split(r"[.[]", name)[0] for name in group.split)
 
     def row(self, call: KernelCall) -> ServingRow | None:
         """Return the table's row of a launch; None where the table has none for its author's key and element types."""
@@ -370,7 +364,9 @@ class Server:
             warn_once(f"{kernel_name(autotuner).text}: not served: {first_line(error)}")
         same.sort(key=lambda one: one.configs != configs_digest(listed))
         kernel = same[0] if same else None
-        return ServingState(kernel, listed, self._slots(autotuner), set(autotuner.keys), listed, choices=choices)
+        split = {re.split(r"[.[]", name)[0] for group in (kernel.groups if kernel is not None else ()) for name in group.split}
+        deciding, index = split.union(autotuner.keys), config_index(listed)
+        return ServingState(kernel, listed, self._slots(autotuner), deciding, index, listed, choices=choices)
 
     def _live(self, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the live config objects of stored configs, without the configs that cannot be made here.
