@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -131,9 +131,10 @@ class CompilePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for compiler in self._compilers:
-            compiler.stop()
-        self._threads.shutdown(cancel_futures=True)
+        with ExitStack() as ending:  # after an interrupt as well, the other processes end, and the threads with them
+            ending.callback(self._threads.shutdown, cancel_futures=True)
+            for compiler in self._compilers:
+                ending.callback(compiler.stop)
 
     def submit(self, job: CompileJob, timeout_s: float = COMPILE_TIMEOUT_S) -> "Future[CompileResult]":
         """Begin to compile a job."""

@@ -8,6 +8,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cached_property, partial
 from threading import Lock
 
@@ -85,16 +86,14 @@ class Fleet:
         """Perform tasks, each on one GPU, and return their results."""
         self._progress.stage(f"tune on {len(self._workers)} GPUs", len(tasks))
         self._queue.extend(tasks)
-        with ThreadPoolExecutor(len(self._workers)) as threads:
-            try:
-                while self._queue:
-                    alive = [gpu for gpu in self._workers if self._deaths[gpu] < ATTEMPTS]
-                    if not alive:
-                        raise ValueError(f"no GPU is left: {self._reason}")
-                    list(threads.map(self._work, alive))
-            finally:  # also after an interrupt: the threads end with the processes
-                for worker in self._workers.values():
-                    worker.stop()
+        with ThreadPoolExecutor(len(self._workers)) as threads, ExitStack() as ending:
+            for worker in self._workers.values():
+                ending.callback(worker.stop)  # also after an interrupt: the threads end with the processes
+            while self._queue:
+                alive = [gpu for gpu in self._workers if self._deaths[gpu] < ATTEMPTS]
+                if not alive:
+                    raise ValueError(f"no GPU is left: {self._reason}")
+                list(threads.map(self._work, alive))
         return self.finished
 
     def _work(self, gpu: str) -> None:

@@ -129,6 +129,21 @@ def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_worker(monkeypatch
     assert not process.is_alive()
 
 
+def test_a_second_interrupt_while_a_pool_ends_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, stopped = Worker.stop, list[Worker]()
+
+    def interrupted(worker: Worker) -> None:
+        stop(worker)
+        stopped.append(worker)
+        if len(stopped) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "stop", interrupted)
+    with pytest.raises(KeyboardInterrupt), CompilePool(TARGETS["sm_90"], 2):
+        pass
+    assert len(stopped) == 2
+
+
 def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, Any]) -> None:
     *errors, no_function, last = [c["error"] for c in answers["broken"]]
     assert no_function.startswith("inputs or run: expected functions of a module: ")

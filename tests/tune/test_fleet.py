@@ -23,6 +23,7 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import history
 from kerneltune.tune.fleet import Fleet, share_of_cores, visible_gpus
 from kerneltune.tune.run import run_tune
+from kerneltune.worker import Worker
 
 
 class Spoken(Progress):
@@ -122,6 +123,25 @@ def test_an_interrupted_run_leaves_no_process_and_goes_on(when: str, options: Op
         assert 0 < len(set(kept)) == len(kept)
         assert not again & set(kept)
         assert len(again | set(kept)) == 100
+
+
+def test_a_second_interrupt_leaves_no_process(options: Options, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(Progress):
+        def advance(self, text: str, work: int = 1) -> None:
+            raise KeyboardInterrupt
+
+    stop, stopped = Worker.stop, list[Worker]()
+
+    def interrupted(worker: Worker) -> None:
+        stop(worker)
+        stopped.append(worker)
+        if len(stopped) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "stop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fleet_of(["0", "1"], options, Interrupted()).run(WORKS)
+    assert len(stopped) == 2
 
 
 def test_a_case_that_kills_every_process_is_given_up_and_the_rest_is_done(
