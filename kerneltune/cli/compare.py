@@ -73,7 +73,7 @@ def command(
 
 
 def _of_policy(records: list[Record], policy: str | None) -> list[Record]:
-    """Return the records of a policy; without one those of `cold`, else of the first record: training steps have no other."""
+    """Return the records of a policy; for None, of `cold`, or, as training steps have no `cold`, of the first record's policy."""
     policies = dict.fromkeys(record.policy for record in records)
     chosen = policy or ("cold" if "cold" in policies else next(iter(policies), ""))
     return [record for record in records if record.policy == chosen]
@@ -128,7 +128,8 @@ def _side(name: str, records: list[Record], wanted: Selection) -> list[Record]:
 def _tables(a: str, b: str, of_a: list[Record], of_b: list[Record]) -> dict[str, list[Comparison]]:
     """Return heading -> rows: a single table, a table per family, or a table per variant of a file.
 
-    A variant of a file is compared with the fastest peers, else with the same variant, or the only one with the only other one.
+    A variant of a file is compared with the fastest peers, else with the same variant. If each side has a single variant, the
+    two variants are compared.
     """
     if not _is_file(a) and not _is_file(b):
         tables = {family: rows for family, members in by_family(of_a).items() if (rows := ab_rows(members, of_b))}

@@ -35,7 +35,7 @@ _SPREAD_ROWS, _MOST_SPREAD, _SPREADS = 12, 0.03, 3.0
 """Fewest rows of one process a side whose spread widens intervals; largest spread that counts; spreads that an interval gains."""
 _UNSEEN = 0.0566
 """Fraction by which two processes with the same code may differ: two standard deviations of a ratio of two times, each with 2 %
-noise. Fewer than _SPREAD_ROWS rows of one process a side do not show this difference: such a row is a regression only above
+noise. Fewer than _SPREAD_ROWS rows of one process a side do not show this difference. Each of them is a regression only above
 (1 + limit) (1 + _UNSEEN) - 1. In simulated runs of 3 unchanged rows, 3 of 1,000 runs fail; without this rule 228 fail."""
 _BETWEEN_UNITS_PERCENT = 5.5
 """Largest difference between two H200s that was measured for the same code (docs/notes/gate.md)."""
