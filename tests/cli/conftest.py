@@ -46,7 +46,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Catch what sweep and tune hand to the engine, which answers with one measured and one failed row."""
+    """Keep the plan of sweep and tune for the engine; let the engine answer with a measured and a failed row."""
     seen: dict[str, Any] = {"answer": both()}
 
     def fake(plan: Plan, reporter: Any, _first: object = None) -> list[Record]:

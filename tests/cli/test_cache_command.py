@@ -1,4 +1,4 @@
-"""cache: what is stored, and entries that are broken."""
+"""Test the command cache on stored entries and on broken entries."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from command_line import operators, refused, run
 
 @pytest.fixture
 def stored(configs_dir: Path) -> Path:
-    """Make a cache of one good entry, of the baseline's first config."""
+    """Make a cache with a good entry: the baseline's first config."""
     from kerneltune import cache, ops
     from kerneltune.spec import Case
 

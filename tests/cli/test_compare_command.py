@@ -1,4 +1,4 @@
-"""compare: records of files, of this GPU or the shipped ones, and live."""
+"""Test compare on records of files, of this GPU and of the package, and on live measurements."""
 
 import subprocess
 import sys

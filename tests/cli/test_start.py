@@ -200,7 +200,7 @@ def test_ops_refuses_what_is_unknown() -> None:
 
 
 def test_doctor_knows_the_peers_of_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    operators()  # imported with the real one
+    operators()  # imported before find_spec is replaced
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("liger_kernel", "gemlite") else object())
     said = {what: (found, means) for what, found, means in doctor.peer_packages()}
     assert said["peer liger_kernel"] == (

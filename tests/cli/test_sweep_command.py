@@ -1,4 +1,4 @@
-"""sweep and tune: what they hand to the engine, what they refuse, what progress shows."""
+"""Test sweep and tune: the plan for the engine, refused arguments, progress."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any
 
 @pytest.mark.usefixtures("campaign")
 def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no others, such as those of another sweep that writes into the same folder at the same time."""
+    """Another sweep may write files into the same folder at the same time: these are not named."""
     files = [tmp_path / "nvidia_h200" / name for name in ("rmsnorm.jsonl", "rmsnorm.md")]
     monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: SweepResult(both(), files, ["ranks flip"]))
     result = run("sweep", "rmsnorm", "--results", tmp_path)

@@ -1,4 +1,4 @@
-"""What commands print fits the terminal, and nothing is lost where it is narrow."""
+"""Test that tables fit the terminal, and that a narrow terminal loses no value."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The gate on simulated runs with planted shifts: what it may never say, and what it has to catch."""
+"""Test the gate on simulated runs with planted shifts: false alarms and missed slowdowns."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ MARGIN = 0.03
 def verdicts(
     repeats: int, slowdown: float, every: int = 1, odd_process: float = 0.0
 ) -> tuple[Counter[RowVerdict], Counter[RowVerdict]]:
-    """Verdicts, suspects measured again: of the rows that are slower by `slowdown`, one in `every`, and of the others."""
+    """Return the verdicts on the rows that are slower by `slowdown`, one in `every`, then on the other rows."""
     slowed: Counter[RowVerdict] = Counter()
     others: Counter[RowVerdict] = Counter()
     for repetition in range(repeats):

@@ -1,4 +1,4 @@
-"""A gate run with a GPU that is only pretended: what is measured, in how many processes, what of the baseline counts."""
+"""Test a gate run on a pretended GPU: measured rows, number of processes, and the rows of the baseline that count."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

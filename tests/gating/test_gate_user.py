@@ -1,4 +1,4 @@
-"""The gate in CI: shipped records of one commit against altered copies of another, by the command line."""
+"""Test the gate in CI, on the command line: shipped records of a commit against altered copies of another commit."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Pooling: what the record of several processes says."""
+"""Test the pooled record of several processes."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The gate: each outcome and exit code on literal records, and what it makes of processes and of a second look."""
+"""Test the gate's outcomes and exit codes on literal records, its use of processes, and further measurements."""
 
 import random
 import time
@@ -99,7 +99,7 @@ def test_what_cannot_be_compared(old: list[Record], new: list[Record], reason: s
     assert (answer.exit_code, answer.reason) == (2, reason)
 
 
-OWN = "runs"  # what this machine measured
+OWN = "runs"  # folder of records measured here
 RESULTS = Path(__file__).parents[2] / "results"
 SHIPPED = [path for path in sorted(RESULTS.rglob("*.jsonl")) if OWN not in path.relative_to(RESULTS).parts]
 

@@ -1,4 +1,4 @@
-"""The static gate against a revision: what is not compiled again, and what is."""
+"""Test the static gate against a revision: it compiles changed configs alone."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What doctor says of a GPU, from an NVML that answers as told."""
+"""Test doctor's lines about a GPU, with a pretended NVML."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""`kerneltune inspect` and `profile`: what they compile, what they say and refuse, and their exit codes."""
+"""Test inspect and profile: compiled configs, printed tables, refused arguments, exit codes."""
 
 import dataclasses
 import itertools

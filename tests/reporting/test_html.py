@@ -1,4 +1,4 @@
-"""The report page: what it shows, that it holds together offline, and what it looks like to a browser."""
+"""Test the report page: its data, its use without a network, its look in a browser."""
 
 import json
 import re
@@ -51,7 +51,7 @@ def record(us: float | None = 100.0, **changes: Any) -> Record:
 
 
 def experts() -> list[Record]:
-    """Two variants over four numbers of experts, and one that failed."""
+    """Return records of two variants for four counts of experts, and a failed record."""
     rows = []
     for count in (4, 8, 16, 32):
         axes = {"E": count, "N": 256}
@@ -254,7 +254,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a page of one family with recorded rows and experts."""
+    """Write a page of a single family: recorded rows, and rows of experts."""
     rows = [*load(RECORDED), *experts()]
     rows = [changed(r, family="rmsnorm") if r.op == "scale" else r for r in rows]
     sources = Sources(rows, ("baseline", "optimized"), (), "kerneltune report", ["a.jsonl"])

@@ -1,4 +1,4 @@
-"""What a case is called: by what it differs from the cases beside it, the same in every table, chart and page."""
+"""Test the names of cases: the words that tell a case from its neighbours, equal in tables, charts and pages."""
 
 from typing import Any
 

@@ -52,7 +52,7 @@ def published_rows() -> list[tables.Comparison]:
 
 
 def test_ab_table_of_the_published_records_is_the_published_table() -> None:
-    """The published speed-ups were taken from unrounded times, so some differ by 0.01 from the ratio of the printed ones."""
+    """Because the published speed-ups come from unrounded times, some differ by 0.01 from the ratio of the printed times."""
     table = tables.ab_table(published_rows())
     lines = list(csv.DictReader(io.StringIO(table.csv())))
     assert len(lines) == 80
