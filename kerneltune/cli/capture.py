@@ -54,7 +54,7 @@ def command(
         raise ValueError(f"kernel: {kernel[1]!r}: expected --kernel once, like 'attn_*'")
     pattern = kernel[0] if kernel else _ALL
     require_program(program)
-    o.make_folder(out)
+    o.require_writable(out)
     options = {"pattern": pattern, "max_bytes": max_bytes, "autotune": autotune, "ignored": ignore_arg or [], "plain": plain}
     environment = {CAPTURE: str(out.resolve()), CAPTURE_OPTIONS: json.dumps(options)}
     if device.model() == device.INTERPRETER:

@@ -263,14 +263,6 @@ def require_folders(options: Options, tunes: bool) -> None:
         require_writable(folder / here.slug)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write {folder}: {error.strerror}") from error
-
-
 def use_plugins(modules: Sequence[str]) -> None:
     """Name modules of operators in the environment, so that this process and its subprocesses load them."""
     for name in modules:
