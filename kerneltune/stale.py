@@ -191,7 +191,7 @@ def stale_lines(rows: Iterable[Record], ops: Mapping[str, Op], configs: Path | N
         if name not in ops:
             raise ValueError(f"op: {name!r}: in the records, but not loaded here: load it by --plugin, or pass --allow-stale")
         if variant not in {offered.name for offered in ops[name].variants}:
-            lines.append(f"{name} {variant}: {_share(of_variant, of_variant)}: no variant {variant}")
+            lines.append(f"{name} {variant}: {_share(of_variant, of_variant)} of no variant here: measure again")
             continue
         differences = [(row, _difference_of(row, ops[name], configs)) for row in of_variant]
         stale = [(row, differs) for row, differs in differences if differs is not None]

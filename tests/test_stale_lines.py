@@ -42,6 +42,13 @@ def test_record_of_another_config_is_named_with_the_knobs_that_differ() -> None:
     assert "(none, here rows=" in line
 
 
+def test_records_of_a_variant_that_was_renamed_are_stale() -> None:
+    op = OPS["rmsnorm_fwd"]
+    renamed = tuple(dataclasses.replace(each, name="tiled") if each.name == "optimized" else each for each in op.variants)
+    (line,) = stale_lines([entry_record(h200_entries()[0])], {"rmsnorm_fwd": dataclasses.replace(op, variants=renamed)}, None)
+    assert line == "rmsnorm_fwd optimized: 1 of 1 row of no variant here: measure again"
+
+
 def test_records_of_the_cached_configs_are_fresh_in_any_order_of_axes_and_options() -> None:
     rows = [entry_record(entry) for entry in h200_entries()]
     reordered = [

@@ -78,7 +78,7 @@ def load_baseline(name: str, counterpart: Path) -> list[Record]:
     Raises:
         ValueError: neither a file nor a revision has this name, or a record is broken; the message is one line.
     """
-    if Path(name).exists() or (name.endswith(SUFFIX) and ":" not in name):
+    if (name and Path(name).exists()) or (name.endswith(SUFFIX) and ":" not in name):
         return load(Path(name))
     revision, _, inside = name.partition(":")
     folder = Path() if inside else counterpart.parent

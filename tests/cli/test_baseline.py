@@ -43,6 +43,7 @@ def test_what_is_neither_is_one_line(repository: Path) -> None:
         ),
         ("v1:results", "baseline: 'v1:results': no such file, and git says: fatal: "),
         ("--help", "baseline: '--help': expected a .jsonl file, or a git revision that has "),
+        ("", "baseline: '': expected a .jsonl file, or a git revision that has "),
         (":r.jsonl", "baseline: ':r.jsonl': expected a .jsonl file, or a git revision that has "),
         ("none.jsonl", "cannot read none.jsonl: No such file or directory"),
     ):
