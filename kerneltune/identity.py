@@ -13,17 +13,21 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import itertools
+import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 _STARTED = time.time()
 _DIGITS = 12
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _ENGINE = (
     "kerneltune.spec", "kerneltune.cache", "kerneltune.device", "kerneltune.errors", "kerneltune.misses",
     "kerneltune.kernel_lib.functions",
@@ -32,6 +36,9 @@ _ENGINE = (
 _COMPILERS = frozenset({"torch", "triton"})
 """Packages that are never followed, wherever they lie: records name their versions."""
 _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_ELEMENT_TYPE = re.compile(r"(tl|triton\.language)\.(u?int|float|bfloat|pointer_type)\S*|'(const )?\*?(i|u|fp|bf)\d+\*?'")
+"""Annotations of kernels that fix the element type of a parameter."""
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
 _WRAPPED = ("__wrapped__", "__func__", "fn", "func", "_init_fn")
 """Attributes in which bound methods and decorators of functools, triton and torch keep the function that they wrap."""
@@ -78,12 +85,18 @@ class _Scope:
 
     Attributes:
         local: local names by number, in the order of their first binding.
+        hidden: local names of functions inside the definition alone, and names that it declares global.
         imported: names that an import statement inside the definition binds: (module, attribute or "").
     """
 
     module: _Module
     local: Mapping[str, int] = field(default_factory=dict)
     imported: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
+
+    def binds(self, name: str) -> bool:
+        """Return whether a name is local."""
+        return name in self.local and name not in self.hidden
 
 
 @dataclass(frozen=True)
@@ -103,57 +116,75 @@ class _Writer:
         self._follows_uninstalled = follows_uninstalled
         self._parts: list[str] = []
         self._numbers: dict[tuple[str, str], int] = {}
+        self._open: set[int] = set()
 
     def digest(self) -> str:
         return hashlib.sha256("\n".join(self._parts).encode()).hexdigest()[:_DIGITS]
 
     def value(self, value: Any) -> None:
-        """Write a live object: the callable asked for, and what partials and closures hold."""
+        """Write a live object: the callable asked for, and what partials, methods, closures and objects hold."""
+        if id(value) in self._open:
+            self._parts.append("itself")
+            return
+        self._open.add(id(value))
         if isinstance(value, functools.partial):
             self._parts.append("partial")
-            for item in (value.func, *value.args, *value.keywords.items()):
-                self.value(item)
-        elif isinstance(value, tuple | list):
-            self._parts.append(f"sequence {len(value)}")
-            for item in value:
-                self.value(item)
-        elif inspect.isfunction(value) and not hasattr(value, "__wrapped__"):
-            self._function(value)
+            self._values((value.func, *value.args, *value.keywords.items()))
+        elif isinstance(value, tuple | list | dict | set | frozenset):
+            self._container(value)
+        elif inspect.ismethod(value):
+            self._values((value.__func__, value.__self__))
+        elif inspect.isfunction(value):
+            self._values((value.__wrapped__,) if hasattr(value, "__wrapped__") else ())
+            if not hasattr(value, "__wrapped__") or (self._is_followed(_module_of(value)) and not _is_decorated(value)):
+                self._function(value)
         elif inspect.isbuiltin(value):
             self._parts.append(f"{value.__module__}.{value.__qualname__}")
         elif isinstance(value, type):
             self._named(value.__module__, value.__qualname__)
         else:
             self._instance(value)
+        self._open.remove(id(value))
+
+    def _container(self, value: Any) -> None:
+        if isinstance(value, tuple | list | dict):
+            self._parts.append(f"{'mapping' if isinstance(value, dict) else 'sequence'} {len(value)}")
+            self._values(value.items() if isinstance(value, dict) else value)
+        else:
+            self._parts += sorted(map(repr, value))
+
+    def _values(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.value(value)
 
     def _instance(self, value: Any) -> None:
-        """Write the function in a wrapper, the class of a callable, class and fields of a dataclass, else the value itself."""
-        if wrapped := _wrapped_by(value):
-            self.value(wrapped)
-        elif is_dataclass(value):
-            self._named(type(value).__module__, type(value).__qualname__)
-            for item in fields(value):
-                self.value(getattr(value, item.name))
-        elif callable(value) and not isinstance(value, bool | int | float | str):
-            self._named(type(value).__module__, type(value).__qualname__)
-        else:
-            self._parts.append(repr(value))
+        """Write the function in a wrapper, class and constants of an object, else the value itself."""
+        kind, wrapped = type(value), _wrapped_by(value)
+        is_constant = isinstance(value, Enum | ModuleType | bool | int | float | str)
+        is_own = is_dataclass(value) or (self._is_followed(kind.__module__) and not is_constant)
+        self._values(() if wrapped is None else (wrapped,))
+        if is_own or (wrapped is None and callable(value) and not is_constant):
+            self._named(kind.__module__, kind.__qualname__)
+            self._values(_constants_of(value) if is_own else ())
+        elif wrapped is None:
+            self._parts.append(value.__name__ if isinstance(value, ModuleType) else _ADDRESS.sub("", repr(value)))
 
     def _function(self, function: Any) -> None:
-        outer, nested, _ = function.__qualname__.partition(".<locals>")
+        outer, nested, _ = function.__code__.co_qualname.partition(".<locals>")
         if "<lambda>" in outer:
             self._lambda(function)
         else:
-            self._named(function.__module__, outer)
+            self._named(_module_of(function), outer)
         if nested:
             self._parts.append(f"nested {_number_of(function)}")
-            for cell in function.__closure__ or ():
-                self.value(cell.cell_contents)
+            self._values(cell.cell_contents for cell in function.__closure__ or ())
 
     def _lambda(self, function: Any) -> None:
-        module = _required(function.__module__)
+        module = _required(_module_of(function))
         line = function.__code__.co_firstlineno
         found = [n for n in ast.walk(module.tree) if isinstance(n, ast.Lambda) and n.lineno == line]
+        if not found:
+            raise ValueError(f"{module.name}: no lambda at line {line}: edited after it was imported: start a new process")
         for node in found:
             self.node(node, _Scope(module))
 
@@ -213,11 +244,12 @@ class _Writer:
         self._fields(node, scope, without=("name",))
 
     def _annotated(self, node: ast.arg | ast.AnnAssign, scope: _Scope, own: str) -> None:
-        """Write a parameter or an annotated assignment without its annotation, except that a parameter is a constexpr."""
+        """Write a parameter or an annotated assignment without its annotation, except what Triton reads."""
         match node:
             case ast.arg(arg=name, annotation=annotation):
-                constexpr = annotation is not None and ast.unparse(annotation).endswith("constexpr")
-                self._parts.append(f"parameter {scope.local.get(name, name)}{' constexpr' if constexpr else ''}")
+                text = ast.unparse(annotation) if annotation is not None else ""
+                kind = " constexpr" if text.endswith("constexpr") else f" {text}" if _ELEMENT_TYPE.fullmatch(text) else ""
+                self._parts.append(f"parameter {scope.local.get(name, name)}{kind}")
             case ast.AnnAssign(target=target, value=value) if value is not None or isinstance(target, ast.Name):
                 self.node(ast.Assign([target], value if value is not None else ast.Constant(None)), scope, own)
 
@@ -241,7 +273,7 @@ class _Writer:
                 self._parts.append(f"{name} {value}")
 
     def _name(self, name: str, scope: _Scope, own: str) -> None:
-        if name in scope.local:
+        if scope.binds(name):
             self._parts.append(f"local {scope.local[name]}")
         elif name == own:
             self._parts.append("itself")
@@ -255,7 +287,7 @@ class _Writer:
         while isinstance(base, ast.Attribute):
             names.append(base.attr)
             base = base.value
-        if not isinstance(base, ast.Name) or base.id in scope.local:
+        if not isinstance(base, ast.Name) or scope.binds(base.id):
             self.node(node.value, scope)
             self._parts.append(f".{node.attr}")
             return
@@ -281,6 +313,10 @@ class _Writer:
             return self._target(*scope.imported[name])
         if name in scope.module.bound:
             return self._member(scope.module, name)
+        for statement in scope.module.bound.get("*", ()):
+            for _, source, _ in _imports(statement, scope.module.package):
+                if self._is_followed(source) and (module := _module(source)) is not None and name in module.bound:
+                    return self._member(module, name)
         return f"builtin {name}"
 
     def _member(self, module: _Module, name: str) -> "_Own | str | None":
@@ -317,12 +353,32 @@ class _Writer:
         return isinstance(base, ast.Name) and self._resolve(base.id, _Scope(module)) is None
 
 
+def _module_of(function: Any) -> str:
+    """Return the module of a function's code, also of a wrapper to which functools.wraps gave another name."""
+    return str(function.__globals__.get("__name__", function.__module__))
+
+
+def _is_decorated(wrapper: Any) -> bool:
+    """Return whether a decorator made a wrapper, so that the definition of the wrapped function holds the decorator."""
+    module, name = _module(wrapper.__module__), wrapper.__qualname__.partition(".")[0]
+    made = module.bound.get(name, ()) if module is not None else ()
+    return any(not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or each.decorator_list for each in made)
+
+
+def _constants_of(value: Any) -> list[Any]:
+    """Return the fields of a dataclass; of another object the functions and constants, without what may be filled later."""
+    if is_dataclass(value):
+        return [getattr(value, item.name) for item in fields(value)]
+    held = getattr(value, "__dict__", {}).items()
+    return [(name, item) for name, item in held if callable(item) or isinstance(item, Enum | bool | int | float | str)]
+
+
 def _number_of(function: Any) -> int:
     """Return the number of a nested function among the functions of its module's top-level definition, by line."""
     line = function.__code__.co_firstlineno
-    for statement in _required(function.__module__).tree.body:
+    for statement in _required(_module_of(function)).tree.body:
         if statement.lineno <= line <= (statement.end_lineno or 0):
-            nested = (n for n in ast.walk(statement) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+            nested = (n for n in ast.walk(statement) if isinstance(n, _FUNCTIONS))
             lines = sorted({min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]) for n in nested})
             return bisect.bisect_left(lines, line)
     return 0
@@ -337,7 +393,18 @@ def _inside(node: ast.AST, outer: _Scope) -> _Scope:
             names.setdefault(name, len(names))
         for name, source, attribute in _imports(child, outer.module.package):
             imported[name] = (source, attribute)
-    return _Scope(outer.module, {name: n for name, n in names.items() if name not in imported}, imported)
+    inner = {name for child in (node, *_within(node)) for name in _bound_by(child)}
+    hidden = {name for name in names if name not in inner and not outer.binds(name)}
+    hidden |= {name for child in _within(node) if isinstance(child, ast.Global) for name in child.names}
+    return _Scope(outer.module, {name: n for name, n in names.items() if name not in imported}, imported, frozenset(hidden))
+
+
+def _within(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes inside a function, without the nodes inside functions inside it."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _FUNCTIONS):
+            yield from _within(child)
 
 
 def _bound_by(node: ast.AST) -> Iterator[str]:
@@ -441,13 +508,15 @@ def _require_loaded(module: ModuleType, source: bytes, file: Path) -> None:
     now: dict[str, list[object]] = {}  # a file may define several functions of one name
     for code in _codes(compile(source, file, "exec", dont_inherit=True)):
         now.setdefault(code.co_qualname, []).append(_instructions(code))
-    for value in vars(module).values():
+    classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+    for value in itertools.chain(vars(module).values(), *(vars(each).values() for each in classes)):
         try:
             function = _unwrapped(value)
         except Exception:  # an object of another package may do anything when it is asked for an attribute
             continue
-        is_own = inspect.isfunction(function) and function.__module__ == module.__name__
-        if is_own and _instructions(function.__code__) not in now.get(function.__qualname__, ()):
+        is_own = inspect.isfunction(function) and _module_of(function) == module.__name__
+        is_own = is_own and not function.__code__.co_filename.startswith("<")  # such as __init__ of a dataclass
+        if is_own and _instructions(function.__code__) not in now.get(function.__code__.co_qualname, ()):
             raise ValueError(f"{file}: {function.__qualname__}: edited after it was imported: start a new process")
 
 
@@ -480,8 +549,14 @@ def _source_of(name: str) -> tuple[Path | None, str]:
 
 
 def _binds(statement: ast.stmt, package: str) -> Iterator[str]:
-    """Yield the names that a top-level statement binds, of a definition its own name alone."""
+    """Yield the names that a top-level statement binds, or whose items or attributes it sets; of a definition its own name."""
     is_definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
     for node in (statement,) if is_definition else ast.walk(statement):
         yield from _bound_by(node)
+        if (
+            isinstance(node, ast.Attribute | ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+        ):
+            yield node.value.id
         yield from (name for name, _, _ in _imports(node, package))

@@ -194,11 +194,161 @@ def test_digest_of_a_function_of_a_factory_depends_on_what_it_holds(digest: Dige
     assert digest(more=more, name="one") == digest(more=more, name="same") != digest(more=more, name="two")
 
 
+REACHED = {
+    "class attribute of a bound method": """
+class Base:
+    k = 1
+    def f(self, x):
+        return self.k * x
+class Run(Base):
+    k = SIZE
+run = Run().f
+""",
+    "attribute of the object of a bound method": """
+class Run:
+    def __init__(self, k):
+        self.k = k
+    def f(self, x):
+        return self.k * x
+run = Run(SIZE).f
+""",
+    "attribute of a callable object": """
+class Run:
+    def __init__(self, k):
+        self.k = k
+    def __call__(self, x):
+        return self.k * x
+run = Run(SIZE)
+""",
+    "class of an object that wraps a function": """
+class Run:
+    def __init__(self, fn):
+        self.fn = fn
+    def __call__(self, x):
+        return SIZE * self.fn(x)
+run = Run(lambda x: x)
+""",
+    "wrapper made without a decorator": """
+from functools import wraps
+def scaled(k):
+    def made(f):
+        @wraps(f)
+        def g(x):
+            return k * f(x)
+        return g
+    return made
+def f(x):
+    return x
+run = scaled(SIZE)(f)
+""",
+    "function in the mapping of a closure": """
+def f(x):
+    return SIZE * x
+def made(table):
+    def g(x):
+        return table['f'](x)
+    return g
+run = made({'f': f})
+""",
+    "object in a closure": """
+class Scale:
+    def __init__(self, k):
+        self.k = k
+def made(scale):
+    def g(x):
+        return scale.k * x
+    return g
+run = made(Scale(SIZE))
+""",
+    "closure that holds itself": """
+def made(n):
+    def g(x):
+        return g(x - 1) if x else n
+    return g
+run = made(SIZE)
+""",
+    "item set after a constant": """
+TABLE = {}
+TABLE['k'] = SIZE
+def run(x):
+    return TABLE['k'] * x
+""",
+    "attribute set after a class": """
+class Scale:
+    k = 1
+Scale.k = SIZE
+def run(x):
+    return Scale.k * x
+""",
+    "constant with the name of an inner parameter": """
+K = SIZE
+def run(x):
+    def f(K):
+        return K
+    return f(x) * K
+""",
+    "global name": """
+K = SIZE
+def run(x):
+    global K
+    if x is None:
+        K = 5
+    return K
+""",
+    "element type of a parameter": """
+import triton.language as tl
+def run(x, n: tl.intSIZE):
+    return n
+""",
+}
+"""Code that `run` reaches in another way than by a name, with SIZE for a number."""
+
+
+@pytest.mark.parametrize("text", REACHED.values(), ids=REACHED)
+def test_digest_changes_with_the_code_that_is_reached_and_not_with_addresses(digest: Digest, text: str) -> None:
+    one, same, other = (digest(more=text.replace("SIZE", size)) for size in ("8", "8", "16"))
+    assert one == same != other
+
+
+def test_digest_follows_names_that_a_star_imports(digest: Digest) -> None:
+    star = ("from .kernels import WIDTH, _copy", "from .kernels import WIDTH, _copy\nfrom .kernels import *")
+    more = ("WIDTH = 1 << 4\n", "WIDTH = 1 << 4\ndef halved(n):\n    return n // 2\n")
+    used = ("-(-size // WIDTH)", "halved(size)")
+    assert digest(star, more, used) == digest(star, more, used) != digest(star, more, used, ("n // 2", "n // 3"))
+
+
 def test_digest_of_code_without_a_file_names_the_module() -> None:
     names: dict[str, Any] = {"__name__": "no_such_module_here"}
     exec("def run():\n    return 1\n", names)
     with pytest.raises(ValueError, match="module 'no_such_module_here': no source file"):
         code_digest(names["run"])
+
+
+MADE = """
+from dataclasses import dataclass
+from functools import wraps
+
+
+@dataclass(frozen=True)
+class Step:
+    by: int
+
+    def taken(self, x):
+        return x + 1
+
+
+def same(function):
+    @wraps(function)
+    def called(x):
+        return function(x)
+
+    return called
+
+
+@same
+def kept(x):
+    return x
+"""
 
 
 @pytest.mark.parametrize(
@@ -208,6 +358,7 @@ def test_digest_of_code_without_a_file_names_the_module() -> None:
         (lambda text: f"# a comment\n{text}", False),
         (lambda text: text.replace("2.0", "3.0"), True),
         (lambda text: text.replace("n, BLOCK", "n, ROWS, BLOCK"), True),
+        (lambda text: text.replace("return x + 1", "return x + 2"), True),
     ],
 )
 def test_digest_of_a_file_edited_after_its_import_is_refused(
@@ -215,12 +366,12 @@ def test_digest_of_a_file_edited_after_its_import_is_refused(
 ) -> None:
     name = f"edited_{tmp_path.name}"
     path = tmp_path / f"{name}.py"
-    path.write_text(KERNELS)
+    path.write_text(KERNELS + MADE)
     monkeypatch.syspath_prepend(str(tmp_path))
     kernel = vars(importlib.import_module(name))["_copy"]
-    path.write_text(edit(KERNELS))
+    path.write_text(edit(KERNELS + MADE))
     if is_refused:
-        with pytest.raises(ValueError, match=rf"{path}: _copy: edited after it was imported: start a new process$"):
+        with pytest.raises(ValueError, match=rf"{path}: (_copy|Step.taken): edited after it was imported: start a new process$"):
             code_digest(kernel)
     else:
         assert len(code_digest(kernel)) == 12
