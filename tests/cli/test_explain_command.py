@@ -129,5 +129,6 @@ def test_tune_of_a_model_tunes_what_calls_run(
 
     monkeypatch.setattr("kerneltune.tune.run.run_tune", stop)
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
-    assert refused("tune", "--model", str(tmp_path / "config.json"), "--results", str(tmp_path), *given).endswith("stopped")
+    result = run("tune", "--model", tmp_path / "config.json", "--results", tmp_path, *given)
+    assert (result.exit_code, result.stdout, result.stderr.splitlines()[-1]) == (2, "", "error: stopped")
     assert [selection.variants for selection in selected] == [tuned]
