@@ -98,9 +98,12 @@ class Worker:
             self._connect()
 
     def _connect(self) -> Connection:
-        """Return the pipe to the process, which is started if there is none."""
+        """Return the pipe to the process, which is started if there is none, or if it has died since its last answer."""
         if self.is_closed:
             raise WorkerStoppedError(f"{self._name} was stopped")
+        if self.process is not None and self.process.exitcode is not None and self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
         if self.process is None or self._pipe is None:
             (self.process, self._pipe), self._is_ready = self._start(), False
             self.started += 1

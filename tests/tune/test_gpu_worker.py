@@ -113,6 +113,15 @@ def test_a_config_that_hangs_is_killed() -> None:
         assert worker.measure(TASK, Knobs("run", 2), None).status == "passed"
 
 
+def test_a_process_that_is_killed_between_two_configs_costs_neither(worker: GpuWorker) -> None:
+    assert worker.measure(TASK, Knobs("run", 1), None).status == "passed"
+    assert worker.process is not None
+    worker.process.kill()
+    worker.process.join()
+    assert worker.measure(TASK, Knobs("run", 2), None).status == "passed"
+    assert worker.started == 2
+
+
 def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
     with GpuWorker(NeverOpens) as worker, pytest.raises(WorkerCrashedError, match=r"^MemoryError: inputs do not fit$"):
         worker.measure(TASK, Knobs("run", 1), None)
