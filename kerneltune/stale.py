@@ -17,7 +17,7 @@ from kerneltune import cache, records, sweep
 from kerneltune.cache import CacheEntry
 from kerneltune.campaign import measure_batches
 from kerneltune.device import arch_of, slug
-from kerneltune.plan import Options, Plan, Selection, load_plan, require_case
+from kerneltune.plan import Options, Plan, Selection, require_case
 from kerneltune.progress import Progress
 from kerneltune.records import Record, grouped
 from kerneltune.search.task import Task, changed, config_values
@@ -87,10 +87,9 @@ class Stale:
 
 def plans_of(ops: Mapping[str, Op], selection: Selection, options: Options) -> list[Plan]:
     """Return the plan of the selected family, or of each family where none is selected."""
-    if selection.family:
-        return [load_plan(ops, selection, options)]
-    loaded = [sweep.load(sweep.find(name), ops, selection.max_cases) for name in sweep.families()]
-    require_case(selection, "families", [entry for family in loaded for entry in family.bench])
+    names = [selection.family] if selection.family else sweep.families()
+    loaded = [sweep.load(sweep.find(name), ops, selection.max_cases) for name in names]
+    require_case(selection, selection.family or "families", [entry for family in loaded for entry in family.bench])
     return [Plan(ops, family, selection, options) for family in loaded]
 
 

@@ -217,6 +217,8 @@ def test_selection_without_a_case_is_refused_beside_stale(
     selection: Selection, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stale.sweep, "families", lambda: [selection.family])
+    with Path(selection.family).open("a") as file:
+        file.write("check: [{name: nope, read: 8, write: 8}]\n")
     asked = [selection.family] if family else []
     result = CliRunner().invoke(app, ["sweep", *asked, "--stale", "--check-only", "--case", "nope"])
     place = selection.family if family else "families"
