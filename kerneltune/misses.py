@@ -92,5 +92,5 @@ def read(path: Path) -> list[TaskKey]:
             raise ValueError(f"{path}:{number}: {error}") from error
         misses[TaskKey.of(row.op, row)] = None
     if not misses:
-        raise ValueError("misses: none: nothing to tune")
+        raise ValueError(f"{path}: misses: none: nothing to tune")
     return list(misses)

@@ -186,7 +186,7 @@ def test_a_broken_log_is_named_with_its_line(line: str, message: str, tmp_path: 
 def test_no_misses_are_no_sweep(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
     result = CliRunner().invoke(app, ["cache", "from-misses", str(tmp_path / "log")])
-    assert (result.exit_code, result.stderr) == (2, "error: misses: none: nothing to tune\n")
+    assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path}/log: misses: none: nothing to tune\n")
 
 
 def test_a_log_that_is_a_pipe_is_one_warning_and_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
