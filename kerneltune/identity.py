@@ -11,21 +11,26 @@ import ast
 import bisect
 import functools
 import hashlib
-import importlib.util
 import inspect
-import itertools
 import re
-import sys
-import sysconfig
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
-_STARTED = time.time()
+from kerneltune.source_modules import (
+    SourceModule,
+    bound_by,
+    imports_of,
+    is_installed,
+    module_of,
+    required_module,
+    source_module,
+    unwrapped,
+    wrapped_by,
+)
+
 _DIGITS = 12
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _ENGINE = (
@@ -33,15 +38,10 @@ _ENGINE = (
     "kerneltune.kernel_lib.functions",
 )  # fmt: skip
 """Modules that change neither the results nor the speed of a config: references to them are not followed."""
-_COMPILERS = frozenset({"torch", "triton"})
-"""Packages that are never followed, wherever they lie: records name their versions."""
-_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib")).resolve()
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _ELEMENT_TYPE = re.compile(r"(tl|triton\.language)\.(u?int|float|bfloat|pointer_type)\S*|'(const )?\*?(i|u|fp|bf)\d+\*?'")
 """Annotations of kernels that fix the element type of a parameter."""
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
-_WRAPPED = ("__wrapped__", "__func__", "fn", "func", "_init_fn")
-"""Attributes in which bound methods and decorators of functools, triton and torch keep the function that they wrap."""
 
 
 @functools.cache
@@ -64,21 +64,6 @@ def code_digest(target: Any) -> str:
     return writer.digest()
 
 
-@dataclass(frozen=True, eq=False)
-class _Module:
-    """Hold a source file.
-
-    Attributes:
-        package: the package that relative imports start from.
-        bound: name -> the top-level statements that bind the name.
-    """
-
-    name: str
-    package: str
-    tree: ast.Module
-    bound: Mapping[str, tuple[ast.stmt, ...]]
-
-
 @dataclass(frozen=True)
 class _Scope:
     """Hold the names inside a definition.
@@ -89,7 +74,7 @@ class _Scope:
         imported: names that an import statement inside the definition binds: (module, attribute or "").
     """
 
-    module: _Module
+    module: SourceModule
     local: Mapping[str, int] = field(default_factory=dict)
     imported: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     hidden: frozenset[str] = frozenset()
@@ -103,7 +88,7 @@ class _Scope:
 class _Own:
     """Hold a name that a module of the digested package binds; without a name, the module itself."""
 
-    module: _Module
+    module: SourceModule
     name: str = ""
 
 
@@ -136,7 +121,7 @@ class _Writer:
             self._values((value.__func__, value.__self__))
         elif inspect.isfunction(value):
             self._values((value.__wrapped__,) if hasattr(value, "__wrapped__") else ())
-            if not hasattr(value, "__wrapped__") or (self._is_followed(_module_of(value)) and not _is_decorated(value)):
+            if not hasattr(value, "__wrapped__") or (self._is_followed(module_of(value)) and not _is_decorated(value)):
                 self._function(value)
         elif inspect.isbuiltin(value):
             self._parts.append(f"{value.__module__}.{value.__qualname__}")
@@ -159,7 +144,7 @@ class _Writer:
 
     def _instance(self, value: Any) -> None:
         """Write the function in a wrapper, class and constants of an object, else the value itself."""
-        kind, wrapped = type(value), _wrapped_by(value)
+        kind, wrapped = type(value), wrapped_by(value)
         is_constant = isinstance(value, Enum | ModuleType | bool | int | float | str)
         is_own = is_dataclass(value) or (self._is_followed(kind.__module__) and not is_constant)
         self._values(() if wrapped is None else (wrapped,))
@@ -174,13 +159,13 @@ class _Writer:
         if "<lambda>" in outer:
             self._lambda(function)
         else:
-            self._named(_module_of(function), outer)
+            self._named(module_of(function), outer)
         if nested:
             self._parts.append(f"nested {_number_of(function)}")
             self._values(cell.cell_contents for cell in function.__closure__ or ())
 
     def _lambda(self, function: Any) -> None:
-        module = _required(_module_of(function))
+        module = required_module(module_of(function))
         line = function.__code__.co_firstlineno
         found = [n for n in ast.walk(module.tree) if isinstance(n, ast.Lambda) and n.lineno == line]
         if not found:
@@ -192,7 +177,7 @@ class _Writer:
         if not self._is_followed(module_name):
             self._parts.append(f"{module_name}.{qualname}")
             return
-        self._definition(_Own(_required(module_name), qualname.partition(".")[0]))
+        self._definition(_Own(required_module(module_name), qualname.partition(".")[0]))
 
     def _definition(self, own: _Own) -> None:
         """Write the statements that bind a name at the top of a module."""
@@ -305,7 +290,7 @@ class _Writer:
 
     def _is_followed(self, name: str) -> bool:
         top = name.partition(".")[0]
-        return name not in _ENGINE and (top in self._followed or (self._follows_uninstalled and not _is_installed(top)))
+        return name not in _ENGINE and (top in self._followed or (self._follows_uninstalled and not is_installed(top)))
 
     def _resolve(self, name: str, scope: _Scope) -> "_Own | str | None":
         """Return the meaning of a name that is not local: see `_member`; a builtin is the name itself."""
@@ -314,19 +299,19 @@ class _Writer:
         if name in scope.module.bound:
             return self._member(scope.module, name)
         for statement in scope.module.bound.get("*", ()):
-            for _, source, _ in _imports(statement, scope.module.package):
-                if self._is_followed(source) and (module := _module(source)) is not None and name in module.bound:
+            for _, source, _ in imports_of(statement, scope.module.package):
+                if self._is_followed(source) and (module := source_module(source)) is not None and name in module.bound:
                     return self._member(module, name)
         return f"builtin {name}"
 
-    def _member(self, module: _Module, name: str) -> "_Own | str | None":
+    def _member(self, module: SourceModule, name: str) -> "_Own | str | None":
         """Return the meaning of `name` in a module: a definition, the text of another package's name, or None for the engine."""
         statements = module.bound.get(name, ())
         for statement in statements:
-            for bound, source, attribute in _imports(statement, module.package):
+            for bound, source, attribute in imports_of(statement, module.package):
                 if bound == name:
                     return self._target(source, attribute)
-        if not statements and (below := _module(f"{module.name}.{name}")) is not None:
+        if not statements and (below := source_module(f"{module.name}.{name}")) is not None:
             return _Own(below)
         return _Own(module, name)
 
@@ -337,13 +322,13 @@ class _Writer:
             return None
         if not self._is_followed(source):
             return full
-        below = _module(full)
+        below = source_module(full)
         if below is not None:
             return _Own(below)
-        module = _module(source)
+        module = source_module(source)
         return full if module is None else self._member(module, attribute)
 
-    def _calls_engine(self, value: ast.expr | None, module: _Module) -> bool:
+    def _calls_engine(self, value: ast.expr | None, module: SourceModule) -> bool:
         """Return whether the engine makes an assigned value: a look-up of configs is no part of a config's code."""
         if not isinstance(value, ast.Call):
             return False
@@ -353,14 +338,9 @@ class _Writer:
         return isinstance(base, ast.Name) and self._resolve(base.id, _Scope(module)) is None
 
 
-def _module_of(function: Any) -> str:
-    """Return the module of a function's code, also of a wrapper to which functools.wraps gave another name."""
-    return str(function.__globals__.get("__name__", function.__module__))
-
-
 def _is_decorated(wrapper: Any) -> bool:
     """Return whether a decorator made a wrapper, so that the definition of the wrapped function holds the decorator."""
-    module, name = _module(wrapper.__module__), wrapper.__qualname__.partition(".")[0]
+    module, name = source_module(wrapper.__module__), wrapper.__qualname__.partition(".")[0]
     made = module.bound.get(name, ()) if module is not None else ()
     return any(not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or each.decorator_list for each in made)
 
@@ -376,7 +356,7 @@ def _constants_of(value: Any) -> list[Any]:
 def _number_of(function: Any) -> int:
     """Return the number of a nested function among the functions of its module's top-level definition, by line."""
     line = function.__code__.co_firstlineno
-    for statement in _required(_module_of(function)).tree.body:
+    for statement in required_module(module_of(function)).tree.body:
         if statement.lineno <= line <= (statement.end_lineno or 0):
             nested = (n for n in ast.walk(statement) if isinstance(n, _FUNCTIONS))
             lines = sorted({min([n.lineno, *(d.lineno for d in getattr(n, "decorator_list", ()))]) for n in nested})
@@ -389,11 +369,11 @@ def _inside(node: ast.AST, outer: _Scope) -> _Scope:
     names: dict[str, int] = dict(outer.local)
     imported = dict(outer.imported)
     for child in ast.walk(node):
-        for name in _bound_by(child):
+        for name in bound_by(child):
             names.setdefault(name, len(names))
-        for name, source, attribute in _imports(child, outer.module.package):
+        for name, source, attribute in imports_of(child, outer.module.package):
             imported[name] = (source, attribute)
-    inner = {name for child in (node, *_within(node)) for name in _bound_by(child)}
+    inner = {name for child in (node, *_within(node)) for name in bound_by(child)}
     hidden = {name for name in names if name not in inner and not outer.binds(name)}
     hidden |= {name for child in _within(node) if isinstance(child, ast.Global) for name in child.names}
     return _Scope(outer.module, {name: n for name, n in names.items() if name not in imported}, imported, frozenset(hidden))
@@ -407,156 +387,8 @@ def _within(node: ast.AST) -> Iterator[ast.AST]:
             yield from _within(child)
 
 
-def _bound_by(node: ast.AST) -> Iterator[str]:
-    match node:
-        case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.ExceptHandler(name=str(name)):
-            yield name
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            yield name
-        case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
-            yield name
-        case _:
-            pass
-
-
-def _imports(node: ast.AST, package: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (bound name, module, attribute or "") of an import statement, also of imports inside a top-level `if` or `try`."""
-    for statement in ast.walk(node) if isinstance(node, ast.If | ast.Try) else (node,):
-        if isinstance(statement, ast.Import):
-            for alias in statement.names:
-                top = alias.name if alias.asname else alias.name.partition(".")[0]
-                yield alias.asname or top, top, ""
-        elif isinstance(statement, ast.ImportFrom):
-            for alias in statement.names:
-                yield alias.asname or alias.name, _imported_from(statement, package), alias.name
-
-
-def _imported_from(node: ast.ImportFrom, package: str) -> str:
-    """Return the module of `from … import …`, also of a relative import."""
-    if not node.level:
-        return node.module or ""
-    above = package.split(".")
-    above = above[: len(above) - node.level + 1]
-    return ".".join([*above, *([node.module] if node.module else [])])
-
-
-def _unwrapped(target: Any) -> Any:
-    """Return the function that a callable wraps, else the innermost object."""
-    while not inspect.isfunction(target) and (below := _wrapped_by(target)) is not None:
-        target = below
-    return target
-
-
-def _wrapped_by(target: Any) -> Any:
-    """Return the callable that an object wraps; None if it wraps none."""
-    return next((getattr(target, name) for name in _WRAPPED if callable(getattr(target, name, None))), None)
-
-
 def _package_of(target: Any) -> str:
     """Return the top-level package of the function that a callable wraps."""
-    target = _unwrapped(target)
+    target = unwrapped(target)
     owner = target if isinstance(target, type) or inspect.isfunction(target) else type(target)
     return str(owner.__module__).partition(".")[0]
-
-
-@functools.cache
-def _is_installed(package: str) -> bool:
-    """Return whether a top-level package is of site-packages or the standard library, is built in, or cannot be found."""
-    if package in _COMPILERS or package in sys.builtin_module_names:
-        return True
-    try:
-        spec = importlib.util.find_spec(package)
-    except ValueError:  # a script that is run
-        spec = None
-    places = (
-        [spec.origin, *(spec.submodule_search_locations or ())] if spec else [getattr(sys.modules.get(package), "__file__", None)]
-    )
-    paths = [Path(place).resolve() for place in places if place and place != "frozen"]
-    standard = (_STANDARD_LIBRARY in path.parents for path in paths)
-    return not paths or any(standard) or any({"site-packages", "dist-packages"} & set(path.parts) for path in paths)
-
-
-def _required(name: str) -> _Module:
-    module = _module(name)
-    if module is None:
-        raise ValueError(f"module {name!r}: no source file")
-    return module
-
-
-@functools.cache
-def _module(name: str) -> _Module | None:
-    file, package = _source_of(name)
-    if file is None and package:
-        return _Module(name, package, ast.Module([], []), {})
-    if file is None or file.suffix != ".py":
-        return None
-    source = file.read_bytes()
-    if name in sys.modules and file.stat().st_mtime > _STARTED:
-        _require_loaded(sys.modules[name], source, file)
-    tree = ast.parse(source)
-    bound: dict[str, tuple[ast.stmt, ...]] = {}
-    for statement in tree.body:
-        if isinstance(statement, ast.If) and not statement.orelse and ast.unparse(statement.test).endswith("TYPE_CHECKING"):
-            continue  # it never runs; vLLM declares 300 settings in it
-        for name_ in dict.fromkeys(_binds(statement, package)):
-            bound[name_] = (*bound.get(name_, ()), statement)
-    return _Module(name, package, tree, bound)
-
-
-def _require_loaded(module: ModuleType, source: bytes, file: Path) -> None:
-    """Raise ValueError where a function of a module was loaded from another source than its file has now."""
-    now: dict[str, list[object]] = {}  # a file may define several functions of one name
-    for code in _codes(compile(source, file, "exec", dont_inherit=True)):
-        now.setdefault(code.co_qualname, []).append(_instructions(code))
-    classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-    for value in itertools.chain(vars(module).values(), *(vars(each).values() for each in classes)):
-        try:
-            function = _unwrapped(value)
-        except Exception:  # an object of another package may do anything when it is asked for an attribute
-            continue
-        is_own = inspect.isfunction(function) and _module_of(function) == module.__name__
-        is_own = is_own and not function.__code__.co_filename.startswith("<")  # such as __init__ of a dataclass
-        if is_own and _instructions(function.__code__) not in now.get(function.__code__.co_qualname, ()):
-            raise ValueError(f"{file}: {function.__qualname__}: edited after it was imported: start a new process")
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield a code object and all inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _instructions(code: CodeType) -> object:
-    """Return the instructions, names and constants of a code object, without line numbers."""
-    constants = [_instructions(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
-    return code.co_code, code.co_names, code.co_varnames, constants
-
-
-def _source_of(name: str) -> tuple[Path | None, str]:
-    """Return the file of a module, None for a namespace package, and the package that its relative imports start from."""
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ModuleNotFoundError, ValueError):  # a name inside a module that is no package; a script that is run
-        file = getattr(sys.modules.get(name), "__file__", None)
-        return (Path(file) if file else None), ""
-    if spec is None:
-        return None, ""
-    if spec.origin is None:
-        return None, spec.name if spec.submodule_search_locations is not None else ""
-    return Path(spec.origin), spec.name if spec.submodule_search_locations is not None else spec.name.rpartition(".")[0]
-
-
-def _binds(statement: ast.stmt, package: str) -> Iterator[str]:
-    """Yield the names that a top-level statement binds, or whose items or attributes it sets; of a definition its own name."""
-    is_definition = isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-    for node in (statement,) if is_definition else ast.walk(statement):
-        yield from _bound_by(node)
-        if (
-            isinstance(node, ast.Attribute | ast.Subscript)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-        ):
-            yield node.value.id
-        yield from (name for name, _, _ in _imports(node, package))
