@@ -8,9 +8,9 @@ _EVERY = 8
 _TINY = 2.0**-10
 """Squares of tiny rows are as large as the usual epsilon, 1e-6."""
 _OFFSET, _LARGE = 4.0, 48.0
+"""The exponential of a large row overflows unless its maximum is subtracted; products of two fit in fp16."""
 _BELOW_ZERO = 3.2
 """Distance of a negative row from zero, in products of the large row's factor and the mean magnitude: exp(-123) is 0 in fp32."""
-"""The exponential of a large row overflows unless its maximum is subtracted; products of two fit in fp16."""
 
 
 def draw(method: str, shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int, *bounds: Any) -> torch.Tensor:

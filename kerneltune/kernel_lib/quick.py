@@ -37,7 +37,6 @@ def quicken() -> None:
     core, semantic = interpreter.tl.core, interpreter.interpreter_semantic
     core.block_type.__init__ = _block_types_of_known_shapes(core.block_type.__init__)
     core.tensor.__init__ = _tensors_of_known_shapes(core.tensor.__init__)
-    interpreter.TensorHandle.__init__ = _handles_of_known_types(interpreter.TensorHandle.__init__)
     if unwrap := getattr(core, _UNWRAP, None):
         plain = {core.tensor, core.dtype, bool, int, float, str, type(None)}
         setattr(core, _UNWRAP, lambda value: value if type(value) in plain else unwrap(value))
@@ -108,20 +107,6 @@ def _operands_of_one_shape(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         return broadcast(left, right)
 
     return broadcasted
-
-
-def _handles_of_known_types(begin: Callable[..., None]) -> Callable[..., None]:
-    """Check once for each pair of numpy's type and element type that elements fit."""
-    known: set[tuple[str, str]] = set()
-
-    def begun(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        pair = data.dtype.char, dtype.name
-        if pair not in known:
-            begin(self, data, dtype, self.attr)
-            known.add(pair)
-
-    return begun
 
 
 def _operand(left: Any, right: Any) -> tuple[Any, Any]:
