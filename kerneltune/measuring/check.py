@@ -5,14 +5,17 @@ nothing and records nothing.
 """
 
 import gc
+import inspect
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -110,6 +113,7 @@ class Checker:
             if out_of_memory_reason(error):
                 raise
             raise CaseError(f"{place_of(asked, error)}{field}: {first_line(error)}, {where}") from error
+        self._compared = self.inputs
         if not isinstance(self._expected, Mapping):
             given = type(self._expected).__name__
             raise CaseError(f"{place_of(op.reference)}reference: {given}: expected a dict of output -> tensor, {where}")
@@ -162,19 +166,20 @@ class Checker:
         except CaseError as error:
             return Outcome("failed", str(error))
 
-    def check(self, variant: Variant, config: Config, runs: int = 1) -> Outcome:
+    def check(self, variant: Variant, config: Config, runs: int = 1, *, has_gaps: bool = False) -> Outcome:
         """Return the outcome of a variant under a config; see `errors`."""
-        errors = affordable(partial(self.errors, variant, config, runs))
+        errors = affordable(partial(self.errors, variant, config, runs, has_gaps=has_gaps))
         if isinstance(errors, Outcome):
             return errors
         return Outcome("failed", "; ".join(errors)) if errors else Outcome("checked")
 
-    def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
+    def errors(self, variant: Variant, config: Config, runs: int = 1, *, has_gaps: bool = False) -> list[str]:
         """Return the errors of a variant under a config: disagreements, or the reason why the launch failed.
 
         Args:
             runs: number of runs, each with other values. The second run finds state that the first run leaves behind, such as a
                 sum that is not reset, a result that is kept for a size, and an output whose memory the second run takes.
+            has_gaps: whether inputs of the second run have gaps between rows, if host code accepts them.
         """
         held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for run in range(runs):
@@ -182,7 +187,7 @@ class Checker:
                 checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run, self._in_place)
             except CaseError as error:
                 return [f"run {run + 1}: {error}"]
-            outputs, lines = checker.run(variant, config)
+            outputs, lines = (checker.run_with_gaps if run and has_gaps else checker.run)(variant, config)
             if lines:
                 return [f"run {run + 1}: {line}" for line in lines] if run else lines
             changed = [name for name, (tensor, before) in held.items() if not _same(tensor, before)]
@@ -219,10 +224,36 @@ class Checker:
             return outputs, [*lines, *sorted(name for name in reached if name.startswith(TF32))]
         return outputs, self._sometimes_in_place(variant, outputs)
 
+    def run_with_gaps(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
+        """Run a variant as `run` does, on inputs with gaps between rows where host code accepts them.
+
+        Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. So a
+        kernel is found that takes the strides of another tensor, or the number of columns, for the stride of an input.
+        """
+        names = list(_with_gaps(self.inputs))
+        while names:
+            apart = copy(self)
+            apart.inputs = {**self.inputs, **_with_gaps({name: self.inputs[name] for name in names})}
+            with _noting_layouts(apart.inputs, host_folder(self.op)) as read:
+                outputs, lines = apart.run(variant, config)
+            if not lines:
+                return outputs, lines
+            last = next((name for name in reversed(read) if name in names), None)
+            if lines[0].startswith(LAUNCH_FAILURE):  # the input that host code looked at last is refused
+                names = [name for name in names if name != last] if last else []
+            elif set(names) <= set(read):
+                break
+            else:
+                names = [name for name in names if name in read]
+        outputs, without = self.run(variant, config)
+        if without or not names:
+            return outputs, without
+        return outputs, [f"with gaps between rows of {', '.join(names)}, which host code accepts: {line}" for line in lines]
+
     def disagreements(self, outputs: Outputs) -> list[str]:
         """Return the lines of the operator's `compare`, or a line that says why `compare` failed."""
         try:
-            lines: object = self.op.compare(self.case, self.inputs, outputs, self._expected)
+            lines: object = self.op.compare(self.case, self._compared, outputs, self._expected)
         except Exception as error:  # outputs that are missing, or of a kind that cannot be compared
             if out_of_memory_reason(error):
                 raise
@@ -234,6 +265,51 @@ class Checker:
                 return [f"{place_of(self.op.reference)}reference: gives no output to compare with {', '.join(outputs)}"]
             return list(lines)
         return [f"{place_of(self.op.compare)}compare: {lines!r}: expected a list of lines, empty where all is well"]
+
+
+def _with_gaps(inputs: Inputs) -> Inputs:
+    """Return copies of the matrices among some inputs, with gaps of different sizes between rows, multiples of 16 bytes."""
+    copies: dict[str, torch.Tensor] = {}
+    owners = Counter(value.untyped_storage().data_ptr() for value in inputs.values() if isinstance(value, torch.Tensor))
+    for name, value in inputs.items():
+        if type(value) is not torch.Tensor or value.ndim < 2 or not value.numel() or value.numel() < sum(value.stride()):
+            continue
+        order = sorted(range(value.ndim), key=value.stride)
+        if owners[value.untyped_storage().data_ptr()] == 1 and value.stride(order[0]) == 1 and 0 not in value.stride():
+            strides, step = [0] * value.ndim, 1
+            for axis in order:
+                strides[axis] = step
+                step *= value.shape[axis]
+                step += (32 * (len(copies) + 1)) // value.element_size() if axis == order[0] else 0
+            memory = torch.full((step * value.element_size(),), 0xFF, dtype=torch.uint8, device=value.device).view(value.dtype)
+            copies[name] = memory.as_strided(value.shape, strides).copy_(value.detach()).requires_grad_(value.requires_grad)
+    return copies
+
+
+@contextmanager
+def _noting_layouts(inputs: Inputs, folder: str) -> Iterator[list[str]]:
+    """List the inputs whose strides, or whether they are contiguous, code in a folder asks for, in order."""
+    owners = {t.untyped_storage().data_ptr(): name for name, t in inputs.items() if isinstance(t, torch.Tensor)}
+    read = list[str]()
+
+    def noted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+            frame = inspect.currentframe()
+            caller = frame.f_back if frame else None
+            if caller and caller.f_code.co_filename.startswith(folder) and tensor.untyped_storage().data_ptr() in owners:
+                read.append(owners[tensor.untyped_storage().data_ptr()])
+            return method(tensor, *args, **named)
+
+        return call
+
+    methods = {name: getattr(torch.Tensor, name) for name in ("stride", "is_contiguous")} if folder else {}
+    for name, method in methods.items():
+        setattr(torch.Tensor, name, noted(method))
+    try:
+        yield read
+    finally:
+        for name, method in methods.items():
+            setattr(torch.Tensor, name, method)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

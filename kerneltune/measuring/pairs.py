@@ -80,7 +80,7 @@ def check_pairs(
         checker = checkers.setdefault(case, Checker.make(op, case, in_place=in_place)) if is_first else checkers[case]
         if isinstance(checker, Outcome):
             continue  # the record of the default config says why
-        outcome = checker.check(variant, config, runs=2 if is_first or (config, case) in leading else 1)
+        outcome = checker.check(variant, config, runs=2 if is_first or (config, case) in leading else 1, has_gaps=True)
         if outcome.status == "failed":
             failures.append(replace(outcome, config=config, case=case))
         done.add((config, case))

@@ -158,6 +158,38 @@ def test_buffer_that_host_code_keeps_for_a_knob_alone_is_found_in_a_second_run()
     assert (failed.config.rows, failed.reason[:6]) == (4, "run 2:")
 
 
+@triton.jit
+def _rows_by_maximum(x_ptr, y_ptr, N, stride_x, stride_y, BLOCK: tl.constexpr):
+    row, col = tl.program_id(0), tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride_x + col, col < N, other=0.0)
+    tl.store(y_ptr + row * stride_y + col, x / tl.max(tl.abs(x), 0), col < N)
+
+
+def _strided(mistake: str, given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    y = torch.empty(x.shape)
+    if mistake == "refused" and not x.is_contiguous():
+        raise ValueError("x must be contiguous")
+    stride = x.shape[1] if mistake == "refused" else x.stride(0)
+    if mistake == "in place if contiguous":
+        y, stride = x.contiguous(), x.shape[1]
+    if x.numel():
+        strides = (y.stride(0), stride) if mistake == "exchanged" else (stride, y.stride(0))
+        _rows_by_maximum[(len(x),)](
+            y if mistake.startswith("in") else x, y, x.shape[1], *strides, BLOCK=triton.next_power_of_2(x.shape[1])
+        )
+    return {"y": y}
+
+
+@interpreted
+@pytest.mark.parametrize("mistake", ["exchanged", "in place if contiguous", "", "refused"])
+def test_stride_that_is_wrong_for_rows_with_gaps_is_found_unless_host_code_refuses_gaps(mistake: str) -> None:
+    op, variant = op_with(""), replace(KNOBLESS, run=partial(_strided, mistake))
+    reasons = [outcome.reason for outcome in pairs.check_pairs(op, variant, CASES, elements)]
+    assert all(reason.startswith("run 2: with gaps between rows of x, which host code accepts: ") for reason in reasons)
+    assert bool(reasons) == (mistake in ("exchanged", "in place if contiguous"))
+
+
 @interpreted
 def test_pairs_with_few_programs_come_first_where_time_is_short() -> None:
     programs: list[int] = []
