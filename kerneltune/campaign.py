@@ -41,6 +41,7 @@ from kerneltune.wording import counted, pairs
 _CONFIGS_PER_CASE = 3
 """Covering pairs of config and case, per check case, that are checked on a GPU. Few suffice: a search checks every config."""
 _CHECK_TIMEOUT_S = 300.0
+_MOST_OFFSET = 2**31 - 1
 _CHECK_POLICY = "cold"
 """Policy in the records of checks."""
 _CHECKS = "check.journal"
@@ -159,19 +160,25 @@ def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, s
 
 
 def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, Collection[str]]) -> list[Job]:
-    """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench case."""
+    """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench cases."""
     jobs, checks = [], _by_op(entries)
     for op, cases in checks.items():
         own = [task for task in plan.tasks(op, cases[0], _CHECK_POLICY) if not task.variant.is_peer]
         jobs += [pairs_job(task, cases) for task in own]
     for op, cases in _by_op(plan.cases()).items():
-        traffic = plan.ops[op].traffic
-        largest = max(cases, key=lambda case: traffic(case).total)
-        own = [task for task in plan.tasks(op, largest, _CHECK_POLICY) if not task.variant.is_peer]
-        jobs += [
-            address_job(task, facts.get(op, ()), checks.get(op, ())) for task in own if not task.variant.unsupported(largest)
-        ]
+        for case in _largest(plan.ops[op], cases):
+            own = [task for task in plan.tasks(op, case, _CHECK_POLICY) if not task.variant.is_peer]
+            jobs += [
+                address_job(task, facts.get(op, ()), checks.get(op, ())) for task in own if not task.variant.unsupported(case)
+            ]
     return jobs
+
+
+def _largest(op: Op, cases: Sequence[Case]) -> list[Case]:
+    """Return the case with the most bytes, and the case with the longest of each axis if its offsets may exceed 32 bits."""
+    by_bytes = sorted(cases, key=lambda case: op.traffic(case).total)
+    longest = [max(by_bytes, key=lambda case: (case[axis], op.traffic(case).total)) for axis, _size in by_bytes[-1].axes]
+    return list(dict.fromkeys([by_bytes[-1], *(case for case in longest if op.traffic(case).total > _MOST_OFFSET)]))
 
 
 def _failure_key(record: Record) -> object:

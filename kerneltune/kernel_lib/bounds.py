@@ -23,7 +23,16 @@ import numpy as np
 
 from kerneltune.kernel_lib.faults import KernelFaultError, begin_time, check_keywords, fault_of, line_of, statement, time_limit
 from kerneltune.kernel_lib.races import Conflict, Races
-from kerneltune.kernel_lib.reached import bound_arguments, facts_of, note, note_grid, note_stores, noting_host, untraced
+from kerneltune.kernel_lib.reached import (
+    WITHOUT_MEMORY,
+    bound_arguments,
+    facts_of,
+    note,
+    note_grid,
+    note_stores,
+    noting_host,
+    untraced,
+)
 from kerneltune.kernel_lib.regions import FIRST_REGION, REGION_BITS, Region, places_text
 
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
@@ -202,10 +211,11 @@ class _Guard:
             self._note_stores()
             return result
         self._names = {id(value): name for name, value in bound.items()}
-        scope = self._interpreter._patch_lang(executor.fn)
+        scope, token = self._interpreter._patch_lang(executor.fn), WITHOUT_MEMORY.set(True)
         try:
             self._judge_corners(executor, bound)
         finally:
+            WITHOUT_MEMORY.reset(token)
             scope.restore()
 
     def _judge_corners(self, executor: Any, bound: dict[str, Any]) -> None:

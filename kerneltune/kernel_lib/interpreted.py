@@ -14,7 +14,7 @@ import numpy as np
 
 from kerneltune.kernel_lib.faults import line_of
 from kerneltune.kernel_lib.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
-from kerneltune.kernel_lib.reached import TF32, note, note_loop, note_side
+from kerneltune.kernel_lib.reached import TF32, note, note_side, turns_of
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (
@@ -207,8 +207,7 @@ def _with_casts(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _range(*bounds: Any, **_: Any) -> Iterator[Any]:
     from triton.runtime.interpreter import TensorHandle, tl
 
-    turns = range(*bounds)
-    note_loop(len(turns))
+    turns = turns_of(range(*bounds))
     if all(getattr(bound, "dtype", None) is not tl.int64 for bound in bounds):
         return map(_Whole, turns)
     return (tl.core.tensor(TensorHandle(np.array([turn], np.int64), tl.int64), tl.int64) for turn in turns)

@@ -46,6 +46,10 @@ _Block = tuple[str, int]
 """Expression and value of the size of a block."""
 
 _REACHED: ContextVar[Reached | None] = ContextVar("reached", default=None)
+WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
+"""Whether the launch that runs has no memory, so that only its addresses count."""
+_LONG_LOOP = 1024
+"""Turns of a loop that are all run in a launch without memory: of more, an eighth of so many, as a program has 2 s."""
 
 
 @dataclass(slots=True)
@@ -75,10 +79,12 @@ def note(name: str, count: int = 1) -> None:
         reached[name] = max(count, reached.get(name, 0))
 
 
-def note_loop(num_turns: int) -> None:
-    """Note the turns of the loop that begins."""
+def turns_of(turns: range) -> Sequence[int]:
+    """Note the turns of the loop that begins, and return them; in a launch without memory, of a long loop the first and last."""
     file, line = statement()
-    note(f"{_LOOP}{Path(file).name}:{line}", num_turns)
+    note(f"{_LOOP}{Path(file).name}:{line}", len(turns))
+    is_whole = len(turns) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
+    return turns if is_whole else [*turns[: _LONG_LOOP // 16], *turns[-_LONG_LOOP // 16 :]]
 
 
 def note_grid(kernel: str, sizes: tuple[int, ...]) -> None:

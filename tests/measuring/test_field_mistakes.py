@@ -32,7 +32,8 @@ def _softmax(x_ptr, y_ptr, N, stride, BLOCK: tl.constexpr, MISTAKE: tl.constexpr
 
 
 def softmax(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x, y = given["x"], torch.empty_like(given["x"])
+    x = given["x"]
+    y = torch.empty_strided(x.shape, x.stride(), device=x.device)
     _softmax[(x.shape[0],)](x, y, x.shape[1], x.stride(0), config.block, mistake)
     return {"y": y}
 

@@ -378,3 +378,25 @@ def test_last_program_is_judged_though_the_loop_of_the_first_takes_all_time() ->
     variant = Variant("optimized", long_rows)
     found = address_errors(replace(summing(""), variants=(variant,)), case_of("large", 65_536, 1 << 20), variant, None)
     assert [line.partition(",")[0] for line in found] == ["int32 overflow detected for operation mul"]
+
+
+@triton.jit
+def _sums_of_columns(x_ptr, y_ptr, M, N, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), M, 4):
+        start = tl.cast(row, tl.int64) * N if WIDE else row * N
+        total += tl.load(x_ptr + start + at, at < N, other=0.0)
+    tl.store(y_ptr + tl.program_id(0) * N + at, total, at < N)
+
+
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_offset_that_overflows_in_the_last_turns_of_a_long_loop_is_found(is_wide: bool) -> None:
+    def run(given: Inputs, _config: None) -> Outputs:
+        y = given["x"].new_empty(4, given["x"].shape[1])
+        _sums_of_columns[(4,)](given["x"], y, *given["x"].shape, WIDE=is_wide, BLOCK=512)
+        return {"y": y}
+
+    op = replace(summing(""), variants=(Variant("optimized", run),))
+    lines = address_errors(op, case_of("tall", 8_000_000, 300), op.variants[0], None)
+    assert [line.partition(",")[0] for line in lines] == ["int32 overflow detected for operation mul"] * (not is_wide)
