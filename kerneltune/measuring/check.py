@@ -91,14 +91,17 @@ class Checker:
 
     Args:
         in_place: the outputs that variants wrote over inputs in the cases checked so far; checkers of several cases share it.
+        has_gaps: whether inputs of a second run have gaps between rows, if host code accepts them.
 
     Raises:
         CaseError: inputs or expected outputs cannot be made. If the GPU is out of memory, the constructor and `errors` let the
             original error pass instead. For the values of a later run, `errors` returns the text of a CaseError.
     """
 
-    def __init__(self, op: Op, case: Case, device: str, seed: int = 0, in_place: InPlace | None = None) -> None:
-        self.op, self.case, self._device, self._seed = op, case, device, seed
+    def __init__(
+        self, op: Op, case: Case, device: str, seed: int = 0, in_place: InPlace | None = None, has_gaps: bool = False
+    ) -> None:
+        self.op, self.case, self._device, self._seed, self._has_gaps = op, case, device, seed, has_gaps
         self._in_place = InPlace() if in_place is None else in_place
         asked, field = op.inputs, "inputs"
         where = f"for {op.name} {case.label}"
@@ -159,27 +162,28 @@ class Checker:
         return []
 
     @classmethod
-    def make(cls, op: Op, case: Case, device: str = "cpu", in_place: InPlace | None = None) -> "Checker | Outcome":
+    def make(
+        cls, op: Op, case: Case, device: str = "cpu", in_place: InPlace | None = None, has_gaps: bool = False
+    ) -> "Checker | Outcome":
         """Return the checker of a case, or the outcome of all its checks if the case has no inputs, no reference or no memory."""
         try:
-            return affordable(partial(cls, op, case, device, in_place=in_place))
+            return affordable(partial(cls, op, case, device, in_place=in_place, has_gaps=has_gaps))
         except CaseError as error:
             return Outcome("failed", str(error))
 
-    def check(self, variant: Variant, config: Config, runs: int = 1, *, has_gaps: bool = False) -> Outcome:
+    def check(self, variant: Variant, config: Config, runs: int = 1) -> Outcome:
         """Return the outcome of a variant under a config; see `errors`."""
-        errors = affordable(partial(self.errors, variant, config, runs, has_gaps=has_gaps))
+        errors = affordable(partial(self.errors, variant, config, runs))
         if isinstance(errors, Outcome):
             return errors
         return Outcome("failed", "; ".join(errors)) if errors else Outcome("checked")
 
-    def errors(self, variant: Variant, config: Config, runs: int = 1, *, has_gaps: bool = False) -> list[str]:
+    def errors(self, variant: Variant, config: Config, runs: int = 1) -> list[str]:
         """Return the errors of a variant under a config: disagreements, or the reason why the launch failed.
 
         Args:
             runs: number of runs, each with other values. The second run finds state that the first run leaves behind, such as a
                 sum that is not reset, a result that is kept for a size, and an output whose memory the second run takes.
-            has_gaps: whether inputs of the second run have gaps between rows, if host code accepts them.
         """
         held: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         for run in range(runs):
@@ -187,7 +191,7 @@ class Checker:
                 checker = self if not run else Checker(self.op, self.case, self._device, self._seed + run, self._in_place)
             except CaseError as error:
                 return [f"run {run + 1}: {error}"]
-            outputs, lines = (checker.run_with_gaps if run and has_gaps else checker.run)(variant, config)
+            outputs, lines = (checker.run_with_gaps if run and self._has_gaps else checker.run)(variant, config)
             if lines:
                 return [f"run {run + 1}: {line}" for line in lines] if run else lines
             changed = [name for name, (tensor, before) in held.items() if not _same(tensor, before)]
@@ -230,7 +234,7 @@ class Checker:
         Host code accepts gaps if it reads an input's strides, or whether the input is contiguous, and raises nothing. So a
         kernel is found that takes the strides of another tensor, or the number of columns, for the stride of an input.
         """
-        names = list(_with_gaps(self.inputs))
+        names = list(_with_gaps(self.inputs)) if host_folder(self.op) else []
         while names:
             apart = copy(self)
             apart.inputs = {**self.inputs, **_with_gaps({name: self.inputs[name] for name in names})}

@@ -77,10 +77,12 @@ def check_pairs(
         if time.thread_time() - begun_s > COVERING_S or len(failures) >= _MOST_FAILURES:
             break
         begin(Outcome("failed", "", config, case))
-        checker = checkers.setdefault(case, Checker.make(op, case, in_place=in_place)) if is_first else checkers[case]
+        checker = (
+            checkers.setdefault(case, Checker.make(op, case, in_place=in_place, has_gaps=True)) if is_first else checkers[case]
+        )
         if isinstance(checker, Outcome):
             continue  # the record of the default config says why
-        outcome = checker.check(variant, config, runs=2 if is_first or (config, case) in leading else 1, has_gaps=True)
+        outcome = checker.check(variant, config, runs=2 if is_first or (config, case) in leading else 1)
         if outcome.status == "failed":
             failures.append(replace(outcome, config=config, case=case))
         done.add((config, case))
