@@ -1,4 +1,4 @@
-"""Write what is generated: the command reference from Typer, results from records, the list of modules from docstrings."""
+"""Write the generated pages: the command reference from Typer, results from records, the list of modules from docstrings."""
 
 import ast
 import contextlib
@@ -86,7 +86,7 @@ def results(family: str) -> str:
         text = _printed(*command, "--format", "markdown").rstrip()
         heading = f"## {AGAINST[command[1]]}"
         _, _, body = text.partition("\n")
-        if body not in bodies:  # where the one peer is the baseline, only the first line differs
+        if body not in bodies:  # if the baseline is the only peer, the tables differ in their first line alone
             bodies.add(body)
             parts += [heading, f"Printed by `kerneltune {' '.join(command)} --format markdown`:", text]
     return "\n\n".join(parts) + "\n"
@@ -110,7 +110,7 @@ def index(families: list[str]) -> str:
 
 
 def _printed(*arguments: str) -> str:
-    """Return what a command prints."""
+    """Return the output of a command."""
     from typer.testing import CliRunner
 
     from kerneltune.cli import app
