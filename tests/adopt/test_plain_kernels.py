@@ -428,9 +428,9 @@ def test_capture_command_with_plain_passes_the_option_on(tmp_path: Path, monkeyp
     from kerneltune.cli import app
 
     program = tmp_path / "program.sh"
-    program.write_text('printf "%s" "$KERNELTUNE_CAPTURE_OPTIONS" > "$KERNELTUNE_CAPTURE/options"\n')
+    program.write_text(f'printf "%s" "$KERNELTUNE_CAPTURE_OPTIONS" > "{tmp_path}/options"\n')
     CliRunner().invoke(
         app, ["capture", "--plain", "--ignore-arg", "seed", "--out", str(tmp_path / "cap"), "--", "sh", str(program)]
     )
-    options = json.loads((tmp_path / "cap" / "options").read_text())
+    options = json.loads((tmp_path / "options").read_text())
     assert (options["plain"], options["ignored"]) == (True, ["seed"])
