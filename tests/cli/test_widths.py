@@ -16,11 +16,10 @@ from kerneltune.search.task import Evaluation
 from kerneltune.spec import Case
 
 FAMILIES = sorted(path.stem for path in (data_root("results") / "nvidia_h200").glob("*.jsonl"))
+OURS = {"moe_training": "tensorwise", "model_training": "tensorwise_dense"}
+"""The variant that is compared of workloads, which have none called `optimized`."""
 COMPARISONS = [
-    *(
-        ("compare", "baseline", "tensorwise" if family == "moe_training" else "optimized", "--family", family)
-        for family in FAMILIES
-    ),
+    *(("compare", "baseline", OURS.get(family, "optimized"), "--family", family) for family in FAMILIES),
     *(("compare", "--family", family) for family in FAMILIES),
 ]
 COMMANDS = [
