@@ -7,6 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
+from kerneltune.worker import Worker
+
 TESTS = Path(__file__).parent
 
 
@@ -39,3 +43,17 @@ def running(session: int) -> list[str]:
             state, _, _, its, *_ = (folder / "stat").read_text().rpartition(")")[2].split()
             found += [folder.name] if state != "Z" and int(its) == session else []
     return found
+
+
+def interrupted_stops(monkeypatch: pytest.MonkeyPatch) -> list[Worker]:
+    """Interrupt the first `Worker.stop` when the worker has ended, and return the list that takes each stopped worker."""
+    stop, stopped = Worker.stop, list[Worker]()
+
+    def interrupted(worker: Worker) -> None:
+        stop(worker)
+        stopped.append(worker)
+        if len(stopped) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Worker, "stop", interrupted)
+    return stopped

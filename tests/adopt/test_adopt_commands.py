@@ -266,7 +266,7 @@ def test_capture_of_a_program_that_is_not_there_says_so_and_writes_nothing(progr
 def test_capture_of_a_program_without_kernels_says_so(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", "true")
     said = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune\n"
-    assert (result.exit_code, result.stderr) == (1, said)
+    assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (1, said, False)
 
 
 def test_capture_of_kernels_inside_a_compiled_graph_names_the_option_that_sees_them(tmp_path: Path) -> None:

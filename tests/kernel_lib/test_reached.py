@@ -1,4 +1,4 @@
-"""How far launches go."""
+"""Facts of launches: turns of loops, programs along axes, branches."""
 
 from kerneltune.kernel_lib.reached import unreached
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import triton
 from asserting import every
-from started import TESTS, environment
+from started import TESTS, environment, interrupted_stops
 
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Kernel
 from kerneltune.worker import Worker
@@ -130,15 +130,7 @@ def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_worker(monkeypatch
 
 
 def test_a_second_interrupt_while_a_pool_ends_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop, stopped = Worker.stop, list[Worker]()
-
-    def interrupted(worker: Worker) -> None:
-        stop(worker)
-        stopped.append(worker)
-        if len(stopped) == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Worker, "stop", interrupted)
+    stopped = interrupted_stops(monkeypatch)
     with pytest.raises(KeyboardInterrupt), CompilePool(TARGETS["sm_90"], 2):
         pass
     assert len(stopped) == 2

@@ -13,7 +13,7 @@ from pathlib import Path
 import fleet_jobs
 import pytest
 from fleet_jobs import DEADLY, DIE, LOG, WORKS
-from started import TESTS, environment, running, wait_for
+from started import TESTS, environment, interrupted_stops, running, wait_for
 from versus_jobs import H200
 
 from kerneltune import cache, device, ops
@@ -23,7 +23,6 @@ from kerneltune.search.loop import Search
 from kerneltune.search.trials import history
 from kerneltune.tune.fleet import Fleet, share_of_cores, visible_gpus
 from kerneltune.tune.run import run_tune
-from kerneltune.worker import Worker
 
 
 class Spoken(Progress):
@@ -130,15 +129,7 @@ def test_a_second_interrupt_leaves_no_process(options: Options, log: Path, monke
         def advance(self, text: str, work: int = 1) -> None:
             raise KeyboardInterrupt
 
-    stop, stopped = Worker.stop, list[Worker]()
-
-    def interrupted(worker: Worker) -> None:
-        stop(worker)
-        stopped.append(worker)
-        if len(stopped) == 1:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(Worker, "stop", interrupted)
+    stopped = interrupted_stops(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         fleet_of(["0", "1"], options, Interrupted()).run(WORKS)
     assert len(stopped) == 2
