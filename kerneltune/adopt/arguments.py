@@ -94,7 +94,7 @@ def decode_value(value: Any, load: Callable[[str, str], Any] = lambda module, _:
     load: function that returns the module of a function's module name and name.
 
     Raises:
-        ValueError: no such value, or a function whose source has changed.
+        ValueError: `encode_value` writes no such JSON, or the source of a function has changed.
     """
     if isinstance(value, PLAIN):
         return value
@@ -241,7 +241,7 @@ class Argument:
 def describe(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Argument], list[Any]]:
     """Return the metadata of a launch's arguments, and for each storage a live tensor in it.
 
-    Distant views of one buffer have different storages: see `_split_storages`.
+    Views of one buffer that lie far apart count as two storages: see `_split_storages`.
 
     names: names of the kernel's parameters.
     """

@@ -23,8 +23,8 @@ _SAMPLE, _FEWEST_TRUNCATED, _TRUNCATED, _SMALL_MANTISSA = 1 << 16, 16, 0.9, 0.62
 """First elements that are looked at for truncation; fewest elements just below a value of 16 bits, with a mantissa from 0.5 to
 the limit; the share of these elements that is truncated. Sums in another order leave 0.14 % off, partial sums in bf16 40 %."""
 _SIDED_SHARE, _SIDED_ELEMENTS, _SIDED_ROWS = 0.003, 4, 6
-"""Least share of elements a step off, least such elements of a row, and least rows, for a verdict on the sides of rows. Four
-independent errors are on one side in an eighth of the rows (docs/notes/checks.md)."""
+"""A verdict on the sides of rows needs this share of elements that are a step off, so many of them in a row, and so many such
+rows. In an eighth of the rows four independent errors lie on one side (docs/notes/checks.md)."""
 _SCALE_ROUNDING = 1e-5
 _POISON = (0x7FC00000, 0x7FF00000, 0x7FE00000)
 """Bits of poisoned memory after a cast to fp32: from 16 bits or more, from e4m3, from e5m2. Processors compute NaN with other

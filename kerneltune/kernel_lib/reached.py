@@ -47,7 +47,7 @@ _Block = tuple[str, int]
 
 _REACHED: ContextVar[Reached | None] = ContextVar("reached", default=None)
 WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
-"""Whether the launch that runs has no memory, so that only its addresses count."""
+"""Set while a launch runs on tensors without memory: only its addresses count."""
 _LONG_LOOP = 1024
 """Turns of a loop that are all run in a launch without memory: of more, an eighth of so many, as a program has 2 s."""
 
@@ -132,7 +132,7 @@ def noting_host(folder: str, note: Callable[[str], object] = note) -> Iterator[N
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Trace nothing within, because a trace function takes longer than what it traces: derived cases of rmsnorm 8.3 -> 4.7 s."""
+    """Switch the trace function off: it takes longer than the kernels and sources that it would trace."""
     trace = sys.gettrace()
     sys.settrace(None)
     try:

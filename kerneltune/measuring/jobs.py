@@ -203,8 +203,8 @@ def _shortened(
 ) -> tuple[list[Case], set[str]]:
     """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
-    Facts of default configs come first, then, on one of the bench cases with the same facts, those of the configs around them.
-    Programs are limited as the cost is. There are no such cases if launches of a check case depend on values.
+    Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A case has
+    at most four times the programs of the check cases. Where launches of a check case depend on values, no case is returned.
     """
     derived, facts = list[Case](), set[str]()
     for configs in (_default_alone, around_default) if check else (_default_alone,):

@@ -48,8 +48,8 @@ def weight_gradient(dy: Sequence[Any], x: Sequence[Any], offs: Tensor | None, dt
 def _multiply_all(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply a (M, K) row-major with b (K, N) column-major; scale_a: of 1 or M elements, scale_b: of 1 or N elements.
 
-    torch multiplies on a GPU where the result is bf16 or fp16 and K a multiple of 16; elsewhere a grouped product of one
-    group does.
+    On a GPU torch multiplies if the result is bf16 or fp16 and K a multiple of 16; else `fp8_grouped_gemm` multiplies, with all
+    rows as a group.
     """
     (M, K), N = a.shape, b.shape[1]
     if not a.is_cuda or K % ALIGNED or dtype == torch.float32:
