@@ -22,9 +22,9 @@ import triton
 from triton.runtime import autotuner, interpreter
 
 from kerneltune.errors import first_line
-from kerneltune.kernel_lib.bounds import guarded
-from kerneltune.kernel_lib.faults import fault_of
-from kerneltune.kernel_lib.interpreted import mended
+from kerneltune.interpreter.bounds import guarded
+from kerneltune.interpreter.faults import fault_of
+from kerneltune.interpreter.interpreted import mended
 from kerneltune.measuring.check import poisoned_memory
 
 LAUNCHED: set[str] = set()

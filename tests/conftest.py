@@ -137,7 +137,7 @@ def masks_of_booleans() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def mended_interpreter() -> Iterator[None]:
     """Wherever a test launches, as where a variant is checked."""
-    from kerneltune.kernel_lib import interpreted
+    from kerneltune.interpreter import interpreted
 
     with interpreted.mended():
         yield

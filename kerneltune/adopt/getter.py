@@ -385,7 +385,7 @@ def run_call(inputs: Inputs, config: Config) -> Outputs:
 def reference(inputs: Inputs) -> Outputs:
     """Return the results under the program's own config, and note how much they vary between two calls."""
     from kerneltune.adopt.effects import difference
-    from kerneltune.kernel_lib.interpreted import mended
+    from kerneltune.interpreter.interpreted import mended
 
     call = inputs[_CALL]
     with mended():

@@ -21,10 +21,10 @@ import torch
 
 from kerneltune import device
 from kerneltune.errors import first_line, place_of
-from kerneltune.kernel_lib.bounds import guarded
-from kerneltune.kernel_lib.faults import fault_of
-from kerneltune.kernel_lib.interpreted import mended
-from kerneltune.kernel_lib.reached import TF32, noting
+from kerneltune.interpreter.bounds import guarded
+from kerneltune.interpreter.faults import fault_of
+from kerneltune.interpreter.interpreted import mended
+from kerneltune.interpreter.reached import TF32, noting
 from kerneltune.records import Status
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant

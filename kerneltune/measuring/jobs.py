@@ -13,7 +13,7 @@ from typing import Any
 
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
-from kerneltune.kernel_lib.reached import Launches, Reached, cut_short, note, noting, unlaunched, unreached
+from kerneltune.interpreter.reached import Launches, Reached, cut_short, note, noting, unlaunched, unreached
 from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import around_default, check_pairs, launched, settings

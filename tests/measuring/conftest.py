@@ -2,7 +2,7 @@
 
 import pytest
 
-from kerneltune.kernel_lib import bounds
+from kerneltune.interpreter import bounds
 
 
 @pytest.fixture

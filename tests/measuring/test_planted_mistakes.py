@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from planted_kernels import MISTAKES, op_with
 
-from kerneltune.kernel_lib.bounds import guarded
+from kerneltune.interpreter.bounds import guarded
 from kerneltune.measuring.check import Checker, address_errors
 from kerneltune.spec import Case, Op
 

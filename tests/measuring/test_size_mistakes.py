@@ -11,7 +11,7 @@ import triton.language as tl
 from mistaken_ops import case_of, rows_of
 from test_pairs import op_with
 
-from kerneltune.kernel_lib.reached import unlaunched
+from kerneltune.interpreter.reached import unlaunched
 from kerneltune.measuring.check import Checker, address_errors
 from kerneltune.measuring.jobs import address_job, case_job, check_cost, coverage_lines, derived_cases, run_jobs
 from kerneltune.measuring.pairs import check_pairs

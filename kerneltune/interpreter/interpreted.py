@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from kerneltune.kernel_lib.faults import line_of
-from kerneltune.kernel_lib.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
-from kerneltune.kernel_lib.reached import TF32, note, note_side, turns_of
+from kerneltune.interpreter.faults import line_of
+from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
+from kerneltune.interpreter.reached import TF32, note, note_side, turns_of
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (

@@ -12,8 +12,8 @@ from started import environment
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
+from kerneltune.interpreter.interpreted import mend, mended
 from kerneltune.kernel_lib.agreement import close, same_bits
-from kerneltune.kernel_lib.interpreted import mend, mended
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, TL_FP8
 from kerneltune.measuring.check import poisoned_memory
 

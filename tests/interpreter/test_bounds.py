@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kerneltune.kernel_lib import bounds, faults
-from kerneltune.kernel_lib.bounds import guarded
-from kerneltune.kernel_lib.faults import fault_of
-from kerneltune.kernel_lib.interpreted import mended
+from kerneltune.interpreter import bounds, faults
+from kerneltune.interpreter.bounds import guarded
+from kerneltune.interpreter.faults import fault_of
+from kerneltune.interpreter.interpreted import mended
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="what Triton's interpreter finds")
 

@@ -1,6 +1,6 @@
 """Facts of launches: turns of loops, programs along axes, branches."""
 
-from kerneltune.kernel_lib.reached import unreached
+from kerneltune.interpreter.reached import unreached
 
 
 def test_unreached_names_loops_and_axes_first_and_does_not_depend_on_the_order_of_facts() -> None:

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from kerneltune.kernel_lib.faults import KernelFaultError, begin_time, check_keywords, fault_of, line_of, statement, time_limit
-from kerneltune.kernel_lib.races import Conflict, Races
-from kerneltune.kernel_lib.reached import (
+from kerneltune.interpreter.faults import KernelFaultError, begin_time, check_keywords, fault_of, line_of, statement, time_limit
+from kerneltune.interpreter.races import Conflict, Races
+from kerneltune.interpreter.reached import (
     WITHOUT_MEMORY,
     bound_arguments,
     facts_of,
@@ -33,7 +33,7 @@ from kerneltune.kernel_lib.reached import (
     noting_host,
     untraced,
 )
-from kerneltune.kernel_lib.regions import FIRST_REGION, REGION_BITS, Region, places_text
+from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text
 
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
 """Most programs along each axis of a grid on CUDA, which the launch of a larger grid refuses."""

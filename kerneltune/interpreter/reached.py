@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kerneltune.kernel_lib.faults import statement
+from kerneltune.interpreter.faults import statement
 from kerneltune.rounding import cdiv
 
 Reached = dict[str, int]

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from started import environment
 
-from kerneltune.kernel_lib.interpreted import mended
-from kerneltune.kernel_lib.quick import OPERATORS
+from kerneltune.interpreter.interpreted import mended
+from kerneltune.interpreter.quick import OPERATORS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
 
@@ -83,7 +83,7 @@ def test_values_types_and_errors_are_those_of_the_interpreter() -> None:
     code = f"""
 import sys, json
 sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}
-from kerneltune.kernel_lib.quick import OPERATORS
+from kerneltune.interpreter.quick import OPERATORS
 OPERATORS.clear()
 from test_quick import all_answers
 print(json.dumps([all_answers(False), all_answers(True)]))
