@@ -27,8 +27,8 @@ _LONG = 64
 """Smallest size of an axis that is long. Longer axes have more programs, and the interpreter takes 1 ms for each program."""
 _MOST_COST = 4.0
 """Largest cost of a derived case, in units of the costliest check case. Cases of shipped kernels cost at most 1 of these."""
-_CHEAP, _FEW_PROGRAMS = 16.0, 256
-"""Cost and programs that a derived case may have in any case: half a second, unless a program loops over very many rows."""
+_FEW_PROGRAMS = 256
+"""Programs that a derived case may have in any case: they take the interpreter a quarter of a second."""
 _MOST_NAMES = 8
 """Largest number of names in a coverage line."""
 _LAUNCHES_S = 10.0
@@ -174,8 +174,8 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
 
     For each type, mode and option, a check case of medium cost takes the value, or another check case if the operator has no
     inputs or no reference for the first. If an axis is the longest in bench cases alone, it takes the longest size of a check
-    case. No derived case costs more than _CHEAP, or _MOST_COST times the costliest check case if that is more, as a model of real
-    size would in a step of decoding. Values of captured kernels are fixed.
+    case. No derived case costs more than _MOST_COST times the costliest check case, as a model of real size would in a step of
+    decoding. Values of captured kernels are fixed.
     """
     derived, without = list[Case](), list[str]()
     by_cost = sorted((case for case in check if op.traffic(case).total), key=partial(check_cost, op))
@@ -183,7 +183,7 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
     if not by_cost or op.origin is not None:
         return [], [], Fork(partial(_shortened, op, [], [], bench, 0.0)).result()[1]
-    most = max(_CHEAP, _MOST_COST * max(check_cost(op, case) for case in by_cost))
+    most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
     known = {value for case in check for value in settings(case)}
     for name, value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
         found, reason = _first_checkable(op, (_with_value(case, name, value) for case in by_cost), most)

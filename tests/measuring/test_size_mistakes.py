@@ -400,3 +400,33 @@ def test_offset_that_overflows_in_the_last_turns_of_a_long_loop_is_found(is_wide
     op = replace(summing(""), variants=(Variant("optimized", run),))
     lines = address_errors(op, case_of("tall", 8_000_000, 300), op.variants[0], None)
     assert [line.partition(",")[0] for line in lines] == ["int32 overflow detected for operation mul"] * (not is_wide)
+
+
+@triton.jit
+def _normalized_rows(x_ptr, y_ptr, M, N, PROGRAMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)[None, :]
+    for begin in range(tl.program_id(0) * ROWS, M, PROGRAMS * ROWS):
+        rows = begin + tl.arange(0, ROWS)[:, None]
+        mask = (rows < M) & (at < N)
+        x = tl.load(x_ptr + rows.to(tl.int64) * N + at, mask, other=0.0)
+        centered = tl.where(mask, x - tl.sum(x, 1, keep_dims=True) / N, 0.0)
+        variance = tl.sum(centered * centered, 1, keep_dims=True) / N
+        tl.store(y_ptr + rows.to(tl.int64) * N + at, centered * tl.rsqrt(variance + 1e-5), mask)
+
+
+def normalized_rows(given: Inputs, _config: None) -> Outputs:
+    x = given["x"]
+    M, N = x.shape
+    y = torch.empty_like(x)
+    _normalized_rows[(8,)](x, y, M, N, PROGRAMS=8, ROWS=512, BLOCK=triton.next_power_of_2(N))
+    return {"y": y}
+
+
+def test_million_rows_of_a_bench_case_are_no_derived_case_of_one_column() -> None:
+    op = replace(
+        summing("", elements=4), reference=lambda given: {"y": torch.layer_norm(given["x"], given["x"].shape[1:])},
+        variants=(Variant("optimized", normalized_rows),),
+    )  # fmt: skip
+    derived, _, facts = derived_cases(op, [case_of("one", 1, 1), *CHECK[1:]], [case_of("tall", 1 << 20, 64)])
+    assert "M > ROWS in _normalized_rows" in facts
+    assert [case.name for case in derived if case["M"] > 260] == []
