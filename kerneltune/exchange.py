@@ -74,12 +74,18 @@ _DISPATCH = '''
 def best(variant, axes, dtype, quant="none", options=(), policy="cold", valid=lambda config: True):
     """Return the knobs of the nearest entry that is valid for a case; None where there is none.
 
-    Entries are ranked as kerneltune's cache ranks them.
+    Entries are ranked as kerneltune's cache ranks them. A variant, axis or option that the table lacks is a ValueError.
 
     axes: sizes by name, such as {"M": 8192, "N": 4096}. options: a value for each option. policy: timing policy; entries of this
     policy and of "cold" serve, and of two equally near entries the entry of this policy comes first. valid: function that returns
     whether the kernel accepts these knobs for the case; the cache asks the operator, which this module lacks.
     """
+    variants = sorted({entry["variant"] for entry in ENTRIES})
+    if variant not in variants:
+        raise ValueError(f"variant: {variant!r}: expected one of {', '.join(variants)}")
+    for field, names in (("axes", sorted(dict(axes))), ("options", sorted(dict(options)))):
+        if names != sorted(ENTRIES[0][field]):
+            raise ValueError(f"{field}: {names}: expected {sorted(ENTRIES[0][field])}")
     stored = [
         ((entry["axes"], entry["dtype"], entry["options"]), entry["config"])
         for wanted in dict.fromkeys((policy, "cold"))

@@ -370,6 +370,11 @@ class Op:
         return dataclasses.replace(case, options=options)
 
 
+def choice_order(value: Any) -> tuple[bool, Any]:
+    """Return the key by which values of a knob are sorted: numbers, then text."""
+    return (isinstance(value, str), value)
+
+
 _BEYOND = 4
 """Factor by which a knob may lie above or below all values of its space, because `tune --knob` widens spaces."""
 _MOST_WARPS = 32
@@ -389,5 +394,6 @@ def out_of_range(knobs: Mapping[str, Any], space: Space) -> str | None:
         is_near = type(value) is int and value > 0 and min(whole, default=0) // _BEYOND <= value <= high
         if value not in offered and not (is_near and not (powers and value & (value - 1))):
             text = repr(value) if type(value) is not int or abs(value) < 1 << 64 else "a number of very many digits"
-            return f"{name}: {text[:60]}: expected a value like {', '.join(sorted({str(one) for one in offered})[:8])}"
+            shown = ", ".join(map(str, sorted(dict.fromkeys(offered), key=choice_order)[:8]))
+            return f"{name}: {text[:60]}: expected a value like {shown}"
     return None

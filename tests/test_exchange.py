@@ -54,7 +54,7 @@ def test_the_dispatch_module_needs_nothing_and_finds_the_nearest(tmp_path: Path)
     assert eval(example, first) == first["ENTRIES"][0]["config"]
     wanted = next(e for e in ours("rmsnorm_bwd") if dict(e.case.axes) == {"M": 16384, "N": 4096} and e.case.dtype == "bfloat16")
     call = "rmsnorm_bwd.best('optimized', {'M': 15000, 'N': 4096}, 'bfloat16', options={'zero_centered': False})"
-    script = f"import rmsnorm_bwd; print({call}); print(rmsnorm_bwd.best('optimized', {{'M': 1, 'N': 3}}, 'bfloat16'))"
+    script = f"import rmsnorm_bwd; print({call}); print({call.replace('15000', '1').replace('4096', '3')})"
     done = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [str(wanted.config), "None"]
 
@@ -66,6 +66,25 @@ def test_the_dispatch_module_knows_what_another_policy_takes(tmp_path: Path) -> 
     where = entry.variant, dict(entry.case.axes), entry.case.dtype, entry.case.quant, entry.case.options
     assert entry.policy == "cold"
     assert best(*where, policy="hot") == best(*where) == entry.config
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "message"),
+    [
+        ({"variant": "optimised"}, r"^variant: 'optimised': expected one of optimized$"),
+        ({"axes": {"M": 8192, "K": 4096}}, r"^axes: \['K', 'M'\]: expected \['M', 'N'\]$"),
+        ({"options": {"centered": False}}, r"^options: \['centered'\]: expected \['zero_centered'\]$"),
+        ({"options": ()}, r"^options: \[\]: expected \['zero_centered'\]$"),
+    ],
+)
+def test_the_dispatch_module_refuses_names_that_its_table_lacks(misspelt: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """It returned None, as for a case that no entry serves, so that a misspelt name never got a config."""
+    run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
+    best = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))["best"]
+    case = {"axes": {"M": 8192, "N": 4096}, "dtype": "bfloat16", "options": {"zero_centered": False}}
+    assert best(**{"variant": "optimized"} | case)
+    with pytest.raises(ValueError, match=message):
+        best(**{"variant": "optimized"} | case | misspelt)
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
@@ -313,7 +332,7 @@ def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     result = run("import", "rmsnorm_bwd", tmp_path / "rmsnorm_bwd.py", "--gpu", "g", "--configs", tmp_path / "configs")
     assert result.exit_code == 2
-    assert ": warps: 4096: expected a value like " in result.stderr
+    assert ": warps: 4096: expected a value like 4, 8, 16, 32" in result.stderr
     assert not (tmp_path / "configs").exists()
 
 

@@ -9,6 +9,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
 
+from kerneltune.spec import choice_order
+
 if TYPE_CHECKING:
     from kerneltune.search.surrogate import Surrogate
 
@@ -147,8 +149,3 @@ class FiniteGPSampler(ListSampler):
             self._fitted = dict(seen)
         scored = left[:_SCORED]
         return scored[int(model.improvement(scored, list(pending)).argmax())]
-
-
-def choice_order(value: Any) -> tuple[bool, Any]:
-    """Return the key by which values of a knob are sorted: numbers, then text."""
-    return (isinstance(value, str), value)
