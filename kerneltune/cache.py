@@ -166,16 +166,22 @@ def store(device_slug: str, entries: CacheEntry | Sequence[CacheEntry], root: Pa
     Raises:
         ValueError: the folder cannot be written, or the existing file is broken; nothing is changed then.
     """
-    entries = [entries] if isinstance(entries, CacheEntry) else entries
-    op_name = entries[0].op
+    new = {entry.key: entry for entry in ([entries] if isinstance(entries, CacheEntry) else entries)}
+    op_name = next(iter(new)).op
+    return _rewrite(device_slug, op_name, root, lambda stored: [*(e for e in stored if e.key not in new), *new.values()])
+
+
+def drop(device_slug: str, entry: CacheEntry, root: Path | None = None) -> Path:
+    """Remove an entry, unless another entry has replaced it; calls then run with a near entry or the default."""
+    return _rewrite(device_slug, entry.op, root, lambda stored: [other for other in stored if other != entry])
+
+
+def _rewrite(device_slug: str, op_name: str, root: Path | None, changed: Callable[[list[CacheEntry]], list[CacheEntry]]) -> Path:
+    """Replace the entries of an operator under a lock; changed: function of the stored entries that returns the new entries."""
     path = (root or default_root()) / device_slug / f"{op_name}.json"
     with locked(path):
         present = path if path.exists() else path_of(op_name, device_slug, root)  # a new file begins as the packaged file
-        stored = {entry.key: entry for entry in (load_strict(present) if present.exists() else [])}
-        for entry in entries:
-            stored.pop(entry.key, None)
-            stored[entry.key] = entry
-        replace_text(path, _render(op_name, device_slug, list(stored.values())))
+        replace_text(path, _render(op_name, device_slug, changed(load_strict(present) if present.exists() else [])))
     clear()
     return path
 

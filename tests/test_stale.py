@@ -35,6 +35,7 @@ headline: {case: first}
 GPU = "nvidia_h200"
 DEFAULT = {"block": 1024, "warps": 4, "ctas": 0}
 SLOW = {"block": 4096, "warps": 8, "ctas": 8}
+LABEL = "stream " + OPS["stream"].variants[0].name
 measured: list[str] = []
 
 
@@ -188,6 +189,59 @@ def test_command_lists_what_is_stale_and_then_measures_it(selection: Selection, 
     assert (code, measured) == (0, ["first", "other", "last"])
     assert "configs: 2 as good as their default, 1 slower, which the default replaces, 0 that no longer run" in text
     assert text.endswith("nothing is stale for nvidia_h200\n")
+
+
+def refreshed(selection: Selection, options: Options) -> tuple[int, str]:
+    """Return the exit code of `sweep --stale`, and its output without line breaks."""
+    folders = ["--configs", str(options.configs), "--results", str(options.results)]
+    result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *folders])
+    return result.exit_code, " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("reason", ["crashed", "invalid"])
+def test_config_that_does_not_run_is_dropped_and_the_default_serves(
+    reason: str, selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stale config that crashes stayed in the cache, stale for ever, and calls went on to use it."""
+    if reason == "crashed":
+        monkeypatch.setattr(Bench, "crashed", staticmethod(lambda config: config.ctas == SLOW["ctas"]))
+        problem = "crashed: took longer than 60 s"
+    else:
+        cache.store(GPU, replace(stored(options)[2097152], config={"block": 1024}), options.configs)
+        problem = f"config of {OPS['stream'].variants[0].name}: expected the knobs ['block', 'ctas', 'warps'], got ['block']"
+    code, text = refreshed(selection, options)
+    assert code == 1
+    assert f"dropped: {LABEL} read=2097152 write=1048576 int32 none: {problem}" in text
+    assert "2 as good as their default, 0 slower, which the default replaces, 1 that no longer run" in text
+    assert "`kerneltune tune` searches their cases" in text
+    assert text.endswith("nothing is stale for nvidia_h200")
+    assert set(stored(options)) == {524288, 1048576}
+    code, text = refreshed(selection, options)
+    assert (code, "dropped" in text) == (0, False)
+
+
+def test_config_that_does_not_run_is_kept_while_its_default_does_not(
+    selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bench, "crashed", staticmethod(lambda _config: True))
+    before = stored(options)
+    code, text = refreshed(selection, options)
+    assert (code, stored(options)) == (1, before)
+    assert f"failed: {LABEL} read=2097152 write=1048576 int32 none: crashed: took longer than 60 s" in text
+    assert "3 configs and" in text
+
+
+def test_config_that_crashes_once_is_timed_again(selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured_slow: list[Any] = []
+
+    def crashes_first(config: Any) -> bool:
+        measured_slow.extend([config] if config.ctas == SLOW["ctas"] else [])
+        return len(measured_slow) == 1 and config == measured_slow[0]
+
+    monkeypatch.setattr(Bench, "crashed", staticmethod(crashes_first))
+    code, text = refreshed(selection, options)
+    assert (code, len(measured_slow)) == (0, 2)
+    assert "2 as good as their default, 1 slower, which the default replaces, 0 that no longer run" in text
 
 
 def test_gpu_without_configs_and_records_has_nothing_stale(selection: Selection, tmp_path: Path) -> None:

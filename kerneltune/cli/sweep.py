@@ -49,9 +49,10 @@ def command(
     table of ten cases appears before anything is tuned and before peers that compile are measured; with --quick these cases are
     all, and nothing is tuned. A family may also be the folder of a capture, where configs and results then go.
 
-    --stale holds each config that other code chose to the clock beside its default, and stores the faster; then it measures the
-    cases whose records are of other code or of another config. The most used cases come first, and a run continues where the
-    last run ended. Without a GPU, and with --check-only, it lists them and the minutes that they take.
+    --stale holds each config that other code chose to the clock beside its default, and stores the faster; it drops a config that
+    does not run where the default does. Then it measures the cases whose records are of other code or of another config. The most
+    used cases come first, and a run continues where the last run ended. Without a GPU, and with --check-only, it lists them and
+    the minutes that they take.
 
     --mutate tests `compare`: one element, one row, a zeroed tail, truncation and a scale of 1.01 must be refused on some check
     case. The command fails where `compare` accepts one of the first three. It lists an accepted truncation or scale, which a
@@ -126,14 +127,17 @@ def _refresh(known: Mapping[str, Op], selection: Selection, options: Options) ->
     (one,) = by_gpu
     with Reporter() as progress:
         renewals, measured, left = stale.refresh(one, progress)
-    broken = [(entry, done.problem) for entry, done in renewals if done.problem]
-    num_kept = sum(done.entry is not None and done.entry.config == entry.config for entry, done in renewals)
+    broken = [(entry, result) for entry, result in renewals if result.problem]
+    num_kept = sum(result.entry is not None and result.entry.config == entry.config for entry, result in renewals)
     show_wrapped(
         f"configs: {num_kept} as good as their default, {len(renewals) - num_kept - len(broken)} slower, which the default "
         f"replaces, {len(broken)} that no longer run; {counted(len(measured), 'record')} made"
     )
-    for entry, problem in broken:
-        show_wrapped(f"failed: {entry.op} {entry.variant} {entry.case.label}: {problem}")
+    for entry, result in broken:
+        what = "dropped" if result.dropped else "failed"
+        show_wrapped(f"{what}: {entry.op} {entry.variant} {entry.case.label}: {result.problem}")
+    if any(result.dropped for _, result in broken):
+        show_wrapped("calls no longer run with the dropped configs; `kerneltune tune` searches their cases")
     counts = f"{counted(len(left.configs), 'config')} and {counted(left.cases, 'case')} are stale"
     show_wrapped(
         f"{counts}; the same command goes on there" if left.configs or left.cases else f"nothing is stale for {here.slug}"

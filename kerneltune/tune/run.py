@@ -159,36 +159,45 @@ def renew(
 ) -> list[tuple[cache.CacheEntry, TuningResult]]:
     """Time configs of this GPU against their default in interleaved rounds, and store the faster with new evidence.
 
+    Drop the entry of a config that the operator refuses, or that does not run although the default does.
+
     Return each timed entry with its result, whose `problem` is the reason why the config no longer runs.
 
     until: time of the monotonic clock in s, after which no further config is timed.
     """
-    renewals, options = list[tuple[cache.CacheEntry, TuningResult]](), plan.options
+    renewals, options, here = list[tuple[cache.CacheEntry, TuningResult]](), plan.options, device.current().slug
     work = [(entry, _runs_of(plan.ops[entry.op], entry)) for entry in configs]
     progress.stage("time stale configs", len(work))
     with TuningSession(options) as session:
         for number, (entry, runs) in enumerate(work, start=1):
             if time.monotonic() >= until:
                 break
-            session.queue.look_ahead(run for _, later in work[number:] if not isinstance(later, str) for run in later)
-            done = TuningResult(problem=runs) if isinstance(runs, str) else _renewed(session, runs, entry)
-            if done.entry is not None:
-                cache.store(device.current().slug, done.entry, options.configs)
-            renewals.append((entry, done))
+            session.queue.look_ahead(run for _, later in work[number:] if isinstance(later, list) for run in later)
+            result = _renewed(session, runs, entry) if isinstance(runs, list) else runs
+            if result.entry is not None:
+                cache.store(here, result.entry, options.configs)
+            if result.dropped:
+                cache.drop(here, entry, options.configs)
+            renewals.append((entry, result))
             progress.advance(entry.key.label)
     return renewals
 
 
-def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | str:
-    """Return an entry's task with its config and, if it differs, with the default; or the reason why the config cannot run."""
+def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
+    """Return an entry's task with its config and, if it differs, with the default; or why the config cannot run."""
     case = entry.case
     try:
         variant = op.variant(entry.variant)
+        own, present = ({*dict(case.axes), *dict(case.options)}, {*op.axes, *op.options})
+        if own != present:
+            raise ValueError(f"axes and options {', '.join(sorted(own))}: expected {', '.join(sorted(present))}")
         task, config = Task(op, case, variant, entry.policy), variant.config_from(entry.config)
-        reason = variant.unsupported(case) or variant.valid(case, config)
-        return reason or [Run(task, one) for one in dict.fromkeys([config, task.default])]
+        if reason := variant.unsupported(case) or variant.valid(case, config):
+            raise ValueError(reason)
+        return [Run(task, one) for one in dict.fromkeys([config, task.default])]
     except Exception as error:  # an operator's own code may fail in any way on an old entry
-        return " ".join(str(error).split()) or type(error).__name__
+        problem = " ".join(str(error).split()) or type(error).__name__
+        return TuningResult(problem=problem, dropped=isinstance(error, ValueError | ArithmeticError))  # others are mistakes in it
 
 
 def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntry) -> TuningResult:
@@ -196,15 +205,18 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
     task, configs = runs[0].task, [run.config for run in runs]
     try:
         with session.tuner(task) as tuner:
-            begun = [tuner.begin(config) for config in configs]
+            compilations = [tuner.begin(config) for config in configs]
             tuner.prepare()
             session.queue.fill()
-            for one in begun:
-                one.result()
-            measured = [tuner.request(tuner.measure, config).result() for config in configs]
-            if measured[0].time_us is None:
-                return TuningResult(problem=f"{measured[0].status}: {measured[0].reason}")
-            timed = [config for config, one in zip(configs, measured, strict=True) if one.time_us is not None]
+            for compilation in compilations:
+                compilation.result()
+            own, *others = [tuner.request(tuner.measure, config).result() for config in configs]
+            if own.status == "crashed":  # perhaps another process kept the GPU busy
+                own = tuner.request(tuner.measure, configs[0]).result()
+            if own.time_us is None:
+                default_runs = any(evaluation.time_us is not None for evaluation in others)
+                return TuningResult(problem=f"{own.status}: {own.reason}", dropped=default_runs and own.status != "skipped")
+            timed = [config for config, one in zip(configs, (own, *others), strict=True) if one.time_us is not None]
             best, evidence = tuner.run_final(timed, configs[-1])
     except (WorkerCrashedError, ValueError) as error:
         return TuningResult(problem=f"{'' if isinstance(error, ValueError) else 'crashed: '}{error}")

@@ -41,12 +41,14 @@ class TuningResult:
         best: best config, or best time of a measured space, in a few words.
         skipped: reason why this GPU cannot run the task, or empty.
         problem: reason for a missing config on a GPU that can run the task; empty where all is well.
+        dropped: whether the task's stale entry was removed from the cache, as its config does not run.
     """
 
     entry: cache.CacheEntry | None = None
     best: str = ""
     skipped: str = ""
     problem: str = ""
+    dropped: bool = False
 
     def report(self, progress: Progress, task: Task) -> None:
         """Report that a task was performed."""
