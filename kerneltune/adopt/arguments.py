@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, TypeGuard
 
-from kerneltune.adopt.program import attribute, main_name, values_of_module
+from kerneltune.adopt.program import attribute, main_name
 from kerneltune.identity import code_digest
 
 PLAIN = (bool, int, float, str, type(None))
@@ -58,7 +58,7 @@ def is_function(value: Any) -> bool:
 def _encode_function(function: Any) -> list[str]:
     """Return the module of a function under `triton.jit`, its name there, and its `source_digest`."""
     module, name = function.__module__, function.__qualname__
-    if getattr(attribute(values_of_module(module), name), "fn", None) is not function:
+    if getattr(attribute(function.__globals__, name), "fn", None) is not function:
         raise NotRecordableError(f"a function that {main_name(module)} does not hold by its name, {name}")
     return [main_name(module), name, source_digest(function)]
 

@@ -21,7 +21,6 @@ from typing import Any, Required, TypedDict, cast
 
 from kerneltune.adopt.arguments import NotRecordableError, decode_value, encode_value
 from kerneltune.adopt.kernels import PLAIN_MARK, KernelCall, functions_of, heuristics_of, jit_of
-from kerneltune.adopt.program import values_of_module
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 """Options of a launch that tuning may change without a change of the program around the kernel."""
@@ -238,7 +237,7 @@ def grid_blocks(call: KernelCall) -> dict[str, int]:
 def _changes_grid_alone(call: KernelCall, name: str, size: int) -> bool:
     """Return whether another value of a constexpr gives another grid, and the same values of heuristics."""
     config, changed, kernel = type(call.autotuner.configs[0]), False, call.autotuner.fn
-    held = [value for value in values_of_module(call.name.module).values() if jit_of(value) is kernel]
+    held = [value for value in list(call.autotuner.base_fn.__globals__.values()) if jit_of(value) is kernel]
     around = [each for value in held for each in heuristics_of(value)]
     try:
         own = call.grid(config({name: size}))

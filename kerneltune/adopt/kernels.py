@@ -153,21 +153,27 @@ def is_plain(autotuner: Any) -> bool:
 
 
 def home_of(autotuner: Any) -> KernelName | None:
-    """Return the module that holds an autotuner and the autotuner's name there; None if no module holds it.
+    """Return the module that holds an autotuner and its qualified name there, perhaps in a class; None if no module holds it.
 
-    A program may autotune a kernel of another module.
+    A program may autotune a kernel of another module. The kernel's own module need not be in `sys.modules`.
     """
     name, unwrap = kernel_name(autotuner), autotuner_of
-    held = autotuner.__dict__.get(_TWIN_OF, autotuner)
+    wanted = autotuner.__dict__.get(_TWIN_OF, autotuner)
     if is_plain(autotuner):
-        unwrap, held = jit_of, autotuner.fn
-    own = values_of_module(name.module)
-    if unwrap(attribute(own, name.name)) is held:
+        unwrap, wanted = jit_of, autotuner.fn
+    own = dict(autotuner.base_fn.__globals__)
+    if unwrap(attribute(own, name.name)) is wanted:
         return name
-    for module in dict.fromkeys((name.module, "__main__", *sys.modules)):
-        for key, value in values_of_module(module).items():
-            if (unwrap(value) if module == name.module else value) is held:
+    modules = {module: values_of_module(module) for module in ("__main__", *sys.modules)}
+    for module, values in ((name.module, own), *modules.items()):
+        for key, value in values.items():
+            if (unwrap(value) if values is own else value) is wanted:
                 return KernelName(main_name(module), key)
+    for module, values in ((name.module, own), *modules.items()):
+        for key, value in values.items():
+            for member, inner in vars(value).items() if issubclass(type(value), type) else ():
+                if getattr(inner, "__func__", inner) is wanted:
+                    return KernelName(main_name(module), f"{key}.{member}")
     return None
 
 

@@ -344,8 +344,8 @@ def describe_launch(call: KernelCall, allowed: Sequence[Any], ignored: Collectio
     """
     tuner, name, function = call.autotuner, call.name, call.autotuner.base_fn
     home = kernels.home_of(tuner)
-    file = getattr(sys.modules[home.module], "__file__", None) if home is not None else None
-    home_file = os.path.abspath(file) if file else ""
+    held = vars(sys.modules[home.module]) if home is not None and home.module != name.module else function.__globals__
+    home_file = os.path.abspath(held["__file__"]) if home is not None and held.get("__file__") else ""
     described, storages = arguments.describe(tuner.arg_names, call.args, call.given)
     key = call.author_key()
     candidates = _candidates(call, allowed)
@@ -410,7 +410,7 @@ def _problem(function: Any, home: KernelName | None, file: str, candidates: Sequ
     if kernels.FACTORY in function.__qualname__:
         return "a function made the kernel, so that it cannot be imported by name"
     source = function.__code__.co_filename  # no file in an archive, or if relative and the program has changed the folder
-    own_file = getattr(sys.modules.get(function.__module__), "__file__", None) or ""
+    own_file = function.__globals__.get("__file__") or ""
     if not os.path.isfile(source) and os.path.basename(source) != os.path.basename(own_file):
         return "exec or a notebook cell defined the kernel, so that it cannot be launched again: move it to a module"
     if home is None:

@@ -7,7 +7,7 @@ on. A script without `if __name__ == "__main__"` would otherwise train a model i
 
 import ast
 import dis
-import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,8 +38,7 @@ class ReplayError(CaseError):
 def live_kernel(captured: LaunchClass) -> Any:
     """Import a captured kernel's module and return its autotuner."""
     home, name = captured.home or captured.kernel, captured.kernel.text
-    file = captured.home_file or captured.file
-    held = vars(_module_of(captured, home, file))
+    file, held = _file_of(captured, home.module), vars(_module_of(captured, home))
     unwrap = kernels.jit_of if captured.is_plain else kernels.autotuner_of
     tuners = [found for found in map(unwrap, [attribute(held, home.name), *held.values()]) if found is not None]
     if captured.is_plain:
@@ -67,12 +66,17 @@ def live_kernel(captured: LaunchClass) -> Any:
     return next((tuner for tuner in same if configs_digest(tuner.configs) == captured.configs), same[0])
 
 
-def _module_of(captured: LaunchClass, name: KernelName, file: str = "") -> Any:
-    """Import the module of a kernel, or of a function that is an argument of the kernel: see `_module`.
+def _module_of(captured: LaunchClass, name: KernelName) -> Any:
+    """Import the module of a kernel, or of a function that is an argument of the kernel: see `_module`."""
+    return _module(name, _file_of(captured, name.module), captured.argv, captured.path)
 
-    file: source file of the module; empty for the program's file.
-    """
-    return _module(name, file or next(iter(captured.argv), ""), captured.argv, captured.path)
+
+def _file_of(captured: LaunchClass, module: str) -> str:
+    """Return the source file of a module that a class names; empty if the capture does not have it."""
+    files = {captured.kernel.module: captured.file, "__main__": next(iter(captured.argv), "")}
+    if captured.home is not None and captured.home_file:
+        files[captured.home.module] = captured.home_file
+    return files.get(module, "")
 
 
 @cache
@@ -85,17 +89,38 @@ def _module(name: KernelName, file: str, argv: tuple[str, ...], folders: tuple[s
     is_program = name.module == "__main__"
     if is_program and not path.is_file():
         raise ReplayError(f"{path}: the program's file is gone")
-    what, before = str(path) if is_program else f"{name.module} ({file})", sys.argv
+    what, before = str(path) if is_program else f"{name.module} ({file})" if file else name.module, sys.argv
     sys.argv = list(argv) or before
     try:
         with _first_configs():
-            return load_program(path, name.name) if is_program else importlib.import_module(name.module)
+            return load_program(path, name.name) if is_program else _import(name.module, path)
     except ModuleNotFoundError as error:
         raise ReplayError(f"{what}: {error}: set PYTHONPATH to the folders that the program imports from") from error
     except (Exception, SystemExit) as error:
         raise ReplayError(f"{what}: importing fails here: {first_line(error)}") from error
     finally:
         sys.argv = before
+
+
+def _import(name: str, file: Path) -> ModuleType:
+    """Import a module; execute the file of its top package where no folder has the package, as programs do that load plug-ins.
+
+    Raises:
+        Exception: any exception of the module, or of a package that holds it.
+    """
+    top, *below = name.split(".")
+    if top not in sys.modules and importlib.util.find_spec(top) is None:
+        depth = len(below) - (file.name != "__init__.py")
+        place = file if depth < 0 else file.parents[depth] / "__init__.py"
+        spec = importlib.util.spec_from_file_location(top, place) if place.is_file() else None
+        if spec is not None and spec.loader is not None:
+            sys.modules[top] = importlib.util.module_from_spec(spec)
+            try:
+                spec.loader.exec_module(sys.modules[top])
+            except BaseException:
+                del sys.modules[top]
+                raise
+    return importlib.import_module(name)
 
 
 @contextmanager

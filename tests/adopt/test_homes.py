@@ -1,7 +1,7 @@
 """Kernels are found again as the program had them: its arguments, its globals, and wherever it autotuned them."""
 
 import dataclasses
-import importlib
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 
 from kerneltune.adopt import startup
 from kerneltune.adopt.folder import LaunchClass
+from kerneltune.adopt.kernels import KernelName
 from kerneltune.adopt.operators import author_choice
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import ReplayError, live_kernel
@@ -88,6 +89,75 @@ def test_kernel_that_another_module_autotunes_is_found_there(tmp_path: Path, wri
     (launch,) = captured(tmp_path / "cap", user.chosen)
     assert (launch.kernel.text, launch.problem) == ("of_kernels.added", "")
     assert live_kernel(launch) is user.chosen
+
+
+HELD = {
+    "class": "class Layer:\n    tuned = triton.autotune(CONFIGS, key=['N'])(added)\n",
+    "static": "class Layer:\n    tuned = staticmethod(triton.autotune(CONFIGS, key=['N'])(added))\n",
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_kernel_that_a_class_holds_is_found_there(tmp_path: Path, write: Any, kind: str, is_imported: bool) -> None:
+    name = f"of_{kind}_{is_imported}"
+    kernels = "from of_base import added\n" if is_imported else KERNEL
+    if is_imported:
+        write("of_base", HEAD + "K = 1" + KERNEL)
+    module = write(name, HEAD + "K = 1\n" + kernels + HELD[kind])
+    (launch,) = captured(tmp_path / "cap", module.Layer.tuned)
+    assert (launch.home, launch.problem) == (KernelName(name, "Layer.tuned"), "")
+    assert live_kernel(launch) is module.Layer.tuned
+
+
+def forget(package: str) -> None:
+    """Drop a package and its modules from the imported modules."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        del sys.modules[name]
+
+
+def from_file(name: str, file: Path) -> Any:
+    """Execute a file as a module of this name, as programs load plug-ins."""
+    spec: Any = importlib.util.spec_from_file_location(name, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_kernel_of_a_file_that_the_program_named_itself_is_loaded_from_the_file(tmp_path: Path, write: Any) -> None:
+    write("of_plugin", HEAD + "K = 1" + KERNEL + TUNED)
+    (launch,) = captured(tmp_path / "cap", from_file("of_plugin_of_mine", tmp_path / "of_plugin.py").added)
+    assert (launch.kernel.text, launch.problem) == ("of_plugin_of_mine.added", "")
+    live = live_kernel(launch)
+    assert (live.base_fn.__module__, live.base_fn.__code__.co_filename) == ("of_plugin_of_mine", str(tmp_path / "of_plugin.py"))
+
+
+def test_kernel_in_a_package_that_the_program_named_itself_is_loaded_from_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "node" / "inner"
+    folder.mkdir(parents=True)
+    (tmp_path / "node" / "__init__.py").write_text("from .inner import kernels\n")
+    (folder / "__init__.py").write_text("")
+    (folder / "kernels.py").write_text(HEAD + "from ..constants import K\n" + KERNEL + TUNED)
+    (tmp_path / "node" / "constants.py").write_text("K = 1\n")
+    spec: Any = importlib.util.spec_from_file_location("of_node", tmp_path / "node" / "__init__.py")
+    monkeypatch.setitem(sys.modules, "of_node", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(sys.modules["of_node"])
+    (launch,) = captured(tmp_path / "cap", sys.modules["of_node.inner.kernels"].added)
+    forget("of_node")
+    assert (launch.kernel.text, launch.problem) == ("of_node.inner.kernels.added", "")
+    live = live_kernel(launch)
+    assert live.base_fn.__code__.co_filename == str(folder / "kernels.py")
+    forget("of_node")
+
+
+def test_plugin_that_is_gone_says_what_to_set(tmp_path: Path, write: Any) -> None:
+    write("of_gone", HEAD + "K = 1" + KERNEL + TUNED)
+    (launch,) = captured(tmp_path / "cap", from_file("of_gone_plugin", tmp_path / "of_gone.py").added)
+    (tmp_path / "of_gone.py").unlink()
+    with pytest.raises(ReplayError, match=r"^of_gone_plugin \(.*of_gone.py\): No module named 'of_gone_plugin': set PYTHONPATH"):
+        live_kernel(launch)
 
 
 def test_search_for_an_autotuner_runs_no_code_of_other_globals(tmp_path: Path, write: Any) -> None:
