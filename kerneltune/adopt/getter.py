@@ -276,6 +276,8 @@ EXPERTS = ("hidden_states", "w1", "w2", "topk_weights", "topk_ids")
 """Arguments of vLLM's expert layers. A function that takes them is called with tensors that are made here."""
 SIZES = ("tokens", "experts", "hidden", "inner", "top_k")
 ALL_EXPERTS = "all_experts"
+_NO_SIZES = ("dtype", "device", "seed")
+"""Arguments that a function which makes a call is given beside the sizes."""
 _SPREAD = 0.5
 """Deviation of the log of an expert's popularity: the busiest of 128 experts has about three times the mean."""
 
@@ -290,18 +292,20 @@ def make_call(made: Callable[..., Any], sizes: Mapping[str, int], dtype: str, de
     Raises:
         ValueError: a size is missing, or the function returns something else.
     """
-    parameters = inspect.signature(made).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    other = [name for name in sizes if name not in (*parameters, *SIZES, ALL_EXPERTS)]
-    if other and not takes_any:
-        raise ValueError(f"call: size {other[0]}: the function takes none: expected one of {', '.join(parameters)}")
-    if set(EXPERTS) <= set(parameters):
+    signature = inspect.signature(made).parameters
+    parameters = {name: one for name, one in signature.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    takes_tensors = parameters.keys() >= set(EXPERTS)
+    takes_any = not takes_tensors and any(one.kind is one.VAR_KEYWORD for one in signature.values())
+    names = SIZES if takes_tensors else [name for name in parameters if name not in _NO_SIZES]
+    if (unknown := [name for name in sizes if name not in (*names, *SIZES, ALL_EXPERTS)]) and not takes_any:
+        raise ValueError(f"call: size {unknown[0]}: the function takes none: expected one of {', '.join(names)}")
+    if takes_tensors:
         return partial(made, **_expert_arguments(set(parameters), sizes, dtype, device, seed))
     given = {**sizes, "dtype": torch_dtype(dtype), "device": device, "seed": seed}
     for name, one in parameters.items():
         if name not in given and one.default is one.empty:
             raise ValueError(f"call: argument {name}: missing: give --size {name}=VALUE")
-    function = made(**{name: given[name] for name in parameters if name in given})
+    function = made(**{name: value for name, value in given.items() if takes_any or name in parameters})
     if not callable(function):
         raise ValueError(f"call: returned {type(function).__name__}: expected a function without arguments, such as a partial")
     call: Callable[[], Any] = function

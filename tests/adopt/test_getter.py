@@ -107,6 +107,13 @@ def test_probe_finds_the_own_config_of_each_call_and_the_options_that_reach_the_
     assert found.cases[0].bytes == 4 * (64 + 4 * 3 * 32 * 64 + 2 + 2)  # activations, weights, and two pairs
 
 
+def test_call_that_takes_any_size_is_given_each_size() -> None:
+    def case(rows: int, **sizes: Any) -> Callable[[], Any]:
+        return lambda: (rows, sizes["columns"], sizes["seed"])
+
+    assert make_call(case, {"rows": 4, "columns": 8}, "float32", "cpu", 3)() == (4, 8, 3)
+
+
 OVERRIDDEN = """
 class Choice:
     @staticmethod
@@ -142,7 +149,9 @@ BAD = {
     + "@functools.cache\ndef kept(): return get_config()\ndef case(rows): return lambda: torch.ones(kept()['BLOCK'])\n",
     "call: FILE: fails with its own config: ZeroDivisionError: integer ": GOOD + "def case(rows): return lambda: 1 // 0\n",
     "call: argument columns: missing: give --size columns=VALUE": GOOD + "def case(rows, columns): return None\n",
-    "call: size rows: the function takes none: expected one of columns": GOOD + "def case(columns=1): return None\n",
+    "call: size rows: the function takes none: expected one of columns": GOOD + "def case(columns=1, dtype=0): return None\n",
+    "call: size rows: the function takes none: expected one of tokens, experts, hidden, inner, top_k": GOOD
+    + "def case(hidden_states, w1, w2, topk_weights, topk_ids, **more): return None\n",
     "call: returned int: expected a function without arguments, such as a partial": GOOD + "def case(rows): return 3\n",
     "getter: FILE: importing fails: NameError: name 'missing' is not defined": "missing\n",
     "call: 'FILE': FILE has no function case": GOOD,
