@@ -313,7 +313,7 @@ def remove_stale(root: Path, launched: Collection[str]) -> list[LaunchClass]:
     kernels = {kernel for kernel, _ in present}
     stale = [each for each in classes if each.kernel in kernels and (each.kernel, each.source) not in present]
     for each in stale:
-        shutil.rmtree(root / CLASSES / each.digest)
+        shutil.rmtree(root / CLASSES / each.digest, ignore_errors=True)  # another rank may remove it, too
     return stale
 
 

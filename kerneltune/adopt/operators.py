@@ -18,6 +18,7 @@ from kerneltune.files import replace_text
 from kerneltune.listing import OF_EVERY_CASE
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Space, Traffic, Variant
 from kerneltune.sweep import Section, sweep_text
+from kerneltune.wording import first_of
 
 CLASS = "launch"
 BYTES, BYTES_OF = "bytes", "arguments"
@@ -41,8 +42,16 @@ class Numbered:
 
 @cache
 def operators(folder: str) -> tuple[Op, ...]:
-    """Return the operators of a capture, see `operators_of`; the first call of a process reads the folder."""
-    return operators_of(read_capture(Path(folder)))
+    """Return the operators of a capture, see `operators_of`; the first call of a process reads the folder.
+
+    Raises:
+        ValueError: no class of the capture can be launched again.
+    """
+    capture = read_capture(Path(folder))
+    if capture.classes and all(launch.problem for launch in capture.classes):
+        reasons = dict.fromkeys(f"{launch.kernel.text}: {launch.problem}" for launch in capture.classes)
+        raise ValueError(f"{folder}: no launch can be made again: {first_of(list(reasons), 1)}")
+    return operators_of(capture)
 
 
 def operators_of(capture: Capture) -> tuple[Op, ...]:

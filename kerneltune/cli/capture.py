@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -42,8 +43,9 @@ def command(
     Subprocesses are recorded as well. The kernels run with their authors' first configs, so nothing is timed, or as the authors
     tune them under --autotune. The capture holds shapes, strides, configs, grids, the values of integer and boolean tensors, and
     samples of other tensors of at most 1 MiB. The exit code is the program's, or 2 if a decorator names an argument that
-    its kernel lacks, or 1 if a program that ended with 0 left nothing to capture. The program's output is untouched; messages of
-    this command go to standard error.
+    its kernel lacks, or 1 if a program that ended with 0 left nothing to capture. Where torchrun, srun or mpirun has started this
+    command once for each rank, a rank without kernels ends with 0. The program's output is untouched; messages of this command
+    go to standard error.
     """
     from kerneltune.adopt.folder import CLASSES, process_files, read_notes
     from kerneltune.adopt.program import require_program, run_program
@@ -74,7 +76,16 @@ def command(
             more += "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
         kept = f"; {out} keeps its earlier launches" if (out / CLASSES).is_dir() else ""
         error_line(f"nothing was captured: {_reason(notes.refused, sorted(notes.made), pattern, code)}{more}{kept}")
-    raise typer.Exit(code or int(not is_captured))
+    raise typer.Exit(code or int(not is_captured and not _is_one_of_several_ranks()))
+
+
+_NUM_RANKS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables in which torchrun, srun, Open MPI and MPICH give each process the number of processes."""
+
+
+def _is_one_of_several_ranks() -> bool:
+    """Return whether a launcher has started this command once for each rank: it ends the job where a rank ends with an error."""
+    return any(os.environ.get(name, "").isdecimal() and int(os.environ[name]) > 1 for name in _NUM_RANKS)
 
 
 def _finish(out: Path, launched: Collection[str], ignored: Sequence[str]) -> bool:

@@ -269,6 +269,16 @@ def test_capture_of_a_program_without_kernels_says_so(tmp_path: Path) -> None:
     assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (1, said, False)
 
 
+@pytest.mark.parametrize(("variable", "count", "code"), [("WORLD_SIZE", "2", 0), ("SLURM_STEP_NUM_TASKS", "1", 1)])
+def test_rank_without_kernels_does_not_end_the_job_of_its_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, count: str, code: int
+) -> None:
+    monkeypatch.setenv(variable, count)
+    result = run("capture", "--out", tmp_path / "cap", "--", "true")
+    assert (result.exit_code, result.stderr.startswith("nothing was captured: ")) == (code, True)
+    assert run("capture", "--out", tmp_path / "cap", "--", "false").exit_code == 1
+
+
 def test_capture_of_kernels_inside_a_compiled_graph_names_the_option_that_sees_them(tmp_path: Path) -> None:
     code = "import torch, triton; torch.compile(torch.sin, backend='eager')(torch.ones(3))"
     result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, "-c", code)
@@ -301,6 +311,9 @@ def test_capture_of_a_kernel_of_a_notebook_cell_says_that_it_cannot_be_tuned(tmp
     assert "doubled: cannot be tuned: exec or a notebook cell defined the kernel" in result.stderr
     (launch,) = read_capture(tmp_path / "cap").classes
     assert launch.problem.endswith("so that it cannot be launched again: move it to a module")
+    swept = run("sweep", tmp_path / "cap", "--check-only")
+    assert swept.exit_code == 2
+    assert swept.stderr == f"error: {tmp_path / 'cap'}: no launch can be made again: __main__.doubled: {launch.problem}\n"
 
 
 def test_capture_of_a_program_that_fails_says_when(tmp_path: Path) -> None:
