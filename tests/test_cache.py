@@ -87,7 +87,7 @@ def look(root: Path, rows: int, columns: int, dtype: str = "bfloat16", free: tup
     return hits[0] if hits else None
 
 
-def test_the_file_holds_one_sorted_entry_a_line(tmp_path: Path) -> None:
+def test_store_of_several_entries_writes_one_entry_per_line_in_order(tmp_path: Path) -> None:
     for stored in (entry(16384), entry(8192), entry(8192, variant="atomic"), entry(16384, warps=8)):
         path = cache.store(GPU, stored, tmp_path)
     assert path == tmp_path / GPU / f"{OP}.json"
@@ -109,7 +109,7 @@ def test_the_file_holds_one_sorted_entry_a_line(tmp_path: Path) -> None:
     assert not list(path.parent.glob("*.tmp")) + list(path.parent.glob(".*.tmp"))
 
 
-def test_exact_then_nearest(tmp_path: Path) -> None:
+def test_look_up_returns_the_exact_entry_else_the_nearest(tmp_path: Path) -> None:
     for stored in (entry(8192, warps=4), entry(16384, warps=8), entry(8192, 8192, warps=16)):
         cache.store(GPU, stored, tmp_path)
     hit = look(tmp_path, 8192, 4096)
@@ -130,14 +130,14 @@ def test_exact_then_nearest(tmp_path: Path) -> None:
     assert look(tmp_path, 0, 4096, free=("M",)) is not None
 
 
-def test_ties_go_to_the_larger_size_then_to_the_config_text(tmp_path: Path) -> None:
+def test_candidates_at_one_distance_are_ordered_by_larger_size_then_by_config_text(tmp_path: Path) -> None:
     for stored in (entry(4096, warps=1), entry(16384, warps=2), entry(8192, 8192, warps=8), entry(8192, 2048, warps=3)):
         cache.store(GPU, stored, tmp_path)
     hits = candidates(tmp_path, axes(8192, 4096))
     assert [hit.entry.config["warps"] for hit in hits] == [2, 8, 1, 3]
 
 
-def test_another_16_bit_type_serves_last_and_no_other_type_does(tmp_path: Path) -> None:
+def test_look_up_without_an_entry_of_the_dtype_returns_one_of_another_16_bit_dtype_only(tmp_path: Path) -> None:
     cache.store(GPU, entry(warps=4, dtype="float16"), tmp_path)
     cache.store(GPU, entry(warps=2, dtype="float32"), tmp_path)
     hit = look(tmp_path, 8192, 4096)
@@ -154,12 +154,12 @@ def test_another_16_bit_type_serves_last_and_no_other_type_does(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("change", [{"quant": "none"}, {"policy": "hot"}, {"variant": "atomic"}, {"options": ()}])
-def test_everything_but_free_axes_and_type_must_match(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_look_up_with_another_fixed_field_returns_none(tmp_path: Path, change: dict[str, Any]) -> None:
     cache.store(GPU, entry(**change), tmp_path)
     assert look(tmp_path, 8192, 4096) is None
 
 
-def test_a_policy_without_an_entry_of_its_own_takes_what_models_run_with(tmp_path: Path) -> None:
+def test_look_up_under_a_policy_without_an_entry_returns_the_cold_entry(tmp_path: Path) -> None:
     cache.store(GPU, entry(warps=4), tmp_path)
     cache.store(GPU, entry(16384, warps=8, policy="hot"), tmp_path)
 
@@ -174,7 +174,7 @@ def test_a_policy_without_an_entry_of_its_own_takes_what_models_run_with(tmp_pat
     assert served(8192, "hot") == [(2, True), (4, False), (8, False)]
 
 
-def test_a_config_serves_sizes_of_its_own_band_only(tmp_path: Path) -> None:
+def test_look_up_with_bands_returns_entries_of_the_same_band_only(tmp_path: Path) -> None:
     for rows in (16, 32, 100):
         cache.store(GPU, entry(rows, warps=rows), tmp_path)
     bands = {"M": (16, 32)}
@@ -196,7 +196,7 @@ def near(
     return [(hit.entry.config["warps"], hit.exact, hit.distance) for hit in hits]
 
 
-def test_the_case_itself_then_other_values_of_free_options_then_other_sizes(tmp_path: Path) -> None:
+def test_candidates_are_exact_then_of_other_free_options_then_of_other_sizes(tmp_path: Path) -> None:
     """Never both: that is left to the default."""
     stored = [(4096, 128, False), (8192, 32, False), (8192, 64, False), (8192, 64, True), (4096, 64, False)]
     for warps, (rows, group, zeros) in enumerate(stored):
@@ -210,20 +210,20 @@ def test_the_case_itself_then_other_values_of_free_options_then_other_sizes(tmp_
     assert near(tmp_path, (("group", 128),)) == []
 
 
-def test_an_option_that_is_no_number_is_an_octave_and_ties_go_to_the_larger_one(tmp_path: Path) -> None:
+def test_candidates_of_another_option_value_have_distance_1_and_larger_values_first(tmp_path: Path) -> None:
     for group in (32, 64, 128):
         cache.store(GPU, entry(warps=group, options=(("group", group), ("zeros", False))), tmp_path)
     assert near(tmp_path, (("group", 0), ("zeros", False))) == [(128, False, 1), (64, False, 1), (32, False, 1)]
     assert near(tmp_path, (("group", 64), ("zeros", True)))[0] == (64, False, 1)
 
 
-def test_other_options_of_the_own_type_come_before_another_type(tmp_path: Path) -> None:
+def test_candidates_of_the_same_dtype_precede_those_of_another_dtype(tmp_path: Path) -> None:
     cache.store(GPU, entry(warps=1, dtype="float16", options=GROUPS), tmp_path)
     cache.store(GPU, entry(warps=2, options=(("group", 128), ("zeros", True))), tmp_path)
     assert near(tmp_path, GROUPS) == [(2, False, 1), (1, False, 0)]
 
 
-def test_no_rows_are_another_size_than_one(tmp_path: Path) -> None:
+def test_look_up_of_0_rows_and_of_1_row_are_different_sizes(tmp_path: Path) -> None:
     cache.store(GPU, entry(0), tmp_path)
     found = look(tmp_path, 1, 4096), look(tmp_path, 0, 4096)
     assert [hit and (hit.exact, hit.distance) for hit in found] == [(False, 0), (True, 0)]
@@ -237,7 +237,7 @@ def chooser(root: Path, most_warps: int = 8, **free: Any) -> cache.Chooser:
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
-def test_a_chooser_takes_the_first_that_is_valid_and_remembers_until_something_is_stored(tmp_path: Path) -> None:
+def test_chooser_returns_the_first_valid_config_until_the_next_store(tmp_path: Path) -> None:
     asked = (axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU)
     choose = chooser(tmp_path)
     assert choose(*asked) is DEFAULT
@@ -254,7 +254,7 @@ def test_a_chooser_takes_the_first_that_is_valid_and_remembers_until_something_i
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
-def test_a_chooser_passes_over_what_is_not_valid_of_other_options(tmp_path: Path) -> None:
+def test_chooser_skips_invalid_configs_of_other_free_options(tmp_path: Path) -> None:
     choose = chooser(tmp_path, free_options=("zero_centered",))
     asked = (axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU)
     cache.store(GPU, entry(warps=16, options=(("zero_centered", True),)), tmp_path)
@@ -273,7 +273,7 @@ def test_a_chooser_passes_over_what_is_not_valid_of_other_options(tmp_path: Path
     "knobs",
     [{"block": 0, "warps": 4}, {"block": 1024}, {"block": 1024, "warps": 4, "early": True}, {"block": 1024, "warps": "4"}],
 )
-def test_knobs_that_the_variant_no_longer_has_are_passed_over(tmp_path: Path, knobs: dict[str, Any]) -> None:
+def test_chooser_skips_entries_with_unknown_knobs(tmp_path: Path, knobs: dict[str, Any]) -> None:
     cache.store(GPU, entry(config=knobs), tmp_path)
     assert chooser(tmp_path)(axes(8192, 4096), "bfloat16", "fp8", OPTIONS, GPU) is DEFAULT
     cache.store(GPU, entry(16384), tmp_path)
@@ -281,7 +281,7 @@ def test_knobs_that_the_variant_no_longer_has_are_passed_over(tmp_path: Path, kn
 
 
 @pytest.mark.parametrize("error", [KeyError("M"), TypeError("no number"), IndexError("2")])
-def test_mistake_in_valid_is_raised_and_no_config_is_called_invalid_for_it(error: Exception) -> None:
+def test_valid_config_raises_an_error_of_the_code_of_valid(error: Exception) -> None:
     def mistaken(_case: Case, _config: Any) -> None:
         raise error
 
@@ -291,7 +291,7 @@ def test_mistake_in_valid_is_raised_and_no_config_is_called_invalid_for_it(error
         operator(mistaken).variant("optimized").valid_config(case, knobs)
 
 
-def test_knobs_that_valid_cannot_compute_with_are_invalid() -> None:
+def test_valid_config_of_knobs_that_valid_cannot_compute_with_is_none() -> None:
     def divides(_case: Case, config: Any) -> None:
         assert 4096 % config.block == 0
 
@@ -309,7 +309,7 @@ class MoreKnobs:
     blocks: int = 1
 
 
-def test_a_knob_that_is_newer_than_a_stored_config_has_its_default() -> None:
+def test_config_from_an_older_entry_gives_a_newer_knob_its_default() -> None:
     assert config_from(MoreKnobs, {"block": 1024, "warps": 4}) == MoreKnobs(1024, 4, 1)
     assert config_from(MoreKnobs, {"block": 1024, "warps": 4, "blocks": 2}) == MoreKnobs(1024, 4, 2)
     for knobs in (
@@ -321,7 +321,7 @@ def test_a_knob_that_is_newer_than_a_stored_config_has_its_default() -> None:
             config_from(MoreKnobs, knobs)
 
 
-def test_root_is_the_environment_then_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_root_is_that_of_the_environment_else_of_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     assert cache.default_root() == tmp_path
     monkeypatch.delenv("KERNELTUNE_CONFIGS")
@@ -358,7 +358,7 @@ def with_entry(path: Path, index: int, **changes: Any) -> None:
         ({"axes": {"M": 8192, "N": 4096}}, "case: '16384x4096': expected one entry of each identity"),
     ],
 )
-def test_a_broken_entry_is_a_miss_with_one_warning(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_load_of_a_broken_entry_skips_it_with_one_warning(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     path = stored_file(tmp_path)
     with_entry(path, 1, **changes)
     cache.clear()
@@ -381,7 +381,7 @@ def test_a_broken_entry_is_a_miss_with_one_warning(tmp_path: Path, changes: dict
         ('{"schema": 1, "op": "rmsnorm_fwd", "device": "nvidia_h200"}', ": entries: missing"),
     ],
 )
-def test_a_broken_file_is_a_miss_with_one_warning_and_is_never_overwritten(tmp_path: Path, text: str, message: str) -> None:
+def test_look_up_in_a_broken_file_warns_once_and_store_refuses_it(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / GPU / f"{OP}.json"
     path.parent.mkdir()
     path.write_text(text)
@@ -395,7 +395,7 @@ def test_a_broken_file_is_a_miss_with_one_warning_and_is_never_overwritten(tmp_p
     assert path.read_text() == text
 
 
-def test_two_broken_entries_are_one_warning(tmp_path: Path) -> None:
+def test_load_of_two_broken_entries_warns_once(tmp_path: Path) -> None:
     path = stored_file(tmp_path)
     with_entry(path, 0, dtype="")
     with_entry(path, 1, quant="")
@@ -406,7 +406,7 @@ def test_two_broken_entries_are_one_warning(tmp_path: Path) -> None:
     ]
 
 
-def test_no_file_is_a_silent_miss(tmp_path: Path) -> None:
+def test_load_without_a_file_is_empty_and_load_strict_raises(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cache.load(OP, GPU, tmp_path) == []
@@ -415,7 +415,7 @@ def test_no_file_is_a_silent_miss(tmp_path: Path) -> None:
     assert str(error.value) == f"cannot read {tmp_path}/x.json: No such file or directory"
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_store_into_a_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
     (tmp_path / GPU).write_text("")
     with pytest.raises(ValueError) as error:
         cache.store(GPU, entry(), tmp_path)
@@ -423,7 +423,7 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [GPU]
 
 
-def test_a_failing_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = stored_file(tmp_path)
     before = path.read_text()
 
@@ -438,7 +438,7 @@ def test_a_failing_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.
     assert not list(path.parent.glob(".*.tmp"))
 
 
-def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:
+def test_store_of_an_infinite_knob_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^config: .*: expected values that JSON can hold, in the evidence too$"):
         cache.store(GPU, entry(config={"x": float("inf")}), tmp_path)
 
@@ -448,7 +448,7 @@ def _store_twenty(root: Path, first: int) -> None:
         cache.store(GPU, entry(rows), root)
 
 
-def test_two_processes_lose_nothing(tmp_path: Path) -> None:
+def test_store_from_two_processes_keeps_all_entries(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_store_twenty, args=(tmp_path, first)) for first in (1, 101)]
     for worker in workers:
@@ -460,7 +460,7 @@ def test_two_processes_lose_nothing(tmp_path: Path) -> None:
     assert stored == [*range(1, 21), *range(101, 121)]
 
 
-def test_the_nearest_is_never_farther_than_any_other(tmp_path: Path) -> None:
+def test_candidates_are_sorted_by_distance(tmp_path: Path) -> None:
     rng = random.Random(0)
     for warps in range(30):
         cache.store(GPU, entry(rng.randrange(1, 10000), rng.randrange(1, 10000), warps), tmp_path)

@@ -64,7 +64,7 @@ def written(options: Options) -> list[Path]:
     return sorted(path.relative_to(options.results) for path in found)
 
 
-def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Options) -> None:
+def test_sweep_without_a_gpu_only_checks(stream_sweep: Selection, options: Options) -> None:
     progress = Spoken()
     found = run_sweep(load_plan(OPS, stream_sweep, options), progress).records
     assert [(r.op, r.variant, r.case, r.status) for r in found] == [
@@ -84,7 +84,7 @@ def test_without_a_gpu_a_sweep_only_checks(stream_sweep: Selection, options: Opt
     ]  # fmt: skip
 
 
-def test_checks_are_written_where_git_does_not_look_and_nowhere_else(stream_sweep: Selection, options: Options) -> None:
+def test_sweep_writes_check_records_into_ignored_runs_only(stream_sweep: Selection, options: Options) -> None:
     swept = run_sweep(load_plan(OPS, stream_sweep, options), Progress())
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
     path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
@@ -95,13 +95,15 @@ def test_checks_are_written_where_git_does_not_look_and_nowhere_else(stream_swee
     assert not options.configs.exists()
 
 
-def test_the_results_folder_of_the_environment(stream_sweep: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_without_a_folder_uses_kerneltune_results(
+    stream_sweep: Selection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KERNELTUNE_RESULTS", str(tmp_path / "elsewhere"))
     run(stream_sweep, Options())
     assert (tmp_path / "elsewhere" / "runs" / "interpreter" / "tiny.check.jsonl").is_file()
 
 
-def test_a_second_run_replaces_its_rows_and_keeps_the_others(stream_sweep: Selection, options: Options) -> None:
+def test_sweep_run_again_replaces_its_rows_and_keeps_the_others(stream_sweep: Selection, options: Options) -> None:
     path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
     run(stream_sweep, options)
     old = [changed(record, date="2020-01-01T00:00:00+00:00") for record in records.load(path)]
@@ -114,7 +116,7 @@ def test_a_second_run_replaces_its_rows_and_keeps_the_others(stream_sweep: Selec
     assert after[0].date != old[0].date
 
 
-def test_rows_of_cases_that_the_file_no_longer_has_are_dropped(stream_sweep: Selection, options: Options) -> None:
+def test_sweep_drops_rows_of_cases_that_the_sweep_file_lacks(stream_sweep: Selection, options: Options) -> None:
     path = options.results / "runs" / "interpreter" / "tiny.check.jsonl"  # type: ignore[operator]
     run(stream_sweep, options)
     first, second = records.load(path)
@@ -124,7 +126,7 @@ def test_rows_of_cases_that_the_file_no_longer_has_are_dropped(stream_sweep: Sel
     assert [record.case for record in records.load(path)] == ["odd"]
 
 
-def test_every_own_variant_is_checked_and_no_peer(tmp_path: Path, options: Options) -> None:
+def test_sweep_checks_every_own_variant_and_no_peer(tmp_path: Path, options: Options) -> None:
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
     found = run(Selection(str(path)), options)
@@ -148,7 +150,9 @@ def test_every_own_variant_is_checked_and_no_peer(tmp_path: Path, options: Optio
         ({"cases": ("none", "x"), "ops": ("rmsnorm_fwd",)}, {("rmsnorm_fwd", "none")}),
     ],
 )
-def test_a_selection_takes_a_part(tmp_path: Path, options: Options, part: dict[str, Any], expected: set[Any]) -> None:
+def test_sweep_of_a_selection_checks_its_rows_only(
+    tmp_path: Path, options: Options, part: dict[str, Any], expected: set[Any]
+) -> None:
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
     found = run(Selection(str(path), variants=("optimized",), **part), options)
@@ -164,7 +168,7 @@ def test_a_selection_takes_a_part(tmp_path: Path, options: Options, part: dict[s
         ({"cases": ("small",), "variants": ("eager",)}, "no installed variant to check in the 2 check cases selected"),
     ],
 )
-def test_where_nothing_is_checked_nothing_passes(
+def test_sweep_that_checks_nothing_raises_and_writes_nothing(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch, part: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setattr(Variant, "missing", lambda variant: variant.requires)
@@ -177,7 +181,7 @@ def test_where_nothing_is_checked_nothing_passes(
 
 
 @pytest.mark.parametrize("variants", [("eager", "optimized"), ("e*r", "opt*")])
-def test_a_peer_that_is_named_is_checked(tmp_path: Path, options: Options, variants: tuple[str, ...]) -> None:
+def test_sweep_of_a_named_peer_checks_it(tmp_path: Path, options: Options, variants: tuple[str, ...]) -> None:
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
     found = run(Selection(str(path), cases=("small",), variants=variants), options)
@@ -186,7 +190,7 @@ def test_a_peer_that_is_named_is_checked(tmp_path: Path, options: Options, varia
     ]
 
 
-def test_an_interrupted_check_goes_on_where_it_was(
+def test_sweep_after_an_interrupt_continues_behind_checked_cases_of_the_same_source(
     stream_sweep: Selection, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not with what other source has checked."""
@@ -221,7 +225,7 @@ def test_an_interrupted_check_goes_on_where_it_was(
     assert log.read_text().split() == ["odd", "even"]
 
 
-def test_a_selection_of_nothing_is_named(tmp_path: Path, options: Options) -> None:
+def test_selection_without_a_case_raises_with_the_nearest_name(tmp_path: Path, options: Options) -> None:
     path = tmp_path / "norm.yaml"
     path.write_text(RMSNORM)
     with pytest.raises(ValueError, match=r"norm.yaml: no case with case=smal dtype=bfloat16,float16; did you mean small\?$"):
@@ -247,7 +251,7 @@ def no_values(_inputs: Any) -> Any:
         ({"compare": lambda *_: None}, r"^test_campaign.py:\d+: compare: None: expected a list of lines"),
     ],
 )
-def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
+def test_operator_that_raises_outside_of_its_kernels_has_failed_records(
     stream_sweep: Selection, options: Options, broken: dict[str, Any], reason: str
 ) -> None:
     known = {**OPS, "stream": replace(OPS["stream"], **broken)}
@@ -257,7 +261,7 @@ def test_an_operator_that_fails_beside_its_kernels_fails_its_rows(
     assert every(re.search(reason, record.reason) for record in found)
 
 
-def test_a_reference_that_all_variants_disagree_with_is_doubted(options: Options, tmp_path: Path) -> None:
+def test_check_notes_a_reference_that_all_variants_disagree_with(options: Options, tmp_path: Path) -> None:
     told: list[str] = []
 
     class Told(Progress):
@@ -272,7 +276,7 @@ def test_a_reference_that_all_variants_disagree_with_is_doubted(options: Options
     assert told == ["rmsnorm_fwd: all 2 variants disagree with the reference: is the reference right?"]
 
 
-def test_a_case_too_large_for_this_machine_is_skipped(
+def test_case_larger_than_free_memory_is_skipped(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "host_free_bytes", lambda: 262_143)
@@ -281,7 +285,7 @@ def test_a_case_too_large_for_this_machine_is_skipped(
     assert (even.status, even.reason) == ("skipped", "needs 262,144 bytes, 262,143 are free")
 
 
-def test_a_wrong_kernel_is_a_failed_record_that_says_why(
+def test_variant_with_wrong_results_has_a_failed_record_with_the_reason(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def errors(self: Checker, variant: Variant, config: Any, runs: int = 1) -> list[str]:
@@ -294,7 +298,7 @@ def test_a_wrong_kernel_is_a_failed_record_that_says_why(
     assert even.status == "checked"
 
 
-def test_a_config_that_is_wrong_is_a_failed_record_of_its_own(
+def test_config_with_wrong_results_has_a_failed_record_of_its_own(
     stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def errors(self: Checker, variant: Variant, config: Any, runs: int = 1) -> list[str]:
@@ -308,7 +312,7 @@ def test_a_config_that_is_wrong_is_a_failed_record_of_its_own(
     assert every(record.config != odd.config for record in others)
 
 
-def test_a_result_that_a_variant_without_knobs_keeps_is_a_failed_record(stream_sweep: Selection, options: Options) -> None:
+def test_variant_without_knobs_that_keeps_its_first_result_has_a_failed_record(stream_sweep: Selection, options: Options) -> None:
     op, kept = OPS["stream"], dict[int, Any]()
 
     def run(given: Any, _config: None) -> Any:
@@ -333,7 +337,7 @@ def test_a_result_that_a_variant_without_knobs_keeps_is_a_failed_record(stream_s
     ],
     ids=["tune", "compare"],
 )
-def test_what_needs_a_gpu_says_so_and_writes_nothing(
+def test_command_that_needs_a_gpu_raises_without_one_and_writes_nothing(
     stream_sweep: Selection, options: Options, command: Callable[[Selection, Options], Any], text: str
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -352,7 +356,7 @@ def test_what_needs_a_gpu_says_so_and_writes_nothing(
         ({"family": "no/such.yaml"}, "cannot read no/such.yaml: no such file"),
     ],
 )
-def test_names_that_do_not_exist_are_one_line_and_nothing_runs(
+def test_sweep_of_unknown_names_raises_one_line_before_anything_runs(
     stream_sweep: Selection, options: Options, change: dict[str, Any], text: str
 ) -> None:
     progress = Spoken()
@@ -364,7 +368,7 @@ def test_names_that_do_not_exist_are_one_line_and_nothing_runs(
     assert written(options) == []
 
 
-def test_results_that_cannot_be_written_are_one_line(stream_sweep: Selection, tmp_path: Path) -> None:
+def test_sweep_with_an_unwritable_results_folder_raises_one_line(stream_sweep: Selection, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"^cannot write .*tiny\.check\.journal\.jsonl: ") as caught:
         run(stream_sweep, Options(results=tmp_path / "file"))
@@ -386,7 +390,7 @@ print([([kernel.name for kernel in found.kernels], found.error) for found in com
 """
 
 
-def test_what_a_check_will_launch_is_compiled_before() -> None:
+def test_check_compiles_its_kernels_ahead_in_other_processes() -> None:
     """In a process of its own: this one has Triton's interpreter on."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", AHEAD], capture_output=True, text=True, env=env, timeout=120)

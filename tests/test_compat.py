@@ -23,7 +23,7 @@ def test_each_private_name_has_a_purpose_and_a_consequence() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_private_name_is_in_the_installed_package(name: str) -> None:
+def test_private_name_exists_in_the_installed_package(name: str) -> None:
     module, _, attributes = name.partition(":")
     pytest.importorskip(module.partition(".")[0])
     found: Any = importlib.import_module(module)
@@ -54,7 +54,7 @@ def test_only_compat_imports_private_names(folder: str) -> None:
     assert [name for file in files for name in private_imports(file.read_text(encoding="utf-8"))] == []
 
 
-def test_compiled_module_is_told_from_another() -> None:
+def test_is_compiled_is_true_for_compiled_modules_only() -> None:
     import torch
 
     layer, whole = nn.Linear(1, 1), nn.Linear(1, 1)

@@ -37,7 +37,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_current_device_is_what_torch_and_the_driver_tell() -> None:
+def test_current_device_has_the_fields_of_torch_and_of_the_driver() -> None:
     here = device.current()
     assert here == Device("NVIDIA H200", "sm_90", 132, 50 << 20, "580.1")
     assert (here.slug, here.is_gpu, len(here.unit)) == ("nvidia_h200", True, 12)
@@ -52,7 +52,7 @@ def test_current_device_of_amd_has_the_architecture_without_its_features(monkeyp
     assert (here.arch, here.driver, here.slug) == ("gfx942", "6.4.1", "amd_instinct_mi300x")
 
 
-def test_current_device_is_the_interpreter_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_device_with_triton_interpret_set_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(device, "has_gpu", lambda: True)
     assert device.current.__wrapped__() is NO_GPU
@@ -70,14 +70,14 @@ def test_backend_is_the_interpreter_without_a_gpu(
     assert os.environ.get("TRITON_INTERPRET") == interpreted
 
 
-def test_torch_is_not_asked_on_a_machine_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_gpu_without_a_driver_is_false_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device.os.path, "exists", lambda _path: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked torch"))
     assert not device.may_have_gpu()
     assert not device.has_gpu()
 
 
-def test_unit_tells_gpus_apart_and_says_nothing_else() -> None:
+def test_unit_of_a_serial_is_a_digest_that_differs_between_gpus() -> None:
     first, second = device.unit_of("GPU-0a1b-2"), device.unit_of("GPU-0a1b-3")
     assert first == device.unit_of("0a1b-2")
     assert first != second
@@ -86,18 +86,18 @@ def test_unit_tells_gpus_apart_and_says_nothing_else() -> None:
     assert device.unit_of("GPU-00000000-0000") == ""
 
 
-def test_architecture_of_a_folder_is_known_without_its_gpu() -> None:
+def test_arch_of_a_gpu_folder_is_known_without_the_gpu() -> None:
     assert device.arch_of("nvidia_b200") == "sm_100"
     assert device.arch_of(device.current().slug) == device.current().arch
     assert device.arch_of("nvidia_gtx_970") == ""
     assert {device.slug(name) for name in PEAK_TFLOPS} == set(ARCHITECTURES)
 
 
-def test_tensors_without_memory_are_for_a_usual_gpu() -> None:
+def test_sm_count_of_a_meta_tensor_is_132() -> None:
     assert device.sm_count("meta", None) == 132
     assert device.sm_count("cpu", None) == NO_GPU.sms
 
 
 @pytest.mark.parametrize(("reasons", "slowed"), [(0, False), (0x4, False), (0x8, True), (0x20, True), (0x24, True)])
-def test_heat_and_the_power_brake_slow_down_but_the_power_cap_does_not(reasons: int, slowed: bool) -> None:
+def test_slowed_down_counts_heat_and_power_brake_but_not_the_power_cap(reasons: int, slowed: bool) -> None:
     assert device.slowed_down(reasons) is slowed

@@ -123,7 +123,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU prints")
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.kind in ("sh", "console") for b in blocks(page))], ids=named)
-def test_commands_of_a_page_run_or_parse(
+def test_command_of_a_page_runs_or_parses(
     page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_files(page, folder)
@@ -200,7 +200,7 @@ def unknown(values: dict[str, Any], folder: Path, known: set[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_block_of_a_page_has_a_language_and_loads(page: Path, folder: Path) -> None:
+def test_block_of_a_page_has_a_language_and_loads(page: Path, folder: Path) -> None:
     assert not indented_commands(page), "a command outside of a fence"
     assert options_in_prose(page) - OPTIONS_OF_SCRIPTS <= all_options()
     assert not [(text, wrong) for text in inline_commands(page) if (wrong := known_options(text.split()[1:]))]
@@ -304,7 +304,7 @@ def first_line(block: Block) -> str:
 PROBLEMS = {"python": python_problems, "yaml": yaml_problems, "toml": toml_problems, "text": text_problems}
 
 
-def test_no_exception_is_stale() -> None:
+def test_exceptions_of_these_tests_all_occur_in_a_page() -> None:
     all_blocks = [block for page in PAGES for block in blocks(page)]
     lines = {command.line for block in all_blocks for command in block.commands()}
     assert NOT_RUN.keys() <= lines | set(map(first_line, all_blocks))
@@ -312,7 +312,7 @@ def test_no_exception_is_stale() -> None:
     assert every(name in everything for name in {*READERS, *MADE_ON_A_GPU, *PLACEHOLDERS})
 
 
-def test_python_reference_names_what_exists() -> None:
+def test_python_reference_names_existing_objects_only() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for target, members in re.findall(r"^::: (\S+)\n(?:    options: \{ members: \[(.*)\] \})?", text, re.MULTILINE):
         module, _, name = target.rpartition(".")
@@ -347,14 +347,14 @@ def test_architecture_names_modules_and_functions_that_exist() -> None:
         assert re.search(rf"^\s*(?:def |class )?{name.rpartition('.')[2]}\b", source, re.MULTILINE), f"{module}: {name}"
 
 
-def test_readme_is_short() -> None:
+def test_readme_has_at_most_150_lines_and_900_words() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
     assert len(text.split()) <= 900
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+def test_links_of_a_page_have_targets(page: Path) -> None:
     missing = [
         link
         for link in LINK.findall(re.sub(r"`[^`]*`", "", prose(page)))

@@ -39,12 +39,12 @@ def _asks_what_is_not_there(x_ptr, n):
         (ValueError("x" * 300), f"ValueError: {'x' * 200}"),
     ],
 )
-def test_the_first_line_that_says_something(error: BaseException, text: str) -> None:
+def test_first_line_skips_lines_without_content(error: BaseException, text: str) -> None:
     assert first_line(error) == text
 
 
 @pytest.mark.parametrize("unit", ["/a", " (/a", "/site-packages/a", " (/a/site-packages/"])
-def test_a_long_text_is_read_in_time(unit: str) -> None:
+def test_without_places_of_a_long_text_takes_less_than_half_a_second(unit: str) -> None:
     text = unit * (40_000 // len(unit))
     began = time.process_time()
     assert len(without_places(text)) <= len(text)
@@ -52,7 +52,7 @@ def test_a_long_text_is_read_in_time(unit: str) -> None:
     assert without_places("/a" * 20_000) == "/a" * 20_000
 
 
-def test_what_is_unknown_names_what_is_known_and_the_nearest_of_it() -> None:
+def test_unknown_name_error_lists_known_names_and_the_nearest() -> None:
     assert str(unknown("op", "rmsnrom_fwd", ["rmsnorm_fwd", "stream"])) == (
         "op: 'rmsnrom_fwd': expected one of rmsnorm_fwd, stream; did you mean rmsnorm_fwd?"
     )
@@ -68,7 +68,7 @@ def test_what_is_unknown_names_what_is_known_and_the_nearest_of_it() -> None:
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="the error is the compiler's")
-def test_an_error_in_triton_s_interpreter_names_the_statement_of_the_kernel() -> None:
+def test_error_in_the_interpreter_names_the_line_of_the_kernel() -> None:
     given = torch.zeros(4)
     with pytest.raises(Exception) as caught:
         _asks_what_is_not_there[(1,)](given, 4)

@@ -13,7 +13,7 @@ def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
 
 
-def test_kernels_are_sorted_into_kinds_by_their_names() -> None:
+def test_times_of_kernels_are_added_up_by_kind_of_name() -> None:
     from model_steps import by_kind
 
     found = by_kind([("_grouped_gemm", 2.0), ("triton_poi_fused_grouped_mm", 1.0), ("nvjet_tst", 4.0), ("unknown", 0.5)])
@@ -29,7 +29,7 @@ def test_model_steps_of_an_unknown_model_names_the_known_ones(capsys: pytest.Cap
     assert "qwen3-30b-a3b" in capsys.readouterr().err
 
 
-def test_the_table_of_memory() -> None:
+def test_memory_text_is_a_table_of_kept_bytes() -> None:
     from moe_memory import Memory, memory_text
 
     found = {"bf16": Memory(470_000_000, 0, 2_000_000_000), "tensorwise, cached": Memory(235_400_000, 1_880_000_000, 900_000_000)}
@@ -41,7 +41,7 @@ def test_the_table_of_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_fp8_keeps_less_for_the_backward() -> None:
+def test_memory_kept_for_the_backward_pass_is_less_in_fp8() -> None:
     from moe_memory import step_memory
 
     M, K, E, N = 32768, 2048, 8, 1408

@@ -37,7 +37,7 @@ def ours(op: str) -> list[CacheEntry]:
 
 @pytest.mark.parametrize("format_", ["triton", "python", "json"])
 @pytest.mark.parametrize("op", ["rmsnorm_fwd", "rmsnorm_bwd"])
-def test_what_is_exported_comes_back(format_: str, op: str, tmp_path: Path) -> None:
+def test_export_then_import_gives_the_same_configs(format_: str, op: str, tmp_path: Path) -> None:
     files, root = tmp_path / "files", tmp_path / "configs"
     assert run("export", op, files, "--format", format_, "--gpu", "nvidia_h200").exit_code == 0
     result = run("import", op, *sorted(files.iterdir()), "--gpu", "nvidia_h200", "--configs", root)
@@ -47,7 +47,7 @@ def test_what_is_exported_comes_back(format_: str, op: str, tmp_path: Path) -> N
     assert {tuple(entry.evidence) for entry in back} == {("imported",)}
 
 
-def test_the_dispatch_module_needs_nothing_and_finds_the_nearest(tmp_path: Path) -> None:
+def test_python_export_returns_the_nearest_config_without_kerneltune(tmp_path: Path) -> None:
     run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
     first = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))
     (example,) = re.findall(r"^# (best\(.*\)) returns knobs$", (tmp_path / "rmsnorm_bwd.py").read_text(), re.MULTILINE)
@@ -59,7 +59,7 @@ def test_the_dispatch_module_needs_nothing_and_finds_the_nearest(tmp_path: Path)
     assert done.stdout.splitlines() == [str(wanted.config), "None"]
 
 
-def test_the_dispatch_module_knows_what_another_policy_takes(tmp_path: Path) -> None:
+def test_python_export_returns_the_cold_config_for_another_policy(tmp_path: Path) -> None:
     run("export", "rmsnorm_bwd", tmp_path, "--gpu", "nvidia_h200")
     best = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))["best"]
     entry = ours("rmsnorm_bwd")[0]
@@ -89,7 +89,7 @@ def test_the_dispatch_module_refuses_names_that_its_table_lacks(misspelt: dict[s
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 @pytest.mark.parametrize("name", ["int4_gemm", "rmsnorm_fwd", "fp8_group_colwise_dual", "fp8_grouped_gemm", "fp8_tensorwise_2d"])
-def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Path) -> None:
+def test_python_export_returns_what_the_cache_returns_for_any_case(name: str, tmp_path: Path) -> None:
     """Sizes between those tuned, other options and types, some of them with configs that are not valid there."""
     assert run("export", name, tmp_path, "--gpu", "nvidia_h200").exit_code == 0
     best = runpy.run_path(str(tmp_path / f"{name}.py"))["best"]
@@ -114,7 +114,7 @@ def test_the_dispatch_module_gives_what_the_cache_gives(name: str, tmp_path: Pat
     assert len(set(found)) > 5
 
 
-def test_an_import_does_not_replace_what_was_measured(tmp_path: Path) -> None:
+def test_import_keeps_measured_entries_unless_forced(tmp_path: Path) -> None:
     files, root = tmp_path / "files", tmp_path / "configs"
     run("export", "rmsnorm_bwd", files, "--gpu", "nvidia_h200")
     (file,) = files.iterdir()
@@ -127,7 +127,7 @@ def test_an_import_does_not_replace_what_was_measured(tmp_path: Path) -> None:
     assert run(*command, "--force").stdout == f"{total} entries stored in {path}\n"
 
 
-def test_an_import_on_a_full_disk_stores_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_on_a_full_disk_stores_all_entries_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, root = tmp_path / "files", tmp_path / "configs"
     run("export", "rmsnorm_bwd", files, "--gpu", "nvidia_h200")
     (file,) = files.iterdir()
@@ -152,14 +152,14 @@ def test_an_import_on_a_full_disk_stores_all_or_nothing(tmp_path: Path, monkeypa
     assert sorted(p.name for p in path.parent.iterdir()) == [f".{path.name}.lock", path.name]
 
 
-def test_an_import_of_a_source_of_any_size_takes_bounded_memory(tmp_path: Path) -> None:
+def test_import_of_a_file_above_4_mib_raises(tmp_path: Path) -> None:
     path = tmp_path / "large.py"
     path.write_text(f"ENTRIES = [{'1,' * (3 << 20)}]")
     with pytest.raises(ValueError, match=r"^cannot read .*large\.py: \d+ bytes: expected at most 4194304$"):
         exchange.read(path, OPS["rmsnorm_bwd"])
 
 
-def test_nothing_is_stored_outside_the_cache(tmp_path: Path) -> None:
+def test_import_with_a_path_as_gpu_raises_and_stores_nothing(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b"
     run("export", "rmsnorm_bwd", tmp_path / "files", "--gpu", "nvidia_h200")
     (file,) = (tmp_path / "files").iterdir()
@@ -184,7 +184,9 @@ NOT_JSON = ": not a table of configs, as `cache export --format json` writes it"
         ("a.json", "[" * 100_000, f"{NOT_JSON}: JSON: expected `object`, got `array`"),
     ],
 )
-def test_a_file_of_no_format_is_one_line_and_nothing_is_stored(name: str, text: str, message: str, tmp_path: Path) -> None:
+def test_import_of_an_unknown_format_raises_one_line_and_stores_nothing(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / name).write_text(text)
     result = run("import", "rmsnorm_bwd", tmp_path / name, "--gpu", "nvidia_h200", "--configs", tmp_path / "configs")
     assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path / name}{message}\n")
@@ -205,7 +207,7 @@ def hand(*replaced: str) -> str:
     return text.replace(*replaced, 1) if replaced else text
 
 
-def test_a_table_written_by_hand_is_stored_and_exported_alike(tmp_path: Path) -> None:
+def test_import_of_a_handwritten_table_exports_the_same_table(tmp_path: Path) -> None:
     (tmp_path / "hand.json").write_text(hand())
     root = tmp_path / "configs"
     result = run("import", "rmsnorm_bwd", tmp_path / "hand.json", "--gpu", "nvidia_h200", "--configs", root)
@@ -227,7 +229,7 @@ def test_a_table_written_by_hand_is_stored_and_exported_alike(tmp_path: Path) ->
         ('"warps"', '"WARPS"', ": M=1024 N=4096 bfloat16 none zero_centered=False: config of pr593: expected the knobs"),
     ],
 )
-def test_a_mistake_in_a_table_is_named_with_its_field_or_case(was: str, becomes: str, message: str, tmp_path: Path) -> None:
+def test_import_of_a_table_with_a_mistake_names_field_or_case(was: str, becomes: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "hand.json"
     file.write_text(hand(was, becomes))
     result = run("import", "rmsnorm_bwd", file, "--gpu", "nvidia_h200", "--configs", tmp_path / "configs")
@@ -236,7 +238,7 @@ def test_a_mistake_in_a_table_is_named_with_its_field_or_case(was: str, becomes:
     assert not (tmp_path / "configs").exists()
 
 
-def test_an_export_of_many_files_is_one_line(tmp_path: Path) -> None:
+def test_export_of_many_files_prints_one_line(tmp_path: Path) -> None:
     result = run("export", "rmsnorm_bwd", tmp_path / "files", "--format", "json", "--gpu", "nvidia_h200")
     written = len(list((tmp_path / "files").iterdir()))
     assert written > 1
@@ -244,7 +246,7 @@ def test_an_export_of_many_files_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("format_", sorted(exchange.WRITERS))
-def test_what_is_of_another_operator_or_gpu_is_refused(format_: str, tmp_path: Path) -> None:
+def test_import_of_a_file_of_another_operator_or_gpu_raises(format_: str, tmp_path: Path) -> None:
     """Of an operator with the same axes and options, whose files look the same but for its name."""
     op, entry, root = OPS["rmsnorm_bwd"], ours("rmsnorm_bwd")[0], tmp_path / "configs"
     written = {device: exchange.WRITERS[format_](op, device, [entry], {}) for device in ("nvidia_h200", "nvidia_h100")}
@@ -267,7 +269,7 @@ def test_what_is_of_another_operator_or_gpu_is_refused(format_: str, tmp_path: P
     assert imported("nvidia_h200") == (0, f"0 entries stored in {path}\n", "")
 
 
-def test_autotune_modules_give_configs_and_key_in_the_author_s_capitals(tmp_path: Path) -> None:
+def test_triton_export_has_knobs_and_key_in_the_spelling_of_the_kernel(tmp_path: Path) -> None:
     assert run("export", "rmsnorm_bwd", tmp_path, "--format", "triton", "--gpu", "nvidia_h200").exit_code == 0
     module = runpy.run_path(str(tmp_path / "rmsnorm_bwd.py"))
     made = module["configs"]()
@@ -295,7 +297,7 @@ NASTY = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30) | st.samp
 
 @settings(max_examples=60, deadline=None)
 @given(device=NASTY, name=NASTY, variant=NASTY, dtype=NASTY, option=NASTY, knob=NASTY, value=NASTY)
-def test_generated_modules_import_whatever_names_hold(
+def test_python_export_of_names_with_code_in_them_runs_no_code(
     device: str, name: str, variant: str, dtype: str, option: str, knob: str, value: str
 ) -> None:
     """Names of folders and of a cache's entries never become code or a path."""
@@ -316,7 +318,7 @@ def test_generated_modules_import_whatever_names_hold(
                 assert json.loads(text)["configs"] == {"8": entry.config}
 
 
-def test_an_operator_that_is_not_loaded_is_not_exported(tmp_path: Path) -> None:
+def test_export_of_an_operator_that_is_not_loaded_raises(tmp_path: Path) -> None:
     file = tmp_path / "configs" / "nvidia_h200" / "gone.json"
     file.parent.mkdir(parents=True)
     file.write_text((SHIPPED / "rmsnorm_bwd.json").read_text().replace('"op": "rmsnorm_bwd"', '"op": "gone"'))
@@ -326,7 +328,7 @@ def test_an_operator_that_is_not_loaded_is_not_exported(tmp_path: Path) -> None:
     assert not (tmp_path / "files").exists()
 
 
-def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
+def test_import_of_an_invalid_config_stores_nothing(tmp_path: Path) -> None:
     bad = replace(ours("rmsnorm_bwd")[0], config={**ours("rmsnorm_bwd")[0].config, "warps": 4096})
     for name, text in exchange.to_python(OPS["rmsnorm_bwd"], "g", [*ours("rmsnorm_bwd")[1:], bad], {}).items():
         (tmp_path / name).write_text(text)
@@ -336,7 +338,7 @@ def test_an_invalid_config_in_a_file_stores_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "configs").exists()
 
 
-def test_exports_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+def test_export_with_an_unknown_format_or_variant_raises(tmp_path: Path) -> None:
     assert run("export", "rmsnorm_bwd", tmp_path, "--format", "yaml").stderr == (
         "error: format: 'yaml': expected one of triton, python, json\n"
     )

@@ -12,7 +12,7 @@ from kerneltune import files
 from kerneltune.files import append_lines, decode, locked, read_bytes, replace_text
 
 
-def test_replace_and_append(tmp_path: Path) -> None:
+def test_append_after_replace_keeps_both_texts_and_no_other_file(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "a.md"
     replace_text(path, "1 µs\n")
     replace_text(path, "2 µs\n")
@@ -34,7 +34,7 @@ def test_append_lines_behind_a_partial_line_cuts_or_ends_it(tmp_path: Path) -> N
     assert path.read_bytes() == b"3\n"
 
 
-def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replace_that_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.md"
     replace_text(path, "before")
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -44,7 +44,7 @@ def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replace_that_is_interrupted_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_descriptor: int) -> None:
         raise KeyboardInterrupt
 
@@ -54,7 +54,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_replace_removes_what_a_killed_writer_left_and_nothing_that_is_being_written(tmp_path: Path) -> None:
+def test_replace_removes_temporary_files_of_killed_writers_only(tmp_path: Path) -> None:
     abandoned, held, other = (tmp_path / name for name in (f".{'0' * 16}.tmp", f".{'1' * 16}.tmp", ".a.tmp"))
     for path in (abandoned, held, other):
         path.write_text("")
@@ -64,7 +64,7 @@ def test_replace_removes_what_a_killed_writer_left_and_nothing_that_is_being_wri
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a.md", held, other])
 
 
-def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_replace_of_an_unwritable_path_raises_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "a.md", tmp_path):
         with pytest.raises(ValueError, match=f"^cannot write {path}: "):
@@ -74,7 +74,7 @@ def test_what_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_pipe_is_written_and_stays_a_pipe() -> None:
+def test_replace_of_a_pipe_writes_into_it() -> None:
     replace_text(Path("/dev/null"), "x")
     assert not Path("/dev/null").is_file()
 
@@ -98,7 +98,7 @@ def test_replace_never_follows_a_name_that_was_linked_beforehand(tmp_path: Path)
     assert (path.read_text(), victim.read_text()) == ("after", "mine")
 
 
-def test_read_refuses_what_is_no_regular_file_of_a_usual_size(tmp_path: Path) -> None:
+def test_read_of_a_pipe_a_folder_or_a_too_large_file_raises(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_bytes(b"x" * 11)
     with pytest.raises(ValueError, match=r"^cannot read .*pipe: not a regular file$"):
@@ -109,7 +109,7 @@ def test_read_refuses_what_is_no_regular_file_of_a_usual_size(tmp_path: Path) ->
         read_bytes(tmp_path)
 
 
-def test_a_lock_that_is_held_says_by_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_that_is_held_raises_with_the_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "WAIT_S", 0.05)
     path, done = tmp_path / "a.json", Event()
 
@@ -127,13 +127,13 @@ def test_a_lock_that_is_held_says_by_whom(tmp_path: Path, monkeypatch: pytest.Mo
     holder.join()
 
 
-def test_decode_of_a_broken_tail_behind_a_wrong_value_is_one_line() -> None:
+def test_decode_of_a_wrong_value_before_a_broken_tail_raises_one_line() -> None:
     with pytest.raises(ValueError) as error:
         decode('{"a": "x"} trailing', dict[str, int])
     assert "\n" not in str(error.value)
 
 
-def test_decode_of_a_deep_tail_behind_a_wrong_value_is_one_line() -> None:
+def test_decode_of_a_wrong_value_before_a_deeply_nested_tail_raises_one_line() -> None:
     with pytest.raises(ValueError) as error:
         decode('{"a": ' + "[" * 100_000, dict[str, int])
     assert str(error.value).startswith(("a: ", "JSON: "))

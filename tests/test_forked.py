@@ -33,7 +33,7 @@ def test_fork_writes_shared_bytes() -> None:
     assert shared_bytes(0).tolist() == []
 
 
-def test_what_triton_imports_at_a_first_launch_is_imported_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_forked_imports_modules_of_a_first_launch_before_the_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "triton.experimental.gluon", raising=False)
     run_forked(lambda: None)
     assert "triton.experimental.gluon" in sys.modules
@@ -69,7 +69,7 @@ def test_fork_that_exits_is_an_error() -> None:
         run_forked(lambda: sys.exit(0))
 
 
-def test_launch_that_crashes_costs_itself_alone(tmp_path: Path) -> None:
+def test_launch_that_crashes_in_a_fork_leaves_later_launches_right(tmp_path: Path) -> None:
     x, table = torch.arange(8.0), torch.zeros(1, dtype=torch.int64)
     startup.capture(tmp_path)
     followed[(1,)](table, torch.empty(0), 0)

@@ -43,7 +43,7 @@ def look_up(rows: int = 8192) -> object:
 
 
 @pytest.mark.alone
-def test_a_look_up_takes_at_most_2_us() -> None:
+def test_look_up_of_a_known_case_takes_at_most_2_us() -> None:
     assert isinstance(look_up(), FwdConfig)
     assert seconds_per_call(look_up, 20_000) <= 2e-6
 
@@ -51,7 +51,7 @@ def test_a_look_up_takes_at_most_2_us() -> None:
 @pytest.mark.alone
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 @pytest.mark.parametrize("module", [gemm, fp8_gemm, fastest])
-def test_the_first_look_up_of_a_number_of_tokens_takes_as_long_as_two_short_loops(module: Any) -> None:
+def test_first_look_up_of_a_number_of_tokens_takes_at_most_two_short_loops(module: Any) -> None:
     choose = cache.Chooser.of(module.OP, module.OP.variant("optimized"))
     values = {"group": 128, "zeros": False, "bias": False, "fp8_copy": True}
     options = tuple((name, values[name]) for name in module.OP.options)
@@ -70,13 +70,13 @@ def test_the_first_look_up_of_a_number_of_tokens_takes_as_long_as_two_short_loop
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
-def test_whether_an_entry_is_stale_takes_at_most_100_us() -> None:
+def test_changed_of_an_entry_takes_at_most_100_us() -> None:
     variant = OP.variant("optimized")
     entry = cache.load(OP.name, "nvidia_h200")[0]
     assert seconds_per_call(lambda: changed(variant, entry, here=True), 100) < 1e-4
 
 
-def test_the_first_look_up_of_a_size_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_look_up_of_a_further_size_reads_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(look_up(1), FwdConfig)
     monkeypatch.setattr(cache, "read_bytes", lambda path, _limit: pytest.fail(f"read {path}"))
     assert isinstance(look_up(3), FwdConfig)
@@ -90,7 +90,7 @@ class NoLaunch:
 
 
 @pytest.mark.alone
-def test_a_call_costs_little_beside_its_outputs_and_its_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_without_allocation_and_launch_stays_below_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate_only(monkeypatch)
     monkeypatch.setattr(forward, "_rmsnorm_fwd_once", NoLaunch())
     where = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,7 +110,7 @@ def test_a_call_costs_little_beside_its_outputs_and_its_launch(monkeypatch: pyte
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_the_wrapper_costs_at_most_as_much_again_as_a_bare_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_takes_at_most_twice_a_bare_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare a call with a Triton launch with the same allocations.
 
     The goal is 1.3x, the README says what was measured; the bound here only catches a wrapper that got out of hand.

@@ -137,14 +137,14 @@ def test_digest_of_code_that_runs_otherwise_changes(digest: Digest, change: tupl
     assert digest(change) != digest()
 
 
-def test_digest_of_what_wraps_operators_for_the_engine_stays(digest: Digest) -> None:
+def test_digest_does_not_depend_on_the_engine_s_wrapper(digest: Digest) -> None:
     more = "\n\ndef wrapped(inputs):\n    from kerneltune.kernel_lib.functions import MADE\n    return MADE(run)(inputs, None)\n"
     one, other = (digest(more=more.replace("MADE", name), name="wrapped") for name in ("run_of", "constant"))
     assert one == other
     assert one != digest(("2.0", "3.0"), more=more.replace("MADE", "run_of"), name="wrapped")
 
 
-def test_digest_of_code_in_another_module_stays(digest: Digest) -> None:
+def test_digest_of_code_moved_to_another_module_stays(digest: Digest) -> None:
     moved = HOST[HOST.index("@cache") : HOST.index("class Knobs")]
     there = ("WIDTH = 1 << 4\n", "WIDTH = 1 << 4\nfrom functools import cache\n" + moved)
     assert digest((moved, ""), there, ("import WIDTH, _copy", "import _rows, _copy")) == digest()
@@ -188,7 +188,7 @@ def test_digest_of_a_partial_depends_on_its_arguments(digest: Digest) -> None:
     assert digest(more=more, name="one") == digest(more=more, name="same") != digest(more=more, name="two")
 
 
-def test_digest_of_a_function_of_a_factory_depends_on_what_it_holds(digest: Digest) -> None:
+def test_digest_of_a_closure_depends_on_the_values_it_holds(digest: Digest) -> None:
     more = "\n\ndef made(n):\n    def inner(x):\n        return x + n\n    return inner\n\n\n"
     more += "one, same, two = made(1), made(1), made(2)\n"
     assert digest(more=more, name="one") == digest(more=more, name="same") != digest(more=more, name="two")
@@ -305,7 +305,7 @@ def run(x, n: tl.intSIZE):
 
 
 @pytest.mark.parametrize("text", REACHED.values(), ids=REACHED)
-def test_digest_changes_with_the_code_that_is_reached_and_not_with_addresses(digest: Digest, text: str) -> None:
+def test_digest_depends_on_code_reached_in_any_way_and_not_on_addresses(digest: Digest, text: str) -> None:
     one, same, other = (digest(more=text.replace("SIZE", size)) for size in ("8", "8", "16"))
     assert one == same != other
 
@@ -377,7 +377,7 @@ def test_digest_of_a_file_edited_after_its_import_is_refused(
         assert len(code_digest(kernel)) == 12
 
 
-def test_digest_of_every_variant_is_read() -> None:
+def test_digest_of_every_variant_has_12_characters() -> None:
     digests = {(op.name, variant.name): variant.source_hash for op in ops.load().values() for variant in op.variants}
     assert every(len(text) == 12 for text in digests.values())
     assert code_digest(functools.partial(len, ())) != code_digest(functools.partial(len, (1,)))

@@ -42,7 +42,7 @@ except BaseException:
 """
 
 
-def test_an_interrupt_within_an_import_waits_for_its_end(tmp_path: Path) -> None:
+def test_interrupt_within_an_import_waits_for_the_end_of_the_import(tmp_path: Path) -> None:
     (tmp_path / "slow_module.py").write_text(SLOW_MODULE)
     done = subprocess.run([sys.executable, "-c", IMPORTS, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() in (["imported", "True", "interrupted"], ["interrupted"]), done.stderr
@@ -50,13 +50,13 @@ def test_an_interrupt_within_an_import_waits_for_its_end(tmp_path: Path) -> None
     assert done.returncode == 0
 
 
-def test_an_interrupt_that_comes_when_the_command_has_ended_says_nothing_and_the_next_kills() -> None:
+def test_interrupt_at_the_end_of_a_command_is_silent_and_the_next_kills() -> None:
     for seconds, code in ((["0.2"], 130), (["0.2", "0.6"], -signal.SIGINT)):
         done = subprocess.run([sys.executable, "-c", AT_THE_END, *seconds], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (code, "")
 
 
-def test_an_interrupt_that_a_package_swallows_ends_the_command_all_the_same(tmp_path: Path) -> None:
+def test_interrupt_that_a_package_swallows_ends_the_command(tmp_path: Path) -> None:
     (tmp_path / "swallows.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n    pass\n"
         "from versus_jobs import OPS\n"

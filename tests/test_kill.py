@@ -15,7 +15,7 @@ from started import TESTS, environment, running, wait_for
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])
-def test_what_is_measured_when_a_search_is_interrupted_is_not_waited_for_and_not_stored(interrupts: int, tmp_path: Path) -> None:
+def test_interrupted_search_neither_awaits_nor_stores_the_running_measurement(interrupts: int, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
     env = environment(OMP_NUM_THREADS="1") | {LOG: str(log)}
@@ -39,9 +39,7 @@ def test_what_is_measured_when_a_search_is_interrupted_is_not_waited_for_and_not
 
 
 @pytest.mark.parametrize(("sent", "exit_code", "said"), [(signal.SIGKILL, -9, ""), (signal.SIGTERM, 130, "interrupted\n")])
-def test_nothing_that_hangs_outlives_a_search_that_is_killed(
-    sent: signal.Signals, exit_code: int, said: str, tmp_path: Path
-) -> None:
+def test_killed_search_leaves_no_hanging_process(sent: signal.Signals, exit_code: int, said: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.touch()
     command = [sys.executable, "-c", "import orphan_jobs; orphan_jobs.main()"]

@@ -36,7 +36,7 @@ def test_shipped_records_have_the_roles_that_their_operators_give(path: Path) ->
 
 
 @pytest.mark.parametrize("command", [["ops"], ["compare", "baseline", "optimized", "--family", "rmsnorm"]], ids=lambda c: c[0])
-def test_command_that_only_looks_imports_no_torch(command: list[str]) -> None:
+def test_ops_and_compare_import_neither_torch_nor_triton(command: list[str]) -> None:
     code = "import sys; from kerneltune.cli import main\ntry: main()\nfinally: print(*sys.modules, file=sys.stderr)"
     before = os.times()
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # as on a machine without a GPU, whose driver would be asked
@@ -48,7 +48,7 @@ def test_command_that_only_looks_imports_no_torch(command: list[str]) -> None:
     assert seconds < 4  # 0.5 and 0.8 on an idle machine; with torch 4.4
 
 
-def test_module_that_the_index_lacks_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_a_module_missing_from_the_index_are_read_by_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[None] = []
     monkeypatch.setattr(listing, "INDEX", tmp_path / "none.json")
     assert ops.facts(lambda: prepared.append(None)).keys() == ops.load().keys()
@@ -139,7 +139,7 @@ def test_contract_without_a_mistake_passes(changes: dict[str, Any]) -> None:
     ],
     ids=lambda value: "" if isinstance(value, dict) else value.partition(": expected")[0],
 )
-def test_contract_with_a_mistake_is_one_line(changes: dict[str, Any], message: str) -> None:
+def test_contract_with_a_mistake_raises_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         check_contract(op(**changes))
     assert str(error.value) == message
@@ -164,14 +164,14 @@ def test_contract_with_a_mistake_is_one_line(changes: dict[str, Any], message: s
     ],
     ids=lambda value: "" if isinstance(value, dict) else value.partition(": expected")[0],
 )
-def test_knobs_with_a_mistake_are_one_line_with_the_place_in_the_code(changes: dict[str, Any], message: str) -> None:
+def test_knobs_with_a_mistake_raise_one_line_with_file_and_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         check_contract(op(**changes))
     case = "copy optimized M=4096 N=4096 bfloat16 none layout=row"
     assert re.fullmatch(rf"test_listing\.py:\d+: {re.escape(message)}, for {case}", str(error.value))
 
 
-def test_plug_in_with_a_mistake_is_refused_when_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plug_in_with_a_mistake_raises_when_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake = "import dataclasses\nfrom kerneltune.ops.stream import OP\n"
     mistake += "OPS = (dataclasses.replace(OP, name='mistaken', free_axes=('rows',)),)\n"
     (tmp_path / "mistaken_operator.py").write_text(mistake)
@@ -202,9 +202,7 @@ def no_traffic(case: Case) -> Traffic:
         ({"unsupported": lambda case: case["K"]}, "unsupported: KeyError: 'K'"),
     ],
 )
-def test_an_operator_that_contradicts_itself_on_a_case_of_a_sweep_is_one_line(
-    changes: dict[str, Any], said: str, tmp_path: Path
-) -> None:
+def test_operator_that_contradicts_itself_on_a_case_raises_one_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     check_case(op(), Case("a", (("M", 7), ("N", 8)), "bfloat16", options=(("layout", "row"),)))
     (tmp_path / "s.yaml").write_text("family: s\nops: [copy]\ncheck:\n  - {name: a, M: [7], N: 8}\n")
     with pytest.raises(ValueError) as caught:
@@ -218,5 +216,5 @@ def test_an_operator_that_contradicts_itself_on_a_case_of_a_sweep_is_one_line(
     ("short", "whole"),
     [("bf16", "bfloat16"), ("bf16+fp32+e4m3", "bfloat16+float32+float8_e4m3fn"), ("fp16+int8", "float16+int8"), ("none", "none")],
 )
-def test_element_types_have_a_short_name_also_in_each_part_of_a_joined_name(short: str, whole: str) -> None:
+def test_short_names_of_dtypes_apply_to_each_part_of_a_joined_name(short: str, whole: str) -> None:
     assert (short_dtype(whole), dtype_name(short)) == (short, whole)

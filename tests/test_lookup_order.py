@@ -49,7 +49,7 @@ def found(root: Path, size: int, gpu: str = GPU, max_distance: float = 4.0) -> F
     return Found(choice.config, choice.source, choice.describe())
 
 
-def test_the_own_entry_then_the_nearest_within_the_distance_then_the_default(tmp_path: Path) -> None:
+def test_look_up_returns_the_exact_entry_else_a_near_one_else_the_default(tmp_path: Path) -> None:
     store(tmp_path, 1024, 512)
     store(tmp_path, 4096, 64)
     assert found(tmp_path, 4096) == Found(Small(64, 8), "own", "")
@@ -61,7 +61,7 @@ def test_the_own_entry_then_the_nearest_within_the_distance_then_the_default(tmp
     assert found(tmp_path, 4097, max_distance=0.0) == DEFAULT
 
 
-def test_a_gpu_without_configs_takes_those_of_the_nearest_architecture_and_says_so_once(
+def test_look_up_on_a_gpu_without_configs_returns_those_of_the_nearest_architecture_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "ARCHITECTURES", {**device.ARCHITECTURES, "amd_mi300x": "gfx942", "amd_mi250": "gfx90"})
@@ -80,7 +80,7 @@ def test_a_gpu_without_configs_takes_those_of_the_nearest_architecture_and_says_
     assert found(tmp_path, 1024, H100) == DEFAULT
 
 
-def test_a_call_on_a_gpu_without_configs_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_on_a_gpu_without_configs_warns_of_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: Device("NVIDIA H100 80GB HBM3", "sm_90", 132, 50 << 20, "580"))
     store(tmp_path, CASE["M"], 512)
     with pytest.warns(UserWarning) as caught:
@@ -90,7 +90,7 @@ def test_a_call_on_a_gpu_without_configs_is_a_miss(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.filterwarnings("error")
-def test_rules_of_older_versions_are_ignored(tmp_path: Path) -> None:
+def test_look_up_ignores_rules_files_of_older_versions(tmp_path: Path) -> None:
     store(tmp_path, 1024, 512)
     for gpu in (GPU, H100):
         rules = tmp_path / gpu / "rules" / "fake.json"
@@ -104,7 +104,9 @@ def test_rules_of_older_versions_are_ignored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", [{"block": float("nan"), "warps": 4}, {"block": 0, "warps": 4}, {"block": -16, "warps": 4},
                                     {"block": 64, "warps": -1}, {"block": 10**400, "warps": 4}, {"block": 48, "warps": 4},
                                     {"block": True, "warps": 4}, {"block": None, "warps": 4}])  # fmt: skip
-def test_an_entry_that_no_kernel_takes_is_a_miss_with_one_warning_that_names_it(config: dict[str, Any], tmp_path: Path) -> None:
+def test_look_up_of_an_entry_with_unusable_knobs_warns_once_and_returns_the_default(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
     good = {"variant": "optimized", "case": "good", "axes": {"M": 64}, "dtype": "bfloat16", "quant": "none", "options": {},
             "policy": "cold", "config": {"block": 128, "warps": 8}, "evidence": {}}  # fmt: skip
     bad = {**good, "case": "bad", "axes": dict(CASE.axes), "config": config}
@@ -121,7 +123,7 @@ def test_an_entry_that_no_kernel_takes_is_a_miss_with_one_warning_that_names_it(
     assert "entries[0]" in ours[0] or "optimized bad" in ours[0]
 
 
-def test_looking_up_imports_nothing_heavy() -> None:
+def test_look_up_imports_neither_numpy_nor_torch() -> None:
     code = (
         "import sys; from kerneltune import cache, spec; "
         "variant = spec.Variant('optimized', dict, dict, default=lambda _: {}); "

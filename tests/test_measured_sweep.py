@@ -71,7 +71,7 @@ def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_a_check_that_takes_its_process_along_costs_only_its_row(
+def test_check_that_crashes_its_process_fails_only_its_row(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tiny.yaml").write_text(STREAM)
@@ -105,7 +105,7 @@ def measured_row(task: Task, reason: str = "x") -> Record:
         ("fault", "crashed: RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
 )
-def test_a_launch_that_takes_the_measuring_process_along_costs_only_its_row(
+def test_launch_that_crashes_the_gpu_worker_fails_only_its_row(
     does: str, reason: str, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new process measures the other variants, and it stays for the cases that follow."""
@@ -130,7 +130,7 @@ def test_a_launch_that_takes_the_measuring_process_along_costs_only_its_row(
 
 @pytest.mark.usefixtures("an_h200")
 @pytest.mark.parametrize(("launched", "statuses"), [("", ["failed"] * 2), (CEILING, ["passed"] * 2)])
-def test_a_crash_of_what_cases_share_costs_the_case_or_the_ceiling_s_column(
+def test_crash_of_inputs_or_ceiling_fails_only_the_case_or_the_ceiling_column(
     launched: str, statuses: list[str], options: Options, tmp_path: Path
 ) -> None:
     class Crashes(GpuBench):
@@ -152,7 +152,7 @@ def test_a_crash_of_what_cases_share_costs_the_case_or_the_ceiling_s_column(
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_one_variant_alone_is_measured_twice(tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_of_a_single_variant_measures_it_twice(tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     def compared(_bench: object, _family: str, runs: Any, _ceiling: object) -> list[Record]:
         return [measured_row(task) for task, _ in runs]
 
@@ -240,7 +240,7 @@ def still_good(rows: list[Record], policy: str = "cold") -> list[Record] | None:
     return finished_rows(done, [Run(replace(task, policy=policy), config) for task, config in RUNS])
 
 
-def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:
+def test_still_good_of_a_complete_case_returns_rows_in_the_order_of_the_variants() -> None:
     rows = [row("optimized"), row("baseline")]
     assert still_good(rows) == [rows[1], rows[0]]
     assert still_good([*rows, row("pr593")]) == [rows[1], rows[0]]
@@ -285,11 +285,11 @@ def test_a_complete_case_is_resumed_in_the_order_of_the_variants() -> None:
         "op",
     ],
 )
-def test_a_case_that_lacks_a_row_of_this_source_is_measured_again(rows: list[Record]) -> None:
+def test_still_good_of_a_case_without_a_row_of_this_source_is_none(rows: list[Record]) -> None:
     assert still_good(rows) is None
 
 
-def test_a_journal_row_that_was_being_written_is_not_read(tmp_path: Path) -> None:
+def test_journalled_skips_a_truncated_last_row(tmp_path: Path) -> None:
     journal = tmp_path / "runs" / "rmsnorm.journal.jsonl"
     assert journalled(journal) == []
     rows = [row("baseline"), row("optimized")]
@@ -300,19 +300,19 @@ def test_a_journal_row_that_was_being_written_is_not_read(tmp_path: Path) -> Non
     assert journal.read_bytes() == whole + whole[:100]
 
 
-def test_a_journal_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+def test_journalled_of_an_unreadable_path_raises_one_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^cannot read {tmp_path}: Is a directory$"):
         journalled(tmp_path)
 
 
-def test_rows_under_another_policy_do_not_count() -> None:
+def test_still_good_of_rows_of_another_policy_is_none() -> None:
     rows = [row("baseline"), row("optimized")]
     assert still_good(rows, "hot") is None
     assert still_good(rows) == rows
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_what_is_measured_is_compiled_side_by_side_before(
+def test_sweep_compiles_many_kernels_in_parallel_before_measuring(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, str]] = []
@@ -335,7 +335,7 @@ def test_what_is_measured_is_compiled_side_by_side_before(
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_checks_are_not_repeated_after_an_interrupted_measurement(
+def test_sweep_after_an_interrupted_measurement_repeats_no_check(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, checked = tmp_path / "tiny.yaml", list[str]()
@@ -362,7 +362,7 @@ def test_checks_are_not_repeated_after_an_interrupted_measurement(
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_an_interrupted_measurement_goes_on_where_it_was(
+def test_sweep_after_an_interrupted_measurement_continues_behind_measured_cases(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tiny.yaml"

@@ -41,7 +41,7 @@ def best(root: Path, rows: int, columns: int, gpu: str = GPU) -> Any:
     return choose(axes(rows, columns), "bfloat16", "none", OPTIONS, gpu)
 
 
-def test_a_case_of_its_own_says_nothing(tmp_path: Path) -> None:
+def test_look_up_of_an_exact_entry_warns_of_nothing(tmp_path: Path) -> None:
     stored(tmp_path, 8192, 4096)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -49,7 +49,7 @@ def test_a_case_of_its_own_says_nothing(tmp_path: Path) -> None:
         best(tmp_path, 1, 1, gpu="interpreter")
 
 
-def test_a_miss_is_one_warning_that_names_what_is_used(tmp_path: Path) -> None:
+def test_miss_warns_once_and_names_the_config_in_use(tmp_path: Path) -> None:
     stored(tmp_path, 8192, 4096)
     with pytest.warns(CacheMissWarning) as caught:
         for _ in range(3):
@@ -63,7 +63,7 @@ def test_a_miss_is_one_warning_that_names_what_is_used(tmp_path: Path) -> None:
         best(tmp_path, 2048, 1024)
 
 
-def test_a_config_of_another_policy_is_said_to_be(tmp_path: Path) -> None:
+def test_miss_with_a_config_of_another_policy_names_that_policy(tmp_path: Path) -> None:
     stored(tmp_path, 8192, 4096)
     choose = cache.Chooser.of(OP, OPTIMIZED, "hot", tmp_path)
     with pytest.warns(
@@ -72,7 +72,9 @@ def test_a_config_of_another_policy_is_said_to_be(tmp_path: Path) -> None:
         choose(axes(8192, 4096), "bfloat16", "none", OPTIONS, GPU)
 
 
-def test_other_options_are_named_once_and_refused_in_strict_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_miss_with_a_config_of_other_options_warns_once_and_raises_in_strict_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stored(tmp_path, 8192, 4096, options=(("zero_centered", True), ("fp8_format", "e5m2"), ("row_pad", 0)), warps=8)
     with pytest.warns(CacheMissWarning) as caught:
         used = [best(tmp_path, rows, 4096) for rows in (8192, 4096, 8192)]
@@ -89,7 +91,7 @@ def test_other_options_are_named_once_and_refused_in_strict_mode(tmp_path: Path,
         best(tmp_path, 8192, 4096)
 
 
-def test_other_sizes_of_a_free_axis_are_no_news(tmp_path: Path) -> None:
+def test_miss_of_a_further_size_of_a_free_axis_warns_of_nothing(tmp_path: Path) -> None:
     stored(tmp_path, 8192, 4096)
     stored(tmp_path, 8192, 2048)
     with pytest.warns(CacheMissWarning) as caught:
@@ -99,7 +101,7 @@ def test_other_sizes_of_a_free_axis_are_no_news(tmp_path: Path) -> None:
     assert [str(w.message).split("bfloat16")[0].split("optimized ")[1] for w in caught] == ["M=1024 N=4096 ", "M=1024 N=2048 "]
 
 
-def test_a_cached_config_that_is_not_valid_at_the_asked_size_is_passed_over(tmp_path: Path) -> None:
+def test_look_up_skips_a_config_that_is_invalid_at_the_size(tmp_path: Path) -> None:
     """Entries of any size may be found; `valid` is asked for the size that is wanted."""
     stored(tmp_path, 8192, 4096, warps=3000)
     with pytest.warns(CacheMissWarning, match="; using the default$"):
@@ -107,7 +109,7 @@ def test_a_cached_config_that_is_not_valid_at_the_asked_size_is_passed_over(tmp_
 
 
 @pytest.mark.parametrize("value", ["1", "true", "Yes", "on"])
-def test_strict_mode_raises_every_time(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_mode_raises_at_every_miss(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path, 8192, 4096)
     monkeypatch.setenv("KERNELTUNE_STRICT", value)
     for _ in range(2):
@@ -116,7 +118,7 @@ def test_strict_mode_raises_every_time(value: str, tmp_path: Path, monkeypatch: 
     assert best(tmp_path, 8192, 4096) is not None
 
 
-def test_strict_mode_is_on_or_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strict_mode_with_another_value_than_on_or_off_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path, 8192, 4096)
     for value in ("", "0", "False", "off"):
         monkeypatch.setenv("KERNELTUNE_STRICT", value)
@@ -129,7 +131,7 @@ def test_strict_mode_is_on_or_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
-def test_an_empty_name_of_a_log_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_of_misses_with_an_empty_name_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_LOG_MISSES", "")
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="cannot write")
@@ -137,7 +139,7 @@ def test_an_empty_name_of_a_log_is_none(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
-def test_logged_misses_become_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_misses_writes_a_sweep_file_of_logged_misses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "new" / "misses.jsonl"
     monkeypatch.setenv("KERNELTUNE_LOG_MISSES", str(log))
     stored(tmp_path, 8192, 4096)
@@ -156,7 +158,7 @@ def test_logged_misses_become_a_sweep(tmp_path: Path, monkeypatch: pytest.Monkey
     assert plan.bench[0].case.options == OPTIONS
 
 
-def test_a_log_that_cannot_be_written_does_not_stop_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_miss_with_an_unwritable_log_warns_and_returns_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("KERNELTUNE_LOG_MISSES", str(tmp_path / "file" / "log"))
     with pytest.warns(UserWarning, match="cannot write .*file/log"):
@@ -176,20 +178,20 @@ def test_a_log_that_cannot_be_written_does_not_stop_the_work(tmp_path: Path, mon
         (json.dumps(MISS | {"options": {"a": [1]}}), ":1: options: {'a': [1]}: expected bool | int | float | str"),
     ],
 )
-def test_a_broken_log_is_named_with_its_line(line: str, message: str, tmp_path: Path) -> None:
+def test_from_misses_of_a_broken_log_names_its_line(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text(line + "\n")
     result = CliRunner().invoke(app, ["cache", "from-misses", str(path)])
     assert (result.exit_code, result.stderr) == (2, f"error: {path}{message}\n")
 
 
-def test_no_misses_are_no_sweep(tmp_path: Path) -> None:
+def test_from_misses_of_an_empty_log_raises(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("")
     result = CliRunner().invoke(app, ["cache", "from-misses", str(tmp_path / "log")])
     assert (result.exit_code, result.stderr) == (2, f"error: {tmp_path}/log: misses: none: nothing to tune\n")
 
 
-def test_a_log_that_is_a_pipe_is_one_warning_and_no_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_miss_with_a_pipe_as_log_warns_once_and_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     with pytest.raises(ValueError, match="not a regular file"):

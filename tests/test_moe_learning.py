@@ -15,7 +15,7 @@ def example_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
 
 
-def test_all_recipes_learn_alike() -> None:
+def test_every_recipe_ends_at_the_loss_of_bf16() -> None:
     import train
 
     sizes = train.Sizes(width=32, hidden=16, experts=2, layers=1, heads=2, length=4)
@@ -28,7 +28,7 @@ def test_all_recipes_learn_alike() -> None:
 
 
 @pytest.mark.parametrize(("off", "code"), [(0.005, 0), (0.015, 1)])
-def test_losses_are_written_and_the_exit_code_says_whether_they_end_alike(
+def test_moe_learning_writes_losses_and_exits_with_1_where_they_end_apart(
     off: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import train
@@ -48,7 +48,7 @@ def test_losses_are_written_and_the_exit_code_says_whether_they_end_alike(
 
 
 @pytest.mark.gpu
-def test_a_short_training_at_full_size() -> None:
+def test_training_at_full_size_ends_at_the_loss_of_bf16() -> None:
     import train
 
     bf16, tensorwise = (train.losses(r, train.Sizes(), 40, 32, seed=0, device=DEVICE) for r in ("bf16", "tensorwise"))

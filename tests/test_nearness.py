@@ -17,7 +17,7 @@ def order(stored: dict[str, Place], bands: dict[str, tuple[int, ...]] | None = N
     return [name for _, name in found]
 
 
-def test_entries_of_the_case_s_type_come_first_then_those_of_its_sizes_then_the_nearest() -> None:
+def test_ranked_puts_entries_of_the_dtype_first_then_those_of_the_sizes_then_the_nearest() -> None:
     stored = {
         "far": place(M=8192), "other type": place(dtype="float16"), "near": place(M=2048), "other option": place(group=128),
         "switched": place(zeros=True), "itself": place(),
@@ -25,7 +25,7 @@ def test_entries_of_the_case_s_type_come_first_then_those_of_its_sizes_then_the_
     assert order(stored) == ["itself", "other option", "switched", "near", "far", "other type"]
 
 
-def test_entries_at_one_distance_stay_in_their_order() -> None:
+def test_ranked_keeps_the_order_of_entries_at_one_distance() -> None:
     assert order({"above": place(M=2048), "below": place(M=512)}) == ["above", "below"]
     assert order({"below": place(M=512), "above": place(M=2048)}) == ["below", "above"]
 
@@ -42,10 +42,10 @@ def test_entries_at_one_distance_stay_in_their_order() -> None:
         pytest.param(({"M": 1024}, *place()[1:]), id="missing axis"),
     ],
 )
-def test_entries_that_cannot_serve_are_left_out(refused: Place) -> None:
+def test_ranked_leaves_out_entries_that_cannot_serve(refused: Place) -> None:
     assert order({"refused": refused, "kept": place(M=2048)}, bands={"M": (2048,)}) == ["kept"]
 
 
-def test_a_size_of_zero_has_a_distance() -> None:
+def test_ranked_gives_a_size_of_zero_a_finite_distance() -> None:
     assert order({"none": place(M=0)}, max_distance=10.0) == ["none"]
     assert order({"none": place(M=0)}, max_distance=9.9) == []

@@ -76,7 +76,7 @@ def names(value: object) -> str:
 
 
 @pytest.mark.parametrize(("name", "case"), CASES, ids=names)
-def test_every_variant_agrees_with_the_reference_under_its_default_config(name: str, case: Case) -> None:
+def test_variant_with_its_default_config_agrees_with_the_reference(name: str, case: Case) -> None:
     op = OPS[name]
     checker = Checker(op, case, WHERE)
     for variant in op.variants:
@@ -87,7 +87,7 @@ def test_every_variant_agrees_with_the_reference_under_its_default_config(name: 
 @pytest.mark.parametrize(
     ("name", "case"), [(n, c) for n, c in CASES if ON_GPU or elements(c) <= SEARCHED or n == "stream"], ids=names
 )
-def test_random_valid_configs_are_correct(name: str, case: Case) -> None:
+def test_variant_with_random_valid_configs_agrees_with_the_reference(name: str, case: Case) -> None:
     op = OPS[name]
     checker = Checker(op, case, WHERE)
     rng = random.Random(f"{name} {case.label}")
@@ -112,7 +112,7 @@ def unlaunched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize(("name", "case"), CASES, ids=names)
-def test_traffic_is_the_bytes_of_the_tensors(name: str, case: Case) -> None:
+def test_traffic_equals_the_bytes_of_the_tensors(name: str, case: Case) -> None:
     op = OPS[name]
     inputs = op.inputs(case, device=WHERE, seed=0)
     variant = op.variant("baseline") if op.variant("baseline").unsupported(case) is None else op.variants[-1]
@@ -126,7 +126,7 @@ def test_traffic_is_the_bytes_of_the_tensors(name: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({entry.op for entry in (*CHECKS, *BENCHES)}))
-def test_defaults_are_valid_and_spaces_are_not_empty(name: str) -> None:
+def test_defaults_are_valid_and_spaces_have_distinct_configs(name: str) -> None:
     tuned = [variant for variant in OPS[name].variants if variant.config is not None]
     for entry in [entry for entry in (*CHECKS, *BENCHES) if entry.op == name]:
         for variant in tuned:
@@ -139,7 +139,7 @@ def test_defaults_are_valid_and_spaces_are_not_empty(name: str) -> None:
                 assert len(configs) == len(set(configs)), place
 
 
-def test_fewer_rows_have_the_default_configs_of_the_checks() -> None:
+def test_default_config_of_fewer_rows_is_that_of_the_check_case() -> None:
     for entry in CHECKS:
         for variant in OPS[entry.op].variants:
             if variant.config is not None and variant.unsupported(entry.case) is None and small(entry):
@@ -147,7 +147,7 @@ def test_fewer_rows_have_the_default_configs_of_the_checks() -> None:
                 assert variant.default_config(few) == variant.default_config(entry.case), (variant.name, entry.case.label)
 
 
-def test_a_wrong_variant_is_caught() -> None:
+def test_check_of_a_variant_with_wrong_results_fails() -> None:
     op: Op = OPS["rmsnorm_fwd"]
     options = (("zero_centered", False), ("fp8_format", "e4m3"), ("row_pad", 0))
     case = Case("small", (("M", 7), ("N", 72)), "bfloat16", "fp8_t", options)
@@ -172,21 +172,21 @@ def test_a_wrong_variant_is_caught() -> None:
         assert errors, which
 
 
-def test_outputs_that_are_not_written_are_caught() -> None:
+def test_check_of_a_variant_with_unwritten_outputs_fails() -> None:
     op = OPS["rmsnorm_bwd"]
     case = Case("small", (("M", 7), ("N", 72)), "bfloat16", options=(("zero_centered", False),))
     lazy = type(op.variants[0])("lazy", lambda i, _c: {"dx": torch.empty_like(i["x"]), "dgamma": torch.empty_like(i["weight"])})
     assert len(Checker(op, case, WHERE).errors(lazy, None)) == 2
 
 
-def test_every_variant_can_be_sent_to_another_process() -> None:
+def test_every_variant_can_be_pickled() -> None:
     for op in OPS.values():
         for variant in op.variants:
             if not variant.is_peer:
                 pickle.dumps((op.inputs, variant.run))
 
 
-def test_a_ceiling_of_many_reads_to_a_write_stays_a_small_kernel() -> None:
+def test_ceiling_of_many_reads_per_write_loads_at_most_16_streams() -> None:
     """Thousands of unrolled loads take the compiler minutes: the mix folds words instead."""
     op = OPS["stream"]
     case = Case("weights", (("read", 400_000), ("write", 1_000)), "int32")
@@ -197,7 +197,7 @@ def test_a_ceiling_of_many_reads_to_a_write_stays_a_small_kernel() -> None:
     assert Checker(op, case, WHERE).errors(variant, variant.default_config(case)) == []
 
 
-def test_calls_look_up_as_the_operator_says() -> None:
+def test_choosers_of_calls_have_the_operator_and_variant_of_the_registry() -> None:
     modules = [module for name, module in sys.modules.items() if name.startswith("kerneltune.ops.")]
     choosers = {id(found): found for module in modules for found in vars(module).values() if isinstance(found, Chooser)}
     assert len(choosers) >= 17

@@ -111,7 +111,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, plugin: Path | str) -> str:
     return result.stderr.strip()
 
 
-def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_plug_in_raises_one_line_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def written(name: str, text: str) -> Path:
         (tmp_path / f"{name}.py").write_text(text)
         return tmp_path / f"{name}.py"
@@ -143,7 +143,7 @@ def test_a_broken_plug_in_is_named_in_one_line(tmp_path: Path, monkeypatch: pyte
     assert unknown == "error: plug-in no_such_module: ModuleNotFoundError: No module named 'no_such_module'"
 
 
-def test_a_broken_entry_point_names_its_package(guide: Path) -> None:
+def test_broken_entry_point_is_named_with_its_package(guide: Path) -> None:
     install(guide)
     (guide / "swiglu.py").write_text("import nowhere\n")
     done = shell(guide, "kerneltune ops", PYTHONPATH=str(guide))

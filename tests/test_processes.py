@@ -22,7 +22,7 @@ from kerneltune.plan import Options, Selection
 from kerneltune.processes import in_fresh_processes
 
 
-def test_every_process_is_another_and_errors_come_through(tmp_path: Path) -> None:
+def test_in_fresh_processes_starts_one_process_per_call_and_raises_their_errors(tmp_path: Path) -> None:
     found = list(in_fresh_processes(2, os.getpid))
     assert len({*found, os.getpid()}) == 3
     with pytest.raises(ValueError, match=r"^process 1 of 1 took longer than 0.5 s$"):
@@ -44,26 +44,26 @@ with get_context("forkserver").Pool(1) as pool:
 
 
 @pytest.mark.parametrize("interpreted", [False, True])
-def test_the_server_imports_triton_unless_kernels_are_interpreted(interpreted: bool) -> None:
+def test_fork_server_imports_triton_unless_kernels_are_interpreted(interpreted: bool) -> None:
     env = {name: value for name, value in environment().items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_INTERPRET": "1"} if interpreted else {}
     done = subprocess.run([sys.executable, "-c", SERVED], capture_output=True, text=True, env=env, timeout=120)
     assert done.stdout == f"[True, {not interpreted}]\n", done.stderr[-2000:]
 
 
-def test_records_come_back_from_a_process(tmp_path: Path) -> None:
+def test_in_fresh_processes_returns_records(tmp_path: Path) -> None:
     records.append(tmp_path / "r.jsonl", [record()])
     assert list(in_fresh_processes(1, records.load, tmp_path / "r.jsonl")) == [[record()]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
-def test_a_measuring_process_says_what_it_lacks() -> None:
+def test_measuring_process_without_a_gpu_raises() -> None:
     with pytest.raises(ValueError, match=r"^gate --run needs a GPU: in the interpreter nothing can be timed$"):
         list(in_fresh_processes(1, _measure, load_ops, Selection("rmsnorm"), Options(), None))
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_an_error_of_a_process_is_printed_unless_the_server_ends(stays: bool) -> None:
+def test_error_of_a_process_is_printed_unless_the_server_ends(stays: bool) -> None:
     code = f"""if True:
         import os, sys
         from kerneltune.processes import _ErrorHook
@@ -77,7 +77,7 @@ def test_an_error_of_a_process_is_printed_unless_the_server_ends(stays: bool) ->
     assert ("FileNotFoundError" in done.stderr) == stays
 
 
-def test_a_process_that_starts_as_its_command_ends_says_nothing() -> None:
+def test_process_that_starts_while_its_command_ends_prints_no_traceback() -> None:
     code = """if True:
         import os
         from _multiprocessing import sem_unlink

@@ -57,7 +57,7 @@ def untimed(status: str, **changes: Any) -> Record:
     return record(status=status, **{**NO_TIMES, **changes})
 
 
-def test_identity_and_labels() -> None:
+def test_record_key_and_label_have_all_fields_of_the_case() -> None:
     case = Case("", (("M", 8192), ("N", 4096)), "bfloat16", "fp8", (("zero_centered", False),))
     assert record().key == TaskKey("rmsnorm_fwd", record().variant, case, "cold")
     assert record().key.of_case == record(variant="another").key.of_case != record(policy="hot").key.of_case
@@ -67,7 +67,7 @@ def test_identity_and_labels() -> None:
     assert record(config=None).config_label == "-"
 
 
-def test_the_first_fields_are_those_of_the_contract() -> None:
+def test_record_begins_with_the_fields_of_the_contract() -> None:
     first = list(Record.__struct_fields__)[:23]
     assert " ".join(first) == (
         "op variant case dtype quant policy status time_us gbps ceiling_gbps pct_ceiling ci_low_us ci_high_us n aa_floor "
@@ -136,7 +136,7 @@ def test_from_json_wrong_value_is_named(changes: dict[str, Any], message: str) -
 
 
 @pytest.mark.parametrize("status", ["failed", "skipped"])
-def test_a_row_that_did_not_pass_says_why_and_has_no_time(status: str) -> None:
+def test_record_that_did_not_pass_needs_a_reason_and_has_no_time(status: str) -> None:
     assert untimed(status, reason="y differs").time_us is None
     with pytest.raises(ValueError, match=f"^reason: '': expected a reason where the status is '{status}'$"):
         untimed(status)
@@ -144,7 +144,7 @@ def test_a_row_that_did_not_pass_says_why_and_has_no_time(status: str) -> None:
         untimed(status, reason="y differs", p90_us=1.0)
 
 
-def test_append_and_load(tmp_path: Path) -> None:
+def test_load_after_append_returns_the_same_records(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folders" / "rmsnorm.jsonl"
     first, second, third = record(), untimed("checked", device="interpreter", config=None), record(variant="baseline")
     records.append(path, [first])
@@ -161,7 +161,7 @@ def test_newest_keeps_the_last_of_each_variant_key_and_device() -> None:
     assert records.newest([old, other, new]) == [new, other]
 
 
-def test_a_row_of_an_earlier_time_takes_no_newer_one_s_place(tmp_path: Path) -> None:
+def test_merge_of_an_older_row_keeps_the_newer_row(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     new, left_over = record(date="2026-02-01T00:00:00+00:00"), record(date="2026-01-01T00:00:00+00:00", time_us=43.1)
     records.merge(path, [new])
@@ -192,7 +192,7 @@ def test_frame_of_files_has_the_documented_columns_and_dtypes(tmp_path: Path) ->
     assert found.groupby("op")["time_us"].min().to_dict() == {"rmsnorm_fwd": 43.5}
 
 
-def test_frame_of_nothing_has_the_columns_too(tmp_path: Path) -> None:
+def test_frame_of_an_empty_file_has_all_columns(tmp_path: Path) -> None:
     (tmp_path / "r.jsonl").write_text("")
     assert {"op", "time_us", "file"} <= set(records.frame(tmp_path / "r.jsonl").columns)
 
@@ -223,7 +223,7 @@ def line(**changes: Any) -> str:
         (f"{line()}\n{line()}", ":2: JSON: truncated, the last line has no end"),
     ],
 )
-def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
+def test_load_of_a_broken_file_names_line_field_and_value(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
@@ -231,7 +231,7 @@ def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
     assert str(error.value) == f"{path}{message}"
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_load_of_a_line_that_is_no_utf_8_raises(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_bytes(b'{"op": "\xff"}\n')
     with pytest.raises(ValueError) as error:
@@ -239,20 +239,20 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     assert str(error.value) == f"{path}:1: JSON: not readable as UTF-8 JSON"
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_load_of_a_missing_file_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         records.load(tmp_path / "none.jsonl")
     assert str(error.value) == f"cannot read {tmp_path}/none.jsonl: No such file or directory"
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
+def test_append_into_a_folder_that_cannot_be_made_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError) as error:
         records.append(tmp_path / "file" / "r.jsonl", [record()])
     assert str(error.value) == f"cannot write {tmp_path}/file/r.jsonl: File exists"
 
 
-def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_append_on_a_full_disk_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "r.jsonl"
     records.append(path, [record()])
     before = path.read_bytes()
@@ -265,32 +265,32 @@ def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_device_that_is_full() -> None:
+def test_append_to_a_full_device_raises() -> None:
     with pytest.raises(ValueError, match=r"^cannot write /dev/full: No space left on device$"):
         records.append(Path("/dev/full"), [record()])
 
 
-def test_records_are_appended_in_place_of_a_truncated_line(tmp_path: Path) -> None:
+def test_append_replaces_a_truncated_last_line(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text(line() + "\n" + line()[:40])
     records.append(path, [record(variant="baseline")])
     assert len(records.load(path)) == 2
 
 
-def test_only_a_journal_holds_two_records_of_a_row() -> None:
+def test_parse_of_a_row_twice_raises_unless_the_file_is_a_journal() -> None:
     lines = [f"{line()}\n".encode()] * 2
     assert len(records.parse(lines, "r.jsonl", is_journal=True)) == 2
     with pytest.raises(ValueError, match=r"^r.jsonl:2: te-8192x4096: rmsnorm_fwd .* the row of line 1 again; delete one of"):
         records.parse(lines, "r.jsonl")
 
 
-def test_a_config_that_json_cannot_hold(tmp_path: Path) -> None:
+def test_append_of_a_nan_knob_raises_and_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^config: {'x': nan}: expected values that JSON can hold$"):
         records.append(tmp_path / "r.jsonl", [record(config={"x": float("nan")})])
     assert not (tmp_path / "r.jsonl").exists()
 
 
-def test_rows_written_before_samples_were_kept_are_read(tmp_path: Path) -> None:
+def test_from_json_of_a_row_without_samples_gives_a_record(tmp_path: Path) -> None:
     values = json.loads(to_json(record()))
     del values["samples_us"]
     assert from_json(json.dumps(values)) == record()
@@ -300,7 +300,7 @@ def test_rows_written_before_samples_were_kept_are_read(tmp_path: Path) -> None:
         untimed("checked", samples_us=[[1.0]])
 
 
-def test_rows_written_before_units_were_are_read() -> None:
+def test_from_json_of_a_row_without_unit_gives_a_record() -> None:
     values = json.loads(to_json(record()))
     del values["unit"]
     assert from_json(json.dumps(values)) == record()
@@ -310,7 +310,7 @@ def test_rows_written_before_units_were_are_read() -> None:
         from_json(json.dumps(values | {"unit": 7}))
 
 
-def test_merge_replaces_the_file_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merge_replaces_the_whole_file_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "r.jsonl"
     records.merge(path, [record(), record(variant="baseline")])
     records.merge(path, [record(time_us=43.2)])
@@ -327,7 +327,7 @@ def test_merge_replaces_the_file_as_a_whole(tmp_path: Path, monkeypatch: pytest.
     assert [p for p in path.parent.iterdir() if p.suffix != ".lock"] == [path]
 
 
-def test_two_that_merge_at_the_same_time_lose_no_row(tmp_path: Path) -> None:
+def test_merge_from_two_threads_keeps_all_rows(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     records.merge(path, [record()])
     with locked(path):  # as another process holds it that has read the file and not replaced it yet

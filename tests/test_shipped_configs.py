@@ -92,7 +92,7 @@ def kernel({parameters}):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_triton_export_is_taken_by_autotune(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_export_is_accepted_by_autotune(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     op = OPS[name]
     for entries, (file,) in exported(name, "triton", tmp_path):
         policy = entries[0].policy
@@ -130,5 +130,5 @@ def test_json_export_has_every_shipped_config_once(name: str, tmp_path: Path) ->
         assert sorted(map(repr, found)) == sorted(map(repr, expected))
 
 
-def test_every_format_has_a_test_here() -> None:
+def test_every_export_format_has_a_test_here() -> None:
     assert set(exchange.WRITERS) == {"python", "triton", "json"}

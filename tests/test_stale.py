@@ -98,7 +98,7 @@ def stored(options: Options) -> dict[int, cache.CacheEntry]:
     return {entry.case.axes[0][1]: entry for entry in entries}
 
 
-def test_stale_configs_and_records_are_found_with_headlines_first(selection: Selection, options: Options) -> None:
+def test_find_stale_returns_configs_and_records_with_headlines_first(selection: Selection, options: Options) -> None:
     found = find(selection, options)
     assert [entry.case.axes[0][1] for entry in found.configs] == [1048576, 524288, 2097152]
     assert found.known == {"stream": 3}
@@ -163,7 +163,7 @@ def test_interrupted_refresh_keeps_the_cases_it_measured(
     assert measured == ["first", "other", "last"]
 
 
-def test_case_whose_config_is_another_now_is_stale(selection: Selection, options: Options) -> None:
+def test_case_whose_config_has_changed_is_stale(selection: Selection, options: Options) -> None:
     *_, left = stale.refresh(find(selection, options), Progress())
     assert left.cases == 0
     cache.store(GPU, replace(stored(options)[1048576], config=DEFAULT | {"ctas": 1}), options.configs)
@@ -171,7 +171,7 @@ def test_case_whose_config_is_another_now_is_stale(selection: Selection, options
     assert [entry.case.name for entry in family.stale] == ["first"]
 
 
-def test_command_lists_what_is_stale_and_then_measures_it(selection: Selection, options: Options) -> None:
+def test_sweep_stale_lists_stale_cases_and_then_measures_them(selection: Selection, options: Options) -> None:
     folders = ["--configs", str(options.configs), "--results", str(options.results)]
 
     def run(*more: str) -> tuple[int, str]:
@@ -251,7 +251,7 @@ def test_gpu_without_configs_and_records_has_nothing_stale(selection: Selection,
     assert result.stdout.endswith("records made\nnothing is stale for nvidia_h200\n")
 
 
-def test_list_without_anything_stale_says_so(selection: Selection, tmp_path: Path) -> None:
+def test_sweep_stale_without_stale_cases_prints_one_line(selection: Selection, tmp_path: Path) -> None:
     folders = ["--configs", str(tmp_path / "none"), "--results", str(tmp_path / "empty")]
     result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", "--check-only", *folders])
     assert (result.exit_code, "".join(result.stdout.split())) == (0, f"nothingisstalefor{GPU}in{tmp_path}/empty")
@@ -261,13 +261,13 @@ def test_list_without_anything_stale_says_so(selection: Selection, tmp_path: Pat
     ("more", "said"),
     [(("--trials", "3"), "trials: 3: not with --stale"), (("--no-tune",), "no-tune: not with --stale")],
 )
-def test_options_that_mean_nothing_beside_stale_are_refused(selection: Selection, more: tuple[str, ...], said: str) -> None:
+def test_sweep_stale_with_options_that_it_ignores_raises(selection: Selection, more: tuple[str, ...], said: str) -> None:
     result = CliRunner().invoke(app, ["sweep", selection.family, "--stale", *more])
     assert (result.exit_code, result.stderr) == (2, f"error: {said}\n")
 
 
 @pytest.mark.parametrize("family", ["", "tiny"])
-def test_selection_without_a_case_is_refused_beside_stale(
+def test_sweep_stale_of_a_selection_without_a_case_raises(
     selection: Selection, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stale.sweep, "families", lambda: [selection.family])

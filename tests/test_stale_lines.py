@@ -84,7 +84,7 @@ def test_default_that_changed_makes_a_record_without_a_cached_config_stale(tmp_p
     assert "(block=1024, here block=2048)" in line
 
 
-def test_peers_untimed_rows_and_variants_without_knobs_have_no_config_to_compare() -> None:
+def test_peers_untimed_rows_and_variants_without_knobs_are_never_stale_by_config() -> None:
     other = h200_entries()[0].config | {"warps": OTHER_WARPS}
     untimed = dict.fromkeys(("time_us", "gbps", "ci_low_us", "ci_high_us", "n"))
     assert stale_lines([with_config(other, role="peer")], OPS, None) == []

@@ -49,7 +49,7 @@ def rows(entries: tuple[sweep.SweepCase, ...]) -> list[str]:
     return [f"{entry.op} {entry.case.name} {entry.case.label}" for entry in entries]
 
 
-def test_an_entry_is_the_product_of_its_values(tmp_path: Path) -> None:
+def test_entry_with_lists_gives_the_product_of_its_values(tmp_path: Path) -> None:
     text = f"""{HEAD}defaults: {{dtype: float16, zero_centered: true}}
 check:
   - {{name: empty, M: 0, N: 8, quant: [none, fp8]}}
@@ -82,7 +82,7 @@ gate: {{margin: 0.05}}
         ("", ":1: file: empty: expected family, ops and cases"),
     ],
 )
-def test_the_name_of_a_broken_family_is_refused_with_the_line(text: str, message: str, tmp_path: Path) -> None:
+def test_family_with_an_invalid_name_raises_with_the_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "f.yaml"
     path.write_text(text)
     with pytest.raises(ValueError) as error:
@@ -90,7 +90,7 @@ def test_the_name_of_a_broken_family_is_refused_with_the_line(text: str, message
     assert str(error.value) == f"{path}{message}"
 
 
-def test_results_and_configs_are_kept_in_the_current_folder_or_the_checkout_around_it(
+def test_default_roots_are_in_the_current_folder_or_the_checkout_around_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("KERNELTUNE_RESULTS", "KERNELTUNE_CONFIGS"):
@@ -110,7 +110,7 @@ def test_results_and_configs_are_kept_in_the_current_folder_or_the_checkout_arou
     assert sweep.results_root(tmp_path) == tmp_path
 
 
-def test_what_is_not_given_is_every_quant_the_first_type_and_the_first_option(tmp_path: Path) -> None:
+def test_entry_without_dtype_quant_or_option_has_every_quant_and_the_first_dtype_and_option(tmp_path: Path) -> None:
     found = rows(read(tmp_path, HEAD + "bench: [{name: a, M: 4, N: 8}]").bench)
     assert found == [
         "rmsnorm_fwd a M=4 N=8 bfloat16 none zero_centered=False fp8_format=e4m3 row_pad=0",
@@ -120,18 +120,18 @@ def test_what_is_not_given_is_every_quant_the_first_type_and_the_first_option(tm
     ]
 
 
-def test_element_types_have_short_names(tmp_path: Path) -> None:
+def test_dtypes_of_an_entry_may_be_short_names(tmp_path: Path) -> None:
     found = read(tmp_path, f"{HEAD}bench:\n  - {{name: a, op: rmsnorm_bwd, M: 1, N: 2, dtype: [bf16, fp32, half]}}\n")
     assert [entry.case.dtype for entry in found.bench] == ["bfloat16", "float32", "float16"]
 
 
-def test_sizes_have_decimal_or_hexadecimal_digits(tmp_path: Path) -> None:
+def test_sizes_of_an_entry_may_be_decimal_or_hexadecimal(tmp_path: Path) -> None:
     found = read(tmp_path, f"{HEAD}bench:\n  - {{name: 'a{{M}}', op: rmsnorm_bwd, M: [+8, 1_024, 0x10], N: 1}}\n")
     assert [entry.case["M"] for entry in found.bench] == [8, 1024, 16]
     assert read(tmp_path, check("{name: a, op: rmsnorm_bwd, M: 0, N: 1}")).check[0].case["M"] == 0
 
 
-def test_sizes_may_be_lists_where_the_name_says_them(tmp_path: Path) -> None:
+def test_sizes_of_an_entry_may_be_lists_if_its_name_has_them(tmp_path: Path) -> None:
     found = read(tmp_path, HEAD + "bench: [{name: 'x-{M}x{N}', op: rmsnorm_bwd, M: [1, 2], N: [3, 4]}]").bench
     assert [(entry.case.name, entry.case.axes) for entry in found] == [
         ("x-1x3", (("M", 1), ("N", 3))),
@@ -141,13 +141,13 @@ def test_sizes_may_be_lists_where_the_name_says_them(tmp_path: Path) -> None:
     ]
 
 
-def test_a_shape_may_be_checked_and_timed_under_two_names(tmp_path: Path) -> None:
+def test_shape_may_be_checked_and_timed_under_two_names(tmp_path: Path) -> None:
     """Their records are kept in different files."""
     found = read(tmp_path, check("{name: a, M: 1, N: 2}") + "bench: [{name: b, M: 1, N: 2}]\n")
     assert [{entry.case.name for entry in section} for section in (found.check, found.bench)] == [{"a"}, {"b"}]
 
 
-def test_one_name_may_have_several_entries_of_one_shape(tmp_path: Path) -> None:
+def test_name_may_have_several_entries_of_one_shape(tmp_path: Path) -> None:
     text = HEAD + "bench:\n- {name: a, M: 1, N: 2, quant: none}\n- {name: a, M: 1, N: 2, quant: fp8}\n"
     assert len(read(tmp_path, text).bench) == 3
 
@@ -281,13 +281,13 @@ FIELDS = "name, op, M, N, dtype, quant, zero_centered, fp8_format, row_pad"
         (check("{name: a, M: 1, N: 1}\ngate: {margin: .nan}"), ":5: gate.margin: nan: expected a fraction from 0 to below 1"),
     ],
 )
-def test_every_error_names_file_line_field_and_value(tmp_path: Path, text: str, message: str) -> None:
+def test_broken_sweep_file_raises_with_file_line_field_and_value(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         read(tmp_path, text)
     assert str(error.value) == f"{tmp_path}/f.yaml{message}"
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_sweep_file_that_is_missing_or_no_utf_8_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         sweep.load(tmp_path / "f.yaml", OPS)
     assert str(error.value) == f"cannot read {tmp_path}/f.yaml: No such file or directory"
@@ -297,7 +297,7 @@ def test_no_such_file(tmp_path: Path) -> None:
     assert str(error.value) == f"{tmp_path}/f.yaml:2: byte 0xff: expected UTF-8"
 
 
-def test_sizes_many_times_as_many_load_in_as_many_times_the_time(tmp_path: Path) -> None:
+def test_load_time_grows_linearly_with_the_number_of_sizes(tmp_path: Path) -> None:
     def seconds(values: int) -> float:
         sizes = ", ".join(map(str, range(1, values + 1)))
         begun = time.process_time()
@@ -309,7 +309,7 @@ def test_sizes_many_times_as_many_load_in_as_many_times_the_time(tmp_path: Path)
     assert many < 3 * 12 * few, "144 times where each value is compared with every other"
 
 
-def test_more_cases_than_the_limit_are_refused_before_they_are_built(tmp_path: Path) -> None:
+def test_sweep_file_with_more_cases_than_the_limit_raises_before_it_builds_them(tmp_path: Path) -> None:
     sizes = ", ".join(map(str, range(1, 1001)))
     text = f"{HEAD}bench:\n  - {{name: '{{M}}x{{N}}', op: rmsnorm_bwd, N: [{sizes}], M: [{sizes}]}}\n"
     with pytest.raises(ValueError, match=r"f\.yaml:4: cases: 1000000 or more: expected at most 100000; see --max-cases$"):
@@ -321,12 +321,12 @@ def test_more_cases_than_the_limit_are_refused_before_they_are_built(tmp_path: P
         sweep.load(path, OPS, max_cases=2)
 
 
-def test_a_file_beyond_the_largest_size_is_not_read(tmp_path: Path) -> None:
+def test_sweep_file_above_1_mib_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"f\.yaml: 1048580 bytes: expected at most 1048576$"):
         read(tmp_path, "#" * (2**20 + 4))
 
 
-def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_of_a_family_returns_its_file_or_names_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "data_root", lambda folder: tmp_path / "repo" / folder)
     for path in ("repo/sweeps/norm.yaml", "repo/sweeps/gemm.yaml", "sweeps/norm.yaml"):
@@ -345,7 +345,7 @@ def count(entries: tuple[sweep.SweepCase, ...], **wanted: Any) -> int:
     return sum(all(getattr(entry.case, name) == value for name, value in wanted.items()) for entry in entries)
 
 
-def test_headline_of_a_file_is_what_a_quick_sweep_measures(tmp_path: Path) -> None:
+def test_headline_of_a_sweep_has_10_cases_across_its_sizes(tmp_path: Path) -> None:
     bench = "bench:\n" + "".join(
         f"  - {{name: {name}-{size}, M: {size}, N: {n}}}\n" for name, n in (("a", 64), ("b", 96)) for size in range(1, 13)
     )
@@ -360,7 +360,7 @@ def test_headline_of_a_file_is_what_a_quick_sweep_measures(tmp_path: Path) -> No
     assert len(Plan(OPS, named, Selection("f", ops=("rmsnorm_bwd",))).headline()) == 10
 
 
-def test_the_rmsnorm_sweep() -> None:
+def test_shipped_rmsnorm_sweep_has_the_published_cases() -> None:
     rmsnorm = sweep.load(REPO / "sweeps" / "rmsnorm.yaml", OPS)
     assert 25 <= len(rmsnorm.check) <= 40, "all run through the interpreter"
     for sizes in ((29, 17389), (3, 131072)):
@@ -379,7 +379,7 @@ def test_the_rmsnorm_sweep() -> None:
     assert rmsnorm.gate == {"margin": 0.03}
 
 
-def test_written_cases_are_read_again_each_once_and_named_by_their_sizes_where_they_have_no_name(tmp_path: Path) -> None:
+def test_sweep_text_of_cases_is_read_as_the_same_cases_each_once(tmp_path: Path) -> None:
     options = (("zero_centered", True), ("row_pad", 8))
     named = Case("a-name", (("M", 4), ("N", 8)), "float16", "none", options)
     unnamed = Case("", (("M", 16), ("N", 8)), "bfloat16", "fp8", (("fp8_format", "e5m2"), *options))

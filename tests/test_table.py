@@ -15,7 +15,7 @@ CASES = Table(
 )
 
 
-def test_text_of_a_table_with_room_has_a_line_per_row() -> None:
+def test_table_text_with_room_has_a_line_per_row() -> None:
     assert WORDS.text(60).splitlines() == [
         "op       says           count",
         "cast     one two three      5",
@@ -24,7 +24,7 @@ def test_text_of_a_table_with_room_has_a_line_per_row() -> None:
     ]
 
 
-def test_cells_wrap_between_words_where_a_line_is_too_wide_and_notes_stay_below() -> None:
+def test_table_text_too_wide_wraps_cells_between_words_and_keeps_notes_below() -> None:
     assert WORDS.text(24).splitlines() == [
         "op       says      count",
         "cast     one two       5",
@@ -35,11 +35,11 @@ def test_cells_wrap_between_words_where_a_line_is_too_wide_and_notes_stay_below(
     ]
 
 
-def test_gaps_are_smaller_where_words_would_break_otherwise() -> None:
+def test_table_text_narrows_gaps_before_it_breaks_words() -> None:
     assert WORDS.text(19).splitlines()[:4] == ["op      says  count", "cast    one       5", "        two", "        three"]
 
 
-def test_a_long_name_folds_before_other_columns_become_narrow() -> None:
+def test_table_text_folds_a_long_name_before_it_narrows_other_columns() -> None:
     columns = (Column("op", wraps=True), Column("failed", digits=0), Column("types", wraps=True))
     table = Table(columns, (Row(("package.rotary.rotary_embedding_kernel-f3d763d0", 0, "fp32")),))
     assert table.text(40).splitlines() == [
@@ -49,12 +49,12 @@ def test_a_long_name_folds_before_other_columns_become_narrow() -> None:
     ]
 
 
-def test_columns_that_do_not_wrap_keep_their_cells_whole() -> None:
+def test_table_text_keeps_cells_of_columns_that_do_not_wrap() -> None:
     whole = Table((Column("case"), Column("config", wraps=True)), (Row(("a b c", "x=1 y=2 z=3")),))
     assert whole.text(12).splitlines() == ["case  config", "a b c x=1", "      y=2", "      z=3"]
 
 
-def test_what_all_rows_share_is_said_once_and_headings_name_their_columns() -> None:
+def test_table_text_prints_values_that_all_rows_share_once() -> None:
     assert CASES.text(30).splitlines() == [
         "all rows: policy cold",
         "",
@@ -75,7 +75,7 @@ def test_what_all_rows_share_is_said_once_and_headings_name_their_columns() -> N
     ]
 
 
-def test_shared_column_of_a_rank_is_said_on_lines_of_its_own_in_its_turn() -> None:
+def test_table_text_prints_a_shared_column_of_a_rank_on_its_own_lines() -> None:
     columns = (Column("variant", shared=True, rank=2), Column("first", digits=0, rank=3), Column("day", rank=1), Column("cause"))
     table = Table(columns, (Row(("fast", 1, "Monday", "code")), Row(("slow", 2, "Friday", "config"))))
     assert table.text(20).splitlines() == [
@@ -87,12 +87,12 @@ def test_shared_column_of_a_rank_is_said_on_lines_of_its_own_in_its_turn() -> No
 
 
 @pytest.mark.parametrize("columns", [1, 7, 12])
-def test_narrow_text_loses_no_letter(columns: int) -> None:
+def test_table_text_of_any_width_keeps_every_letter(columns: int) -> None:
     plain = Table(WORDS.columns, tuple(Row(row.values) for row in WORDS.rows))
     assert sorted("".join(plain.text(columns).split())) == sorted("".join(plain.text(200).split()))
 
 
-def test_columns_of_numbers_stand_to_the_right_and_columns_of_dashes_do_not(
+def test_table_text_aligns_columns_of_numbers_right_and_of_dashes_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console.console, "width", 60)
@@ -104,11 +104,11 @@ def test_columns_of_numbers_stand_to_the_right_and_columns_of_dashes_do_not(
     ]
 
 
-def test_blank_note_is_no_note() -> None:
+def test_table_text_omits_a_blank_note() -> None:
     assert Table((Column("case"),), (Row(("a",), " \n"),)).text() == "case\na\n"
 
 
-def test_markdown_keeps_pipes_and_backslashes_inside_their_cell() -> None:
+def test_table_markdown_escapes_pipes_and_backslashes() -> None:
     """GitHub takes two backslashes before a pipe for a backslash and the end of the cell, so each is escaped."""
     table = Table((Column("x|y"), Column("b")), (Row(("a|b", "c\\|d <e> \\f")),))
     assert table.markdown() == "| x\\|y | b |\n| --- | --- |\n| a\\|b | c\\\\\\|d \\<e> \\f |\n"

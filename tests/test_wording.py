@@ -3,7 +3,7 @@
 from kerneltune.wording import counted, first_of, pairs, printable, wrapped
 
 
-def test_counts_and_lists_name_what_they_leave_out() -> None:
+def test_counted_and_first_of_give_plurals_and_the_number_left_out() -> None:
     assert [counted(n, "row") for n in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
     assert counted(2, "entry", "entries") == "2 entries"
     assert first_of("abcde", 2) == "a, b and 3 more"
@@ -12,10 +12,10 @@ def test_counts_and_lists_name_what_they_leave_out() -> None:
     assert pairs({"block": 1024, "split": False}) == "block=1024 split=False"
 
 
-def test_characters_that_a_terminal_obeys_are_visible_escapes() -> None:
+def test_printable_escapes_control_characters() -> None:
     assert printable("a\x1b[31m\u202eb\ud800\tµ\n") == "a\\x1b[31m\\u202eb\\ud800\tµ\n"
 
 
-def test_lines_break_between_words_and_keep_longer_words_whole() -> None:
+def test_wrapped_breaks_between_words_and_keeps_longer_words_whole() -> None:
     assert wrapped("one two extraordinary", 8) == ["one two", "  extraordinary"]
     assert wrapped("one-two three", 8, "") == ["one-two", "three"]
