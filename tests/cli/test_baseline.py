@@ -27,14 +27,14 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_file_a_revision_and_a_path_in_it(repository: Path) -> None:
+def test_load_baseline_reads_a_file_a_revision_and_a_path_in_a_revision(repository: Path) -> None:
     counterpart = Path("results/r.jsonl")
     assert load_baseline("results/r.jsonl", Path("elsewhere.jsonl")) == [record(120.0)]
     assert load_baseline("v1", counterpart) == load_baseline("HEAD", repository / counterpart) == [record(100.0)]
     assert load_baseline("v1:results/r.jsonl", Path("elsewhere.jsonl")) == [record(100.0)]
 
 
-def test_what_is_neither_is_one_line(repository: Path) -> None:
+def test_load_baseline_of_neither_file_nor_revision_raises_one_line(repository: Path) -> None:
     for name, text in (
         ("v2", "baseline: 'v2': no such file, and git says: fatal: "),
         (
@@ -55,7 +55,7 @@ def test_what_is_neither_is_one_line(repository: Path) -> None:
         load_baseline("v1", Path("no/r.jsonl"))
 
 
-def test_records_that_a_revision_lacks_are_to_be_committed_first(repository: Path) -> None:
+def test_load_baseline_of_uncommitted_records_says_to_commit_them(repository: Path) -> None:
     (repository / "results" / "new.jsonl").write_text(to_json(record(120.0)) + "\n")
     with pytest.raises(ValueError) as caught:
         load_baseline("HEAD", Path("results/new.jsonl"))
@@ -65,14 +65,14 @@ def test_records_that_a_revision_lacks_are_to_be_committed_first(repository: Pat
     )
 
 
-def test_broken_records_of_a_revision_name_it(repository: Path) -> None:
+def test_load_baseline_of_broken_records_names_the_revision(repository: Path) -> None:
     (repository / "results" / "r.jsonl").write_text("{}\n")
     subprocess.run(["git", "commit", "-qam", "broken"], check=True)
     with pytest.raises(ValueError, match=r"^HEAD:./r.jsonl:1: op: missing$"):
         load_baseline("HEAD", Path("results/r.jsonl"))
 
 
-def test_without_git(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_baseline_without_git_raises(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match=r"^baseline: 'v1': no such file, and cannot run git: No such file or directory: "):
         load_baseline("v1", Path("results/r.jsonl"))

@@ -34,7 +34,7 @@ def change(path: Path, **fields: Any) -> None:
     path.write_text(json.dumps(data))
 
 
-def test_cache_shows_what_is_stored(stored: Path) -> None:
+def test_cache_list_and_show_print_stored_entries(stored: Path) -> None:
     listed = run("cache", "list").stdout.splitlines()
     assert [line.split() for line in listed] == [
         ["gpu", "op", "entries", "variants", "latest"],
@@ -50,7 +50,7 @@ def test_cache_shows_what_is_stored(stored: Path) -> None:
     assert run("cache", "check").stdout.split() == f"good: 1 entry in 1 file of {stored.parent.parent}".split()
 
 
-def test_a_config_that_is_slower_than_its_default_is_listed(stored: Path) -> None:
+def test_cache_check_lists_configs_slower_than_their_default(stored: Path) -> None:
     change(stored, evidence={"over_default": [0.99, 1.01]})
     tied = run("cache", "check")
     assert tied.exit_code == 0
@@ -63,7 +63,7 @@ def test_a_config_that_is_slower_than_its_default_is_listed(stored: Path) -> Non
     assert said.endswith(": 0.910 to 0.950 of its default's speed")
 
 
-def test_nothing_is_sound_in_an_empty_cache(configs_dir: Path) -> None:
+def test_cache_check_of_an_empty_or_missing_folder_fails(configs_dir: Path) -> None:
     """Nor in a folder that is not there, which a gate of somebody's CI may name by mistake."""
     assert run("cache", "list").stdout == f"no entries in {configs_dir}\n"
     commands: list[list[str]] = [["check"], ["show", "rmsnorm_fwd"]]
@@ -72,7 +72,7 @@ def test_nothing_is_sound_in_an_empty_cache(configs_dir: Path) -> None:
         assert refused("cache", *command, "--configs", configs_dir / "no").endswith("/no': no such folder")
 
 
-def test_cache_show_refuses_what_is_unknown(stored: Path) -> None:
+def test_cache_show_of_unknown_names_fails_with_known_names(stored: Path) -> None:
     assert stored.is_file()
     assert refused("cache", "show", "softmax") == "error: op with cached configs: 'softmax': expected one of rmsnorm_bwd"
     assert refused("cache", "show", "rmsnorm_bwd", "--gpu", "b200") == "error: gpu: 'b200': expected one of nvidia_h200"
@@ -96,12 +96,12 @@ def test_cache_show_refuses_what_is_unknown(stored: Path) -> None:
         ({"evidence": {"over_default": ["a", "b"]}}, "evidence.over_default[0]: 'a': expected float"),
     ],
 )
-def test_cache_check_finds_a_broken_entry(fields: dict[str, Any], message: str, stored: Path) -> None:
+def test_cache_check_names_field_and_value_of_a_broken_entry(fields: dict[str, Any], message: str, stored: Path) -> None:
     change(stored, **fields)
     assert refused("cache", "check").startswith(f"error: {stored}: entries[0]: {message}")
 
 
-def test_cache_check_finds_a_broken_file(stored: Path, configs_dir: Path) -> None:
+def test_cache_check_names_a_broken_file(stored: Path, configs_dir: Path) -> None:
     stranger = configs_dir / "nvidia_h200" / "softmax.json"
     stranger.write_text(stored.read_text().replace("rmsnorm_bwd", "softmax"))
     known = ", ".join(operators())
@@ -110,14 +110,14 @@ def test_cache_check_finds_a_broken_file(stored: Path, configs_dir: Path) -> Non
     assert refused("cache", "check").startswith(f"error: {stored}:")
 
 
-def test_a_broken_file_is_a_warning_to_those_who_only_look(stored: Path) -> None:
+def test_cache_list_with_a_broken_file_warns(stored: Path) -> None:
     stored.write_text("{")
     with pytest.warns(UserWarning, match="JSON"):
         assert run("cache", "list").exit_code == 0
 
 
 @pytest.mark.parametrize("value", [0, -16, -1, 10**400, 3, float("nan"), True, "8", None])
-def test_check_refuses_a_knob_that_no_kernel_takes(stored: Path, value: Any) -> None:
+def test_cache_check_of_an_unusable_knob_fails(stored: Path, value: Any) -> None:
     knobs = json.loads(stored.read_text())["entries"][0]["config"]
     change(stored, config={**knobs, "warps": value})
     said = refused("cache", "check")

@@ -36,7 +36,7 @@ NVIDIA H200, driver 570, torch {torch}, triton 3.7, commit 0, 2026-11-21
 TABLE = table()
 
 
-def test_compare_reads_files(write: Callable[..., Path]) -> None:
+def test_compare_of_a_file_prints_its_table(write: Callable[..., Path]) -> None:
     path = write("a.jsonl", *both())
     result = run("compare", "baseline", "optimized", "--from", path)
     assert (result.exit_code, result.stdout, result.stderr) == (0, TABLE, "")
@@ -84,7 +84,7 @@ def test_compare_short_name_of_an_element_type_is_that_type(short: str, write: C
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_compare_takes_the_records_of_this_gpu(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_compare_without_a_file_reads_records_of_this_gpu(write: Callable[..., Path], tmp_path: Path) -> None:
     write("nvidia_h200/rmsnorm.jsonl", *both())
     write("nvidia_h100/rmsnorm.jsonl", *both(10, 20, device="NVIDIA H100"))
     result = run("compare", "baseline", "optimized", "--results", tmp_path)
@@ -92,13 +92,13 @@ def test_compare_takes_the_records_of_this_gpu(write: Callable[..., Path], tmp_p
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_compare_without_records_says_where_it_looked(tmp_path: Path) -> None:
+def test_compare_without_records_names_the_missing_file(tmp_path: Path) -> None:
     line = refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", "rmsnorm")
     place = tmp_path / "nvidia_h200" / "rmsnorm.jsonl"
     assert line == f"error: no records of NVIDIA H200 in {place}: run a sweep first, or name a file"
 
 
-def test_compare_two_files_variant_by_variant(write: Callable[..., Path]) -> None:
+def test_compare_of_two_files_has_a_table_per_variant(write: Callable[..., Path]) -> None:
     old, new = write("old.jsonl", *both(100, 60)), write("new.jsonl", *both(100, 50))
     lines = run("compare", old, new).stdout.splitlines()
     assert lines[0] == "baseline"
@@ -107,7 +107,7 @@ def test_compare_two_files_variant_by_variant(write: Callable[..., Path]) -> Non
     assert run("compare", old, new, "--format", "markdown").stdout.startswith("### baseline\n\n- A: ")
 
 
-def test_compare_two_files_of_steps_under_another_policy(write: Callable[..., Path]) -> None:
+def test_compare_of_two_files_of_steps_pairs_rows_of_their_policy(write: Callable[..., Path]) -> None:
     old, new = (write(name, record(us, policy="eager")) for name, us in (("old.jsonl", 120), ("new.jsonl", 100)))
     assert "1.20x +" in run("compare", old, new).stdout
     mixed = write("mixed.jsonl", *both(100, 60), record(50, policy="eager", variant="optimized"))
@@ -115,7 +115,7 @@ def test_compare_two_files_of_steps_under_another_policy(write: Callable[..., Pa
     assert refused("compare", old, new, "--policy", "hot").startswith("error: nothing to compare: ")
 
 
-def test_compare_a_file_with_the_best_peer_has_a_table_per_variant(write: Callable[..., Path]) -> None:
+def test_compare_of_a_file_with_the_best_peer_has_a_table_per_variant(write: Callable[..., Path]) -> None:
     new = write("new.jsonl", record(40, variant="optimized"), record(150, variant="liger", role="peer"))
     old = write("old.jsonl", record(200, variant="liger", role="peer"))
     for arguments, speedup in (((new, "best-peer"), "0.20x -"), (("best-peer", new), "5.00x +")):
@@ -124,27 +124,27 @@ def test_compare_a_file_with_the_best_peer_has_a_table_per_variant(write: Callab
         assert speedup in "\n".join(lines[: lines.index("liger")])
 
 
-def test_compare_a_file_of_a_variant_with_a_file_of_others_chooses_none(write: Callable[..., Path]) -> None:
+def test_compare_of_files_without_a_common_variant_fails(write: Callable[..., Path]) -> None:
     old, new = write("old.jsonl", record()), write("new.jsonl", record(50, variant="optimized"), record(200, variant="liger"))
     said = f"error: nothing to compare: {old} and {new} have no record of the same variant, case, device and policy"
     assert refused("compare", old, new) == said
     assert "2.00x +" in run("compare", old, "optimized", "--from", new).stdout
 
 
-def test_compare_a_file_with_a_variant(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_of_a_file_with_a_variant_pairs_their_rows(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = write("old.jsonl", record()), write("new.jsonl", *both(100, 50))
     monkeypatch.chdir(old.parent)
     assert run("compare", old.name, "optimized", "--from", new).stdout == table(a=old.name)
 
 
-def test_compare_keeps_to_operators_and_policy(write: Callable[..., Path]) -> None:
+def test_compare_with_op_or_policy_keeps_only_their_rows(write: Callable[..., Path]) -> None:
     path = write("a.jsonl", *both(), *both(10, 20, op="rmsnorm_bwd"), *both(20, 10, policy="hot"))
     assert run("compare", "baseline", "optimized", "--from", path, "--op", "rmsnorm_fwd").stdout == TABLE
     expected = "error: op: 'softmax': expected one of rmsnorm_fwd, rmsnorm_bwd"
     assert refused("compare", "baseline", "optimized", "--from", path, "--op", "softmax") == expected
 
 
-def test_compare_takes_a_part_of_the_records(write: Callable[..., Path]) -> None:
+def test_compare_with_case_dtype_or_quant_keeps_only_their_rows(write: Callable[..., Path]) -> None:
     others = [*both(10, 20, quant="none"), *both(10, 20, dtype="float16"), *both(10, 20, case="other", axes={"M": 1, "N": 1})]
     path = write("a.jsonl", *both(), *others)
     part = ("--case", "te-*", "--dtype", "bfloat16", "--quant", "fp8")
@@ -157,7 +157,7 @@ def test_compare_takes_a_part_of_the_records(write: Callable[..., Path]) -> None
         assert refused("compare", "baseline", "optimized", "--from", path, *option) == f"error: {said}"
 
 
-def test_compare_takes_one_family_of_the_files_named(write: Callable[..., Path]) -> None:
+def test_compare_with_family_keeps_only_its_rows_of_a_file(write: Callable[..., Path]) -> None:
     old, new = (write(name, *both(), *both(10, 20, op="cast", family="casts")) for name in ("old.jsonl", "new.jsonl"))
     assert run("compare", "baseline", "optimized", "--from", old, "--family", "rmsnorm").stdout == TABLE
     assert "cast" not in run("compare", old, new, "--family", "rmsnorm").stdout
@@ -165,7 +165,7 @@ def test_compare_takes_one_family_of_the_files_named(write: Callable[..., Path])
     assert line == "error: family: 'cast': expected one of rmsnorm, casts; did you mean casts?"
 
 
-def test_compare_refuses_options_that_it_would_not_use(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_compare_with_options_that_it_ignores_fails(write: Callable[..., Path], tmp_path: Path) -> None:
     path, other, empty = write("a.jsonl", *both()), write("b.jsonl", *both()), tmp_path / "empty.jsonl"
     empty.touch()
     unused = f"error: from: '{path}': expected only where A or B is a variant, and without --run"
@@ -178,7 +178,7 @@ def test_compare_refuses_options_that_it_would_not_use(write: Callable[..., Path
         assert refused("compare", same, same) == f"error: {said}"
 
 
-def test_compare_writes_a_file(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_compare_with_output_writes_the_table_into_the_file(write: Callable[..., Path], tmp_path: Path) -> None:
     path, output = write("a.jsonl", *both()), tmp_path / "table.txt"
     result = run("compare", "baseline", "optimized", "--from", path, "--output", output)
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {output}\n")
@@ -187,7 +187,7 @@ def test_compare_writes_a_file(write: Callable[..., Path], tmp_path: Path) -> No
     assert line == f"error: cannot write {tmp_path}: Is a directory"
 
 
-def test_compare_refuses_what_is_unknown(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_compare_of_unknown_names_fails_with_known_names(write: Callable[..., Path], tmp_path: Path) -> None:
     path, other = write("a.jsonl", *both()), write("b.jsonl", record(variant="optimized", axes={"M": 1, "N": 1}), record())
     known = "baseline, optimized, best-peer, a .jsonl file"
     assert refused("compare", "fast", "optimized", "--from", path) == f"error: variant: 'fast': expected one of {known}"
@@ -202,7 +202,7 @@ def test_compare_refuses_what_is_unknown(write: Callable[..., Path], tmp_path: P
         assert line.startswith(f"error: variant: '{pair[0]}': expected one of ")
 
 
-def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_with_run_measures_the_selection(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     def live(plan: Plan, _progress: object, command: str) -> list[Record]:
@@ -217,7 +217,7 @@ def test_compare_live_asks_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == {"selection": of_part, "command": "compare --run", "policy": None}
 
 
-def test_a_variant_is_measured_against_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_of_a_variant_with_itself_reports_the_a_a_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     def timed(shift: float, noise: list[float], **changes: Any) -> Record:
         return record(100.0, samples_us=[[100.0 * (shift + x) for x in noise]], n=len(noise), **changes)
 
@@ -233,7 +233,7 @@ def test_a_variant_is_measured_against_itself(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("how", ["asked for", "installed"])
-def test_what_a_plug_in_leaves_is_read_where_it_was_written(
+def test_compare_of_a_plug_in_reads_records_where_sweep_wrote_them(
     how: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_gpu: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -260,7 +260,7 @@ def test_what_a_plug_in_leaves_is_read_where_it_was_written(
 
 
 @pytest.mark.usefixtures("an_h200")
-def test_a_family_that_is_known_is_not_meant_to_be_another(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_compare_of_a_known_family_without_records_suggests_no_other_family(write: Callable[..., Path], tmp_path: Path) -> None:
     write("nvidia_h100/rmsnorm.jsonl", *both(device="NVIDIA H100"))
     for family, said in (
         ("rmsnorm", "name a file"),
@@ -270,7 +270,7 @@ def test_a_family_that_is_known_is_not_meant_to_be_another(write: Callable[..., 
         assert refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", family).endswith(said)
 
 
-def test_compare_without_names_holds_ours_against_the_best_peer(write: Callable[..., Path]) -> None:
+def test_compare_without_names_sets_ours_against_the_best_peer(write: Callable[..., Path]) -> None:
     peers = [record(70.0, variant="liger", role="peer"), record(60.0, variant="quack", role="peer")]
     path = write("a.jsonl", *both(), *peers)
     text = run("compare", path).stdout
@@ -280,7 +280,7 @@ def test_compare_without_names_holds_ours_against_the_best_peer(write: Callable[
     assert run("compare", "--from", write("none.jsonl", *both())).stdout == TABLE
 
 
-def test_compare_without_names_takes_a_peer_only_where_most_cases_have_one(write: Callable[..., Path]) -> None:
+def test_compare_without_names_uses_the_baseline_if_most_cases_lack_a_peer(write: Callable[..., Path]) -> None:
     cases = [changed(row, axes={"M": m, "N": 4096}) for m in (1, 2, 3) for row in both()]
     peer = record(60.0, variant="quack", role="peer", axes={"M": 1, "N": 4096})
     assert run("compare", "--from", write("few.jsonl", *cases, peer)).stdout.startswith("A: baseline; B: optimized\n")

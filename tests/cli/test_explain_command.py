@@ -18,21 +18,21 @@ FIELDS = {"model_type": "qwen3", "hidden_size": 2048, "num_attention_heads": 16,
         ("M=12000,N=5136", "the default: nvidia_h200 has no entry for this case or near it, at most 4 away in log2 of M"),
     ],
 )
-def test_explain_says_where_a_config_comes_from(case: str, source: str) -> None:
+def test_explain_names_the_source_of_a_config(case: str, source: str) -> None:
     lines = run("cache", "explain", "fp8_transpose_2d", case, "--gpu", "nvidia_h200").stdout
     assert [line.split()[0] for line in lines.splitlines() if line[0] != " "] == ["case", "config", "from"]
     assert "config    rows=64 cols=" in lines
     assert f"from {source}" in " ".join(lines.split())
 
 
-def test_explain_takes_sizes_apart_and_short_names_of_types() -> None:
+def test_explain_accepts_sizes_as_separate_arguments_and_short_dtypes() -> None:
     given = ("fp8_tensorwise_2d", "--gpu", "nvidia_h200", "--dtype")
     whole = run("cache", "explain", *given, "float16", "M=4096,K=4096")
     apart = run("cache", "explain", *given, "fp16", "M=4096", "K=4096")
     assert (apart.exit_code, apart.stdout) == (0, whole.stdout)
 
 
-def test_explain_takes_options_beside_sizes() -> None:
+def test_explain_accepts_options_beside_sizes() -> None:
     asked = ("cache", "explain", "fp8_grouped_gemm", "--gpu", "nvidia_h200", "M=32768", "N=3584", "K=2048", "E=64")
     assert "product=rows" in run(*asked).stdout
     assert "product=weights" in run(*asked, "product=weights").stdout
@@ -50,18 +50,18 @@ def test_explain_takes_options_beside_sizes() -> None:
         ("int4_gemm N=3 M=0 K=64", "unsupported: m must be even and at least 2, got m=0"),
     ],
 )
-def test_explain_refuses_sizes_that_no_config_runs(case: str, text: str) -> None:
+def test_explain_of_sizes_that_no_config_runs_fails(case: str, text: str) -> None:
     assert text in refused("cache", "explain", *case.split(), "--gpu", "nvidia_h200")
 
 
-def test_explain_refuses_what_is_no_size_and_a_case_without_all_sizes() -> None:
+def test_explain_of_an_unknown_axis_or_a_missing_size_fails() -> None:
     given = ("cache", "explain", "rmsnorm_fwd", "--gpu", "nvidia_h200")
     assert "N: not given: expected a size for each of M, N" in refused(*given, "M=5000")
     said = refused(*given, "M=5000", "N=5120", "dtype=bf16")
     assert "axis: 'dtype': expected one of M, N, or an option: zero_centered, fp8_format, row_pad" in said
 
 
-def test_explain_says_that_an_entry_is_stale(configs_dir: Path) -> None:
+def test_explain_of_a_stale_entry_prints_that_it_is_stale(configs_dir: Path) -> None:
     from dataclasses import replace
 
     from kerneltune import cache
@@ -75,14 +75,14 @@ def test_explain_says_that_an_entry_is_stale(configs_dir: Path) -> None:
     assert "for exactly this case; stale: source_hash 0123456789ab is now" in " ".join(found.stdout.split())
 
 
-def test_explain_of_a_case_that_is_none_names_the_nearest() -> None:
+def test_explain_of_an_unknown_case_names_the_nearest() -> None:
     said = refused("cache", "explain", "fp8_transpose_2d", "llama4-16384x512", "--gpu", "nvidia_h200")
     assert "case: 'llama4-16384x512'" in said
     assert "did you mean llama4-16384x5120?" in said
     assert "gpu: 'nowhere'" in refused("cache", "explain", "fp8_transpose_2d", "M=1,N=1", "--gpu", "nowhere")
 
 
-def test_cases_writes_a_sweep_that_is_read_again(tmp_path: Path) -> None:
+def test_cases_writes_a_sweep_file_that_loads(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     printed = run("cases", "--model", str(tmp_path / "config.json"), "--tokens", "4096").stdout
     run("cases", "--model", str(tmp_path), "--tokens", "4096", "-o", str(tmp_path / "made.yaml"))
@@ -100,7 +100,7 @@ def test_cases_writes_a_sweep_that_is_read_again(tmp_path: Path) -> None:
         (["--ep", "2"], "ep: 2: expected 1, as "),
     ],
 )
-def test_cases_of_bad_options_write_nothing(given: list[str], text: str, tmp_path: Path) -> None:
+def test_cases_with_bad_options_fails_and_writes_nothing(given: list[str], text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     output = tmp_path / "made.yaml"
     assert text in refused("cases", "--model", str(tmp_path / "config.json"), "-o", str(output), *given)
@@ -110,13 +110,13 @@ def test_cases_of_bad_options_write_nothing(given: list[str], text: str, tmp_pat
     assert not output.exists()
 
 
-def test_tune_takes_a_family_or_a_model() -> None:
+def test_tune_with_neither_family_nor_model_file_fails() -> None:
     assert "expected either a family or --model FILE" in refused("tune")
     assert "cannot read none.json" in refused("tune", "--model", "none.json")
 
 
 @pytest.mark.parametrize(("given", "tuned"), [([], ("optimized",)), (["--variant", "base*"], ("base*",))])
-def test_tune_of_a_model_tunes_what_calls_run(
+def test_tune_of_a_model_tunes_variants_that_calls_run(
     given: list[str], tuned: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kerneltune.plan import Plan, Selection

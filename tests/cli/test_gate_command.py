@@ -37,27 +37,29 @@ from kerneltune.records import Record
         ),
     ],
 )
-def test_the_gate_s_exit_code_is_its_answer(new: list[Record], code: int, last: str, write: Callable[..., Path]) -> None:
+def test_gate_exits_with_1_on_a_regression_and_0_on_a_pass(
+    new: list[Record], code: int, last: str, write: Callable[..., Path]
+) -> None:
     result = run("gate", "--allow-stale", write("old.jsonl", *both()), write("new.jsonl", *new))
     lines = result.stdout.splitlines()
     answer = next(i for i, line in enumerate(lines) if line.startswith("gate: "))
     assert (result.exit_code, " ".join(line.strip() for line in lines[answer:])) == (code, last)
 
 
-def test_empty_files_are_named(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_gate_of_an_empty_file_names_it(write: Callable[..., Path], tmp_path: Path) -> None:
     full, empty = write("a.jsonl", *both()), tmp_path / "empty.jsonl"
     empty.touch()
     for names in ((empty, full), (full, empty)):
         assert refused("gate", *names) == f"error: {empty}: no records"
 
 
-def test_a_missing_new_file_is_not_blamed_on_the_baseline(tmp_path: Path) -> None:
+def test_gate_of_a_missing_new_file_names_that_file(tmp_path: Path) -> None:
     assert (
         refused("gate", "main", tmp_path / "gone.jsonl") == f"error: cannot read {tmp_path}/gone.jsonl: No such file or directory"
     )
 
 
-def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_gate_accepts_a_margin_and_refuses_one_outside_0_to_1(write: Callable[..., Path], tmp_path: Path) -> None:
     old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
     assert run("gate", "--allow-stale", old, new, "--margin", "0.5").exit_code == 0
     assert (
@@ -69,7 +71,7 @@ def test_the_gate_s_margin_and_formats(write: Callable[..., Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("place", [".", "sweeps"])
-def test_the_gate_of_two_files_takes_the_margin_of_the_family_s_sweep_file(
+def test_gate_of_two_files_uses_the_margin_of_the_sweep_file(
     place: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -91,7 +93,7 @@ def test_the_gate_of_two_files_takes_the_margin_of_the_family_s_sweep_file(
     )
 
 
-def test_files_without_a_common_row_give_the_reason_alone(write: Callable[..., Path]) -> None:
+def test_gate_of_files_without_a_common_row_prints_only_the_reason(write: Callable[..., Path]) -> None:
     result = run(
         "gate",
         "--allow-stale",
@@ -104,14 +106,16 @@ def test_files_without_a_common_row_give_the_reason_alone(write: Callable[..., P
     )  # fmt: skip
 
 
-def test_operator_that_is_not_loaded_is_bad_input(write: Callable[..., Path]) -> None:
+def test_gate_of_records_of_an_operator_that_is_not_loaded_fails(write: Callable[..., Path]) -> None:
     path = write("a.jsonl", *both(op="tsoftmax"))
     assert refused("gate", path, path) == (
         f"error: {path}: op: 'tsoftmax': in the records, but not loaded here: load it by --plugin, or pass --allow-stale"
     )
 
 
-def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_writes_junit_markdown_and_annotations(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, new, step = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70)), tmp_path / "step.md"
     step.write_text("before\n")
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(step))
@@ -130,7 +134,7 @@ def test_the_gate_s_files_and_annotations(write: Callable[..., Path], tmp_path: 
 
 
 @pytest.mark.parametrize(("new", "code"), [(both(100, 70), 1), (both(), 2)])
-def test_gate_unwritable_junit_hides_neither_a_regression_nor_the_other_files(
+def test_gate_with_an_unwritable_junit_still_reports_and_writes_other_files(
     new: list[Record], code: int, write: Callable[..., Path], tmp_path: Path
 ) -> None:
     markdown = tmp_path / "gate.md"
@@ -150,7 +154,7 @@ def test_gate_unwritable_junit_hides_neither_a_regression_nor_the_other_files(
     assert result.stderr.splitlines()[0].startswith(f"error: cannot write {tmp_path}: ")
 
 
-def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_lines_are_at_most_as_wide_as_the_terminal(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(console.console, "width", 80)
@@ -164,7 +168,7 @@ def test_the_gate_breaks_its_lines_where_the_screen_ends(write: Callable[..., Pa
     )
 
 
-def test_what_only_a_run_takes(write: Callable[..., Path]) -> None:
+def test_gate_without_run_refuses_options_of_run(write: Callable[..., Path]) -> None:
     path = write("a.jsonl", *both())
     assert refused("gate", path, path, "--save", path) == f"error: save: '{path}': expected only with --run"
     assert refused("gate", path, path, "--update") == "error: update: expected only with --run"
@@ -175,7 +179,7 @@ def test_what_only_a_run_takes(write: Callable[..., Path]) -> None:
     )
 
 
-def test_the_gate_judges_the_rows_of_two_files_that_are_selected(write: Callable[..., Path]) -> None:
+def test_gate_of_a_selection_judges_its_rows_only(write: Callable[..., Path]) -> None:
     files = write("old.jsonl", *both()), write("new.jsonl", *both(100, 70))
     assert run("gate", "--allow-stale", *files, "--op", "rmsnorm_fwd", "--case", "te-*").exit_code == 1
     passed = run("gate", "--allow-stale", *files, "--variant", "base*")
@@ -184,7 +188,7 @@ def test_the_gate_judges_the_rows_of_two_files_that_are_selected(write: Callable
     assert refused("gate", *files, "--case", "nope").startswith("error: case: 'nope': expected one of ")
 
 
-def test_the_gate_prints_markdown_in_place_of_text(
+def test_gate_with_markdown_to_stdout_prints_it_in_place_of_text(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -193,14 +197,14 @@ def test_the_gate_prints_markdown_in_place_of_text(
     assert result.stdout.startswith("**gate: fail: 1 regression (2 rows compared, 0 faster)**\n\n| verdict | ")
 
 
-def test_a_run_needs_a_gpu(write: Callable[..., Path], no_gpu: None) -> None:
+def test_gate_run_without_a_gpu_fails(write: Callable[..., Path], no_gpu: None) -> None:
     needed = "error: gate --run needs a GPU: in the interpreter nothing can be timed"
     assert refused("gate", write("a.jsonl", *both()), "--run", "rmsnorm") == needed
     assert refused("gate", "HEAD", "--run", "rmsnorm") == needed
     assert refused("gate", "none.jsonl", "--run", "rmsnorm", "--update") == needed
 
 
-def test_a_run_judges_what_its_processes_measure(
+def test_gate_run_judges_records_of_its_processes(
     write: Callable[..., Path], tmp_path: Path, an_h200: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
@@ -219,7 +223,7 @@ def test_a_run_judges_what_its_processes_measure(
     assert records.load(baseline) == both(100, 70)
 
 
-def test_broken_record_files(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_gate_and_compare_of_a_broken_file_name_line_and_field(write: Callable[..., Path], tmp_path: Path) -> None:
     good, truncated, odd = write("good.jsonl", record()), write("truncated.jsonl", *both()), tmp_path / "odd.jsonl"
     truncated.write_bytes(truncated.read_bytes()[:-10])
     odd.write_text('{"op": "rmsnorm_fwd", "speed": 3}\n')
@@ -233,14 +237,14 @@ def test_broken_record_files(write: Callable[..., Path], tmp_path: Path) -> None
     assert refused("gate", good, tmp_path) == f"error: cannot read {tmp_path}: Is a directory"
 
 
-def test_gate_escape_sequences_of_a_reason_never_reach_the_terminal(write: Callable[..., Path]) -> None:
+def test_gate_prints_escape_sequences_of_a_reason_escaped(write: Callable[..., Path]) -> None:
     failed = record(variant="optimized", status="failed", reason="\x1b]0;owned\x07 \u202etxt", **NO_TIMES)
     result = run("gate", "--allow-stale", write("old.jsonl", *both()), write("new.jsonl", record(), failed))
     assert "\\x1b]0;owned\\x07 \\u202etxt" in result.stdout
     assert not set("\x1b\x07\u202e") & set(result.output)
 
 
-def test_the_action_runs_the_gate_as_it_is() -> None:
+def test_action_passes_existing_options_of_gate_only() -> None:
     action = yaml.safe_load((Path(__file__).parents[2] / "action.yml").read_text())
     step = action["runs"]["steps"][-1]["run"]
     command = [line for line in step.splitlines() if line.startswith("kerneltune gate") or "kerneltune gate" in line]
@@ -250,7 +254,7 @@ def test_the_action_runs_the_gate_as_it_is() -> None:
     assert every(f"inputs.{name}" in (Path(__file__).parents[2] / "action.yml").read_text() for name in action["inputs"])
 
 
-def test_records_of_other_code_than_the_checkout_s_fail_unless_they_are_allowed(write: Callable[..., Path]) -> None:
+def test_gate_of_records_of_other_code_fails_unless_allow_stale(write: Callable[..., Path]) -> None:
     old, new = write("old.jsonl", *both()), write("new.jsonl", *both())
     result = run("gate", old, new, "--annotations")
     text = " ".join(result.stdout.split())
@@ -264,7 +268,7 @@ def test_records_of_other_code_than_the_checkout_s_fail_unless_they_are_allowed(
     assert run("gate", write("before.jsonl", *of_here), write("here.jsonl", *of_here)).exit_code == 0
 
 
-def test_gate_fails_where_a_config_of_the_records_is_not_the_config_at_hand(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_gate_of_records_of_another_config_than_the_cached_one_fails(write: Callable[..., Path], tmp_path: Path) -> None:
     entry = h200_entries()[0]
     path = write("rows.jsonl", entry_record(entry))
     slow = dataclasses.replace(entry, config=entry.config | {"warps": 8 if entry.config["warps"] != 8 else 16})
@@ -286,7 +290,7 @@ def test_gate_of_records_alone_imports_no_torch(write: Callable[..., Path]) -> N
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False")
 
 
-def test_gate_reads_lines_that_end_as_windows_ends_them(write: Callable[..., Path]) -> None:
+def test_gate_reads_files_with_crlf_line_ends(write: Callable[..., Path]) -> None:
     path = write("old.jsonl", *both())
     other = path.with_name("new.jsonl")
     other.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
@@ -316,7 +320,7 @@ def test_gate_refuses_configs_that_calls_do_not_use(text: str, said: str, write:
     assert refused("gate", rows, rows, "--configs", tmp_path / "configs").startswith(f"error: {path}: {said}")
 
 
-def test_gate_and_cache_refuse_a_folder_of_configs_that_is_not_there(
+def test_gate_and_cache_with_a_missing_configs_folder_fail(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = f"error: configs: '{tmp_path / 'none'}': no such folder"
@@ -326,7 +330,7 @@ def test_gate_and_cache_refuse_a_folder_of_configs_that_is_not_there(
     assert refused("gate", rows, rows) == refused("cache", "list") == refused("inspect", "rmsnorm_fwd") == said
 
 
-def test_gate_whose_report_cannot_be_written_does_not_say_pass(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_gate_with_an_unwritable_report_exits_with_2_and_prints_no_pass(write: Callable[..., Path], tmp_path: Path) -> None:
     rows = write("rows.jsonl", *both())
     (tmp_path / "file").touch()
     result = run("gate", rows, rows, "--allow-stale", "--junit", tmp_path / "file" / "gate.xml")
@@ -341,7 +345,7 @@ def test_gate_names_the_value_of_a_margin_and_the_field_of_a_record(write: Calla
     assert refused("gate", rows, rows).startswith(f"error: {rows}:1: gbps: None: expected ")
 
 
-def test_junit_has_times_and_tells_stale_code_from_a_regression(write: Callable[..., Path], tmp_path: Path) -> None:
+def test_gate_junit_has_times_and_a_failure_type_for_stale_code(write: Callable[..., Path], tmp_path: Path) -> None:
     rows = write("rows.jsonl", *both())
     assert run("gate", rows, rows, "--junit", tmp_path / "gate.xml").exit_code == 1
     suite = ElementTree.parse(tmp_path / "gate.xml").getroot()[0]

@@ -32,13 +32,13 @@ def pyproject(folder: Path, text: str) -> None:
         ("colour = 'red'", "colour: 'red': expected no field of this name"),
     ],
 )
-def test_settings_with_a_wrong_value_are_one_line(text: str, said: str, tmp_path: Path) -> None:
+def test_settings_with_a_wrong_value_fail_with_one_line(text: str, said: str, tmp_path: Path) -> None:
     pyproject(tmp_path, text)
     done = started(tmp_path, "ops")
     assert (done.returncode, done.stderr) == (2, f"error: pyproject.toml: tool.kerneltune.{said}\n")
 
 
-def test_settings_name_plug_ins_folders_and_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_set_plug_ins_folders_and_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pyproject(tmp_path, "plugins = ['mine.py']\nresults = 'r'\nconfigs = 'c'\nfamily = 'mine'")
     monkeypatch.chdir(tmp_path)
     for name in (settings.FAMILY, "KERNELTUNE_RESULTS", "KERNELTUNE_CONFIGS", ops.PLUGINS):
@@ -52,7 +52,7 @@ def test_settings_name_plug_ins_folders_and_family(tmp_path: Path, monkeypatch: 
     assert environment == {settings.FAMILY: "mine", ops.PLUGINS: "mine.py"}
 
 
-def test_plugin_option_behind_the_command_is_taken(tmp_path: Path) -> None:
+def test_plugin_option_behind_the_command_loads_the_plug_in(tmp_path: Path) -> None:
     done = started(tmp_path, "ops", "--plugin", "no_such_module")
     assert done.returncode == 2
     assert done.stderr.startswith("error: plug-in no_such_module: ")

@@ -38,14 +38,14 @@ OF_TYPER = ("typer", "rich", "pygments", "markdown_it", "mdurl", "typing_extensi
 
 
 @pytest.mark.parametrize("command", [[], ["inspect"], ["gate"], ["cache", "export"], ["capture"]], ids=" ".join)
-def test_help_shows_values_of_options_that_take_one_and_types_of_none(command: list[str]) -> None:
+def test_help_shows_metavars_of_options_with_a_value_and_no_types(command: list[str]) -> None:
     text = run(*command, "--help").stdout
     assert "--help" in text
     assert "<" not in text
     assert not command or "--configs" not in text or "DIR" in text
 
 
-def test_a_machine_without_torch_and_triton_is_told_so() -> None:
+def test_command_without_torch_and_triton_fails_and_doctor_lists_them() -> None:
     code = "import sys; sys.modules['torch'] = sys.modules['triton'] = None; from kerneltune.cli import main; main()"
     report = _done(code, "doctor")
     rows = {line[:19].strip(): line[19:].split("  ")[0] for line in report.stdout.splitlines()}
@@ -80,7 +80,7 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage:" in result.stdout
 
 
-def test_sizes_that_an_operator_has_no_knobs_for() -> None:
+def test_ops_of_sizes_without_valid_knobs_fails_with_the_reason() -> None:
     said = refused("ops", "int4_gemm", "K=7")
     assert said.startswith("error: int4_gemm baseline: no knobs for N=4096 M=4096 K=7 ")
     assert said.endswith(": k must be a multiple of the group and of 32, got k=7 group=64")
@@ -88,23 +88,21 @@ def test_sizes_that_an_operator_has_no_knobs_for() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("arguments", [("ops",), ("--help",)])
-def test_a_full_disk_behind_the_output_is_one_line(arguments: tuple[str, ...]) -> None:
+def test_command_with_stdout_on_a_full_disk_fails_with_one_line(arguments: tuple[str, ...]) -> None:
     command = [sys.executable, "-m", "kerneltune", *arguments]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
 
 
-def test_a_terminal_of_no_columns_still_says_something(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_in_a_terminal_of_0_columns_prints_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "0")
     done = subprocess.run([sys.executable, "-m", "kerneltune", "ops"], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("op ")
 
 
-def test_an_output_without_greek_letters_is_written_all_the_same(
-    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_in_ascii_writes_us_for_microseconds(write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     command = [sys.executable, "-m", "kerneltune", "compare", str(write("a.jsonl", *both())), "--format", "markdown"]
     done = subprocess.run(command, capture_output=True)
@@ -113,13 +111,13 @@ def test_an_output_without_greek_letters_is_written_all_the_same(
 
 
 @pytest.mark.skipif(not [*importlib.metadata.distributions(name="kerneltune")], reason="kerneltune is not installed")
-def test_version() -> None:
+def test_version_option_prints_the_version() -> None:
     result = run("--version")
     assert result.exit_code == 0
     assert result.stdout.startswith("kerneltune 0.")
 
 
-def test_a_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_option_in_an_uninstalled_source_tree_prints_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -128,7 +126,7 @@ def test_a_source_tree_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.stdout) == (0, "kerneltune, a source tree that is not installed\n")
 
 
-def test_a_wrong_use_is_one_line(tmp_path: Path) -> None:
+def test_wrong_command_or_option_fails_with_one_line(tmp_path: Path) -> None:
     assert refused("nothing") == "error: No such command 'nothing'."
     assert refused("--nothing") == "error: No such option: --nothing"
     assert refused("--plugin") == "error: Option '--plugin' requires an argument."
@@ -149,7 +147,7 @@ def test_a_wrong_use_is_one_line(tmp_path: Path) -> None:
     assert refused("gate", "one.jsonl", "two.jsonl", "--run", "rmsnorm") == one_of_them.replace("missing", "'two.jsonl'")
 
 
-def test_a_failure_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]) -> None:
+def test_error_of_the_package_itself_shows_its_traceback(monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path]) -> None:
     def broken(*_: object, **_named: object) -> None:
         raise KeyError("ours")
 
@@ -176,18 +174,18 @@ def test_ops_shows_knobs_for_a_case() -> None:
     assert any(line.endswith("valid configs") for line in lines)
 
 
-def test_ops_refuses_an_unknown_operator_without_its_code() -> None:
+def test_ops_of_an_unknown_operator_fails_without_importing_torch() -> None:
     code = "import sys; from kerneltune.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, "ops", "softmax"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "False\n")
 
 
-def test_ops_refuses_a_type_or_a_mode_without_an_operator() -> None:
+def test_ops_with_dtype_or_quant_but_no_operator_fails() -> None:
     assert refused("ops", "--dtype", "float16") == "error: dtype: 'float16': expected only with OP"
     assert refused("ops", "--quant", "fp8") == "error: quant: 'fp8': expected only with OP"
 
 
-def test_ops_refuses_what_is_unknown() -> None:
+def test_ops_and_inspect_of_unknown_names_fail_with_known_names() -> None:
     known = ", ".join(operators())
     assert refused("ops", "softmax") == f"error: op: 'softmax': expected one of {known}"
     options = "zero_centered, fp8_format, row_pad"
@@ -199,7 +197,7 @@ def test_ops_refuses_what_is_unknown() -> None:
     assert refused("ops", "rmsnorm_fwd", "--dtype", "int8") == "error: dtype: 'int8': expected one of bfloat16, float16, float32"
 
 
-def test_doctor_knows_the_peers_of_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_the_peers_of_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     operators()  # imported before find_spec is replaced
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("liger_kernel", "gemlite") else object())
     said = {what: (found, means) for what, found, means in doctor.peer_packages()}
@@ -212,14 +210,14 @@ def test_doctor_knows_the_peers_of_all_operators(monkeypatch: pytest.MonkeyPatch
     assert not any("TransformerEngine" in what for what in said)
 
 
-def test_doctor_says_what_is_wrong_with_a_plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_with_a_broken_plug_in_lists_it_as_not_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_PLUGINS", str(tmp_path / "gone.py"))
     result = run("doctor", "--configs", tmp_path, "--results", tmp_path)
     assert result.exit_code == 0
     assert "operators not usable plug-in" in " ".join(result.stdout.split())
 
 
-def test_doctor_says_what_is_missing(tmp_path: Path, no_gpu: None) -> None:
+def test_doctor_lists_missing_packages(tmp_path: Path, no_gpu: None) -> None:
     (tmp_path / "file").touch()
     result = run("doctor", "--configs", tmp_path, "--results", tmp_path / "file" / "results")
     assert result.exit_code == 0
@@ -232,7 +230,7 @@ def test_doctor_says_what_is_missing(tmp_path: Path, no_gpu: None) -> None:
     ("unit", "line"),
     [("0a1b2c3d4e5f", "GPU serial 0a1b2c3d4e5f"), ("", "GPU serial not known records cannot say on which GPU of this model")],
 )
-def test_doctor_says_which_gpu_it_is(unit: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_the_unit_of_the_gpu(unit: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "570", unit))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (100 << 30, 140 << 30))
     monkeypatch.setattr("kerneltune.cli.doctor.nvml_lines", lambda: iter(()))
@@ -240,7 +238,7 @@ def test_doctor_says_which_gpu_it_is(unit: str, line: str, tmp_path: Path, monke
 
 
 @pytest.mark.gpu
-def test_doctor_knows_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_facts_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # long paths of a machine fold the other columns
     result = run("doctor", "--configs", tmp_path, "--results", tmp_path)
     assert result.exit_code == 0
@@ -253,7 +251,7 @@ def test_unknown_option_names_the_commands_that_have_it() -> None:
     assert refused("compare", "--recipe", "x") == "error: No such option: --recipe"
 
 
-def test_ops_and_inspect_take_options_beside_sizes() -> None:
+def test_ops_and_inspect_accept_options_beside_sizes() -> None:
     shown = run("ops", "rmsnorm_fwd", "M=8192", "zero_centered=True")
     assert shown.stdout.splitlines()[0].split()[:6] == [
         "rmsnorm_fwd:", "M=8192", "N=4096", "bfloat16", "none", "zero_centered=True",
@@ -262,9 +260,7 @@ def test_ops_and_inspect_take_options_beside_sizes() -> None:
     assert refused("inspect", "rmsnorm_fwd", "M=8192", "N=64", "zero_centered=2") == said
 
 
-def test_plugins_that_are_no_modules_are_named_with_the_file_that_is_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plugin_that_is_no_module_fails_and_names_the_nearest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("topq.py", "topq.yaml"):
         (tmp_path / name).write_text("")
@@ -273,7 +269,7 @@ def test_plugins_that_are_no_modules_are_named_with_the_file_that_is_meant(
     assert refused("--plugin", "topq.yaml", "ops") == f"error: plug-in topq.yaml: {said}; did you mean topq.py?"
 
 
-def test_warning_about_the_code_of_a_plugin_names_its_place(tmp_path: Path) -> None:
+def test_warning_about_code_of_a_plug_in_names_file_and_line(tmp_path: Path) -> None:
     plugin = tmp_path / "literal.py"
     plugin.write_text("SAME = 1 is 1\n")
     command = [sys.executable, "-m", "kerneltune", "--plugin", str(plugin), "ops"]

@@ -14,7 +14,7 @@ from kerneltune.cli import console, progress
 from kerneltune.cli.options import load_ops
 
 
-def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_sweep_passes_all_options_on_and_prints_the_table(campaign: dict[str, Any], tmp_path: Path) -> None:
     result = run(
         "sweep", "rmsnorm", "--op", "rmsnorm_fwd", "--case", "te-*", "--case", "llama*", "--dtype", "bfloat16", "--quant", "fp8",
         "--policy", "hot", "--variant", "optimized", "--variant", "optimized",
@@ -43,7 +43,7 @@ def test_sweep_passes_everything_on_and_prints_the_table(campaign: dict[str, Any
 
 
 @pytest.mark.usefixtures("campaign")
-def test_sweep_names_the_files_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_names_only_files_that_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another sweep may write files into the same folder at the same time: these are not named."""
     files = [tmp_path / "nvidia_h200" / name for name in ("rmsnorm.jsonl", "rmsnorm.md")]
     monkeypatch.setattr("kerneltune.campaign.run_sweep", lambda *_: SweepResult(both(), files, ["ranks flip"]))
@@ -64,7 +64,7 @@ def test_sweep_failures_of_one_case_and_reason_name_their_configs_once(campaign:
     ]
 
 
-def test_sweep_fails_when_a_variant_of_ours_fails(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_sweep_exits_with_1_if_an_own_variant_fails(campaign: dict[str, Any], tmp_path: Path) -> None:
     failed: dict[str, Any] = {"status": "failed", "reason": "y: 3 of 4 wrong", **NO_TIMES}
     campaign["answer"] = [record(), record(variant="optimized", **failed)]
     result = run("sweep", "rmsnorm", "--results", tmp_path)
@@ -75,7 +75,7 @@ def test_sweep_fails_when_a_variant_of_ours_fails(campaign: dict[str, Any], tmp_
     assert run("sweep", "rmsnorm", "--results", tmp_path).exit_code == 0
 
 
-def test_tune_passes_everything_on(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_tune_passes_all_options_on(campaign: dict[str, Any], tmp_path: Path) -> None:
     result = run("tune", "rmsnorm", "--force", "--sampler", "random", "--trials", "5", "--configs", tmp_path)
     assert result.exit_code == 0, result.output
     options = campaign["options"]
@@ -102,7 +102,7 @@ def test_tune_passes_everything_on(campaign: dict[str, Any], tmp_path: Path) -> 
         (["rmsnorm", "--workers", "0"], "workers: 0: expected 1 or more"),
     ],
 )
-def test_sweep_and_tune_refuse_what_is_unknown(command: str, arguments: list[str], message: str) -> None:
+def test_sweep_and_tune_of_unknown_names_fail_with_known_names(command: str, arguments: list[str], message: str) -> None:
     assert refused(command, *arguments).startswith("error: " + message.replace("{ops}", ", ".join(operators())))
 
 
@@ -116,11 +116,11 @@ def test_sweep_and_tune_refuse_what_is_unknown(command: str, arguments: list[str
         ("--knob", "warps=1,,2", "knob: 'warps=1,,2': expected NAME=V1,V2"),
     ],
 )
-def test_tune_refuses_what_has_no_meaning(option: str, value: str, message: str) -> None:
+def test_tune_with_options_without_effect_fails(option: str, value: str, message: str) -> None:
     assert refused("tune", "rmsnorm", option, value) == f"error: {message}"
 
 
-def test_tune_passes_whole_spaces_and_the_gain_on(campaign: dict[str, Any], tmp_path: Path) -> None:
+def test_tune_passes_exhaustive_knobs_and_gain_on(campaign: dict[str, Any], tmp_path: Path) -> None:
     arguments = ["--exhaustive", "--knob", "warps=1,2", "--knob", "split=true", "--until-gain", "1%", "--configs", tmp_path]
     assert run("tune", "rmsnorm", *arguments).exit_code == 0
     options = campaign["options"]
@@ -129,16 +129,16 @@ def test_tune_passes_whole_spaces_and_the_gain_on(campaign: dict[str, Any], tmp_
 
 
 @pytest.mark.usefixtures("campaign")
-def test_tune_is_told_on_which_gpus(tmp_path: Path, campaign: dict[str, Any]) -> None:
+def test_tune_passes_gpus_on(tmp_path: Path, campaign: dict[str, Any]) -> None:
     assert run("tune", "rmsnorm", "--gpus", "all", "--results", tmp_path).exit_code == 0
     assert campaign["options"].gpus == "all"
 
 
-def test_tune_refuses_an_unknown_sampler() -> None:
+def test_tune_with_an_unknown_sampler_fails() -> None:
     assert refused("tune", "rmsnorm", "--sampler", "cma") == "error: sampler: 'cma': expected one of ours, random"
 
 
-def test_an_unwritable_folder_is_found_before_the_work(tmp_path: Path, campaign: dict[str, Any]) -> None:
+def test_sweep_with_an_unwritable_folder_fails_before_it_checks(tmp_path: Path, campaign: dict[str, Any]) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file" / "below", tmp_path / "file"):
         said = refused("sweep", "rmsnorm", "--results", folder)
@@ -160,7 +160,9 @@ def test_an_unwritable_folder_is_found_before_the_work(tmp_path: Path, campaign:
         ("tune", "configs/nvidia_h200"),
     ],
 )
-def test_so_is_one_of_this_gpu(command: str, folder: str, tmp_path: Path, campaign: dict[str, Any]) -> None:
+def test_sweep_with_an_unwritable_gpu_folder_fails_before_it_measures(
+    command: str, folder: str, tmp_path: Path, campaign: dict[str, Any]
+) -> None:
     (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / folder).touch()
     given = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
@@ -172,7 +174,7 @@ def test_so_is_one_of_this_gpu(command: str, folder: str, tmp_path: Path, campai
 
 @pytest.mark.usefixtures("an_h200")
 @pytest.mark.parametrize(("arguments", "folder"), [(["--check-only"], "results/nvidia_h200"), (["--no-tune"], "configs")])
-def test_a_folder_that_is_not_written_may_be_anything(
+def test_sweep_ignores_an_unwritable_folder_that_it_does_not_write(
     arguments: list[str], folder: str, tmp_path: Path, campaign: dict[str, Any]
 ) -> None:
     (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
@@ -183,7 +185,7 @@ def test_a_folder_that_is_not_written_may_be_anything(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_found_before_the_work(tmp_path: Path) -> None:
+def test_sweep_with_a_read_only_folder_fails_before_it_checks(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
     try:
         assert (
@@ -211,7 +213,7 @@ def test_a_read_only_folder_is_found_before_the_work(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_broken_sweep_file_is_named_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+def test_sweep_of_a_broken_file_names_its_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text(text)
     arguments = [path, "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
@@ -220,7 +222,7 @@ def test_a_broken_sweep_file_is_named_with_its_line(text: str, message: str, tmp
 
 
 @pytest.mark.usefixtures("campaign")
-def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_interrupted_command_prints_how_to_continue_and_exits_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -231,7 +233,9 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert result.stderr == f"interrupted: {kept}\n"
 
 
-def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_prints_log_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[-1])
     with progress.Reporter() as log:
@@ -260,7 +264,9 @@ def test_log_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch, c
     ]
 
 
-def test_the_time_left_follows_the_work_of_steps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_estimates_time_left_by_the_work_of_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[-1])
     with progress.Reporter() as log:
@@ -277,7 +283,7 @@ def test_the_time_left_follows_the_work_of_steps(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_bars_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_in_a_terminal_draws_bars(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(console.messages, "_force_terminal", True)
     monkeypatch.setattr(console.messages, "width", 140)
     with progress.Reporter() as bars:
@@ -293,7 +299,7 @@ def test_bars_where_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "best 3.2 µs" in text
 
 
-def test_mutations_of_a_right_variant_are_listed_and_need_check_only() -> None:
+def test_sweep_mutate_lists_refused_mutations_and_needs_check_only() -> None:
     assert refused("sweep", "fp8_transpose", "--mutate") == "error: mutate: True: expected only with --check-only"
     result = run("sweep", "fp8_transpose", "--check-only", "--mutate")
     assert result.exit_code == 0, result.output
@@ -302,7 +308,7 @@ def test_mutations_of_a_right_variant_are_listed_and_need_check_only() -> None:
     assert result.stdout.endswith("compare checks all 1 output\n")
 
 
-def test_tune_with_dry_run_counts_the_configs_of_a_family_and_of_a_model(tmp_path: Path) -> None:
+def test_tune_dry_run_counts_configs_of_a_family_and_of_a_model(tmp_path: Path) -> None:
     from kerneltune.plan import Selection, load_plan
 
     wanted = "--results", tmp_path, "--configs", tmp_path, "--op", "rmsnorm_fwd", "--variant", "optimized", "--dry-run"
@@ -344,13 +350,13 @@ def test_tune_with_dry_run_counts_the_configs_of_a_family_and_of_a_model(tmp_pat
     assert not list(tmp_path.rglob("*.log"))
 
 
-def test_tune_refuses_options_of_a_model_without_a_model() -> None:
+def test_tune_with_options_of_a_model_but_no_model_fails() -> None:
     for option, value, shown in (("--tokens", "512", "'512'"), ("--ep", "8", "8"), ("--batch", "none", "'none'")):
         said = f"error: {option[2:]}: {shown}: expected only with --model"
         assert refused("tune", "rmsnorm", option, value, "--dry-run") == said
 
 
-def test_operator_in_place_of_a_family_names_its_family() -> None:
+def test_command_with_an_operator_in_place_of_a_family_names_the_family() -> None:
     said = "error: family: 'rmsnorm_bwd': an operator of family rmsnorm: expected rmsnorm --op rmsnorm_bwd"
     assert [refused(command, "rmsnorm_bwd") for command in ("trials", "sweep")] == [said, said]
     assert "did you mean rmsnorm_add?" in refused("trials", "rmsnorm_ad")

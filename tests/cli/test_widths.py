@@ -43,7 +43,7 @@ def printed(columns: int, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> s
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize(("number", "arguments"), list(enumerate(COMPARISONS)), ids=str)
-def test_no_line_of_a_comparison_is_longer_than_the_terminal(
+def test_compare_lines_are_at_most_as_wide_as_the_terminal(
     number: int, arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     columns = (80, 120)[number % 2]
@@ -52,7 +52,9 @@ def test_no_line_of_a_comparison_is_longer_than_the_terminal(
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_80_columns_say_all_that_wide_ones_say(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_in_80_columns_prints_every_letter_of_wider_output(
+    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = {columns: printed(columns, monkeypatch, *arguments) for columns in (80, 120, 400)}
     assert [columns for columns, text in shown.items() if max(map(len, text.splitlines())) > columns] == []
     letters = [sorted(re.sub(r"\s", "", text)) for text in shown.values()]
@@ -60,7 +62,7 @@ def test_80_columns_say_all_that_wide_ones_say(arguments: tuple[str, ...], monke
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_80_columns_keep_every_row_with_its_times_and_name_what_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_in_80_columns_has_every_row_and_names_hidden_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(columns: int) -> str:
         return printed(columns, monkeypatch, "compare", "baseline", "optimized", "--family", "fp8_grouped_gemm")
 
@@ -72,7 +74,7 @@ def test_80_columns_keep_every_row_with_its_times_and_name_what_is_hidden(monkey
     assert "not shown" not in wide
 
 
-def test_words_stay_whole_where_they_fit_and_else_lose_no_letter(
+def test_show_table_breaks_only_words_that_do_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shown(columns: int) -> list[str]:
@@ -88,7 +90,7 @@ def test_words_stay_whole_where_they_fit_and_else_lose_no_letter(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sweep_table_cuts_no_number_and_no_heading(family: str) -> None:
+def test_sweep_table_of_any_width_has_every_number_and_heading(family: str) -> None:
     table = sweep_table(load(data_root("results") / "nvidia_h200" / f"{family}.jsonl"), brief=True)
     wide = set(NUMBER.findall(table.text(1000)))
     for columns in (80, 120):
@@ -100,7 +102,7 @@ def test_sweep_table_cuts_no_number_and_no_heading(family: str) -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("columns", [80, 120])
-def test_gate_shows_regressions_whole(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_table_of_any_width_has_every_regression(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = (tmp_path / name for name in ("old.jsonl", "new.jsonl"))
     append(old, both(100.0, 50.123))
     append(new, both(100.0, 61.987))
@@ -113,7 +115,9 @@ def test_gate_shows_regressions_whole(columns: int, tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_trials_are_shown_whole(columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trials_table_of_any_width_has_its_summary(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     case = Case("llama4-maverick-w13-and-w2-experts", (("M", 8192), ("N", 5120)), "bfloat16")
     monkeypatch.setattr(console.console, "width", columns)
     knobs = [{"rows_per_program": rows, "columns_per_program": 64, "warps": warps} for rows in (1, 2, 4, 8) for warps in (4, 8)]
