@@ -21,7 +21,7 @@ def family(factors: np.ndarray, unit: str = "one", us: float = 100.0) -> list[Re
     ]  # fmt: skip
 
 
-def test_two_percent_on_all_rows_fail_the_variant() -> None:
+def test_gate_of_all_rows_2_percent_slower_fails_the_variant() -> None:
     noise = np.random.default_rng(0).normal(0, 0.003, (2, ROWS))
     answer = gate(family(1 + noise[0]), family(1.02 * (1 + noise[1])), 0.03)
     assert answer.exit_code == REGRESSION
@@ -35,7 +35,7 @@ def test_two_percent_on_all_rows_fail_the_variant() -> None:
     assert "::error title=kerneltune gate::rmsnorm_fwd optimized on NVIDIA H200" in gate_annotations(answer)
 
 
-def test_two_percent_on_one_variant_fail_beside_variants_that_did_not_change() -> None:
+def test_gate_of_one_variant_of_four_2_percent_slower_fails_it() -> None:
     noise = np.random.default_rng(3).normal(0, 0.003, (8, ROWS))
     variants = ("baseline", "pr593", "optimized", "split")
     old = [replace(row, variant=name) for at, name in enumerate(variants) for row in family(1 + noise[at])]
@@ -48,7 +48,7 @@ def test_two_percent_on_one_variant_fail_beside_variants_that_did_not_change() -
     assert line.startswith("rmsnorm_fwd optimized on NVIDIA H200, cold: slower by ")
 
 
-def test_variants_with_few_rows_are_judged_together() -> None:
+def test_gate_judges_variants_of_few_rows_together() -> None:
     shapes = [(f"variant{at}", at + 1) for at in range(12)]
     sides = [
         [record(us, 0.1, variant=name, axes={"M": size, "N": 64}, family="rmsnorm") for name, size in shapes] for us in (100, 102)
@@ -57,25 +57,25 @@ def test_variants_with_few_rows_are_judged_together() -> None:
     assert line.startswith("rmsnorm on NVIDIA H200, cold: slower by 2.0% in the geometric mean of 12 rows")
 
 
-def test_two_percent_on_all_rows_of_another_gpu_are_a_note() -> None:
+def test_gate_of_all_rows_2_percent_slower_on_another_gpu_is_a_note() -> None:
     answer = gate(family(np.ones(ROWS)), family(np.full(ROWS, 1.02), unit="other"), 0.03)
     assert answer.failures == ()
     assert any("slower by 2.0% in the geometric mean" in note for note in answer.notes)
 
 
 @pytest.mark.parametrize("shift", [0.005, -0.02])
-def test_family_that_is_slower_by_half_a_percent_or_faster_passes(shift: float) -> None:
+def test_gate_of_a_family_half_a_percent_slower_or_faster_passes(shift: float) -> None:
     noise = np.random.default_rng(1).normal(0, 0.003, (2, ROWS))
     assert gate(family(1 + noise[0]), family((1 + shift) * (1 + noise[1])), 0.03).failures == ()
 
 
-def test_processes_that_differ_as_a_whole_make_no_family_slower() -> None:
+def test_gate_of_processes_that_differ_as_a_whole_passes() -> None:
     old = [by_process(100.0, 0.0, 0.03, -0.03, axes={"M": row, "N": 64}, family="rmsnorm") for row in range(1, 21)]
     new = [by_process(101.5, 0.0, 0.03, -0.03, axes={"M": row, "N": 64}, family="rmsnorm") for row in range(1, 21)]
     assert gate(old, new, 0.03).failures == ()
 
 
-def test_a_against_a_of_many_variants_fails_in_at_most_one_of_a_hundred_runs() -> None:
+def test_gate_of_20_variants_against_themselves_fails_in_at_most_1_of_100_runs() -> None:
     """Gaussian noise of 2 % in 20 variants of 10 rows, and of 0.2 % in all rows of a side together, in 100 runs."""
     rng = np.random.default_rng(36)
     failed = 0
@@ -93,7 +93,7 @@ def test_a_against_a_of_many_variants_fails_in_at_most_one_of_a_hundred_runs() -
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-def test_a_against_a_fails_in_at_most_one_of_a_hundred_runs(processes: int) -> None:
+def test_gate_of_a_family_against_itself_fails_in_at_most_1_of_100_runs(processes: int) -> None:
     """Gaussian noise of 2 % per row and process, in 400 runs of one process a side, and in 100 runs of three."""
     rng = np.random.default_rng(35)
     runs = 400 if processes == 1 else 100
@@ -110,7 +110,7 @@ def test_a_against_a_fails_in_at_most_one_of_a_hundred_runs(processes: int) -> N
     assert failed <= runs // 100
 
 
-def test_a_regression_among_noisy_rows_of_one_process_is_found() -> None:
+def test_gate_of_one_slow_row_among_noisy_rows_fails_it() -> None:
     noise = 1 + np.random.default_rng(2).normal(0, 0.003, (2, ROWS))
     noise[1, 7] *= 1.08
     answer = gate(family(noise[0]), family(noise[1]), 0.03)
@@ -118,7 +118,7 @@ def test_a_regression_among_noisy_rows_of_one_process_is_found() -> None:
     assert "one process a side" in next(row.reason for row in answer.rows if row.verdict == "regression")
 
 
-def test_nine_percent_of_a_row_of_five_microseconds_are_listed() -> None:
+def test_gate_of_a_5_us_row_9_percent_slower_lists_it_and_passes() -> None:
     answer = gate([record(4.9, 0.02)], [record(5.34, 0.02)], 0.03)
     (row,) = answer.rows
     assert (row.verdict, answer.exit_code) == ("slower", PASS)
@@ -129,7 +129,7 @@ def test_nine_percent_of_a_row_of_five_microseconds_are_listed() -> None:
     assert "slower" in gate_text(answer)
 
 
-def test_stale_lines_fail_the_gate_beside_ambiguous_rows_and_name_variants_that_are_gone() -> None:
+def test_gate_with_stale_lines_fails_and_names_removed_variants() -> None:
     answer = gate([record()], [record(103.5)], 0.03, stale=["rmsnorm_fwd optimized: 1 row"])
     assert answer.exit_code == REGRESSION
     assert gate([record()], [record(103.5)], 0.03).exit_code == AMBIGUOUS

@@ -32,7 +32,7 @@ bench:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("size", [1 << 22, 1 << 27])
-def test_a_planted_delay_is_as_long_as_it_says(size: int) -> None:
+def test_planted_delay_of_2_and_10_percent_is_measured_as_such(size: int) -> None:
     op = ops.load()["stream"]
     case = Case("c", (("read", size), ("write", size)), "int32")
     variant = op.variants[0]
@@ -45,7 +45,7 @@ def test_a_planted_delay_is_as_long_as_it_says(size: int) -> None:
 
 
 @pytest.mark.alone
-def test_a_run_of_two_processes_passes_against_itself(tmp_path: Path) -> None:
+def test_gate_run_of_two_processes_against_itself_passes(tmp_path: Path) -> None:
     path = tmp_path / "tiny.yaml"
     path.write_text(STREAM)
     selection, options = Selection(str(path)), Options(peers=False)
@@ -57,7 +57,7 @@ def test_a_run_of_two_processes_passes_against_itself(tmp_path: Path) -> None:
     assert gate(baseline, baseline, 0.05).exit_code == 0
 
 
-def test_a_record_s_unit_is_that_of_the_gpu_on_torch_s_bus() -> None:
+def test_unit_of_a_record_is_that_of_the_gpu_on_torch_s_bus() -> None:
     import pynvml
 
     p = torch.cuda.get_device_properties(torch.cuda.current_device())

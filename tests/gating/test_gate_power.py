@@ -30,7 +30,7 @@ def verdicts(
     return slowed, others
 
 
-def test_false_alarms_are_at_most_one_in_a_thousand_rows() -> None:
+def test_gate_without_a_change_fails_at_most_1_row_in_1000() -> None:
     """Also with odd processes, which a run without any has less reason for."""
     rows, _none = verdicts(5, 0.0, odd_process=0.02)
     assert rows.total() == 5 * ROWS
@@ -39,7 +39,7 @@ def test_false_alarms_are_at_most_one_in_a_thousand_rows() -> None:
     assert rows["ambiguous"] <= 5 * ROWS // 100
 
 
-def test_first_looks_alone_give_no_false_alarm_either() -> None:
+def test_gate_without_second_measurements_fails_at_most_1_row_in_1000() -> None:
     rng = np.random.default_rng(7)
     us = np.full(ROWS, 50.0)
     rows = [row.verdict for _ in range(5) for row in gate(run(rng, us), run(rng, us), MARGIN).rows]
@@ -47,24 +47,24 @@ def test_first_looks_alone_give_no_false_alarm_either() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 10])
-def test_five_percent_are_caught(every: int) -> None:
+def test_gate_fails_95_of_100_rows_that_are_5_percent_slower(every: int) -> None:
     slowed, others = verdicts(1 if every == 1 else 5, 0.05, every)
     assert slowed["regression"] >= 0.95 * slowed.total() >= 95
     assert slowed["pass"] == slowed["faster"] == 0
     assert others["regression"] <= others.total() / 1000
 
 
-def test_ten_percent_are_always_caught_also_with_odd_processes() -> None:
+def test_gate_fails_every_row_10_percent_slower_despite_odd_processes() -> None:
     slowed, _others = verdicts(3, 0.10, every=10, odd_process=0.02)
     assert slowed == {"regression": 60}
 
 
-def test_two_percent_are_never_called_faster() -> None:
+def test_gate_calls_no_row_2_percent_slower_faster() -> None:
     slowed, _others = verdicts(2, 0.02)
     assert slowed["faster"] == 0
     assert slowed["regression"] <= 0.01 * slowed.total()
 
 
-def test_a_process_that_is_odd_makes_a_slow_row_ambiguous_rather_than_passed() -> None:
+def test_gate_passes_at_most_5_percent_of_slow_rows_with_odd_processes() -> None:
     slowed, _others = verdicts(4, 0.05, every=10, odd_process=0.02)
     assert slowed["pass"] + slowed["slower"] + slowed["faster"] <= 0.05 * slowed.total()

@@ -16,7 +16,7 @@ ANSWER = gate(OLD, [*NEW, untimed("failed", "y: 1 % of <words> | differ\x00", va
 SUMMARY = "gate: fail: 1 failed, 1 regression (4 rows compared, 1 faster)"
 
 
-def test_text_is_a_table_of_the_rows_that_did_not_pass_and_the_summary() -> None:
+def test_gate_text_has_rows_that_did_not_pass_and_the_summary() -> None:
     assert gate_text(ANSWER, 126) == (
         "all rows: op rmsnorm_fwd, dtype bfloat16\n"
         "\n"
@@ -34,7 +34,7 @@ def test_text_is_a_table_of_the_rows_that_did_not_pass_and_the_summary() -> None
     )
 
 
-def test_text_hides_the_interval_last_and_puts_reasons_below_where_it_is_narrow() -> None:
+def test_gate_text_when_narrow_hides_the_interval_last_and_puts_reasons_below() -> None:
     text = gate_text(ANSWER, 72)
     assert max(map(len, text.splitlines())) <= 72
     assert (
@@ -46,7 +46,7 @@ def test_text_hides_the_interval_last_and_puts_reasons_below_where_it_is_narrow(
     assert "not shown in 62 columns: M, N, 95 % interval; " in gate_text(ANSWER, 62)
 
 
-def test_a_row_that_is_slower_within_the_margin_is_shown_and_counted() -> None:
+def test_gate_text_lists_and_counts_rows_slower_within_the_margin() -> None:
     answer = gate([record(ci_low_us=99.9, ci_high_us=100.1)], [record(102.5, ci_low_us=102.4, ci_high_us=102.6)], 0.03)
     for text in (gate_text(answer, 160), gate_markdown(answer)):
         assert "gate: pass: 1 slower, tolerated (1 row compared, 0 faster)" in text
@@ -54,7 +54,7 @@ def test_a_row_that_is_slower_within_the_margin_is_shown_and_counted() -> None:
         assert "[+2.3%, +2.7%]" in text
 
 
-def test_text_of_a_pass_a_missing_row_and_nothing() -> None:
+def test_gate_text_of_a_pass_a_missing_row_and_no_records() -> None:
     assert gate_text(gate([record()], [record()], 0.03)) == "gate: pass: no row is slower (1 row compared, 0 faster)\n"
     assert gate_markdown(gate([record()], [record()], 0.03)) == "**gate: pass: no row is slower (1 row compared, 0 faster)**\n"
     kept = record(quant="none")
@@ -67,7 +67,7 @@ def test_text_of_a_pass_a_missing_row_and_nothing() -> None:
     assert gate_text(gate([record()], [], 0.03)) == ("gate: not usable: nothing compared: new has no records\n")
 
 
-def test_markdown() -> None:
+def test_gate_markdown_has_rows_that_did_not_pass_and_the_summary() -> None:
     assert gate_markdown(ANSWER) == (
         f"**{SUMMARY}**\n"
         "\n"
@@ -84,12 +84,12 @@ def test_markdown() -> None:
     )
 
 
-def test_times_of_steps_are_whole_microseconds() -> None:
+def test_gate_text_prints_times_of_steps_in_whole_microseconds() -> None:
     text = gate_text(gate([record(238938.0)], [record(9999.4)], 0.03), 120)
     assert "238938 → 9999 " in text
 
 
-def test_markdown_takes_no_name_for_markup() -> None:
+def test_gate_markdown_escapes_names_and_reasons() -> None:
     """GitHub drops tags that it does not know, and shows `__main__` in bold without its underscores."""
     op = "__main__.double-60b66e0e"
     text = gate_markdown(gate([record(op=op)], [untimed("failed", "expected <class 'int'>", op=op)], 0.03))
@@ -102,7 +102,7 @@ def parsed(verdict: Verdict) -> ElementTree.Element:
     return suite
 
 
-def test_junit_has_a_test_case_per_row() -> None:
+def test_gate_junit_has_a_test_case_per_row() -> None:
     suite = parsed(ANSWER)
     assert {k: suite.get(k) for k in ("tests", "failures", "errors", "skipped")} == {
         "tests": "5",
@@ -130,7 +130,7 @@ def test_junit_has_a_test_case_per_row() -> None:
     )
 
 
-def test_junit_fits_the_schemas_of_ant_and_jenkins() -> None:
+def test_gate_junit_is_valid_under_the_schemas_of_ant_and_jenkins() -> None:
     root = ElementTree.fromstring(gate_junit(ANSWER).encode())
     assert root.attrib == {}  # Ant's schema gives the root none
     (suite,) = root
@@ -150,7 +150,7 @@ def test_junit_fits_the_schemas_of_ant_and_jenkins() -> None:
             assert (child.tag == "skipped") == (not child.attrib)
 
 
-def test_notes_count_as_no_row_in_any_form() -> None:
+def test_gate_reports_in_every_format_count_no_note_as_a_row() -> None:
     old, new = [record(), record(variant="eager", role="peer")], [record(), record(150.0, variant="eager", role="peer")]
     answer = gate(old, new, 0.03)
     said = f"peer eager: 1 slower; most: +50.0% in {LABEL}"
@@ -162,7 +162,7 @@ def test_notes_count_as_no_row_in_any_form() -> None:
     assert (suite.findtext("system-out") or "").startswith(f"note: {LABEL} eager: 100 → 150 µs")
 
 
-def test_notes_are_a_line_per_variant_behind_the_rows_that_count() -> None:
+def test_gate_text_prints_notes_per_variant_after_judged_rows() -> None:
     sizes = [{"M": size, "N": 64} for size in (1, 2, 3)]
     old = [record(quant="none"), *(record(variant="eager", role="peer", axes=axes) for axes in sizes)]
     broken = [untimed("failed", variant="split", axes=axes) for axes in sizes]
@@ -176,7 +176,7 @@ def test_notes_are_a_line_per_variant_behind_the_rows_that_count() -> None:
     assert len(lines) == 6
 
 
-def test_junit_of_nothing_compared_is_an_error() -> None:
+def test_gate_junit_of_nothing_compared_has_an_error() -> None:
     suite = parsed(gate([record()], [], 0.03))
     assert (suite.get("tests"), suite.get("errors")) == ("1", "1")
     error = suite.find("testcase/error")
@@ -184,7 +184,7 @@ def test_junit_of_nothing_compared_is_an_error() -> None:
     assert error.get("message") == "nothing compared: new has no records"
 
 
-def test_annotations_are_escaped() -> None:
+def test_gate_annotations_escape_names_and_reasons() -> None:
     assert gate_annotations(ANSWER).splitlines() == [
         f"::error title=kerneltune gate::{SUMMARY}",
         f"::error title=failed%3A te-8192x4096 eager::{LABEL}: y: 1 %25 of <words> | differ\\x00",
@@ -198,11 +198,11 @@ def test_annotations_are_escaped() -> None:
 @pytest.mark.parametrize(
     ("new", "level"), [(record(), "notice"), (record(103.5), "warning"), (record(device="NVIDIA H100"), "error")]
 )
-def test_the_first_annotation_has_the_level_of_the_answer(new: Any, level: str) -> None:
+def test_gate_annotations_begin_with_the_level_of_the_verdict(new: Any, level: str) -> None:
     assert gate_annotations(gate([record()], [new], 0.03)).startswith(f"::{level} title=kerneltune gate::gate: ")
 
 
-def test_more_annotations_than_github_shows_are_counted() -> None:
+def test_gate_annotations_beyond_10_are_counted() -> None:
     rows = tuple(GateRow(record(variant="a,b", case=f"c:{i}"), "missing", reason="gone") for i in range(30))
     lines = gate_annotations(Verdict(rows, 1, "30 missing")).splitlines()
     assert len(lines) == 10
@@ -210,7 +210,7 @@ def test_more_annotations_than_github_shows_are_counted() -> None:
     assert lines[-1] == "::error title=kerneltune gate::and 22 more rows: see the log"
 
 
-def test_rows_that_the_baseline_lacks_are_a_note() -> None:
+def test_gate_text_of_rows_that_the_baseline_lacks_is_a_note() -> None:
     renamed = [record(variant=name) for name in ("fast", "split")]
     assert gate_text(gate([record()], [record(), *renamed], 0.03)).startswith(
         "note: rows that the baseline lacks, not judged: 1 of rmsnorm_fwd fast, 1 of rmsnorm_fwd split\n"
@@ -218,7 +218,7 @@ def test_rows_that_the_baseline_lacks_are_a_note() -> None:
     assert gate([record()], [record(), untimed("skipped", variant="fast")], 0.03).notes == ()
 
 
-def test_a_note_is_in_every_form_and_counts_as_no_row() -> None:
+def test_gate_reports_in_every_format_have_the_note() -> None:
     verdict = gate([record(unit="a")], [record(unit="b")], 0.03)
     note = "another NVIDIA H200: rows may differ by up to about 5.5 %"
     said = "gate: pass: no row is slower (1 row compared, 0 faster)"

@@ -93,13 +93,13 @@ def run(selection: Selection, baseline: list[Record], options: Options = OPTIONS
     return run_gate(ops.load, baseline, selection, options, 3, margin, Progress())
 
 
-def test_nothing_changed(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+def test_run_without_a_change_passes_after_one_measurement(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
     verdict, measured = run(selection, baseline)
     assert (verdict.exit_code, verdict.compared, lab.measured) == (0, 2, ["a", "b"] * 3)
     assert [len(row.samples_us or ()) for row in measured] == [3, 3]
 
 
-def test_a_slow_case_is_measured_again_and_only_that(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+def test_run_measures_only_a_slow_case_again_and_fails(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
     lab.us["b"] *= 1.08
     verdict, measured = run(selection, baseline)
     assert (verdict.exit_code, verdict.reason) == (1, "1 regression")
@@ -108,14 +108,16 @@ def test_a_slow_case_is_measured_again_and_only_that(lab: Lab, selection: Select
     assert [len(row.samples_us or ()) for row in measured] == [3, 6]
 
 
-def test_an_odd_process_is_cleared_by_the_second_look(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+def test_run_with_an_odd_process_passes_after_a_second_measurement(
+    lab: Lab, selection: Selection, baseline: list[Record]
+) -> None:
     lab.odd = 1.04
     verdict, _measured = run(selection, baseline)
     assert verdict.exit_code == 0
     assert lab.measured == ["a", "b"] * 3 + ["b"] * 3
 
 
-def test_noise_that_one_process_met_hides_no_slow_case(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+def test_run_with_one_noisy_process_still_fails_a_slow_case(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
     lab.us["b"] *= 1.08
     lab.floors = [0.002, 0.3, 0.003]
     verdict, measured = run(selection, baseline)
@@ -125,7 +127,7 @@ def test_noise_that_one_process_met_hides_no_slow_case(lab: Lab, selection: Sele
     assert run(selection, baseline)[0].exit_code == 3
 
 
-def test_the_margin_is_the_sweep_s_unless_given(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+def test_run_without_a_margin_uses_that_of_the_sweep_file(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
     lab.us["b"] *= 1.08
     assert run(selection, baseline, margin=0.15)[0].exit_code == 0
     path = Path(selection.family)
@@ -133,9 +135,7 @@ def test_the_margin_is_the_sweep_s_unless_given(lab: Lab, selection: Selection, 
     assert run(selection, baseline)[0].exit_code == 0
 
 
-def test_what_the_selection_leaves_out_is_not_missed_and_what_is_gone_is(
-    lab: Lab, selection: Selection, baseline: list[Record]
-) -> None:
+def test_run_of_a_selection_misses_only_rows_of_the_selection(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
     gone = changed(baseline[0], variant="older")
     peer, elsewhere = changed(baseline[0], variant="eager"), changed(baseline[0], family="other")
     hot = changed(baseline[0], policy="hot")
@@ -149,7 +149,7 @@ def test_what_the_selection_leaves_out_is_not_missed_and_what_is_gone_is(
     assert run(every, [*kept], replace(OPTIONS, peers=True))[0].compared == 3
 
 
-def test_nothing_is_measured_where_nothing_can_be_compared(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
+def test_run_with_nothing_to_compare_measures_nothing(lab: Lab, selection: Selection, baseline: list[Record]) -> None:
     for rows, reason in (
         ([], "nothing compared: no timed record of the baseline is among what --run selects"),
         ([changed(baseline[0], op="other_op", family="other")], "nothing compared: no timed record of the baseline is among "),
@@ -160,7 +160,7 @@ def test_nothing_is_measured_where_nothing_can_be_compared(lab: Lab, selection: 
         assert verdict.reason.startswith(reason)
 
 
-def test_a_case_that_fails_its_check_fails_the_gate(
+def test_run_of_a_case_that_fails_its_check_fails(
     lab: Lab, selection: Selection, baseline: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     untimed = dict.fromkeys(["time_us", "gbps", "ci_low_us", "ci_high_us", "n", "aa_floor", "samples_us"])
@@ -173,6 +173,6 @@ def test_a_case_that_fails_its_check_fails_the_gate(
     assert (verdict.exit_code, verdict.reason) == (1, "2 failed")
 
 
-def test_without_a_gpu(selection: Selection) -> None:
+def test_run_without_a_gpu_raises(selection: Selection) -> None:
     with pytest.raises(ValueError, match=r"^gate --run needs a GPU: in the interpreter nothing can be timed$"):
         run(selection, [])

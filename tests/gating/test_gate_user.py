@@ -91,7 +91,9 @@ OLDER = [{name: value for name, value in row.items() if name not in ("samples_us
         pytest.param(OLDER, NEW, 0, NO_SLOWER, "", id="records of an older version"),
     ],
 )  # fmt: skip
-def test_gate_of_altered_records(base: Rows, new: Rows, code: int, last: str, says: str, tmp_path: Path) -> None:
+def test_gate_of_altered_records_exits_with_its_documented_code(
+    base: Rows, new: Rows, code: int, last: str, says: str, tmp_path: Path
+) -> None:
     for name, rows in (("base", base), ("new", new)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = run("gate", tmp_path / "base.jsonl", tmp_path / "new.jsonl", "--allow-stale")

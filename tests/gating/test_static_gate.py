@@ -28,7 +28,7 @@ def with_(**changes: Any) -> Kernel:
     return dataclasses.replace(KERNEL, **changes)
 
 
-def test_the_same_passes() -> None:
+def test_static_gate_of_equal_kernels_passes() -> None:
     verdict = judged([row(KERNEL)], [row(KERNEL)])
     assert verdict == Verdict(
         (), 0, "no new spills, no narrower accesses, nothing over a limit; 1 compared, 0 new, 0 gone, 0 broken in both"
@@ -45,7 +45,7 @@ def test_the_same_passes() -> None:
         (with_(name="_other", spill_bytes=8), "_other: spills 8 bytes per thread, was 0"),
     ],
 )
-def test_a_worse_kernel_fails(kernel: Kernel, finding: str) -> None:
+def test_static_gate_of_a_worse_kernel_fails(kernel: Kernel, finding: str) -> None:
     verdict = judged([row(KERNEL)], [row(kernel)])
     assert verdict.failures == (f"rms optimized c M=1 sm_90: {finding}",)
     assert verdict.exit_code == 1
@@ -64,17 +64,17 @@ def test_a_worse_kernel_fails(kernel: Kernel, finding: str) -> None:
         with_(name="_other", accesses=(Access("load", 8, 1),)),
     ],
 )
-def test_what_is_not_worse_passes(kernel: Kernel) -> None:
+def test_static_gate_of_kernels_that_are_no_worse_passes(kernel: Kernel) -> None:
     assert judged([row(KERNEL)], [row(kernel)]).exit_code == 0
 
 
-def test_the_second_launch_of_a_kernel_has_a_counterpart_of_its_own() -> None:
+def test_static_gate_compares_launches_of_a_kernel_in_order() -> None:
     spilling = with_(spill_bytes=16)
     assert judged([row(KERNEL, spilling)], [row(KERNEL, spilling)]).exit_code == 0
     assert judged([row(KERNEL, spilling)], [row(spilling, KERNEL)]).exit_code == 1
 
 
-def test_a_config_that_no_longer_fits_fails() -> None:
+def test_static_gate_of_a_config_that_no_longer_compiles_fails() -> None:
     broken = row(error="OutOfResources: shared memory")
     assert judged([row(KERNEL)], [broken]).failures == ("rms optimized c M=1 sm_90: OutOfResources: shared memory",)
     assert judged([], [broken]).exit_code == 1  # a new row that does not build
@@ -82,7 +82,7 @@ def test_a_config_that_no_longer_fits_fails() -> None:
     assert judged([broken], [row(KERNEL)]).exit_code == 0
 
 
-def test_nothing_compared_is_no_pass() -> None:
+def test_static_gate_of_nothing_compared_exits_with_2() -> None:
     assert judged([row(KERNEL)], [row(KERNEL, target="gfx942")]).exit_code == 2
     assert judged([], []).reason == "nothing compared: 0 compared, 0 new, 0 gone, 0 broken in both"
     other = static_gate(Survey("3.6.0", (row(KERNEL),)), Survey("3.7.1", (row(KERNEL),)))

@@ -37,13 +37,13 @@ from kerneltune.stats import shifts
         pytest.param(record(4.0, spread=0.01), record(3.51, spread=0.01), "pass", 0, id="faster by less than 0.5 µs"),
     ],
 )
-def test_verdicts(old: Record, new: Record, verdict: str, code: int) -> None:
+def test_gate_of_one_row_gives_verdict_and_exit_code(old: Record, new: Record, verdict: str, code: int) -> None:
     answer = gate([old], [new], 0.03)
     assert [row.verdict for row in answer.rows] == [verdict]
     assert answer.exit_code == code
 
 
-def test_bounds_are_the_conservative_ones() -> None:
+def test_gate_change_has_the_bounds_of_both_intervals() -> None:
     (row,) = gate([record(spread=1.0)], [record(110.0, spread=2.0)], 0.03).rows
     assert row.change is not None
     assert row.change.slowdown == pytest.approx(0.10)
@@ -51,7 +51,7 @@ def test_bounds_are_the_conservative_ones() -> None:
     assert row.change.high == pytest.approx(112 / 99 - 1)
 
 
-def test_a_row_that_is_gone_or_untimed_or_failed_is_a_regression() -> None:
+def test_gate_of_a_missing_skipped_or_failed_row_exits_with_1() -> None:
     kept = record(quant="none")
     missing = gate([record(), kept], [kept], 0.03)
     assert [(row.verdict, row.reason) for row in missing.rows] == [("pass", ""), ("missing", "not in the new records")]
@@ -94,7 +94,7 @@ def test_a_row_that_is_gone_or_untimed_or_failed_is_a_regression() -> None:
         ),
     ],
 )
-def test_what_cannot_be_compared(old: list[Record], new: list[Record], reason: str) -> None:
+def test_gate_of_records_that_cannot_be_compared_exits_with_2(old: list[Record], new: list[Record], reason: str) -> None:
     answer = gate(old, new, 0.03)
     assert (answer.exit_code, answer.reason) == (2, reason)
 
@@ -160,23 +160,23 @@ def test_gate_of_row_measured_in_another_order_of_axes_compares_it() -> None:
 
 
 @pytest.mark.parametrize("margin", [-0.1, float("nan"), float("inf")])
-def test_a_bad_margin(margin: float) -> None:
+def test_gate_with_an_invalid_margin_raises(margin: float) -> None:
     with pytest.raises(ValueError, match=f"^margin: {margin!r}: expected a finite fraction of 0 or more$"):
         gate([record()], [record()], margin)
 
 
-def test_the_newest_record_of_a_row_counts() -> None:
+def test_gate_judges_the_newest_record_of_a_row() -> None:
     assert gate([record(50.0), record()], [record(200.0), record(case="renamed")], 0.03).exit_code == 0
 
 
-def test_a_regression_outranks_an_ambiguous_row() -> None:
+def test_gate_with_a_regression_and_an_ambiguous_row_exits_with_1() -> None:
     old = [record(), record(quant="none"), record(quant="fp8_t")]
     new = [record(103.5), record(110.0, quant="none"), record(90.0, quant="fp8_t")]
     answer = gate(old, new, 0.03)
     assert (answer.exit_code, answer.reason) == (1, "1 regression")
 
 
-def test_overlapping_intervals_never_regress_and_a_file_never_regresses_against_itself() -> None:
+def test_gate_of_overlapping_intervals_or_equal_files_never_regresses() -> None:
     rng = random.Random(0)
     for _ in range(300):
         old = record(rng.uniform(2, 200), spread=rng.uniform(0, 1))
@@ -249,7 +249,7 @@ def test_overlapping_intervals_never_regress_and_a_file_never_regresses_against_
         ),
     ],
 )
-def test_processes_are_the_unit_where_there_are_several(old: Record, new: Record, verdict: str, reason: str) -> None:
+def test_gate_of_several_processes_judges_by_process(old: Record, new: Record, verdict: str, reason: str) -> None:
     (row,) = gate([old], [new], 0.03).rows
     assert (row.verdict, row.reason) == (verdict, reason)
 
@@ -287,7 +287,7 @@ def test_gate_of_peers_alone_judges_nothing_and_does_not_pass() -> None:
     ("floors", "records"),
     [((0.06, None), "baseline records"), ((0.01, 0.06), "new records"), ((0.06, 0.05), "baseline and new records")],
 )
-def test_slowdown_beyond_the_margin_within_the_noise_floor_says_which_records_to_measure(
+def test_gate_reason_of_a_slowdown_within_noise_names_the_records_to_measure(
     floors: tuple[float | None, float | None], records: str
 ) -> None:
     old = record(ci_low_us=100.0, ci_high_us=100.0, aa_floor=floors[0])
@@ -300,14 +300,14 @@ def test_slowdown_beyond_the_margin_within_the_noise_floor_says_which_records_to
     )
 
 
-def test_a_gap_between_processes_is_no_certainty_however_quiet_the_rounds() -> None:
+def test_gate_of_processes_far_apart_with_quiet_rounds_is_ambiguous() -> None:
     (row,) = gate([by_process(100, 0, 0.03, -0.03)], [by_process(106, 0, 0.03, -0.03)], 0.03).rows
     assert row.verdict == "ambiguous"
     assert row.change is not None
     assert row.change.low < 0 < row.change.high
 
 
-def test_single_samples_of_one_process_a_side_are_no_certainty() -> None:
+def test_gate_of_single_samples_of_one_process_is_ambiguous() -> None:
     """Their intervals have no width, and two processes with the same code may differ by 5.7 %."""
     old, new = (
         record(us, spread=0.0, n=1, samples_us=[[us]], date=f"2026-11-2{day}T06:00:00Z") for us, day in ((100, 1), (105, 2))
@@ -316,7 +316,7 @@ def test_single_samples_of_one_process_a_side_are_no_certainty() -> None:
     assert gate([old], [old], 0.03).rows[0].verdict == "pass"
 
 
-def test_one_slow_row_among_many_needs_more_evidence_than_alone() -> None:
+def test_gate_of_one_slow_row_among_many_is_ambiguous() -> None:
     old, new = by_process(100, 0, 0.006, -0.006), by_process(106, 0, 0.006, -0.006)
     (alone,) = gate([old], [new], 0.03).rows
     others = [by_process(100, 0, 0.006, -0.006, quant=f"q{i}") for i in range(999)]
@@ -329,7 +329,7 @@ def test_one_slow_row_among_many_needs_more_evidence_than_alone() -> None:
     assert (alone.change.low, alone.change.high) == (among.change.low, among.change.high)
 
 
-def test_suspects_are_measured_once_more_and_pooled() -> None:
+def test_confirm_measures_suspects_again_and_pools_them() -> None:
     old = [by_process(100, 0, 0.002, -0.002), by_process(100, 0, 0.002, -0.002, quant="none")]
     odd = [by_process(100, 0, 0, 0.045), by_process(100, 0, 0.001, -0.001, quant="none")]
     asked: list[Any] = []
@@ -345,7 +345,7 @@ def test_suspects_are_measured_once_more_and_pooled() -> None:
     assert verdict.exit_code == 0
 
 
-def test_what_is_slow_stays_slow_when_measured_again_and_nothing_is_measured_without_a_suspect() -> None:
+def test_confirm_of_a_slow_row_fails_and_without_a_suspect_measures_nothing() -> None:
     old, slow = by_process(100, 0, 0.002, -0.002), by_process(106, 0, 0.002, -0.002)
     verdict, _pooled = confirm([old], [slow], 0.03, lambda _suspects: [slow])
     assert verdict.exit_code == 1
@@ -360,7 +360,7 @@ def test_what_is_slow_stays_slow_when_measured_again_and_nothing_is_measured_wit
     assert gone.rows[0].reason.endswith("; 3 and 3 processes")
 
 
-def test_what_is_ambiguous_still_is_measured_a_second_time_and_a_regression_is_not() -> None:
+def test_confirm_measures_rows_that_stay_ambiguous_twice_and_regressions_once() -> None:
     old = [by_process(100, 0, 0.002, -0.002), by_process(100, 0, 0.002, -0.002, quant="none")]
     odd = [by_process(105, 0, 0, -0.048), by_process(105, 0, 0.001, -0.001, quant="none")]
     clean = [by_process(105, 0, 0.001, -0.001), by_process(105, 0, 0.001, -0.001, quant="none")]
@@ -382,7 +382,7 @@ def test_what_is_ambiguous_still_is_measured_a_second_time_and_a_regression_is_n
     assert not asked
 
 
-def test_beyond_the_margin_but_perhaps_within_half_a_microsecond_is_ambiguous() -> None:
+def test_gate_of_a_slowdown_perhaps_below_half_a_microsecond_is_ambiguous() -> None:
     old = by_process(6, 0, 0.002, -0.002)
     verdicts = [gate([old], [by_process(6 * (1 + part), 0, 0.002, -0.002)], 0.03).rows[0] for part in (0.06, 0.08, 0.09)]
     assert [row.verdict for row in verdicts] == ["slower", "ambiguous", "regression"]
@@ -391,13 +391,13 @@ def test_beyond_the_margin_but_perhaps_within_half_a_microsecond_is_ambiguous() 
     )
 
 
-def test_a_row_that_changed_names_what_else_did() -> None:
+def test_gate_reason_of_a_slower_row_names_other_facts_that_changed() -> None:
     (row,) = gate([record()], [record(110.0, driver="580", triton="3.6")], 0.03).rows
     assert row.reason == "at least 9.0% slower, tolerated 3.0%; driver 570 → 580; triton 3.5 → 3.6; one process a side"
     assert gate([record()], [record(driver="580")], 0.03).rows[0].reason == ""
 
 
-def test_two_units_of_one_model_are_a_note_and_no_verdict() -> None:
+def test_gate_of_two_units_of_one_gpu_model_has_a_note() -> None:
     old = [record(unit="a"), record(quant="none", unit="a")]
     note = "another NVIDIA H200: rows may differ by up to about 5.5 %"
     there = [record(unit="b"), record(quant="none", unit="b")]
@@ -413,7 +413,7 @@ def test_two_units_of_one_model_are_a_note_and_no_verdict() -> None:
     assert pooled[0].unit == "b"
 
 
-def test_gate_of_many_rows_keeps_to_its_time_and_memory() -> None:
+def test_gate_of_3000_rows_keeps_to_its_time_and_memory() -> None:
     """Per row: 60 µs and 2.5 kB would be 6 s and 250 MB for 100,000 rows; bounds leave room for a busy machine."""
     old = [by_process(100.0, 0, 0.002, -0.002, axes={"M": n, "N": 4096}) for n in range(1, 3001)]
     new = [replace(row, date="2026-11-22T06:00:00Z") for row in old]
@@ -423,7 +423,7 @@ def test_gate_of_many_rows_keeps_to_its_time_and_memory() -> None:
     assert time.process_time() - started < 3.0
 
 
-def test_shifts_of_many_rows_are_those_of_each() -> None:
+def test_shifts_of_many_rows_equal_shift_of_each() -> None:
     rng = np.random.default_rng(0)
     sides = [
         ([rng.normal(100, 1, n) for n in lengths], [rng.normal(101, 1, n) for n in lengths[::-1]])
@@ -438,7 +438,7 @@ def test_shifts_of_many_rows_are_those_of_each() -> None:
             assert (found.log, found.error, found.freedom) == pytest.approx((alone.log, alone.error, alone.freedom))
 
 
-def test_row_that_may_be_faster_gives_both_ends_of_its_change() -> None:
+def test_gate_reason_of_an_ambiguous_row_has_both_ends_of_its_change() -> None:
     answer = gate([record(100, 6.0)], [record(104, 6.0)], 0.03)
     (row,) = answer.rows
     assert row.verdict == "ambiguous"

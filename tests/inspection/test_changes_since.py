@@ -71,14 +71,14 @@ def since(runs: Sequence[Run]) -> tuple[Survey, list[Run]]:
     return changes_since("main", runs, GPU, ["--target=sm_90"], Progress())
 
 
-def test_a_revision_with_the_same_code_and_configs_compiles_nothing(revision: Revision) -> None:
+def test_since_a_revision_with_the_same_code_and_configs_compiles_nothing(revision: Revision) -> None:
     earlier, changed = since(RUNS)
     assert (earlier.rows, changed) == ((), [])
     assert revision.compiled == []
     assert static_gate(earlier, Survey(earlier.triton, ()), len(RUNS)).exit_code == 0
 
 
-def test_a_revision_with_other_code_compiles_the_variant_whose_code_changed(revision: Revision) -> None:
+def test_since_a_revision_with_other_code_compiles_the_changed_variant(revision: Revision) -> None:
     revision.digests["rmsnorm_add_fwd"]["optimized"] = "other"
     earlier, changed = since(RUNS)
     assert {(task.op.name, task.variant.name) for task, _ in changed} == {("rmsnorm_add_fwd", "optimized")}
@@ -86,7 +86,7 @@ def test_a_revision_with_other_code_compiles_the_variant_whose_code_changed(revi
     assert len(RUNS) > len(earlier.rows) == len(changed) > 0
 
 
-def test_a_revision_with_another_config_compiles_only_that(revision: Revision) -> None:
+def test_since_a_revision_with_another_config_compiles_that_config(revision: Revision) -> None:
     others = {config for _, config in RUNS}
     first, other = next((r, c) for r in RUNS for c in others if type(c) is type(r[1]) and c != r[1])
     earlier, changed = since([first._replace(config=other) if run is first else run for run in RUNS])
@@ -94,7 +94,7 @@ def test_a_revision_with_another_config_compiles_only_that(revision: Revision) -
     assert [row.case for row in earlier.rows] == [case_text(first[0].case)]
 
 
-def test_a_revision_that_cannot_tell_its_code_is_compiled_whole(revision: Revision) -> None:
+def test_since_a_revision_without_digests_compiles_all(revision: Revision) -> None:
     revision.can_tell = False
     earlier, changed = since(RUNS)
     assert len(changed) == len(earlier.rows) == len(RUNS)

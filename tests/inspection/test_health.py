@@ -47,7 +47,7 @@ def lines(**changes: Any) -> dict[str, tuple[str, str]]:
     return {what: (found, means) for what, found, means in gpu_lines(FakeNvml(**changes), object(), own_pid=7)}
 
 
-def test_a_gpu_in_order_says_little() -> None:
+def test_health_of_a_gpu_in_order_explains_only_its_clock() -> None:
     found = lines()
     assert [what for what, (_, means) in found.items() if means] == ["SM clock"]
     assert "NVML cannot say whether it is locked" in found["SM clock"][1]
@@ -76,20 +76,20 @@ def test_a_gpu_in_order_says_little() -> None:
         ),
     ],
 )
-def test_what_is_not_in_order_is_explained(what: str, changes: dict[str, Any], found: str, means: str) -> None:
+def test_health_explains_each_value_out_of_order(what: str, changes: dict[str, Any], found: str, means: str) -> None:
     state = lines(**changes)
     assert state[what][0] == found
     assert means in state[what][1]
     assert [name for name, (_, text) in state.items() if text] == sorted({"SM clock", what}, key=list(state).index)
 
 
-def test_what_nvml_does_not_answer_is_said_and_the_rest_goes_on() -> None:
+def test_health_prints_not_known_for_values_that_nvml_refuses() -> None:
     state = lines(MigMode=FakeNvml.NVMLError("Not Supported"), ApplicationsClock=FakeNvml.NVMLError("Not Supported"))
     assert state["MIG"] == state["application clocks"] == ("not known: Not Supported", "")
     assert list(state) == list(lines())
 
 
-def test_throttle_reasons_by_name() -> None:
+def test_throttle_names_of_a_bit_mask_are_its_reasons() -> None:
     assert throttle_names(0x3) == []  # idle, and held at the application clocks
     assert throttle_names(0x8 | 0x20 | 0x80) == ["hardware slowdown", "software thermal", "power brake"]
     assert throttle_names(0x1000) == ["0x1000"]

@@ -63,7 +63,7 @@ ONE = ("inspect", "rmsnorm_fwd", "--variant", "optimized", "--case", "te-8192x40
 LABEL = "te-8192x4096 M=8192 N=4096 bfloat16 none zero_centered=False fp8_format=e4m3 row_pad=0"
 
 
-def test_a_config_is_a_table_of_its_targets(compiled: list[Any]) -> None:
+def test_inspect_of_a_config_prints_a_table_of_targets(compiled: list[Any]) -> None:
     result = run(*ONE)
     assert result.exit_code == 0, result.output
     lines = [line.rstrip() for line in result.stdout.splitlines()]
@@ -78,7 +78,7 @@ def test_a_config_is_a_table_of_its_targets(compiled: list[Any]) -> None:
     assert "regs: registers of a thread. spill, shared: bytes. programs, warps: " in " ".join(lines)
 
 
-def test_what_is_compiled_is_what_was_selected(compiled: list[Any]) -> None:
+def test_inspect_compiles_the_selected_cases_only(compiled: list[Any]) -> None:
     assert run("inspect", "--target", "gfx950", "--case", "te-*", "--quant", "fp8_t").exit_code == 0
     runs, targets = compiled[0]
     assert targets == ["gfx950"]
@@ -92,7 +92,7 @@ def config(**changes: Any) -> str:
     return json.dumps({**values, **changes})
 
 
-def test_a_case_that_no_config_is_cached_for(compiled: list[Any], tmp_path: Path) -> None:
+def test_inspect_of_a_case_without_a_cached_config_compiles_the_default(compiled: list[Any], tmp_path: Path) -> None:
     assert run("inspect", "rmsnorm_bwd", "M=256", "N=3000", "--variant", "opt*", "--target", "sm_90").exit_code == 0
     ((task, chosen),) = compiled[0][0]
     assert (task.case.name, task.case.label, task.policy) == (
@@ -110,7 +110,7 @@ def test_a_case_that_no_config_is_cached_for(compiled: list[Any], tmp_path: Path
     assert (task.case.name, chosen) == ("te-8192x4096", task.variant.default_config(task.case))
 
 
-def test_a_config_that_does_not_compile_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_of_a_config_that_does_not_compile_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(runs: list[Run], targets: list[str], *_: Any) -> Survey:
         ((task, config),) = runs
         label = (task.op.name, task.variant.name, task.case.name, task.policy, targets[0])
@@ -122,7 +122,7 @@ def test_a_config_that_does_not_compile_is_exit_code_1(monkeypatch: pytest.Monke
     assert run(*ONE, "--target", "sm_90").exit_code == 0
 
 
-def test_all_compiles_every_valid_config_and_lists_spills_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_all_compiles_every_valid_config_and_lists_spills_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def fake(runs: list[Run], targets: list[str], *_: Any) -> Survey:
@@ -155,7 +155,7 @@ def test_inspect_without_an_operator_compiles_nothing_unless_all_is_given(compil
     assert {(task.op.name, task.case.quant) for task, _ in compiled[0][0]} >= {("rmsnorm_fwd", "fp8_t")}
 
 
-def test_a_capture_restricts_what_is_compiled_to_its_kernels(
+def test_inspect_of_a_capture_compiles_its_kernels_only(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ("rmsnorm_bwd", "moe_permute")
@@ -166,7 +166,7 @@ def test_a_capture_restricts_what_is_compiled_to_its_kernels(
     assert {task.op.name for task, _ in compiled[1][0]} == {"rmsnorm_fwd"}
 
 
-def test_the_gate_s_exit_code_is_its_answer(compiled: list[Any], tmp_path: Path) -> None:
+def test_static_gate_exits_with_1_for_a_worse_kernel_and_0_else(compiled: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     assert run(*ONE, "--save", path).exit_code == 0
     gate = ("gate", path, "--static", "--op", *ONE[1:])
@@ -209,7 +209,7 @@ def test_the_gate_s_exit_code_is_its_answer(compiled: list[Any], tmp_path: Path)
         (["stream", "--case", "nope"], "error: case: 'nope': expected one of 1043340+504397, "),
     ],
 )
-def test_what_inspect_refuses(arguments: list[str], message: str, compiled: list[Any]) -> None:
+def test_inspect_with_bad_arguments_fails_and_compiles_nothing(arguments: list[str], message: str, compiled: list[Any]) -> None:
     assert refused("inspect", *arguments).startswith(message)
     assert compiled == []
 
@@ -225,12 +225,14 @@ def test_what_inspect_refuses(arguments: list[str], message: str, compiled: list
         (["main", "new.jsonl", "--workers", "2"], "error: workers: 2: expected only with --static"),
     ],
 )
-def test_what_the_static_gate_refuses(arguments: list[str], message: str, compiled: list[Any]) -> None:
+def test_static_gate_with_bad_arguments_fails_and_compiles_nothing(
+    arguments: list[str], message: str, compiled: list[Any]
+) -> None:
     assert refused("gate", *arguments).startswith(message)
     assert compiled == []
 
 
-def test_a_revision_is_refused_outside_of_the_checkout_and_beside_plugins(
+def test_static_gate_of_a_revision_outside_of_the_checkout_or_beside_plugins_fails(
     compiled: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = "error: revision: 'HEAD': only revisions of kerneltune's checkout are compared, without plug-ins and captures: "
@@ -242,7 +244,7 @@ def test_a_revision_is_refused_outside_of_the_checkout_and_beside_plugins(
     assert compiled == []
 
 
-def test_an_entry_that_its_operator_does_not_know(compiled: list[Any], tmp_path: Path) -> None:
+def test_inspect_of_an_entry_of_an_unknown_variant_fails(compiled: list[Any], tmp_path: Path) -> None:
     values = {"variant": "fast", "case": "c", "axes": {"M": 1, "N": 8}, "dtype": "bfloat16", "quant": "none", "options": {}}
     entry = {**values, "policy": "cold", "config": {}, "evidence": {}}
     path = tmp_path / "nvidia_h200" / "rmsnorm_bwd.json"
@@ -252,12 +254,12 @@ def test_an_entry_that_its_operator_does_not_know(compiled: list[Any], tmp_path:
     assert said.startswith(f"error: {path}: c: rmsnorm_bwd: variant: 'fast': expected one of ")
 
 
-def test_a_revision_that_is_not_there() -> None:
+def test_unpacked_of_an_unknown_revision_raises() -> None:
     with pytest.raises(ValueError, match="'nonesuch': no such revision"), revision.unpacked("nonesuch"):
         pass
 
 
-def test_a_revision_is_compiled_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspected_compiles_a_revision_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkout whose package at HEAD says another thing than its files do now."""
     package = tmp_path / "kerneltune" / "cli"
     package.mkdir(parents=True)
@@ -278,7 +280,7 @@ def test_a_revision_is_compiled_in_a_folder_of_its_own(tmp_path: Path, monkeypat
     assert not (tmp_path / ".git" / "worktrees").exists()
 
 
-def test_a_kernel_launched_for_every_tensor_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_lists_a_kernel_launched_for_every_tensor_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Pool:
         def __init__(self, *_: Any, **__: Any) -> None: ...
         def __enter__(self) -> "Pool":
@@ -294,7 +296,7 @@ def test_a_kernel_launched_for_every_tensor_is_shown_once(monkeypatch: pytest.Mo
     assert [line.strip() for line in lines if "_rmsnorm" in line] == ["_rmsnorm_fwd_rows", "_rmsnorm_fwd_rows (2)"]
 
 
-def test_a_program_that_no_multiprocessor_holds_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_of_a_program_that_fits_no_sm_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     unfit = dataclasses.replace(KERNEL, warps=32)
     monkeypatch.setattr(survey.CompilePool, "compile", lambda _pool, jobs: [CompileResult((unfit,), 1.0)] * len(jobs))
     result = run(*ONE, "--target", "gfx942", "--workers", "1")
@@ -310,7 +312,7 @@ def test_a_program_that_no_multiprocessor_holds_is_an_error(monkeypatch: pytest.
         (False, 120, ""),  # its programs do not wait for each other
     ],
 )
-def test_programs_that_wait_for_each_other_must_all_fit(
+def test_inspect_of_cooperative_programs_that_do_not_all_fit_fails(
     cooperative: bool, registers: int, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel = dataclasses.replace(KERNEL, warps=8, registers=registers, shared_bytes=0, cooperative=cooperative)
@@ -322,7 +324,7 @@ def test_programs_that_wait_for_each_other_must_all_fit(
     assert row.error == error
 
 
-def test_the_real_pool_compiles_for_both_makers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_compiles_for_nvidia_and_amd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     case = ("--case", "te-29x17389", "--quant", "fp8_t", "--dtype", "bfloat16", "--variant", "optimized")
     save = ("--save", tmp_path / "rows.json")
@@ -348,7 +350,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: device.Device("NVIDIA H200", "sm_90", 132, 1 << 26, "580"))
 
 
-def test_profile_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_without_gpu_case_variant_or_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: device.NO_GPU)
     monkeypatch.setattr(Variant, "missing", lambda variant: ("quack",) if variant.name == "quack" else ())
     pair = ("profile", "rmsnorm_fwd", "baseline", "optimized")
@@ -363,7 +365,7 @@ def test_profile_without_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_profile_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_without_ncu_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "find_ncu", lambda: None)
     assert refused("profile", "rmsnorm_fwd", "baseline", "optimized").startswith(
         "error: profile needs Nsight Compute: no ncu on PATH"
@@ -371,7 +373,7 @@ def test_profile_without_ncu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_prints_values_of_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = []
 
     def fake(_ncu: Path, command: list[str], _folder: Path) -> tuple[list[ncu.Profile], list[ncu.ConflictLine]]:
@@ -399,7 +401,7 @@ def test_profile_shows_a_beside_b(monkeypatch: pytest.MonkeyPatch) -> None:
     assert commands[1][4] == config()
 
 
-def test_survey_of_many_configs_first_says_how_many_compilations_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survey_of_many_configs_first_prints_the_number_of_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     class Noted(Progress):

@@ -42,7 +42,7 @@ SOURCE = """\
 INSTRUCTIONS = SOURCE[SOURCE.index('"Kernel Name","_bare"') :]
 
 
-def test_the_raw_page_is_a_profile_per_launch() -> None:
+def test_parse_raw_gives_a_profile_per_launch() -> None:
     rows, dgamma = parse_raw("==PROF== Connected to process 71\n" + RAW)
     assert (rows.kernel, rows.time_us, rows.limiter) == ("_rmsnorm_fwd_rows", pytest.approx(34.816), "registers")
     assert rows.values == {
@@ -58,22 +58,22 @@ def test_the_raw_page_is_a_profile_per_launch() -> None:
     assert "L2 hit rate %" not in dgamma.values  # n/a
 
 
-def test_a_page_without_kernels() -> None:
+def test_parse_raw_and_parse_source_of_no_kernels_are_empty() -> None:
     assert parse_raw("") == parse_raw("==WARNING== No kernels were profiled.\n") == parse_raw('"ID","Kernel Name"\n') == []
     assert parse_source("==ERROR== nothing\n") == []
 
 
-def test_source_lines_stand_for_their_instructions() -> None:
+def test_parse_source_adds_instructions_up_by_source_line() -> None:
     assert parse_source(SOURCE) == [
         ConflictLine("kernels.py:241", "words = tl.trans(q)", 12288),
     ]
 
 
-def test_instructions_where_there_are_no_lines() -> None:
+def test_parse_source_without_lines_gives_instructions() -> None:
     assert parse_source(INSTRUCTIONS) == [ConflictLine("0x7f20", "STS [R2], R4", 7)]
 
 
-def test_what_ncu_says_of_permission() -> None:
+def test_why_refused_names_the_missing_permission() -> None:
     said = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters\n"
     assert "CAP_SYS_ADMIN" in why_refused(said)
     assert "\n" not in why_refused(said)
@@ -100,7 +100,7 @@ echo "$@" > "$PAGES/arguments"
 """
 
 
-def test_profile_collects_once_and_reads_two_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_runs_ncu_once_and_reads_two_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "raw.csv").write_text(RAW)
     (tmp_path / "source.csv").write_text(SOURCE)
     monkeypatch.setenv("PAGES", str(tmp_path))
@@ -121,18 +121,18 @@ def test_profile_collects_once_and_reads_two_pages(tmp_path: Path, monkeypatch: 
         ('while [ "$1" != -o ]; do [ $# = 0 ] && exit; shift; done; : > "$2"', "ncu saw no kernel: it said nothing"),
     ],
 )
-def test_a_refusal_is_one_line(body: str, message: str, tmp_path: Path) -> None:
+def test_profile_that_ncu_refuses_raises_one_line(body: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         profile(stand_in(tmp_path, body), ["true"], tmp_path)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
-def test_ncu_that_cannot_be_run(tmp_path: Path) -> None:
+def test_profile_with_ncu_that_cannot_be_run_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"cannot run {tmp_path}/ncu: No such file"):
         profile(tmp_path / "ncu", ["true"], tmp_path)
 
 
-def test_ncu_is_found_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_ncu_returns_the_program_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{stand_in(tmp_path, 'true').parent}{os.pathsep}{os.environ['PATH']}")
     assert find_ncu() == tmp_path / "ncu"

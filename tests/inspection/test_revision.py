@@ -54,7 +54,7 @@ def alive(process: int) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
-def test_an_inspection_killed_amid_a_revision_leaves_nothing(sent: signal.Signals, tmp_path: Path) -> None:
+def test_inspection_of_a_revision_that_is_killed_leaves_no_folder(sent: signal.Signals, tmp_path: Path) -> None:
     started, repository, temporary = tmp_path / "started", tmp_path / "repository", tmp_path / "temporary"
     checkout(repository, started)
     temporary.mkdir()

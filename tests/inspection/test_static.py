@@ -17,7 +17,7 @@ def row(*kernels: Kernel, **changes: Any) -> StaticRow:
     return StaticRow(**{**values, "kernels": kernels, **changes})
 
 
-def test_a_survey_survives_its_file(tmp_path: Path) -> None:
+def test_load_after_save_returns_the_same_survey(tmp_path: Path) -> None:
     survey = Survey("3.7.1", (row(KERNEL, KERNEL), row(error="x", target="gfx942", config={"split": True})))
     save(tmp_path / "a.json", survey)
     found = load(tmp_path / "a.json")
@@ -36,7 +36,7 @@ def test_a_survey_survives_its_file(tmp_path: Path) -> None:
         ('{"schema": 1, "triton": "3", "rows": [{"op": "a", "kernels": []}]}', ": rows[0].variant: missing"),
     ],
 )
-def test_a_broken_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+def test_load_of_a_broken_file_raises_one_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "b.json"
     path.write_text(text)
     with pytest.raises(ValueError) as caught:
@@ -45,6 +45,6 @@ def test_a_broken_file_is_one_line(text: str, message: str, tmp_path: Path) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_load_of_a_missing_file_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*: No such file"):
         load(tmp_path / "none.json")

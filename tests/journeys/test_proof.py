@@ -104,7 +104,7 @@ def test_later_run_replaces_its_journey_and_keeps_the_others(package: Path, tmp_
         (None, "JSON: "),
     ],
 )
-def test_damaged_proof_is_one_line_and_is_replaced(
+def test_damaged_proof_warns_in_one_line_and_is_replaced(
     package: Path, tmp_path: Path, change: dict[str, object] | None, said: str
 ) -> None:
     path = tmp_path / "nvidia_h200" / "proof.json"
@@ -122,7 +122,7 @@ def test_damaged_proof_is_one_line_and_is_replaced(
     assert list(load_proof(path).journeys) == ["two"]
 
 
-def test_doctor_lists_what_is_not_proven(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_journeys_without_proof(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kerneltune.cli import doctor
 
     for name in ("nvidia_h200", "nvidia_z"):

@@ -51,7 +51,7 @@ def test_journeys_end_in_a_table_with_their_outputs_kept(tmp_path: Path) -> None
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"  # nobody may ask what became of it
 
 
-def test_gpus_share_the_journeys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_journeys_are_divided_among_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7,5")
     assert gpus_of({"count": "2"}) == ["4", "7"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -63,7 +63,7 @@ def test_gpus_share_the_journeys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == {"0": ["a", "c", "d"], "1": ["b"]}
 
 
-def test_ctrl_c_keeps_what_has_run(tmp_path: Path) -> None:
+def test_runner_after_ctrl_c_keeps_results_of_ended_journeys(tmp_path: Path) -> None:
     process = start(tmp_path, "--only", "unable,slow")
     assert process.stdout
     while "unable: not run" not in process.stdout.readline():
@@ -79,7 +79,7 @@ def test_ctrl_c_keeps_what_has_run(tmp_path: Path) -> None:
     assert "slow" in out
 
 
-def test_unknown_journey_is_one_line(tmp_path: Path) -> None:
+def test_runner_of_an_unknown_journey_fails_with_one_line(tmp_path: Path) -> None:
     process = start(tmp_path, "--only", "nosuch")
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 2
@@ -87,14 +87,14 @@ def test_unknown_journey_is_one_line(tmp_path: Path) -> None:
     assert errors.count("\n") == 1
 
 
-def test_machine_without_a_gpu_is_one_line(tmp_path: Path) -> None:
+def test_runner_without_a_gpu_fails_with_one_line(tmp_path: Path) -> None:
     environment = os.environ | {"GPU_OUT": str(tmp_path), "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(HERE)], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: no NVIDIA GPU that torch can use: journeys run on one\n"
 
 
-def test_every_promised_journey_is_there() -> None:
+def test_registered_journeys_include_every_promised_one() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, str(HERE), "--only", "nosuch"], env=environment, capture_output=True, text=True, check=False

@@ -27,12 +27,12 @@ def test_regret_is_the_gap_of_the_best_so_far() -> None:
     assert regret([Evaluation("passed", time) for time in times]) == ([float("inf"), 1.0, 1.0, 0.0, 0.0], 4)
 
 
-def test_a_sparkline_falls_to_nothing() -> None:
+def test_sparkline_of_falling_regrets_has_falling_bars() -> None:
     assert sparkline([float("inf"), 0.5, 0.25, 0.01, 0.0]) == "██▅▂▁"
     assert len(sparkline([0.1] * 100, 16)) <= 16
 
 
-def test_the_knob_that_decides_matters_most() -> None:
+def test_importances_rank_the_knob_that_decides_first() -> None:
     times = {knobs(b, w): 10.0 + b + 0.001 * w for b in range(8) for w in range(4)}
     found = importances(times)
     assert list(found) == ["block", "warps"]
@@ -40,17 +40,17 @@ def test_the_knob_that_decides_matters_most() -> None:
     assert importances({knobs(1, 1): 1.0}) == {} == importances({knobs(1, 1): 1.0, knobs(2, 1): 1.0})
 
 
-def test_values_that_never_come_near_are_dead() -> None:
+def test_dead_values_are_knob_values_never_near_the_best() -> None:
     first = {knobs(1, 1): 10.0, knobs(1, 2): 10.1, knobs(2, 1): 15.0, knobs(3, 1): 20.0}
     second = {knobs(1, 1): 10.0, knobs(3, 1): 10.1}
     assert [(knob, value, round(part, 3)) for knob, value, part in dead_values([first, second])] == [("block", 2, 0.167)]
 
 
-def test_ties_are_within_a_per_cent() -> None:
+def test_ties_are_configs_within_1_percent_of_the_best() -> None:
     assert ties({knobs(1, 1): 10.05, knobs(2, 1): 10.0, knobs(3, 1): 10.2}) == [knobs(2, 1), knobs(1, 1)]
 
 
-def test_the_portfolio_is_the_smallest_even_where_greed_is_not() -> None:
+def test_portfolio_is_the_smallest_where_the_greedy_one_is_larger() -> None:
     """Greed takes the config of four cases first, and then needs two more; two configs of three cases do."""
     a, b, c = knobs(1, 1), knobs(2, 1), knobs(3, 1)
     good: dict[insight.Knobs, set[int]] = {a: {0, 1, 2}, b: {3, 4, 5}, c: {1, 2, 3, 4}}
@@ -63,13 +63,13 @@ def test_the_portfolio_is_the_smallest_even_where_greed_is_not() -> None:
     assert worst == 0.0
 
 
-def test_a_portfolio_says_what_is_left() -> None:
+def test_portfolio_returns_the_largest_remaining_gap() -> None:
     configs, worst, _ = portfolio([{knobs(1, 1): 10.15, knobs(2, 1): 10.0}, {knobs(1, 1): 5.0}])
     assert configs == [knobs(1, 1)]
     assert worst == pytest.approx(0.015)
 
 
-def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
+def test_trials_command_prints_statistics_of_the_store(tmp_path: Path) -> None:
     op = ops.load()["rmsnorm_bwd"]
     variant = op.variant("optimized")
     store = TrialStore(tmp_path / "runs" / "trials" / "nvidia_h200" / "rmsnorm_bwd.log", source_hash="x")
@@ -90,7 +90,7 @@ def test_insight_prints_what_the_store_holds(tmp_path: Path) -> None:
     assert "stages=" in lines[at + 1]
 
 
-def test_tune_ends_with_the_same_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_command_ends_with_a_short_form_of_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "current", lambda: H200)
     op = ops.load()["rmsnorm_bwd"]
     variant = op.variant("optimized")
@@ -130,7 +130,7 @@ def test_portfolio_without_a_solution_in_time_has_the_best_config_of_each_case(m
         ({"searched": 2, "failed": 1}, 1, "", "1 of 2 cases not tuned\n"),
     ],
 )
-def test_tune_says_that_nothing_was_lacking_and_fails_where_a_case_did(
+def test_tune_command_prints_counts_and_fails_if_a_case_failed(
     counts: dict[str, int], code: int, out: str, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary([], **counts))
@@ -140,7 +140,7 @@ def test_tune_says_that_nothing_was_lacking_and_fails_where_a_case_did(
     assert result.stderr == (served if counts.get("searched") else "") + err
 
 
-def test_insight_without_trials_says_where_it_looked(tmp_path: Path) -> None:
+def test_trials_command_without_trials_names_the_folder(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["trials", "rmsnorm", "--gpu", "gone", "--results", str(tmp_path)])
     said = " ".join(result.stdout.split())
     expected = f"no trials of rmsnorm in {tmp_path}/runs/trials/gone: `kerneltune tune rmsnorm` makes them, on a GPU"

@@ -21,11 +21,11 @@ shipped = cache(whole_spaces)
 """Read by the worker that searches, not by every worker that collects."""
 
 
-def test_all_shipped_spaces_are_searched() -> None:
+def test_shipped_spaces_are_all_replayed() -> None:
     assert len(shipped()) == NUM_SHIPPED
 
 
-def test_a_replay_ends_at_the_optimum_when_the_space_is_used_up() -> None:
+def test_replay_of_a_whole_space_ends_at_the_optimum() -> None:
     small = replace(SPACE, rows=SPACE.rows[:60])
     for sampler in ("ours", "random"):
         gaps = replay(small, sampler, 2)
@@ -35,7 +35,7 @@ def test_a_replay_ends_at_the_optimum_when_the_space_is_used_up() -> None:
         assert gap_at(gaps, 61) is None
 
 
-def test_a_replay_begins_with_the_default() -> None:
+def test_replay_begins_with_the_default() -> None:
     default = SPACE.feasible[SPACE.default] / min(SPACE.feasible.values()) - 1
     assert replay(SPACE, "ours", 2, 1) == pytest.approx(np.array([[default], [default]]))
 
@@ -47,7 +47,7 @@ def worse_than(chance: NDArray[np.float64], gaps: NDArray[np.float64], budgets: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
+def test_search_of_simulated_spaces_beats_chance(seed: int) -> None:
     space = landscapes.space(seed)
     chance, found = replay(space, "random", 6, 100), replay(space, "ours", 3, 100)
     assert worse_than(chance, found, (25,)) == []
@@ -59,7 +59,7 @@ def test_the_search_beats_chance_on_made_up_spaces(seed: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(NUM_SHIPPED))
-def test_the_search_reaches_the_optimum_of_the_shipped_spaces(number: int) -> None:
+def test_search_of_shipped_spaces_comes_within_3_percent_in_50_evaluations(number: int) -> None:
     """Median gap at most 3 % at 50 evaluations and 1 % at a quarter of the space, at no budget more than that of chance."""
     space = shipped()[number]
     quarter = len(space.trials) // 4
@@ -72,7 +72,7 @@ def test_the_search_reaches_the_optimum_of_the_shipped_spaces(number: int) -> No
         assert gap.median <= min(by_chance.median, bound), evaluations
 
 
-def test_configs_like_a_guess_are_drawn_sooner_and_by_the_seed() -> None:
+def test_sampler_draws_configs_near_a_guess_first() -> None:
     make = make_dataclass("Knobs", [name for name, _ in next(iter(SPACE.trials))], frozen=True)
     pool = [make(**dict(knobs)) for knobs in SPACE.trials]
     guess = pool[7]
@@ -91,7 +91,7 @@ def test_configs_like_a_guess_are_drawn_sooner_and_by_the_seed() -> None:
     assert abs(without - far) < 0.3
 
 
-def test_the_surrogate_computes_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_surrogate_computes_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """BLAS on all cores takes several times as long for matrices of this size."""
     threads: list[int] = []
 
@@ -106,7 +106,7 @@ def test_the_surrogate_computes_on_one_core(monkeypatch: pytest.MonkeyPatch) -> 
     assert set(threads) == {1}
 
 
-def test_a_search_ends_when_little_is_left_to_gain() -> None:
+def test_search_ends_where_little_gain_is_expected() -> None:
     configs = list(SPACE.trials)
 
     make = make_dataclass("Knobs", [name for name, _ in configs[0]], frozen=True)
@@ -116,7 +116,7 @@ def test_a_search_ends_when_little_is_left_to_gain() -> None:
     assert min(times_of(found).values()) <= 1.05 * min(SPACE.feasible.values())
 
 
-def test_gaps_before_the_first_time_count_as_large() -> None:
+def test_gaps_before_the_first_time_are_counted_as_large() -> None:
     interval = gap_at(np.array([[np.inf, 0.5, 0.0]] * 3), 1)
     assert interval is not None
     assert interval.median > 9

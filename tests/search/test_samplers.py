@@ -31,7 +31,7 @@ def samplers() -> list[ListSampler]:
 
 
 @pytest.mark.parametrize("sampler", samplers(), ids=lambda sampler: type(sampler).__name__)
-def test_a_study_tries_every_config_of_the_list_once(sampler: ListSampler) -> None:
+def test_study_tries_every_config_of_the_list_once(sampler: ListSampler) -> None:
     study = optuna.create_study(sampler=sampler)
     for _ in CONFIGS:
         trial = study.ask(dict(sampler.space))
@@ -42,7 +42,7 @@ def test_a_study_tries_every_config_of_the_list_once(sampler: ListSampler) -> No
     assert study.ask(dict(sampler.space)).params in CONFIGS  # used up: a repeat, no error
 
 
-def test_an_objective_that_suggests_the_knobs_itself_is_optimized() -> None:
+def test_study_whose_objective_suggests_knobs_is_optimized() -> None:
     sampler = FiniteGPSampler(CONFIGS[::-1], n_startup_trials=3, seed=1)
 
     def objective(trial: optuna.Trial) -> float:
@@ -56,7 +56,7 @@ def test_an_objective_that_suggests_the_knobs_itself_is_optimized() -> None:
     assert len({tuple(trial.params.items()) for trial in study.trials}) == 14
 
 
-def test_a_study_that_maximizes_finds_the_largest_value() -> None:
+def test_study_that_maximizes_finds_the_largest_value() -> None:
     sampler = FiniteGPSampler(CONFIGS, n_startup_trials=3)
     study = optuna.create_study(sampler=sampler, direction="maximize")
     for _ in range(14):
@@ -65,7 +65,7 @@ def test_a_study_that_maximizes_finds_the_largest_value() -> None:
     assert study.best_params == {"block": 256, "warps": 4, "fast": False}
 
 
-def test_configs_in_flight_are_not_asked_again() -> None:
+def test_sampler_asks_no_config_in_flight_again() -> None:
     sampler = FiniteGPSampler(CONFIGS, n_startup_trials=2)
     study = optuna.create_study(sampler=sampler)
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_configs_in_flight_are_not_asked_again() -> None:
     assert tuple(study.ask(dict(sampler.space)).params.values()) not in {tuple(t.params.values()) for t in running}
 
 
-def test_what_another_process_tried_is_heard_from_the_storage() -> None:
+def test_sampler_learns_trials_of_another_process_from_the_storage() -> None:
     storage = optuna.storages.InMemoryStorage()
     first, second = (FiniteGPSampler(CONFIGS, n_startup_trials=2) for _ in range(2))
     studies = [
@@ -92,7 +92,7 @@ def test_what_another_process_tried_is_heard_from_the_storage() -> None:
     assert len(set(tried)) == 18
 
 
-def test_failed_trials_teach_where_configs_fail() -> None:
+def test_sampler_learns_from_failed_trials_where_configs_fail() -> None:
     space = landscapes.space(0)
     configs = [dict(knobs) for knobs in space.trials]
     sampler = FiniteGPSampler(configs[::7] + [c for i, c in enumerate(configs) if i % 7], n_startup_trials=10)
@@ -106,12 +106,12 @@ def test_failed_trials_teach_where_configs_fail() -> None:
 
 
 @pytest.mark.parametrize("configs", [[], [{}], [{"a": 1}, {"b": 1}]])
-def test_configs_without_common_knobs_are_refused(configs: list[dict[str, Any]]) -> None:
+def test_sampler_of_configs_without_common_knobs_raises(configs: list[dict[str, Any]]) -> None:
     with pytest.raises(ValueError, match=r"^configs: expected one or more configs with the same knobs$"):
         ListSampler(configs)
 
 
-def test_a_knob_beside_the_list_is_refused() -> None:
+def test_sampler_asked_for_a_knob_outside_of_the_list_raises() -> None:
     study = optuna.create_study(sampler=ListSampler(CONFIGS))
     with pytest.raises(ValueError, match=r"^stages: .*: expected a knob of the list: block, warps, fast$"):
         study.ask().suggest_categorical("stages", (1, 2))

@@ -67,7 +67,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "trials" / "fake.log"
 
 
-def test_a_trial_comes_back_as_it_was_stored(path: Path) -> None:
+def test_store_returns_a_trial_as_it_was_put(path: Path) -> None:
     trials = [
         Evaluation("passed", 1 / 3),
         Evaluation("spills", None, "96 bytes per thread"),
@@ -83,7 +83,7 @@ def test_a_trial_comes_back_as_it_was_stored(path: Path) -> None:
         assert len(reader) == 3
 
 
-def test_a_trial_belongs_to_its_op_case_variant_policy_and_config(path: Path) -> None:
+def test_store_looks_trials_up_by_op_case_variant_policy_and_config(path: Path) -> None:
     store, config = open_store(path), Knobs(1, True)
     put(store, config, Evaluation("passed", 2.0))
     same_but_name = Case("another name", CASE.axes, CASE.dtype, CASE.quant, CASE.options)
@@ -117,14 +117,14 @@ def test_ranked_gives_timed_configs_fastest_first(path: Path) -> None:
         assert reader.ranked(Task(OTHER_OP, CASE, VARIANT)) == []
 
 
-def test_equal_times_are_ranked_without_comparing_what_cannot_be(path: Path) -> None:
+def test_ranked_accepts_equal_times_of_incomparable_configs(path: Path) -> None:
     store = open_store(path)
     put(store, Knobs(2, True), Evaluation("passed", 1.0))
     put(store, Knobs(1, False), Evaluation("passed", 1.0))
     assert [values["block"] for values in store.ranked(Task(OP, CASE, VARIANT))] == [1, 2]
 
 
-def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
+def test_store_appends_rows_and_the_last_counts(path: Path) -> None:
     store = open_store(path)
     before = b""
     for time_us in (3.0, 2.0, 1.0):
@@ -137,7 +137,7 @@ def test_the_file_only_grows_and_the_last_row_counts(path: Path) -> None:
     assert get(open_store(path), Knobs(1, True)) == get(store, Knobs(1, True)) == Evaluation("passed", 1.0)
 
 
-def test_a_store_that_is_to_try_again_forgets_what_may_pass_until_it_is_tried(path: Path) -> None:
+def test_store_with_retry_forgets_failures_that_may_pass(path: Path) -> None:
     statuses: tuple[TrialStatus, ...] = ("passed", "skipped", "crashed", "compile", "failed", "spills")
     for i, status in enumerate(statuses):
         put(open_store(path), Knobs(i, True), Evaluation("passed", 1.0))  # the last row counts
@@ -149,7 +149,7 @@ def test_a_store_that_is_to_try_again_forgets_what_may_pass_until_it_is_tried(pa
     assert get(again, Knobs(1, True)) == Evaluation("skipped")  # not a second time
 
 
-def test_a_truncated_last_line_is_not_read_and_the_next_trial_is_put_in_its_place(path: Path) -> None:
+def test_store_skips_a_truncated_last_line_and_replaces_it(path: Path) -> None:
     configs = filled(path, 3)
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
@@ -161,7 +161,7 @@ def test_a_truncated_last_line_is_not_read_and_the_next_trial_is_put_in_its_plac
     assert len(open_store(path)) == 3
 
 
-def test_any_cut_loses_at_most_the_line_that_it_cuts(path: Path) -> None:
+def test_store_cut_anywhere_loses_at_most_the_cut_line(path: Path) -> None:
     configs = filled(path, 8)
     whole = path.read_bytes()
     rng = random.Random(0)
@@ -180,7 +180,7 @@ def test_any_cut_loses_at_most_the_line_that_it_cuts(path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["{not json", "[1, 2]", "7", "{}", '{"op": "fake"}', "", "\x00\x00"])
-def test_a_broken_line_that_is_not_the_last_is_named(path: Path, broken: str) -> None:
+def test_store_with_a_broken_line_amid_others_raises_with_its_number(path: Path, broken: str) -> None:
     filled(path, 3)
     lines = path.read_text().splitlines()
     lines[1] = broken
@@ -207,7 +207,7 @@ def test_a_broken_line_that_is_not_the_last_is_named(path: Path, broken: str) ->
         *((field, "7") for field in ("resources", "spill_bytes", "shared_bytes")),
     ],
 )
-def test_a_value_of_another_type_in_a_journal_is_one_line(field: str, value: object, path: Path) -> None:
+def test_store_with_a_value_of_another_type_raises_one_line(field: str, value: object, path: Path) -> None:
     filled(path, 3)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -259,7 +259,7 @@ def test_trials_of_a_case_are_one_study_whose_knobs_offer_what_the_space_does(pa
     assert len(TrialStore(path, **FINGERPRINT)) == 7
 
 
-def test_trials_of_another_source_or_driver_are_not_found(path: Path) -> None:
+def test_store_ignores_trials_of_another_source_or_driver(path: Path) -> None:
     (config, *_) = filled(path, 2)
     for changes in ({"source_hash": "def"}, {"driver": "2.0"}, {"torch": "3"}):
         other = open_store(path, **changes)
@@ -272,7 +272,7 @@ def test_trials_of_another_source_or_driver_are_not_found(path: Path) -> None:
     assert get(open_store(path), config) == Evaluation("passed", 0.5)
 
 
-def test_what_another_process_appends_is_found_by_the_next_store(path: Path) -> None:
+def test_store_opened_later_has_trials_of_another_process(path: Path) -> None:
     first = open_store(path)
     put(first, Knobs(1, True), Evaluation("passed", 1.0))
     child = os.fork()
@@ -287,7 +287,7 @@ def test_what_another_process_appends_is_found_by_the_next_store(path: Path) -> 
     assert [get(open_store(path), Knobs(i, True)) for i in (1, 2, 3)] == [Evaluation("passed", float(i)) for i in (1, 2, 3)]
 
 
-def test_a_store_reads_what_another_process_has_stored_since(path: Path) -> None:
+def test_store_reads_trials_that_another_process_stored_since(path: Path) -> None:
     store, other = open_store(path), open_store(path)
     other.put(Task(OP, CASE, VARIANT), Knobs(1, True), Evaluation("spills"))
     assert get(store, Knobs(1, True)) is None
@@ -298,7 +298,7 @@ def test_a_store_reads_what_another_process_has_stored_since(path: Path) -> None
     assert get(other, Knobs(2, True)) == Evaluation("passed", 2.0)
 
 
-def test_a_line_that_another_process_left_cut_is_not_written_onto(path: Path) -> None:
+def test_store_appends_behind_a_line_cut_by_another_process(path: Path) -> None:
     store = open_store(path)
     put(store, Knobs(1, True), Evaluation("passed", 1.0))
     line = path.read_bytes()
@@ -309,7 +309,7 @@ def test_a_line_that_another_process_left_cut_is_not_written_onto(path: Path) ->
     assert [get(reread, Knobs(i, True)) for i in (1, 2)] == [Evaluation("passed", 1.0), Evaluation("passed", 2.0)]
 
 
-def test_a_store_is_read_where_nothing_can_be_written(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_in_a_read_only_folder_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write anywhere, so the modes of the files are not enough of a test."""
     (config, *_) = filled(path, 2)
     with path.open("ab") as file:
@@ -328,7 +328,7 @@ def test_a_store_is_read_where_nothing_can_be_written(path: Path, monkeypatch: p
     assert path.read_bytes() == before
 
 
-def test_two_writers_wait_for_each_other(path: Path) -> None:
+def test_store_of_two_writers_keeps_all_trials(path: Path) -> None:
     """A line that is being written is not cut off as one that a kill left."""
     store = open_store(path)
     put(store, Knobs(1, True), Evaluation("passed", 1.0))
@@ -353,7 +353,7 @@ def test_two_writers_wait_for_each_other(path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "now"), [("ok", "passed"), ("wrong", "failed"), ("memory", "skipped"), ("lost", "crashed"), ("spills", "spills")]
 )
-def test_a_status_of_an_older_journal_is_read_as_the_status_now(before: str, now: TrialStatus, path: Path) -> None:
+def test_store_reads_an_older_status_as_its_present_name(before: str, now: TrialStatus, path: Path) -> None:
     evaluation = Evaluation(now, 1.0 if now == "passed" else None, "exit code 1")
     put(open_store(path), Knobs(1, True), evaluation)
     path.write_text(path.read_text().replace(f'"{now}"', f'"{before}"'))
@@ -361,7 +361,7 @@ def test_a_status_of_an_older_journal_is_read_as_the_status_now(before: str, now
     assert get(open_store(path), Knobs(1, True)) == evaluation
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+def test_store_in_a_folder_that_cannot_be_made_raises_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "fake.log"
     store = open_store(path)
@@ -372,7 +372,7 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     assert get(store, Knobs(1, True)) is None
 
 
-def test_a_folder_in_the_place_of_the_file_is_one_line(path: Path) -> None:
+def test_store_with_a_folder_in_place_of_its_file_raises_one_line(path: Path) -> None:
     store = open_store(path)
     path.mkdir(parents=True)
     with pytest.raises(ValueError, match=f"^cannot (write|read) {path}: "):
@@ -381,7 +381,7 @@ def test_a_folder_in_the_place_of_the_file_is_one_line(path: Path) -> None:
         open_store(path)
 
 
-def test_a_journal_that_is_nested_deeply_is_one_line(tmp_path: Path) -> None:
+def test_store_with_a_deeply_nested_line_raises_one_line(tmp_path: Path) -> None:
     path = tmp_path / "trials.log"
     path.write_text("[" * 3000 + "\n")
     with pytest.raises(ValueError, match=r"^.*trials\.log:1: not a trial: "):

@@ -43,7 +43,7 @@ def store(options: Options, config: dict[str, Any], case: Case = CASE, slug: str
 
 
 @pytest.mark.parametrize("config", [*STALE, UNFIT, ABSURD, UNKNOWN])
-def test_an_entry_that_no_longer_fits_is_passed_over(config: dict[str, Any], options: Options) -> None:
+def test_stored_skips_an_entry_that_is_no_longer_valid(config: dict[str, Any], options: Options) -> None:
     op = op_of(VARIANT)
     store(options, config)
     assert Task(op, CASE, VARIANT).stored(options.configs) is None
@@ -55,7 +55,7 @@ def test_an_entry_that_no_longer_fits_is_passed_over(config: dict[str, Any], opt
     assert starting_points(Task(op, CASE, VARIANT), pool, options.configs) == [Small(256, 4), Small(64, 2)]
 
 
-def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_not_count(options: Options) -> None:
+def test_stored_returns_the_exact_entry_of_this_gpu(options: Options) -> None:
     op = op_of(VARIANT)
     store(options, GOOD)
     store(options, {"block": 512, "warps": 1}, HALF)
@@ -71,7 +71,7 @@ def test_the_config_of_the_case_itself_comes_first_and_that_of_another_gpu_does_
     assert Task(op, CASE, Variant("eager", nothing)).config_of_call(options.configs) is None
 
 
-def test_a_config_for_another_value_of_a_free_option_is_run_but_is_not_the_case_s_own(options: Options) -> None:
+def test_stored_is_none_for_a_config_of_another_free_option_that_calls_run(options: Options) -> None:
     op = replace(op_of(VARIANT), options={"group": (64, 32)}, free_options=("group",), unseen_options=())
     wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
     store(options, GOOD, wide)

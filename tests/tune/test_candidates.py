@@ -21,7 +21,7 @@ def postponed(annotation: str) -> Variant:
     return Variant("optimized", dict, knobs, lambda _case: {"block": (64, 128)}, default=lambda _case: knobs(64))
 
 
-def test_a_config_class_of_a_module_that_postpones_annotations_is_made_of_stored_and_given_values() -> None:
+def test_config_class_with_postponed_annotations_is_read_and_widened() -> None:
     variant, case = postponed("int"), Case("c", (("M", 8),), "bfloat16")
     assert variant.valid_config(case, {"block": 128}).block == 128
     assert [config.block for config in widened(variant, [("block", ("256",))]).configs(case)] == [64, 128, 256]
@@ -29,7 +29,7 @@ def test_a_config_class_of_a_module_that_postpones_annotations_is_made_of_stored
         variant.config_from({"block": "x"})
 
 
-def test_a_config_class_of_an_unknown_type_is_one_line() -> None:
+def test_config_class_with_an_unknown_type_raises_one_line() -> None:
     with pytest.raises(ValueError, match="config of optimized: Knobs: name 'Integer' is not defined"):
         postponed("Integer").config_from({"block": 64})
 
@@ -46,9 +46,7 @@ def failing(_case: Case) -> Small:
         (lambda _case: Small(64, 1), "default: too small"),
     ],
 )
-def test_a_default_that_no_call_can_run_with_is_one_line_before_anything_is_measured(
-    default: Callable[[Case], Any], error: str
-) -> None:
+def test_checked_space_with_an_invalid_default_raises_one_line(default: Callable[[Case], Any], error: str) -> None:
     variant = replace(SMALL, default=default, valid=lambda _case, config: "too small" if config.block == 64 else None)
     with pytest.raises(ValueError) as caught:
         checked_space(Task(op_of(variant), CASE, variant))

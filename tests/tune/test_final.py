@@ -14,7 +14,7 @@ from kerneltune.tune.tuner import _FINALISTS, Tuner
 from kerneltune.worker import WorkerCrashedError
 
 
-def test_the_incumbent_stays_when_the_final_says_so(setting: Setting) -> None:
+def test_tune_keeps_the_incumbent_that_wins_the_final(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     tuner.winner = lambda configs: configs[0]
     entry = setting.tune(tuner)
@@ -22,7 +22,7 @@ def test_the_incumbent_stays_when_the_final_says_so(setting: Setting) -> None:
     assert entry.config == {"block": 256, "warps": 4} == setting.cached()
 
 
-def test_the_default_is_in_the_final_however_slow(setting: Setting) -> None:
+def test_final_contains_the_default_however_slow(setting: Setting) -> None:
     default = Small(256, 4)
     tuner = setting.tuner(SMALL, lambda c: 1000.0 if c == default else small_time(c))
     setting.tune(tuner)
@@ -32,7 +32,7 @@ def test_the_default_is_in_the_final_however_slow(setting: Setting) -> None:
     assert len(set(final)) == len(final) == 1 + _FINALISTS
 
 
-def test_the_cached_config_is_first_and_the_default_second(setting: Setting) -> None:
+def test_final_begins_with_the_cached_config_then_the_default(setting: Setting) -> None:
     first = setting.tuner(SMALL, small_time)
     cached = Small(64, 1)
     first.winner = lambda _configs: cached
@@ -49,7 +49,7 @@ def test_the_cached_config_is_first_and_the_default_second(setting: Setting) -> 
     assert setting.cached() == {"block": 512, "warps": 8}
 
 
-def test_the_incumbent_is_what_a_call_ran_with_before(setting: Setting) -> None:
+def test_final_begins_with_the_config_that_calls_ran_before(setting: Setting) -> None:
     """Without a config of its own a case runs with that of the other 16-bit type, and the gain is the gain over that."""
     half = setting.tuner(SMALL, small_time, HALF)
     half.winner = lambda _configs: Small(64, 1)
@@ -61,7 +61,7 @@ def test_the_incumbent_is_what_a_call_ran_with_before(setting: Setting) -> None:
     assert entry.evidence["speedup"] == pytest.approx(small_time(Small(64, 1)) / small_time(Small(512, 8)))
 
 
-def test_a_cached_config_that_the_budget_leaves_out_is_judged_anew(setting: Setting) -> None:
+def test_final_contains_a_cached_config_that_the_budget_left_out(setting: Setting) -> None:
     first = setting.tuner(SMALL, small_time)
     cached = Small(512, 8)
     first.winner = lambda _configs: cached
@@ -75,7 +75,7 @@ def test_a_cached_config_that_the_budget_leaves_out_is_judged_anew(setting: Sett
     assert setting.cached() == {"block": 512, "warps": 8}
 
 
-def test_a_cached_config_that_is_wrong_now_or_no_longer_fits_does_not_stand(setting: Setting) -> None:
+def test_final_excludes_a_cached_config_that_is_wrong_or_invalid(setting: Setting) -> None:
     first = setting.tuner(SMALL, small_time)
     first.winner = lambda _configs: Small(64, 1)
     setting.tune(first)
@@ -107,9 +107,7 @@ DEFAULT, BEST, SECOND = Small(256, 4), Small(512, 8), Small(512, 4)
         ({DEFAULT, BEST}, SECOND, 5),  # the same, then the best alone, and the three behind it
     ],
 )
-def test_what_loses_the_measuring_process_in_the_final_drops_out(
-    lost: set[Config], stored: Small, finals: int, setting: Setting
-) -> None:
+def test_final_drops_configs_that_crash_the_gpu_worker(lost: set[Config], stored: Small, finals: int, setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
 
     def winner(configs: Sequence[Config]) -> Config:
@@ -125,7 +123,7 @@ def test_what_loses_the_measuring_process_in_the_final_drops_out(
     assert entry.evidence["default_us"] == (None if DEFAULT in lost else small_time(DEFAULT))
 
 
-def test_where_every_finalist_loses_the_measuring_process_nothing_is_stored(setting: Setting) -> None:
+def test_final_whose_configs_all_crash_the_gpu_worker_stores_nothing(setting: Setting) -> None:
     def winner(_configs: Sequence[Config]) -> Config:
         raise WorkerCrashedError("took longer than 300 s")
 
@@ -137,13 +135,13 @@ def test_where_every_finalist_loses_the_measuring_process_nothing_is_stored(sett
     assert set(map(tuple, tuner.finals)) >= {(config,) for config in tuner.finals[0]}
 
 
-def test_only_what_is_close_to_the_best_is_in_the_final(setting: Setting) -> None:
+def test_final_contains_only_configs_close_to_the_best(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: 10.0 if c == Small(64, 1) else 10.3 if c == Small(64, 2) else 11.0)
     setting.tune(tuner)
     assert tuner.finals == [[Small(256, 4), Small(64, 1), Small(64, 2)]]
 
 
-def test_a_wrong_default_does_not_stand(setting: Setting) -> None:
+def test_final_excludes_a_default_with_wrong_results(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: None if c == Small(256, 4) else small_time(c))
     tuner.winner = lambda configs: configs[0]
     entry = setting.tune(tuner)
@@ -152,7 +150,7 @@ def test_a_wrong_default_does_not_stand(setting: Setting) -> None:
     assert entry.evidence["default_us"] is None
 
 
-def test_one_config_needs_no_final(setting: Setting) -> None:
+def test_tune_with_one_passing_config_has_no_final(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: 10.0 if c == Small(64, 1) else None)
     entry = setting.tune(tuner)
     assert tuner.finals == []
@@ -180,7 +178,7 @@ def final(setting: Setting, *contenders: tuple[float, float, int]) -> tuple[int,
     return configs.index(best), evidence
 
 
-def test_a_surely_faster_config_replaces_the_incumbent(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_replaces_the_incumbent_by_a_surely_faster_config(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     winner, evidence = final(setting, (100.0, 1e-3, 64), (90.0, 1e-3, 128), (95.0, 1e-3, 32))
     assert winner == 1
     assert evidence["speedup"] == pytest.approx(100 / 90, rel=2e-3)
@@ -188,23 +186,23 @@ def test_a_surely_faster_config_replaces_the_incumbent(setting: Setting, monkeyp
     assert (evidence["time_us"], evidence["incumbent_us"]) == pytest.approx((90.0, 100.0), rel=1e-3)
 
 
-def test_a_config_that_is_perhaps_faster_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_keeps_the_incumbent_beside_a_perhaps_faster_config(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     winner, evidence = final(setting, (100.0, 0.05, 128), (99.9, 0.05, 32))
     assert winner == 0
     assert evidence["speedup"] == 1.0
     assert evidence["time_us"] == evidence["incumbent_us"]
 
 
-def test_a_slower_config_does_not(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_final_keeps_the_incumbent_beside_a_slower_config(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     assert final(setting, (100.0, 1e-3, 128), (101.0, 1e-3, 32))[0] == 0
 
 
-def test_of_equally_fast_configs_the_one_with_fewer_registers_wins(setting: Setting) -> None:
+def test_final_of_equally_fast_configs_takes_the_fewest_registers(setting: Setting) -> None:
     assert final(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 128), (90.01, 5e-3, 64), (90.02, 5e-3, 96))[0] == 2
     assert final(setting, (100.0, 5e-3, 8), (90.0, 5e-3, 64), (90.01, 5e-3, 64))[0] == 1
 
 
-def test_a_doubtful_config_with_few_registers_does_not_save_the_incumbent(
+def test_final_replaces_the_incumbent_beside_a_doubtful_config_with_few_registers(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second is surely faster than the incumbent; the third can be told apart from neither."""

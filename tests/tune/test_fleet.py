@@ -61,7 +61,7 @@ def evaluations(log: Path) -> list[tuple[str, str, str]]:
     return [(case, f"{block} {warps}", pid) for case, block, warps, pid in rows]
 
 
-def test_two_gpus_share_the_cases_and_the_folders(options: Options, log: Path, tmp_path: Path) -> None:
+def test_fleet_of_two_gpus_divides_cases_and_shares_folders(options: Options, log: Path, tmp_path: Path) -> None:
     run = fleet_of(["0", "1"], options, progress := Spoken())
     run.run(WORKS)
     done = evaluations(log)
@@ -78,7 +78,7 @@ def test_two_gpus_share_the_cases_and_the_folders(options: Options, log: Path, t
     assert len(evaluations(log)) == 100  # nothing is measured twice
 
 
-def test_a_process_that_dies_costs_one_evaluation_and_its_case_goes_on(options: Options, log: Path, tmp_path: Path) -> None:
+def test_fleet_process_that_dies_loses_one_evaluation(options: Options, log: Path, tmp_path: Path) -> None:
     (tmp_path / "die" / "m16").touch()
     run = fleet_of(["0", "1"], options, progress := Spoken())
     run.run(WORKS)
@@ -94,7 +94,7 @@ def test_a_process_that_dies_costs_one_evaluation_and_its_case_goes_on(options: 
 
 
 @pytest.mark.parametrize("when", ["starting", "measuring"])
-def test_an_interrupted_run_leaves_no_process_and_goes_on(when: str, options: Options, log: Path, tmp_path: Path) -> None:
+def test_fleet_after_an_interrupt_leaves_no_process_and_continues(when: str, options: Options, log: Path, tmp_path: Path) -> None:
     """Ctrl-C as a terminal sends it, to all processes at once, while the first process is started or after some evaluations."""
     log.touch()
     with (tmp_path / "said").open("w") as said:
@@ -124,7 +124,7 @@ def test_an_interrupted_run_leaves_no_process_and_goes_on(when: str, options: Op
         assert len(again | set(kept)) == 100
 
 
-def test_a_second_interrupt_leaves_no_process(options: Options, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fleet_after_a_second_interrupt_leaves_no_process(options: Options, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Interrupted(Progress):
         def advance(self, text: str, work: int = 1) -> None:
             raise KeyboardInterrupt
@@ -135,7 +135,7 @@ def test_a_second_interrupt_leaves_no_process(options: Options, log: Path, monke
     assert len(stopped) == 2
 
 
-def test_a_case_that_kills_every_process_is_given_up_and_the_rest_is_done(
+def test_fleet_gives_up_a_case_that_kills_three_processes(
     options: Options, log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DEADLY, "m8")
@@ -147,7 +147,7 @@ def test_a_case_that_kills_every_process_is_given_up_and_the_rest_is_done(
     assert sum("died" in note for note in progress.notes) == 4
 
 
-def test_a_case_that_kills_every_process_of_the_only_gpu_costs_no_other_case(
+def test_fleet_of_one_gpu_tunes_cases_behind_one_that_kills_processes(
     options: Options, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(DEADLY, "m8")
@@ -157,7 +157,7 @@ def test_a_case_that_kills_every_process_of_the_only_gpu_costs_no_other_case(
     assert [done.problem.partition(":")[0] for done in run.finished if done.problem] == ["not tuned"]
 
 
-def test_a_gpu_of_another_model_is_left_out(options: Options, log: Path) -> None:
+def test_fleet_leaves_out_a_gpu_of_another_model(options: Options, log: Path) -> None:
     run = Fleet(["0", "1"], options, progress := Spoken(), fleet_jobs.odd)
     run.run(WORKS)
     assert len({pid for *_, pid in evaluations(log)}) == 1
@@ -166,12 +166,12 @@ def test_a_gpu_of_another_model_is_left_out(options: Options, log: Path) -> None
     assert not progress.notes or left_out == ["left out: GPU 1 is NVIDIA A100, expected NVIDIA H200"]
 
 
-def test_processes_without_a_gpu_are_of_no_use(options: Options, log: Path) -> None:
+def test_fleet_without_a_gpu_raises(options: Options, log: Path) -> None:
     with pytest.raises(ValueError, match=r"^no GPU is left: GPU  is interpreter, expected NVIDIA H200$"):
         Fleet([""], options, Progress()).run(WORKS)
 
 
-def test_trials_of_whole_spaces_are_kept(log: Path, tmp_path: Path) -> None:
+def test_fleet_of_whole_spaces_keeps_trials_and_stores_no_config(log: Path, tmp_path: Path) -> None:
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", exhaustive=True)
     run = fleet_of(["0", "1"], options)
     run.run(WORKS[:2])
@@ -180,7 +180,7 @@ def test_trials_of_whole_spaces_are_kept(log: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "configs").exists()
 
 
-def test_gpus_that_are_not_there_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_visible_gpus_beyond_those_present_raises_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^gpus: '3': expected all or a number of GPUs, 2 here$"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
         visible_gpus("3")
@@ -195,7 +195,7 @@ def test_gpus_that_are_not_there_are_one_line(monkeypatch: pytest.MonkeyPatch) -
         visible_gpus("many")
 
 
-def test_every_process_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_of_cores_divides_cores_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert [share_of_cores(i, 3) for i in range(3)] == [{0, 1}, {2, 3, 4}, {5, 6, 7}]
     assert share_of_cores(0, 9) is None
@@ -203,7 +203,7 @@ def test_every_process_has_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_a_gpu_of_this_host_is_tuned_on(tmp_path: Path) -> None:
+def test_fleet_tunes_on_the_gpu_of_this_host(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(
         "family: tiny\nops: [stream]\ndefaults: {dtype: int32}\nbench:\n  - {name: big, read: 67108864, write: 67108864}\n"
     )

@@ -37,7 +37,7 @@ def worker() -> Iterator[GpuWorker]:
         yield worker
 
 
-def test_a_worker_answers_as_the_bench_does_and_stays(worker: GpuWorker) -> None:
+def test_worker_returns_results_of_the_bench_from_one_process(worker: GpuWorker) -> None:
     first, second = worker.measure(TASK, Knobs("run", 1), None), worker.measure(TASK, Knobs("run", 2), 11.0)
     assert (first, second.time_us) == (Evaluation("passed", 11.0, first.reason), 12.0)
     assert first.reason.split()[1] == second.reason.split()[1] != str(os.getpid())
@@ -46,7 +46,7 @@ def test_a_worker_answers_as_the_bench_does_and_stays(worker: GpuWorker) -> None
     assert [list(s[:1]) for s in worker.time_interleaved(TASK, [Knobs("run", 1), Knobs("run", 3)])] == [[11.0], [13.0]]
 
 
-def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_without_a_driver_raises_its_error_when_a_case_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     began = threading.Event()
 
     def fails() -> None:
@@ -61,7 +61,7 @@ def test_what_keeps_triton_s_driver_away_is_said_when_a_case_is_prepared(monkeyp
 
 
 @pytest.mark.parametrize("time_us", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_time_that_no_store_takes_is_a_failure(time_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_with_a_time_of_0_or_nan_returns_a_failure(time_us: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning_bench, "open_driver", lambda: None)
     monkeypatch.setattr(tuning_bench, "input_sets", lambda _task: [{}])
     monkeypatch.setattr(tuning_bench, "contender", lambda *_, **__: SimpleNamespace(sample_us=lambda: time_us))
@@ -70,7 +70,7 @@ def test_a_time_that_no_store_takes_is_a_failure(time_us: float, monkeypatch: py
     assert GpuBench().measure(TASK, Knobs("run", 1), None) == Evaluation("failed", None, f"measured {time_us} µs")
 
 
-def test_a_worker_that_was_begun_early_is_the_one_that_is_asked(worker: GpuWorker) -> None:
+def test_worker_begun_early_answers_later_requests(worker: GpuWorker) -> None:
     worker.begin()
     begun = worker.process
     worker.begin()
@@ -89,7 +89,7 @@ def test_a_worker_that_was_begun_early_is_the_one_that_is_asked(worker: GpuWorke
         ("fault", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ],
 )
-def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, detail: str, worker: GpuWorker) -> None:
+def test_worker_after_a_config_that_crashes_measures_the_next_config(does: str, detail: str, worker: GpuWorker) -> None:
     before = worker.measure(TASK, Knobs("run", 1), None)
     assert worker.measure(TASK, Knobs(does, 0), None) == Evaluation("crashed", None, detail)
     after = worker.measure(TASK, Knobs("run", 2), None)
@@ -99,7 +99,7 @@ def test_a_config_that_takes_its_process_along_costs_only_itself(does: str, deta
     assert worker.started == 2
 
 
-def test_a_config_that_hangs_is_killed() -> None:
+def test_worker_kills_a_config_that_hangs() -> None:
     with GpuWorker(FakeBench, config_timeout_s=15.0) as worker:
         assert worker.measure(TASK, Knobs("run", 1), None).status == "passed"
         worker.config_timeout_s = 1.0
@@ -113,7 +113,7 @@ def test_a_config_that_hangs_is_killed() -> None:
         assert worker.measure(TASK, Knobs("run", 2), None).status == "passed"
 
 
-def test_a_process_that_is_killed_between_two_configs_costs_neither(worker: GpuWorker) -> None:
+def test_worker_killed_between_two_configs_measures_both(worker: GpuWorker) -> None:
     assert worker.measure(TASK, Knobs("run", 1), None).status == "passed"
     assert worker.process is not None
     worker.process.kill()
@@ -122,12 +122,12 @@ def test_a_process_that_is_killed_between_two_configs_costs_neither(worker: GpuW
     assert worker.started == 2
 
 
-def test_what_is_lost_before_a_config_is_tried_is_not_the_config_s_fault() -> None:
+def test_worker_that_cannot_prepare_a_case_raises() -> None:
     with GpuWorker(NeverOpens) as worker, pytest.raises(WorkerCrashedError, match=r"^MemoryError: inputs do not fit$"):
         worker.measure(TASK, Knobs("run", 1), None)
 
 
-def test_no_process_outlives_its_bench(worker: GpuWorker) -> None:
+def test_worker_that_ends_leaves_no_process(worker: GpuWorker) -> None:
     worker.measure(TASK, Knobs("run", 1), None)
     process = worker.process
     worker.close()
@@ -148,7 +148,7 @@ def is_hanging(worker: GpuWorker, log: Path) -> bool:
 
 
 @pytest.mark.parametrize("end", [GpuWorker.stop, lambda worker: worker.__exit__()])
-def test_a_bench_that_another_thread_stops_blames_no_config(
+def test_worker_stopped_by_another_thread_raises(
     end: Callable[[GpuWorker], None], worker: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
@@ -170,7 +170,7 @@ def test_a_bench_that_another_thread_stops_blames_no_config(
 
 
 @pytest.mark.parametrize(("served", "exit_code"), [(True, -15), (False, 255)])
-def test_a_worker_that_is_sent_sigterm_blames_no_config(
+def test_worker_sent_sigterm_raises(
     served: bool, exit_code: int, worker: GpuWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(bench_jobs.LOG, str(tmp_path / "log"))
@@ -189,7 +189,7 @@ def test_a_worker_that_is_sent_sigterm_blames_no_config(
     assert worker.measure(TASK, Knobs("run", 1), None).status == "passed"
 
 
-def test_the_gpu_worker_has_a_core_that_no_compiler_uses() -> None:
+def test_worker_has_a_core_that_no_compiler_uses() -> None:
     measuring, compiling = split_cores()
     available = os.sched_getaffinity(0)
     if len(available) == 1:
@@ -215,7 +215,7 @@ def test_the_gpu_worker_has_a_core_that_no_compiler_uses() -> None:
         ("memory", "skipped", "out of memory", 1),
     ],
 )
-def test_a_broken_kernel_costs_at_most_its_process(does: str, status: str, detail: str, processes: int) -> None:
+def test_worker_after_a_broken_kernel_measures_the_next_config(does: str, status: str, detail: str, processes: int) -> None:
     import broken_kernels as broken
 
     op = broken.OPS[0]
@@ -252,7 +252,7 @@ for row in measure_live(load_plan({"broken": broken.OPS[0]}, selection, options)
 
 
 @pytest.mark.gpu
-def test_a_variant_that_faults_while_cases_are_compared_costs_only_its_rows(tmp_path: Path) -> None:
+def test_compare_of_a_variant_that_faults_fails_only_its_rows(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIVE % str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240)
     rows = [f"{case} {row}" for case in ("first", "second") for row in ("optimized passed False", "faulty failed True")]
@@ -260,7 +260,7 @@ def test_a_variant_that_faults_while_cases_are_compared_costs_only_its_rows(tmp_
 
 
 @pytest.mark.gpu
-def test_checks_in_a_worker_find_what_is_wrong() -> None:
+def test_worker_check_of_a_faulty_variant_fails() -> None:
     import broken_kernels as broken
 
     op = broken.OPS[0]

@@ -76,7 +76,7 @@ def called_with(op: Op, case: Case, monkeypatch: pytest.MonkeyPatch) -> tuple[Ca
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 @pytest.mark.parametrize("name", OPS)
-def test_a_sweep_without_tuning_runs_what_a_call_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_without_tuning_runs_configs_of_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     op, rng = OPS[name], random.Random(name)
     variant = op.variant("optimized")
     for case in (random_case(op, rng) for _ in range(CASES)):
@@ -89,7 +89,7 @@ UNNAMED = (1, 2, 3, 17, 96, 112, 333, 1000, 1664, 2560, 3328, 5376, 9216, 18944,
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_sizes_that_are_named_nowhere_get_a_valid_config_and_a_reason(name: str) -> None:
+def test_look_up_of_random_sizes_returns_a_valid_config_and_its_source(name: str) -> None:
     op, rng = OPS[name], random.Random(name)
     variant = op.variant("optimized")
     chooser, served = Chooser.of(op, variant), 0
@@ -124,7 +124,7 @@ def seconds_of_a_first_call(chooser: Chooser, case: Case) -> float:
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
 @pytest.mark.parametrize("name", OPS)
-def test_first_look_up_of_a_shape_takes_as_long_as_a_short_loop(name: str) -> None:
+def test_first_look_up_of_a_shape_takes_at_most_a_short_loop(name: str) -> None:
     op, rng = OPS[name], random.Random(name)
     chooser = Chooser.of(op, op.variant("optimized"))
     cases = [random_case(op, rng) for _ in range(150)]  # of which a variant may support few

@@ -78,14 +78,14 @@ def in_flight(done: Callable[[Config], bool], compilers: int) -> int:
     return len(begun)
 
 
-def test_every_core_compiles_as_long_as_nothing_waits_to_be_measured() -> None:
+def test_search_compiles_on_every_core_while_nothing_waits_to_be_measured() -> None:
     assert in_flight(lambda _config: False, 20) == 20
     assert in_flight(lambda _config: False, 2) == loop.AHEAD
     assert in_flight(lambda config: config == POOL[0], 20) == 21  # this one is with the bench
     assert in_flight(lambda _config: True, 2) == loop.AHEAD
 
 
-def test_a_budget_ends_a_search_whose_compilations_hang() -> None:
+def test_search_whose_compilations_hang_ends_at_its_budget() -> None:
     class Hangs(OnItsWay):
         def done(self) -> bool:
             return self.config == POOL[0]
@@ -104,7 +104,7 @@ def test_a_budget_ends_a_search_whose_compilations_hang() -> None:
     assert list(found) == POOL[:1]
 
 
-def test_what_is_refused_does_not_wait_for_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_tells_refused_configs_before_measured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = OnItsWay(POOL[0])
 
     class Refused(OnItsWay):
@@ -130,7 +130,7 @@ def setting(tmp_path: Path) -> Setting:
     return Setting(tmp_path)
 
 
-def test_the_bench_goes_on_while_the_search_decides(setting: Setting) -> None:
+def test_search_measures_while_the_sampler_decides(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     ahead: list[int] = []
 
@@ -146,7 +146,7 @@ def test_the_bench_goes_on_while_the_search_decides(setting: Setting) -> None:
     assert entry.evidence["trials"] == len(tuner.evaluated) == 25
 
 
-def test_what_was_measured_when_the_seconds_are_over_counts(setting: Setting) -> None:
+def test_search_at_its_time_limit_counts_the_last_measurement(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     told: list[Config] = []
     entry = setting.tune(tuner, Search(budget_s=1e-9), lambda config, _trial: told.append(config))
@@ -154,7 +154,7 @@ def test_what_was_measured_when_the_seconds_are_over_counts(setting: Setting) ->
     assert entry.evidence["trials"] == len(told) < 25
 
 
-def test_the_bench_makes_ready_while_the_first_config_compiles(setting: Setting) -> None:
+def test_search_prepares_the_case_while_the_first_config_compiles(setting: Setting) -> None:
     prepared: list[bool] = []
 
     class Ready(made_up.NoBench):
@@ -209,7 +209,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Options:
     return Options(results=tmp_path / "results", configs=tmp_path / "configs")
 
 
-def test_cores_with_nothing_to_do_compile_for_later_cases(slow: Options) -> None:
+def test_idle_compilers_compile_for_later_cases(slow: Options) -> None:
     cases = [Case(f"m{size}", (("M", size),), "bfloat16") for size in (8, 16, 32)]
     op = op_of(SMALL)
     with TuningSession(slow) as session:
@@ -271,12 +271,12 @@ print(*sorted({"scipy", "pandas", "torch._dynamo"} & set(sys.modules)))
 """
 
 
-def test_what_is_not_needed_to_begin_is_imported_while_the_first_configs_compile() -> None:
+def test_search_imports_scipy_while_the_first_configs_compile() -> None:
     done = subprocess.run([sys.executable, "-c", SEARCHED], capture_output=True, text=True, env=environment(), timeout=120)
     assert done.stdout == "\nscipy\n", done.stderr[-2000:]
 
 
-def test_the_deciding_process_keeps_off_the_measuring_core(slow: Options) -> None:
+def test_search_process_leaves_the_core_of_the_gpu_worker(slow: Options) -> None:
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core")

@@ -69,7 +69,7 @@ def _appended(path: Path) -> list[str]:
     return [json.dumps(trial.params) for number in numbers for trial in storage.get_all_trials(number)]
 
 
-def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, options: Options) -> None:
+def test_run_tune_stores_the_best_config_and_every_trial(selection: Selection, options: Options) -> None:
     (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
@@ -83,7 +83,7 @@ def test_a_search_stores_the_best_config_and_every_trial(selection: Selection, o
     assert run_tune(load_plan(OPS, selection, options), Progress()).entries == []  # nothing is lacking
 
 
-def test_a_config_that_is_lost_does_not_end_the_search(
+def test_run_tune_continues_after_a_config_that_crashes(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bench, "crashed", staticmethod(lambda config: config.block == 2048))
@@ -93,7 +93,7 @@ def test_a_config_that_is_lost_does_not_end_the_search(
 
 
 @pytest.mark.parametrize("where", ["bench", "compiler"])
-def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
+def test_run_tune_forced_tries_crashed_configs_again(
     where: str, selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def submit(self: Pool, job: Any) -> "Future[CompileResult]":
@@ -124,7 +124,7 @@ def test_what_failed_in_a_bad_moment_is_tried_again_when_that_is_forced(
 
 
 @pytest.mark.parametrize(("asked", "tried"), [({}, 17), ({"force": True}, 40), ({"knobs": (("warps", ("16",)),)}, 50)])
-def test_all_of_the_space_is_searched_where_that_is_asked_for(
+def test_run_tune_forced_or_with_knobs_searches_the_whole_space(
     asked: dict[str, Any], tried: int, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else, where the other 16-bit type was searched, its sixteen best and the default."""
@@ -140,7 +140,7 @@ def test_all_of_the_space_is_searched_where_that_is_asked_for(
     assert entry.evidence["trials"] == tried
 
 
-def test_a_search_stops_by_default_where_the_rest_is_expected_to_gain_less_than_a_per_cent(
+def test_run_tune_stops_where_less_than_1_percent_is_expected(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kerneltune.tune.session.GpuWorker", versus_jobs.Bench)
@@ -152,7 +152,7 @@ def test_a_search_stops_by_default_where_the_rest_is_expected_to_gain_less_than_
     assert entry.config == {"block": 3, "warps": 8}
 
 
-def test_a_case_whose_child_is_lost_is_left_out_and_said(
+def test_run_tune_of_a_case_that_cannot_be_prepared_notes_it_as_failed(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
@@ -166,7 +166,7 @@ def test_a_case_whose_child_is_lost_is_left_out_and_said(
     assert notes[:1] == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
 
 
-def test_a_case_that_the_gpu_has_no_room_for_is_said_and_is_no_failure(
+def test_run_tune_of_a_case_too_large_for_the_gpu_notes_it_without_failure(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[str] = []
@@ -176,7 +176,7 @@ def test_a_case_that_the_gpu_has_no_room_for_is_said_and_is_no_failure(
     assert notes == ["not tuned: stream 1048576+1048576: needs 200 GB"]
 
 
-def test_a_broken_config_file_is_found_before_anything_is_measured(
+def test_run_tune_with_a_broken_config_file_raises_before_it_measures(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = cache.path_of("stream", H200.slug, options.configs)
@@ -189,7 +189,7 @@ def test_a_broken_config_file_is_found_before_anything_is_measured(
     assert path.read_text() == '{"schema": 7}'
 
 
-def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selection, options: Options) -> None:
+def test_run_tune_keeps_stale_configs_unless_told_to_search_them(selection: Selection, options: Options) -> None:
     (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
     old = replace(entry, config={"block": 512, "warps": 4, "ctas": 0}, evidence=entry.evidence | {"source_hash": "old"})
     path = cache.store(H200.slug, old, options.configs)
@@ -215,7 +215,7 @@ def test_stale_configs_are_kept_and_counted_or_searched_again(selection: Selecti
     )  # what is fresh is left alone
 
 
-def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
+def test_run_tune_compiles_for_the_next_case_while_it_measures(
     options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = SWEEP + "  - {name: twice, read: 2097152, write: 2097152}\n"
@@ -240,7 +240,7 @@ def test_what_the_next_case_begins_with_is_compiled_while_this_one_is_measured(
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
 
 
-def test_a_whole_space_is_measured_once_and_no_config_is_chosen(selection: Selection, options: Options) -> None:
+def test_run_tune_exhaustive_measures_each_config_once_and_stores_none(selection: Selection, options: Options) -> None:
     knobs = (("warps", ("16",)), ("ctas", ("1", "2")))
     wide = replace(options, exhaustive=True, knobs=knobs)
     assert options.results is not None
@@ -262,13 +262,13 @@ def test_a_whole_space_is_measured_once_and_no_config_is_chosen(selection: Selec
         ((("warps", ("many",)),), "knob: warps: 'many': expected int"),
     ],
 )
-def test_knobs_that_do_not_exist_are_refused(knobs: Any, message: str, selection: Selection, options: Options) -> None:
+def test_run_tune_with_unknown_knobs_raises(knobs: Any, message: str, selection: Selection, options: Options) -> None:
     with pytest.raises(ValueError) as caught:
         run_tune(load_plan(OPS, selection, replace(options, knobs=knobs)), Progress())
     assert str(caught.value) == message
 
 
-def test_stale_entries_of_this_gpu_are_timed_again(
+def test_renewal_times_stale_entries_of_this_gpu_again(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
@@ -346,7 +346,7 @@ WHERE = f"stream baseline: {CASE_TEXT}: "
         ),
     ],
 )
-def test_a_space_that_makes_no_sense_is_one_line_and_nothing_is_written(
+def test_run_tune_of_an_invalid_space_raises_one_line_and_writes_nothing(
     changes: dict[str, Any], message: str, selection: Selection, options: Options, tmp_path: Path
 ) -> None:
     before = sorted(tmp_path.rglob("*"))

@@ -48,7 +48,7 @@ from kerneltune.tune.tuner import NothingPassedError, Tuner
 # enumeration
 
 
-def test_a_small_space_is_visited_whole_once_and_default_first(setting: Setting) -> None:
+def test_tuner_visits_a_small_space_once_with_the_default_first(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     seen: list[Config] = []
     entry = setting.tune(tuner, on_trial=lambda config, _trial: seen.append(config))
@@ -61,14 +61,14 @@ def test_a_small_space_is_visited_whole_once_and_default_first(setting: Setting)
     assert entry.evidence["default_us"] == pytest.approx(small_time(Small(256, 4)))
 
 
-def test_a_default_outside_the_space_is_tried_too(setting: Setting) -> None:
+def test_tuner_tries_a_default_outside_of_the_space(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, default=lambda _: Small(768, 3))
     pool = pool_of(Task(op_of(variant), CASE, variant), setting.store())
     assert pool[0] == Small(768, 3)
     assert len(pool) == 26 == len(set(pool))
 
 
-def test_what_is_promising_is_tried_first_where_the_space_has_it(setting: Setting) -> None:
+def test_tuner_tries_promising_configs_of_the_space_first(setting: Setting) -> None:
     wanted = (Large(1024, 16, 4, 4), Large(512, 2, 3, 1))
     variant = replace(LARGE, promising=lambda _case: (*wanted, Large(96, 1, 1, 0)))
     tuner = setting.tuner(variant, tables(0))
@@ -77,7 +77,7 @@ def test_what_is_promising_is_tried_first_where_the_space_has_it(setting: Settin
     assert Large(96, 1, 1, 0) not in tuner.evaluated
 
 
-def test_configs_that_are_not_valid_are_not_tried(setting: Setting) -> None:
+def test_tuner_tries_no_invalid_config(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, lambda _, c: "odd" if c.block < 256 else None, SMALL.default)
     tuner = setting.tuner(variant, small_time)
     setting.tune(tuner)
@@ -85,7 +85,7 @@ def test_configs_that_are_not_valid_are_not_tried(setting: Setting) -> None:
     assert min(c.block for c in tuner.evaluated) == 256
 
 
-def test_what_fails_is_counted_and_never_chosen(setting: Setting) -> None:
+def test_tuner_counts_failed_configs_and_never_chooses_them(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, lambda c: None if c.block == 512 else small_time(c))
     entry = setting.tune(tuner)
     assert entry.config == {"block": 256, "warps": 8}
@@ -96,7 +96,7 @@ def test_what_fails_is_counted_and_never_chosen(setting: Setting) -> None:
 # Optuna
 
 
-def test_a_large_space_is_asked_of_optuna_which_never_asks_twice(setting: Setting) -> None:
+def test_tuner_asks_the_sampler_in_a_large_space_and_never_twice(setting: Setting) -> None:
     tuner = setting.tuner(LARGE, tables(0))
     entry = setting.tune(tuner, Search(trials=64))
     assert tuner.evaluated[0] == Large(64, 1, 1, 0)
@@ -106,7 +106,7 @@ def test_a_large_space_is_asked_of_optuna_which_never_asks_twice(setting: Settin
     assert tuner.evaluated[1:] != order[1:64]
 
 
-def test_a_large_space_without_a_budget_is_used_up(setting: Setting) -> None:
+def test_tuner_without_a_budget_visits_a_large_space_whole(setting: Setting) -> None:
     narrow = Variant(
         "optimized", nothing, Large, large_space, lambda _, c: None if c.ctas < 2 and c.stages < 4 else "x", LARGE.default
     )
@@ -118,14 +118,14 @@ def test_a_large_space_without_a_budget_is_used_up(setting: Setting) -> None:
 
 @pytest.mark.parametrize(("variant", "landscape"), [(SMALL, small_time), (LARGE, tables(0))], ids=["enumerated", "asked"])
 @pytest.mark.parametrize("trials", [1, 5, 20])
-def test_no_more_trials_than_allowed(setting: Setting, variant: Variant, landscape: Landscape, trials: int) -> None:
+def test_tuner_makes_at_most_the_allowed_trials(setting: Setting, variant: Variant, landscape: Landscape, trials: int) -> None:
     tuner = setting.tuner(variant, landscape)
     entry = setting.tune(tuner, Search(trials=trials))
     assert len(tuner.evaluated) == trials == entry.evidence["trials"]
 
 
 @pytest.mark.parametrize(("variant", "landscape"), [(SMALL, small_time), (LARGE, tables(0))], ids=["enumerated", "asked"])
-def test_a_search_ends_when_its_seconds_are_over(
+def test_tuner_ends_at_its_time_limit(
     setting: Setting, variant: Variant, landscape: Landscape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -141,7 +141,7 @@ def test_a_search_ends_when_its_seconds_are_over(
     assert len(tuner.evaluated) - 1 - 4 in (1, 2)  # the config over which the seconds end, and the next if that has begun
 
 
-def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tuner_time_limit_begins_after_inputs_are_made(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     now, refused = [0.0], Event()
     monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
 
@@ -178,7 +178,7 @@ def test_the_seconds_do_not_begin_with_a_refusal_while_inputs_are_made(setting: 
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_every_sampler_searches(setting: Setting, sampler: str) -> None:
+def test_tuner_with_every_sampler_stores_the_best_of_its_trials(setting: Setting, sampler: str) -> None:
     tuner = setting.tuner(LARGE, tables(1))
     entry = setting.tune(tuner, Search(trials=32, sampler=sampler))
     assert len(tuner.evaluated) == 32 == len(set(tuner.evaluated))
@@ -194,7 +194,7 @@ def best_of(setting: Setting, sampler: str, seed: int) -> float:
     return min(map(landscape, tuner.evaluated)) / 10.0
 
 
-def test_the_default_sampler_finds_a_good_config_and_beats_chance(setting: Setting) -> None:
+def test_default_sampler_finds_a_config_within_10_percent_and_beats_chance(setting: Setting) -> None:
     found = [best_of(setting, Search().sampler, seed) for seed in range(5)]
     chance = [best_of(setting, "random", seed) for seed in range(5)]
     assert sum(time <= 1.1 for time in found) >= 3, found
@@ -202,7 +202,7 @@ def test_the_default_sampler_finds_a_good_config_and_beats_chance(setting: Setti
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_every_config_is_asked_for_once_and_its_time_is_heard(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampler_is_asked_for_every_config_once_and_told_its_time(sampler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = list(SMALL.configs(CASE))
     state = loop.SearchState(loop.Candidates(pool, pool[:1]), Search(sampler=sampler, budget_s=60.0))
     heard, choose = {}, state.sampler.choose
@@ -221,7 +221,7 @@ def test_every_config_is_asked_for_once_and_its_time_is_heard(sampler: str, monk
     assert len(times) == len(pool)
 
 
-def test_optuna_goes_on_where_half_of_the_configs_fail(setting: Setting) -> None:
+def test_sampler_continues_where_half_of_the_configs_fail(setting: Setting) -> None:
     landscape = tables(2)
     tuner = setting.tuner(LARGE, lambda c: None if c.warps in (1, 2) and c != Large(64, 1, 1, 0) else landscape(c))
     setting.tune(tuner, Search(trials=64))
@@ -232,9 +232,7 @@ def test_optuna_goes_on_where_half_of_the_configs_fail(setting: Setting) -> None
 
 
 @pytest.mark.parametrize(("variant", "landscape"), [(SMALL, small_time), (LARGE, tables(0))], ids=["enumerated", "asked"])
-def test_a_second_run_over_the_same_store_evaluates_nothing_anew(
-    setting: Setting, variant: Variant, landscape: Landscape
-) -> None:
+def test_tuner_over_a_complete_store_evaluates_nothing(setting: Setting, variant: Variant, landscape: Landscape) -> None:
     first = setting.tuner(variant, landscape)
     before = setting.tune(first, Search(trials=48))
     size = setting.trials.stat().st_size
@@ -247,7 +245,7 @@ def test_a_second_run_over_the_same_store_evaluates_nothing_anew(
     assert setting.trials.stat().st_size == size
 
 
-def test_a_cached_config_that_the_space_no_longer_has_is_no_evaluation_where_it_is_known(setting: Setting) -> None:
+def test_tuner_evaluates_no_known_config_outside_of_the_space_again(setting: Setting) -> None:
     setting.tune(first := setting.tuner(SMALL, small_time))
     assert setting.cached() == {"block": 512, "warps": 8}
     assert len(first.evaluated) == 25
@@ -258,7 +256,7 @@ def test_a_cached_config_that_the_space_no_longer_has_is_no_evaluation_where_it_
     assert again.evaluated == []
 
 
-def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
+def test_tuner_after_an_interrupt_continues_behind_stored_trials(setting: Setting) -> None:
     def interrupted(config: Small) -> float:
         if len(first.evaluated) == 10:
             raise KeyboardInterrupt
@@ -278,7 +276,7 @@ def test_an_interrupted_search_goes_on_where_it_was(setting: Setting) -> None:
 # the other 16-bit type
 
 
-def test_the_ranking_of_the_neighbour_narrows_the_candidates(setting: Setting) -> None:
+def test_pool_is_narrowed_to_the_best_configs_of_the_other_16_bit_dtype(setting: Setting) -> None:
     setting.tune(setting.tuner(SMALL, small_time))
     ranked = sorted(SMALL.configs(CASE), key=small_time)
     pool = pool_of(Task(op_of(SMALL), HALF, SMALL), setting.store())
@@ -293,14 +291,14 @@ def test_the_ranking_of_the_neighbour_narrows_the_candidates(setting: Setting) -
     assert setting.cached(HALF) == {"block": 512, "warps": 8}
 
 
-def test_a_neighbour_that_was_hardly_searched_does_not_narrow(setting: Setting) -> None:
+def test_pool_is_not_narrowed_by_few_trials_of_the_other_dtype(setting: Setting) -> None:
     store = setting.store()
     for config in list(SMALL.configs(CASE))[:16]:
         store.put(Task(op_of(SMALL), CASE, SMALL), config, Evaluation("passed", small_time(config)))
     assert len(pool_of(Task(op_of(SMALL), HALF, SMALL), store)) == 25
 
 
-def test_a_second_run_of_a_narrowed_search_evaluates_nothing_anew(setting: Setting) -> None:
+def test_tuner_over_a_narrowed_complete_store_evaluates_nothing(setting: Setting) -> None:
     setting.tune(setting.tuner(SMALL, small_time))
     setting.tune(setting.tuner(SMALL, small_time, HALF))
     again = setting.tuner(SMALL, small_time, HALF)
@@ -308,7 +306,7 @@ def test_a_second_run_of_a_narrowed_search_evaluates_nothing_anew(setting: Setti
     assert again.evaluated == []
 
 
-def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting: Setting) -> None:
+def test_starting_points_include_configs_of_other_free_options(setting: Setting) -> None:
     op = replace(op_of(SMALL), options={"group": (64, 32)}, free_options=("group",))
     wide, narrow = (replace(CASE, options=(("group", group),)) for group in (64, 32))
     entry = cache.CacheEntry(op="fake", variant="optimized", case=wide, policy="cold", config={"block": 512, "warps": 8})
@@ -322,7 +320,7 @@ def test_a_search_starts_from_the_configs_of_other_options_that_are_free(setting
 # before the GPU is touched
 
 
-def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
+def test_tuner_runs_no_config_that_spills_or_does_not_compile(setting: Setting) -> None:
     tuner = Tuner(Task(op_of(SMALL), CASE, SMALL), setting.store(), NoBench(), CompiledAtOnce())
     assert tuner.prune  # 25 configs: no published list
     broken = evaluated(tuner, Small(64, 1), CompileResult((), 0.0, "CompilationError: no"))
@@ -334,9 +332,7 @@ def test_what_cannot_compile_or_spills_is_never_run(setting: Setting) -> None:
     assert setting.store().get(Task(op_of(SMALL), CASE, SMALL), Small(64, 1)) == broken
 
 
-def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tuner_runs_no_config_with_lower_occupancy_than_it_asks_for(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), CompiledAtOnce())
     asked = Large(64, 1, 1, 4)
     twice = CompileResult((Kernel("k", 8, 128, 0, 65536), Kernel("k", 8, 64, 0, 81920)), 1.0)
@@ -355,7 +351,7 @@ def test_what_does_not_fit_a_multiprocessor_as_often_as_it_says_is_never_run(
             evaluated(tuner, config, kernels)
 
 
-def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
+def test_tuner_refuses_a_cooperative_grid_that_does_not_fit_beside_a_smaller_kernel(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuner = Tuner(Task(op_of(LARGE), CASE, LARGE), setting.store(), NoBench(), CompiledAtOnce())
@@ -375,7 +371,7 @@ def test_a_cooperative_grid_that_does_not_fit_is_not_hidden_by_a_smaller_kernel(
 
 
 @pytest.mark.parametrize("variant", [SMALL, LARGE], ids=["enumerated", "asked"])
-def test_a_search_in_which_nothing_passes_says_so_and_stores_nothing(setting: Setting, variant: Variant) -> None:
+def test_tuner_raises_and_stores_nothing_if_no_config_passes(setting: Setting, variant: Variant) -> None:
     tuner = setting.tuner(variant, lambda _config: None)
     with pytest.raises(
         NothingPassedError, match=r"^fake optimized: no config passed its check for M=8 bfloat16 none; the default: off by one$"
@@ -386,7 +382,7 @@ def test_a_search_in_which_nothing_passes_says_so_and_stores_nothing(setting: Se
     assert tuner.finals == []
 
 
-def test_an_empty_space_is_an_error_that_names_the_case(setting: Setting) -> None:
+def test_tuner_of_an_empty_space_raises_with_the_case(setting: Setting) -> None:
     variant = Variant("optimized", nothing, Small, small_space, lambda *_: "never", SMALL.default)
     with pytest.raises(ValueError, match=r"^fake optimized: no valid config for M=8 bfloat16 none: never .25 of 25 configs.$"):
         setting.tune(setting.tuner(variant, small_time))
@@ -395,7 +391,7 @@ def test_an_empty_space_is_an_error_that_names_the_case(setting: Setting) -> Non
 # the pipeline
 
 
-def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting) -> None:
+def test_tuner_measures_others_while_one_compilation_is_slow(setting: Setting) -> None:
     tuner = setting.tuner(SMALL, small_time)
     slow: Future[CompileResult] = Future()
 
@@ -412,7 +408,7 @@ def test_one_slow_compilation_does_not_keep_the_others_waiting(setting: Setting)
     assert entry.evidence["trials"] == 25
 
 
-def test_what_is_in_flight_at_the_end_is_given_up(setting: Setting) -> None:
+def test_tuner_cancels_compilations_in_flight_at_an_interrupt(setting: Setting) -> None:
     futures: list[Future[CompileResult]] = []
 
     def compiling(_task: Task, config: Config) -> "Future[CompileResult]":
