@@ -275,14 +275,14 @@ def read_mutations(kind: str, count: int, folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_a_mutated_file_is_read_or_refused_by_one_line(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutated_file_is_read_or_refused_with_one_line(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read_mutations(kind, READERS[kind][2], tmp_path, monkeypatch)
 
 
 @pytest.mark.abuse
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", READERS)
-def test_thousands_of_mutated_files_are_read_or_refused_by_one_line(
+def test_thousands_of_mutated_files_are_read_or_refused_with_one_line(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_mutations(kind, 5000, tmp_path, monkeypatch)

@@ -14,7 +14,7 @@ def case(N: int, M: int, K: int, group: int = 128) -> Case:
     return Case("made", (("N", N), ("M", M), ("K", K)), "bfloat16", "int4", (("group", group), ("zeros", False), ("bias", False)))
 
 
-def test_fit_of_estimated_times_finds_the_times_they_are_made_of() -> None:
+def test_fit_of_simulated_times_finds_their_parameters() -> None:
     made = (*script.LAUNCHES, *TIMES._replace(wait=0.5, block=0.12, read=0.002))
     cases = [case(N, M, K, group) for N, group in ((12, 128), (72, 128), (150, 64)) for M, K in ((3072, 3072), (20480, 4096))]
     variant = ops.load()["int4_fp8_gemm"].variant("optimized")
@@ -33,9 +33,7 @@ def test_fit_of_estimated_times_finds_the_times_they_are_made_of() -> None:
 @pytest.mark.parametrize(
     ("op", "cases", "mean", "worst"), [("int4_fp8_gemm", 96, 0.974, 0.89), ("int4_fp8_grouped_gemm", 32, 0.95, 0.79)]
 )
-def test_default_takes_nearly_the_time_of_the_fastest_config_of_known_spaces(
-    op: str, cases: int, mean: float, worst: float
-) -> None:
+def test_default_config_is_close_to_the_fastest_of_whole_spaces(op: str, cases: int, mean: float, worst: float) -> None:
     times = script.known_times(op, "nvidia_h100_80gb_hbm3")
     judged = script.judged_of(times)
     found = script.shares(times, judged, ops.load()[op].variant("optimized").default_config)

@@ -14,14 +14,14 @@ def test_each_operator_has_untuned_shapes() -> None:
     assert {entry.op for entry in plan.bench} == set(foreign_programs.UNTUNED)
 
 
-def test_shares_take_each_item_once() -> None:
+def test_shares_contain_each_item_once() -> None:
     parts = [foreign_programs.arguments(["--share", f"{part}/3"]).names for part in (1, 2, 3)]
     assert sorted(name for part in parts for name in part) == sorted(foreign_programs.ITEMS)
     assert foreign_programs.arguments(["--only", "fla-kda,plain"]).names == ["plain", "fla-kda"]
 
 
 @pytest.mark.parametrize("words", [["--share", "4/3"], ["--share", "0/3"], ["--only", "nosuch"]])
-def test_unknown_item_and_share_are_refused(words: list[str]) -> None:
+def test_unknown_item_or_share_exits_with_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         foreign_programs.arguments(words)
     assert ended.value.code == 2
@@ -35,7 +35,9 @@ def test_unknown_item_and_share_are_refused(words: list[str]) -> None:
         ("raise SystemExit(3)", 60.0, "failed"),
     ],
 )
-def test_command_ends_an_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limit_s: float, verdict: str) -> None:
+def test_item_ends_with_the_verdict_of_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, limit_s: float, verdict: str
+) -> None:
     def run(item: foreign_programs.Item) -> None:
         exit_code, output = item.command("only", sys.executable, "-c", code)
         if exit_code:

@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
     return path_of("fake", root=tmp_path)
 
 
-def test_blocks_come_back_as_they_were_written(path: Path) -> None:
+def test_read_after_write_returns_the_same_blocks(path: Path) -> None:
     blocks = [block(), replace(block(16, "col", 128), commit="def"), block(16, width=256, time_us=None)]
     write(path, blocks)
     assert read(path) == blocks
@@ -53,7 +53,7 @@ def test_blocks_come_back_as_they_were_written(path: Path) -> None:
     assert read(path.with_name("none.csv.gz")) == []
 
 
-def test_a_whole_space_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_whole_space_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = path_of("made_up", "none", tmp_path)
     add(path, SPACE)
     (again,) = read(path)
@@ -65,7 +65,7 @@ def test_a_whole_space_comes_back_as_it_was_written(tmp_path: Path) -> None:
     assert again.name == "made_up_optimized_made_up_0_bfloat16_none_cold"
 
 
-def test_no_row_is_added_twice(path: Path) -> None:
+def test_adding_a_row_again_adds_nothing(path: Path) -> None:
     add(path, block())
     add(path, block(16))
     add(path, block(16))
@@ -76,7 +76,7 @@ def test_no_row_is_added_twice(path: Path) -> None:
     assert len(read(path)) == 3
 
 
-def test_a_space_is_added_whole_and_the_newest_is_found(tmp_path: Path) -> None:
+def test_whole_spaces_returns_the_newest_of_a_space_added_twice(tmp_path: Path) -> None:
     path = path_of("made_up", "none", tmp_path)
     add(path, SPACE)
     before = path.read_bytes()
@@ -90,13 +90,13 @@ def test_a_space_is_added_whole_and_the_newest_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("op", MIGRATED)
-def test_shipped_files_hold_every_trial_of_the_observations_and_spaces(op: str) -> None:
+def test_shipped_trials_have_every_migrated_trial(op: str) -> None:
     blocks = [one for one in read(path_of(op)) if one.date < "2026-11-25"]
     times = [trial.time_us or 0.0 for one in blocks for *_, trial in one.rows]
     assert (len(times), sum(times)) == (MIGRATED[op][0], pytest.approx(MIGRATED[op][1], abs=0.06))
 
 
-def test_trials_of_a_journal_are_blocks_of_whole_spaces_and_of_other_trials(tmp_path: Path) -> None:
+def test_blocks_of_a_journal_are_whole_spaces_and_other_trials(tmp_path: Path) -> None:
     op = ops.load()["fp8_transpose_2d"]
     variant = op.variant("optimized")
     software = {"driver": "1", "torch": "2", "triton": "3", "source_hash": "4"}

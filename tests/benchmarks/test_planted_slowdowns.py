@@ -33,7 +33,7 @@ def simulated(processes: int, rows: int, delays: tuple[float, ...] = DELAYS) -> 
     return found
 
 
-def test_decisions_are_counted_by_delay() -> None:
+def test_decide_counts_decisions_by_delay() -> None:
     none, two, five, ten = decide(simulated(9, 40), per_side=3, repeats=10, margin=0.03)
     assert [row.delay for row in (none, two, five, ten)] == [0.0, *DELAYS]
     assert [row.rows for row in (none, two, five, ten)] == [400, 40, 40, 40]
@@ -45,7 +45,7 @@ def test_decisions_are_counted_by_delay() -> None:
     assert none.counts["pass"] > 0.95 * none.rows
 
 
-def test_rows_too_short_for_the_delay_are_counted_apart() -> None:
+def test_decide_counts_rows_too_short_for_the_delay() -> None:
     rng = np.random.default_rng(1)
     pool: list[Process] = []
     for _ in range(9):
@@ -59,7 +59,7 @@ def test_rows_too_short_for_the_delay_are_counted_apart() -> None:
     assert ten.caught == 1.0
 
 
-def test_decisions_follow_the_seed_and_the_margin() -> None:
+def test_decide_depends_on_seed_and_margin() -> None:
     pool = simulated(9, 12)
     first, again, other = (decide(pool, per_side=3, repeats=3, margin=0.001, seed=seed) for seed in (0, 0, 1))
     assert first == again != other
@@ -67,7 +67,7 @@ def test_decisions_follow_the_seed_and_the_margin() -> None:
     assert strict[1].counts["regression"] > 0.9 * strict[1].rows
 
 
-def test_too_few_processes_are_refused() -> None:
+def test_decide_with_too_few_processes_raises() -> None:
     with pytest.raises(ValueError, match=r"^8 processes: expected 9 or more: baseline, new run and one repetition$"):
         decide(simulated(8, 1), per_side=3, repeats=1, margin=0.03)
 
@@ -81,7 +81,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_measured_processes_are_read_back_and_decided_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_processes_are_read_and_decided_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planted.load_processes(folder)
     assert (len(found), [len(records) for records in found[0].values()]) == (12, [3] * 4)
     planted.main(["decide", str(folder), "--repeats", "2"])
@@ -90,7 +90,7 @@ def test_measured_processes_are_read_back_and_decided_on(folder: Path, capsys: p
     assert [row.split()[0] for row in rows] == ["0.00", "2.00", "5.00", "10.00"]
 
 
-def test_files_of_other_rows_are_refused(folder: Path) -> None:
+def test_files_of_different_rows_raise(folder: Path) -> None:
     path = folder / "planted_0.05.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(ValueError, match=r"planted_0.05.jsonl: 35 rows: expected the same rows for every process$"):
@@ -110,7 +110,7 @@ class Clock:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="pretends a GPU")
-def test_the_planted_delay_is_the_part_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_delay_is_the_given_fraction_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
 
     class Timed:

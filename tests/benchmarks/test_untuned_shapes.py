@@ -34,7 +34,7 @@ def case(size: int) -> Case:
     return Case("a", (("M", size),), "bfloat16")
 
 
-def test_a_left_out_shape_is_judged_by_a_near_config_or_else_by_the_default(tmp_path: Path) -> None:
+def test_left_out_shape_is_served_by_a_near_config_or_the_default(tmp_path: Path) -> None:
     rows = []
     tuned = {8: LARGE, 16: DEFAULT, 4096: LARGE}
     for size, config in tuned.items():

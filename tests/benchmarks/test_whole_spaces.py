@@ -17,7 +17,7 @@ from kerneltune.tune.gpu_worker import GpuBench
 SWEEP = Path(whole_spaces.__file__).with_name("untuned_int4.yaml")
 
 
-def test_a_case_is_timed_once_and_its_trials_are_kept(tmp_path: Path) -> None:
+def test_whole_space_of_a_case_is_timed_once_and_kept(tmp_path: Path) -> None:
     asked: list[tuple[Config, int]] = []
 
     def measure(task: Task, config: Config, best_us: float | None, samples: int) -> Evaluation:

@@ -69,7 +69,7 @@ def _overlapping(y_ptr, STEP: tl.constexpr, VALUE: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_two_programs_that_store_different_values_to_an_element_are_named(dtype: torch.dtype) -> None:
+def test_stores_of_different_values_by_two_programs_are_a_fault_with_both_lines(dtype: torch.dtype) -> None:
     y = torch.empty(32, dtype=dtype)
     found = fault(lambda: _overlapping[(3,)](y, 3, "program"))
     assert found.startswith("two programs store different values to y_ptr: element 3 of 32 "), found
@@ -77,7 +77,7 @@ def test_two_programs_that_store_different_values_to_an_element_are_named(dtype:
     assert "; program (1, 0, 0), test_bounds.py:" in found
 
 
-def test_two_programs_that_store_one_value_to_an_element_are_no_fault() -> None:
+def test_stores_of_one_value_by_two_programs_are_no_fault() -> None:
     assert fault(lambda: _overlapping[(3,)](torch.empty(32), 3, "place")) == ""
     assert fault(lambda: _overlapping[(3,)](torch.empty(32), 4, "program")) == ""
 
@@ -99,7 +99,7 @@ def _phases(x_ptr, part_ptr, y_ptr, ORDER: tl.constexpr):
 
 
 @pytest.mark.parametrize("order", ["none", "relaxed", "counter before store"])
-def test_load_of_another_programs_store_without_a_barrier_is_named(order: str) -> None:
+def test_load_of_another_programs_store_without_an_order_is_a_fault(order: str) -> None:
     found = fault(lambda: _phases[(4,)](torch.ones(4), torch.empty(4), torch.zeros(2), order))
     assert found.startswith("two programs store and load without an order of part_ptr: element "), found
     assert "program (3, 0, 0), test_bounds.py:" in found
@@ -132,7 +132,7 @@ def _neighbour(x_ptr, SELF: tl.constexpr):
     tl.store(x_ptr + me, x + 1)
 
 
-def test_in_place_kernel_that_reads_a_neighbour_is_named_and_its_own_elements_are_no_fault() -> None:
+def test_in_place_kernel_that_reads_elements_of_another_program_is_a_fault() -> None:
     assert fault(lambda: _neighbour[(4,)](torch.zeros(5), True)) == ""
     found = fault(lambda: _neighbour[(4,)](torch.zeros(5), False))
     assert found.startswith("two programs load and store without an order of x_ptr: element 1 of 5 float32: program (0, 0, 0)")
@@ -146,7 +146,7 @@ def _amax_then_use(x_ptr, top_ptr, y_ptr):
     tl.store(y_ptr + me, x / tl.load(top_ptr))
 
 
-def test_maximum_that_is_used_in_the_launch_that_raises_it_is_named() -> None:
+def test_load_of_an_atomic_maximum_in_the_same_launch_is_a_fault() -> None:
     found = fault(lambda: _amax_then_use[(4,)](torch.arange(4.0) + 1, torch.zeros(1), torch.empty(4)))
     assert found.startswith("two programs load and atomic without an order of top_ptr: element 0 of 1 float32"), found
 
@@ -157,13 +157,13 @@ def _bytes_of_words(y_ptr):
     tl.store(y_ptr.to(tl.pointer_type(tl.uint8)) + me, me.to(tl.uint8))
 
 
-def test_bytes_of_one_word_that_programs_store_are_no_fault() -> None:
+def test_stores_of_bytes_of_one_word_by_several_programs_are_no_fault() -> None:
     y = torch.zeros(2, dtype=torch.int32)
     assert fault(lambda: _bytes_of_words[(8,)](y)) == ""
     assert y.view(torch.uint8).tolist() == list(range(8))
 
 
-def test_unknown_keyword_of_a_launch_is_named_with_the_one_meant() -> None:
+def test_unknown_keyword_of_a_launch_is_a_fault_with_the_nearest_keyword() -> None:
     found = fault(lambda: _copy_tail[(1,)](torch.ones(4), torch.empty(4), 4, 4, num_stage=3))
     assert found == "_copy_tail: 'num_stage': no parameter of the kernel and no option of a launch; did you mean num_stages?"
     options = {"num_warps": 4, "num_stages": 2, "maxnreg": 64, "enable_fp_fusion": False, "num_ctas": 1}
@@ -187,7 +187,7 @@ def _computed(a_ptr, b_ptr, y_ptr, OPERATION: tl.constexpr):
     ("operation", "pick", "smaller", "by"),
     [("add", max, -1, 1), ("sub", min, 1, 1), ("mul", max, 0, 2), ("mul", min, 0, -1)],
 )
-def test_integer_operation_overflows_past_the_last_value_of_its_type_alone(
+def test_integer_operation_overflows_only_beyond_the_last_value_of_its_type(
     dtype: torch.dtype, operation: str, pick: Callable[[int, int], int], smaller: int, by: int
 ) -> None:
     if by < torch.iinfo(dtype).min:
@@ -218,7 +218,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("quick")
-def test_program_that_does_not_end_is_named_with_kernel_and_line() -> None:
+def test_program_that_does_not_end_is_a_fault_with_kernel_and_line() -> None:
     first = _endless.fn.__code__.co_firstlineno
     lines = [f"_endless: program (0, 0, 0) has not ended after 0.3 s, test_bounds.py:{first + 3 + line}" for line in (0, 1)]
     assert {fault(lambda: _endless[(2,)](torch.zeros(1), 1)) for _ in range(3)} <= set(lines)
@@ -263,7 +263,7 @@ def _before_first(x_ptr, y_ptr):
         tl.store(y_ptr + at, 1)
 
 
-def test_load_without_memory_has_its_other_where_the_mask_leaves_out_the_element() -> None:
+def test_load_of_a_meta_tensor_gives_other_where_the_mask_is_false() -> None:
     x, y = (torch.empty(3, dtype=torch.int32, device="meta") for _ in range(2))
     assert fault(lambda: _before_first[(3,)](x, y)) == ""
 
@@ -287,7 +287,7 @@ def _group_of_row(ends_ptr, y_ptr, SHIFT: tl.constexpr, TURNS: tl.constexpr):
     ],
     ids=["right", "wrong for each loaded value", "endless for a large loaded value"],
 )
-def test_search_by_loaded_values_is_not_taken_for_an_access_outside(
+def test_load_of_a_meta_tensor_in_a_search_is_a_fault_only_outside(
     shift: int, turns: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bounds, "_LAUNCH_SECONDS", 0.5)

@@ -27,7 +27,7 @@ def _cast(x_ptr, q_ptr, fp8: tl.constexpr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("fp8_format", FP8_DTYPES)
-def test_every_number_of_sixteen_bits_is_cast_to_the_nearest(fp8_format: str) -> None:
+def test_cast_to_fp8_of_every_16_bit_value_rounds_to_the_nearest(fp8_format: str) -> None:
     """Ties, carries, subnormals, NaN: of both 16-bit types, all that do not overflow."""
     dtype = FP8_DTYPES[fp8_format]
     bits = torch.arange(1 << 16).to(torch.int16)
@@ -40,7 +40,7 @@ def test_every_number_of_sixteen_bits_is_cast_to_the_nearest(fp8_format: str) ->
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("fp8_format", FP8_DTYPES)
-def test_a_cast_from_sixteen_bits_equals_a_cast_from_fp32(fp8_format: str, source: torch.dtype) -> None:
+def test_cast_to_fp8_from_16_bits_equals_that_from_fp32(fp8_format: str, source: torch.dtype) -> None:
     dtype = FP8_DTYPES[fp8_format]
     x = torch.arange(1 << 16).to(torch.int16).view(source)
     x = x.float().clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(source)
@@ -50,7 +50,7 @@ def test_a_cast_from_sixteen_bits_equals_a_cast_from_fp32(fp8_format: str, sourc
 
 
 @pytest.mark.parametrize("name", ["_convert_float", "_patch_lang_core", "_patch_lang", "_LangPatchScope"])
-def test_another_interpreter_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mended_with_an_unknown_interpreter_raises_with_its_version(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(interpreter, name)
     with pytest.raises(RuntimeError, match=rf"interpreter of triton {triton.__version__} has no {name}: "), mended():
         pass
@@ -66,7 +66,7 @@ def _twice_twice(x_ptr):
     tl.store(x_ptr, _twice(_twice(tl.load(x_ptr))))
 
 
-def test_the_language_is_patched_once_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mended_interpreter_patches_the_language_once_per_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     patched = []
     scopes = vars(interpreter)["_LangPatchScope"]
     before = scopes.set_attr
@@ -85,14 +85,14 @@ def test_the_language_is_patched_once_for_a_launch(monkeypatch: pytest.MonkeyPat
     assert tl.core.is_builtin(tl.load)
 
 
-def test_mending_again_changes_nothing() -> None:
+def test_mend_twice_changes_nothing() -> None:
     mend()
     before = [getattr(interpreter, name) for name in ("_convert_float", "_patch_lang_core", "_patch_lang")]
     mend()
     assert before == [getattr(interpreter, name) for name in ("_convert_float", "_patch_lang_core", "_patch_lang")]
 
 
-def test_a_call_of_an_operator_casts_exactly_without_a_check() -> None:
+def test_call_of_an_operator_outside_of_a_check_casts_exactly() -> None:
     code = """
 import torch
 from kerneltune.ops.fp8 import fp8_tensorwise_2d
@@ -116,7 +116,7 @@ def bf16_kernel(x_ptr, y_ptr, sum_ptr, product_ptr, total_ptr, top_ptr, cumulate
     tl.store(cumulated_ptr + tile, tl.cumsum(x, 1))
 
 
-def test_bf16_is_computed_as_numbers_and_rounded_to_the_nearest() -> None:
+def test_bf16_operations_are_rounded_to_the_nearest() -> None:
     n = 16
     torch.manual_seed(0)
     x, y = (torch.randn(n, n).bfloat16() for _ in range(2))
@@ -159,7 +159,7 @@ def looping_kernel(y_ptr, count, N: tl.constexpr):
         tl.store(y_ptr + i.to(tl.int64) * N + at, i.to(tl.float32) + at)
 
 
-def test_numbers_of_a_loop_are_cast_as_those_of_a_kernel_are() -> None:
+def test_loop_index_can_be_cast_as_a_tensor_of_the_kernel() -> None:
     y = torch.empty(5, 4)
     with mended():
         looping_kernel[(1,)](y, 5, 4)
@@ -173,7 +173,7 @@ def counting_kernel(y_ptr, begin, factor):
         tl.store(y_ptr, i * factor)
 
 
-def test_number_of_a_loop_over_64_bits_has_64_bits() -> None:
+def test_loop_index_over_64_bit_bounds_has_64_bits() -> None:
     y = torch.empty(1, dtype=torch.int64)
     with mended():
         counting_kernel[(1,)](y, 100_000, 100_000)
@@ -199,7 +199,7 @@ def _of_libdevice(x_ptr, y_ptr):
     tl.store(y_ptr + at, libdevice.rsqrt(x) + libdevice.tanh(x) + libdevice.pow(x, 3.0) + libdevice.round(x))
 
 
-def test_functions_of_libdevice_compute() -> None:
+def test_libdevice_functions_equal_those_of_torch() -> None:
     x, y = torch.linspace(0.1, 4, 16), torch.empty(16)
     with mended():
         _of_libdevice[(1,)](x, y)
@@ -212,7 +212,7 @@ def _sums_of_a_loop(y_ptr, N):
         tl.store(y_ptr + i, (i * 4 - 1).to(tl.int64))
 
 
-def test_sums_and_products_of_a_loop_are_cast() -> None:
+def test_cast_of_an_expression_of_loop_indices_is_as_in_compiled_kernels() -> None:
     y = torch.zeros(3, dtype=torch.int64)
     with mended():
         _sums_of_a_loop[(1,)](y, 11)
@@ -245,7 +245,7 @@ def _half_poisoned(x_ptr, y_ptr, N: tl.constexpr):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_computed_nan_is_told_from_poisoned_memory(dtype: torch.dtype) -> None:
+def test_nan_that_a_kernel_computes_is_reported_apart_from_unwritten_memory(dtype: torch.dtype) -> None:
     with mended(), poisoned_memory():
         x, y = torch.empty(16), torch.empty(16, dtype=dtype)
         x[:8] = torch.tensor([1.0, 1.0, float("inf"), 1.0, 1.0, float("inf"), float("inf"), 1.0])
@@ -264,7 +264,7 @@ def _product(a_ptr, b_ptr, y_ptr, PRECISION: tl.constexpr):
 @pytest.mark.parametrize(
     ("precision", "least", "most"), [("tf32", 1e-5, 2**-10), ("ieee", 0.0, 1e-6), ("tf32x3", 0.0, 1e-6), (None, 1e-5, 2**-10)]
 )
-def test_products_of_fp32_round_to_tf32_as_on_a_gpu(precision: str | None, least: float, most: float) -> None:
+def test_dot_of_fp32_rounds_to_tf32_unless_ieee(precision: str | None, least: float, most: float) -> None:
     a, b = torch.rand(2, 16, 16, generator=torch.Generator().manual_seed(0))
     y = torch.empty(16, 16)
     with mended():

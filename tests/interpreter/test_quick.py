@@ -78,7 +78,7 @@ def all_answers(is_checked: bool) -> dict[str, list[str]]:
         interpreter_builder.options = before
 
 
-def test_values_types_and_errors_are_those_of_the_interpreter() -> None:
+def test_quick_operators_give_values_types_and_errors_of_the_interpreter() -> None:
     assert set(OPERATORS) == set(NAMES)
     code = f"""
 import sys, json

@@ -13,25 +13,25 @@ INF, NAN = float("inf"), float("nan")
 
 
 @pytest.mark.parametrize(("got", "want"), [(1.0, 1.0), (1.01, 1.0), (INF, INF), (-INF, -INF), (NAN, NAN)])
-def test_close(got: float, want: float) -> None:
+def test_close_of_values_within_the_tolerance_is_empty(got: float, want: float) -> None:
     assert close("y", torch.tensor([got]), torch.tensor([want]), 2e-2, 0.0) == []
 
 
 @pytest.mark.parametrize(("got", "want"), [(1.1, 1.0), (0.0, INF), (-INF, INF), (INF, 1.0), (NAN, 1.0), (1.0, NAN), (NAN, INF)])
-def test_not_close(got: float, want: float) -> None:
+def test_close_of_values_beyond_the_tolerance_names_the_first(got: float, want: float) -> None:
     (line,) = close("y", torch.tensor([2.0, got]), torch.tensor([2.0, want]), 2e-2, 0.0)
     assert line.startswith("y: 1 of 2 wrong, first at (1,): ")
 
 
 @pytest.mark.parametrize(("got", "want"), [(1.0, 1.0), (2.0, 1.875), (-2.0, -1.875), (-0.0, 2.0**-9), (NAN, -NAN)])
-def test_within_a_step(got: float, want: float) -> None:
+def test_within_a_step_of_neighbouring_values_is_empty(got: float, want: float) -> None:
     q, expected = (torch.tensor([value]).to(torch.float8_e4m3fn) for value in (got, want))
     assert within_a_step("y", q, expected) == []
     assert (same_bits("y", q, expected) == []) == (got == want or got != got)
 
 
 @pytest.mark.parametrize(("got", "want"), [(1.0, 2.0), (1.0, -1.0), (448.0, NAN), (NAN, 448.0), (0.0, NAN)])
-def test_further_than_a_step(got: float, want: float) -> None:
+def test_within_a_step_of_values_two_steps_apart_names_the_first(got: float, want: float) -> None:
     q, expected = (torch.tensor([value]).to(torch.float8_e4m3fn) for value in (got, want))
     for compare in (within_a_step, same_bits):
         (line,) = compare("y", q, expected)
@@ -48,7 +48,7 @@ def truncated(x: torch.Tensor) -> torch.Tensor:
     return (q.view(torch.uint8) - above.to(torch.uint8)).view(E4M3)
 
 
-def test_truncation_to_fp8_is_found_and_rounding_of_bf16_results_is_not() -> None:
+def test_within_a_step_finds_truncation_to_fp8_and_accepts_rounded_bf16() -> None:
     x = torch.randn(64, 256) * 10
     assert within_a_step("y", x.bfloat16().to(E4M3), x.to(E4M3)) == []
     (line,) = within_a_step("y", truncated(x), x.to(E4M3))
@@ -76,7 +76,7 @@ def test_rowwise_and_tensorwise_compare_scales_and_values(pow2: bool) -> None:
     assert rowwise("y", (x / whole_tile).to(E4M3), whole_tile, x)
 
 
-def test_whole_numbers_of_64_bits_are_compared_exactly() -> None:
+def test_close_compares_64_bit_integers_exactly() -> None:
     want = torch.tensor([1 << 60, 5])
     assert same_bits("y", want, want.clone()) == close("y", want, want.clone(), 0.0, 0.0) == []
     for found in (same_bits("y", want + 1, want), close("y", want + 1, want, 1e-2, 0.0)):

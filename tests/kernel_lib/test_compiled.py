@@ -12,7 +12,7 @@ def scaled(x: torch.Tensor, by: float) -> torch.Tensor:
     return x.float() * by
 
 
-def test_more_cases_than_torch_compiles_of_one_function_come_back_in_turns() -> None:
+def test_call_compiled_beyond_the_recompile_limit_gives_right_results() -> None:
     cases = [(size, by) for size in range(1, 7) for by in (2.0, 3.0)]
     assert len(cases) > torch._dynamo.config.recompile_limit
     for _ in range(2):
@@ -25,7 +25,7 @@ def scaled_and_shifted(x: torch.Tensor, shift: torch.Tensor | None, by: float) -
 
 
 @pytest.mark.parametrize("mode", [EAGER, DEFAULT])
-def test_run_of_a_torch_function_takes_inputs_and_names_results(mode: str) -> None:
+def test_torch_run_passes_inputs_by_name_and_names_results(mode: str) -> None:
     run = pickle.loads(pickle.dumps(torch_run(scaled_and_shifted, "x shift", "scaled shifted", "by")))
     x = torch.arange(3.0)
     for shift, want in ((None, x), (torch.ones(3), x + 1)):
@@ -35,6 +35,6 @@ def test_run_of_a_torch_function_takes_inputs_and_names_results(mode: str) -> No
         assert torch.equal(found["shifted"], want)
 
 
-def test_run_of_a_torch_function_with_other_results_than_names_is_an_error() -> None:
+def test_torch_run_with_fewer_results_than_names_raises() -> None:
     with pytest.raises(ValueError, match="zip"):
         torch_run(scaled_and_shifted, "x shift", "scaled", "by")(EAGER, {"x": torch.ones(1), "shift": None, "by": 2.0}, None)

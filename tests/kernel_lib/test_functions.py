@@ -70,13 +70,13 @@ def test_operator_has_the_parameters_of_its_function_by_position() -> None:
     assert list(inspect.signature(doubled_by_test).parameters) == ["x", "factor", "negate", "config", "out"]
 
 
-def test_results_that_may_be_left_out_come_as_a_list() -> None:
+def test_operator_with_optional_results_returns_a_list() -> None:
     schema = str(torch.ops.kerneltune.halves_by_test.default._schema)
     assert schema == "kerneltune::halves_by_test(Tensor x, bool both=True) -> Tensor[]"
     assert [len(torch.ops.kerneltune.halves_by_test(X, both)) for both in (True, False)] == [2, 1]
 
 
-def test_operator_without_results_writes_what_it_says() -> None:
+def test_operator_without_results_writes_its_mutated_arguments() -> None:
     schema = str(torch.ops.kerneltune.cleared_by_test.default._schema)
     assert schema == "kerneltune::cleared_by_test(Tensor(a0!)[] xs) -> ()"
     x = X.clone()
@@ -88,16 +88,16 @@ CALLS = [("doubled_by_test", (X, 3.0)), ("halves_by_test", (X, False)), ("halves
 
 
 @pytest.mark.parametrize(("name", "arguments"), CALLS)
-def test_fake_has_the_form_of_the_results(name: str, arguments: tuple[object, ...]) -> None:
+def test_fake_of_an_operator_has_shapes_and_dtypes_of_its_results(name: str, arguments: tuple[object, ...]) -> None:
     operator = getattr(torch.ops.kerneltune, name).default
     torch.library.opcheck(operator, arguments, test_utils=["test_schema", "test_faketensor"])
 
 
-def test_run_names_the_results_and_leaves_out_what_there_is_not() -> None:
+def test_run_of_names_the_results_and_omits_absent_ones() -> None:
     assert run_of(doubled_by_test, "twice", "x")({"x": X}, None).keys() == {"twice", "x"}
     assert run_of(configured)({"x": X, "both": False}, "a config").keys() == {"high"}
 
 
-def test_constant_gives_every_case_the_same_value_also_in_another_process() -> None:
+def test_constant_after_pickling_gives_every_case_the_same_value() -> None:
     space = pickle.loads(pickle.dumps(constant({"warps": (4, 8)})))
     assert [space(Case("c", (("M", size),), "float16")) for size in (1, 9)] == [{"warps": (4, 8)}] * 2

@@ -38,14 +38,14 @@ def named(x: Any, scale: float = 1.0) -> float:
 
 
 @pytest.mark.parametrize("first", [on("cuda:1"), [on("cuda:1"), on("cuda:0")], (on("cuda:1"),)])
-def test_a_tensor_on_another_gpu_makes_it_the_current_one(entered: list[torch.device], first: Any) -> None:
+def test_call_with_a_tensor_on_another_gpu_makes_that_gpu_current(entered: list[torch.device], first: Any) -> None:
     assert named(first, scale=3.0) == 6.0
     assert named(x=first) == 2.0
     assert entered == [torch.device("cuda:1")] * 2
 
 
 @pytest.mark.parametrize("first", [on("cuda:0"), on("cpu"), on("meta"), [], 7])
-def test_nothing_changes_for_the_current_gpu_or_no_gpu_at_all(entered: list[torch.device], first: Any) -> None:
+def test_call_with_tensors_of_the_current_gpu_changes_no_device(entered: list[torch.device], first: Any) -> None:
     assert named(first) == 2.0
     assert entered == []
     assert named.__doc__ == "Doubles."
@@ -53,7 +53,7 @@ def test_nothing_changes_for_the_current_gpu_or_no_gpu_at_all(entered: list[torc
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_kernel_runs_where_its_tensors_are() -> None:
+def test_kernel_runs_on_the_gpu_of_its_tensors() -> None:
     from kerneltune.ops.rmsnorm import rmsnorm_fwd
 
     x = torch.randn(64, 1024, device="cuda:1", dtype=torch.bfloat16)

@@ -29,7 +29,7 @@ class Compiled:
         return lambda *arguments: self.launched.append((grid, *arguments))
 
 
-def test_relaunch_gives_the_other_arguments_in_the_order_of_the_kernel() -> None:
+def test_relaunch_passes_remaining_arguments_in_the_order_of_the_kernel() -> None:
     compiled = Compiled()
     launch = relaunch(Kernel, compiled, 7, 2, {"FLAG": True, "total": 5, "num_warps": 4, "COLS": 64})
     assert launch is not None
@@ -37,12 +37,12 @@ def test_relaunch_gives_the_other_arguments_in_the_order_of_the_kernel() -> None
     assert compiled.launched == [((7, 1, 1), 1024, 3, 5, 64, True)]
 
 
-def test_relaunch_of_nothing_compiled_is_none() -> None:
+def test_relaunch_without_a_compiled_kernel_is_none() -> None:
     assert relaunch(Kernel, None, 1, 2, {}) is None
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0+git1"])
-def test_relaunch_under_a_triton_whose_launcher_is_not_known_is_none(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relaunch_under_an_unknown_triton_version_is_none(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", version)
     assert relaunch(Kernel, Compiled(), 7, 2, {"FLAG": True, "total": 5, "COLS": 64}) is None
 

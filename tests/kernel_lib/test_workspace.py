@@ -35,7 +35,7 @@ WHOLE = FwdConfig(rows=1, cols=512, split=False, warps=4, ctas=0, stages=1, relo
         (5 * SMALLEST, 8 * SMALLEST),
     ],
 )
-def test_a_workspace_is_a_power_of_two_of_zeroed_words_with_room_for_the_header(slots: int, words: int) -> None:
+def test_workspace_has_a_power_of_two_of_zeroed_words_with_its_header(slots: int, words: int) -> None:
     with workspace(slots, CPU) as ws:
         assert ws.dtype == torch.int64
         assert ws.shape == (words,)
@@ -44,21 +44,21 @@ def test_a_workspace_is_a_power_of_two_of_zeroed_words_with_room_for_the_header(
         assert not ws.any()
 
 
-def test_a_workspace_without_a_gpu_is_not_shared() -> None:
+def test_workspace_on_a_cpu_is_new_for_every_caller() -> None:
     with workspace(8, CPU) as first:
         first.fill_(-1)
     with workspace(8, CPU) as second:
         assert not second.any()
 
 
-def test_a_meta_workspace_has_no_memory() -> None:
+def test_workspace_on_meta_has_no_memory() -> None:
     with workspace(8, torch.device("meta")) as ws:
         assert ws.is_meta
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize("op", ["early", "twice", "columns"])
-def test_launches_are_numbered_anew_before_their_numbers_come_round(
+def test_workspace_renumbers_launches_before_their_numbers_overflow(
     op: str, fresh: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a workspace that is two launches short of 2^32; of a new one, which is cleared as often."""
@@ -83,7 +83,7 @@ def test_launches_are_numbered_anew_before_their_numbers_come_round(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's two launches")
 @pytest.mark.parametrize(("M", "N"), [(5, 2000), (9, 1536)])
-def test_two_launches_that_share_rows_give_what_one_program_gives(M: int, N: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_that_share_a_workspace_give_results_of_one_program(M: int, N: int, monkeypatch: pytest.MonkeyPatch) -> None:
     handed_out: list[tuple[int, torch.Tensor]] = []
 
     @contextmanager
@@ -116,7 +116,7 @@ def test_two_launches_that_share_rows_give_what_one_program_gives(M: int, N: int
 
 
 @pytest.mark.parametrize(("warps", "ctas"), [(2, 5), (4, 3), (8, 2), (2, 1), (32, 1)])
-def test_programs_that_wait_for_each_other_fit_the_quarters_of_a_multiprocessor(
+def test_cooperative_launch_limits_registers_to_the_quarters_of_an_sm(
     warps: int, ctas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "is_cuda", lambda: True)
@@ -134,7 +134,7 @@ def pool_of_words() -> Pool:
 
 
 @pytest.mark.parametrize("order", sorted(set(itertools.permutations("AABBCC"))), ids="".join)
-def test_memory_that_is_lent_is_lent_to_nobody_else(order: tuple[str, ...]) -> None:
+def test_pool_lends_memory_to_one_caller_at_a_time(order: tuple[str, ...]) -> None:
     """Every order in which three callers begin (their first step) and end (their second)."""
     pool = pool_of_words()
     stacks: dict[str, ExitStack] = {}
@@ -154,7 +154,7 @@ def test_memory_that_is_lent_is_lent_to_nobody_else(order: tuple[str, ...]) -> N
     assert len(made) == most, "no more memory than callers at once"
 
 
-def test_one_caller_after_another_has_the_same_memory() -> None:
+def test_pool_lends_the_same_memory_to_successive_callers() -> None:
     pool = pool_of_words()
     found = set()
     for _ in range(5):
@@ -163,7 +163,7 @@ def test_one_caller_after_another_has_the_same_memory() -> None:
     assert len(found) == 1
 
 
-def test_memory_of_an_operation_that_failed_is_not_lent_again() -> None:
+def test_pool_lends_memory_of_a_failed_operation_to_nobody() -> None:
     pool = pool_of_words()
     with pytest.raises(KeyboardInterrupt), pool.lend() as memory:
         memory.fill_(-1)
@@ -173,7 +173,7 @@ def test_memory_of_an_operation_that_failed_is_not_lent_again() -> None:
         assert not other.any()
 
 
-def test_threads_that_borrow_at_once_never_hold_the_same_memory() -> None:
+def test_pool_lends_threads_different_memory() -> None:
     """Four threads that the interpreter switches between at any instruction."""
     pool, failures = pool_of_words(), []
 
@@ -228,7 +228,7 @@ class Turns:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="launches in the interpreter, one at a time")
 @pytest.mark.parametrize("order", ["ABAB", "ABBA", "AABB"])
 @pytest.mark.parametrize("pow2", [False, True])
-def test_casts_of_two_threads_on_one_stream_give_their_own_scales(
+def test_casts_of_two_threads_on_one_stream_have_their_own_scales(
     order: str, pow2: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cast is two launches: where both threads had the same memory, A's scale was B's in the orders ABAB and ABBA."""

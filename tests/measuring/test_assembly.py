@@ -58,7 +58,7 @@ amdhsa.kernels:
 """
 
 
-def test_nvidia() -> None:
+def test_sass_and_ptx_give_registers_spills_and_accesses() -> None:
     assert sass_usage(RESOURCES) == (79, 16, 0)
     assert ptx_accesses(PTX) == (
         Access("load", 128, 2),
@@ -70,7 +70,7 @@ def test_nvidia() -> None:
     )
 
 
-def test_amdgcn() -> None:
+def test_gcn_gives_registers_spills_and_accesses() -> None:
     assert gcn_usage(GCN) == (136, 24, 83)
     assert gcn_accesses(GCN) == (
         Access("load", 128, 1),
@@ -83,12 +83,12 @@ def test_amdgcn() -> None:
     )
 
 
-def test_nothing_of_nothing() -> None:
+def test_usage_and_accesses_of_empty_text_are_zero() -> None:
     assert (sass_usage(""), gcn_usage("")) == ((0, 0, 0), (0, 0, 0))
     assert (ptx_accesses(""), gcn_accesses("")) == ((), ())
 
 
-def test_the_typical_width_carries_most_bits() -> None:
+def test_typical_bits_is_the_width_that_carries_most_bits() -> None:
     accesses = (Access("load", 128, 2), Access("load", 32, 7), Access("store", 64, 1))
     assert typical_bits(accesses, "load") == 128
     assert typical_bits((Access("load", 128, 1), Access("load", 32, 5)), "load") == 32
@@ -118,11 +118,13 @@ def test_the_typical_width_carries_most_bits() -> None:
         ("gfx942", 32, 16, 0, 0, Occupancy(0, 0, 32, "threads of a program")),  # 2048 threads
     ],
 )
-def test_occupancy(target: str, warps: int, registers: int, shared: int, scalars: int, expected: Occupancy) -> None:
+def test_occupancy_is_limited_by_warps_registers_and_shared_memory(
+    target: str, warps: int, registers: int, shared: int, scalars: int, expected: Occupancy
+) -> None:
     assert occupancy(LIMITS[target], warps, registers, shared, scalars) == expected
 
 
-def test_every_target_has_limits() -> None:
+def test_every_target_has_limits_of_its_sm() -> None:
     assert list(LIMITS) == list(TARGETS)
     for name, target in TARGETS.items():
         assert target.shared_bytes <= LIMITS[name].shared_bytes - LIMITS[name].reserved_bytes

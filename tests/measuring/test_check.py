@@ -30,13 +30,13 @@ print(torch.get_deterministic_debug_mode() == plain, sorted(set(sys.modules) - i
 """
 
 
-def test_memory_is_poisoned_without_an_import() -> None:
+def test_poisoned_memory_imports_no_module() -> None:
     """torch.use_deterministic_algorithms imports 900 modules, seconds in every process that checks."""
     done = subprocess.run([sys.executable, "-c", POISONED], capture_output=True, text=True, env=environment(), timeout=120)
     assert done.stdout == "True []\n", done.stderr[-2000:]
 
 
-def test_what_is_compiled_for_a_check_is_not_what_is_timed() -> None:
+def test_code_compiled_under_poisoned_memory_is_compiled_anew_for_timing() -> None:
     """Under the switch that poisons memory, torch compiles other code; without it, compiles again."""
     modes = []
 
@@ -57,14 +57,14 @@ def test_what_is_compiled_for_a_check_is_not_what_is_timed() -> None:
 
 
 @pytest.mark.parametrize("given", [True, None])
-def test_compare_that_gives_no_lines_is_named(given: object) -> None:
+def test_check_with_compare_that_returns_no_list_fails_with_its_name(given: object) -> None:
     op = replace(op_with(""), compare=lambda *_: given)
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
     (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
     assert re.fullmatch(rf"test_check\.py:\d+: compare: {given}: expected a list of lines, empty where all is well", line)
 
 
-def test_reference_without_outputs_is_named() -> None:
+def test_check_with_a_reference_without_outputs_fails_with_its_name() -> None:
     op = replace(op_with(""), reference=lambda _given: {}, compare=lambda *_: [])
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
     (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
@@ -72,7 +72,7 @@ def test_reference_without_outputs_is_named() -> None:
 
 
 @pytest.mark.parametrize("field", ["inputs", "reference"])
-def test_values_of_the_second_run_that_cannot_be_made_fail_the_check(field: str) -> None:
+def test_check_whose_second_inputs_raise_fails(field: str) -> None:
     """The error passed through the check, and ended the whole sweep."""
     op = op_with("")
 

@@ -48,7 +48,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "time_contenders", lambda cs: {name: us[name] * rounds for name in cs})
 
 
-def test_a_record_keeps_the_rounds_of_its_process(gpu: None) -> None:
+def test_compared_records_have_samples_of_their_process(gpu: None) -> None:
     baseline, wrong, optimized = compared()
     assert (wrong.status, wrong.reason, wrong.samples_us) == ("failed", "y differs", None)
     assert [row.time_us for row in (baseline, optimized)] == [20.0, 10.0]
@@ -61,13 +61,13 @@ def test_a_record_keeps_the_rounds_of_its_process(gpu: None) -> None:
     assert baseline.aa_floor == optimized.aa_floor == pytest.approx(1 - 1 / 1.01, rel=1e-4)
 
 
-def test_the_second_record_of_a_variant_is_of_its_second_time(gpu: None) -> None:
+def test_compared_records_of_a_variant_twice_have_two_times(gpu: None) -> None:
     first, second = compared([RUNS[0]] * 2)
     assert [(row.variant, row.time_us) for row in (first, second)] == [("baseline", 20.0), ("baseline", 20.2)]
     assert first.samples_us != second.samples_us
 
 
-def test_an_error_without_text_is_a_failed_row(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compared_records_of_an_error_without_text_are_failed_with_its_type(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(variant: Variant, *_: Any) -> None:
         if variant.name == "baseline":
             raise NotImplementedError
@@ -78,9 +78,7 @@ def test_an_error_without_text_is_a_failed_row(gpu: None, monkeypatch: pytest.Mo
     assert (optimized.status, optimized.time_us) == ("passed", 10.0)
 
 
-def test_a_launch_that_takes_the_context_along_ends_the_comparison_at_its_variant(
-    gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_comparison_ends_at_a_variant_that_breaks_the_gpu_context(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It costs its row and no other where the rest is measured by a process that knows of it."""
     monkeypatch.setattr(compare, "broken_context", lambda: "AcceleratorError: an illegal memory access was encountered")
     launched: list[str] = []
@@ -94,7 +92,7 @@ def test_a_launch_that_takes_the_context_along_ends_the_comparison_at_its_varian
     assert launched == ["baseline", "optimized", "baseline", "optimized", ""]
 
 
-def test_a_fault_while_all_are_timed_is_nobodys(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_with_a_fault_while_all_are_timed_blames_no_variant(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def faults(_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
@@ -105,7 +103,7 @@ def test_a_fault_while_all_are_timed_is_nobodys(gpu: None, monkeypatch: pytest.M
     assert launched[-1] == ""
 
 
-def test_what_does_not_fit_is_a_skipped_row(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compared_records_of_a_variant_out_of_memory_are_skipped(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def errors(_self: Any, variant: Variant, _config: object, _runs: int = 1) -> list[str]:
         if variant.name == "pr593":
             raise torch.cuda.OutOfMemoryError("CUDA out of memory.\nmore")
@@ -116,7 +114,9 @@ def test_what_does_not_fit_is_a_skipped_row(gpu: None, monkeypatch: pytest.Monke
     assert statuses == [("passed", ""), ("skipped", "OutOfMemoryError: CUDA out of memory."), ("passed", "")]
 
 
-def test_what_failed_before_memory_ran_out_stays_failed(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compared_records_of_a_failed_variant_stay_failed_when_memory_runs_out(
+    gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(variant: Variant, *_: Any) -> None:
         if variant.name == "baseline":
             raise NotImplementedError
@@ -134,7 +134,7 @@ def test_what_failed_before_memory_ran_out_stays_failed(gpu: None, monkeypatch: 
     ]
 
 
-def test_inputs_that_cannot_be_put_back_are_the_check_s_finding() -> None:
+def test_check_whose_inputs_cannot_be_restored_fails() -> None:
     """As in a process whose GPU context an earlier launch has broken."""
 
     class Gone:
@@ -151,7 +151,7 @@ def test_inputs_that_cannot_be_put_back_are_the_check_s_finding() -> None:
     ]
 
 
-def test_a_case_that_cannot_be_cold_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compared_records_of_a_case_too_small_for_a_cold_l2_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     h200 = device.Device("NVIDIA H200", "sm_90", 132, 60_000_000, "580")
     monkeypatch.setattr(device, "current", lambda: h200)
     monkeypatch.setattr(compare, "gpu_free_bytes", lambda: 1 << 37)
@@ -160,7 +160,7 @@ def test_a_case_that_cannot_be_cold_is_skipped(monkeypatch: pytest.MonkeyPatch) 
     assert [(row.status, row.reason) for row in rows] == [("skipped", reason)] * 3
 
 
-def test_nothing_is_timed_where_nothing_is_right(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compared_records_without_a_right_variant_are_failed_and_untimed(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("timed")
 
@@ -169,7 +169,7 @@ def test_nothing_is_timed_where_nothing_is_right(gpu: None, monkeypatch: pytest.
     assert wrong.status == "failed"
 
 
-def test_a_unit_is_the_gpu_s_identifier_and_does_not_show_it() -> None:
+def test_unit_is_a_digest_of_the_gpu_s_identifier() -> None:
     uuid = "5c7a2d5e-3f4b-4b0f-8d7e-0123456789ab"
     unit = device.unit_of(uuid)
     assert unit == device.unit_of(f"GPU-{uuid}") != device.unit_of(uuid[::-1])

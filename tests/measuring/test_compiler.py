@@ -33,7 +33,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout) | {"cache": cache}
 
 
-def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[str, Any]) -> None:
+def test_pool_compiles_kernels_for_sm_90_in_the_order_of_jobs(answers: dict[str, Any]) -> None:
     *compiled, raised = answers["real"]
     assert [c["error"] for c in compiled] == [""] * 4
     names = [[kernel["name"] for kernel in c["kernels"]] for c in compiled]
@@ -48,22 +48,22 @@ def test_real_kernels_compile_for_sm_90_in_the_order_of_the_jobs(answers: dict[s
     assert "RuntimeError" in raised["error"]
 
 
-def test_a_killed_worker_is_retried_once_and_then_recorded_as_the_failure_of_its_job(answers: dict[str, Any]) -> None:
+def test_pool_tries_a_job_of_a_killed_worker_once_more_and_then_fails_it(answers: dict[str, Any]) -> None:
     errors = [one["error"] for one in answers["killed"]]
     disk = "OSError: [Errno 28] No space left on device"
     assert errors == ["", "", "the compiler died: exit code 9, twice", disk, "", "", "", ""]
     assert [one["crashed"] for one in answers["killed"]] == [False, False, True, True, False, False, False, False]
 
 
-def test_a_job_that_is_given_up_leaves_no_program_running(answers: dict[str, Any]) -> None:
+def test_pool_ends_programs_of_a_cancelled_job(answers: dict[str, Any]) -> None:
     assert answers["programs"] == [False]
 
 
-def test_what_is_given_up_costs_no_worker(answers: dict[str, Any]) -> None:
+def test_pool_after_a_cancelled_job_compiles_on(answers: dict[str, Any]) -> None:
     assert [(one["error"], one["seconds"] >= 0.5) for one in answers["given up"]] == [("", True)] * 2
 
 
-def test_kernels_of_casts_compile_into_the_fnuz_types_for_gfx942(answers: dict[str, Any]) -> None:
+def test_pool_compiles_casts_for_gfx942_into_fnuz_types(answers: dict[str, Any]) -> None:
     assert {c["error"] for c in answers["fnuz"]} == {""}
     assert {kernel["name"] for c in answers["fnuz"] for kernel in c["kernels"]} >= {
         "_cast_rows", "cast_both_groups", "_cast_transpose_groups", "gate_early", "gate_again", "cast_early", "cast_again",
@@ -71,7 +71,7 @@ def test_kernels_of_casts_compile_into_the_fnuz_types_for_gfx942(answers: dict[s
     assert every(c["kernels"] for c in answers["fnuz"])
 
 
-def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, Any]) -> None:
+def test_compile_result_has_registers_spills_and_shared_memory(answers: dict[str, Any]) -> None:
     bwd, stream, plain, transposed = (c["kernels"] for c in answers["real"][:4])
     for kernel in [*bwd, *stream, *plain, *transposed]:
         assert 16 <= kernel["registers"] <= 255, kernel
@@ -88,7 +88,7 @@ def test_resources_of_real_kernels_are_read_from_the_binary(answers: dict[str, A
     assert every(c["seconds"] > 0.005 for c in answers["real"][:4])  # compiled, not found
 
 
-def test_code_that_stores_what_nobody_made_is_an_error(answers: dict[str, Any]) -> None:
+def test_compile_result_of_code_that_stores_undefined_registers_is_an_error(answers: dict[str, Any]) -> None:
     """As ptxas 12.8 makes it of a tile of fp8 that is stored twice (triton-lang/triton#11111)."""
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     version = subprocess.run([assembler, "--version"], capture_output=True, text=True, check=True).stdout
@@ -103,7 +103,7 @@ def test_code_that_stores_what_nobody_made_is_an_error(answers: dict[str, Any]) 
     assert {kernel["stray_stores"] for c in answers["real"] + answers["fnuz"] for kernel in c["kernels"]} == {0}
 
 
-def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, Any]) -> None:
+def test_compile_result_has_resources_of_its_largest_kernel(answers: dict[str, Any]) -> None:
     bwd = answers["real"][0]
     assert bwd["resources"] == max(kernel["registers"] * kernel["warps"] for kernel in bwd["kernels"])
     two = CompileResult((Kernel("a", 8, 40, 0, 0), Kernel("b", 4, 64, 16, 0)), 1.0)
@@ -111,7 +111,7 @@ def test_resources_of_a_job_are_those_of_its_largest_kernel(answers: dict[str, A
     assert (CompileResult((), 0.0, "x").resources, CompileResult((), 0.0, "x").spill_bytes) == (0, 0)
 
 
-def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_interrupted_while_it_starts_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[BaseProcess | None] = []
     begin = Worker.begin
 
@@ -129,14 +129,14 @@ def test_a_pool_that_is_interrupted_while_it_starts_leaves_no_worker(monkeypatch
     assert not process.is_alive()
 
 
-def test_a_second_interrupt_while_a_pool_ends_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_interrupted_twice_leaves_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = interrupted_stops(monkeypatch)
     with pytest.raises(KeyboardInterrupt), CompilePool(TARGETS["sm_90"], 2):
         pass
     assert len(stopped) == 2
 
 
-def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, Any]) -> None:
+def test_pool_fails_only_the_job_that_raises_hangs_or_dies(answers: dict[str, Any]) -> None:
     *errors, no_function, last = [c["error"] for c in answers["broken"]]
     assert no_function.startswith("inputs or run: expected functions of a module: ")
     assert [*errors, last] == [
@@ -153,7 +153,7 @@ def test_a_job_that_raises_hangs_or_dies_costs_only_itself(answers: dict[str, An
     assert every(c["kernels"] == [] for c in answers["broken"])
 
 
-def test_what_could_not_be_launched_is_not_compiled_to_its_end(answers: dict[str, Any]) -> None:
+def test_pool_stops_compiling_a_kernel_that_cannot_be_launched(answers: dict[str, Any]) -> None:
     threads, memory = (c["error"] for c in answers["large"])
     assert "out of resource: threads, Required: 2048, Hardware limit: 1024" in threads
     assert "out of resource: shared memory" in memory

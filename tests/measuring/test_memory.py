@@ -155,7 +155,7 @@ FEW = "a cold L2 takes 115 input sets of 2,097,152 bytes, half of the free memor
         ("capture of first", ["first"]),
     ],
 )
-def test_what_runs_out_of_memory_is_skipped_and_the_sweep_goes_on(
+def test_sweep_skips_variants_out_of_memory_and_continues(
     place: str, skipped: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Gpu(place)
@@ -170,7 +170,7 @@ def test_what_runs_out_of_memory_is_skipped_and_the_sweep_goes_on(
 
 
 @pytest.mark.parametrize("place", ["inputs of the ceiling", "capture of copy"])
-def test_a_ceiling_that_does_not_fit_beside_the_case_costs_its_column(
+def test_sweep_with_a_ceiling_out_of_memory_has_rows_without_ceiling(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = Gpu(place)
@@ -179,12 +179,12 @@ def test_a_ceiling_that_does_not_fit_beside_the_case_costs_its_column(
     assert gpu.still_held[0] == 0
 
 
-def test_a_case_for_which_too_little_is_left_after_its_check_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_skips_a_case_with_too_little_memory_after_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = measured(Gpu("less is free than was"), tmp_path, monkeypatch)
     assert [(row.status, row.reason) for row in found["large"]] == [("skipped", FEW)] * 3
 
 
-def test_a_variant_that_was_lost_stays_failed_where_the_case_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_keeps_a_crashed_variant_failed_if_the_case_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu("reference")
     pretend(gpu, monkeypatch)
     op, case = gpu.op("made", ("first", "second")), Case("large", (("M", 2),), "bfloat16")
@@ -194,7 +194,7 @@ def test_a_variant_that_was_lost_stays_failed_where_the_case_does_not_fit(monkey
     assert (samples, untimed) == ({}, {"first": Outcome("skipped", REASON), "second": fault})
 
 
-def test_other_errors_are_not_about_memory() -> None:
+def test_affordable_raises_errors_other_than_out_of_memory() -> None:
     def fails() -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -205,7 +205,7 @@ def test_other_errors_are_not_about_memory() -> None:
 @pytest.mark.parametrize(
     "text", ["CUDA error: out of memory\nmore", "Triton Error [CUDA]: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED"]
 )
-def test_what_others_than_torch_s_allocator_ask_for_counts(text: str) -> None:
+def test_out_of_memory_reason_knows_errors_of_other_allocators(text: str) -> None:
     assert out_of_memory_reason(RuntimeError(text)) == f"RuntimeError: {text.splitlines()[0]}"
     wrapped = ValueError("the compiler failed")
     wrapped.__cause__ = RuntimeError(text)
@@ -241,7 +241,7 @@ def run_checked(_inputs: Any, config: Knobs) -> dict[str, int]:
     return {"n": config.n}
 
 
-def test_what_the_machine_can_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_free_bytes_is_the_memory_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal:       24684084 kB\nMemAvailable:        3 kB\nHugePages_Total:       0\n")
     monkeypatch.setattr(check, "_MEMINFO", tmp_path / "meminfo")
     assert check.host_free_bytes() == 3072
@@ -272,7 +272,7 @@ def task() -> Task:
     return Task(op, CASE, op.variants[0])
 
 
-def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: gpu_worker.GpuBench, task: Task) -> None:
+def test_tune_skips_configs_out_of_memory_and_continues(gpu_bench: gpu_worker.GpuBench, task: Task) -> None:
     trials = [gpu_bench.measure(task, Knobs(n), None) for n in (0, 1, 2, 3, 4, 5)]
     assert trials[0] == Evaluation("passed", 10.0)
     assert trials[5] == Evaluation("passed", 15.0)
@@ -280,14 +280,14 @@ def test_a_config_that_runs_out_of_memory_costs_itself(gpu_bench: gpu_worker.Gpu
     assert trials[4] == Evaluation("failed", None, "RuntimeError: operation not permitted")
 
 
-def test_a_final_leaves_out_what_does_not_fit_beside_the_others(gpu_bench: gpu_worker.GpuBench, task: Task) -> None:
+def test_final_leaves_out_configs_that_do_not_fit_beside_others(gpu_bench: gpu_worker.GpuBench, task: Task) -> None:
     samples = gpu_bench.time_interleaved(task, [Knobs(0), Knobs(2), Knobs(5)])
     assert [None if taken is None else float(taken[0]) for taken in samples] == [10.0, None, 15.0]
     with pytest.raises(torch.OutOfMemoryError):  # the incumbent: nothing can be said
         gpu_bench.time_interleaved(task, [Knobs(2), Knobs(0)])
 
 
-def test_the_final_is_decided_among_those_that_fit(tmp_path: Path) -> None:
+def test_final_chooses_among_configs_that_fit(tmp_path: Path) -> None:
     class Bench(NoBench):
         def time_interleaved(self, task: Task, configs: Sequence[Config]) -> list[Samples | None]:
             return [None if config.n == 2 else np.linspace(0.99, 1.01, 15) * (20.0 - config.n) for config in configs]
@@ -300,7 +300,7 @@ def test_the_final_is_decided_among_those_that_fit(tmp_path: Path) -> None:
     assert evidence["default_us"] == 19.0
 
 
-def test_a_check_that_runs_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_out_of_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     def inputs(case: Case, **_: Any) -> dict[str, Any]:
         if case.name == "large":
             raise torch.OutOfMemoryError(TEXT)

@@ -27,7 +27,7 @@ def outcomes(op: Op) -> list[Outcome]:
     return mutate(op, op.variants[0], CASES)
 
 
-def test_right_comparison_refuses_all_and_a_wide_tolerance_accepts_what_it_must() -> None:
+def test_mutations_list_what_strict_and_tolerant_comparisons_refuse() -> None:
     refused = "double y: compare refuses one element, one row, zeroed tail"
     assert outcomes(op_with(""))[0] == Outcome("checked", f"{refused}, scale x 1.01; accepts truncation")
     strict = replace(op_with(""), compare=lambda _c, _i, got, want: close("y", got["y"], want["y"], 1e-4, 0.0))
@@ -35,7 +35,7 @@ def test_right_comparison_refuses_all_and_a_wide_tolerance_accepts_what_it_must(
 
 
 @pytest.mark.parametrize(("bound", "judged"), [(0.0, "refuses"), (0.2, "accepts")])
-def test_scale_before_a_cast_to_fp8_is_judged(bound: float, judged: str) -> None:
+def test_mutation_of_a_scale_before_a_cast_to_fp8_is_judged(bound: float, judged: str) -> None:
     def cast(given: Inputs) -> Outputs:
         return {"q": given["x"].nan_to_num().to(torch.float8_e4m3fn)}
 
@@ -49,7 +49,7 @@ def test_scale_before_a_cast_to_fp8_is_judged(bound: float, judged: str) -> None
     assert named.endswith("scale x 1.01")
 
 
-def test_comparison_that_accepts_all_and_one_that_looks_at_a_mean_fail() -> None:
+def test_mutations_fail_a_comparison_that_accepts_all_or_compares_means() -> None:
     found = outcomes(replace(op_with(""), compare=lambda *_: []))
     assert {outcome.status for outcome in found} == {"failed"}
     assert found[0].reason.startswith("double y: compare refuses nothing; accepts one element, ")
@@ -61,19 +61,19 @@ def test_comparison_that_accepts_all_and_one_that_looks_at_a_mean_fail() -> None
     assert outcomes(replace(op_with(""), compare=mean))[0].status == "failed"
 
 
-def test_outputs_of_a_wrong_variant_are_not_perturbed() -> None:
+def test_mutations_of_a_wrong_variant_raise() -> None:
     with pytest.raises(CaseError, match="only outputs of a right variant can be perturbed"):
         outcomes(op_with("wrong_scale"))
 
 
 @pytest.mark.parametrize("lines", [[None], [False], [""], "wrong", 0])
-def test_comparison_that_gives_no_lines_is_refused(lines: object) -> None:
+def test_compare_that_returns_no_list_fails_the_check(lines: object) -> None:
     op = replace(op_with(""), compare=lambda *_: lines)
     (line,) = Checker(op, CASES[0], "cpu").errors(op.variants[0], op.variants[0].default_config(CASES[0]))  # type: ignore[misc]
     assert line.endswith("expected a list of lines, empty where all is well")
 
 
-def test_reference_that_changes_its_inputs_or_gives_no_dict_is_named() -> None:
+def test_reference_that_changes_its_inputs_or_returns_no_dict_raises() -> None:
     def changing(given: Inputs) -> Outputs:
         given["x"].mul_(2)
         return reference(given)
@@ -85,7 +85,7 @@ def test_reference_that_changes_its_inputs_or_gives_no_dict_is_named() -> None:
     assert inputs(CASES[0], device="cpu")["x"].shape == (7, 100)
 
 
-def test_traffic_of_nothing_and_three_warps_are_refused() -> None:
+def test_traffic_of_0_bytes_and_a_space_with_3_warps_raise() -> None:
     with pytest.raises(ValueError, match="expected the bytes that are read and written"):
         check_case(replace(op_with(""), traffic=lambda _case: Traffic(0, 0)), CASES[0])
     for counts in ((4, 3), (64,)):

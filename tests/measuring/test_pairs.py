@@ -103,7 +103,7 @@ def test_check_of_pairs_passes_a_right_kernel_and_counts_pairs() -> None:
 
 
 @interpreted
-def test_reference_that_fails_is_named_and_not_a_time_limit() -> None:
+def test_check_of_pairs_with_a_failing_reference_names_its_error() -> None:
     def fail(_given: Inputs) -> Outputs:
         raise RuntimeError("not written yet")
 
@@ -115,7 +115,7 @@ def test_reference_that_fails_is_named_and_not_a_time_limit() -> None:
 KNOBLESS = Variant("knobless", lambda given, _config: _reference(given))
 
 
-def test_result_that_a_variant_without_knobs_keeps_for_a_size_is_found() -> None:
+def test_check_of_pairs_finds_a_result_kept_per_size() -> None:
     """Every case ran once, so that no size came twice."""
     kept: dict[torch.Size, Outputs] = {}
 
@@ -128,7 +128,7 @@ def test_result_that_a_variant_without_knobs_keeps_for_a_size_is_found() -> None
     assert pairs.check_pairs(op, KNOBLESS, CASES, elements) == []
 
 
-def test_result_that_is_kept_for_a_case_whose_only_config_is_the_default_is_found() -> None:
+def test_check_of_pairs_finds_a_result_kept_for_a_case_with_one_config() -> None:
     kept: dict[torch.Size, Outputs] = {}
 
     def run(given: Inputs, _config: Rows) -> Outputs:
@@ -144,7 +144,7 @@ def test_result_that_is_kept_for_a_case_whose_only_config_is_the_default_is_foun
 
 
 @interpreted
-def test_buffer_that_host_code_keeps_for_a_knob_alone_is_found_in_a_second_run() -> None:
+def test_check_of_pairs_finds_a_buffer_kept_per_knob() -> None:
     kept: dict[torch.Size, torch.Tensor] = {}
 
     def run(given: Inputs, config: Rows) -> Outputs:
@@ -183,7 +183,7 @@ def _strided(mistake: str, given: Inputs, _config: None) -> Outputs:
 
 @interpreted
 @pytest.mark.parametrize("mistake", ["exchanged", "in place if contiguous", "", "refused"])
-def test_stride_that_is_wrong_for_rows_with_gaps_is_found_unless_host_code_refuses_gaps(mistake: str) -> None:
+def test_check_of_pairs_finds_wrong_strides_of_rows_with_gaps(mistake: str) -> None:
     op, variant = op_with(""), replace(KNOBLESS, run=partial(_strided, mistake))
     reasons = [outcome.reason for outcome in pairs.check_pairs(op, variant, CASES, elements)]
     assert all(reason.startswith("run 2: with gaps between rows of x, which host code accepts: ") for reason in reasons)
@@ -191,7 +191,7 @@ def test_stride_that_is_wrong_for_rows_with_gaps_is_found_unless_host_code_refus
 
 
 @interpreted
-def test_pairs_with_few_programs_come_first_where_time_is_short() -> None:
+def test_check_of_pairs_begins_with_few_programs_if_time_is_short() -> None:
     programs: list[int] = []
 
     def run(given: Inputs, config: Rows) -> Outputs:
@@ -205,7 +205,7 @@ def test_pairs_with_few_programs_come_first_where_time_is_short() -> None:
     assert programs.index(64) >= 6, programs
 
 
-def test_output_of_a_variant_without_knobs_over_an_input_of_some_types_is_found() -> None:
+def test_check_of_pairs_finds_an_output_over_an_input_of_some_dtypes() -> None:
     def run(given: Inputs, _config: None) -> Outputs:
         y = given["x"].to(torch.float32)
         return {"y": y.copy_(_reference(given)["y"])}
@@ -223,14 +223,14 @@ def test_output_of_a_variant_without_knobs_over_an_input_of_some_types_is_found(
     assert pairs.check_pairs(op, replace(KNOBLESS, run=lambda given, _: run(given, None)), modes, elements) == []
 
 
-def test_case_that_did_not_run_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coverage_counts_cases_that_did_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "COVERING_S", 0.0)
     (coverage,) = pairs.check_pairs(op_with(""), KNOBLESS, CASES, elements)
     assert coverage.reason.endswith("time limit before 4 cases ran twice")
 
 
 @interpreted
-def test_time_limit_is_named_with_the_classes_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coverage_at_the_time_limit_names_classes_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs, "COVERING_S", 0.0)
     op = op_with("")
     (coverage,) = pairs.check_pairs(op, op.variants[0], CASES, elements)
@@ -241,7 +241,7 @@ def test_time_limit_is_named_with_the_classes_it_left_out(monkeypatch: pytest.Mo
     )
 
 
-def test_covering_lets_every_knob_value_meet_every_class_in_few_pairs() -> None:
+def test_covering_pairs_every_knob_value_with_every_class_in_at_most_17_pairs() -> None:
     variant = op_with("").variants[0]
     configs = pairs.configs_by_case(variant, CASES)
     chosen = list(pairs.covering(configs, cost_of_pair))
@@ -253,7 +253,7 @@ def test_covering_lets_every_knob_value_meet_every_class_in_few_pairs() -> None:
     assert list(pairs.unmet(configs, done - {chosen[-1]}))
 
 
-def test_values_of_two_knobs_meet_in_a_case_of_several_tiles_and_not_in_a_single_row() -> None:
+def test_covering_pairs_values_of_two_knobs_in_a_case_of_several_tiles() -> None:
     odd, row = case_of("odd", 7, 33), case_of("row", 1, 64)
     configs = {case: [Rows(rows, warps) for rows in (1, 2, 4) for warps in (1, 2, 4)] for case in (odd, row)}
     chosen = list(pairs.covering(configs, cost_of_pair))
@@ -267,7 +267,7 @@ def test_classes_name_ragged_axes_wide_tiny_and_first_cases() -> None:
     assert pairs.classes([*CASES, replace(CASES[1], dtype="float16")])["dtype=float16"] == [replace(CASES[1], dtype="float16")]
 
 
-def test_pairs_of_unsupported_cases_and_of_variants_without_knobs_are_none() -> None:
+def test_covering_has_no_pairs_of_unsupported_cases_or_variants_without_knobs() -> None:
     variant = op_with("").variants[0]
     ragged = replace(variant, unsupported=lambda case: "ragged" if case["N"] % 16 else None)
     assert set(pairs.configs_by_case(ragged, CASES)) == {CASES[2], CASES[3]}

@@ -53,13 +53,13 @@ def test_check_finds_nothing_in_a_right_kernel() -> None:
     assert findings(op_with("")) == []
 
 
-def test_unwritten_elements_are_named() -> None:
+def test_check_reports_unwritten_elements_as_such() -> None:
     assert findings(op_with("unwritten_tail"))[0].endswith(
         "7 are NaN, as elements that are never written, or loaded under a mask without `other`"
     )
 
 
-def test_guard_leaves_the_interpreter_as_it_was() -> None:
+def test_guarded_restores_the_interpreter() -> None:
     from triton.runtime import interpreter
 
     before = interpreter._implicit_cvt, interpreter._interpreter, interpreter.interpreter_builder.options
@@ -74,7 +74,7 @@ def _largest_of_nothing(x_ptr, y_ptr):
     tl.store(y_ptr, tl.max(zeros / zeros))
 
 
-def test_values_of_tensors_without_memory_warn_of_nothing() -> None:
+def test_guarded_values_of_meta_tensors_warn_of_nothing() -> None:
     x = torch.empty(16, device="meta")
     with guarded(), warnings.catch_warnings():
         warnings.simplefilter("error")

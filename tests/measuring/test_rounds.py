@@ -24,7 +24,7 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return reasons
 
 
-def test_throttling_is_that_of_the_gpu_that_torch_uses(second_of_two: dict[str, int]) -> None:
+def test_throttled_is_that_of_the_gpu_that_torch_uses(second_of_two: dict[str, int]) -> None:
     second_of_two["GPU-one"] = 0x20
     assert not throttled()
     second_of_two["GPU-two"] = 0x20
@@ -34,14 +34,14 @@ def test_throttling_is_that_of_the_gpu_that_torch_uses(second_of_two: dict[str, 
 @pytest.mark.parametrize(
     ("reasons", "repeated"), [(0x0, False), (0x1, False), (0x4, False), (0x110, False), (0x8 | 0x80, True), (0x24, True)]
 )
-def test_heat_and_the_power_brake_spoil_a_round_and_the_power_cap_does_not(
+def test_throttled_by_heat_or_power_brake_but_not_by_the_power_cap(
     reasons: int, repeated: bool, second_of_two: dict[str, int]
 ) -> None:
     second_of_two["GPU-two"] = reasons
     assert throttled() == repeated
 
 
-def test_without_nvml_nothing_is_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throttled_without_nvml_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
@@ -57,7 +57,7 @@ COLD = POLICIES["cold"]
     ("set_bytes", "sets"),
     [(1_547_737, 164), (2_144_384, 119), (67_117_056, 5), (251_658_239, 3), (251_658_240, 2), (1 << 34, 2), (100_000, 2518)],
 )
-def test_the_input_sets_are_together_more_than_four_times_the_l2(set_bytes: int, sets: int) -> None:
+def test_rotation_of_input_sets_exceeds_four_times_the_l2(set_bytes: int, sets: int) -> None:
     """The first six as records of the H200 were measured with."""
     assert rotation(COLD, set_bytes, L2, FREE) == sets
     assert sets * set_bytes > 4 * L2
@@ -65,7 +65,7 @@ def test_the_input_sets_are_together_more_than_four_times_the_l2(set_bytes: int,
     assert rotation(POLICIES["hot"], set_bytes, L2, FREE) == 1
 
 
-def test_memory_takes_no_more_than_the_set_that_is_one_too_many() -> None:
+def test_rotation_with_little_memory_has_one_set_above_four_times_the_l2() -> None:
     assert rotation(COLD, 1 << 20, L2, 482 << 20) == 241  # four times the L2 is 240 MiB
     assert rotation(COLD, 1 << 20, L2, 481 << 20) == 240
     assert rotation(COLD, 1 << 30, L2, 1 << 30) == 1  # it pushes itself out
@@ -76,7 +76,7 @@ def test_memory_takes_no_more_than_the_set_that_is_one_too_many() -> None:
     assert rotation(POLICIES["hot"], 1 << 20, L2, 479 << 20) == 1
 
 
-def test_a_case_too_small_to_be_cold_is_not_timed_as_if_it_were() -> None:
+def test_rotation_of_a_case_too_small_for_a_cold_l2_raises() -> None:
     assert rotation(COLD, 30_721, L2, FREE) == 8193
     with pytest.raises(ValueError, match=r"^a cold L2 takes 61,440 input sets of 4,096 bytes, more than 8,192: only policy hot"):
         rotation(COLD, 4096, L2, FREE)

@@ -151,7 +151,7 @@ def test_right_kernel_passes_in_derived_cases() -> None:
         ("branch of host code", 'after `if N > 2048 and mistake == "branch of host code"` in sums'),
     ],
 )
-def test_size_too_costly_for_a_check_is_named(mistake: str, named: str) -> None:
+def test_coverage_names_a_size_too_costly_for_a_check(mistake: str, named: str) -> None:
     op = summing(mistake, elements=100_000)
     derived, _, facts = derived_cases(op, CHECK[:2], BENCH)
     assert [case for case in derived if case["N"] == 3000] == []
@@ -194,7 +194,7 @@ def sums_with_conditions(long: int, value: float, given: Inputs, _config: None) 
         (1000, 0.0, []),
     ],
 )
-def test_side_of_a_condition_on_values_that_no_check_takes_is_named(long: int, value: float, named: list[str]) -> None:
+def test_coverage_names_a_side_of_a_condition_that_no_check_takes(long: int, value: float, named: list[str]) -> None:
     variant = Variant("optimized", partial(sums_with_conditions, long, value))
     op = replace(summing(""), compare=lambda *_: [], variants=(variant,))
     checks = [case_job([Run(Task(op, case, variant), None)]) for case in (*CHECK, case_of("long", 2, 3000))]
@@ -278,7 +278,7 @@ def test_host_branch_of_another_config_above_a_size_runs_in_a_derived_case(is_wr
 
 
 @pytest.mark.parametrize("mistake", ["grid cut short", ""])
-def test_grid_that_is_cut_short_in_the_largest_case_alone_is_named(mistake: str) -> None:
+def test_address_check_names_a_grid_cut_short_in_the_largest_case(mistake: str) -> None:
     op = summing(mistake)
     jobs = [
         address_job(Task(op, BENCH[1], op.variants[0])),
@@ -290,7 +290,7 @@ def test_grid_that_is_cut_short_in_the_largest_case_alone_is_named(mistake: str)
     assert found == [line] * bool(mistake)
 
 
-def test_line_of_what_no_check_reached_names_eight_parts() -> None:
+def test_coverage_line_names_eight_parts_and_counts_the_rest() -> None:
     op = summing("")
     job = address_job(Task(op, BENCH[0], op.variants[0]))
     job.reached.update({f"size > {count} in _sums": 1 for count in range(10)})
@@ -320,7 +320,7 @@ def whole_rows(axis: int, given: Inputs, _config: None) -> Outputs:
         (0, case_of("wide", 2, 3_000_000), "_whole_rows: a block of this size does not compile: numel (4194304) exceeds"),
     ],
 )
-def test_largest_case_that_a_gpu_refuses_is_found(axis: int, largest: Case, fault: str) -> None:
+def test_address_check_finds_a_largest_case_that_a_gpu_refuses(axis: int, largest: Case, fault: str) -> None:
     variant = Variant("optimized", partial(whole_rows, axis))
     lines = address_errors(replace(summing(""), variants=(variant,)), largest, variant, None)
     assert [line[: len(fault)] for line in lines] == [fault] * bool(fault)
@@ -350,7 +350,7 @@ def rows_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 @pytest.mark.parametrize("is_wide", [True, False])
 @pytest.mark.parametrize("checks", [[*CHECK, case_of("no inputs", -1, 1)], CHECK[:1]])
-def test_loaded_index_that_overflows_at_the_largest_size_is_found(is_wide: bool, checks: list[Case]) -> None:
+def test_address_check_finds_a_loaded_index_that_overflows(is_wide: bool, checks: list[Case]) -> None:
     variant, large = Variant("optimized", partial(gathered, is_wide)), case_of("large", 200_000, 20_000)
     op = replace(summing(""), inputs=rows_with_index, variants=(variant,))
     found = address_errors(op, large, variant, None, checks)
@@ -374,7 +374,7 @@ def long_rows(given: Inputs, _config: None) -> Outputs:
 
 
 @pytest.mark.usefixtures("short_launches")
-def test_last_program_is_judged_though_the_loop_of_the_first_takes_all_time() -> None:
+def test_address_check_judges_the_last_program_after_a_long_first_one() -> None:
     variant = Variant("optimized", long_rows)
     found = address_errors(replace(summing(""), variants=(variant,)), case_of("large", 65_536, 1 << 20), variant, None)
     assert [line.partition(",")[0] for line in found] == ["int32 overflow detected for operation mul"]
@@ -391,7 +391,7 @@ def _sums_of_columns(x_ptr, y_ptr, M, N, WIDE: tl.constexpr, BLOCK: tl.constexpr
 
 
 @pytest.mark.parametrize("is_wide", [True, False])
-def test_offset_that_overflows_in_the_last_turns_of_a_long_loop_is_found(is_wide: bool) -> None:
+def test_address_check_finds_an_offset_that_overflows_late_in_a_loop(is_wide: bool) -> None:
     def run(given: Inputs, _config: None) -> Outputs:
         y = given["x"].new_empty(4, given["x"].shape[1])
         _sums_of_columns[(4,)](given["x"], y, *given["x"].shape, WIDE=is_wide, BLOCK=512)

@@ -62,7 +62,7 @@ def experts() -> list[Record]:
     return [*rows, record(None, status="failed", reason="y: 3 of 9 </script><b>wrong", variant="optimized", dtype="float16")]
 
 
-def test_cases_hold_their_records_by_variant_and_the_fullest_dtype_is_first() -> None:
+def test_payload_cases_have_records_by_variant_and_the_fullest_dtype_first() -> None:
     shown = payload(Sources([record(dtype="float16"), *[changed(r, flops=7) for r in experts()]], ("baseline", "optimized")))
     assert [case["dtype"] for case in shown["cases"]] == ["bfloat16"] * 4 + ["float16"]
     first = shown["cases"][0]
@@ -72,7 +72,7 @@ def test_cases_hold_their_records_by_variant_and_the_fullest_dtype_is_first() ->
     assert shown["facts"]["records"] == "9 passed, 1 failed"
 
 
-def test_pair_is_as_asked_else_baseline_and_optimized_else_first_and_last() -> None:
+def test_default_pair_is_that_asked_for_else_baseline_and_optimized() -> None:
     rows = [record(variant=name) for name in ("old", "new", "liger")]
     assert default_pair(experts()) == ("baseline", "optimized")
     peers = [changed(row, role="peer") if row.variant == "liger" else row for row in rows]
@@ -83,19 +83,19 @@ def test_pair_is_as_asked_else_baseline_and_optimized_else_first_and_last() -> N
         default_pair(rows, b="newer")
 
 
-def test_rows_of_the_interpreter_are_remarked_on() -> None:
+def test_page_of_interpreter_records_says_that_nothing_is_timed() -> None:
     checked = record(None, status="checked", device="interpreter")
     text = page(Sources([checked], ("baseline", "baseline")))
     assert '<p class="remark">device: interpreter (no GPU): correctness is checked, no timing</p>' in text
     assert 'class="remark"' not in page(Sources(experts(), ("baseline", "optimized")))
 
 
-def test_no_records_are_an_error() -> None:
+def test_payload_of_no_records_raises() -> None:
     with pytest.raises(ValueError, match=r"^no records to report$"):
         payload(Sources([], ("baseline", "optimized")))
 
 
-def test_page_is_one_small_file_and_text_cannot_become_markup() -> None:
+def test_page_is_one_small_file_that_escapes_text() -> None:
     text = page(Sources(experts(), ("baseline", "optimized"), command="kerneltune report <x>"))
     assert len(text.encode()) < MOST_BYTES
     assert "kerneltune report &lt;x&gt;" in text
@@ -105,7 +105,7 @@ def test_page_is_one_small_file_and_text_cannot_become_markup() -> None:
     assert json.loads(embedded[1])["cases"][-1]["of"]["optimized"]["reason"] == "y: 3 of 9 </script><b>wrong"
 
 
-def test_command_writes_the_page_of_the_recorded_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_writes_the_page_of_recorded_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = run("report", RECORDED, "--results", tmp_path)
     assert (result.exit_code, result.stdout) == (0, "")
@@ -114,7 +114,7 @@ def test_command_writes_the_page_of_the_recorded_results(tmp_path: Path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_shares_are_of_the_peak_where_arithmetic_bounds_a_case() -> None:
+def test_payload_share_is_of_the_peak_if_arithmetic_bounds_the_case() -> None:
     """1e12 operations in 1 ms are 1000 TFLOP/s: half of the fp8 peak of an H200, and above the one of bfloat16."""
     big = {"flops": 10**12, "pct_ceiling": 5.0, "gbps": 100.0, "ceiling_gbps": 4000.0}
     rows = [record(1000.0, quant="fp8", **big), record(10.0, flops=10, pct_ceiling=50.0)]
@@ -123,7 +123,7 @@ def test_shares_are_of_the_peak_where_arithmetic_bounds_a_case() -> None:
     assert (second["bound"], second["of"]["baseline"]["pct"]) == ("ceiling", 50.0)
 
 
-def test_looks_are_of_the_name_alone() -> None:
+def test_looks_of_a_variant_depend_on_its_name_only() -> None:
     one = payload(Sources([record(variant=name) for name in ("baseline", "quack", "mine")], ("baseline", "mine")))
     other = payload(Sources([record(variant=name) for name in ("mine", "optimized", "quack")], ("quack", "mine")))
     assert one["looks"]["mine"] == other["looks"]["mine"]
@@ -131,7 +131,7 @@ def test_looks_are_of_the_name_alone() -> None:
     assert len({*map(tuple, one["looks"].values()), *map(tuple, other["looks"].values())}) == 4
 
 
-def test_pages_say_nothing_of_this_machine() -> None:
+def test_page_names_no_folder_of_the_machine() -> None:
     odd = record(None, status="failed", reason="see /home/me/kernels/a.py:3, and /srv/x/log.txt; 1/2 of a/b", variant="optimized")
     text = page(Sources([record(), odd], ("baseline", "optimized"), command="kerneltune report /home/me/r.jsonl"))
     assert "/home/" not in text
@@ -140,14 +140,14 @@ def test_pages_say_nothing_of_this_machine() -> None:
     assert "kerneltune report r.jsonl" in text
 
 
-def test_cases_that_find_no_room_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_with_too_many_cases_counts_those_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MOST_RECORDS", 5)
     shown = payload(Sources(experts(), ("baseline", "optimized")))
     assert len(shown["cases"]) == 2
     assert shown["remark"] == "3 of 5 cases are left out to keep this page small: --op, --dtype, --quant select other cases"
 
 
-def test_several_families_are_one_page_that_names_the_slowest_row_of_each(tmp_path: Path) -> None:
+def test_report_of_several_families_is_one_page_with_the_slowest_row_of_each(tmp_path: Path) -> None:
     files = sorted(RECORDED.parent.glob("fp8_t*.jsonl"))
     result = run("report", *files, "--results", tmp_path, "-o", tmp_path / "x.html")
     assert result.exit_code == 0, result.output
@@ -159,7 +159,7 @@ def test_several_families_are_one_page_that_names_the_slowest_row_of_each(tmp_pa
     assert len(text.encode()) < MOST_BYTES
 
 
-def test_families_are_compared_each_with_its_own_baseline_or_peer() -> None:
+def test_payload_compares_each_family_with_its_own_baseline_or_peer() -> None:
     peer = [record(80.0, variant="liger", role="peer", family="two", axes={"E": size, "N": 1}) for size in (1, 2)]
     ours = [record(us, variant="optimized", family="two", axes={"E": size, "N": 1}) for us, size in ((100.0, 1), (40.0, 2))]
     lost = record(None, variant="optimized", status="failed", reason="x", axes={"E": 1, "N": 1})
@@ -174,7 +174,7 @@ def test_families_are_compared_each_with_its_own_baseline_or_peer() -> None:
     assert payload(Sources(one))["summary"] is None
 
 
-def test_a_family_never_decides_where_files_are_written(tmp_path: Path) -> None:
+def test_report_of_a_family_named_as_a_path_writes_only_its_output(tmp_path: Path) -> None:
     rows, out = tmp_path / "in" / "a.jsonl", tmp_path / "out"
     append(rows, [record(family="../../<b>"), record(family="/abs", axes={"N": 8}), record(family="...", axes={"N": 9})])
     result = run("report", rows, "--results", tmp_path, "-o", out / "r.html")
@@ -184,7 +184,7 @@ def test_a_family_never_decides_where_files_are_written(tmp_path: Path) -> None:
     assert "<b>" not in re.sub(r"<script>.*?</script>", "", (out / "r.html").read_text(), flags=re.S)
 
 
-def test_markdown_is_printed_where_the_file_is_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_to_a_dash_prints_markdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     append(tmp_path / "a.jsonl", experts())
     result = run("report", "a.jsonl", "--results", tmp_path, "--markdown", "-")
@@ -193,7 +193,7 @@ def test_markdown_is_printed_where_the_file_is_a_dash(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_command_names_what_is_wrong(tmp_path: Path) -> None:
+def test_report_of_bad_files_or_names_fails_with_one_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"op": 1}\n')
     assert run("report", broken).stderr == f"error: {broken}:1: op: 1: expected str\n"
@@ -210,7 +210,7 @@ def test_command_names_what_is_wrong(tmp_path: Path) -> None:
     assert run("report", RECORDED, "-o", tmp_path / "file" / "x.html").stderr.splitlines()[-1].startswith("error: cannot write ")
 
 
-def test_markdown_has_the_table_its_source_and_its_picture(tmp_path: Path) -> None:
+def test_report_markdown_has_table_source_and_picture(tmp_path: Path) -> None:
     rows = tmp_path / "scale.jsonl"
     append(rows, experts())
     picture = ("--svg", tmp_path / "pictures" / "s.svg", "--a", "baseline")
@@ -225,7 +225,7 @@ def test_markdown_has_the_table_its_source_and_its_picture(tmp_path: Path) -> No
     assert not (tmp_path / "report.html").exists()
 
 
-def test_markdown_has_a_table_for_every_family(tmp_path: Path) -> None:
+def test_report_markdown_has_a_table_per_family(tmp_path: Path) -> None:
     result = run("report", *sorted(RECORDED.parent.glob("fp8_t*.jsonl")), "--markdown", tmp_path / "pr.md")
     assert result.exit_code == 0, result.output
     lines = (tmp_path / "pr.md").read_text().splitlines()
@@ -266,7 +266,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1600])
-def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
+def test_browser_shows_the_page_without_errors_requests_or_sideways_scrolling(
     browser: Any, shown: Path, width: int, scheme: str
 ) -> None:
     window = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
@@ -303,7 +303,7 @@ def test_browser_shows_it_without_errors_requests_or_sideways_scrolling(
 
 
 @pytest.mark.browser
-def test_browser_table_is_that_of_compare_and_sorts_and_filters(browser: Any, shown: Path) -> None:
+def test_browser_table_equals_that_of_compare_and_sorts_and_filters(browser: Any, shown: Path) -> None:
     window = browser.new_page(viewport={"width": 1600, "height": 900})
     window.goto(shown.as_uri())
     rows = newest([*load(RECORDED), *experts()])
@@ -334,7 +334,7 @@ def test_browser_table_is_that_of_compare_and_sorts_and_filters(browser: Any, sh
 
 @pytest.mark.browser
 @pytest.mark.parametrize("width", [400, 1600])
-def test_browser_calls_cases_what_every_table_calls_them(browser: Any, tmp_path: Path, width: int) -> None:
+def test_browser_names_cases_as_tables_do(browser: Any, tmp_path: Path, width: int) -> None:
     rows = [record(options={"pow2": True, "layout": layout}) for layout in ("row", "both")]
     rows.append(record(op="scale_rows", axes={"M": 2}))
     (tmp_path / "x.html").write_text(page(Sources(rows, ("baseline", "baseline"))), encoding="utf-8")
@@ -404,7 +404,7 @@ def test_browser_speed_ups_are_in_view_and_the_keyboard_reaches_configs(browser:
 
 
 @pytest.mark.browser
-def test_browser_tells_the_values_under_the_pointer_hides_variants_and_changes_the_theme(browser: Any, shown: Path) -> None:
+def test_browser_shows_values_under_the_pointer_hides_variants_and_changes_theme(browser: Any, shown: Path) -> None:
     window = browser.new_page(viewport={"width": 400, "height": 900}, color_scheme="light")
     window.goto(shown.as_uri())
     window.evaluate("document.querySelectorAll('details.more').forEach((part) => { part.open = true; })")

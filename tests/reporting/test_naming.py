@@ -14,14 +14,14 @@ def cast(layout: str, op: str = "cast_2d", **changes: Any) -> Record:
     return literal(100.0, **{"op": op, "options": {"pow2": True, "layout": layout}, **changes})
 
 
-def test_what_all_cases_share_is_not_named() -> None:
+def test_case_names_omit_what_all_cases_share() -> None:
     first, second = case_names([cast("row"), cast("both")])
     assert (first.kind, first.options, first.settings, first.shape) == ("2d", {"layout": "row"}, "layout=row", "8192×4096")
     assert second.title == "cast_2d · fp8 · bfloat16 · layout=both"
     assert case_names([cast("row"), literal(1.0)])[0].settings == ""
 
 
-def test_policy_and_device_are_named_like_options() -> None:
+def test_case_names_include_policy_and_device_as_settings() -> None:
     names = case_names([cast("row"), cast("row", policy="hot"), cast("row", device="NVIDIA H100")])
     assert [name.settings for name in names] == [
         "policy=cold device=NVIDIA H200",
@@ -30,14 +30,14 @@ def test_policy_and_device_are_named_like_options() -> None:
     ]
 
 
-def test_operators_are_called_by_what_tells_them_apart() -> None:
+def test_case_names_shorten_operators_to_their_differences() -> None:
     together = case_names([cast("row", op=op) for op in ("fp8_colwise_3d", "fp8_group_colwise", "fp8_rowwise_2d")])
     assert [name.kind for name in together] == ["colwise_3d", "group_colwise", "rowwise_2d"]
     assert [name.kind for name in case_names([cast("row"), cast("row", op="cast_2d_both")])] == ["2d", "2d_both"]
     assert [name.kind for name in case_names([cast("row"), literal(1.0)])] == ["cast_2d", "rmsnorm_fwd"]
 
 
-def test_every_table_chart_and_page_says_the_same() -> None:
+def test_case_names_are_the_same_in_tables_and_page() -> None:
     others = cast("both", time_us=50.0, case="other", family="cast"), cast("row", op="cast_3d", family="cast")
     records = [cast("row", family="cast"), *others]
     shown = payload(Sources(records, ("baseline", "baseline")))["cases"]

@@ -22,7 +22,7 @@ def rows(*ratios: float) -> list[Comparison]:
     return [Comparison(literal(10.0 * ratio), literal(10.0, variant="optimized")) for ratio in ratios]
 
 
-def test_picture_has_a_line_per_family_the_fastest_first() -> None:
+def test_picture_has_a_line_per_family_with_the_fastest_first() -> None:
     text = speedups({"slow_<x>": rows(0.5, 0.5), "fast": rows(1.0, 4.0)}, "best-peer", "optimized", "NVIDIA H200")
     assert re.findall(r'text-anchor="end">([^<]*)<', text) == ["fast", "2.00x", "slow &lt;x&gt;", "0.50x"]
     assert "the fastest peer of every case" in text
@@ -32,7 +32,7 @@ def test_picture_has_a_line_per_family_the_fastest_first() -> None:
     assert points[1] < float(one) < points[0]
 
 
-def test_picture_without_a_speed_up_is_an_error(tmp_path: Path) -> None:
+def test_picture_without_a_speed_up_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^no case has a time of both a and b: nothing to draw$"):
         speedups({"family": []}, "a", "b", "")
     done = CliRunner().invoke(
@@ -46,7 +46,7 @@ def test_picture_without_a_speed_up_is_an_error(tmp_path: Path) -> None:
     assert (done.exit_code, done.stderr) == (2, "error: no case has a time of both baseline and optimized: nothing to draw\n")
 
 
-def test_readme_picture_is_of_the_recorded_results(tmp_path: Path) -> None:
+def test_readme_picture_equals_that_of_recorded_results(tmp_path: Path) -> None:
     """Make it anew with `kerneltune report results/nvidia_h200/*.jsonl --svg docs/speedup.svg`."""
     done = CliRunner().invoke(app, ["report", *map(str, RECORDED), "--svg", str(tmp_path / "speedup.svg")])
     assert done.exit_code == 0, done.output

@@ -51,7 +51,7 @@ def published_rows() -> list[tables.Comparison]:
     return tables.ab_rows(sides["A"], sides["B"])
 
 
-def test_ab_table_of_the_published_records_is_the_published_table() -> None:
+def test_ab_table_of_published_records_equals_the_published_table() -> None:
     """Because the published speed-ups come from unrounded times, some differ by 0.01 from the ratio of the printed times."""
     table = tables.ab_table(published_rows())
     lines = list(csv.DictReader(io.StringIO(table.csv())))
@@ -71,7 +71,7 @@ def test_ab_table_of_the_published_records_is_the_published_table() -> None:
     assert not wanted
 
 
-def test_ab_text_begins_with_its_summary_and_is_sorted() -> None:
+def test_ab_table_text_begins_with_its_summary_and_is_sorted() -> None:
     lines = tables.ab_table(published_rows(), "baseline", "optimized").text(width=100).splitlines()
     assert lines[:7] == [
         "A: baseline; B: optimized",
@@ -90,7 +90,7 @@ def test_ab_text_begins_with_its_summary_and_is_sorted() -> None:
     assert lines[-1] == "NVIDIA H200, driver 570, torch 2.9, triton 3.5, commit 0, 2026-11-21"
 
 
-def test_text_of_few_columns_says_what_it_leaves_out() -> None:
+def test_ab_table_text_in_few_columns_names_hidden_columns() -> None:
     lines = tables.ab_table(published_rows()).text(width=60).splitlines()
     assert max(map(len, lines)) <= 60
     assert next(line for line in lines if line.startswith("kind")) == "kind dtype    quant     M     N   A µs   B µs speedup"
@@ -103,7 +103,7 @@ def test_text_of_few_columns_says_what_it_leaves_out() -> None:
     assert "a wider terminal or --format markdown|csv shows all" in " ".join(with_format.split())
 
 
-def test_what_all_rows_share_is_said_once() -> None:
+def test_ab_table_text_prints_values_that_all_rows_share_once() -> None:
     rows = tables.ab_rows([record(), record(axes={"M": 1, "N": 2})], [record(50.0), record(50.0, axes={"M": 1, "N": 2})])
     lines = tables.ab_table(rows).text(100).splitlines()
     assert "all rows: kind fwd, dtype bfloat16, quant fp8" in lines
@@ -111,7 +111,7 @@ def test_what_all_rows_share_is_said_once() -> None:
 
 
 @pytest.mark.parametrize("family", [path.stem for path in sorted(RECORDED.glob("*.jsonl"))])
-def test_every_recorded_table_fits_and_tells_all_rows_apart(family: str) -> None:
+def test_tables_of_recorded_families_fit_and_name_all_rows_differently(family: str) -> None:
     records = load(RECORDED / f"{family}.jsonl")
     rows = tables.ab_rows(*([r for r in records if r.variant == "baseline"] for _ in "ab"))
     for table, width in itertools.product((tables.ab_table(rows), tables.sweep_table(records)), (80, 120)):
@@ -121,7 +121,7 @@ def test_every_recorded_table_fits_and_tells_all_rows_apart(family: str) -> None
     assert len(set(named)) == len(rows) > 0
 
 
-def test_summary_names_up_to_five_rows_that_are_20_percent_slower_the_slowest_first() -> None:
+def test_ab_summary_names_up_to_five_rows_20_percent_slower_with_the_slowest_first() -> None:
     ratios = (1.2, 0.81, 0.8, 0.5)
     a = [record(100.0 * ratio, axes={"M": m, "N": 64}) for m, ratio in enumerate(ratios, start=1)]
     b = [record(100.0, axes=row.axes) for row in a]
@@ -135,7 +135,7 @@ def test_summary_names_up_to_five_rows_that_are_20_percent_slower_the_slowest_fi
     assert line.count("0.10x") == 5
 
 
-def test_best_peers_are_the_fastest_of_every_case() -> None:
+def test_best_peer_is_the_fastest_of_every_case() -> None:
     rows = [
         record(), record(90.0, variant="liger", role="peer"), record(80.0, variant="quack", role="peer"),
         record(70.0, variant="liger", role="peer", quant="none"), failed(variant="eager", role="peer"),
@@ -149,7 +149,7 @@ def test_best_peers_are_the_fastest_of_every_case() -> None:
     assert "A is" in table.text()
 
 
-def test_shares_are_of_the_peak_where_arithmetic_bounds_a_row() -> None:
+def test_ab_table_share_is_of_the_peak_if_arithmetic_bounds_the_row() -> None:
     """1e12 operations in 1 ms are 1000 TFLOP/s: half of the fp8 peak of an H200."""
     big = {"flops": 10**12, "pct_ceiling": 5.0, "gbps": 100.0, "ceiling_gbps": 4000.0}
     gemm = [record(2000.0, **big), record(1000.0, **big)]
@@ -165,7 +165,7 @@ def test_shares_are_of_the_peak_where_arithmetic_bounds_a_row() -> None:
     assert [(line["bound"], round(float(line["pct_bound"]), 1)) for line in swept_rows] == [("peak", 25.3), ("peak", 50.5)]
 
 
-def test_share_of_a_bound_is_not_shown_where_the_time_holds_work_of_the_host() -> None:
+def test_tables_hide_the_share_of_a_bound_if_times_include_the_host() -> None:
     sides = [record(2000.0, policy="eager", pct_ceiling=0.9), record(1000.0, policy="eager", pct_ceiling=1.8)]
     rows = tables.ab_rows(sides[:1], sides[1:])
     text = tables.ab_table(rows).text(200)
@@ -175,12 +175,12 @@ def test_share_of_a_bound_is_not_shown_where_the_time_holds_work_of_the_host() -
     assert "bound" not in whole.text(200)
 
 
-def test_commit_hashes_have_seven_digits() -> None:
+def test_ab_table_prints_commits_with_seven_digits() -> None:
     text = tables.ab_table(tables.ab_rows([record(commit="a" * 40)], [record(50.0, commit="b" * 40 + "+")])).text(200)
     assert f"commit {'a' * 7} and {'b' * 7}+, 2026" in text
 
 
-def test_pairs_are_of_one_key_and_one_device() -> None:
+def test_ab_rows_pair_records_of_one_key_and_one_device() -> None:
     a = [record(), record(quant="none"), record(device="NVIDIA H100"), record(policy="hot")]
     b = [record(90.0), record(50.0, case="renamed"), record(policy="eager"), record(device="AMD MI300X")]
     rows = tables.ab_rows(a, b)
@@ -188,12 +188,12 @@ def test_pairs_are_of_one_key_and_one_device() -> None:
 
 
 @pytest.mark.parametrize(("time_us", "mark"), [(95.2, "+"), (95.3, ""), (105.2, ""), (105.3, "-")])
-def test_marks_come_from_the_unrounded_speedup(time_us: float, mark: str) -> None:
+def test_ab_row_mark_comes_from_the_unrounded_speedup(time_us: float, mark: str) -> None:
     (row,) = tables.ab_rows([record()], [record(time_us)])
     assert row.mark == mark
 
 
-def test_a_row_that_failed_shows_its_reason_and_no_time() -> None:
+def test_ab_table_text_of_a_failed_row_has_its_reason_and_no_time() -> None:
     rows = tables.ab_rows(
         [record(), record(quant="none")], [failed(), record(50.0, quant="none", pct_ceiling=80.0, aa_floor=0.01)]
     )
@@ -216,7 +216,7 @@ def test_a_row_that_failed_shows_its_reason_and_no_time() -> None:
     assert tables.ab_table([]).text() == "no rows to compare\n\nkind dtype quant A µs B µs speedup\n"
 
 
-def test_ab_markdown() -> None:
+def test_ab_table_markdown_equals_the_expected_text() -> None:
     b = record(50.0, ci_low_us=49.0, ci_high_us=51.0, pct_ceiling=80.0, aa_floor=0.01)
     rows = tables.ab_rows([record(), record(quant="none")], [b, failed(quant="none")])
     assert tables.ab_table(rows, title="Norms").markdown() == (
@@ -238,7 +238,7 @@ def test_ab_markdown() -> None:
     )
 
 
-def test_rows_of_different_runs_have_no_interval() -> None:
+def test_ab_rows_of_different_runs_have_no_interval() -> None:
     """The intervals are of what differs within a run, so they say nothing of another GPU or other code."""
     runs = [{"commit": "1", "unit": "a"}, {"commit": "2", "unit": "a"}, {"commit": "1", "unit": "b"}, {"commit": "2", "unit": ""}]
     sizes = [{"M": size, "N": 8} for size in (1, 2, 3, 4)]
@@ -268,7 +268,7 @@ def swept() -> list[Record]:
     ]
 
 
-def test_sweep_text_in_full_columns() -> None:
+def test_sweep_table_text_in_130_columns_has_all_columns() -> None:
     assert tables.sweep_table(swept()).text(width=130) == (
         "device: NVIDIA H200\n"
         "all rows: op rmsnorm_fwd, dtype bfloat16\n"
@@ -285,7 +285,7 @@ def test_sweep_text_in_full_columns() -> None:
     )
 
 
-def test_sweep_text_in_few_columns_keeps_times() -> None:
+def test_sweep_table_text_in_60_columns_keeps_times() -> None:
     text = tables.sweep_table(swept()).text(width=60)
     assert max(map(len, text.splitlines())) <= 60
     assert "* optimized" in text
@@ -293,7 +293,7 @@ def test_sweep_text_in_few_columns_keeps_times() -> None:
     assert "not shown in 60 columns: " in text
 
 
-def test_reasons_are_shown_on_up_to_three_lines() -> None:
+def test_ab_table_text_prints_reasons_on_up_to_three_lines() -> None:
     reason = "wrong: scales of the last columns overwrite the next group's, so that no row of it is what it should be"
     rows = tables.ab_rows([failed(reason=reason)], [record(50.0)])
     lines = tables.ab_table(rows).text(width=80).splitlines()
@@ -306,26 +306,26 @@ def test_reasons_are_shown_on_up_to_three_lines() -> None:
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
-def test_longer_reasons_are_cut(width: int) -> None:
+def test_ab_table_text_cuts_longer_reasons(width: int) -> None:
     lines = tables.sweep_table([failed(reason="x " * 300)]).text(width).splitlines()
     assert max(map(len, lines)) <= width
     assert [line.endswith(" …") for line in lines].count(True) == 1
 
 
-def test_the_interpreter_has_results_and_no_times() -> None:
+def test_sweep_table_of_the_interpreter_has_no_times() -> None:
     text = tables.sweep_table([checked(), checked(variant="optimized")]).text(120)
     assert text.startswith("device: interpreter (no GPU): correctness is checked, no timing\n")
     assert text.count("checked, not timed") == 2
     assert text.endswith("\n2 checked\n")
 
 
-def test_options_are_shown_where_they_tell_rows_apart() -> None:
+def test_tables_show_options_if_they_differ_between_rows() -> None:
     rows = [record(options={"pad": 0}), record(options={"pad": 8}), record(quant="none")]
     lines = list(csv.DictReader(io.StringIO(tables.sweep_table(rows).csv())))
     assert [line["pad"] for line in lines] == ["0", "8", ""]
 
 
-def test_a_part_is_never_the_best_and_has_a_time_alone() -> None:
+def test_sweep_table_never_marks_a_part_as_the_best() -> None:
     part = record(variant="optimized_gemms", time_us=10.0, pct_ceiling=500.0, role="part")
     rows = [record(pct_ceiling=50.0), record(variant="optimized", time_us=50.0, pct_ceiling=60.0), part]
     table = tables.sweep_table(rows)
@@ -337,7 +337,7 @@ def test_a_part_is_never_the_best_and_has_a_time_alone() -> None:
     assert lines[2]["time_us"] == "10.0"
 
 
-def test_sweep_markdown() -> None:
+def test_sweep_table_markdown_equals_the_expected_text() -> None:
     assert tables.sweep_table(swept()[:4]).markdown() == (
         "- device: NVIDIA H200\n"
         "\n"
@@ -354,7 +354,7 @@ def test_sweep_markdown() -> None:
     )
 
 
-def test_sweep_csv() -> None:
+def test_sweep_table_csv_has_full_precision_and_notes() -> None:
     lines = list(csv.DictReader(io.StringIO(tables.sweep_table(swept()).csv())))
     assert [line["best"] for line in lines] == ["", "*", "", "", "", "*"]
     wanted = {
@@ -368,12 +368,12 @@ def test_sweep_csv() -> None:
     assert (lines[3]["status"], lines[3]["time_us"], lines[3]["note"]) == ("failed", "", "failed: y: 3 of 9 values differ")
 
 
-def test_no_records() -> None:
+def test_sweep_table_of_no_records_says_so() -> None:
     assert tables.sweep_table([]).text().startswith("no records\n")
     assert tables.sweep_table([]).csv().count("\n") == 1
 
 
-def test_brief_sweep_table_names_variants_that_skip_all_cases_in_a_line_below() -> None:
+def test_brief_sweep_table_names_variants_that_skip_all_cases_below() -> None:
     skips = [failed(status="skipped", reason="has no fp8 output", variant="liger", axes={"M": m, "N": 64}) for m in (8, 16)]
     timed = [record(axes={"M": m, "N": 64}) for m in (8, 16)]
     text = tables.sweep_table([*timed, *skips], brief=True).text(120)

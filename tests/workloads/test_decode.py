@@ -14,13 +14,13 @@ CASES = [entry.case for entry in sweep.load(sweep.find("decode"), OPS).check]
 
 
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.name)
-def test_every_variant_agrees_with_fp32(case: Case) -> None:
+def test_decode_step_of_every_variant_agrees_with_fp32(case: Case) -> None:
     checker = Checker(OP, case, WHERE)
     assert {variant.name: checker.errors(variant, None) for variant in OP.variants} == {v.name: [] for v in OP.variants}
 
 
 @pytest.mark.parametrize("is_cast", [False, True])
-def test_a_wrong_token_and_noise_are_errors(is_cast: bool) -> None:
+def test_compare_of_a_wrong_token_or_noise_fails(is_cast: bool) -> None:
     inputs = OP.inputs(CASES[1], device=WHERE)
     expected = {**OP.reference(inputs)}
     assert OP.compare(CASES[1], inputs, {**expected, "is_cast": is_cast}, expected) == []
@@ -35,7 +35,7 @@ def test_a_wrong_token_and_noise_are_errors(is_cast: bool) -> None:
     ("qkv", "qkv", 2, False), ("o", "y", 2, False), ("gate-up", "y", 2, False), ("down", "y", 2, False),
     ("qkv", "qkv", 2, True), ("o", "y", 4, True), ("down", "y", 8, True),
 ])  # fmt: skip
-def test_a_wrong_scale_of_a_row_is_an_error(layer: str, output: str, factor: int, is_cast: bool) -> None:
+def test_compare_of_a_wrong_row_scale_fails(layer: str, output: str, factor: int, is_cast: bool) -> None:
     inputs = OP.inputs(CASES[1], device=WHERE)
     expected = OP.reference(inputs)
     inputs["layers"][0][layer]["weight"].scales[:, 0, 0, :, 0] *= factor
@@ -43,7 +43,7 @@ def test_a_wrong_scale_of_a_row_is_an_error(layer: str, output: str, factor: int
     assert [error.split(":")[0] for error in errors] == [output]
 
 
-def test_traffic_is_below_that_of_weights_in_eight_bits() -> None:
+def test_traffic_of_int4_weights_is_about_half_of_8_bit_weights() -> None:
     case = next(e.case for e in sweep.load(sweep.find("decode"), OPS).bench if e.case.name == "llama-3-8b-n1")
     weights = 4 * 4096 * (6144 + 4096 + 28672 + 14336)  # four layers
     assert 0.5 * weights < OP.traffic(case).total < 0.55 * weights

@@ -38,7 +38,7 @@ OF_INT4 = [_int4(variant, tokens, us) for tokens, times in INT4.items() for vari
 OF_FASTEST = [_fastest(variant, tokens, us) for tokens, times in FASTEST.items() for variant, us in times.items()]
 
 
-def test_a_row_holds_the_fastest_of_each_kind_and_ratios_to_ours() -> None:
+def test_int4_table_row_has_the_fastest_of_each_kind_and_ratios_to_ours() -> None:
     (table,) = tables(OF_INT4)
     layer = "M=128 K=256 float16 group=64"
     assert [row.values for row in table.rows] == [
@@ -54,7 +54,7 @@ def test_a_row_holds_the_fastest_of_each_kind_and_ratios_to_ours() -> None:
     assert max(map(len, table.text(80).splitlines())) <= 80
 
 
-def test_the_table_of_the_chosen_product_names_it_and_the_fastest_without_known_scales() -> None:
+def test_int4_table_of_the_chosen_product_names_it_and_the_fastest() -> None:
     (table,) = tables(list(reversed(OF_FASTEST)))
     layer = "M=128 K=256 bfloat16 group=128"
     assert [row.values for row in table.rows] == [
@@ -65,13 +65,13 @@ def test_the_table_of_the_chosen_product_names_it_and_the_fastest_without_known_
     assert table.foot[1] == f"{layer}: int4_gemm from n=16, int4_fp8_gemm from n=64, fp8 row from n=128"
 
 
-def test_means_are_geometric_over_layers() -> None:
+def test_int4_table_head_has_geometric_means_over_layers() -> None:
     second = [_fastest(variant, 128, us, rows=256) for variant, us in {**FASTEST[128], "scaled_mm_rowwise": 96.0}.items()]
     (table,) = tables([*OF_FASTEST, *second, _fastest("scaled_mm_rowwise", 128, 1.0, rows=512)])
     assert table.head[-1] == "n = 128: 2.00x fp8 row (worst 1.00x, 2 cases), 0.62x fp8 tensor (worst 0.62x, 2 cases)"
 
 
-def test_the_last_record_counts_and_a_failed_record_does_not() -> None:
+def test_int4_table_uses_the_last_record_and_no_failed_record() -> None:
     failed = changed(_fastest("baseline", 16, 5.0), status="failed", reason="wrong", **NO_TIMES)
     (table,) = tables([*OF_FASTEST, failed, _fastest("baseline", 16, 9.0)])
     assert table.rows[0].values[2] == 9.0
@@ -79,11 +79,11 @@ def test_the_last_record_counts_and_a_failed_record_does_not() -> None:
     assert tables([_fastest("baseline", 16, 9.0)]) == []  # nothing to compare with
 
 
-def test_several_operators_have_a_table_each() -> None:
+def test_int4_tables_of_several_operators_are_one_each() -> None:
     assert [table.title.split(",")[0] for table in own_tables([*OF_INT4, *OF_FASTEST])] == ["int4_gemm", "int4_fastest_gemm"]
 
 
-def test_compare_shows_the_table_of_the_workload(tmp_path: Path) -> None:
+def test_compare_of_int4_records_prints_the_int4_table(tmp_path: Path) -> None:
     file = tmp_path / "weight_only.jsonl"
     records.append(file, OF_INT4)
     assert run("compare", file).stdout == tables(OF_INT4)[0].text(100)

@@ -68,7 +68,7 @@ def test_cases_of_experts_have_the_products_of_both_passes_on_one_gpu_of_the_gro
         assert set(sizes) >= set(OPS[op].axes)
 
 
-def test_cases_of_experts_without_swiglu_or_with_fewer_experts_than_choices_leave_these_operators_out(tmp_path: Path) -> None:
+def test_cases_of_experts_without_swiglu_lack_swiglu_and_routing_operators(tmp_path: Path) -> None:
     found = {op for op, _ in cases(tmp_path, {**EXPERTS, "hidden_act": "gelu"}, ep=16)}
     assert not [op for op in found if op.startswith(("moe_", "fp8_swiglu"))]
     assert "fp8_grouped_gemm" in found
@@ -84,7 +84,7 @@ def test_cases_of_latent_attention_have_its_norms_and_shared_experts(tmp_path: P
     assert not any("q-norm" in name for _, name in found)
 
 
-def test_the_head_of_the_file_says_what_was_read(tmp_path: Path) -> None:
+def test_model_sweep_file_begins_with_the_sizes_read(tmp_path: Path) -> None:
     head = model_sweep_text(read(written(tmp_path, EXPERTS)), [4096], [1]).splitlines()[1]
     assert head == "# Read as width 2560; 32 heads of 128, 8 of keys and values; 64 experts of 1408, 6 a token; RMSNorm."
 
@@ -112,19 +112,19 @@ def test_family_of_a_model_type_with_other_characters_is_a_plain_name(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "qwen3_moe", "gpt_oss"])
-def test_norms_of_a_type_that_has_rms_norms_are_read_without_their_epsilon(tmp_path: Path, kind: str) -> None:
+def test_norms_of_a_type_with_rms_norm_are_read_without_an_epsilon_field(tmp_path: Path, kind: str) -> None:
     fields = {key: value for key, value in EXPERTS.items() if key != "rms_norm_eps"} | {"model_type": kind}
     assert read(written(tmp_path, fields)).norms
 
 
-def test_cases_of_an_unknown_type_are_read_by_their_fields_and_of_a_picture_model_from_its_text_part(tmp_path: Path) -> None:
+def test_cases_of_an_unknown_type_come_from_its_fields_or_its_text_config(tmp_path: Path) -> None:
     found = cases(tmp_path, {"model_type": "new_vl", "vision_config": {}, "text_config": {**SMALL, "model_type": "new_text"}})
     assert found["rmsnorm_fwd", "norm-4096"]["N"] == 2560
     assert ("rmsnorm_fwd", "q-norm-131072") not in found
     assert cases(tmp_path, {**SMALL, "model_type": "gemma3_text"})["rmsnorm_fwd", "norm-4096"]["zero_centered"] is True
 
 
-def test_sizes_of_gpt2_and_of_the_parts_of_dbrx_are_read(tmp_path: Path) -> None:
+def test_sizes_of_gpt2_and_dbrx_are_read_from_their_own_fields(tmp_path: Path) -> None:
     small = read(written(tmp_path, {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_inner": None}))
     assert small.projections["mlp.down"] == (768, 3072)
     assert read(written(tmp_path, {"model_type": "gpt2", "n_embd": 1024, "n_head": 16})).projections["mlp.down"] == (1024, 4096)
@@ -136,7 +136,7 @@ def test_sizes_of_gpt2_and_of_the_parts_of_dbrx_are_read(tmp_path: Path) -> None
     assert (large.kind, large.experts.count, large.experts.top_k, large.experts.width) == ("dbrx", 16, 4, 10752)
 
 
-def test_layers_of_families_are_read_as_their_code_builds_them(tmp_path: Path) -> None:
+def test_layers_of_model_families_are_those_of_their_code(tmp_path: Path) -> None:
     """Names and sizes of the models' own files; what a layer has is that of transformers 5."""
 
     def model(kind: str, **fields: Any) -> Model:
@@ -185,7 +185,7 @@ def test_layers_of_families_are_read_as_their_code_builds_them(tmp_path: Path) -
     assert mlp(longcat) == 12288
 
 
-def test_projections_follow_heads_that_differ_between_layers_values_and_low_ranks(tmp_path: Path) -> None:
+def test_projections_follow_heads_per_layer_value_heads_and_low_ranks(tmp_path: Path) -> None:
     def projections(**fields: Any) -> dict[str, tuple[int, int]]:
         base = {"hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6}
         found = cases(tmp_path, {**base, "intermediate_size": 9216, "model_type": "new", **fields})
@@ -226,7 +226,7 @@ TEXT_BESIDE = {**PICTURE, "vocab_size": 49408, "model_type": "some_text"}
         ({**TEXT_BESIDE, "is_encoder_decoder": True}, " and a decoder"),
     ],
 )
-def test_encoders_of_pictures_sounds_and_texts_are_refused_by_name(tmp_path: Path, fields: dict[str, Any], evidence: str) -> None:
+def test_config_of_an_encoder_raises_with_its_model_type(tmp_path: Path, fields: dict[str, Any], evidence: str) -> None:
     path = written(tmp_path, fields)
     with pytest.raises(ValueError) as caught:
         read(path)
@@ -234,7 +234,7 @@ def test_encoders_of_pictures_sounds_and_texts_are_refused_by_name(tmp_path: Pat
     assert str(caught.value) == f"{path}: model_type: '{kind}': {expected}{evidence}"
 
 
-def test_language_models_that_also_read_pictures_are_read(tmp_path: Path) -> None:
+def test_config_of_a_vision_language_model_gives_its_language_model(tmp_path: Path) -> None:
     fuyu = {**SMALL, "model_type": "fuyu", "image_size": 300, "patch_size": 30, "num_channels": 3, "vocab_size": 262144}
     assert read(written(tmp_path, fuyu)).hidden == 2560
     llava = {"model_type": "llava", "text_config": SMALL, "vision_config": {**PICTURE, "image_size": 336, "projection_dim": 768}}
@@ -275,7 +275,7 @@ def test_language_models_that_also_read_pictures_are_read(tmp_path: Path) -> Non
         ("[" * 100000, "JSON: nested too deeply"),
     ],
 )
-def test_a_bad_config_is_one_line_with_file_field_and_value(tmp_path: Path, fields: Any, text: str) -> None:
+def test_bad_model_config_raises_one_line_with_file_field_and_value(tmp_path: Path, fields: Any, text: str) -> None:
     path = written(tmp_path, fields)
     with pytest.raises(ValueError) as caught:
         model_sweep_text(read(path), [4096], [1], ep=8)
@@ -284,9 +284,7 @@ def test_a_bad_config_is_one_line_with_file_field_and_value(tmp_path: Path, fiel
     assert "\n" not in str(caught.value)
 
 
-def test_experts_without_a_width_take_the_width_of_their_class_never_the_dense_width(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_without_a_width_have_that_of_their_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {name: value for name, value in EXPERTS.items() if name != "moe_intermediate_size"}
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(CONFIG_MAPPING={"qwen3_moe": Made, "mixtral": object}))
     experts = read(written(tmp_path, {"model_type": "some_vl", "text_config": fields})).experts
@@ -302,7 +300,7 @@ def test_experts_without_a_width_take_the_width_of_their_class_never_the_dense_w
 
 
 @pytest.mark.parametrize("field", ["hidden_size", "intermediate_size", "num_attention_heads"])
-def test_file_without_a_size_is_refused_though_its_class_has_a_default(tmp_path: Path, field: str) -> None:
+def test_config_without_a_size_raises_though_its_class_has_a_default(tmp_path: Path, field: str) -> None:
     fields = {name: value for name, value in SMALL.items() if name != field}
     with pytest.raises(ValueError, match=f"config.json: {field}: missing: looked for {field}"):
         read(written(tmp_path, {**fields, "model_type": "llama"}))
@@ -317,12 +315,12 @@ class Made:
         return {"width": 768}
 
 
-def test_a_config_that_is_no_file_is_one_line(tmp_path: Path) -> None:
+def test_missing_model_config_raises(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         read(tmp_path / "none.json")
 
 
-def test_incomplete_part_of_a_class_whose_sizes_differ_between_layers_is_one_line(tmp_path: Path) -> None:
+def test_incomplete_text_config_raises_one_line(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=r"hidden_size: missing: looked for .* \(model_type: 'gemma4_text': incomplete\)$"):
         read(written(tmp_path, {"model_type": "gemma4_text", "num_attention_heads": 8}))

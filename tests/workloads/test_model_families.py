@@ -55,7 +55,7 @@ def layers_of(config: Any) -> torch.nn.Module:
 
 
 @pytest.mark.models
-def test_projections_are_those_of_the_model(kind: str, tmp_path: Path) -> None:
+def test_projections_of_a_family_equal_parameters_of_its_model(kind: str, tmp_path: Path) -> None:
     """(outputs, inputs) of every product are a parameter's; every wide linear layer has a product."""
     transformers = pytest.importorskip("transformers")
     config = transformers.CONFIG_MAPPING[kind]()

@@ -35,13 +35,13 @@ def outcome(loss: float, gradient: list[float]) -> dict[str, Any]:
     ],
     ids=["alike", "loss", "not a number", "gradient"],
 )
-def test_step_is_compared_by_loss_and_direction_of_gradients(got: dict[str, Any], errors: list[str]) -> None:
+def test_compare_of_steps_judges_loss_and_direction_of_gradients(got: dict[str, Any], errors: list[str]) -> None:
     assert compare(CASE, {}, got, outcome(2.0, [1.0, 0.0])) == errors
 
 
 @needs_transformers
 @pytest.mark.parametrize("name", models.SHAPES)
-def test_number_of_parameters_is_about_that_of_the_model(name: str) -> None:
+def test_num_parameters_is_within_35_percent_of_the_model(name: str) -> None:
     model = models.build(name, "meta")
     assert models.num_parameters(name) == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.35)
 
@@ -54,12 +54,12 @@ def test_inputs_are_token_ids_of_the_model() -> None:
     assert traffic(CASE).total == 4 * models.num_parameters("tiny-experts")
 
 
-def test_variants_without_transformers_are_skipped_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_without_transformers_are_unsupported_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert {variant.unsupported(CASE) for variant in OPS[0].variants} == {"transformers is not installed"}
 
 
-def test_variants_for_experts_alone_are_skipped_for_a_model_without_experts() -> None:
+def test_variants_for_experts_are_unsupported_for_a_model_without_experts() -> None:
     case = Case("llama", (("T", 16384),), "bfloat16", "fp8", (("model", "llama-3-8b"), ("compiled", True)))
     reasons = {variant.name: variant.unsupported(case) for variant in OPS[0].variants}
     assert {name for name, reason in reasons.items() if reason == "llama-3-8b has no experts"} == {
@@ -69,7 +69,7 @@ def test_variants_for_experts_alone_are_skipped_for_a_model_without_experts() ->
     }
 
 
-def test_steps_are_timed_launch_by_launch_unless_another_policy_is_asked_for() -> None:
+def test_steps_are_timed_under_policy_eager_unless_told_otherwise() -> None:
     ops = {"model_step": OPS[0]}
     for asked, policy in ((None, "eager"), ("cold", "cold"), ("hot", "hot")):
         plan = load_plan(ops, Selection("model_training"), Options(policy=asked))
@@ -78,7 +78,7 @@ def test_steps_are_timed_launch_by_launch_unless_another_policy_is_asked_for() -
         assert plan.key(entry).policy == policy
 
 
-def test_stale_steps_without_records_count_as_minutes_each(tmp_path: Path) -> None:
+def test_stale_steps_without_records_are_estimated_at_minutes_each(tmp_path: Path) -> None:
     (tmp_path / "nvidia_h100").mkdir()
     (tmp_path / "nvidia_h100" / "other.jsonl").touch()
     plans = stale.plans_of({"model_step": OPS[0]}, Selection("model_training"), Options(results=tmp_path))
@@ -104,7 +104,7 @@ def with_epsilon(epsilon: float, model: nn.Module) -> None:
 
 
 @needs_transformers
-def test_variants_compile_once_each_for_all_inputs_also_where_memory_is_poisoned(graphs: list[Any]) -> None:
+def test_variants_compile_once_each_for_all_inputs_under_poisoned_memory(graphs: list[Any]) -> None:
     case = Case("tiny", (("T", 40),), "bfloat16", "fp8", (("model", "tiny-experts"), ("compiled", True)))
     runs = [partial(run, partial(with_epsilon, epsilon), str(epsilon)) for epsilon in (1e-5, 1e-3)]
     with poisoned_memory():
@@ -127,7 +127,7 @@ def test_variant_that_torch_would_run_eagerly_fails(graphs: list[Any], monkeypat
 
 
 @needs_transformers
-def test_models_of_a_case_are_freed_with_the_next_case(graphs: list[Any]) -> None:
+def test_models_of_a_case_are_freed_by_the_next_case(graphs: list[Any]) -> None:
     alive: list[weakref.ref[nn.Module]] = []
     for is_compiled in (True, False):
         case = Case("tiny", (("T", 40),), "bfloat16", "fp8", (("model", "tiny-experts"), ("compiled", is_compiled)))

@@ -33,7 +33,7 @@ def test_every_recipe_is_measured_in_parts() -> None:
     assert {variant.name for variant in OP.variants} - parts >= {*RECIPES, "tensorwise_compiled", "rowwise_compiled"}
 
 
-def test_noise_is_an_error() -> None:
+def test_compare_of_outputs_with_noise_fails() -> None:
     case = CASES[0]
     inputs = OP.inputs(case, device=WHERE)
     expected = OP.reference(inputs)
@@ -46,7 +46,7 @@ def test_noise_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_traffic_is_the_bytes_of_the_tensors(case: Case) -> None:
+def test_traffic_of_a_step_equals_the_bytes_of_its_tensors(case: Case) -> None:
     inputs = OP.inputs(case, device=WHERE)
     outputs = OP.variant("baseline").run(inputs, None)
     read, written = (sum(t.nbytes for t in tensors.values()) for tensors in (inputs, outputs))

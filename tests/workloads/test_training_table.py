@@ -29,20 +29,20 @@ def values(table: Table, *names: str) -> list[tuple[object, ...]]:
     return [tuple(row.values[place] for place in places) for row in table.rows]
 
 
-def test_a_rest_of_nothing_has_no_sign() -> None:
+def test_training_table_prints_a_rest_of_0_without_a_sign() -> None:
     whole = [changed(r, time_us=449.7 if r.variant == "tensorwise" else r.time_us) for r in RECORDS]
     (line,) = (line for line in tables(whole)[0].markdown().splitlines() if "| tensorwise |" in line)
     assert "| 300 | 0 |" in line
 
 
-def test_rows_of_the_table() -> None:
+def test_training_table_rows_have_times_and_ratios_of_records() -> None:
     (table,) = tables(RECORDS)
     assert values(table, "bf16_us", "torchao_us", "step_us", "products_us")[0] == (1000, 1200, 500, 300)
     names = ("step_us", "bound_us", "cached_us", "other_us")
     assert values(table, *names) == [(500, 300 + 500 * 20 / 100, 400 + 80 / 8, 50), (625, None, None, None)]
 
 
-def test_the_table_as_text() -> None:
+def test_training_table_text_fits_80_columns() -> None:
     (table,) = tables(RECORDS)
     lines = table.text(80).splitlines()
     assert max(map(len, lines)) <= 80
@@ -58,7 +58,7 @@ def test_the_table_as_text() -> None:
     assert "all rows: groups zipf" in lines
 
 
-def test_the_table_as_csv_has_every_column() -> None:
+def test_training_table_csv_has_every_column() -> None:
     lines = list(csv.DictReader(io.StringIO(tables(RECORDS)[0].csv())))
     assert {name: lines[0][name] for name in ("step_us", "bound_us", "pct_bound", "cached_us", "other_us", "compiled_us")} == {
         "step_us": "500.0", "bound_us": "400.0", "pct_bound": "80.0", "cached_us": "410.0", "other_us": "50.0",
@@ -66,7 +66,7 @@ def test_the_table_as_csv_has_every_column() -> None:
     }  # fmt: skip
 
 
-def test_records_measured_otherwise_are_told_apart() -> None:
+def test_training_tables_are_one_per_policy_and_device() -> None:
     slower = [changed(r, policy="eager", time_us=(r.time_us or 0) * (1 if r.variant == "baseline" else 3)) for r in RECORDS]
     cold, eager = tables([*RECORDS, *slower])
     assert (cold.title, eager.title) == ("cold, NVIDIA H200", "eager, NVIDIA H200")
@@ -76,7 +76,7 @@ def test_records_measured_otherwise_are_told_apart() -> None:
     assert tables([record()]) == []
 
 
-def test_a_page_shows_whole_steps_only(tmp_path: Path) -> None:
+def test_report_page_shows_whole_steps_only(tmp_path: Path) -> None:
     records.append(tmp_path / "moe.jsonl", RECORDS)
     assert run("report", tmp_path / "moe.jsonl", "--results", tmp_path, "-o", tmp_path / "page.html").exit_code == 0
     text = (tmp_path / "page.html").read_text()
@@ -84,14 +84,14 @@ def test_a_page_shows_whole_steps_only(tmp_path: Path) -> None:
     assert [name for name in TIMES if f'"{name}"' not in text] == parts
 
 
-def test_a_peer_of_another_run_is_named() -> None:
+def test_training_table_names_the_commit_of_a_peer_of_another_run() -> None:
     mixed = [changed(r, commit="f00d") if r.variant == "torchao_rowwise" else r for r in RECORDS]
     (table,) = tables(mixed)
     assert table.rows[0].values[-1] == "f00d"
     assert "f00d" in table.markdown()
 
 
-def test_times_of_different_runs_are_not_compared() -> None:
+def test_training_table_has_no_ratio_of_times_of_different_runs() -> None:
     later = [changed(r, unit="b" if r.variant in ("baseline", "rowwise") else "a") for r in RECORDS]
     ratios = values(tables(later)[0], "times_bf16", "cached_times_bf16", "times_torchao")
     assert ratios == [(None, None, 2.4), (1.6, None, None)]
@@ -100,7 +100,7 @@ def test_times_of_different_runs_are_not_compared() -> None:
     assert values(tables(apart)[0], "bound_us", "cached_us")[0] == (None, None)
 
 
-def test_compare_shows_the_table_of_the_workload(tmp_path: Path) -> None:
+def test_compare_of_training_records_prints_the_training_table(tmp_path: Path) -> None:
     file = tmp_path / "moe_training.jsonl"
     records.append(file, RECORDS)
     result = run("compare", "--from", file)
