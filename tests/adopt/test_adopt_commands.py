@@ -31,7 +31,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console.console, "width", 400)
 
 
-def test_list_shows_kernels_with_what_their_keys_leave_out(tmp_path: Path) -> None:
+def test_list_prints_kernels_and_sizes_that_their_keys_omit(tmp_path: Path) -> None:
     captured(tmp_path, (4, 96), (8, 96))
     lines = run("adopt", "list", tmp_path).stdout.splitlines()
     assert lines[0].split() == ["kernel", "classes", "launches", "time", "%", "configs", "key", "key", "leaves", "out"]
@@ -49,9 +49,7 @@ def test_list_names_the_modules_of_kernels_that_share_a_name(tmp_path: Path) -> 
     assert {line.split()[0] for line in lines if "row_sum" in line} == {"two_kernels.row_sum", "__main__.row_sum"}
 
 
-def test_export_of_a_captured_kernel_gives_configs_that_its_autotuner_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_of_a_captured_kernel_has_configs_that_autotune_accepts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_RESULTS", str(tmp_path / "results"))  # else `--captured` sets it for later tests, too
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path / "configs"))
     (launch,) = captured(tmp_path, pattern="row_sum").classes
@@ -72,7 +70,7 @@ def test_export_of_a_captured_kernel_gives_configs_that_its_autotuner_takes(
     )  # fmt: skip
 
 
-def test_another_process_loads_the_capture_that_it_is_given_and_none_of_its_environment(tmp_path: Path) -> None:
+def test_process_loads_the_capture_it_is_given_and_not_that_of_its_environment(tmp_path: Path) -> None:
     names = {op.name for op in operators_of(captured(tmp_path))}
     code = "import sys; from kerneltune.cli.options import load_ops; print(*(load_ops(sys.argv[1]).keys() - load_ops().keys()))"
     given = run_python(code, str(tmp_path), TRITON_INTERPRET="1")
@@ -81,7 +79,7 @@ def test_another_process_loads_the_capture_that_it_is_given_and_none_of_its_envi
     assert (unnamed.stdout, unnamed.returncode) == ("\n", 0), unnamed.stderr
 
 
-def test_list_of_a_folder_that_is_no_capture_says_so(tmp_path: Path) -> None:
+def test_list_of_a_folder_that_is_no_capture_fails_with_one_line(tmp_path: Path) -> None:
     result = run("adopt", "list", tmp_path)
     assert result.exit_code == 2
     assert result.stderr == f"error: {tmp_path}: no capture: expected a folder that `kerneltune capture` wrote\n"
@@ -173,14 +171,14 @@ def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
     assert "out of bounds" not in found
 
 
-def test_sweep_file_leaves_out_what_cannot_be_replayed(tmp_path: Path) -> None:
+def test_capture_sweep_file_omits_launches_that_cannot_be_replayed(tmp_path: Path) -> None:
     first, second = captured(tmp_path, (4, 96), (8, 96), pattern="row_sum").classes
     classes = [first, dataclasses.replace(second, problem="a function made the kernel")]
     text = write_capture_sweep(dataclasses.replace(read_capture(tmp_path), classes=classes)).read_text()
     assert (text.count(first.digest), text.count(second.digest)) == (2, 0)
 
 
-def test_sweep_file_of_a_launch_with_a_zero_is_read_again(tmp_path: Path) -> None:
+def test_capture_sweep_file_of_a_launch_of_size_0_loads(tmp_path: Path) -> None:
     startup.capture(tmp_path)
     example().row_sum[(0,)](torch.empty(2, 8), torch.empty(2), 0, 8)
     startup.uninstall()
@@ -188,13 +186,13 @@ def test_sweep_file_of_a_launch_with_a_zero_is_read_again(tmp_path: Path) -> Non
     assert dict(cases[0].case.axes) == {"N": 8}
 
 
-def test_tune_of_a_capture_without_a_gpu_says_so(tmp_path: Path) -> None:
+def test_tune_of_a_capture_without_a_gpu_fails_with_one_line(tmp_path: Path) -> None:
     captured(tmp_path)
     result = run("tune", tmp_path)
     assert (result.exit_code, result.stderr) == (2, "error: tune needs a GPU: in the interpreter nothing can be timed\n")
 
 
-def test_tune_of_a_capture_with_dry_run_says_how_many_configs_there_are(tmp_path: Path) -> None:
+def test_tune_of_a_capture_with_dry_run_counts_configs(tmp_path: Path) -> None:
     captured(tmp_path, (4, 96), (4, 128), pattern="row_sum")
     result = run("tune", tmp_path, "--dry-run", "--workers", "2")
     seconds = 2 * (1.6 + 1.2)
@@ -215,18 +213,20 @@ def test_tune_of_a_capture_with_dry_run_says_how_many_configs_there_are(tmp_path
         (("--exhaustive",), "exhaustive"),
     ],
 )
-def test_tune_of_a_capture_refuses_options_that_it_would_not_heed(tmp_path: Path, option: tuple[str, ...], said: str) -> None:
+def test_tune_of_a_capture_with_options_that_it_ignores_fails(tmp_path: Path, option: tuple[str, ...], said: str) -> None:
     result = run("tune", tmp_path, *option)
     assert (result.exit_code, result.stderr) == (2, f"error: {said}: expected without the folder of a capture\n")
 
 
-def test_serve_of_a_folder_that_is_not_tuned_says_so(tmp_path: Path) -> None:
+def test_serve_of_a_folder_that_is_not_tuned_fails_with_one_line(tmp_path: Path) -> None:
     result = run("serve", "--configs", tmp_path, "--", "true")
     assert result.exit_code == 2
     assert f"{tmp_path}: no tuned configs: run `kerneltune tune {tmp_path}` first" in result.stderr
 
 
-def test_serve_gives_the_program_its_options_and_takes_its_exit_code(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_serve_passes_its_options_to_the_program_and_returns_its_exit_code(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "served").mkdir()
     shown = 'echo "$KERNELTUNE_ADOPT $KERNELTUNE_ADOPT_OPTIONS"; exit 3'
     options = ("--miss", "nearest", "--manifest", "ab12")
@@ -236,7 +236,7 @@ def test_serve_gives_the_program_its_options_and_takes_its_exit_code(tmp_path: P
     assert json.loads(given).items() >= {"miss": "nearest", "manifest": "ab12"}.items()
 
 
-def test_serve_tells_at_the_end_what_was_served(tmp_path: Path) -> None:
+def test_serve_prints_counts_of_served_launches_at_the_end(tmp_path: Path) -> None:
     (launch, *_) = of_kernel(captured(tmp_path), "row_sum")
     write_table(tmp_path, kernel_of([launch], author_configs(launch)))
     program = tmp_path / "program.py"
@@ -257,13 +257,13 @@ def test_serve_tells_at_the_end_what_was_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("program", "hint"), [("no-such-program", ""), ("a.py", ": did you mean -- python a.py?")])
-def test_capture_of_a_program_that_is_not_there_says_so_and_writes_nothing(program: str, hint: str, tmp_path: Path) -> None:
+def test_capture_of_a_missing_program_fails_and_writes_nothing(program: str, hint: str, tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", program)
     said = f"error: program: {program!r}: not found, or not executable: expected a file or a command on PATH{hint}\n"
     assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (2, said, False)
 
 
-def test_capture_of_a_program_without_kernels_says_so(tmp_path: Path) -> None:
+def test_capture_of_a_program_without_kernels_fails_and_writes_nothing(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", "true")
     said = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune\n"
     assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (1, said, False)
@@ -279,7 +279,7 @@ def test_rank_without_kernels_does_not_end_the_job_of_its_launcher(
     assert run("capture", "--out", tmp_path / "cap", "--", "false").exit_code == 1
 
 
-def test_capture_of_kernels_inside_a_compiled_graph_names_the_option_that_sees_them(tmp_path: Path) -> None:
+def test_capture_of_kernels_in_a_compiled_graph_names_the_option_for_them(tmp_path: Path) -> None:
     code = "import torch, triton; torch.compile(torch.sin, backend='eager')(torch.ones(3))"
     result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, "-c", code)
     said = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune"
@@ -305,7 +305,7 @@ doubled[(1,)](torch.ones(8), 8)
 """
 
 
-def test_capture_of_a_kernel_of_a_notebook_cell_says_that_it_cannot_be_tuned(tmp_path: Path) -> None:
+def test_capture_of_a_kernel_of_a_notebook_cell_reports_that_it_cannot_be_tuned(tmp_path: Path) -> None:
     (tmp_path / "notebook.py").write_text(NOTEBOOK)
     result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, tmp_path / "notebook.py")
     assert "doubled: cannot be tuned: exec or a notebook cell defined the kernel" in result.stderr
@@ -316,7 +316,7 @@ def test_capture_of_a_kernel_of_a_notebook_cell_says_that_it_cannot_be_tuned(tmp
     assert swept.stderr == f"error: {tmp_path / 'cap'}: no launch can be made again: __main__.doubled: {launch.problem}\n"
 
 
-def test_capture_of_a_program_that_fails_says_when(tmp_path: Path) -> None:
+def test_capture_of_a_failing_program_reports_its_exit_code(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", "false")
     said = (
         "nothing was captured: the program ended with 1 before it launched a kernel of triton.autotune or kerneltune.autotune\n"
@@ -337,12 +337,12 @@ def test_capture_into_the_same_folder_replaces_kernels_whose_source_has_changed(
     assert {one.digest for one in read_capture(tmp_path).classes} == {launch.digest, "1"}
 
 
-def test_capture_with_autotune_without_a_gpu_says_so(tmp_path: Path) -> None:
+def test_capture_with_autotune_without_a_gpu_fails(tmp_path: Path) -> None:
     result = run("capture", "--autotune", "--out", tmp_path / "cap", "--", "true")
     assert (result.exit_code, result.stderr) == (2, "error: autotune: expected a GPU: in the interpreter nothing can be timed\n")
 
 
-def test_capture_of_a_misnamed_knob_is_bad_input_until_it_is_mended(tmp_path: Path) -> None:
+def test_capture_of_a_misnamed_knob_exits_with_2_until_it_is_corrected(tmp_path: Path) -> None:
     reason = "not captured: train.py:3: k: configs[0]: 'BLOK': expected a parameter of the kernel: x, BLOCK"
     notes = json.dumps({"launches": {}, "refused": {"train.k": reason}, "misnamed": ["train.k"]})
     script = tmp_path / "program.sh"
@@ -362,7 +362,7 @@ def _noting(root: Path, **notes: object) -> tuple[str, str, Path]:
     return "--", "sh", script
 
 
-def test_capture_of_kernels_of_another_name_names_the_kernels(tmp_path: Path) -> None:
+def test_capture_with_a_pattern_without_a_match_lists_launched_kernels(tmp_path: Path) -> None:
     program = _noting(tmp_path, made={"train.attn_fwd": "", "train.<locals>.norm": ""})
     result = run("capture", "--out", tmp_path, "--kernel", "atn_fwd", *program)
     names = "train.<locals>.norm, train.attn_fwd; did you mean attn_fwd?"
@@ -382,12 +382,12 @@ def test_capture_of_launches_that_cannot_be_replayed_does_not_offer_to_check_the
     )
 
 
-def test_capture_with_two_patterns_is_bad_input(tmp_path: Path) -> None:
+def test_capture_with_two_patterns_exits_with_2(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--kernel", "a", "--kernel", "b", "--", "true")
     assert (result.exit_code, result.stderr) == (2, "error: kernel: 'b': expected --kernel once, like 'attn_*'\n")
 
 
-def test_capture_of_nothing_into_an_earlier_capture_says_so_without_a_table(tmp_path: Path) -> None:
+def test_capture_of_nothing_into_an_earlier_capture_fails_without_a_table(tmp_path: Path) -> None:
     captured(tmp_path, pattern="row_sum")
     result = run("capture", "--out", tmp_path, "--", "false")
     ended = "the program ended with 1 before it launched a kernel of triton.autotune or kerneltune.autotune"
@@ -396,7 +396,7 @@ def test_capture_of_nothing_into_an_earlier_capture_says_so_without_a_table(tmp_
     assert run("capture", "--out", tmp_path, "--", "true").exit_code == 1  # else a CI would go on with the earlier launches
 
 
-def test_captured_kernels_are_operators_of_the_other_commands(tmp_path: Path) -> None:
+def test_captured_kernels_are_operators_of_other_commands(tmp_path: Path) -> None:
     captured(tmp_path, (4, 96), (8, 96), pattern="row_sum")
     large = next(one for one in read_capture(tmp_path).classes if one.sizes["M"] == 8)
     written = write_capture_sweep(read_capture(tmp_path)).read_text().splitlines(keepends=True)
@@ -432,6 +432,6 @@ def test_commands_of_a_capture_use_its_folders_and_name_its_operators_alone(
     assert run("--captured", tmp_path, "inspect", name, "--variant", "baseline").stderr == said
 
 
-def test_serve_of_a_folder_that_does_not_exist_says_so(tmp_path: Path) -> None:
+def test_serve_of_a_missing_folder_fails_with_one_line(tmp_path: Path) -> None:
     result = run("serve", "--configs", tmp_path / "nowhere", "--", "true")
     assert (result.exit_code, result.stderr) == (2, f"error: configs: {tmp_path / 'nowhere'}: no such folder\n")

@@ -47,7 +47,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("untimed")
-def test_serving_a_tuned_launch_runs_the_live_config_and_times_nothing(tmp_path: Path) -> None:
+def test_serving_a_tuned_launch_runs_its_config_and_times_nothing(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
     module = example()
     expected = module.row_sum.configs[3]
@@ -102,9 +102,7 @@ def test_serving_with_policy_nearest_takes_the_nearest_tuned_launch(tmp_path: Pa
 
 
 @pytest.mark.usefixtures("untimed")
-def test_serving_a_list_that_the_program_assigns_for_each_size_keeps_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serving_a_list_assigned_per_size_runs_configs_of_this_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned_folder(tmp_path)  # with a BLOCK of 128
     kernel = example().row_sum
     whole = kernel.configs
@@ -121,7 +119,9 @@ def test_serving_a_list_that_the_program_assigns_for_each_size_keeps_to_it(
     assert [config.kwargs["BLOCK"] for config in kernel.configs] == [64, 64]
 
 
-def test_serving_with_policy_author_has_the_author_choose_from_each_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_with_policy_author_tunes_each_list_that_the_program_assigns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tuned_folder(tmp_path)
     kernel = example().row_sum
     whole = kernel.configs
@@ -160,7 +160,7 @@ def test_serving_a_kernel_with_a_single_config_is_no_miss(tmp_path: Path, monkey
 
 
 @pytest.mark.usefixtures("untimed")
-def test_serving_a_launch_of_nothing_is_no_miss(tmp_path: Path) -> None:
+def test_serving_a_launch_without_elements_is_no_miss(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
     server = served(tmp_path, miss="error")
     example().row_sum[(0,)](torch.empty(0, 8), torch.empty(0), 0, 8)
@@ -190,7 +190,7 @@ def test_serving_sizes_that_the_key_omits_takes_the_nearest_row_of_the_group(tmp
     assert server.counts.misses == 0
 
 
-def test_serving_a_kernel_whose_source_changed_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_serving_a_kernel_with_changed_source_warns_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tuned_folder(tmp_path, source="0" * 12, bytecode="0" * 16)
     server = served(tmp_path, miss="default", misses=None)
     for columns in (96, 64):
@@ -199,7 +199,7 @@ def test_serving_a_kernel_whose_source_changed_says_so_once(tmp_path: Path, capl
     assert caplog.text.count("its source has changed since it was tuned") == 1
 
 
-def test_serving_another_package_version_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_serving_another_package_version_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     module = example()
     tuned_folder(tmp_path, package="1.0")
     module.__version__ = "2.0"
@@ -211,7 +211,7 @@ def test_serving_another_package_version_says_so(tmp_path: Path, caplog: pytest.
     assert "tuned with version 1.0 of its package, here is 2.0" in caplog.text
 
 
-def test_serving_a_table_of_another_gpu_says_which_it_has(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_serving_a_table_of_another_gpu_names_that_gpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     launches = of_kernel(captured(tmp_path), "row_sum")
     write_table(tmp_path, kernel_of(launches, author_configs(launches[0])), device="nvidia_h100")
     served(tmp_path, miss="default", misses=None)
@@ -238,7 +238,7 @@ def test_serving_a_changed_table_is_refused(tmp_path: Path, caplog: pytest.LogCa
         ({"portfolio": [{"num_warps": 4}]}, "kernels[0].portfolio[0].kwargs: missing"),
     ],
 )
-def test_table_that_is_damaged_though_its_manifest_names_it_is_one_line(
+def test_serving_a_damaged_table_with_its_manifest_warns_in_one_line(
     tmp_path: Path, change: dict[str, Any], problem: str
 ) -> None:
     tuned_folder(tmp_path)
@@ -273,7 +273,7 @@ class OutOfResources(Exception):  # noqa: N818
     """Stands for Triton's, which is known by its name."""
 
 
-def test_serving_a_config_that_cannot_launch_falls_to_the_next_loudly(
+def test_serving_a_config_that_cannot_launch_falls_back_to_the_next_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = tuned_folder(tmp_path)
@@ -300,7 +300,7 @@ def test_serving_a_config_that_cannot_launch_falls_to_the_next_loudly(
 
 @pytest.mark.usefixtures("untimed")
 @pytest.mark.parametrize("is_allowed", [True, False])
-def test_serving_obeys_the_authors_pruning_but_no_performance_model(
+def test_serving_obeys_early_config_prune_but_no_performance_model(
     is_allowed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = tuned_folder(tmp_path)[0]
@@ -319,7 +319,7 @@ def test_serving_obeys_the_authors_pruning_but_no_performance_model(
     assert (kernel.best_config.kwargs["BLOCK"] == block) is is_allowed
 
 
-def test_serving_another_error_of_a_launch_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_a_launch_with_another_error_raises_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned_folder(tmp_path)
     module = example()
     served(tmp_path)
@@ -332,7 +332,7 @@ def test_serving_another_error_of_a_launch_is_raised(tmp_path: Path, monkeypatch
         module.row_sum[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
 
 
-def test_serving_keeps_the_live_pre_hook_of_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serving_a_config_calls_its_pre_hook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned_folder(tmp_path, chosen=2)
     module = example()
     seen: list[dict[str, Any]] = []
@@ -342,7 +342,7 @@ def test_serving_keeps_the_live_pre_hook_of_a_config(tmp_path: Path, monkeypatch
     assert [(one["N"], one["BLOCK"]) for one in seen] == [(96, 128)]
 
 
-def test_serving_in_a_graph_capture_takes_the_nearest_instead_of_the_authors_tuning(
+def test_serving_in_a_graph_capture_uses_the_nearest_config_and_tunes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untimed: None
 ) -> None:
     tuned_folder(tmp_path, chosen=4)
@@ -394,7 +394,7 @@ def test_serving_a_subclass_that_calls_super_is_served(tmp_path: Path, monkeypat
     assert (server.counts.hits, OwnAutotuner.looked_up) == (1, 1)
 
 
-def test_serving_a_kernel_made_later_shows_one_config_before_it_is_launched(tmp_path: Path) -> None:
+def test_serving_a_kernel_defined_later_lists_one_config_before_its_launch(tmp_path: Path) -> None:
     order = tuned_folder(tmp_path)
     known = example().row_sum
     listed = list(known.configs)
@@ -429,7 +429,7 @@ def test_serving_by_environment_variable_records_misses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variable", ["KERNELTUNE_ADOPT", "KERNELTUNE_CAPTURE"])
-def test_a_program_that_lacks_our_packages_runs_as_without_after_one_line(variable: str, tmp_path: Path) -> None:
+def test_serving_in_a_program_without_msgspec_warns_in_one_line_and_serves_nothing(variable: str, tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     lacking = tmp_path / "lacking"
     lacking.mkdir()
@@ -444,7 +444,7 @@ def test_a_program_that_lacks_our_packages_runs_as_without_after_one_line(variab
     assert done.stderr.count("\n") == 1
 
 
-def test_a_start_with_wrong_options_costs_one_line(tmp_path: Path) -> None:
+def test_serving_with_wrong_options_in_the_environment_warns_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     done = run_python(
         "import kerneltune.adopt; kerneltune.adopt.start(); print(1)",
@@ -455,7 +455,7 @@ def test_a_start_with_wrong_options_costs_one_line(tmp_path: Path) -> None:
     assert "not started: KERNELTUNE_ADOPT_OPTIONS: 'many': expected options as a JSON object" in done.stderr
 
 
-def test_serving_imports_next_to_nothing(tmp_path: Path) -> None:
+def test_serving_imports_no_heavy_module(tmp_path: Path) -> None:
     tuned_folder(tmp_path)
     code = (
         "import sys; from kerneltune.adopt import install; install(sys.argv[1]);"

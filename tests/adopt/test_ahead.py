@@ -60,7 +60,7 @@ def launched(folder: Path, steps: Steps, *columns: int) -> Server:
     return server
 
 
-def test_preparation_of_a_served_table_begins_once_and_is_waited_for_by_new_launches_only(tmp_path: Path) -> None:
+def test_preparation_of_a_table_begins_once_and_only_new_launches_await_it(tmp_path: Path) -> None:
     steps = Steps()
     server = launched(served_folder(tmp_path), steps, 96, 96, 256, 256, 96)
     assert (steps.begun, steps.waited) == (
@@ -88,7 +88,7 @@ def test_served_launches_of_unchanged_kernels_parse_no_source(tmp_path: Path, mo
     assert parsed == []
 
 
-def test_preparation_digests_triton_once_whatever_asks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparation_digests_triton_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     digested: list[None] = []
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=lambda: digested.append(None)))
     preparation = ahead.Preparation(tmp_path, is_cache_new=False)
@@ -101,7 +101,7 @@ def test_preparation_digests_triton_once_whatever_asks_again(tmp_path: Path, mon
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_preparation_is_no_trap_for_a_process_that_is_forked_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparation_in_progress_does_not_block_a_forked_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
     monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=goes_on.wait))
     preparation = ahead.Preparation(tmp_path, is_cache_new=False)
@@ -131,7 +131,7 @@ def test_preparation_without_a_c_compiler_still_digests(tmp_path: Path, monkeypa
     assert len(digested) == 1
 
 
-def test_preparation_that_fails_leaves_the_launch_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparation_that_fails_lets_the_launch_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[bool] = []
 
     def fail() -> None:
@@ -153,7 +153,7 @@ def listed(root: Path, launchers: object) -> Path:
     return root
 
 
-def test_launchers_are_built_at_once_with_the_types_that_were_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_launchers_builds_each_stored_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = SimpleNamespace(signature={"x": "*bf16", "sizes": ("i32", "constexpr")})
     kernel = SimpleNamespace(src=source, metadata=SimpleNamespace(tensordesc_meta=[]))
     nvidia = Nvidia(make_launcher=None)
@@ -164,9 +164,7 @@ def test_launchers_are_built_at_once_with_the_types_that_were_stored(tmp_path: P
     assert len(nvidia.built) == 2
 
 
-def test_launchers_of_descriptors_are_left_to_the_launch_that_loads_their_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_launchers_skips_signatures_with_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia = Nvidia(make_launcher=None, CudaUtils=lambda: pytest.fail("a second type of descriptors"))
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", nvidia)
     descriptors = [{"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [64, 64]}]
@@ -175,15 +173,13 @@ def test_launchers_of_descriptors_are_left_to_the_launch_that_loads_their_type(
 
 
 @pytest.mark.parametrize("stored", [3, {}, [{"signature": [7], "descriptors": None}]])
-def test_launchers_of_a_damaged_list_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: object) -> None:
+def test_build_launchers_of_a_damaged_list_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: object) -> None:
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", Nvidia(make_launcher=None))
     with pytest.raises(ValueError):
         ahead.build_launchers(listed(tmp_path, stored))
 
 
-def test_launchers_are_not_built_without_a_list_or_where_triton_has_one_for_all_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_launchers_without_a_list_or_make_launcher_builds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nvidia = Nvidia(make_launcher=None)
     monkeypatch.setitem(sys.modules, "triton.backends.nvidia.driver", nvidia)
     ahead.build_launchers(tmp_path)

@@ -72,7 +72,7 @@ def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Pat
         assert [line.partition(":")[0] for line in wrong_results(launch, {})] == found
 
 
-def test_an_argument_that_is_called_as_a_field_of_every_case_is_no_axis(tmp_path: Path) -> None:
+def test_argument_named_like_a_field_of_a_case_is_no_axis(tmp_path: Path) -> None:
     replayed(tmp_path, scaled, torch.ones(128), torch.ones(128), 128, 2, 3)
     (op,) = operators(str(tmp_path))
     assert op.axes == ("N",)
@@ -80,7 +80,7 @@ def test_an_argument_that_is_called_as_a_field_of_every_case_is_no_axis(tmp_path
     assert (entry.case["N"], entry.case.dtype) == (128, "float32")
 
 
-def test_replay_poisons_an_output_so_that_what_is_not_written_shows(tmp_path: Path) -> None:
+def test_replay_poisons_outputs_and_reports_unwritten_elements(tmp_path: Path) -> None:
     launch, (right, wrong) = replayed(tmp_path, overwritten, torch.ones(128), torch.ones(128), 128)
     learn(launch, right)
     launch.restore()
@@ -98,14 +98,14 @@ def test_replay_makes_arguments_with_strides_alignment_and_shared_memory(tmp_pat
     assert x.data_ptr() % 16 == whole[1:].data_ptr() % 16 == 4
 
 
-def test_replay_of_tensors_without_elements_is_a_launch(tmp_path: Path) -> None:
+def test_replay_of_tensors_without_elements_launches(tmp_path: Path) -> None:
     launch, (config, _) = replayed(tmp_path, added_up, torch.ones(128)[100:100], torch.empty(0), 0)
     assert [tuple(launch.named[name].shape) for name in ("x_ptr", "y_ptr")] == [(0,), (0,)]
     written = learn(launch, config)
     assert written == []
 
 
-def test_replay_without_memory_has_pointers_aligned_as_they_were(tmp_path: Path) -> None:
+def test_replay_on_meta_keeps_the_alignment_of_pointers(tmp_path: Path) -> None:
     whole = torch.arange(300.0)
     launch, _ = replayed(tmp_path, overwritten, whole[1:129], torch.empty(128), 128)
     meta = make_replay(launch.launch, tmp_path, "meta", 0)
@@ -113,7 +113,7 @@ def test_replay_without_memory_has_pointers_aligned_as_they_were(tmp_path: Path)
     assert meta.named["x_ptr"].storage_offset() % 4 == 1
 
 
-def test_replay_of_damaged_values_says_so(tmp_path: Path) -> None:
+def test_replay_of_damaged_values_raises(tmp_path: Path) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     folder = tmp_path / "copied"
     folder.mkdir()
@@ -126,14 +126,14 @@ def test_replay_of_damaged_values_says_so(tmp_path: Path) -> None:
     ("factor", "noise", "text"),
     [(1.0, 0.0, ""), (1.001, 0.0, "differs by 1.00e-03"), (1.001, 5e-4, ""), (float("nan"), 0.0, "NaN in other places")],
 )
-def test_results_agree_within_noise_and_rounding(tmp_path: Path, factor: float, noise: float, text: str) -> None:
+def test_disagreement_within_noise_and_rounding_is_empty(tmp_path: Path, factor: float, noise: float, text: str) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     expected = torch.linspace(1, 2, 128)
     assert disagreement(expected, expected * factor, noise, launch.launch.dtypes).startswith(text)
     assert bool(disagreement(expected, expected * factor, noise, launch.launch.dtypes)) == bool(text)
 
 
-def test_one_wrong_element_disagrees_with_a_reference(tmp_path: Path) -> None:
+def test_disagreement_with_a_reference_finds_one_wrong_element(tmp_path: Path) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     expected = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     expected[0] = 8.0  # a share of the largest element would allow an error of 0.5
@@ -156,7 +156,9 @@ def test_one_wrong_element_disagrees_with_a_reference(tmp_path: Path) -> None:
         (lambda x: torch.where(x.abs() < 2**-10, 2 * x, x), ""),  # a sum in another order near zero
     ],
 )
-def test_fp8_results_agree_within_a_step(tmp_path: Path, mistake: Callable[[torch.Tensor], torch.Tensor], text: str) -> None:
+def test_disagreement_of_fp8_results_within_a_step_is_empty(
+    tmp_path: Path, mistake: Callable[[torch.Tensor], torch.Tensor], text: str
+) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     found = disagreement(x.to(torch.float8_e4m3fn), mistake(x).to(torch.float8_e4m3fn), 0.0, launch.launch.dtypes)
@@ -170,7 +172,7 @@ def truncated(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("has_reference", [False, True])
-def test_results_in_16_bits_do_not_lean_to_a_side(tmp_path: Path, has_reference: bool) -> None:
+def test_disagreement_finds_16_bit_results_rounded_towards_zero(tmp_path: Path, has_reference: bool) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     a, b = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((64, 512), (512, 64)))
     expected = (a @ b).bfloat16()
@@ -183,7 +185,7 @@ def test_results_in_16_bits_do_not_lean_to_a_side(tmp_path: Path, has_reference:
     assert found.endswith("elements that are off are rounded towards zero")
 
 
-def test_whole_numbers_agree_exactly(tmp_path: Path) -> None:
+def test_disagreement_of_integers_is_exact(tmp_path: Path) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     assert disagreement(torch.arange(4), torch.tensor([0, 1, 2, 4]), 0.0, launch.launch.dtypes) == "1 of 4 whole numbers differ"
 
@@ -223,7 +225,7 @@ def added_of_pair(pairs, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + places, (first + second) * pairs[0].factor, mask=places < N)
 
 
-def test_replay_of_a_tuple_with_named_items_launches_with_the_names(tmp_path: Path) -> None:
+def test_replay_of_a_named_tuple_launches_with_its_names(tmp_path: Path) -> None:
     pair = Pair(torch.ones(128), torch.arange(128.0), 3)
     launch, (config, _) = replayed(tmp_path, added_of_pair, (pair,), torch.empty(128), 128)
     assert list(launch.named) == ["pairs[0][a]", "pairs[0][b]", "pairs[0][factor]", "y_ptr", "N"]
@@ -233,12 +235,12 @@ def test_replay_of_a_tuple_with_named_items_launches_with_the_names(tmp_path: Pa
     assert (call.size("pairs[0][a].0"), call.size("pairs[0][factor]"), call.size("pairs[0][a].1")) == (128, 3, None)
 
 
-def test_a_tuple_of_plain_values_keeps_the_names_of_its_items() -> None:
+def test_encoded_named_tuple_of_plain_values_keeps_its_names() -> None:
     value = Pair(1, (2.0, 3), 4)
     assert decode_value(encode_value(value))._asdict() == value._asdict()
 
 
-def test_a_tuple_of_tensors_has_the_same_types_when_it_is_served_as_in_its_capture(tmp_path: Path) -> None:
+def test_tuple_of_tensors_has_the_same_dtypes_in_capture_and_serving(tmp_path: Path) -> None:
     given = ((torch.ones(128), torch.arange(128)), torch.empty(128), 128)
     launch, _ = replayed(tmp_path, added_of_tuple, *given)
     call = KernelCall(added_of_tuple, given, {})
@@ -246,9 +248,7 @@ def test_a_tuple_of_tensors_has_the_same_types_when_it_is_served_as_in_its_captu
     assert launch.launch.dtypes == ["float32", "int64", "float32"]
 
 
-def test_kernel_that_makes_descriptors_gets_memory_though_no_host_code_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_of_a_kernel_that_makes_descriptors_sets_an_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launch, (config, _) = replayed(tmp_path, added_up, torch.ones(128), torch.arange(128.0), 128)
     allocators: list[Callable[[int, int, None], torch.Tensor]] = []
     monkeypatch.setattr(triton, "set_allocator", allocators.append)
@@ -264,7 +264,7 @@ def widened(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N).to(tl.float32), mask=places < N)
 
 
-def test_tensor_that_the_program_reinterprets_is_replayed_with_its_element_type(tmp_path: Path) -> None:
+def test_replay_of_a_reinterpreted_tensor_has_its_dtype(tmp_path: Path) -> None:
     stored = torch.arange(128.0).to(torch.float8_e4m3fn)
     launch, (config, _) = replayed(
         tmp_path, widened, triton.reinterpret(stored.view(torch.uint8), tl.float8e4nv), torch.empty(128), 128
@@ -274,7 +274,7 @@ def test_tensor_that_the_program_reinterprets_is_replayed_with_its_element_type(
     assert torch.equal(launch.expected["y_ptr"], stored.float())
 
 
-def test_tensor_that_the_program_reinterprets_with_another_width_is_not_captured(
+def test_capture_of_a_tensor_reinterpreted_with_another_width_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     startup.capture(tmp_path)

@@ -93,7 +93,7 @@ def test_tune_keeps_sizes_out_of_the_key_that_gain_less_than_3_percent(tmp_path:
     assert (group.split, len(group.rows)) == ((), 1)
 
 
-def test_tune_takes_sizes_that_the_key_omits_into_the_key_where_they_gain(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_adds_omitted_sizes_to_the_key_if_they_gain(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 96))
     tune_capture(tmp_path, Progress())
     table = read_table(tmp_path, GPU)
@@ -127,7 +127,7 @@ class MixedBench(SizedBench):
         return {32: 12.0, 64: 10.0, 128: 11.0}[launch.candidates[config.candidate].config["kwargs"]["BLOCK"]]
 
 
-def test_tune_lets_classes_share_a_config_that_has_another_place_in_each_pruned_list(
+def test_tune_lets_classes_with_different_pruned_lists_share_a_config(
     tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "of_mixed_knobs.py").write_text(MIXED)
@@ -146,7 +146,7 @@ def test_tune_lets_classes_share_a_config_that_has_another_place_in_each_pruned_
     assert (group.split, [row.configs[0]["kwargs"] for row in group.rows]) == ((), [{"BLOCK": 64}])
 
 
-def test_tune_command_shows_each_class_against_its_author_and_where_the_table_is(
+def test_tune_command_prints_each_class_against_its_author_and_the_table_file(
     tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console.console, "width", 400)
@@ -163,7 +163,7 @@ def test_tune_command_shows_each_class_against_its_author_and_where_the_table_is
     assert "skipped: row_sum 4x96 float32 M=4 N=96: below --share 0.5: keeps the author's choice" in result.stderr
 
 
-def test_tuned_table_is_served_with_its_live_configs(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tuned_table_is_served_with_configs_of_the_program(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
     digest = tune_capture(tmp_path, Progress()).digest
     startup.install(tmp_path, miss="error", manifest=digest)
@@ -173,7 +173,7 @@ def test_tuned_table_is_served_with_its_live_configs(tmp_path: Path, h200: type[
     assert module.row_sum.best_config.num_warps == 4
 
 
-def test_tune_again_tunes_the_launches_that_serving_had_no_config_for(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_again_tunes_launches_that_serving_missed(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
     tune_capture(tmp_path, Progress())
     for columns, is_tuned in ((128, False), (128, True)):
@@ -185,14 +185,14 @@ def test_tune_again_tunes_the_launches_that_serving_had_no_config_for(tmp_path: 
         assert sorted(one.launch.sizes["N"] for one in outcome.tuned) == [96, 128]
 
 
-def test_tune_of_an_author_choice_that_is_as_fast_keeps_it(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_keeps_an_author_choice_that_is_as_fast(tmp_path: Path, h200: type[SizedBench]) -> None:
     h200.gain, h200.best_warps = 1.0, 3
     capture_sums(tmp_path, (4, 96))
     (one,) = tune_capture(tmp_path, Progress()).tuned
     assert one.best == one.author
 
 
-def test_tune_again_measures_nothing_twice(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_again_measures_no_config_again(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
     first = tune_capture(tmp_path, Progress())
     tried = len(h200.tried)
@@ -200,7 +200,7 @@ def test_tune_again_measures_nothing_twice(tmp_path: Path, h200: type[SizedBench
     assert (len(h200.tried), again.digest) == (tried, first.digest)
 
 
-def test_tune_of_an_earlier_capture_leaves_out_the_configs_around_the_list(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_of_an_older_capture_tries_configs_of_the_list_only(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
     (path,) = (tmp_path / CLASSES).glob(f"*/{META}")
     stored = json.loads(path.read_text())
@@ -211,14 +211,14 @@ def test_tune_of_an_earlier_capture_leaves_out_the_configs_around_the_list(tmp_p
     assert {config.BLOCK for config in h200.tried} == {64, 128, 256}
 
 
-def test_tune_with_a_share_leaves_the_cheap_classes(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_with_a_share_skips_cheap_classes(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 384))
     outcome = tune_capture(tmp_path, Progress(), share=0.9)
     assert [one.launch.sizes["M"] for one in outcome.tuned] == [64]
     assert [line for line in outcome.skipped if "below --share 0.9" in line]
 
 
-def test_tune_out_of_time_says_which_classes_it_did_not_reach(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_out_of_time_names_classes_that_it_did_not_reach(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (64, 384))
     outcome = tune_capture(tmp_path, Progress(), budget_s=1e-9)
     assert [one.launch.sizes["M"] for one in outcome.tuned] == [64]
@@ -226,7 +226,9 @@ def test_tune_out_of_time_says_which_classes_it_did_not_reach(tmp_path: Path, h2
     assert [len(tune_capture(tmp_path, Progress()).tuned)] == [2]
 
 
-def test_tune_of_another_gpus_capture_says_so(tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_of_a_capture_of_another_gpu_skips_its_classes(
+    tmp_path: Path, h200: type[SizedBench], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(program, "device_slug", lambda *_: "nvidia_b200")
     capture_sums(tmp_path, (4, 96))
     outcome = tune_capture(tmp_path, Progress())
@@ -234,7 +236,7 @@ def test_tune_of_another_gpus_capture_says_so(tmp_path: Path, h200: type[SizedBe
     assert "captured on nvidia_b200, this is nvidia_h200: capture again here" in outcome.skipped[0]
 
 
-def test_tune_of_a_changed_kernel_says_so(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_of_a_changed_kernel_skips_it(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
     path = tmp_path / CLASSES / of_kernel(read_capture(tmp_path), "row_sum")[0].digest / META
     stored = json.loads(path.read_text())
@@ -253,7 +255,7 @@ def test_tune_skips_a_damaged_class_with_one_line(tmp_path: Path, h200: type[Siz
     assert outcome.skipped[0].startswith(f"{path}: JSON: input data was truncated")
 
 
-def test_class_whose_values_are_gone_is_skipped_by_name_and_fails_its_checks(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_of_a_class_with_missing_values_skips_it_and_its_check_raises(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96), (4, 128))
     folder = sorted((tmp_path / CLASSES).iterdir())[0]
     (folder / VALUES).unlink()
@@ -263,7 +265,7 @@ def test_class_whose_values_are_gone_is_skipped_by_name_and_fails_its_checks(tmp
         make_replay(read_class(folder), folder, "cpu", 0)
 
 
-def test_capture_of_damaged_classes_alone_is_one_line(tmp_path: Path) -> None:
+def test_tune_of_a_capture_with_only_damaged_classes_fails_with_one_line(tmp_path: Path) -> None:
     capture_sums(tmp_path, (4, 96))
     (folder,) = (tmp_path / CLASSES).iterdir()
     (folder / META).write_text("{")
@@ -272,7 +274,7 @@ def test_capture_of_damaged_classes_alone_is_one_line(tmp_path: Path) -> None:
     assert result.stderr.startswith(f"error: {folder / META}: JSON: ")
 
 
-def test_tune_of_a_kernel_that_the_module_has_no_more_says_so(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_of_a_kernel_that_its_module_lacks_skips_it(tmp_path: Path, h200: type[SizedBench]) -> None:
     capture_sums(tmp_path, (4, 96))
     (folder,) = (tmp_path / CLASSES).iterdir()
     stored = json.loads((folder / META).read_text())
@@ -281,7 +283,7 @@ def test_tune_of_a_kernel_that_the_module_has_no_more_says_so(tmp_path: Path, h2
     assert "has no kernel of this name: capture again" in tune_capture(tmp_path, Progress()).skipped[0]
 
 
-def test_tune_of_a_class_without_index_values_says_so(tmp_path: Path, h200: type[SizedBench]) -> None:
+def test_tune_of_a_class_without_index_values_skips_it(tmp_path: Path, h200: type[SizedBench]) -> None:
     captured(tmp_path, max_bytes=8, pattern="scale_chosen")
     outcome = tune_capture(tmp_path, Progress())
     assert "values were not kept" in outcome.skipped[0]
@@ -305,7 +307,7 @@ print(inputs["launch"].named["y_ptr"].tolist()[:2])
 """
 
 
-def test_task_and_config_of_a_capture_reach_another_process_without_its_environment(tmp_path: Path) -> None:
+def test_pickled_task_of_a_capture_loads_in_a_process_without_its_environment(tmp_path: Path) -> None:
     capture_sums(tmp_path / "cap", (4, 96))
     (launch,) = read_capture(tmp_path / "cap").classes
     (op,) = operators(str(tmp_path / "cap"))

@@ -19,7 +19,7 @@ def compare_runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["compare_runs"]
 
 
-def test_a_part_that_fails_is_named_with_its_size_and_others_run_with_a_seed_of_their_own(compare_runs: Any) -> None:
+def test_run_parts_reports_a_failed_part_with_its_size_and_runs_the_others(compare_runs: Any) -> None:
     drawn: dict[int, float] = {}
 
     def draw(size: int) -> None:
@@ -33,7 +33,7 @@ def test_a_part_that_fails_is_named_with_its_size_and_others_run_with_a_seed_of_
     assert drawn == first
 
 
-def test_differences_are_relative_to_the_results_of_the_other_run(compare_runs: Any, tmp_path: Path) -> None:
+def test_differences_are_relative_to_results_of_the_other_run(compare_runs: Any, tmp_path: Path) -> None:
     first, second = str(tmp_path / "first.pt"), str(tmp_path / "second.pt")
     assert compare_runs.differences({"y": torch.full((4,), 2.0), "gone": torch.ones(1)}, first, "") == {}
     assert compare_runs.differences({"y": torch.full((4,), 3.0)}, second, first) == {"y": 0.5}

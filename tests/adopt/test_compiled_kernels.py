@@ -16,7 +16,7 @@ def entry(cache: Path, name: str) -> Path:
     return folder
 
 
-def test_compiled_kernels_reach_an_empty_cache_with_their_new_paths(tmp_path: Path) -> None:
+def test_copy_entries_into_an_empty_cache_writes_new_paths(tmp_path: Path) -> None:
     entry(tmp_path / "old", "ABC")
     assert copy_entries(tmp_path / "old", tmp_path / "tuned" / FOLDER, ["ABC", "GONE"]) == 1
     (tmp_path / "tuned" / FOLDER / "launchers.json").write_text("{}")  # no kernel
@@ -27,7 +27,7 @@ def test_compiled_kernels_reach_an_empty_cache_with_their_new_paths(tmp_path: Pa
     assert (found / "k.cubin").read_bytes() == b"\x7fELF"
 
 
-def test_compiled_kernels_bring_no_library_and_no_path_outside(tmp_path: Path) -> None:
+def test_copy_entries_skips_libraries_and_paths_outside(tmp_path: Path) -> None:
     hostile = entry(tmp_path / "tuned" / FOLDER, "ABC")
     (hostile / "cuda_utils.so").write_bytes(b"\x7fELF")
     (hostile / "__grp__k.json").write_text(json.dumps({"child_paths": {"../../x.so": "/x.so", "k.cubin": "/k"}}))
@@ -37,7 +37,7 @@ def test_compiled_kernels_bring_no_library_and_no_path_outside(tmp_path: Path) -
     assert json.loads((found / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(found / "k.cubin")}}
 
 
-def test_compiled_kernels_that_the_cache_has_stay(tmp_path: Path) -> None:
+def test_copy_entries_keeps_entries_that_the_cache_has(tmp_path: Path) -> None:
     entry(tmp_path / "old", "ABC")
     copy_entries(tmp_path / "old", tmp_path / "tuned" / FOLDER, ["ABC"])
     there = entry(tmp_path / "new", "ABC")
@@ -46,12 +46,12 @@ def test_compiled_kernels_that_the_cache_has_stay(tmp_path: Path) -> None:
     assert (there / "k.cubin").read_bytes() == b"another"
 
 
-def test_compiled_kernels_of_a_folder_without_any_are_none(tmp_path: Path) -> None:
+def test_copy_entries_of_a_missing_folder_copies_none(tmp_path: Path) -> None:
     assert copy_entries(tmp_path / FOLDER, tmp_path / "new") == 0
     assert not (tmp_path / FOLDER).exists()
 
 
-def test_compiled_kernels_are_named_as_tritons_disk_cache_names_them() -> None:
+def test_entry_name_equals_that_of_tritons_disk_cache() -> None:
     from triton.runtime.cache import get_cache_manager
 
     digest = "453fad3a6d" * 6 + "4531"

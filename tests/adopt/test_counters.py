@@ -23,13 +23,13 @@ for name in ["a"] * 3 + ["b" * 300]:
 
 
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGKILL)", "os.kill(os.getpid(), signal.SIGTERM)"])
-def test_counts_outlive_a_process_that_ends_at_once(tmp_path: Path, end: str) -> None:
+def test_counts_of_a_process_that_ends_at_once_are_kept(tmp_path: Path, end: str) -> None:
     program = [sys.executable, "-c", PROGRAM.format(end=end), str(tmp_path)]
     subprocess.run(program, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert read_counts(tmp_path.glob(f"*{SUFFIX}")) == {"a": 3, "b" * 248: 1}
 
 
-def test_a_forked_process_counts_into_a_file_of_its_own(tmp_path: Path) -> None:
+def test_counts_of_a_forked_process_go_to_its_own_file(tmp_path: Path) -> None:
     counters = Counters(tmp_path)
     slot = counters.slot("a")
     counters.add(slot)
@@ -43,7 +43,7 @@ def test_a_forked_process_counts_into_a_file_of_its_own(tmp_path: Path) -> None:
     assert counters.by_name() == {"a": 1}
 
 
-def test_more_names_than_a_file_has_room_for_keep_their_counts(tmp_path: Path) -> None:
+def test_counts_of_more_names_than_a_file_holds_are_kept(tmp_path: Path) -> None:
     counters = Counters(tmp_path)
     for number in range(600):
         slot = counters.slot(f"kernel {number}")
@@ -61,6 +61,6 @@ def test_counts_of_a_folder_that_cannot_be_made_are_kept_in_memory(tmp_path: Pat
     assert counters.by_name() == {"a": 1}
 
 
-def test_a_damaged_file_of_counts_counts_nothing(tmp_path: Path) -> None:
+def test_counts_of_a_damaged_file_are_empty(tmp_path: Path) -> None:
     (tmp_path / f"1{SUFFIX}").write_bytes(b"\1\2\3")
     assert read_counts([tmp_path / f"1{SUFFIX}", tmp_path / "missing"]) == {}

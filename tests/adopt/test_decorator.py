@@ -58,14 +58,14 @@ def copied_right(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + places, tl.load(x_ptr + places, mask=places < N, other=0.0), mask=places < N)
 
 
-def test_autotune_makes_tritons_own_autotuner() -> None:
+def test_autotune_returns_tritons_autotuner() -> None:
     """Whatever knows Triton's Autotuner, such as torch.compile, knows this one."""
     assert type(copied_right) is triton.runtime.autotuner.Autotuner
     assert copied_right.configs is CONFIGS
     assert copied_right.keys == ["N"]
 
 
-def test_autotune_takes_every_argument_of_the_installed_triton() -> None:
+def test_autotune_accepts_every_argument_of_the_installed_triton() -> None:
     given: dict[str, Any] = {
         "prune_configs_by": {"early_config_prune": lambda configs, named, **kwargs: configs[:1]}, "reset_to_zero": ["y_ptr"],
         "restore_value": ["x_ptr"], "pre_hook": None, "post_hook": None, "warmup": None, "rep": None, "use_cuda_graph": False,
@@ -77,7 +77,7 @@ def test_autotune_takes_every_argument_of_the_installed_triton() -> None:
     assert autotuner.early_config_prune(CONFIGS, {}) == CONFIGS[:1]
 
 
-def test_autotune_with_an_unknown_argument_names_those_that_are() -> None:
+def test_autotune_with_an_unknown_argument_lists_known_ones() -> None:
     with pytest.raises(TypeError, match=r"autotune: got an unexpected keyword argument 'sizes': triton .* takes configs, key"):
         kerneltune.autotune(CONFIGS, ["N"], sizes=3)
 
@@ -90,14 +90,14 @@ def test_autotune_with_an_unknown_argument_names_those_that_are() -> None:
         ({"space": {"num_warps": (2, 8), "COLS": (1, 2)}}, "space: 'COLS'"),
     ],
 )
-def test_autotune_with_a_name_that_the_kernel_lacks_says_where(changes: dict[str, Any], problem: str) -> None:
+def test_autotune_with_a_name_that_the_kernel_lacks_raises_with_file_and_line(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(
         ValueError, match=rf"^{__file__}:\d+: copied: {problem}: expected a parameter of the kernel: x_ptr, y_ptr, N, BL"
     ):
         kerneltune.autotune(**({"configs": CONFIGS, "key": ["N"]} | changes))(copied)
 
 
-def test_capture_notes_a_kernel_that_autotune_refuses(tmp_path: Path) -> None:
+def test_capture_notes_kernels_that_autotune_refuses(tmp_path: Path) -> None:
     startup.capture(tmp_path)
     with pytest.raises(ValueError, match="'ROWS'"):
         kerneltune.autotune([triton.Config({"ROWS": 2})], ["N"])(copied)
@@ -107,7 +107,7 @@ def test_capture_notes_a_kernel_that_autotune_refuses(tmp_path: Path) -> None:
     assert "'ROWS'" in said.refused[f"{__name__}.copied"]
 
 
-def test_autotune_takes_configs_with_options_of_any_backend_and_values_of_heuristics() -> None:
+def test_autotune_accepts_options_of_any_backend_and_values_of_heuristics() -> None:
     configs = [triton.Config({"BLOCK": 64, "waves_per_eu": 2}, num_warps=2)]
     heuristics = triton.heuristics({"BLOCK": lambda given: 64})(copied)
     assert kerneltune.autotune(configs, ["N"])(heuristics).configs is configs
@@ -126,7 +126,7 @@ def checked(folder: Path, kernel: Any) -> tuple[list[Any], list[list[str]]]:
     return configs, [checker.errors(variant, config) for config in configs]
 
 
-def test_tuning_holds_configs_against_the_reference(tmp_path: Path) -> None:
+def test_tune_of_an_autotuned_kernel_compares_configs_with_its_reference(tmp_path: Path) -> None:
     _, errors = checked(tmp_path, copied_wrong)
     assert len(errors) == 2
     assert every("y_ptr: differs by" in lines[0] for lines in errors)
@@ -152,7 +152,7 @@ def layernorm(x_ptr, y_ptr, N, MISTAKE: tl.constexpr, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("mistake", ["", "eps outside sqrt", "variance without mask", "mean over BLOCK"])
 @pytest.mark.parametrize("rtol", [None, 1e-2])
-def test_reference_sees_rows_that_show_mistakes_of_a_normalization(tmp_path: Path, mistake: str, rtol: float | None) -> None:
+def test_check_with_a_reference_finds_mistakes_of_a_normalization(tmp_path: Path, mistake: str, rtol: float | None) -> None:
     configs = [triton.Config({"BLOCK": 128, "MISTAKE": mistake})]
     kernel = kerneltune.autotune(configs, ["N"], reference=normalized, rtol=rtol, atol=rtol)(layernorm)
     found = errors_of_rows(tmp_path, kernel, torch.empty(64, 100))
@@ -187,7 +187,7 @@ def test_check_with_a_reference_keeps_zeros_to_which_a_kernel_adds(tmp_path: Pat
     assert errors_of_rows(tmp_path, kernel, torch.zeros(8, 100)) == []
 
 
-def test_results_of_a_capture_can_be_perturbed(tmp_path: Path) -> None:
+def test_mutations_of_a_captured_kernel_are_refused(tmp_path: Path) -> None:
     startup.capture(tmp_path)
     copied_right[lambda meta: (triton.cdiv(128, meta["BLOCK"]),)](torch.randn(128), torch.empty(128), 128)
     startup.uninstall()
@@ -198,7 +198,7 @@ def test_results_of_a_capture_can_be_perturbed(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(may_have_gpu(), reason="the message is for machines without a GPU")
-def test_launch_without_a_gpu_and_without_the_interpreter_says_so(tmp_path: Path) -> None:
+def test_launch_without_gpu_and_interpreter_prints_one_line(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import kerneltune, triton\n"
@@ -215,7 +215,7 @@ def test_launch_without_a_gpu_and_without_the_interpreter_says_so(tmp_path: Path
     assert ran.returncode == 1
 
 
-def test_tolerance_without_a_reference_is_an_error() -> None:
+def test_autotune_with_a_tolerance_but_no_reference_raises() -> None:
     with pytest.raises(TypeError, match=r"autotune: rtol, atol: expected only with reference="):
         kerneltune.autotune(CONFIGS, ["N"], rtol=1e-2)
 
@@ -229,18 +229,18 @@ def test_tolerance_without_a_reference_is_an_error() -> None:
         ({"atol": "1e-3"}, "atol: '1e-3': expected a number from 0 to below inf"),
     ],
 )
-def test_reference_or_tolerance_that_can_judge_nothing_is_an_error(changes: dict[str, Any], text: str) -> None:
+def test_autotune_with_an_unusable_reference_or_tolerance_raises(changes: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         kerneltune.autotune(CONFIGS, ["N"], **{"reference": plus_one} | changes)
 
 
-def test_tuning_tries_the_space_as_well(tmp_path: Path) -> None:
+def test_tune_of_an_autotuned_kernel_tries_its_space(tmp_path: Path) -> None:
     configs, errors = checked(tmp_path, copied_right)
     assert {(one.BLOCK, one.num_warps) for one in configs} == {(64, 2), (128, 4), (32, 2), (32, 8), (256, 2), (256, 8)}
     assert errors == [[]] * 6
 
 
-def test_autotuned_kernel_is_served_where_the_environment_names_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autotuned_kernel_is_served_from_the_folder_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "served").mkdir()
     monkeypatch.setenv(startup.ADOPT, str(tmp_path))
     monkeypatch.setenv(startup.ADOPT_OPTIONS, '{"miss": "default"}')

@@ -82,16 +82,16 @@ def test_argument_that_held_a_copy_already_counts_as_written(tmp_path: Path) -> 
     assert learn(made, launch.candidates[0].config) == ["y_ptr"]
 
 
-def test_write_that_the_first_config_does_not_do_is_a_disagreement(tmp_path: Path) -> None:
+def test_write_that_the_first_config_does_not_make_is_a_disagreement(tmp_path: Path) -> None:
     assert lines(tmp_path, cluttered) == [[], ["x_ptr: is written, which the author's first config does not do"]]
 
 
-def test_launch_that_writes_nothing_is_not_checked(tmp_path: Path) -> None:
+def test_launch_that_writes_nothing_raises(tmp_path: Path) -> None:
     with pytest.raises(ReplayError, match=r"\.idle: the author's first config changes no argument: nothing to compare"):
         lines(tmp_path, idle)
 
 
-def test_launch_without_programs_has_nothing_to_write(tmp_path: Path) -> None:
+def test_launch_with_an_empty_grid_agrees(tmp_path: Path) -> None:
     assert lines(tmp_path, idle, grid=0) == [[], []]
 
 
@@ -125,7 +125,7 @@ def test_reference_may_change_its_arguments(tmp_path: Path, monkeypatch: pytest.
         (lambda given: given["z_ptr"], "KeyError: 'z_ptr'"),
     ],
 )  # fmt: skip
-def test_reference_that_does_not_fit_says_so(
+def test_reference_with_results_of_another_form_raises_with_file_and_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: Callable[[Mapping[str, Any]], Any], text: str
 ) -> None:
     with pytest.raises(ReplayError, match=rf"^test_effects\.py:\d+: reference of .*\.copied: {text}$"):

@@ -71,7 +71,7 @@ def captured(folder: Path, kernel: Any, *functions: Any, **options: Any) -> list
 
 
 @pytest.mark.parametrize(("name", "options"), [("applied", {"BLOCK": 32}), ("tuned", {})])
-def test_each_function_makes_a_class_that_is_replayed_with_it(
+def test_capture_has_a_class_per_function_argument_and_replays_it(
     tmp_path: Path, module: Any, name: str, options: dict[str, int]
 ) -> None:
     classes = captured(tmp_path, getattr(module, name), module.relu, module.doubled, module.relu, **options)
@@ -85,7 +85,7 @@ def test_each_function_makes_a_class_that_is_replayed_with_it(
         assert made.named["y_ptr"].tolist() == expected
 
 
-def test_function_that_has_changed_since_the_capture_is_named(tmp_path: Path, module: Any) -> None:
+def test_replay_with_a_changed_function_raises_with_its_name(tmp_path: Path, module: Any) -> None:
     (found,) = captured(tmp_path / "cap", module.applied, module.relu, BLOCK=32)
     module.relu = module.doubled
     with pytest.raises(ReplayError, match=r"applied 5 .*ACT: of_functions\.relu: its source has changed since it was captured"):
@@ -95,7 +95,9 @@ def test_function_that_has_changed_since_the_capture_is_named(tmp_path: Path, mo
         make_replay(found, tmp_path / "cap" / CLASSES / found.digest, "cpu", 0)
 
 
-def test_function_that_no_module_holds_is_refused(tmp_path: Path, module: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_capture_of_a_function_that_no_module_holds_is_refused(
+    tmp_path: Path, module: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     startup.capture(tmp_path, plain=True)
     assert launch(module.applied, module.made(), BLOCK=32) == [-2.0, -1.0, 0.0, 1.0, 2.0]
     startup.uninstall()
@@ -124,9 +126,7 @@ def test_autotuned_kernel_with_the_function_in_its_key_is_served_by_function(tmp
     assert startup.server().counters.by_name() == {"served of_functions.tuned": 1, "missed of_functions.tuned": 2}
 
 
-def test_tune_of_a_kernel_with_a_function_leaves_no_class_out(
-    tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tune_of_a_kernel_with_functions_tunes_every_class(tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with made_up_gpu.stands_in(monkeypatch):
         monkeypatch.setattr("kerneltune.tune.session.GpuWorker", PlainBench)
         monkeypatch.setattr(tuning, "GpuWorker", PlainBench)
@@ -160,7 +160,7 @@ print(made.named["y_ptr"].tolist())
 """
 
 
-def test_function_of_the_programs_file_is_found_for_a_kernel_of_a_library(tmp_path: Path, module: Any) -> None:
+def test_replay_of_a_library_kernel_finds_a_function_of_the_programs_file(tmp_path: Path, module: Any) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     ran = run_python("from kerneltune.cli import main; main()", *CAPTURE.format(tmp_path, sys.executable).split())
     assert (ran.returncode, ran.stdout.splitlines()[:1]) == (0, ["[0.0, 3.0, 6.0, 9.0, 12.0]"]), ran.stderr

@@ -89,7 +89,7 @@ def probed(file: str, **fields: Any) -> GetterFacts:
 
 @pytest.mark.parametrize("config", [None, LARGE, {**SMALL, "BLOCK_SIZE_M": 32, "BLOCK_SIZE_K": 16, "GROUP_SIZE_M": 4}])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 5, 2), (9, 5, 2), (40, 3, 3)])
-def test_example_gives_what_plain_torch_gives(
+def test_example_of_fused_experts_agrees_with_torch(
     fused_moe: Any, tokens: int, experts: int, top_k: int, config: dict[str, int] | None
 ) -> None:
     sizes = {"tokens": tokens, "experts": experts, "hidden": 64, "inner": 48, "top_k": top_k}
@@ -122,7 +122,7 @@ def get_config(rows): return {"BLOCK": 4}, "more"
 """
 
 
-def test_override_reaches_modules_that_imported_the_getter_and_leaves_the_rest_of_the_result(
+def test_override_replaces_the_getter_in_every_module_and_only_its_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -159,7 +159,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("said", BAD)
-def test_command_with_a_bad_function_ends_in_one_line_and_exit_code_2(said: str, tmp_path: Path, in_this_process: None) -> None:
+def test_getter_command_with_a_bad_function_fails_with_one_line(said: str, tmp_path: Path, in_this_process: None) -> None:
     file = program(tmp_path, BAD[said])
     out = tmp_path / "out"
     options = ["--call", f"{file}:case", "--size", "rows=4", "--dtype", "float32", "--out", str(out)]
@@ -189,7 +189,7 @@ def test_command_with_a_bad_function_ends_in_one_line_and_exit_code_2(said: str,
         ((f"{EXAMPLE}:get_config", "--tokens", "1", "--named", "fp8"), "named: 'fp8': expected fields such as dtype=fp8_w8a8"),
     ],
 )
-def test_command_with_bad_arguments_says_which(
+def test_getter_command_with_bad_arguments_names_them(
     arguments: Sequence[str], said: str, tmp_path: Path, in_this_process: None, fused_moe: Any
 ) -> None:
     options = ["--call", f"{EXAMPLE}:fused_experts", "--out", str(tmp_path / "out")]
@@ -206,7 +206,7 @@ def test_command_with_bad_arguments_says_which(
         ("7", "knobs: 7: expected a list"),
     ],
 )
-def test_damaged_space_file_is_named(text: str, said: str, tmp_path: Path) -> None:
+def test_getter_command_with_a_damaged_space_file_names_it(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(text)
     options = ["--call", "b:c", "--tokens", "1", "--out", str(tmp_path), "--space", str(path)]
@@ -214,7 +214,7 @@ def test_damaged_space_file_is_named(text: str, said: str, tmp_path: Path) -> No
     assert (result.exit_code, result.stderr.startswith(f"error: {path}: {said}")) == (2, True), result.stderr
 
 
-def test_space_of_an_unknown_knob_is_refused(fused_moe: Any) -> None:
+def test_probe_with_a_space_of_an_unknown_knob_raises(fused_moe: Any) -> None:
     with pytest.raises(ValueError, match=r"^space: BLOCK: expected a knob of the own config: BLOCK_SIZE_K, BLOCK_SIZE_M"):
         probe(facts_of((1,), space={"BLOCK": [16]}))
 
@@ -242,7 +242,7 @@ def case(rows, device, seed):
 
 
 @pytest.mark.parametrize("pads", [True, False])
-def test_override_under_which_the_host_forgets_its_padding_is_found_by_poison(tmp_path: Path, pads: bool) -> None:
+def test_check_finds_an_override_under_which_the_host_forgets_its_padding(tmp_path: Path, pads: bool) -> None:
     file = program(tmp_path, f"PADS = {pads}" + PAIRWISE)
     for block in (32, 64):
         facts = probed(file, space={"BLOCK": [block]})
@@ -296,7 +296,7 @@ def vllm_entry(folder: Path, gpu: str, experts: int, inner: int, tokens: int) ->
     return nearest
 
 
-def test_command_keeps_own_configs_that_nothing_beats_and_writes_a_table_of_all_keys(
+def test_getter_command_keeps_unbeaten_own_configs_and_writes_a_table_of_all_keys(
     tmp_path: Path, h200: None, fused_moe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     space = tmp_path / "space.yaml"
@@ -333,7 +333,7 @@ def test_command_keeps_own_configs_that_nothing_beats_and_writes_a_table_of_all_
     fused_moe.table.cache_clear()
 
 
-def test_export_without_the_sizes_of_a_table_fails_before_anything_is_checked(
+def test_getter_export_without_sizes_of_a_table_fails_before_it_checks(
     tmp_path: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(_root: Path) -> None:
@@ -348,7 +348,7 @@ def test_export_without_the_sizes_of_a_table_fails_before_anything_is_checked(
     assert (result.exit_code, result.stderr) == (2, "error: export: sglang: size experts: missing\n")
 
 
-def test_whole_table_without_a_gpu_checks_its_smallest_calls_and_says_so(
+def test_getter_command_without_a_gpu_checks_the_smallest_calls(
     tmp_path: Path, in_this_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[list[int]] = []
@@ -374,7 +374,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, check=False)
 
 
-def test_call_that_ends_its_process_is_named(tmp_path: Path) -> None:
+def test_getter_command_with_a_call_that_ends_its_process_names_it(tmp_path: Path) -> None:
     file = program(tmp_path, GOOD + "import os\ndef case(rows): os._exit(3)\n")
     options = ["--call", f"{file}:case", "--size", "rows=4", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(app, ["adopt", "getter", f"{file}:get_config", *options])
@@ -383,7 +383,7 @@ def test_call_that_ends_its_process_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_call_on_a_gpu_gets_a_table_whose_rows_are_never_slower(tmp_path: Path) -> None:
+def test_getter_table_on_a_gpu_has_no_slower_row(tmp_path: Path) -> None:
     sizes = [f"--size={name}={value}" for name, value in {"experts": 16, "hidden": 2048, "inner": 768, "top_k": 4}.items()]
     options = ["--tokens", "16,1024", "--budget", "6", "--export", "vllm", "--out", str(tmp_path)]
     done = command(f"{EXAMPLE}:get_config", "--call", f"{EXAMPLE}:fused_experts", *sizes, *options)
@@ -418,13 +418,13 @@ def tuned(tokens: int, **sizes: int) -> TunedCall:
         ("sglang", "AMD Instinct MI300X", "", "configs/triton_VERSION/E=8,N=7168,device_name=AMD_Instinct_MI300X.json"),
     ],
 )  # fmt: skip
-def test_tables_have_the_paths_that_the_engines_look_up(engine: str, gpu: str, named: str, path: str) -> None:
+def test_engine_tables_have_the_paths_that_engines_look_up(engine: str, gpu: str, named: str, path: str) -> None:
     tables = engine_tables(engine, gpu, [tuned(16), tuned(1)], named)
     assert list(tables) == [path.replace("VERSION", device.versions()["triton"].replace(".", "_"))]
     assert list(json.loads(next(iter(tables.values())))) == ["1", "16"]
 
 
-def test_table_without_an_own_config_of_a_key_is_refused() -> None:
+def test_engine_table_without_an_own_config_of_a_key_raises() -> None:
     lacking = TunedCall(CallCase({"tokens": 2, "experts": 8, "inner": 64}, problem="never asks the getter"), {})
     with pytest.raises(ValueError, match=r"^export: vllm: 2 tokens: never asks the getter$"):
         engine_tables("vllm", "NVIDIA H200", [lacking])
@@ -438,7 +438,7 @@ MODEL = {
 }  # fmt: skip
 
 
-def test_sizes_of_a_model_are_those_of_one_gpu(tmp_path: Path) -> None:
+def test_expert_sizes_of_a_model_are_those_of_one_gpu(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(MODEL))
     assert expert_sizes(read(path), 2, 1) == {"experts": 128, "hidden": 2048, "inner": 384, "top_k": 8}
@@ -447,7 +447,7 @@ def test_sizes_of_a_model_are_those_of_one_gpu(tmp_path: Path) -> None:
         expert_sizes(read(path), 5, 1)
 
 
-def test_routing_is_skewed_and_tells_the_function_which_experts_are_its_own() -> None:
+def test_routing_of_calls_is_skewed_and_has_the_experts_of_the_rank() -> None:
     def experts(
         hidden_states: Any,
         w1: Any,
@@ -471,7 +471,7 @@ def test_routing_is_skewed_and_tells_the_function_which_experts_are_its_own() ->
     assert int(found["ids"].max()) > 100
 
 
-def test_call_that_needs_values_compiles_nothing_ahead(tmp_path: Path) -> None:
+def test_getter_call_that_reads_values_compiles_nothing_ahead(tmp_path: Path) -> None:
     file = program(tmp_path, "PADS = True" + PAIRWISE.replace("block == 64", "float(x[0]) == 64"))
     write_facts(tmp_path, probed(file))
     (op,) = operators(str(tmp_path))
@@ -482,6 +482,6 @@ def test_call_that_needs_values_compiles_nothing_ahead(tmp_path: Path) -> None:
     assert op.variants[0].run(inputs, op.variants[0].default_config(call_case(read_facts(tmp_path), case))) == {}
 
 
-def test_all_keys_of_the_engines_are_in_order() -> None:
+def test_engine_tokens_are_sorted_and_distinct() -> None:
     assert list(ENGINE_TOKENS) == sorted(set(ENGINE_TOKENS))
     assert (len(ENGINE_TOKENS), ENGINE_TOKENS[-1]) == (18, 4096)

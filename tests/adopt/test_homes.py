@@ -57,9 +57,7 @@ def captured(folder: Path, kernel: Any, scale: Any = 1.0) -> list[LaunchClass]:
     return read_capture(folder).classes
 
 
-def test_kernel_that_depends_on_the_programs_arguments_is_loaded_with_them(
-    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_kernel_is_loaded_with_arguments_of_the_program(tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["program.py", "a", "b"])
     (launch,) = captured(tmp_path / "cap", write("of_arguments", HEAD + "K = tl.constexpr(len(sys.argv))" + KERNEL + TUNED).added)
     monkeypatch.setattr(sys, "argv", ["kerneltune"])
@@ -69,7 +67,7 @@ def test_kernel_that_depends_on_the_programs_arguments_is_loaded_with_them(
 
 
 @pytest.mark.parametrize("kind", ["int", "tl.constexpr"])
-def test_kernel_that_reads_another_global_than_when_captured_is_refused(
+def test_live_kernel_with_another_global_than_captured_raises(
     tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setenv("WIDTH", "22")
@@ -83,7 +81,7 @@ def test_kernel_that_reads_another_global_than_when_captured_is_refused(
         live_kernel(launch)
 
 
-def test_kernel_that_another_module_autotunes_is_found_there(tmp_path: Path, write: Any) -> None:
+def test_live_kernel_is_found_in_the_module_that_autotunes_it(tmp_path: Path, write: Any) -> None:
     write("of_kernels", HEAD + "K = 1" + KERNEL)
     user = write("of_user", HEAD + "from of_kernels import added\nchosen = triton.autotune(CONFIGS, key=['N'])(added)\n")
     (launch,) = captured(tmp_path / "cap", user.chosen)
@@ -160,7 +158,7 @@ def test_plugin_that_is_gone_says_what_to_set(tmp_path: Path, write: Any) -> Non
         live_kernel(launch)
 
 
-def test_search_for_an_autotuner_runs_no_code_of_other_globals(tmp_path: Path, write: Any) -> None:
+def test_live_kernel_search_runs_no_code_of_other_globals(tmp_path: Path, write: Any) -> None:
     lazy = "class Lazy:\n    def __getattr__(self, name):\n        raise ImportError(name)\nlazy = Lazy()\n"
     module = write("of_lazy", HEAD + "K = 1\n" + lazy + KERNEL + "chosen = triton.autotune(CONFIGS, key=['N'])(added)\n")
     (launch,) = captured(tmp_path / "cap", module.chosen)
@@ -171,7 +169,7 @@ def test_search_for_an_autotuner_runs_no_code_of_other_globals(tmp_path: Path, w
     ("more", "said"),
     [("added[(1,)](torch.zeros(8), 8, 1.0)\n", ""), ("1 / (len(sys.argv) - 1)\n", r"importing fails here: ZeroDivisionError: ")],
 )
-def test_kernel_of_a_module_with_work_at_its_top_is_found_or_says_what_failed(
+def test_live_kernel_of_a_module_with_work_at_its_top_is_loaded_or_raises(
     tmp_path: Path, write: Any, more: str, said: str
 ) -> None:
     name = "of_failure" if said else "of_work"
@@ -186,13 +184,15 @@ def test_kernel_of_a_module_with_work_at_its_top_is_found_or_says_what_failed(
         assert live_kernel(launch).base_fn.__name__ == "added"
 
 
-def test_kernel_that_no_module_holds_is_named_when_captured(tmp_path: Path, write: Any) -> None:
+def test_capture_of_a_kernel_that_no_module_holds_records_the_problem(tmp_path: Path, write: Any) -> None:
     module = write("of_nobody", HEAD + "K = 1" + KERNEL + "held = [triton.autotune(CONFIGS, key=['N'])(added)]\n")
     (launch,) = captured(tmp_path / "cap", module.held[0])
     assert launch.problem == "no module holds its autotuner by a name, so that it cannot be imported"
 
 
-def test_kernel_that_a_variable_autotunes_says_so_without_it(tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_kernel_autotuned_under_a_variable_raises_without_the_variable(
+    tmp_path: Path, write: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TUNES", "1")
     module = write("of_variable", HEAD + "K = 1" + KERNEL + "if 'TUNES' in os.environ:\n    " + TUNED)
     (launch,) = captured(tmp_path / "cap", module.added)
@@ -202,7 +202,7 @@ def test_kernel_that_a_variable_autotunes_says_so_without_it(tmp_path: Path, wri
         live_kernel(launch)
 
 
-def test_second_kernel_of_one_name_is_not_captured_as_the_first(
+def test_capture_of_a_second_kernel_of_one_name_is_refused(
     tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FIRST", "1")
@@ -229,12 +229,14 @@ def test_second_kernel_of_one_name_is_not_captured_as_the_first(
 
 
 @pytest.mark.parametrize("scale", [float("-inf"), float("nan")])
-def test_launch_with_an_infinite_argument_is_read_again(tmp_path: Path, write: Any, scale: float) -> None:
+def test_captured_launch_with_an_infinite_argument_is_read_back(tmp_path: Path, write: Any, scale: float) -> None:
     (launch,) = captured(tmp_path / "cap", write("of_infinity", HEAD + "K = 1" + KERNEL + TUNED).added, scale=scale)
     assert launch.arguments[2].value == {"float": str(scale)}
 
 
-def test_launch_that_no_config_can_make_says_why(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_captured_launch_that_no_config_can_make_has_a_problem(
+    tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     kernel = write("of_grid", HEAD + "K = 1" + KERNEL + TUNED).added
     startup.capture(tmp_path / "cap")
     with pytest.raises(KeyError):
@@ -247,7 +249,7 @@ def test_launch_that_no_config_can_make_says_why(tmp_path: Path, write: Any, cap
         author_choice(launch)
 
 
-def test_launch_that_cannot_be_captured_runs_without_a_gpu(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_uncapturable_launch_without_a_gpu_runs(tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture) -> None:
     kernel = write("of_tuple", HEAD + "K = 1" + KERNEL + TUNED).added
     x = torch.zeros(8)
     startup.capture(tmp_path / "cap")
@@ -257,7 +259,7 @@ def test_launch_that_cannot_be_captured_runs_without_a_gpu(tmp_path: Path, write
     assert (x.tolist(), kernel.best_config) == ([1.0] * 8, kernel.configs[0])
 
 
-def test_launch_whose_pruning_asks_for_a_gpu_runs_with_all_configs(
+def test_captured_launch_whose_pruning_needs_a_gpu_has_all_configs(
     tmp_path: Path, write: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     prune = "def prune(configs, given, **_):\n    raise RuntimeError('0 active drivers')\n"

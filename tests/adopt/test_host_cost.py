@@ -11,7 +11,7 @@ from adopted import ROOT
 from kerneltune.adopt import startup
 
 
-def test_a_launch_with_a_number_never_seen_costs_little_more_than_a_repeated_launch(tmp_path: Path) -> None:
+def test_served_launch_with_a_new_number_costs_at_most_10_repeated_launches(tmp_path: Path) -> None:
     sys.path.append(str(ROOT / "examples" / "adopted_packages"))
     host_cost = importlib.import_module("host_cost")
     kernel = host_cost.made_kernel(tmp_path, 3, 4, configs=48)

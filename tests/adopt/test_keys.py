@@ -26,7 +26,7 @@ def test_key_holds_deciding_arguments_and_the_types_of_all_arguments() -> None:
     assert key((x, 4, 0.5), {"grid": (1,)}) != found != key((x.half(), 3, 0.5), {"grid": (1,)})
 
 
-def test_key_of_arguments_by_name_takes_any_order_and_refuses_other_names() -> None:
+def test_key_of_keyword_arguments_is_the_same_in_any_order() -> None:
     key = plan_key(launch(torch.ones(2), N=3, BLOCK=64), {"N", "BLOCK"})
     assert key((torch.ones(2),), {"BLOCK": 64, "N": 3}) == (1, 2, torch.float32, 3, 64)
     with pytest.raises(KeyError, match="BLOCK"):
@@ -45,7 +45,7 @@ class Kind(str, Enum):  # noqa: UP042
     A = "a"
 
 
-def test_member_of_an_enumeration_is_the_plain_value_that_a_table_holds() -> None:
+def test_key_of_an_enumeration_member_has_its_plain_value() -> None:
     values = (Mode.MUL, Kind.A, np.float64(0.5))
     assert [repr(encode_value(value)) for value in values] == ["3", "'a'", "0.5"]
     call = launch(torch.ones(2), Mode.MUL, BLOCK=True)
@@ -54,7 +54,7 @@ def test_member_of_an_enumeration_is_the_plain_value_that_a_table_holds() -> Non
 
 
 @pytest.mark.parametrize("other", [torch.ones(4, 4).T, torch.ones(17)[1:].view(4, 4)], ids=["strides", "alignment"])
-def test_key_with_layout_tells_strides_and_alignment_apart(other: torch.Tensor) -> None:
+def test_key_with_layout_depends_on_strides_and_alignment(other: torch.Tensor) -> None:
     call = launch(torch.ones(4, 4))
     assert plan_key(call, {"x"})(call.args, {}) == plan_key(call, {"x"})((other,), {})
     key = plan_key(call, {"x"}, has_layout=True)
@@ -62,16 +62,16 @@ def test_key_with_layout_tells_strides_and_alignment_apart(other: torch.Tensor) 
 
 
 @pytest.mark.parametrize(("value", "other"), [((torch.ones(2), 1), (torch.ones(3), 1)), ((1, 2), (1, 3)), (object(), object())])
-def test_key_tells_values_of_no_plain_type_apart(value: Any, other: Any) -> None:
+def test_key_depends_on_values_of_other_types(value: Any, other: Any) -> None:
     key = plan_key(launch(value), {"x"})
     assert key((value,), {}) == key((value,), {}) != key((other,), {})
 
 
-def test_floats_and_the_grid_tell_no_launches_apart() -> None:
+def test_key_does_not_depend_on_floats_or_the_grid() -> None:
     assert all_but_floats(launch(torch.ones(1), 3, scale=0.5, grid=(1,), warmup=False)) == {"x", "N"}
 
 
-def test_launches_with_other_names_or_types_have_keys_of_their_own() -> None:
+def test_keys_of_launches_with_other_names_or_types_differ() -> None:
     x, keys = torch.ones(2), LaunchKeys[str]()
     launches = {
         "tensor": launch(x, 3, BLOCK=64),
@@ -89,7 +89,7 @@ def test_launches_with_other_names_or_types_have_keys_of_their_own() -> None:
     assert keys.find((x, [3]), {"BLOCK": 64}) is None
 
 
-def test_keys_forget_launches_when_they_are_very_many() -> None:
+def test_keys_beyond_their_limit_are_forgotten() -> None:
     keys = LaunchKeys[int]()
     for n in range(5000):
         assert keys.remember(launch(n), {"x"}, n) == n
@@ -100,7 +100,7 @@ def test_keys_forget_launches_when_they_are_very_many() -> None:
     assert len(keys.plans) < 33
 
 
-def test_lists_of_configs_are_found_by_identity_and_by_value() -> None:
+def test_of_list_finds_lists_of_configs_by_identity_and_by_value() -> None:
     lists: dict[Any, object] = {}
     configs = [triton.Config({"BLOCK": size}) for size in (32, 64)]
     first = of_list(lists, configs, object)

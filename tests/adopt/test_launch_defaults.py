@@ -9,7 +9,7 @@ import pytest
 from kerneltune.adopt.configs import DEFAULTS, launch_defaults
 
 
-def test_launch_defaults_are_options_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_defaults_equal_options_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     in_use = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: "hip"))
     backend = SimpleNamespace(parse_options=lambda given: SimpleNamespace(num_stages=2, given=given))
     monkeypatch.setattr(importlib.import_module("triton.runtime.driver"), "driver", in_use)
@@ -21,9 +21,7 @@ def test_launch_defaults_are_options_of_the_backend(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "error", [RuntimeError("0 active drivers"), ModuleNotFoundError("no backend"), AttributeError("options")]
 )
-def test_launch_defaults_are_those_of_nvidia_where_triton_names_no_backend(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_defaults_without_a_backend_are_those_of_nvidia(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     in_use = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: "none"))
 
     def make_backend(target: Any) -> None:

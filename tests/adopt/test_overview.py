@@ -23,17 +23,17 @@ def launches(tmp_path: Path) -> list[LaunchClass]:
     )
 
 
-def test_omitted_arguments_are_dimensions_of_tensors(launches: list[LaunchClass]) -> None:
+def test_omitted_lists_dimensions_of_tensors(launches: list[LaunchClass]) -> None:
     assert omitted(launches[0]) == ["M"]
 
 
-def test_left_out_sizes_are_no_seeds(launches: list[LaunchClass]) -> None:
+def test_left_out_lists_sizes_but_no_seeds(launches: list[LaunchClass]) -> None:
     first, second = launches
     changed = dataclasses.replace(second, arguments=(*second.arguments[:-2], Argument("seed", "value", 5)))
     assert left_out([first, changed]) == ["M", "NUM_SMS", "x_ptr.0", "y_ptr.0"]
 
 
-def test_kernel_with_one_config_has_a_key_for_nothing(launches: list[LaunchClass]) -> None:
+def test_left_out_of_a_kernel_with_one_config_is_empty(launches: list[LaunchClass]) -> None:
     alone = [dataclasses.replace(one, list_size=1) for one in launches]
     assert (left_out(alone), omitted(alone[0])) == ([], [])
 
@@ -47,7 +47,7 @@ def test_lint_names_omitted_sizes_beside_those_that_differ(tmp_path: Path, launc
     ]
 
 
-def test_lint_counts_no_config_of_a_plain_kernel_that_never_wins(
+def test_lint_of_a_plain_kernel_reports_no_config_that_never_wins(
     tmp_path: Path, launches: list[LaunchClass], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen = {one.digest: {stored_key(one.candidates[1].config)} for one in launches}
@@ -57,16 +57,14 @@ def test_lint_counts_no_config_of_a_plain_kernel_that_never_wins(
     assert not any("never win" in text for text in findings(Capture(tmp_path, plain, ProcessNotes({}))))
 
 
-def test_lint_takes_the_options_of_a_plain_kernel_for_no_list_of_an_autotuner(
-    tmp_path: Path, launches: list[LaunchClass]
-) -> None:
+def test_lint_of_a_plain_kernel_reports_no_lists_of_configs(tmp_path: Path, launches: list[LaunchClass]) -> None:
     other = [dataclasses.replace(one, configs="0123456789ab") for one in launches]
     plain = [dataclasses.replace(one, is_plain=True) for one in (*launches, *other)]
     assert any("2 lists of configs" in text for text in findings(Capture(tmp_path, [*launches, *other], ProcessNotes({}))))
     assert not any("lists of configs" in text for text in findings(Capture(tmp_path, plain, ProcessNotes({}))))
 
 
-def test_lint_names_what_a_key_gets_from_a_heuristic_below_the_autotuner(tmp_path: Path, launches: list[LaunchClass]) -> None:
+def test_lint_names_key_values_of_a_heuristic_below_the_autotuner(tmp_path: Path, launches: list[LaunchClass]) -> None:
     keyed = [dataclasses.replace(one, keys=(*one.keys, "EVEN")) for one in launches]
     said = "two_kernels.row_sum: key names what no launch gives, which triton.autotune leaves out: EVEN"
     assert said in findings(Capture(tmp_path, keyed, ProcessNotes({})))

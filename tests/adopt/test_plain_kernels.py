@@ -104,7 +104,7 @@ def captured(folder: Path, module: Any, *sizes: int, **options: Any) -> list[Lau
     return sorted(read_capture(folder).classes, key=lambda one: one.sizes["N"])
 
 
-def test_capture_of_plain_kernels_has_the_programs_options_first(tmp_path: Path, module: Any) -> None:
+def test_capture_of_plain_kernels_lists_the_programs_options_first(tmp_path: Path, module: Any) -> None:
     (small, large) = captured(tmp_path / "cap", module, 64, 96, 96, num_warps=8)
     options = [(one.config["num_warps"], one.config["num_stages"]) for one in small.candidates]
     assert options[0] == (8, 3)
@@ -116,7 +116,7 @@ def test_capture_of_plain_kernels_has_the_programs_options_first(tmp_path: Path,
     assert not small.problem
 
 
-def test_capture_records_plain_kernels_only_when_asked_to(tmp_path: Path, module: Any) -> None:
+def test_capture_without_plain_records_no_plain_kernel(tmp_path: Path, module: Any) -> None:
     startup.capture(tmp_path / "cap")
     launch(module)
     startup.recorder().flush()
@@ -124,7 +124,7 @@ def test_capture_records_plain_kernels_only_when_asked_to(tmp_path: Path, module
     assert not (tmp_path / "cap" / CLASSES).exists()
 
 
-def test_scales_make_no_class_of_their_own(tmp_path: Path, module: Any) -> None:
+def test_capture_of_plain_kernels_has_one_class_for_all_scales(tmp_path: Path, module: Any) -> None:
     startup.capture(tmp_path / "cap", plain=True)
     for scale in (1.0, 2.0, 3.0):
         launch(module, scale=scale)
@@ -168,7 +168,7 @@ def serve(folder: Path, launches: list[LaunchClass], warps: int) -> Any:
     return startup.server()
 
 
-def test_served_plain_kernels_change_options_of_captured_launches_alone(
+def test_serving_plain_kernels_changes_options_of_captured_launches_only(
     tmp_path: Path, module: Any, given: list[dict[str, Any]]
 ) -> None:
     launches = captured(tmp_path / "cap", module, 64)
@@ -184,7 +184,7 @@ def test_served_plain_kernels_change_options_of_captured_launches_alone(
     ]
 
 
-def test_served_plain_kernels_whose_own_options_are_the_fastest_launch_as_before(
+def test_serving_plain_kernels_with_fastest_own_options_changes_nothing(
     tmp_path: Path, module: Any, given: list[dict[str, Any]]
 ) -> None:
     launches = captured(tmp_path / "cap", module, 64)
@@ -195,7 +195,7 @@ def test_served_plain_kernels_whose_own_options_are_the_fastest_launch_as_before
     assert server.counters.by_name() == {"served of_plain_kernels.doubled": 1, "missed of_plain_kernels.doubled": 0}
 
 
-def test_served_options_that_fail_give_way_to_the_programs(
+def test_serving_options_that_fail_falls_back_to_the_programs(
     tmp_path: Path, module: Any, given: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     launches = captured(tmp_path / "cap", module, 64)
@@ -209,7 +209,7 @@ def test_served_options_that_fail_give_way_to_the_programs(
     assert caplog.text.count(said) == 1
 
 
-def test_launch_without_options_has_those_of_its_backend(
+def test_capture_of_a_launch_without_options_has_those_of_the_backend(
     tmp_path: Path, module: Any, given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active = SimpleNamespace(get_current_target=lambda: GPUTarget("hip", "gfx942", 64))
@@ -294,7 +294,7 @@ def captured_call(folder: Path, call: Callable[[], Any]) -> LaunchClass:
     return launch
 
 
-def test_block_that_only_the_grid_reads_is_tuned_and_served_with_another_grid(
+def test_tune_of_a_block_that_only_the_grid_reads_serves_another_grid(
     tmp_path: Path, module: Any, checked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, grids = tmp_path / "cap", []
@@ -323,7 +323,7 @@ def test_block_that_only_the_grid_reads_is_tuned_and_served_with_another_grid(
 
 
 @pytest.mark.parametrize(("name", "length"), [("padded", 96), ("partial", 3), ("named", 96)])
-def test_block_that_the_host_or_the_result_depends_on_is_never_changed(
+def test_tune_never_changes_a_block_that_host_or_result_depends_on(
     tmp_path: Path, module: Any, checked: None, name: str, length: int
 ) -> None:
     folder, x = tmp_path / "cap", torch.arange(96.0)
@@ -339,7 +339,7 @@ def test_block_that_the_host_or_the_result_depends_on_is_never_changed(
     assert table.kernels[0].groups[0].rows[0].configs[0]["kwargs"] == {"BLOCK": 32}
 
 
-def test_grid_that_writes_its_arguments_is_captured_as_the_program_launches_it(tmp_path: Path, module: Any) -> None:
+def test_capture_of_a_grid_that_writes_its_arguments_is_that_of_the_launch(tmp_path: Path, module: Any) -> None:
     """A grid of vLLM's causal_conv1d_fn lists its blocks in a tensor, and resizes the tensor if there are more."""
     blocks, x, y = torch.zeros(3, dtype=torch.int32), torch.arange(96.0), torch.empty(96)
 
@@ -357,7 +357,7 @@ def test_grid_that_writes_its_arguments_is_captured_as_the_program_launches_it(t
     assert made.named["blocks_ptr"].tolist() == [2, 1, 0]
 
 
-def test_grid_of_numbers_and_heuristics_that_read_a_block_leave_the_block_alone(tmp_path: Path, module: Any) -> None:
+def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: Path, module: Any) -> None:
     x, y = torch.arange(96.0), torch.empty(96)
     for number, call in enumerate((
         lambda: module.doubled[(3,)](x, y, 96, 2.0, BLOCK=32),
@@ -369,12 +369,12 @@ def test_grid_of_numbers_and_heuristics_that_read_a_block_leave_the_block_alone(
         assert {one.config["num_stages"] for one in launch.candidates} == {3}
 
 
-def test_stages_of_kernels_with_a_product_are_tuned(module: Any) -> None:
+def test_plain_tuner_of_a_kernel_with_a_product_varies_stages(module: Any) -> None:
     tuner = plain_tuner(module.product, {"num_stages": 5}, ())
     assert [config.num_stages for config in tuner.configs[:5]] == [5, 1, 2, 3, 4]
 
 
-def test_launches_with_and_without_an_optional_tensor_are_resolved_once_each(
+def test_serving_plans_launches_with_and_without_an_optional_tensor_once_each(
     tmp_path: Path, module: Any, given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y, bias = torch.arange(96.0), torch.empty(96), torch.ones(96)
@@ -402,7 +402,7 @@ def test_launches_with_and_without_an_optional_tensor_are_resolved_once_each(
 
 
 @pytest.mark.parametrize("size", [[64], object(), None, torch.ones(2)])
-def test_served_launch_with_an_argument_of_another_kind_goes_on(
+def test_serving_a_launch_with_an_argument_of_another_type_launches_it_unchanged(
     tmp_path: Path, module: Any, monkeypatch: pytest.MonkeyPatch, size: object
 ) -> None:
     launches, seen = captured(tmp_path / "cap", module, 64), []
@@ -415,14 +415,14 @@ def test_served_launch_with_an_argument_of_another_kind_goes_on(
     assert seen[1][0] is size
 
 
-def test_damaged_verdicts_of_blocks_are_one_line(tmp_path: Path, module: Any) -> None:
+def test_read_blocks_of_a_damaged_file_raises_one_line(tmp_path: Path, module: Any) -> None:
     captured(tmp_path / "cap", module, 96)
     (tmp_path / "cap" / "blocks.json").write_text('{"classes": 3}')
     with pytest.raises(ValueError, match=r"blocks.json: .*classes"):
         read_capture(tmp_path / "cap")
 
 
-def test_capture_command_with_plain_passes_the_option_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_command_passes_plain_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
     from kerneltune.cli import app

@@ -16,6 +16,6 @@ for is_started, interpret in (False, "0"), (True, "0"), (True, "1"):
 """
 
 
-def test_gpu_is_the_drivers_first_until_the_program_starts_cuda() -> None:
+def test_gpu_slug_is_the_drivers_first_until_cuda_is_initialized() -> None:
     done = run_python(PROGRAM, TRITON_INTERPRET="0")
     assert done.stdout.split() == ["the_first_gpu", "nvidia_h200", "interpreter"], done.stderr

@@ -58,7 +58,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         del sys.modules[name]
 
 
-def test_kernel_of_a_script_is_loaded_without_its_work(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_program_loads_a_kernel_without_running_the_script(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = replay.load_program(program, "kernel")
     assert module.kernel(7, 0) == (7 * 3 * 2, [1, 2], 0)
     assert module.__name__ == replay.PROGRAM_MODULE
@@ -66,19 +66,19 @@ def test_kernel_of_a_script_is_loaded_without_its_work(program: Path, capsys: py
     assert capsys.readouterr().out == ""
 
 
-def test_kernel_in_a_class_of_a_script_is_loaded_with_the_class(program: Path) -> None:
+def test_load_program_loads_a_kernel_of_a_class_with_the_class(program: Path) -> None:
     module = replay.load_program(program, "Kernels.plain")
     assert module.Kernels.plain(1, 0)[0] == 6
 
 
-def test_settings_before_a_kernel_are_executed(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_program_executes_settings_before_the_kernel(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import os
 
     replay.load_program(program, "kernel")
     assert os.environ["SEEN_BY_IMPORTS"] == "1"
 
 
-def test_kernel_that_a_call_decorates_is_loaded_with_the_call() -> None:
+def test_needed_includes_a_call_that_decorates_the_kernel() -> None:
     text = """
 import triton
 def scale(x): ...
@@ -94,11 +94,11 @@ print(scale)
     ]  # fmt: skip
 
 
-def test_statements_for_a_name_that_is_nowhere_are_none() -> None:
+def test_needed_of_an_unknown_name_is_empty() -> None:
     assert replay.needed(ast.parse("import os\nos.environ['A'] = '1'\nprint(1)").body, "kernel") == []
 
 
-def test_script_that_is_no_python_raises(tmp_path: Path) -> None:
+def test_load_program_of_a_syntax_error_raises(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("def (")
     with pytest.raises(SyntaxError):
         replay.load_program(tmp_path / "a.py", "kernel")

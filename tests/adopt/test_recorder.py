@@ -21,7 +21,7 @@ from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
 
 
-def test_capture_of_two_sizes_has_a_class_for_each(tmp_path: Path) -> None:
+def test_capture_of_two_sizes_has_a_class_per_size(tmp_path: Path) -> None:
     capture = captured(tmp_path, (4, 96), (4, 256), (4, 96))
     sums = of_kernel(capture, "row_sum")
     assert sorted(one.sizes["N"] for one in sums) == [96, 256]
@@ -46,7 +46,7 @@ def test_capture_keeps_index_values_and_a_sample_of_floats(tmp_path: Path) -> No
     assert launch.storages[0]["statistics"]["largest"] == 6.0
 
 
-def test_capture_of_tensors_that_share_memory_says_so(tmp_path: Path) -> None:
+def test_capture_of_tensors_that_share_memory_has_one_storage(tmp_path: Path) -> None:
     module = example()
     startup.capture(tmp_path)
     whole = torch.ones(8, 64)
@@ -60,7 +60,7 @@ def test_capture_of_tensors_that_share_memory_says_so(tmp_path: Path) -> None:
     assert launch.argument_bytes == 4 * 64 * 4 + 4 * 4
 
 
-def test_capture_of_small_views_of_a_large_buffer_keeps_and_makes_the_views_alone(tmp_path: Path) -> None:
+def test_capture_of_small_views_of_a_large_buffer_keeps_only_the_views(tmp_path: Path) -> None:
     module = example()
     startup.capture(tmp_path)
     whole = torch.empty(3 << 28)  # 3 GiB, of which two pages are used
@@ -76,7 +76,7 @@ def test_capture_of_small_views_of_a_large_buffer_keeps_and_makes_the_views_alon
 
 
 @pytest.mark.parametrize("gap", [0, 30, 100, 101, 5000])
-def test_views_share_a_storage_while_their_span_is_at_most_twice_their_bytes(tmp_path: Path, gap: int) -> None:
+def test_captured_views_share_a_storage_up_to_twice_their_bytes(tmp_path: Path, gap: int) -> None:
     whole = torch.zeros(6000)
     arguments, storages = describe(["x", "y"], [whole[:50], whole[50 + gap : 100 + gap]], {})
     numbers = [argument.tensor.storage for argument in arguments if argument.tensor is not None]
@@ -84,7 +84,7 @@ def test_views_share_a_storage_while_their_span_is_at_most_twice_their_bytes(tmp
     assert len(storages) == numbers[-1] + 1
 
 
-def test_capture_keeps_indices_when_samples_of_floats_have_used_their_half(tmp_path: Path) -> None:
+def test_capture_keeps_all_indices_beside_many_samples_of_floats(tmp_path: Path) -> None:
     module = example()
     startup.capture(tmp_path, max_bytes=2048)
     for columns in range(8, 80, 8):
@@ -143,7 +143,7 @@ def test_capture_of_very_many_classes_names_the_argument_that_makes_them(tmp_pat
     )
 
 
-def test_capture_tells_strides_and_alignment_apart(tmp_path: Path) -> None:
+def test_capture_has_a_class_per_strides_and_alignment(tmp_path: Path) -> None:
     module = example()
     startup.capture(tmp_path)
     long = torch.ones(4 * 64 + 1)
@@ -154,7 +154,7 @@ def test_capture_tells_strides_and_alignment_apart(tmp_path: Path) -> None:
     assert sorted((t.stride, t.is_aligned) for t in tensors if t) == [((1, 4), True), ((64, 1), False), ((64, 1), True)]
 
 
-def test_capture_over_max_bytes_names_what_it_leaves_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_capture_over_max_bytes_names_values_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     launch = of_kernel(captured(tmp_path, max_bytes=8), "scale_chosen")[0]
     assert [about["kept"] for about in launch.storages] == ["statistics", "missing"]
     assert "16 bytes of index values are over --max-bytes: not kept" in caplog.text
@@ -226,7 +226,7 @@ def test_capture_of_equal_lists_made_for_each_launch_has_one_class(tmp_path: Pat
     assert not capture.notes.refused
 
 
-def test_capture_of_a_pattern_leaves_other_kernels_alone(tmp_path: Path) -> None:
+def test_capture_of_a_pattern_records_matching_kernels_only(tmp_path: Path) -> None:
     assert [one.kernel.name for one in captured(tmp_path, pattern="row_*").classes] == ["row_sum"]
 
 
@@ -251,7 +251,7 @@ def alone(x_ptr, N: tl.constexpr):
     tl.store(x_ptr + places, 2 * tl.load(x_ptr + places))
 
 
-def test_capture_names_kernels_without_an_autotuner(tmp_path: Path) -> None:
+def test_capture_notes_kernels_without_an_autotuner(tmp_path: Path) -> None:
     x, module = torch.ones(8), example()
     startup.capture(tmp_path)
     alone[(1,)](x, N=8)
@@ -290,7 +290,7 @@ class Alone(Autotuner):
         return self.fn.run(*args, **kwargs, N=8)
 
 
-def test_capture_names_the_kernels_alone_that_a_subclass_has_launched(tmp_path: Path) -> None:
+def test_capture_notes_only_kernels_that_a_subclass_launched(tmp_path: Path) -> None:
     startup.capture(tmp_path)
     configs = [triton.Config({"N": 8})]
     kinds = ((Calling, alone), (Alone, second), (Alone, third))
@@ -305,7 +305,7 @@ def test_capture_names_the_kernels_alone_that_a_subclass_has_launched(tmp_path: 
     assert {f"{__name__}.third", f"{__name__}.alone"} <= capture.notes.made.keys()
 
 
-def test_capture_names_kernels_that_a_gpu_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_notes_plain_kernels_launched_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: "launched")
     startup.capture(tmp_path)
     assert JITFunction(alone.fn).run(torch.ones(8), N=8, grid=(1,), warmup=False) == "launched"
@@ -366,7 +366,7 @@ if __name__ == "__main__":
 """
 
 
-def test_capture_counts_the_launches_of_workers_however_they_end(tmp_path: Path) -> None:
+def test_capture_counts_launches_of_workers_however_they_end(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(ENDED)
     code = "from kerneltune.cli import main; main()"
@@ -396,7 +396,7 @@ def test_capture_of_a_killed_program_keeps_its_classes(tmp_path: Path) -> None:
     assert capture.problems == []
 
 
-def test_capture_of_a_config_that_the_kernel_cannot_take_names_place_and_parameters(
+def test_capture_of_an_invalid_config_names_file_line_and_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kernel = example().row_sum

@@ -92,7 +92,7 @@ def capture(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_seed_of_a_loop_is_named_and_makes_no_classes_where_it_is_ignored(folder: Path) -> None:
+def test_capture_of_a_loop_with_a_seed_names_it_and_with_ignore_arg_has_one_class(folder: Path) -> None:
     program = ["--", sys.executable, "train.py"]
     first = capture(folder, "--out", "every", *program)
     assert (first.returncode, first.stdout) == (0, "trained\n")
@@ -105,14 +105,14 @@ def test_seed_of_a_loop_is_named_and_makes_no_classes_where_it_is_ignored(folder
     assert run("tune", "few", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
 
 
-def test_seed_of_a_plain_kernel_is_named(folder: Path) -> None:
+def test_capture_of_a_plain_kernel_with_a_seed_names_it(folder: Path) -> None:
     (folder / "plain.py").write_text(PLAIN)
     captured = capture(folder, "--plain", "--out", "plain", "--", sys.executable, "plain.py")
     said = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
     assert said in captured.stderr.splitlines()
 
 
-def test_plain_kernel_with_a_tuple_and_a_function_has_nothing_to_report(folder: Path) -> None:
+def test_lint_of_a_plain_kernel_with_tuple_and_function_reports_nothing(folder: Path) -> None:
     captured = capture(folder, "--plain", "--out", "cap", "--", sys.executable, "gate.py")
     assert captured.returncode == 0, captured.stderr
     linted = run("adopt", "lint", "cap")
@@ -123,7 +123,7 @@ def test_plain_kernel_with_a_tuple_and_a_function_has_nothing_to_report(folder: 
     assert configs > 10  # the blocks that tuning may find free to change as well
 
 
-def test_numbers_in_tuples_and_launches_without_elements_are_swept(folder: Path) -> None:
+def test_sweep_of_a_capture_with_numbers_in_tuples_checks_all_pairs(folder: Path) -> None:
     (folder / "pairs.py").write_text(PAIRS)
     captured = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
     assert captured.returncode == 0, captured.stderr
@@ -133,7 +133,7 @@ def test_numbers_in_tuples_and_launches_without_elements_are_swept(folder: Path)
     assert run("tune", "cap", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
 
 
-def test_program_that_launches_kernels_on_nothing_alone_is_told_so(folder: Path) -> None:
+def test_capture_of_launches_without_elements_fails_with_the_reason(folder: Path) -> None:
     (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
     captured = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
     said = captured.stderr.splitlines()[-1]
@@ -146,7 +146,7 @@ def test_program_that_launches_kernels_on_nothing_alone_is_told_so(folder: Path)
     assert (again.returncode, again.stderr.splitlines()[-1]) == (1, said)  # of this run: the folder keeps earlier launches
 
 
-def test_kernel_that_only_the_started_program_defines_is_told_where_to_go(folder: Path) -> None:
+def test_tune_of_a_kernel_defined_under_main_fails_with_the_reason(folder: Path) -> None:
     head, body = PAIRS[: PAIRS.index("@triton.autotune")], PAIRS[PAIRS.index("@triton.autotune") :]
     guarded = "".join(f"    {line}" for line in body.splitlines(keepends=True))
     (folder / "pairs.py").write_text(f'{head}if __name__ == "__main__":\n{guarded}')
@@ -156,7 +156,7 @@ def test_kernel_that_only_the_started_program_defines_is_told_where_to_go(folder
     assert (told.exit_code, said in " ".join(told.stderr.split())) == (2, True), told.stderr
 
 
-def test_sweep_of_a_capture_names_the_kernels_that_it_cannot_launch_again(folder: Path) -> None:
+def test_sweep_of_a_capture_names_kernels_that_it_cannot_launch(folder: Path) -> None:
     head, body = PAIRS[: PAIRS.index("@triton.autotune")], PAIRS[PAIRS.index("@triton.autotune") :]
     definition, work = body[: body.index("for n in")], body[body.index("for n in") :]
     made = "".join(f"    {line}" for line in definition.replace("weighted", "made").splitlines(keepends=True))

@@ -55,7 +55,7 @@ def by_hand(model: Model, x: torch.Tensor, offs: torch.Tensor, recipe: str | Rec
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", Recipe("rowwise", pow2=False)], ids=str)
-def test_all_expert_layers_of_a_model(recipe: str | Recipe) -> None:
+def test_convert_of_a_model_converts_every_expert_layer(recipe: str | Recipe) -> None:
     model, (x, offs) = Model(), batch()
     names, before = list(model.state_dict()), model(x, offs)
     assert convert_to_fp8_training(model, recipe) == ["experts", "grouped"]
@@ -71,7 +71,7 @@ def test_all_expert_layers_of_a_model(recipe: str | Recipe) -> None:
         assert torch.equal(got, expected)
 
 
-def test_a_second_conversion_takes_the_place_of_the_first() -> None:
+def test_convert_twice_replaces_the_recipe_with_a_warning() -> None:
     model, (x, offs) = Model(), batch()
     convert_to_fp8_training(model, "rowwise")
     outer = type("Sharded", (type(model.experts),), {})  # as FSDP makes them
@@ -82,14 +82,14 @@ def test_a_second_conversion_takes_the_place_of_the_first() -> None:
     assert type(model.experts) is outer
 
 
-def test_layers_of_a_kind_stay_of_a_kind() -> None:
+def test_converted_layers_of_two_models_have_the_same_class() -> None:
     model, other = Model(), Model()
     convert_to_fp8_training(model, "rowwise")
     convert_to_fp8_training(other, "tensorwise")
     assert type(model.experts) is type(other.experts)
 
 
-def test_what_the_filter_leaves_out_stays() -> None:
+def test_convert_with_a_filter_skips_layers_that_it_rejects() -> None:
     model = Model()
     kind = type(model.experts)
     assert convert_to_fp8_training(model, filter_fn=lambda module, name: name != "experts") == ["grouped"]
@@ -104,7 +104,7 @@ def test_what_the_filter_leaves_out_stays() -> None:
         convert_to_fp8_training(model, "int4")
 
 
-def test_copies_of_a_converted_model() -> None:
+def test_copies_of_a_converted_model_give_the_same_results() -> None:
     model, (x, offs) = Model(), batch()
     convert_to_fp8_training(model)
     other = copy.deepcopy(model)
@@ -152,7 +152,7 @@ def plain(layer: nn.Module, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor
     ],
     ids=["view", "other type and back", "half of both", "chosen experts", "row-major", "neither order"],
 )
-def test_weights_in_any_shape(weights: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_converted_weights_of_any_shape_give_the_grouped_product(weights: Callable[[torch.Tensor], torch.Tensor]) -> None:
     module, (x, offs) = Single(lambda self, x, offs: torch._grouped_mm(x, weights(self.weight), offs)), batch()
     x.requires_grad_()
     want = fp8_grouped_mm(x, module.weight.mT, offs)
@@ -163,7 +163,7 @@ def test_weights_in_any_shape(weights: Callable[[torch.Tensor], torch.Tensor]) -
         assert torch.equal(found, expected)
 
 
-def test_the_public_product() -> None:
+def test_converted_module_multiplies_by_public_grouped_mm_in_fp8() -> None:
     module, (x, offs) = Single(lambda self, x, offs: nn.functional.grouped_mm(x, self.weight.mT, offs=offs)), batch()
     want = fp8_grouped_mm(x, module.weight.mT, offs)
     assert not torch.equal(module(x, offs), want)
@@ -171,7 +171,7 @@ def test_the_public_product() -> None:
     assert torch.equal(module(x, offs), want)
 
 
-def test_row_major_parameters() -> None:
+def test_converted_row_major_parameters_give_the_grouped_product() -> None:
     class RowMajor(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -199,7 +199,7 @@ def test_linear_layer_with_expert_weights_keeps_its_forward() -> None:
     assert torch.equal(module(x, offs), fp8_grouped_mm(x, module.weight.mT, offs))
 
 
-def test_parameters_in_lists_are_of_the_module_that_has_the_list() -> None:
+def test_converted_module_with_parameters_in_lists_multiplies_in_fp8() -> None:
     class Lists(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -225,7 +225,7 @@ def test_parameters_in_lists_are_of_the_module_that_has_the_list() -> None:
 
 
 @pytest.mark.parametrize("inner", ["left out", "in bf16", "in bf16, of fp32 weights"])
-def test_modules_inside_keep_to_themselves(inner: str) -> None:
+def test_converted_module_leaves_modules_inside_unconverted(inner: str) -> None:
     if inner == "left out":
         child: nn.Module = Single(plain)
     else:
@@ -274,7 +274,7 @@ def embed(layer: nn.Module, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor
     return nn.functional.embedding(x.argmax(1) % N, layer.weight[0])
 
 
-def test_module_whose_code_has_no_product_is_skipped_with_a_reason() -> None:
+def test_convert_skips_a_module_without_a_product_with_a_reason() -> None:
     model = nn.ModuleDict({"positions": Single(embed), "experts": Experts()})
     found = convert_to_fp8_training(model)
     assert found == ["experts"]
@@ -308,7 +308,7 @@ def test_batched_products_of_expert_weights_run_in_fp8(product: Callable[..., to
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a group of one process on the CPU")
-def test_sharded_weights() -> None:
+def test_converted_module_with_sharded_weights_trains() -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -341,7 +341,7 @@ def test_sharded_weights() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(reentrant: bool) -> None:
+def test_converted_module_under_activation_checkpointing_has_the_same_gradients(reentrant: bool) -> None:
     module, (x, offs) = Single(plain), batch()
     convert_to_fp8_training(module)
     x.requires_grad_()
@@ -359,7 +359,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
     assert torch.equal(inside.weight.grad, want[1])
 
 
-def test_what_each_product_expects_of_its_weights() -> None:
+def test_converted_layers_keep_the_expected_magnitudes_of_each_weight() -> None:
     model, (x, offs) = Model(), batch()
     convert_to_fp8_training(model)
     want = model(x.requires_grad_(), offs)
@@ -370,7 +370,7 @@ def test_what_each_product_expects_of_its_weights() -> None:
     assert torch.equal(model(x, offs), want)
 
 
-def test_compilation() -> None:
+def test_converted_model_compiled_has_the_same_results() -> None:
     torch.compiler.reset()
     model, (x, offs) = Model(), batch()
     convert_to_fp8_training(model)
@@ -382,6 +382,6 @@ def test_compilation() -> None:
 
 
 @pytest.mark.parametrize("field", ["dense", "experts"])
-def test_option_that_is_no_bool_is_named(field: str) -> None:
+def test_convert_with_an_option_that_is_no_bool_raises(field: str) -> None:
     with pytest.raises(ValueError, match=rf"^{field}: 'no': expected True or False$"):
         convert_to_fp8_training(torch.nn.Linear(64, 64), **{field: "no"})

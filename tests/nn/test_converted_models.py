@@ -88,7 +88,7 @@ def test_converted_model_compiles_into_as_many_graphs_as_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_checkpoints_load_strictly_both_ways(recipe: str) -> None:
+def test_checkpoints_of_plain_and_converted_models_load_into_each_other(recipe: str) -> None:
     model, plain = converted(recipe), build()
     model.load_state_dict(plain.state_dict(), strict=True)
     converted(recipe).load_state_dict(model.state_dict(), strict=True)
@@ -137,7 +137,7 @@ def test_copy_of_a_converted_model_trains_alike_and_reverts() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_frozen_weights_get_no_gradient_and_change_no_other(recipe: str) -> None:
+def test_frozen_weights_have_no_gradient_and_change_no_other(recipe: str) -> None:
     (_, (loss, gradients)), model = trained(recipe), converted(recipe)
     frozen = {name for name in gradients if "experts.gate_up_proj" in name or "q_proj" in name or "o_proj" in name}
     for name, parameter in model.named_parameters():
@@ -188,14 +188,14 @@ def test_layers_with_a_bias_train_as_in_bf16() -> None:
         assert nn.functional.cosine_similarity(got[name].float(), want[name].float(), 0) > 0.95
 
 
-def test_weight_of_the_output_layer_that_is_tied_to_the_embedding_stays_tied() -> None:
+def test_convert_keeps_a_weight_tied_to_the_embedding() -> None:
     model = converted("tensorwise", tie_word_embeddings=True)
     assert type(model.lm_head) is nn.Linear
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_layers_of_other_kinds_stay_and_make_no_router_of_their_neighbours() -> None:
+def test_convert_skips_other_kinds_of_layers_and_takes_no_neighbour_for_a_router() -> None:
     class Own(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2
@@ -234,12 +234,12 @@ def test_layers_of_other_kinds_stay_and_make_no_router_of_their_neighbours() -> 
         convert_to_fp8_training(nn.ModuleDict({"gpt2": others["gpt2"]}), dense=True)
 
 
-def test_router_that_is_no_linear_layer_is_named_as_a_router() -> None:
+def test_convert_skips_a_router_that_is_no_linear_layer() -> None:
     found = convert_to_fp8_training(build(), dense=True)
     assert found.skipped["model.layers.0.mlp.gate"] == "a router, which chooses among 2 experts"
 
 
-def test_model_converted_for_inference_trains_later() -> None:
+def test_model_converted_under_inference_mode_trains_later() -> None:
     layer, x = nn.Linear(32, 32, device=DEVICE), torch.randn(16, 32, device=DEVICE)
     with torch.inference_mode():
         convert_to_fp8_training(layer, "delayed", dense=True)
@@ -250,6 +250,6 @@ def test_model_converted_for_inference_trains_later() -> None:
     assert update_scales(layer) == 1
 
 
-def test_filter_that_is_no_function_is_named() -> None:
+def test_convert_with_a_filter_that_is_no_function_raises() -> None:
     with pytest.raises(ValueError, match=r"^filter_fn: 3: expected a function of a module and its name, or None$"):
         convert_to_fp8_training(nn.Linear(32, 32), dense=True, filter_fn=3)

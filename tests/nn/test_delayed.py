@@ -36,7 +36,7 @@ def scaling_of(module: GroupedLinear) -> DelayedScaling:
     return module.delayed
 
 
-def test_signal_to_noise_before_and_after_the_first_update() -> None:
+def test_delayed_products_have_26_db_before_and_after_the_first_update() -> None:
     module, (x, offs, dy) = layer(), batch()
     want = expected(x, module.weight, offs.tolist(), dy)
     for updates in range(3):
@@ -47,7 +47,7 @@ def test_signal_to_noise_before_and_after_the_first_update() -> None:
 
 
 @pytest.mark.parametrize("ends", [[5, M], [1, 3]], ids=["ragged", "short"])
-def test_groups_of_any_size_reach_the_quality_of_even_ones(ends: list[int]) -> None:
+def test_delayed_products_of_uneven_groups_have_26_db(ends: list[int]) -> None:
     module = layer(DelayedScaling(E, device=DEVICE))
     x, dy = (torch.randn(ends[-1], width, device=DEVICE).bfloat16() for width in (K, N))
     x.requires_grad_()
@@ -60,7 +60,7 @@ def test_groups_of_any_size_reach_the_quality_of_even_ones(ends: list[int]) -> N
 
 
 @pytest.mark.parametrize("zeros", ["x", "dy", "weight", "one expert"])
-def test_what_was_0_before_the_first_update_is_exact_after_it(zeros: str) -> None:
+def test_delayed_products_of_an_operand_that_was_0_are_right_after_updates(zeros: str) -> None:
     """As the gradients are behind an output projection that starts from zeros."""
     module, (x, offs, dy) = layer(), batch()
     weight = module.weight.detach()
@@ -82,7 +82,7 @@ def test_what_was_0_before_the_first_update_is_exact_after_it(zeros: str) -> Non
         update_scales(module)
 
 
-def test_scales_are_of_the_largest_magnitudes_of_the_history() -> None:
+def test_update_scales_uses_the_largest_magnitudes_of_the_history() -> None:
     module, (x, offs, dy) = layer(DelayedScaling(E, history=2, device=DEVICE)), batch()
     scaling = scaling_of(module)
     seen = torch.stack([x.abs().max(), dy.abs().max(), *module.weight.abs().amax((1, 2))]).float()
@@ -97,7 +97,7 @@ def test_scales_are_of_the_largest_magnitudes_of_the_history() -> None:
         assert torch.equal(scaling.scales[:2], FP8_MAX / (seen[:2] * kept))
 
 
-def test_what_cannot_scale_keeps_what_there_was() -> None:
+def test_update_scales_keeps_scales_of_nan_infinite_or_zero_magnitudes() -> None:
     scaling = DelayedScaling(1, history=1, device=DEVICE)
 
     def update(rows: float, grads: float, weights: float) -> list[float]:
@@ -122,7 +122,7 @@ def test_what_cannot_scale_keeps_what_there_was() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scales_stay_fp32_where_the_layer_is_cast(dtype: torch.dtype) -> None:
+def test_delayed_scales_stay_fp32_when_the_layer_is_cast(dtype: torch.dtype) -> None:
     module, (x, offs, dy) = GroupedLinear(E, K, N, recipe="delayed", device=DEVICE), batch()
     scaling = scaling_of(module)
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_scales_stay_fp32_where_the_layer_is_cast(dtype: torch.dtype) -> None:
     assert module.to("meta").delayed.scales.is_meta
 
 
-def test_memory_without_values_is_filled() -> None:
+def test_delayed_scaling_after_to_empty_is_reset() -> None:
     module, (x, offs, dy) = layer(), batch()
     step(module, x, offs, dy)
     update_scales(module)
@@ -152,7 +152,7 @@ def test_memory_without_values_is_filled() -> None:
     assert scaling.known
 
 
-def test_state_is_saved_and_copied() -> None:
+def test_delayed_state_is_saved_and_copied() -> None:
     module, other, (x, offs, dy) = layer(), layer(), batch()
     step(module, x, offs, dy)
     update_scales(module)
@@ -166,7 +166,7 @@ def test_state_is_saved_and_copied() -> None:
 
 
 @pytest.mark.parametrize("updates", [0, 1])
-def test_the_workspace_keeps_its_place_and_its_flag(updates: int) -> None:
+def test_delayed_layer_with_kept_weights_obeys_skip_update(updates: int) -> None:
     module, (x, offs, dy) = layer(), batch()
     step(module, x, offs, dy)
     for _ in range(updates):
@@ -193,7 +193,7 @@ def test_the_workspace_keeps_its_place_and_its_flag(updates: int) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(reentrant: bool) -> None:
+def test_delayed_layer_under_activation_checkpointing_has_the_same_gradients(reentrant: bool) -> None:
     module, (x, offs, dy) = layer(), batch()
     for _ in range(2):
         y, da, dw = step(module, x, offs, dy)
@@ -205,7 +205,7 @@ def test_activation_checkpointing(reentrant: bool) -> None:
         update_scales(module)
 
 
-def test_a_compiled_layer() -> None:
+def test_delayed_layer_compiled_has_the_same_results() -> None:
     torch.compiler.reset()
     module, (x, offs, dy) = layer(), batch()
     compiled = torch.compile(module, backend="aot_eager")
@@ -215,7 +215,7 @@ def test_a_compiled_layer() -> None:
         update_scales(module)
 
 
-def test_one_gradient_alone_is_the_same_as_both() -> None:
+def test_delayed_gradient_of_one_operand_alone_is_the_same() -> None:
     module, (x, offs, dy) = layer(), batch()
     for _ in range(2):
         y, *grads = step(module, x, offs, dy)
@@ -233,7 +233,7 @@ def test_one_gradient_alone_is_the_same_as_both() -> None:
 
 
 @pytest.mark.parametrize("updates", [0, 1])
-def test_weights_of_either_order(updates: int) -> None:
+def test_delayed_weights_of_either_memory_order_give_the_same(updates: int) -> None:
     module, (x, offs, dy) = layer(), batch()
     scaling = scaling_of(module)
     for _ in range(updates):
@@ -249,7 +249,7 @@ def test_weights_of_either_order(updates: int) -> None:
         assert torch.equal(got, want)
 
 
-def test_no_rows() -> None:
+def test_delayed_layer_without_rows_has_zero_gradients() -> None:
     """A gradient that was a number, as that of a sum is: `contiguous` keeps its strides of 0."""
     module = layer()
     x = torch.empty(0, K, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -262,7 +262,7 @@ def test_no_rows() -> None:
         update_scales(module)
 
 
-def test_a_backward_after_the_weight_has_changed_is_refused() -> None:
+def test_delayed_backward_after_the_weight_has_changed_raises() -> None:
     module, (x, offs, dy) = layer(), batch()
     step(module, x, offs, dy)
     update_scales(module)
@@ -274,7 +274,7 @@ def test_a_backward_after_the_weight_has_changed_is_refused() -> None:
         late.backward(dy)
 
 
-def test_conversion() -> None:
+def test_convert_to_delayed_adds_scales_per_expert() -> None:
     module = layer("rowwise")
     assert convert_to_fp8_training(module, "delayed") == [""]
     assert scaling_of(module).num_experts == E
@@ -287,7 +287,7 @@ def test_conversion() -> None:
         convert_to_fp8_training(torch.nn.Bilinear(N, K, E, device=DEVICE), "delayed")
 
 
-def test_bad_arguments() -> None:
+def test_delayed_layer_with_bad_arguments_raises() -> None:
     with pytest.raises(ValueError, match="num_experts=0 history=16"):
         DelayedScaling(0)
     module, (x, offs, _) = layer(), batch()
@@ -302,7 +302,7 @@ def test_bad_arguments() -> None:
 
 
 @pytest.mark.gpu
-def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delayed_step_launches_the_expected_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # launches of their own
     module, (x, offs, dy) = layer(), batch()
     for _ in range(2):

@@ -58,7 +58,7 @@ class TinyConfig:
         return next((value for part, value in known.items() if part in name), EXPERTS)
 
 
-def test_kind_of_experts_multiplies_in_fp8_as_in_bf16_and_reverts(expert_class: str) -> None:
+def test_experts_of_a_class_multiply_in_fp8_close_to_bf16_and_revert(expert_class: str) -> None:
     module_name, name = expert_class.split(":")
     experts: Any = getattr(importlib.import_module(module_name), name)(TinyConfig())
     for p in experts.parameters():

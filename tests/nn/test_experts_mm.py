@@ -50,7 +50,7 @@ def by_parts(routing: Routing, recipe: Recipe = TENSORWISE) -> Experts:
 
 
 @pytest.mark.parametrize(("recipe", "experts"), [(TENSORWISE, E), (Recipe("tensorwise", keep_weights=False), 1)])
-def test_experts_as_one_function_are_those_by_parts(recipe: Recipe, experts: int) -> None:
+def test_experts_mm_equals_its_products_one_by_one(recipe: Recipe, experts: int) -> None:
     tensors, routing = operands(experts)
     for got, want in zip(step(as_one(routing, recipe), tensors), step(by_parts(routing, recipe), tensors), strict=True):
         assert got.shape == want.shape
@@ -59,7 +59,7 @@ def test_experts_as_one_function_are_those_by_parts(recipe: Recipe, experts: int
         assert float(difference / want.float().norm()) < 0.05  # steps of fp8 where the gate is rounded otherwise
 
 
-def test_gradients_that_are_not_asked_for_change_no_other() -> None:
+def test_experts_mm_with_frozen_operands_has_the_same_other_gradients() -> None:
     tensors, routing = operands()
     want = step(as_one(routing), tensors)
     for frozen in ((0,), (1, 2), (0, 2), (0, 1)):
@@ -71,7 +71,7 @@ def test_gradients_that_are_not_asked_for_change_no_other() -> None:
             assert torch.equal(a, b), frozen
 
 
-def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
+def test_experts_mm_with_cast_weights_and_expected_magnitudes_has_the_same_bits() -> None:
     tensors, routing = operands()
     want = step(as_one(routing), tensors)
     cast = [TENSORWISE.cast_weights(t.detach().transpose(1, 2)) for t in tensors[1:]]
@@ -85,7 +85,7 @@ def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
             assert torch.equal(a, b)
 
 
-def test_experts_compile_without_a_graph_break() -> None:
+def test_experts_mm_compiles_without_a_graph_break() -> None:
     tensors, routing = operands()
     want = step(as_one(routing), tensors)
     got = step(torch.compile(as_one(routing), backend="aot_eager", fullgraph=True), tensors)
@@ -93,7 +93,7 @@ def test_experts_compile_without_a_graph_break() -> None:
         assert torch.equal(a, b)
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_experts_mm_without_gradients_keeps_nothing() -> None:
     tensors, routing = operands()
     with torch.no_grad():
         y = as_one(routing)(tensors[0], tensors[1].transpose(1, 2), tensors[2].transpose(1, 2))
@@ -101,7 +101,7 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert torch.equal(y, step(as_one(routing), tensors)[0])
 
 
-def test_weights_that_do_not_follow_each_other_are_refused() -> None:
+def test_experts_mm_of_weights_that_do_not_fit_raises() -> None:
     (x, up, down), routing = operands()
     with pytest.raises(ValueError, match=r"weights must be \(E, K, 2I\) and \(E, I, N\), got \(3, 16, 64\) and \(3, 16, 48\)"):
         as_one(routing)(x, up.transpose(1, 2), down.transpose(1, 2)[:, :16].contiguous())
@@ -109,7 +109,7 @@ def test_weights_that_do_not_follow_each_other_are_refused() -> None:
 
 @pytest.mark.parametrize("is_compiled", [False, True])
 @pytest.mark.parametrize("keep_weights", [True, False])
-def test_experts_keep_the_operands_of_their_gradients_alone(keep_weights: bool, is_compiled: bool) -> None:
+def test_experts_mm_keeps_only_operands_of_its_gradients(keep_weights: bool, is_compiled: bool) -> None:
     (x, up, down), routing = operands()
     experts = as_one(routing, Recipe("tensorwise", keep_weights=keep_weights))
     if is_compiled:

@@ -138,7 +138,7 @@ def gradients(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.models
-def test_family_trains_in_fp8_or_is_refused_by_name(kind: str) -> None:
+def test_model_family_trains_in_fp8_or_is_refused_with_the_module(kind: str) -> None:
     model = model_of(kind)
     try:
         expected = gradients(model)

@@ -36,7 +36,7 @@ def check_columns(q_t: torch.Tensor, plain: torch.Tensor, offs: torch.Tensor) ->
 @pytest.mark.parametrize(
     ("ends", "options"), [(ENDS[0], {}), (ENDS[0], {"pow2": False}), (ENDS[2], {"inverse": True, "layout": "col"}), (ENDS[3], {})]
 )
-def test_tensorwise_groups_aligned_have_the_bytes_of_groups_side_by_side(ends: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_tensorwise_cast_of_aligned_groups_has_the_bytes_of_packed_groups(ends: tuple[int, ...], options: dict[str, Any]) -> None:
     x, offs = values(300, 72), ends_of(*ends)
     options = {"layout": "both", **options}
     plain = fp8.fp8_tensorwise_group(x, offs, **options | {"layout": "both"})
@@ -55,7 +55,7 @@ def test_tensorwise_groups_aligned_have_the_bytes_of_groups_side_by_side(ends: t
         (SHORT, torch.bfloat16, False),
     ],
 )
-def test_one_scale_is_that_of_the_rows_of_all_groups(ends: tuple[int, ...], dtype: torch.dtype, pow2: bool) -> None:
+def test_tensorwise_cast_with_one_scale_uses_rows_of_all_groups(ends: tuple[int, ...], dtype: torch.dtype, pow2: bool) -> None:
     x, offs = values(300, 66, dtype), ends_of(*ends)
     x[ends[-1] :] = torch.nan
     plain = fp8.fp8_tensorwise_2d(x[: ends[-1]].contiguous(), layout="both", pow2=pow2)
@@ -67,7 +67,7 @@ def test_one_scale_is_that_of_the_rows_of_all_groups(ends: tuple[int, ...], dtyp
 
 
 @pytest.mark.parametrize(("ends", "K"), [(ENDS[0], 67), (ENDS[2], 80), (ENDS[3], 67), (SHORT, 80)])
-def test_both_layouts_aligned_have_the_bytes_of_groups_side_by_side(ends: tuple[int, ...], K: int) -> None:
+def test_cast_of_aligned_groups_in_both_layouts_has_the_bytes_of_packed_groups(ends: tuple[int, ...], K: int) -> None:
     x, offs = values(300, K), ends_of(*ends)
     plain = fp8.fp8_group_both(x, offs, inverse=True)
     found = fp8.fp8_group_both(x, offs, inverse=True, aligned=True)
@@ -80,7 +80,7 @@ def test_both_layouts_aligned_have_the_bytes_of_groups_side_by_side(ends: tuple[
 
 
 @pytest.mark.parametrize(("ends", "rows"), [(ENDS[0], 64), (ENDS[2], 512), (SHORT, 128)])
-def test_columns_aligned_have_the_bytes_of_groups_side_by_side(ends: tuple[int, ...], rows: int) -> None:
+def test_colwise_cast_of_aligned_groups_has_the_bytes_of_packed_groups(ends: tuple[int, ...], rows: int) -> None:
     x1, x2, offs = values(300, 66), values(300, 40), ends_of(*ends)
     config = fp8.GroupConfig(rows=rows, cols=64, warps=8, ctas=1, stages=1, ahead=1, reload=True)
     plain = fp8.fp8_group_colwise_dual(x1, x2, offs)
@@ -91,7 +91,7 @@ def test_columns_aligned_have_the_bytes_of_groups_side_by_side(ends: tuple[int, 
         check_columns(q, want_q.contiguous(), offs)
 
 
-def test_weight_gradients_of_any_groups_equal_those_of_groups_at_multiples_of_the_alignment() -> None:
+def test_weight_gradients_of_unaligned_groups_equal_those_of_aligned_groups() -> None:
     sizes, N, K = (1, 0, 137, 90), 48, 64
     offs = ends_of(*torch.tensor(sizes).cumsum(0).tolist())
     M = sum(sizes)
@@ -106,7 +106,7 @@ def test_weight_gradients_of_any_groups_equal_those_of_groups_at_multiples_of_th
 
 
 @pytest.mark.parametrize("ends", [(90, 40, 80), (-5, 500, 20), (2**31 - 1, -(2**31), 100), (50, 100, 129)], ids=str)
-def test_groups_in_disorder_neither_hang_nor_write_outside(ends: tuple[int, ...]) -> None:
+def test_cast_of_group_ends_in_disorder_neither_hangs_nor_writes_outside(ends: tuple[int, ...]) -> None:
     x, offs = values(128, 64), ends_of(*ends)
     for aligned in (False, True):
         fp8.fp8_tensorwise_group(x, offs, layout="both", aligned=aligned)
@@ -122,7 +122,7 @@ def test_groups_in_disorder_neither_hang_nor_write_outside(ends: tuple[int, ...]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_known_scales_cast_as_given_and_remember_the_largest(dtype: torch.dtype) -> None:
+def test_cast_with_known_scales_uses_them_and_records_the_largest_magnitude(dtype: torch.dtype) -> None:
     x, offs = values(150, 64, dtype), ends_of(3, 90, 120)
     x[120:] = torch.inf
     scale, amax = torch.full((1,), 0.25, device=WHERE), torch.full((1,), 0.5, device=WHERE)
@@ -135,7 +135,7 @@ def test_known_scales_cast_as_given_and_remember_the_largest(dtype: torch.dtype)
     assert float(amax) == float(x[:120].abs().max())
 
 
-def test_rows_that_do_not_divide_the_alignment_are_refused() -> None:
+def test_cast_config_with_rows_that_do_not_divide_the_alignment_raises() -> None:
     config = fp8.SegmentConfig(rows=96, cols=64, warps=4, ctas=0, stages=1)
     with pytest.raises(ValueError, match="rows must divide 128"):
         fp8.fp8_tensorwise_2d(values(128, 64), layout="both", offs=ends_of(128), config=config)

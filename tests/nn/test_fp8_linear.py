@@ -56,7 +56,7 @@ def test_fp8_linear_of_any_number_of_rows_matches_bf16(rows: tuple[int, ...], re
 
 
 @pytest.mark.parametrize("rows", [(2, 16), (16,), (7,)], ids=str)
-def test_result_of_a_layer_can_be_changed_in_place(rows: tuple[int, ...]) -> None:
+def test_fp8_linear_result_can_be_changed_in_place(rows: tuple[int, ...]) -> None:
     layer = linear(bias=False)
     Fp8Linear.from_linear(layer, "tensorwise")
     x = torch.randn(*rows, 64, device=DEVICE).bfloat16().requires_grad_()
@@ -67,7 +67,7 @@ def test_result_of_a_layer_can_be_changed_in_place(rows: tuple[int, ...]) -> Non
 
 
 @pytest.mark.parametrize("rows", [16, 7])
-def test_hooks_of_a_layer_run_once_and_its_input_may_be_named(rows: int) -> None:
+def test_fp8_linear_runs_hooks_once_and_accepts_input_as_a_keyword(rows: int) -> None:
     layer, x, calls = linear(), torch.randn(rows, 64, device=DEVICE).bfloat16(), []
     Fp8Linear.from_linear(layer, "tensorwise")
     want = 2 * layer(x)
@@ -77,7 +77,7 @@ def test_hooks_of_a_layer_run_once_and_its_input_may_be_named(rows: int) -> None
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
-def test_tensor_changed_through_its_data_gets_the_new_product_of_every_layer(recipe: str) -> None:
+def test_fp8_linear_of_an_input_changed_through_data_gives_the_new_product(recipe: str) -> None:
     x, layers = torch.randn(16, 64, device=DEVICE).bfloat16(), [linear(bias=False) for _ in range(2)]
     for layer in layers:
         Fp8Linear.from_linear(layer, recipe)
@@ -104,7 +104,7 @@ def test_compiled_layers_of_one_tensor_cast_it_once() -> None:
     assert casts[0] == 1
 
 
-def test_layer_keeps_the_operands_of_its_gradients_alone() -> None:
+def test_fp8_linear_keeps_only_operands_of_its_gradients() -> None:
     layer, x = linear(), torch.randn(32, 64, device=DEVICE).bfloat16().requires_grad_()
     Fp8Linear.from_linear(layer, "tensorwise")
     kept: dict[int, int] = {}
@@ -171,7 +171,7 @@ def test_layers_that_keep_no_casts_keep_as_many_bytes_as_in_bf16() -> None:
     assert found["casts"] > found["bf16"]
 
 
-def test_conversion_in_print_counts_layers_of_one_name() -> None:
+def test_conversion_printed_counts_layers_of_one_name() -> None:
     model = nn.Module()
     model.layers = nn.ModuleList(Attention() for _ in range(3))
     found = str(convert_to_fp8_training(model, dense=True, filter_fn=lambda _, name: not name.endswith("k"))).splitlines()
@@ -180,7 +180,7 @@ def test_conversion_in_print_counts_layers_of_one_name() -> None:
     assert len(found) == 4
 
 
-def test_conversion_says_which_dense_layers_it_skips_and_why() -> None:
+def test_conversion_lists_skipped_dense_layers_with_reasons() -> None:
     model = Attention()
     before = {name: type(module) for name, module in model.named_modules()}
     found = convert_to_fp8_training(model, dense=True, filter_fn=lambda _, name: name != "k")
@@ -206,7 +206,7 @@ class Routed(nn.Module):
         self.hooked.forward = self.hooked.forward
 
 
-def test_output_layers_routers_and_layers_with_another_forward_stay() -> None:
+def test_convert_skips_output_layers_routers_and_layers_with_another_forward() -> None:
     found = convert_to_fp8_training(nn.Sequential(Routed()), dense=True)
     assert found == ["0.layers.0"]
     assert found.skipped["0.head"] == "the model's output layer"
@@ -220,7 +220,7 @@ def test_output_layers_routers_and_layers_with_another_forward_stay() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_kept_weight_is_cast_by_first_microbatches_alone_at_its_address(recipe: str) -> None:
+def test_kept_weight_is_cast_by_first_microbatches_only_at_its_address(recipe: str) -> None:
     layer, x = (
         Fp8Linear(64, 32, dtype=torch.bfloat16, device=DEVICE, recipe=recipe),
         torch.randn(32, 64, device=DEVICE).bfloat16(),
@@ -250,7 +250,7 @@ def test_dense_layers_compile_without_a_graph_break() -> None:
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
-def test_conversion_after_torch_compile_says_so_and_runs_in_fp8() -> None:
+def test_convert_after_torch_compile_warns_and_runs_in_fp8() -> None:
     torch.compiler.reset()
     model, x = nn.Sequential(nn.Linear(720, 704)).to(DEVICE, torch.bfloat16), torch.randn(16, 720, device=DEVICE).bfloat16()
     model[0].compile(backend="eager")
@@ -263,7 +263,7 @@ def test_conversion_after_torch_compile_says_so_and_runs_in_fp8() -> None:
     assert torch.equal(got, copy.deepcopy(model)(x))
 
 
-def test_nothing_to_convert_names_layers_of_one_name_once() -> None:
+def test_convert_of_no_suitable_layer_raises_with_grouped_names() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(40))})
     with pytest.raises(ValueError, match=r"skipped: layers.\* \(40\): 32 x 32 is too small") as raised:
         convert_to_fp8_training(model, dense=True)
@@ -291,14 +291,14 @@ def test_layers_that_share_a_weight_add_their_gradients() -> None:
     ],
     ids=["size", "empty", "type", "kind"],
 )
-def test_layer_that_fp8_cannot_take_raises_and_stays(layer: nn.Module, message: str) -> None:
+def test_convert_of_a_layer_that_fp8_cannot_run_raises_and_keeps_it(layer: nn.Module, message: str) -> None:
     kind = type(layer)
     with pytest.raises(ValueError, match=message):
         Fp8Linear.from_linear(layer, "tensorwise")
     assert type(layer) is kind
 
 
-def test_input_of_another_size_or_device_raises() -> None:
+def test_fp8_linear_of_an_input_of_another_size_or_device_raises() -> None:
     layer = Fp8Linear(64, 48, device=DEVICE)
     with pytest.raises(ValueError, match=r"Fp8Linear takes \(…, 64\)"):
         layer(torch.randn(16, 48, device=DEVICE))
@@ -321,7 +321,7 @@ def test_delayed_scaling_of_a_dense_layer_uses_scales_of_the_last_step(is_on_met
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels run on the GPU")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_layer_where_no_kernel_runs_raises(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_linear_without_gpu_and_interpreter_raises(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = linear()
     Fp8Linear.from_linear(layer, recipe)
     monkeypatch.setattr(recipes, "INTERPRETED", False)

@@ -80,7 +80,7 @@ def test_fused_experts_with_groups_as_routed_match_bf16(kind: str, recipe: str) 
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
-def test_fused_experts_run_in_fp8_whatever_their_implementation(implementation: str) -> None:
+def test_fused_experts_of_every_implementation_run_in_fp8(implementation: str) -> None:
     module, other, given = experts(), experts(implementation), batch()
     other.load_state_dict(module.state_dict())
     for m in (module, other):
@@ -120,7 +120,7 @@ def expert_layer(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return experts(kind=kind), batch()
 
 
-def test_fused_experts_keep_each_operand_of_the_backward_pass_once() -> None:
+def test_fused_experts_keep_operands_of_the_backward_pass_once() -> None:
     module, given = experts(), batch()
     convert_to_fp8_training(module)
     kept: dict[int, int] = {}
@@ -153,7 +153,7 @@ def test_fused_experts_without_tokens_have_gradients_of_zero(recipe: str) -> Non
     assert not any(g.any() for g in made)
 
 
-def test_own_forward_of_an_object_is_refused_and_that_of_a_subclass_stays() -> None:
+def test_convert_refuses_a_forward_set_on_an_object_and_skips_that_of_a_subclass() -> None:
     module, given = experts(), batch()
     module.forward = module.forward  # as hooks of accelerate wrap it
     with pytest.raises(
@@ -178,7 +178,7 @@ def test_own_forward_of_an_object_is_refused_and_that_of_a_subclass_stays() -> N
         revert_from_fp8_training(late)
 
 
-def test_gate_of_an_object_and_parametrized_weights_count() -> None:
+def test_converted_experts_use_a_gate_of_the_object_and_parametrized_weights() -> None:
     module, given = experts(), batch()
     module._apply_gate = lambda rows: rows[:, :INNER]
     torch.nn.utils.parametrize.register_parametrization(module, "gate_up_proj", nn.Softsign())
@@ -213,7 +213,7 @@ def test_converted_experts_survive_copies_and_pickles_and_revert() -> None:
     assert revert_from_fp8_training(module) == []
 
 
-def test_fused_experts_under_autocast_take_fp32_weights() -> None:
+def test_fused_experts_under_autocast_accept_fp32_weights() -> None:
     module, (x, chosen, weights) = experts(), batch()
     convert_to_fp8_training(module)
     want = module(x, chosen, weights)
@@ -329,7 +329,7 @@ def test_llama4_experts_multiply_batches_in_fp8() -> None:
     assert torch.equal(got, fp8_grouped_mm(hidden, module.down_proj.detach(), offs))
 
 
-def test_conversion_on_meta_serves_weights_that_come_later() -> None:
+def test_convert_on_meta_works_with_weights_loaded_later() -> None:
     source, given = experts(), batch()
     module = copy.deepcopy(source).to("meta")
     convert_to_fp8_training(module)
@@ -339,7 +339,7 @@ def test_conversion_on_meta_serves_weights_that_come_later() -> None:
     assert torch.equal(module(*given), source(*given))
 
 
-def test_conversion_of_weights_of_wrong_sizes_names_module_and_sizes() -> None:
+def test_convert_of_weights_of_wrong_sizes_names_module_and_sizes() -> None:
     module = nn.ModuleDict({"mlp": experts()})
     module["mlp"].down_proj = nn.Parameter(torch.randn(E, HIDDEN, INNER + 8, device=DEVICE).bfloat16())
     with pytest.raises(ValueError, match=r"mlp: down_proj must be \(E, N, K\), N and K multiples of 16, got \(3, 32, 24\)"):
@@ -356,7 +356,7 @@ def test_conversion_of_weights_of_wrong_sizes_names_module_and_sizes() -> None:
             convert_to_fp8_training(module)
 
 
-def test_product_that_cannot_run_names_its_module() -> None:
+def test_converted_product_that_cannot_run_raises_with_its_module() -> None:
     module = nn.ModuleDict({"mlp": GroupedExperts()})
     convert_to_fp8_training(module)
     counts = torch.tensor([5, 0, 19], device=DEVICE)

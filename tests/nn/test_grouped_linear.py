@@ -56,7 +56,7 @@ def change(module: GroupedLinear) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_microbatches_share_one_cast(recipe: str) -> None:
+def test_grouped_linear_casts_its_weight_once_for_all_microbatches(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     want = fresh(module, x, offs)
     assert torch.equal(module(x, offs), want)
@@ -73,7 +73,7 @@ def test_microbatches_share_one_cast(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
-def test_a_weight_in_column_major_order(recipe: str) -> None:
+def test_grouped_linear_with_a_column_major_weight_has_the_same_results(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     x.requires_grad_()
     dy = torch.randn(M, N, device=DEVICE).bfloat16()
@@ -88,7 +88,7 @@ def test_a_weight_in_column_major_order(recipe: str) -> None:
         update_scales(module)
 
 
-def test_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_linear_in_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     casts = counted(monkeypatch)
     module, (x, offs) = layer(), batch()
     for first, so_far in ((True, 1), (False, 1), (False, 1), (True, 2), (None, 3), (False, 3)):
@@ -97,7 +97,7 @@ def test_a_later_microbatch_does_not_cast(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("first", [None, True])
-def test_what_the_weights_reached_is_expected_of_the_next_cast(first: bool | None) -> None:
+def test_grouped_linear_expects_the_last_largest_magnitude_in_its_next_cast(first: bool | None) -> None:
     module, (x, offs) = layer(), batch()
     x.requires_grad_()
     for _ in range(2):
@@ -115,7 +115,7 @@ def test_what_the_weights_reached_is_expected_of_the_next_cast(first: bool | Non
     assert torch.equal(elsewhere(x, offs, is_first_microbatch=first), fresh(module, x, offs))
 
 
-def test_microbatch_of_the_whole_model_serves_the_layer_and_the_argument_goes_first() -> None:
+def test_set_first_microbatch_serves_layers_unless_the_argument_is_given() -> None:
     module, (x, offs) = layer(), batch()
     before = module(x, offs)
     for is_first in (True, False):
@@ -129,7 +129,7 @@ def test_microbatch_of_the_whole_model_serves_the_layer_and_the_argument_goes_fi
     assert torch.equal(module(x, offs), fresh(module, x, offs))
 
 
-def test_setting_of_the_model_casts_into_the_buffers_and_a_backward_that_needs_the_older_bytes_is_refused() -> None:
+def test_set_first_microbatch_casts_in_place_and_a_backward_of_older_bytes_raises() -> None:
     module, (x, offs) = layer(), batch()
     x.requires_grad_()
     set_first_microbatch(module, True)
@@ -143,7 +143,7 @@ def test_setting_of_the_model_casts_into_the_buffers_and_a_backward_that_needs_t
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_gradients_through_kept_weights(recipe: str) -> None:
+def test_gradients_through_kept_weights_equal_those_of_fresh_casts(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     x.requires_grad_()
     dy = torch.randn(M, N, device=DEVICE).bfloat16()
@@ -154,7 +154,7 @@ def test_gradients_through_kept_weights(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_an_optimiser_step_between_microbatches(optimizer: type[torch.optim.Optimizer]) -> None:
+def test_grouped_linear_after_an_optimizer_step_casts_again(optimizer: type[torch.optim.Optimizer]) -> None:
     module, (x, offs) = layer(), batch()
     steps = optimizer(module.parameters(), lr=0.5)
     before = module(x, offs, is_first_microbatch=True)
@@ -167,7 +167,7 @@ def test_an_optimiser_step_between_microbatches(optimizer: type[torch.optim.Opti
     assert addresses(module) == kept
 
 
-def test_a_step_that_leaves_no_trace_on_the_weight() -> None:
+def test_grouped_linear_after_a_step_without_a_new_version_casts_again() -> None:
     """As under FSDP, whose optimiser has the shards: what is gathered of them has no new version."""
     module, (x, offs) = layer(), batch()
     steps = torch.optim.SGD(module.parameters(), lr=0.5)
@@ -182,7 +182,7 @@ def test_a_step_that_leaves_no_trace_on_the_weight() -> None:
     assert addresses(module) == kept
 
 
-def test_a_step_of_other_weights_casts_again_and_spoils_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_linear_after_a_step_of_other_weights_keeps_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     casts = counted(monkeypatch)
     module, (x, offs) = layer(), batch()
     other = torch.ones(1, requires_grad=True)
@@ -198,7 +198,7 @@ def test_a_step_of_other_weights_casts_again_and_spoils_no_backward(monkeypatch:
         y.sum().backward()
 
 
-def test_a_backward_after_the_weight_has_changed_is_refused() -> None:
+def test_grouped_linear_backward_after_the_weight_has_changed_raises() -> None:
     module, (x, offs) = layer(), batch()
     x.requires_grad_()
     late = module(x, offs, is_first_microbatch=True)
@@ -208,7 +208,7 @@ def test_a_backward_after_the_weight_has_changed_is_refused() -> None:
         late.float().square().sum().backward()
 
 
-def test_a_backward_after_the_same_weight_is_cast_again_goes_on() -> None:
+def test_grouped_linear_backward_after_a_cast_of_the_same_weight_works() -> None:
     module, (x, offs) = layer(), batch()
     x.requires_grad_()
     dy = torch.randn(M, N, device=DEVICE).bfloat16()
@@ -218,7 +218,7 @@ def test_a_backward_after_the_same_weight_is_cast_again_goes_on() -> None:
     assert torch.equal(got, want)
 
 
-def test_a_cast_that_failed_is_made_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_linear_after_a_failed_cast_casts_in_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
@@ -231,7 +231,7 @@ def test_a_cast_that_failed_is_made_by_the_next_call(monkeypatch: pytest.MonkeyP
     assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
 
 
-def test_state_is_the_weight_alone_and_loading_it_is_seen() -> None:
+def test_grouped_linear_state_is_its_weight_and_a_loaded_weight_is_cast_again() -> None:
     module, other, (x, offs) = layer(), layer(), batch()
     module(x, offs, is_first_microbatch=True)
     other(x, offs, is_first_microbatch=True)
@@ -242,7 +242,7 @@ def test_state_is_the_weight_alone_and_loading_it_is_seen() -> None:
         assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(other, x, offs))
 
 
-def test_a_new_parameter_is_seen() -> None:
+def test_grouped_linear_with_a_new_parameter_casts_again() -> None:
     module, (x, offs) = layer(), batch()
     module(x, offs, is_first_microbatch=True)
     values = -3 * module.weight.detach().cpu()
@@ -251,7 +251,7 @@ def test_a_new_parameter_is_seen() -> None:
     assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
 
 
-def test_moving_and_casting_the_layer() -> None:
+def test_grouped_linear_moved_or_cast_releases_kept_weights() -> None:
     module, (x, offs) = layer(), batch()
     module(x, offs, is_first_microbatch=True)
     module.float()
@@ -262,7 +262,7 @@ def test_moving_and_casting_the_layer() -> None:
     assert module.to("meta").kept.nbytes == 0
 
 
-def test_copies_keep_weights_of_their_own() -> None:
+def test_grouped_linear_copies_keep_weights_of_their_own() -> None:
     module, (x, offs) = layer(), batch()
     module(x, offs, is_first_microbatch=True)
     file = io.BytesIO()
@@ -276,7 +276,7 @@ def test_copies_keep_weights_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
-def test_what_an_evaluation_casts_is_there_for_training(recipe: str) -> None:
+def test_grouped_linear_cast_in_evaluation_serves_training(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     with torch.inference_mode():
         want = module(x, offs, is_first_microbatch=True)
@@ -288,14 +288,14 @@ def test_what_an_evaluation_casts_is_there_for_training(recipe: str) -> None:
         assert torch.equal(module(x, offs, is_first_microbatch=False), want)
 
 
-def test_a_layer_made_for_inference_alone() -> None:
+def test_grouped_linear_made_under_inference_mode_gives_the_same_results() -> None:
     with torch.inference_mode():
         module, (x, offs) = layer(), batch()
         for first in (True, False, None):
             assert torch.equal(module(x, offs, is_first_microbatch=first), fresh(module, x, offs))
 
 
-def test_layers_that_share_a_weight() -> None:
+def test_grouped_linears_that_share_a_weight_add_their_gradients() -> None:
     module, twin, (x, offs) = layer(), layer(), batch()
     twin.weight = module.weight
     for one in (module, twin):
@@ -307,7 +307,7 @@ def test_layers_that_share_a_weight() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpointing(first: bool, reentrant: bool) -> None:
+def test_grouped_linear_under_activation_checkpointing_has_the_same_gradients(first: bool, reentrant: bool) -> None:
     module, (x, offs) = layer(), batch()
     x.requires_grad_()
     dy = torch.randn(M, N, device=DEVICE).bfloat16()
@@ -321,7 +321,7 @@ def test_activation_checkpointing(first: bool, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_flag_on_the_device_keeps_the_weights(recipe: str) -> None:
+def test_grouped_linear_with_skip_update_keeps_the_cast_weights(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     skip = torch.ones(1, device=DEVICE)
     old = module(x, offs, is_first_microbatch=True, skip_update=skip)  # the first call casts anyway
@@ -333,7 +333,7 @@ def test_a_flag_on_the_device_keeps_the_weights(recipe: str) -> None:
     assert torch.equal(module(x, offs, is_first_microbatch=False, skip_update=skip), fresh(module, x, offs))
 
 
-def test_what_a_flag_on_the_device_may_have_kept_is_cast_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_linear_after_skip_update_casts_again_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     module, (x, offs) = layer(), batch()
     skip = torch.ones(1, device=DEVICE)
     module(x, offs, is_first_microbatch=True)
@@ -348,7 +348,7 @@ def test_what_a_flag_on_the_device_may_have_kept_is_cast_again_without_it(monkey
     assert torch.equal(module(x, offs, is_first_microbatch=False), want)
 
 
-def test_a_backward_after_a_flag_has_kept_the_weights_goes_on() -> None:
+def test_grouped_linear_backward_after_skip_update_works() -> None:
     module, (x, offs) = layer(), batch()
     skip, dy = torch.ones(1, device=DEVICE), torch.randn(M, N, device=DEVICE).bfloat16()
     module(x, offs, is_first_microbatch=True)
@@ -359,7 +359,7 @@ def test_a_backward_after_a_flag_has_kept_the_weights_goes_on() -> None:
     assert torch.equal(got, want)
 
 
-def test_another_recipe_releases_kept_weights() -> None:
+def test_grouped_linear_with_another_recipe_releases_kept_weights() -> None:
     module, (x, offs) = layer("tensorwise"), batch()
     module(x, offs, is_first_microbatch=True)
     for recipe in (Recipe("rowwise"), Recipe("rowwise", pow2=False), None):
@@ -370,7 +370,7 @@ def test_another_recipe_releases_kept_weights() -> None:
         assert torch.equal(y, want)
 
 
-def test_compiles_without_a_graph_break_where_nothing_is_kept() -> None:
+def test_grouped_linear_without_kept_weights_compiles_without_a_graph_break() -> None:
     torch.compiler.reset()
     module, (x, offs) = layer(), batch()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -383,7 +383,7 @@ def test_compiles_without_a_graph_break_where_nothing_is_kept() -> None:
     assert torch.equal(compiled(x, offs, is_first_microbatch=False), fresh(module, x, offs))
 
 
-def test_bad_arguments() -> None:
+def test_grouped_linear_with_bad_arguments_raises() -> None:
     module, (x, offs) = layer(), batch()
     assert "2, 32, 16, recipe=Recipe(scaling='tensorwise'" in repr(module)
     for sizes in ((0, 32, 16), (2, 24, 16), (2, 32, 0)):
@@ -408,7 +408,7 @@ def test_bad_arguments() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_captured_step_serves_first_and_later_microbatches(recipe: str) -> None:
+def test_grouped_linear_graph_serves_first_and_later_microbatches(recipe: str) -> None:
     module, (x, offs) = layer(recipe), batch()
     skip = torch.zeros(1, device=DEVICE)
     side = torch.cuda.Stream()
@@ -432,7 +432,7 @@ def test_a_captured_step_serves_first_and_later_microbatches(recipe: str) -> Non
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_streams_wait_for_the_cast_and_the_next_cast_for_its_readers() -> None:
+def test_grouped_linear_on_two_streams_orders_casts_and_reads() -> None:
     module, (x, offs) = layer(), batch()
     module(x, offs, is_first_microbatch=True)
     change(module)
@@ -457,7 +457,7 @@ def test_streams_wait_for_the_cast_and_the_next_cast_for_its_readers() -> None:
     assert torch.equal(module(x, offs, is_first_microbatch=False), fresh(module, x, offs))
 
 
-def test_config_that_is_stored_runs_in_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_linear_uses_a_newly_stored_config_in_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     used: list[gemm.GemmConfig] = []
     multiply = gemm.multiply_groups
@@ -477,7 +477,7 @@ def test_config_that_is_stored_runs_in_the_next_call(tmp_path: Path, monkeypatch
     assert used[1] == config
 
 
-def test_layer_without_recipe_takes_the_gradient_of_a_sum_and_checks_ends_of_groups() -> None:
+def test_grouped_linear_without_recipe_has_gradients_and_checks_offs() -> None:
     layer, x = GroupedLinear(2, 32, 16, recipe=None), torch.randn(16, 32, requires_grad=True)
     y = layer(x, torch.tensor([6, 16], dtype=torch.int32))
     y.sum().backward()

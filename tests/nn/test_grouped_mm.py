@@ -21,18 +21,18 @@ CAST_AGAIN = [Recipe(scaling, keep_weights=False) for scaling in RECIPES]
 
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_signal_to_noise_against_fp64(recipe: str, ends: list[int]) -> None:
+def test_grouped_mm_of_even_groups_has_26_db_against_fp64(recipe: str, ends: list[int]) -> None:
     against_fp64(recipe, ends)
 
 
 @pytest.mark.parametrize("ends", RAGGED.values(), ids=RAGGED)
 @pytest.mark.parametrize("scaling", RECIPES)
-def test_groups_of_any_size_reach_the_quality_of_even_ones(scaling: str, ends: list[int]) -> None:
+def test_grouped_mm_of_uneven_groups_has_26_db_against_fp64(scaling: str, ends: list[int]) -> None:
     against_fp64(scaling, ends)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_rows_behind_the_last_group_have_no_part(recipe: str) -> None:
+def test_grouped_mm_ignores_rows_behind_the_last_group(recipe: str) -> None:
     a, w = leaves(40, 32, 16, 2)
     dy = torch.randn(40, 16, device=DEVICE).bfloat16()
     offs = offsets([7, 23])
@@ -61,7 +61,9 @@ def against_fp64(recipe: str | Recipe, ends: list[int]) -> None:
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *CAST_AGAIN, "delayed", "delayed and known"], ids=str)
 @pytest.mark.parametrize("again", [False, True])
-def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_mm_backward_frees_casts_of_da_before_dw(
+    recipe: Recipe | str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Find no cast of dY, nor of the weights for dA, when dW is made, the largest tensor of a step.
 
     Weights stay that were cast in the forward and are wanted again.
@@ -102,7 +104,7 @@ def test_nothing_of_da_waits_beside_dw(recipe: Recipe | str, again: bool, monkey
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_other_types_in_and_out(recipe: str, dtype: torch.dtype) -> None:
+def test_grouped_mm_of_other_dtypes_returns_the_asked_dtypes(recipe: str, dtype: torch.dtype) -> None:
     ends = [16, 48]
     a, w = leaves(48, 32, 16, 2, dtype)
     dy = torch.randn(48, 16, device=DEVICE)
@@ -113,7 +115,7 @@ def test_other_types_in_and_out(recipe: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, *CAST_AGAIN, Recipe("tensorwise", pow2=False)], ids=str)
-def test_one_gradient_alone_is_the_same_as_both(recipe: str | Recipe) -> None:
+def test_grouped_mm_gradient_of_one_operand_alone_is_the_same(recipe: str | Recipe) -> None:
     a, w = leaves(32, 32, 16, 2)
     offs, dy = offsets([16, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
     y, da, dw = products(a, w, offs, dy, recipe=recipe)
@@ -127,7 +129,7 @@ def test_one_gradient_alone_is_the_same_as_both(recipe: str | Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", Recipe("rowwise", keep_weights=False)], ids=str)
-def test_weights_of_either_order(recipe: str | Recipe) -> None:
+def test_grouped_mm_weights_of_either_memory_order_give_the_same(recipe: str | Recipe) -> None:
     a, w = leaves(48, 32, 16, 2)
     offs, dy = offsets([16, 48]), torch.randn(48, 16, device=DEVICE).bfloat16()
     b_t = w.detach().mT.contiguous().requires_grad_()
@@ -143,7 +145,7 @@ def test_weights_of_either_order(recipe: str | Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_weights_cast_before_give_the_same(recipe: str) -> None:
+def test_grouped_mm_with_cast_weights_gives_the_same(recipe: str) -> None:
     a, w = leaves(32, 32, 16, 2)
     offs, dy = offsets([16, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
     cast = Recipe(recipe).cast_weights(w.detach().transpose(1, 2))
@@ -154,7 +156,7 @@ def test_weights_cast_before_give_the_same(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("ends", [*ENDS.values(), *RAGGED.values(), [0, 0, 0]])
-def test_groups_moved_apart(ends: list[int]) -> None:
+def test_aligned_groups_begin_at_multiples_of_16(ends: list[int]) -> None:
     rows, moved, total = aligned_groups(offsets(ends), ends[-1])
     assert moved.dtype == torch.int32
     assert int(moved[-1]) == total
@@ -181,7 +183,7 @@ def saved_bytes(recipe: str | Recipe, **options) -> int:
     return sum(seen.values())
 
 
-def test_what_waits_for_the_backward() -> None:
+def test_grouped_mm_saves_the_expected_bytes_for_the_backward_pass() -> None:
     M, K, N, E = aligned_size(64, 2), 128, 16, 2
     offs, scales = 4 * E, 4 + 4 * E
     assert saved_bytes("rowwise") == M * K + E * K * N + offs + 2 * 4 * E * K
@@ -192,7 +194,7 @@ def test_what_waits_for_the_backward() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layout", ["expanded", "transposed", "padded rows"])
-def test_gradients_of_any_layout(recipe: str, layout: str) -> None:
+def test_grouped_mm_accepts_gradients_of_any_layout(recipe: str, layout: str) -> None:
     a, w = leaves(32, 32, 16, 2)
     dy = {
         "expanded": lambda: torch.randn(16, device=DEVICE).bfloat16().expand(32, 16),
@@ -206,7 +208,7 @@ def test_gradients_of_any_layout(recipe: str, layout: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("strides", [(16, 1), (0, 0)])
-def test_no_rows(recipe: str, strides: tuple[int, int]) -> None:
+def test_grouped_mm_without_rows_has_zero_gradients(recipe: str, strides: tuple[int, int]) -> None:
     """Of a gradient that was a number, as that of a sum is, `contiguous` keeps the strides of 0."""
     a, w = leaves(0, 32, 16, 2)
     dy = torch.zeros(1, 16, device=DEVICE).bfloat16().as_strided((0, 16), strides)
@@ -218,7 +220,7 @@ def test_no_rows(recipe: str, strides: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "dynamic"), [("tensorwise", False), ("rowwise", True)])
-def test_compiles_without_a_graph_break(recipe: str | Recipe, dynamic: bool) -> None:
+def test_grouped_mm_compiles_without_a_graph_break(recipe: str | Recipe, dynamic: bool) -> None:
     torch.compiler.reset()
     a, w = leaves(32, 32, 16, 2)
     offs = offsets([16, 32])
@@ -235,7 +237,7 @@ def test_compiles_without_a_graph_break(recipe: str | Recipe, dynamic: bool) -> 
 
 
 @pytest.mark.parametrize("column_major", [True, False])
-def test_the_largest_weights_of_the_step_before(column_major: bool) -> None:
+def test_grouped_mm_with_expected_magnitudes_records_the_largest_weights(column_major: bool) -> None:
     """Taken and left in eager and in compiled code; results and gradients are those without."""
     torch.compiler.reset()
     a, w = leaves(32, 32, 16, 2)
@@ -257,7 +259,7 @@ def test_the_largest_weights_of_the_step_before(column_major: bool) -> None:
 
 
 @pytest.mark.parametrize("scaling", RECIPES)
-def test_operators_that_fp8_weights_or_rows_late_keep_torch_s_rules(scaling: str) -> None:
+def test_operators_on_cast_weights_or_rows_pass_opcheck(scaling: str) -> None:
     a, w = (t.detach() for t in leaves(32, 48, 16, 2))
     dy, tests = torch.randn(32, 16, device=DEVICE).bfloat16(), ["test_faketensor"]  # other tests sum fp8 values
     q, scale, q_t, scale_t = Recipe(scaling).cast_rows(dy, None)
@@ -268,7 +270,7 @@ def test_operators_that_fp8_weights_or_rows_late_keep_torch_s_rules(scaling: str
     torch.library.opcheck(grouped_mm.late_weight_gradient, arguments, test_utils=tests)
 
 
-def test_a_second_derivative_is_an_error() -> None:
+def test_grouped_mm_second_derivative_raises() -> None:
     a, w = leaves(32, 32, 16, 2)
     y = fp8_grouped_mm(a, w.mT, offsets([16, 32]))
     da, dw = torch.autograd.grad(y.float().square().sum(), (a, w), create_graph=True)
@@ -278,7 +280,7 @@ def test_a_second_derivative_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("ends", ["8, 33", "40, 32"] if DEVICE == "cuda" else ["8, 33"])  # on the CPU the next test has the rest
-def test_offsets_are_asserted_where_asked(ends: str) -> None:
+def test_grouped_mm_in_debug_mode_asserts_offs(ends: str) -> None:
     code = f"""if True:
         import torch
         from kerneltune.nn import GroupedLinear
@@ -298,7 +300,7 @@ def test_offsets_are_asserted_where_asked(ends: str) -> None:
 
 
 @pytest.mark.parametrize("check_offs", [True, False] if DEVICE == "cpu" else [True])
-def test_offsets_out_of_order_are_refused_with_their_values(check_offs: bool) -> None:
+def test_grouped_mm_of_offs_out_of_order_raises_with_their_values(check_offs: bool) -> None:
     a, w = leaves(32, 32, 16, 2)
     for ends in ([20, 16], [16, 33], [-1, 32]):
         with pytest.raises(ValueError, match=rf"offs decrease or exceed M: expected .* 0 to 32 in order, got \[{ends[0]}, "):
@@ -309,7 +311,7 @@ def test_offsets_out_of_order_are_refused_with_their_values(check_offs: bool) ->
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
-def test_contiguous_operands_of_any_strides(recipe: str) -> None:
+def test_grouped_mm_accepts_any_strides_of_axes_of_one_element(recipe: str) -> None:
     """Those of an axis of one element mean nothing."""
     scaling = DelayedScaling(1, device=DEVICE) if recipe == "delayed" else recipe
     a, w = leaves(1, 32, 16, 1)
@@ -328,7 +330,7 @@ def test_contiguous_operands_of_any_strides(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_autograd(recipe: str) -> None:
+def test_grouped_mm_under_compiled_autograd_has_the_same_gradients(recipe: str) -> None:
     torch.compiler.reset()
     a, w = leaves(32, 32, 16, 2)
     offs, dy = offsets([16, 32]), torch.randn(32, 16, device=DEVICE).bfloat16()
@@ -344,7 +346,7 @@ def test_compiled_autograd(recipe: str) -> None:
     assert torch.equal(w.grad, dw)
 
 
-def test_what_is_refused_is_refused_before_anything_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_mm_with_bad_operands_raises_before_any_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     a, w = leaves(40, 32, 16, 2)
     b_t, offs = w.mT, offsets([16, 32])
     cast = Recipe("tensorwise").cast_weights(b_t.detach())
@@ -362,7 +364,7 @@ def test_what_is_refused_is_refused_before_anything_is_launched(monkeypatch: pyt
             fp8_grouped_mm(*arguments, **options)
 
 
-def test_bad_arguments() -> None:
+def test_grouped_mm_with_bad_arguments_raises() -> None:
     a, w = leaves(32, 32, 16, 2)
     b_t, offs = w.transpose(1, 2), offsets([16, 32])
     for wrong, message in (

@@ -9,7 +9,7 @@ from kerneltune.nn import Recipe, fp8_grouped_mm
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_backward_fills_nothing_for_what_the_forward_kept(recipe: str) -> None:
+def test_grouped_mm_backward_fills_no_zeros(recipe: str) -> None:
     """Autograd makes zeros as large as every output without a gradient, unless it is told not to."""
     a, w = leaves(32, 32, 48, 2)
     y = fp8_grouped_mm(a, w.transpose(1, 2), offsets([16, 32]), recipe=recipe)
@@ -32,7 +32,7 @@ class Dispatched(TorchDispatchMode):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_launches_of_a_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_mm_step_launches_the_expected_kernels(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # launches of their own
     a, w, offs, dy = step(recipe)
     products(a, w, offs, dy, recipe=recipe)
@@ -46,7 +46,7 @@ def test_launches_of_a_step(recipe: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_captured_step_follows_its_inputs(recipe: str) -> None:
+def test_grouped_mm_graph_follows_its_inputs(recipe: str) -> None:
     a, w, offs, dy = step(recipe)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -67,7 +67,7 @@ def test_a_captured_step_follows_its_inputs(recipe: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_inductor_compiles_a_step(recipe: str) -> None:
+def test_grouped_mm_step_compiles_with_inductor(recipe: str) -> None:
     torch.compiler.reset()
     a, w, offs, dy = step(recipe)
     compiled = torch.compile(lambda a, w: fp8_grouped_mm(a, w.transpose(1, 2), offs, recipe=recipe), fullgraph=True)
@@ -79,7 +79,7 @@ def test_inductor_compiles_a_step(recipe: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_signal_to_noise_at_a_size_of_training(recipe: str) -> None:
+def test_grouped_mm_at_a_training_size_has_26_db(recipe: str) -> None:
     M = 4096
     a, w = leaves(M, 1024, 768, 5)
     dy = torch.randn(M, 768, device=DEVICE).bfloat16()

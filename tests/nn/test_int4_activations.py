@@ -24,14 +24,14 @@ def tokens(count: int) -> Tensor:
     return torch.randn(count, 256, device=DEVICE).half()
 
 
-def test_few_tokens_stay_in_16_bits_and_more_tokens_are_cast() -> None:
+def test_int4_linear_casts_activations_beyond_few_tokens() -> None:
     made = layer()
     for count, product in ((32, int4_gemm), (129, int4_fp8_gemm)):
         x = tokens(count)
         assert torch.equal(made(x), product(x, made.weight, made.bias)), count
 
 
-def test_many_tokens_are_multiplied_with_the_kept_fp8_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_linear_multiplies_many_tokens_by_the_kept_fp8_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     made, x, shapes = layer(kept=True), tokens(129), []
 
     def scaled_mm(
@@ -47,7 +47,7 @@ def test_many_tokens_are_multiplied_with_the_kept_fp8_weight(monkeypatch: pytest
     assert shapes == [((129, 256), (256, 64))]
 
 
-def test_a_loaded_state_drops_the_kept_fp8_weight() -> None:
+def test_int4_linear_drops_the_kept_fp8_weight_when_state_is_loaded() -> None:
     made = layer(kept=True)
     assert made.fp8_weight is not None
     assert "fp8_weight" not in made.state_dict()
@@ -55,14 +55,14 @@ def test_a_loaded_state_drops_the_kept_fp8_weight() -> None:
     assert made.fp8_weight is None
 
 
-def test_without_activations_inputs_stay_in_16_bits() -> None:
+def test_int4_linear_without_activations_keeps_inputs_in_16_bits() -> None:
     made, x = Int4Linear.from_codes(CODES), tokens(40)
     assert torch.equal(made(x), int4_gemm(x, made.weight))
     with pytest.raises(ValueError, match="got activations=None"):
         made.keep_fp8_weight()
 
 
-def test_unknown_activations_and_sizes_that_fp8_lacks_are_refused() -> None:
+def test_int4_linear_with_unknown_activations_or_sizes_raises() -> None:
     with pytest.raises(ValueError, match="activations must be 'fp8' or None, got 'int8'"):
         Int4Linear(128, 64, activations="int8")  # type: ignore[arg-type]
     odd = Int4Linear(128, 66, activations="fp8", device=DEVICE)
@@ -75,7 +75,7 @@ def act_order(depth: int, group: int) -> Tensor:
 
 
 @pytest.mark.parametrize("activations", [None, "fp8"])
-def test_a_checkpoint_with_act_order_gives_the_product_of_its_weights(activations: Literal["fp8"] | None) -> None:
+def test_int4_linear_with_act_order_gives_the_product_of_its_weights(activations: Literal["fp8"] | None) -> None:
     codes, g_idx, x = some_codes(64, 256, 64), act_order(256, 64), whole_numbers(130, 256, torch.float16)
     x[:, 0] = 3.5  # scales that are powers of two: the cast to e4m3 is exact
     made = Int4Linear.from_codes(codes, order=group_order(g_idx, 64), activations=activations)
@@ -88,7 +88,7 @@ def test_a_checkpoint_with_act_order_gives_the_product_of_its_weights(activation
     assert torch.equal(loaded(x), want)
 
 
-def test_orders_that_are_none_are_refused() -> None:
+def test_int4_linear_with_an_invalid_order_raises() -> None:
     g_idx = act_order(256, 128)
     with pytest.raises(ValueError, match="every group 64 k, group 1 has fewer or more"):
         group_order(g_idx, 64)

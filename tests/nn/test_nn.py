@@ -50,7 +50,7 @@ def leaves(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tenso
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (37, 257), (8, 1024)])
-def test_forward_and_gradients_match_fp64(shape: tuple[int, int], zero_centered: bool, dtype: torch.dtype) -> None:
+def test_rms_norm_and_its_gradients_match_fp64(shape: tuple[int, int], zero_centered: bool, dtype: torch.dtype) -> None:
     x, weight = leaves(*shape, dtype=dtype)
     dy = draw(*shape, dtype=dtype)
     y = rms_norm(x, weight, 1e-5, zero_centered=zero_centered)
@@ -65,7 +65,7 @@ def test_forward_and_gradients_match_fp64(shape: tuple[int, int], zero_centered:
 
 
 @pytest.mark.usefixtures("path")
-def test_gradients_match_finite_differences() -> None:
+def test_rms_norm_gradients_match_finite_differences() -> None:
     x, weight = leaves(3, 16)
     dy = draw(3, 16)
     dx, dweight = torch.autograd.grad(rms_norm(x, weight), (x, weight), dy)
@@ -79,7 +79,7 @@ def test_gradients_match_finite_differences() -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("leading", [(), (5,), (2, 3), (2, 1, 3)])
-def test_any_leading_shape(leading: tuple[int, ...]) -> None:
+def test_rms_norm_accepts_any_leading_shape(leading: tuple[int, ...]) -> None:
     x, weight = leaves(*leading, 64)
     y = rms_norm(x, weight)
     assert y.shape == x.shape
@@ -89,7 +89,7 @@ def test_any_leading_shape(leading: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("leading", [(0,), (2, 0, 3)])
-def test_no_rows(leading: tuple[int, ...]) -> None:
+def test_rms_norm_without_rows_has_zero_gradients(leading: tuple[int, ...]) -> None:
     x, weight = leaves(*leading, 32)
     y = rms_norm(x, weight)
     dx, dweight = torch.autograd.grad(y.sum(), (x, weight))
@@ -99,7 +99,7 @@ def test_no_rows(leading: tuple[int, ...]) -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("layout", ["padded rows", "transposed", "last axis strided", "expanded"])
-def test_inputs_of_any_layout(layout: str) -> None:
+def test_rms_norm_accepts_inputs_of_any_layout(layout: str) -> None:
     x = {
         "padded rows": lambda: draw(6, 40)[:, :32],
         "transposed": lambda: draw(4, 6, 32).transpose(0, 1),
@@ -116,7 +116,7 @@ def test_inputs_of_any_layout(layout: str) -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_a_graph_break(dynamic: bool) -> None:
+def test_rms_norm_compiles_without_a_graph_break(dynamic: bool) -> None:
     torch.compiler.reset()
     x, weight = leaves(4, 8, 64)
 
@@ -132,7 +132,7 @@ def test_compiles_without_a_graph_break(dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 5])
-def test_operators_keep_torch_s_rules(rows: int) -> None:
+def test_rms_norm_operators_pass_opcheck(rows: int) -> None:
     x, weight = leaves(rows, 32, dtype=torch.bfloat16)
     torch.library.opcheck(implementation.rmsnorm_fwd, (x, None, weight, 1e-6, False))
     *_, rsigma = implementation.rmsnorm_fwd(x.detach(), None, weight.detach(), 1e-6, False)
@@ -143,14 +143,14 @@ def test_operators_keep_torch_s_rules(rows: int) -> None:
     torch.library.opcheck(implementation.rmsnorm_fwd, (x, dz, None, 1e-6, False))
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_rms_norm_second_derivative_raises() -> None:
     x, weight = leaves(2, 8)
     (dx,) = torch.autograd.grad(rms_norm(x, weight).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         dx.sum().backward()
 
 
-def test_module_is_the_function_with_a_weight() -> None:
+def test_rms_norm_module_equals_the_function_with_its_weight() -> None:
     module = RMSNorm(32, eps=1e-5, zero_centered=True, device=DEVICE, dtype=torch.bfloat16)
     assert repr(module) == "RMSNorm(32, eps=1e-05, zero_centered=True)"
     assert torch.equal(module.weight.detach(), torch.zeros_like(module.weight))
@@ -163,7 +163,7 @@ def test_module_is_the_function_with_a_weight() -> None:
     assert module.weight.grad.shape == (32,)
 
 
-def test_module_state_survives_a_save_and_a_reset() -> None:
+def test_rms_norm_module_state_is_saved_and_reset() -> None:
     module, other = RMSNorm(16, device=DEVICE), RMSNorm(16, device=DEVICE)
     assert list(module.state_dict()) == ["weight"]
     with torch.no_grad():
@@ -185,13 +185,13 @@ def test_module_state_survives_a_save_and_a_reset() -> None:
         ((4, 8), (8,), float("nan"), "eps=nan"),
     ],
 )
-def test_bad_shapes_and_eps(x: tuple[int, ...], weight: tuple[int, ...], eps: float, message: str) -> None:
+def test_rms_norm_of_bad_shapes_or_eps_raises(x: tuple[int, ...], weight: tuple[int, ...], eps: float, message: str) -> None:
     with pytest.raises(ValueError) as error:
         rms_norm(torch.ones(x), torch.ones(weight), eps)
     assert message in str(error.value)
 
 
-def test_bad_types_and_devices() -> None:
+def test_rms_norm_of_bad_dtypes_or_devices_raises() -> None:
     with pytest.raises(ValueError, match=r"weight must be \(8,\) torch\.float32 on cpu, got \(8,\) torch\.float16"):
         rms_norm(torch.ones(2, 8), torch.ones(8, dtype=torch.float16))
     with pytest.raises(ValueError, match=r"x must be .*, got \(2, 8\) torch\.float64"):
@@ -206,7 +206,7 @@ def test_bad_types_and_devices() -> None:
         RMSNorm(8, eps=-1)
 
 
-def test_meta_tensors_give_shapes() -> None:
+def test_rms_norm_of_meta_tensors_gives_shapes() -> None:
     y = rms_norm(torch.ones(2, 3, 8, device="meta", dtype=torch.bfloat16), torch.ones(8, device="meta", dtype=torch.bfloat16))
     assert y.shape == (2, 3, 8)
     assert y.dtype == torch.bfloat16
@@ -227,7 +227,7 @@ def expected_sum(
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("weight_dtype", [None, torch.bfloat16, torch.float32])
-def test_sum_with_a_residual_matches_fp64(weight_dtype: torch.dtype | None) -> None:
+def test_rms_norm_with_a_residual_matches_fp64(weight_dtype: torch.dtype | None) -> None:
     x, residual, dy, dtotal = (draw(5, 3, 96, dtype=torch.bfloat16) for _ in range(4))
     leaves_ = [x.requires_grad_(), residual.requires_grad_()]
     weight = None if weight_dtype is None else draw(96, dtype=weight_dtype).requires_grad_()
@@ -246,7 +246,7 @@ def test_sum_with_a_residual_matches_fp64(weight_dtype: torch.dtype | None) -> N
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("used", ["y", "total"])
-def test_sum_of_which_one_output_is_used_has_its_gradient(used: str) -> None:
+def test_rms_norm_with_a_residual_has_the_gradient_of_one_used_output(used: str) -> None:
     x, residual, dy = draw(7, 64).requires_grad_(), draw(7, 64), draw(7, 64)
     weight = draw(64).requires_grad_()
     y, total = rms_norm(x, weight, residual=residual)
@@ -262,7 +262,7 @@ def test_sum_of_which_one_output_is_used_has_its_gradient(used: str) -> None:
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fp32_weight_takes_16_bit_inputs(dtype: torch.dtype) -> None:
+def test_rms_norm_with_an_fp32_weight_accepts_16_bit_inputs(dtype: torch.dtype) -> None:
     x, weight, dy = draw(9, 130, dtype=dtype).requires_grad_(), draw(130).requires_grad_(), draw(9, 130, dtype=dtype)
     y = rms_norm(x, weight, 1e-5, zero_centered=True)
     dx, dweight = torch.autograd.grad(y, (x, weight), dy)
@@ -272,7 +272,7 @@ def test_fp32_weight_takes_16_bit_inputs(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_no_weight_multiplies_by_one() -> None:
+def test_rms_norm_without_a_weight_multiplies_by_1() -> None:
     x, dy = draw(6, 4, 40).requires_grad_(), draw(6, 4, 40)
     module = RMSNorm(40, elementwise_affine=False)
     assert list(module.parameters()) == []
@@ -285,7 +285,7 @@ def test_no_weight_multiplies_by_one() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_frozen_weight_gets_no_gradient() -> None:
+def test_rms_norm_with_a_frozen_weight_has_no_weight_gradient() -> None:
     x, weight, dy = draw(6, 40).requires_grad_(), draw(40), draw(6, 40)
     y = rms_norm(x, weight)
     (dx,) = torch.autograd.grad(y, x, dy)
@@ -294,7 +294,7 @@ def test_frozen_weight_gets_no_gradient() -> None:
 
 
 @pytest.mark.usefixtures("path")
-def test_sum_with_a_residual_compiles_without_a_graph_break() -> None:
+def test_rms_norm_with_a_residual_compiles_without_a_graph_break() -> None:
     torch.compiler.reset()
     module = RMSNorm(64, device=DEVICE)
     x, residual = draw(3, 64).requires_grad_(), draw(3, 64).requires_grad_()
@@ -311,7 +311,7 @@ def test_sum_with_a_residual_compiles_without_a_graph_break() -> None:
         assert torch.equal(eager, traced)
 
 
-def test_bad_residuals_and_weights() -> None:
+def test_rms_norm_of_bad_residuals_or_weights_raises() -> None:
     x = torch.ones(2, 8)
     with pytest.raises(ValueError, match=r"residual must be \(2, 8\) torch\.float32 on cpu, got \(2, 4\)"):
         rms_norm(x, torch.ones(8), residual=torch.ones(2, 4))

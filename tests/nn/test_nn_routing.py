@@ -25,7 +25,7 @@ def by_torch(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, f
 
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_routing_there_and_back_has_the_values_and_gradients_of_torch(dropped: bool, weighted: bool) -> None:
+def test_permute_and_unpermute_have_values_and_gradients_of_torch(dropped: bool, weighted: bool) -> None:
     T, H, K, E = 23, 40, 3, 5
     ids = ids_of(T, K, E, dropped)
     factors = torch.randn(E, H, device=WHERE)
@@ -47,7 +47,7 @@ def test_routing_there_and_back_has_the_values_and_gradients_of_torch(dropped: b
             torch.testing.assert_close(got, want, msg=name)
 
 
-def test_sorting_keeps_the_order_of_tokens_within_an_expert() -> None:
+def test_sort_tokens_keeps_the_order_of_tokens_within_an_expert() -> None:
     ids = torch.tensor([[1, 0], [1, 2], [0, 1], [9, 1]], device=WHERE)
     routing = nn.sort_tokens(ids, 3)
     assert routing.offs.tolist() == [2, 6, 7]
@@ -56,7 +56,7 @@ def test_sorting_keeps_the_order_of_tokens_within_an_expert() -> None:
 
 
 @pytest.mark.parametrize("K", [1, 2])
-def test_places_outside_are_neither_read_nor_written(K: int) -> None:
+def test_permute_and_unpermute_of_places_outside_access_nothing(K: int) -> None:
     T, H = 4, 16
     places = torch.full((T, K), 2**30, dtype=torch.int32, device=WHERE)
     places[1] = -7
@@ -81,13 +81,13 @@ def test_places_outside_are_neither_read_nor_written(K: int) -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_routing_functions_with_wrong_arguments_raise(call, message: str) -> None:  # type: ignore[no-untyped-def]
     routing = nn.sort_tokens(ids_of(4, 2, 3, False), 3)
     with pytest.raises(ValueError, match=message):
         call(routing)
 
 
-def test_operators_have_fakes_and_gradients() -> None:
+def test_routing_operators_have_fakes_and_gradients() -> None:
     routing = nn.sort_tokens(ids_of(8, 2, 3, False), 3)
     x = torch.randn(8, 16, device=WHERE, requires_grad=True)
     y = torch.randn(16, 16, device=WHERE, requires_grad=True)
@@ -100,7 +100,7 @@ def test_operators_have_fakes_and_gradients() -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_routes_other_tokens() -> None:
+def test_graph_of_routing_routes_other_tokens() -> None:
     ids, x = ids_of(300, 4, 16, False).contiguous(), torch.randn(300, 64, device=WHERE)
 
     def step() -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_a_graph_routes_other_tokens() -> None:
     torch.testing.assert_close(out, x * 4)
 
 
-def test_sort_of_ids_on_the_cpu_without_the_interpreter_says_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sort_tokens_on_a_cpu_without_the_interpreter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kerneltune.nn.routing.INTERPRETED", False)
     with pytest.raises(ValueError, match=r"ids must be on a GPU, or kernels interpreted \(TRITON_INTERPRET=1\), got ids on cpu"):
         nn.sort_tokens(torch.zeros(4, 2, dtype=torch.int64), 4)

@@ -35,7 +35,7 @@ def of_copies(routing: Routing, recipe: Recipe) -> Product:
 
 
 @pytest.mark.parametrize("recipe", [TENSORWISE, Recipe("tensorwise", pow2=False), Recipe("tensorwise", keep_weights=False)])
-def test_tokens_cast_before_they_are_copied_give_the_bits_of_copies(recipe: Recipe) -> None:
+def test_routed_mm_that_casts_before_it_copies_has_the_same_bits(recipe: Recipe) -> None:
     x, weight, routing = operands()
     want = step(of_copies(routing, recipe), x, weight)
     got = step(lambda x, b_t: fp8_routed_mm(x, [b_t], routing, recipe), x, weight)
@@ -43,7 +43,7 @@ def test_tokens_cast_before_they_are_copied_give_the_bits_of_copies(recipe: Reci
         assert torch.equal(a, b)
 
 
-def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
+def test_routed_mm_with_cast_weights_and_expected_magnitudes_has_the_same_bits() -> None:
     x, weight, routing = operands()
     want = step(of_copies(routing, TENSORWISE), x, weight)
     cast = TENSORWISE.cast_weights(weight.detach().transpose(1, 2))
@@ -54,7 +54,7 @@ def test_weights_cast_before_and_expected_magnitudes_change_no_bit() -> None:
             assert torch.equal(a, b)
 
 
-def test_product_of_tokens_compiles_without_a_graph_break() -> None:
+def test_routed_mm_compiles_without_a_graph_break() -> None:
     x, weight, routing = operands()
 
     def product(x: torch.Tensor, b_t: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def test_product_of_tokens_compiles_without_a_graph_break() -> None:
         assert torch.equal(a, b)
 
 
-def test_tokens_of_no_expert_have_no_gradient() -> None:
+def test_routed_mm_of_tokens_without_an_expert_has_zero_gradients() -> None:
     x, weight, _ = operands()
     ids = torch.full((T, TOP_K), E, device=DEVICE)
     ids[:5] = torch.tensor([0, 2], device=DEVICE)
@@ -76,7 +76,7 @@ def test_tokens_of_no_expert_have_no_gradient() -> None:
     assert dx[:5].any()
 
 
-def test_tokens_of_another_width_are_refused() -> None:
+def test_routed_mm_of_tokens_of_another_width_raises() -> None:
     x, weight, routing = operands()
     with pytest.raises(ValueError, match="takes A"):
         fp8_routed_mm(x[:, :16], [weight.transpose(1, 2)], routing, TENSORWISE)

@@ -55,7 +55,7 @@ def constants_without_a_reason(source: str) -> list[str]:
     return [name for names, told in blocks if not told for name in names]
 
 
-def test_a_constant_is_found_without_a_reason_and_not_with_one() -> None:
+def test_constants_without_a_reason_finds_only_those_without_a_comment() -> None:
     source = (
         "A = 1\n\nB = 2  # as C\nC = 2\n\n# measured\nD = 3\n\n"
         'E, F = 4, 5\n"""Both."""\nname = 6\n\n_G: int = 7\n\nH = (\n    8,\n)\n'
@@ -69,10 +69,10 @@ def test_kernels_are_short_and_have_few_parameters(path: Path) -> None:
     assert {name: size for name, size in sizes.items() if size[0] > MOST_LINES or size[1] > MOST_PARAMETERS} == {}
 
 
-def test_kernels_are_found() -> None:
+def test_kernels_of_operators_are_more_than_150() -> None:
     assert sum(len(list(kernels(path))) for path in DEVICE_CODE) > 150
 
 
 @pytest.mark.parametrize(argvalues=OPS, **IDS)
-def test_module_constants_say_why_they_have_their_values(path: Path) -> None:
+def test_module_constants_of_operators_have_a_reason(path: Path) -> None:
     assert constants_without_a_reason(path.read_text()) == []

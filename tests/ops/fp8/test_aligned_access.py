@@ -19,7 +19,7 @@ def cast_groups(inputs: dict[str, Any], config: SegmentConfig) -> None:
     fp8.fp8_tensorwise_2d(inputs["x"], layout="both", offs=inputs["offs"], config=config)
 
 
-def test_tensorwise_groups_aligned_store_16_bytes_at_a_time() -> None:
+def test_tensorwise_cast_of_aligned_groups_stores_16_bytes_at_a_time() -> None:
     job = CompileJob(partial(operands), cast_groups, SegmentConfig(64, 128, 4, 0, 1))
     with CompilePool(TARGETS["sm_90"], 1) as pool:
         (compiled,) = pool.compile([job])

@@ -35,7 +35,7 @@ def quantised(x: torch.Tensor, axis: int, **options: object) -> tuple[torch.Tens
     "name",
     [n for n, op in OPS.items() if op.module.startswith("kerneltune.ops.fp8.") and "eager" in {v.name for v in op.variants}],
 )
-def test_eager_torch_agrees_with_the_reference(name: str) -> None:
+def test_eager_variant_agrees_with_the_reference(name: str) -> None:
     eager = OPS[name].variant("eager")
     for entry in CHECKS:
         if entry.op == name and eager.unsupported(entry.case) is None:
@@ -43,7 +43,7 @@ def test_eager_torch_agrees_with_the_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("spoiled", ["a step", "half", "no NaN"])
-def test_a_wrong_cast_is_caught(spoiled: str) -> None:
+def test_check_of_a_wrong_cast_fails(spoiled: str) -> None:
     options = (("fp8_format", "e4m3"), ("pow2", False), ("inverse", False), ("special", True))
     case, op = Case("small", (("M", 6), ("K", 72)), "bfloat16", "fp8", options), OPS["fp8_rowwise_2d"]
     good = op.variant("optimized")
@@ -67,7 +67,7 @@ def test_a_wrong_cast_is_caught(spoiled: str) -> None:
 
 @pytest.mark.parametrize("K", [17389, 28672])
 @pytest.mark.parametrize("reload", [False, True])
-def test_long_rows_are_held_or_read_again(K: int, reload: bool) -> None:
+def test_rowwise_cast_of_long_rows_is_exact_held_or_reloaded(K: int, reload: bool) -> None:
     x = contract.values((2, K), torch.bfloat16, WHERE, seed=3)
     config = fp8.RowConfig(rows=1, cols=2048, warps=8, ctas=0, stages=2 if reload else 1, reload=reload)
     q, scale = fp8.fp8_rowwise_2d(x, config=config)
@@ -77,7 +77,7 @@ def test_long_rows_are_held_or_read_again(K: int, reload: bool) -> None:
 
 
 @pytest.mark.parametrize("pad", [1, 8])
-def test_rows_may_lie_any_distance_apart(pad: int) -> None:
+def test_casts_accept_any_distance_between_rows(pad: int) -> None:
     x = contract.values((9, 64 + pad), torch.bfloat16, WHERE, seed=1)[:, :64]
     q, scale = fp8.fp8_rowwise_2d(x)
     want, want_scale = quantised(x, 1)
@@ -94,13 +94,13 @@ def test_rows_may_lie_any_distance_apart(pad: int) -> None:
     assert torch.equal(fp8.fp8_transpose_2d(q[:, :40]).view(torch.uint8), q[:, :40].t().view(torch.uint8))
 
 
-def test_a_transpose_has_no_limit_on_rows() -> None:
+def test_transpose_of_two_million_rows_is_exact() -> None:
     x = torch.arange(1 << 21, device=WHERE).to(torch.uint8).view(torch.float8_e4m3fn)[:, None]
     config = fp8.TransposeConfig(rows=1 << 15, cols=1, warps=4)
     assert torch.equal(fp8.fp8_transpose_2d(x, config=config).view(torch.uint8), x.t().view(torch.uint8))
 
 
-def test_a_nan_or_infinite_row_spoils_only_itself() -> None:
+def test_rowwise_cast_with_nan_or_infinity_spoils_only_its_row() -> None:
     x = torch.ones(4, 40, dtype=torch.bfloat16, device=WHERE)
     x[1, 3], x[2, 5], x[3] = torch.nan, -torch.inf, 0.0
     q, scale = fp8.fp8_rowwise_2d(x)
@@ -113,7 +113,7 @@ def test_a_nan_or_infinite_row_spoils_only_itself() -> None:
     assert (q[3].float() == 0).all()
 
 
-def test_tensorwise_makes_values_finite_first() -> None:
+def test_tensorwise_cast_clamps_infinity_and_zeros_nan() -> None:
     x = torch.tensor([[1.0, torch.nan, -torch.inf, -0.0]], dtype=torch.bfloat16, device=WHERE)
     out = fp8.fp8_tensorwise_2d(x, pow2=False)
     limit = torch.finfo(torch.bfloat16).max
@@ -124,7 +124,7 @@ def test_tensorwise_makes_values_finite_first() -> None:
 
 
 @pytest.mark.parametrize("ends", [(0, 0, 5, 5, 21, 33), (33, 33, 33), (1, 2, 3, 33), (16, 33)], ids=str)
-def test_groups_of_any_sizes(ends: tuple[int, ...]) -> None:
+def test_tensorwise_group_cast_of_any_group_sizes_is_exact(ends: tuple[int, ...]) -> None:
     x = contract.values((33, 24), torch.bfloat16, WHERE, seed=2)
     out = fp8.fp8_tensorwise_group(x, ends_of(*ends), layout="both", inverse=True)
     assert out.q is not None
@@ -141,7 +141,7 @@ TILES = fp8.SegmentConfig(rows=16, cols=32, warps=1, ctas=0, stages=1)
 
 @pytest.mark.parametrize("at", [0, 750, -1], ids=["first", "amid", "last"])
 @pytest.mark.parametrize("K", [40, 35])
-def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
+def test_tensorwise_scales_are_of_the_largest_magnitude_wherever_it_lies(at: int, K: int) -> None:
     x = contract.values((40, K), torch.bfloat16, WHERE, seed=4)
     x.view(-1)[at] = -30000.0  # in another binade than the rest: all tiles that were cast before it are cast again
     offs = ends_of(18, 18, 40)
@@ -161,7 +161,7 @@ def test_scales_are_of_the_largest_wherever_it_lies(at: int, K: int) -> None:
 
 @pytest.mark.parametrize("run", [torchao_tensorwise.run, torchao_tensorwise.run_staged])
 @pytest.mark.parametrize("ends", [(0, 18, 18, 40), (40,), (1, 2, 40, 40)], ids=str)
-def test_blocks_of_elements_may_hold_several_groups(run, ends: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
+def test_torchao_tensorwise_blocks_may_hold_several_groups(run, ends: tuple[int, ...]) -> None:  # type: ignore[no-untyped-def]
     x = contract.values((40, 35), torch.bfloat16, WHERE, seed=8)
     inputs = {"x": x, "offs": ends_of(*ends), "fp8_format": "e4m3", "pow2": False, "inverse": False, "layout": "both"}
     found = run(inputs, torchao_tensorwise.FlatConfig(block=64, warps=1))
@@ -175,7 +175,7 @@ CASTS_OF_VALUES = [op for op in OPS.values() if op.module.startswith("kerneltune
 @pytest.mark.skipif(WHERE == "cuda" and not torch.version.hip, reason="NVIDIA's GPUs have no fnuz types")
 @pytest.mark.parametrize(("fp8_format", "pow2"), [("e4m3fnuz", True), ("e5m2fnuz", False)])
 @pytest.mark.parametrize("op", CASTS_OF_VALUES, ids=lambda op: op.name)
-def test_fnuz_types_are_exact(op: Op, fp8_format: str, pow2: bool) -> None:
+def test_casts_to_fnuz_types_are_exact(op: Op, fp8_format: str, pow2: bool) -> None:
     """-0 is 0 there, and what would be -0 elsewhere is NaN."""
     sizes = {"M": 21, "N": 36 if "E" in op.axes else 34, "K": 20 if "E" in op.axes else 34, "E": 2, "G": 3, "N1": 34, "N2": 20}
     options = {name: values[0] for name, values in op.options.items()}
@@ -192,7 +192,7 @@ def test_fnuz_types_are_exact(op: Op, fp8_format: str, pow2: bool) -> None:
 
 @pytest.mark.skipif(WHERE == "cuda", reason="there tiles arrive in any order")
 @pytest.mark.parametrize("later", [False, True])
-def test_a_tile_is_cast_again_only_where_a_larger_binade_came_after_it(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorwise_cast_casts_tiles_again_only_after_a_larger_binade(later: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first launch alone, then both: the second changes what was cast too early, here all tiles but the last, or none."""
     x = torch.ones(64, 64, dtype=torch.bfloat16, device=WHERE)
     x[-1 if later else 0, -1 if later else 0] = 900.0
@@ -214,7 +214,7 @@ def test_a_tile_is_cast_again_only_where_a_larger_binade_came_after_it(later: bo
         (64.0, "col"),
     ],
 )
-def test_what_is_expected_of_weights_changes_no_result(expected: float, layout: str) -> None:
+def test_tensorwise_cast_with_expected_magnitudes_has_the_same_result(expected: float, layout: str) -> None:
     w = contract.values((3, 48, 40), torch.bfloat16, WHERE, seed=7).mT
     w[2] = 0.0
     want, largest = fp8.fp8_tensorwise_3d(w, layout=layout), w.abs().amax((1, 2)).float()
@@ -230,7 +230,7 @@ def test_what_is_expected_of_weights_changes_no_result(expected: float, layout: 
 
 @pytest.mark.skipif(WHERE == "cuda", reason="there tiles arrive in any order")
 @pytest.mark.parametrize("known", [False, True])
-def test_nothing_is_cast_twice_where_the_largest_was_expected(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorwise_cast_with_the_expected_magnitude_casts_once(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest comes last: a first launch alone makes the result only if it knew."""
     w = torch.full((1, 48, 40), 0.5, dtype=torch.bfloat16)
     w[:, -1, -1] = 100.0
@@ -247,7 +247,7 @@ def test_nothing_is_cast_twice_where_the_largest_was_expected(known: bool, monke
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["row", "both"])
 @pytest.mark.parametrize("std", [0.02, 1.0])
-def test_casts_of_large_weights_are_exact_every_time(layout: str, std: float) -> None:
+def test_tensorwise_casts_of_large_weights_are_exact_every_time(layout: str, std: float) -> None:
     """Of experts of which some have their largest number last, all by itself."""
     w = torch.empty(6, 1408, 2048, dtype=torch.bfloat16, device=WHERE).normal_(std=std)
     w[1, -1, -1], w[2, 700, 9], w[3] = 40.0, -40.0, 0.0
@@ -266,7 +266,7 @@ def test_casts_of_large_weights_are_exact_every_time(layout: str, std: float) ->
             assert torch.equal(out.q_t.view(torch.uint8), want)
 
 
-def test_nothing_has_the_scale_of_zeros() -> None:
+def test_casts_of_no_elements_have_the_scale_of_zeros() -> None:
     x = torch.empty(3, 0, dtype=torch.bfloat16, device=WHERE)
     assert fp8.fp8_rowwise_2d(x)[1].tolist() == [[2.0**48]] * 3
     assert fp8.fp8_tensorwise_2d(x, inverse=True).scale.tolist() == [2.0**-48]
@@ -275,7 +275,7 @@ def test_nothing_has_the_scale_of_zeros() -> None:
 
 
 @pytest.mark.gpu
-def test_more_than_two_to_the_31_elements() -> None:
+def test_casts_of_more_than_2_to_the_31_elements_are_exact() -> None:
     K, M = 5120, (1 << 31) // 5120 + 14  # a multiple of 4
     x = torch.empty(M, K, dtype=torch.bfloat16, device=WHERE).normal_()
     tail = x[-8:]
@@ -303,7 +303,7 @@ def test_more_than_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.parametrize("stride", [6, 7])
-def test_a_single_row_may_have_any_stride(stride: int) -> None:
+def test_casts_of_a_single_row_accept_any_stride(stride: int) -> None:
     x = contract.values((3, stride), torch.bfloat16, WHERE, seed=6)[:1, :6]
     want, scale = quantised(x.reshape(1, -1), 1)
     out = fp8.fp8_tensorwise_2d(x, layout="both")
@@ -319,7 +319,7 @@ def test_a_single_row_may_have_any_stride(stride: int) -> None:
     assert same_bits("q_t", found.q_t, down) == []
 
 
-def test_torchao_is_not_timed_where_it_is_wrong() -> None:
+def test_torchao_is_unsupported_where_its_result_is_wrong() -> None:
     def case(M: int, N: int, G: int, groups: str) -> Case:
         return Case("", (("M", M), ("N", N), ("G", G)), "bfloat16", "fp8", (("special", False), ("groups", groups)))
 
@@ -355,14 +355,14 @@ def torch_operator(name: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "arguments"), OPERATORS, ids=names)
-def test_operators_have_fakes_that_tell_shapes_and_strides(name: str, arguments: tuple[Any, ...]) -> None:
+def test_fakes_of_casts_have_shapes_and_strides_of_results(name: str, arguments: tuple[Any, ...]) -> None:
     tests = ["test_faketensor"]
     if arguments[0].dtype.itemsize > 1:  # the schema test multiplies the inputs, which torch cannot for fp8
         tests.append("test_schema")
     torch.library.opcheck(torch_operator(name), arguments, test_utils=tests)
 
 
-def test_the_documented_import_registers_every_operator() -> None:
+def test_documented_import_registers_every_operator() -> None:
     """In a process of its own, where no test has imported anything else."""
     names = [*(name for name, _ in OPERATORS), "multi_cast_transpose", "multi_cast_transpose_out"]
     code = "import sys, torch, kerneltune.nn\nfor name in sys.argv[1:]: getattr(torch.ops.kerneltune, name).default"
@@ -370,7 +370,7 @@ def test_the_documented_import_registers_every_operator() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_operators_compile_without_a_graph_break() -> None:
+def test_casts_compile_without_a_graph_break() -> None:
     fp8_ops = torch.ops.kerneltune
 
     def cast(x: torch.Tensor, offs: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
@@ -383,7 +383,7 @@ def test_operators_compile_without_a_graph_break() -> None:
 
 
 @pytest.mark.parametrize(("name", "arguments"), OPERATORS[:-1], ids=names)
-def test_fakes_name_what_the_operator_would(name: str, arguments: tuple[Any, ...]) -> None:
+def test_fakes_of_casts_raise_for_bad_arguments_as_the_operators_do(name: str, arguments: tuple[Any, ...]) -> None:
     tensors = [t.to("meta") for t in arguments if isinstance(t, torch.Tensor)]
     with pytest.raises(ValueError, match=r"fp8_format must be one of e4m3.*'e3m4'"):
         torch_operator(name)(*tensors, "e3m4")
@@ -405,7 +405,7 @@ CASTS = {
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_weights_are_cast_into_given_tensors(name: str) -> None:
+def test_casts_write_into_given_tensors(name: str) -> None:
     w = weights()
     want = CASTS[name](w)
     out = type(want)(*(torch.zeros_like(t) for t in want)) if hasattr(want, "_fields") else tuple(map(torch.zeros_like, want))
@@ -417,7 +417,7 @@ def test_weights_are_cast_into_given_tensors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_given_tensors_of_another_form_are_named(name: str) -> None:
+def test_casts_into_tensors_of_another_form_raise(name: str) -> None:
     w, found = weights(), CASTS[name](weights())
     with pytest.raises(ValueError, match=r"out.* must be column-major \(3, \d+, \d+\) torch.float8_e4m3fn on .*, got \(2, "):
         CASTS[name](w, out=type(found)(*(t[:2] for t in found)) if hasattr(found, "_fields") else tuple(t[:2] for t in found))

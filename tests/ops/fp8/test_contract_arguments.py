@@ -67,14 +67,14 @@ STRIDED = torch.tensor([2, 3, 4, 4], dtype=torch.int32, device=WHERE)[::2]
         (lambda: fp8.fp8_transpose_2d(X.to(torch.float8_e4m3fn).t()), "elements of a row of x must be adjacent"),
     ],
 )
-def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_casts_with_wrong_arguments_raise_with_their_names(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("where", ["cuda", "cpu"])
 @pytest.mark.parametrize("name", ["e4m3fnuz", "e5m2fnuz"])
-def test_types_that_the_device_has_not_are_named(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_dtype_that_the_device_lacks_raises(name: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.device(where)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert fp8_dtype(name, x) == FP8[name]
@@ -89,7 +89,7 @@ def test_types_that_the_device_has_not_are_named(name: str, where: str, monkeypa
 @pytest.mark.skipif(WHERE == "cuda", reason="an assertion on a GPU ends its context")
 @pytest.mark.parametrize("ends", [(12, 8), (8, 21)])
 @pytest.mark.parametrize("cast", [fp8.fp8_group_both, fp8.fp8_group_colwise, fp8.fp8_tensorwise_group])
-def test_offsets_are_asserted_where_asked(cast, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+def test_group_casts_in_debug_mode_assert_offs(cast, ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(triton.knobs.runtime, "debug", True)
     cast(X8, ends_of(8, 20))
     cast(X8, ends_of(8, 19))  # rows behind the last group are left out

@@ -15,7 +15,7 @@ def bytes_of(x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "K"), [(300, 66), (1000, 72), (512, 1024)])
-def test_casts_launched_again_have_the_bytes_of_the_formula(M: int, K: int) -> None:
+def test_casts_relaunched_have_the_bytes_of_the_formula(M: int, K: int) -> None:
     for factor in (1.0, 37.0, 2.0**-20):
         x = torch.randn(M, K, device="cuda").mul_(factor).bfloat16()
         scale = torch.exp2(torch.floor(torch.log2(448 / x.float().abs().max())))
@@ -28,7 +28,7 @@ def test_casts_launched_again_have_the_bytes_of_the_formula(M: int, K: int) -> N
 
 
 @pytest.mark.gpu
-def test_casts_of_other_addresses_have_the_same_bytes() -> None:
+def test_casts_relaunched_at_other_addresses_have_the_same_bytes() -> None:
     x = torch.randn(512, 256, device="cuda").bfloat16()
     shifted = torch.empty(512 * 256 + 8, dtype=torch.bfloat16, device="cuda")[1 : 1 + 512 * 256].view(512, 256).copy_(x)
     want = bytes_of(x)

@@ -20,7 +20,7 @@ WHERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_default_is_a_config_of_the_space_s_rules(dtype: str) -> None:
+def test_default_config_of_both_layouts_is_valid(dtype: str) -> None:
     for K in [*range(1, 200), *range(200, 20000, 57)]:
         for rows, experts in ((64, 1), (2048, 64)):
             weights = Case("", (("E", experts), ("K", K), ("N", rows)), dtype, "fp8")
@@ -49,7 +49,9 @@ def roles(blocks: int, tiles: int, lag: int, first: int, count: int) -> list[tup
     ("experts", "blocks", "tiles", "lag"),
     [(3, 5, 14, 5), (3, 5, 14, 9), (2, 88, 176, 200), (4, 1, 1, 1), (1, 16, 3, 16), (5, 7, 2, 8)],
 )
-def test_all_is_done_once_and_no_tile_waits_for_a_later_program(experts: int, blocks: int, tiles: int, lag: int) -> None:
+def test_programs_of_both_layouts_cover_all_blocks_once_and_await_earlier_ones_only(
+    experts: int, blocks: int, tiles: int, lag: int
+) -> None:
     rows, turned = {}, {}
     lag = min(lag, experts * blocks)
     for program, (expert, block, tile) in enumerate(roles(blocks, tiles, lag, 0, lag + experts * (blocks + tiles))):
@@ -62,7 +64,7 @@ def test_all_is_done_once_and_no_tile_waits_for_a_later_program(experts: int, bl
         assert max(rows[expert * blocks + i] for i in range(blocks)) < min(turned[expert, tile] for tile in range(tiles))
 
 
-def test_ids_of_experts_of_very_many_rows() -> None:
+def test_program_ids_of_experts_with_more_than_2_to_the_31_rows_times_blocks_are_right() -> None:
     """Whose row blocks times programs of an expert are more than 2^31."""
     blocks, tiles = 8192, 262144
     found = roles(blocks, tiles, blocks, 2 * blocks + tiles - 4096, 4096)
@@ -74,7 +76,9 @@ def test_ids_of_experts_of_very_many_rows() -> None:
 
 @pytest.mark.parametrize("K", [40, 67])
 @pytest.mark.parametrize(("lag", "together"), [(0, True), (9, True), (0, False)])
-def test_both_layouts_in_one_launch_and_in_two(K: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rowwise_cast_in_both_layouts_is_exact_in_one_launch_and_in_two(
+    K: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In two where programs may not wait for each other; there the launches follow each other in any case."""
     counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
     monkeypatch.setattr(both, "counters", lambda *_: nullcontext(counted))
@@ -93,7 +97,7 @@ def test_both_layouts_in_one_launch_and_in_two(K: int, lag: int, together: bool,
 @pytest.mark.gpu
 @pytest.mark.parametrize("lag", [2, 8])
 @pytest.mark.parametrize(("E", "K", "N"), [(64, 2048, 1408), (3, 7168, 4096), (128, 64, 96), (5, 67, 131)])
-def test_both_layouts_are_exact_every_time(E: int, K: int, N: int, lag: int) -> None:
+def test_rowwise_cast_in_both_layouts_is_exact_every_time(E: int, K: int, N: int, lag: int) -> None:
     """Of other weights every time, whose programs wait for what the same words of a workspace said of others before."""
     axes = (("E", E), ("K", K), ("N", N))
     config = replace(rowwise_3d_both.default(Case("each", axes, "bfloat16", "fp8")), lag=lag)
@@ -115,7 +119,7 @@ ONE_BY_ONE, IN_TWO = (1, 9, True), (4, 0, False)
         *((128, 66, (17, 128, 128), *launched) for launched in ((4, 9, True), IN_TWO)),
     ],
 )
-def test_groups_in_both_layouts_in_one_launch_and_in_two(
+def test_group_cast_in_both_layouts_is_exact_in_one_launch_and_in_two(
     M: int, K: int, ends: tuple[int, ...], step: int, lag: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cast groups of no rows, of one, of fewer than a program casts, that begin in the middle of 16 or behind the last tile.
@@ -142,7 +146,7 @@ def test_groups_in_both_layouts_in_one_launch_and_in_two(
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", ["balanced", "zipf", "ragged"])
 @pytest.mark.parametrize(("M", "K", "G"), [(32768, 2048, 8), (16384, 7168, 32), (4096, 1408, 128), (3001, 2880, 12)])
-def test_groups_in_both_layouts_are_exact_every_time(M: int, K: int, G: int, groups: str) -> None:
+def test_group_cast_in_both_layouts_is_exact_every_time(M: int, K: int, G: int, groups: str) -> None:
     """Of other tokens and groups every time, whose programs wait for what the same words of a workspace said before."""
     options = {"fp8_format": "e4m3", "pow2": True, "inverse": False, "special": False, "groups": groups}
     case = Case("each", (("M", M), ("K", K), ("G", G)), "bfloat16", "fp8", tuple(options.items()))

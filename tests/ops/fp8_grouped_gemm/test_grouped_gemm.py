@@ -45,7 +45,7 @@ CONFIGS = [config(), config(cols=256, parts=4, band=1, run=2), config(rows=128, 
 
 
 @pytest.mark.parametrize(("ends", "c"), [*((ends, CONFIGS[0]) for ends in ENDS), *((ENDS[0], c) for c in CONFIGS[1:])], ids=str)
-def test_rows_of_groups_are_exact_and_rows_of_none_are_zero(ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
+def test_grouped_gemm_is_exact_and_zero_for_rows_of_no_group(ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
     M, N, K, E = 33, 272, 144, len(ends)
     a, b = integers(M, K), integers(E, N, K).transpose(1, 2)
     scale_a, scale_b, offs = powers(M), powers(E, N), ends_of(*ends)
@@ -60,7 +60,7 @@ def test_rows_of_groups_are_exact_and_rows_of_none_are_zero(ends: tuple[int, ...
 
 @pytest.mark.parametrize("ends", [(0, 0), (16, 32), (5, 63), (16, 64)], ids=str)
 @pytest.mark.parametrize("own", [False, True])
-def test_rows_of_no_group_are_zero_with_torchs_kernel(ends: tuple[int, ...], own: bool) -> None:
+def test_grouped_gemm_of_torch_is_zero_for_rows_of_no_group(ends: tuple[int, ...], own: bool) -> None:
     a, b, offs = integers(64, 48), integers(2, 1040, 48).transpose(1, 2), ends_of(*ends)
     out = torch.full((64, 1040), 7.0, dtype=torch.bfloat16, device=WHERE) if own else None
     found = gemm.fp8_grouped_gemm(a, b, powers(1), powers(2), offs, out=out, config=gemm.CUTLASS)
@@ -68,7 +68,7 @@ def test_rows_of_no_group_are_zero_with_torchs_kernel(ends: tuple[int, ...], own
     assert found[: ends[-1]].isfinite().all()
 
 
-def test_comparison_sees_rows_of_no_group_that_are_not_zero() -> None:
+def test_compare_of_nonzero_rows_of_no_group_fails() -> None:
     options = (("product", "rows"), ("scales", "rowwise"), ("groups", "dropped"), ("values", "normal"))
     case = Case("dropped", (("M", 40), ("N", 32), ("K", 48), ("E", 2)), "bfloat16", "fp8", options)
     inputs = OP.inputs(case, device="cpu")
@@ -89,14 +89,14 @@ def test_weight_gradients_are_exact_and_those_of_empty_groups_zero(ends: tuple[i
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("ends", [(48, 368, 384, 640, 640), (16, 496, 640), (304, 624, 640)], ids=str)
-def test_steps_that_begin_before_their_group_take_nothing_of_its_neighbours(ends: tuple[int, ...], parts: int) -> None:
+def test_weight_gradient_steps_before_a_group_use_no_neighbouring_rows(ends: tuple[int, ...], parts: int) -> None:
     _check_weight_gradients(640, ends, config(depth=64, parts=parts))
 
 
 @pytest.mark.parametrize(
     ("ends", "c"), [((7, 7, 8, 140, 331), c) for c in CONFIGS] + [((0, 333), CONFIGS[0]), ((0, 0), CONFIGS[0])]
 )
-def test_weight_gradient_of_aligned_groups_equals_that_of_each_group_alone(ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
+def test_weight_gradients_of_aligned_groups_equal_those_of_each_group_alone(ends: tuple[int, ...], c: gemm.GemmConfig) -> None:
     N, K, E, offs = 80, 272, len(ends), ends_of(*ends)
     x, y = integers(333, N), integers(333, K)
     a, b = (align_groups(t.view(torch.uint8), offs).t().contiguous().view(E4M3) for t in (x, y))
@@ -109,7 +109,7 @@ def test_weight_gradient_of_aligned_groups_equals_that_of_each_group_alone(ends:
 
 @pytest.mark.parametrize("ends", [(90, 40, 80), (-5, 500, 20), (2**31 - 1, -(2**31), 100), (50, 100, 129)], ids=str)
 @pytest.mark.parametrize("product_of", ["rows", "weights", "aligned"])
-def test_offsets_in_disorder_write_and_read_nothing_outside(ends: tuple[int, ...], product_of: str) -> None:
+def test_grouped_gemm_of_offs_in_disorder_accesses_nothing_outside(ends: tuple[int, ...], product_of: str) -> None:
     M, N, K, E, one = 128, 48, 32, len(ends), torch.ones(1, device=WHERE)
     padded = torch.full((M + 2 * E, K * 8), 0x7F, dtype=torch.uint8, device=WHERE).view(E4M3)  # NaN outside
     if product_of == "rows":
@@ -139,7 +139,7 @@ def _check_weight_gradients(M: int, ends: tuple[int, ...], c: gemm.GemmConfig) -
         assert torch.equal(out[group], want.float()), group
 
 
-def test_one_scale_for_a_tensor_or_a_group() -> None:
+def test_grouped_gemm_accepts_a_scale_per_tensor_or_per_group() -> None:
     a, b, offs = integers(32, 48), integers(2, 32, 48).transpose(1, 2), ends_of(16, 32)
     for scale in (torch.full((), 0.5, device=WHERE), torch.full((32, 1), 0.5, device=WHERE)):
         of_groups = powers(2)
@@ -155,7 +155,7 @@ def test_one_scale_for_a_tensor_or_a_group() -> None:
 
 @pytest.mark.gpu  # the interpreter reads NaN as 480
 @pytest.mark.parametrize(("ends", "at"), [((16, 48, 64), 20), ((640, 1296, 1936), 1295), ((640, 1296, 1936), 641)], ids=str)
-def test_nan_stays_in_its_group(ends: tuple[int, ...], at: int) -> None:
+def test_grouped_gemm_with_nan_spoils_only_its_group(ends: tuple[int, ...], at: int) -> None:
     a, b, one = integers(16, ends[-1]), integers(32, ends[-1]).t(), powers(1)
     a.view(torch.uint8)[3, at] = 0x7F
     found = gemm.fp8_grouped_gemm(a, b, one, one, ends_of(*ends), config=config())
@@ -163,7 +163,7 @@ def test_nan_stays_in_its_group(ends: tuple[int, ...], at: int) -> None:
     assert int(found.isnan().sum()) == found.shape[2]
 
 
-def test_rows_may_lie_apart() -> None:
+def test_grouped_gemm_accepts_rows_that_lie_apart() -> None:
     a, b, offs, one = integers(24, 80)[:, :48], integers(2, 32, 48).transpose(1, 2), ends_of(8, 24), powers(1)
     assert torch.equal(
         gemm.fp8_grouped_gemm(a, b, one, one, offs, config=config()),
@@ -177,7 +177,7 @@ def test_rows_may_lie_apart() -> None:
     )
 
 
-def test_more_groups_than_are_sorted() -> None:
+def test_grouped_gemm_of_more_groups_than_it_sorts_is_exact() -> None:
     E = 130
     a, b, one = integers(16, 16 * E), integers(16, 16 * E).t(), torch.ones(1, device=WHERE)
     offs = ends_of(*range(16, 16 * E + 1, 16))
@@ -231,13 +231,15 @@ CALL = gemm.fp8_grouped_gemm
         (lambda: CALL(A, B, ONE, TWO, OFFS, out_dtype=torch.float32, config=gemm.CUTLASS), "cutlass gives torch.bfloat16"),
     ],
 )
-def test_wrong_arguments_are_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_grouped_gemm_with_wrong_arguments_raises_with_their_names(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("backend", ["triton", "cutlass"])
-def test_the_cache_names_the_backend(backend: str, configs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_gemm_runs_the_backend_of_its_cached_config(
+    backend: str, configs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kerneltune import device
 
     c = gemm.CUTLASS if backend == "cutlass" else config()
@@ -257,7 +259,7 @@ ASSERTED = [(backend, ends) for backend in ("triton", "cutlass") for ends in ("2
 
 
 @pytest.mark.parametrize("asserted", [[each] for each in ASSERTED] if WHERE == "cuda" else [ASSERTED])
-def test_offsets_are_asserted_where_asked(asserted: list[tuple[str, str]]) -> None:
+def test_grouped_gemm_in_debug_mode_asserts_offs(asserted: list[tuple[str, str]]) -> None:
     code = f"""if True:
         import torch
         from kerneltune.ops import fp8_grouped_gemm as gemm
@@ -277,7 +279,7 @@ def test_offsets_are_asserted_where_asked(asserted: list[tuple[str, str]]) -> No
     assert (done.stdout + done.stderr).count("offs decrease or exceed M") >= len(asserted)
 
 
-def test_every_backend_is_offered_once_and_tried_by_every_search() -> None:
+def test_space_has_every_backend_and_searches_try_it() -> None:
     for case in BENCHES:
         configs = list(OPTIMIZED.configs(case))
         backends = [c.backend for c in configs]
@@ -290,7 +292,7 @@ def test_every_backend_is_offered_once_and_tried_by_every_search() -> None:
         assert len(set(promising)) == len(promising) > 3
 
 
-def test_the_operator_has_a_fake_that_tells_shape_and_type() -> None:
+def test_fake_of_grouped_gemm_has_shape_and_dtype_of_its_result() -> None:
     offs = ends_of(16, 32)
     a, b, x, y = (t.to(WHERE) for t in (A, B, X, Y))
     one, two = powers(1), powers(2)
@@ -308,7 +310,7 @@ def _moderate(weights: bool) -> Case:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", [False, True])
-def test_configs_are_exact_over_many_tiles(weights: bool) -> None:
+def test_grouped_gemm_configs_are_exact_over_many_tiles(weights: bool) -> None:
     case = _moderate(weights)
     checker = Checker(OP, case, WHERE)
     configs = list(OPTIMIZED.configs(case))
@@ -318,7 +320,7 @@ def test_configs_are_exact_over_many_tiles(weights: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", [False, True])
-def test_a_graph_takes_new_groups_and_nothing_waits_for_the_gpu(weights: bool) -> None:
+def test_graph_of_grouped_gemm_accepts_new_groups_without_a_synchronization(weights: bool) -> None:
     case = _moderate(weights)
     inputs = OP.inputs(case, device=WHERE)
     OPTIMIZED.run(inputs, OPTIMIZED.default_config(case))
@@ -336,7 +338,7 @@ def test_a_graph_takes_new_groups_and_nothing_waits_for_the_gpu(weights: bool) -
 
 
 @pytest.mark.gpu
-def test_other_numbers_of_tokens_compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grouped_gemm_of_other_numbers_of_tokens_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     b, one, offs = integers(2, 256, 256).transpose(1, 2), powers(1), ends_of(16, 32)
     gemm.fp8_grouped_gemm(integers(37, 256), b, one, one, offs, config=config())
     compiled: list[object] = []
@@ -347,7 +349,7 @@ def test_other_numbers_of_tokens_compile_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.gpu
-def test_it_compiles_into_a_graph_without_a_break() -> None:
+def test_grouped_gemm_compiles_without_a_graph_break() -> None:
     inputs = OP.inputs(_moderate(False), device=WHERE)
     tensors = [inputs[name] for name in ("a", "b", "scale_a", "scale_b", "offs")]
     compiled = torch.compile(lambda *t: torch.ops.kerneltune.fp8_grouped_gemm.default(*t) * 2, fullgraph=True)

@@ -59,7 +59,7 @@ def test_default_product_depends_on_tokens_sizes_and_the_kept_weight(
 
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize(("rows", "depth"), [(3200, 3200), (2560, 6912), (13824, 5120), (27648, 5120), (512, 12288)])
-def test_products_of_an_untuned_weight_follow_each_other_once_as_tokens_grow(rows: int, depth: int, kept: bool) -> None:
+def test_default_product_changes_in_one_order_as_tokens_grow(rows: int, depth: int, kept: bool) -> None:
     products = [fastest.default(case_of(tokens, rows, depth, kept)).product for tokens in range(1, 600)]
     order = {"int4_gemm": 0, "int4_fp8_gemm": 1, "fp8_scaled": 2, "fp8": 2}
     places = [order[product] for product in products]
@@ -67,9 +67,7 @@ def test_products_of_an_untuned_weight_follow_each_other_once_as_tokens_grow(row
     assert (places[0], places[-1]) == (0, 2 if kept else 1)
 
 
-def test_a_cached_product_serves_the_tokens_of_its_band_and_needs_its_weight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cached_product_serves_tokens_of_its_band_and_needs_its_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path))
     cache.clear()
     case = dataclasses.replace(case_of(96, 64, 256), name="x")
@@ -86,7 +84,7 @@ def test_a_cached_product_serves_the_tokens_of_its_band_and_needs_its_weight(
 
 
 @pytest.mark.parametrize("count", [1, 40])
-def test_each_product_runs_by_its_name(count: int) -> None:
+def test_fastest_gemm_runs_the_product_of_its_config(count: int) -> None:
     x, bias = tokens_of(count), whole_numbers(1, 64, torch.float16)[0]
     want = exact(x, CODES, bias)
     for product in (int4_gemm, int4_fp8_gemm):
@@ -96,7 +94,7 @@ def test_each_product_runs_by_its_name(count: int) -> None:
         torch.testing.assert_close(got, want, rtol=0.1, atol=0.1 * float(want.abs().max()))
 
 
-def test_the_product_in_fp8_of_fp16_tokens_is_rounded_to_fp16_alone() -> None:
+def test_fp8_product_of_fp16_tokens_is_rounded_once() -> None:
     x = torch.randn(32, 256, device=DEVICE).half()
     got = fastest_gemm(x, WEIGHT, None, COPY, config=ProductConfig("fp8"))
     assert got.dtype == torch.float16
@@ -105,7 +103,7 @@ def test_the_product_in_fp8_of_fp16_tokens_is_rounded_to_fp16_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [0, 1, 33])
-def test_scaling_in_a_launch_of_its_own_differs_by_a_rounding_to_bf16(dtype: torch.dtype, count: int) -> None:
+def test_fp8_product_with_scaling_in_its_own_launch_differs_by_one_rounding(dtype: torch.dtype, count: int) -> None:
     rows = 1040  # more than a program scales, and no multiple of it
     w = torch.randn(rows, 256, device=DEVICE).to(dtype)
     w[0] = 0  # the row whose scale both operands get
@@ -125,14 +123,14 @@ def test_scaling_in_a_launch_of_its_own_differs_by_a_rounding_to_bf16(dtype: tor
     ("fp8", COPY._replace(q=COPY.q[:32]), "fp8_weight.q must"),
     ("fp8", COPY._replace(scale=COPY.scale.half()), "fp8_weight.scale must"),
 ])  # fmt: skip
-def test_products_that_lack_their_weight_are_refused(product: str, copy: Fp8Weight | None, said: str) -> None:
+def test_fastest_gemm_without_the_weight_of_its_product_raises(product: str, copy: Fp8Weight | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         fastest_gemm(tokens_of(2), WEIGHT, None, copy, config=ProductConfig(product))
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in OP.variants])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_every_variant_agrees_with_the_reference_and_a_wrong_row_does_not(name: str, dtype: str) -> None:
+def test_check_of_every_variant_passes_and_of_a_wrong_row_fails(name: str, dtype: str) -> None:
     case = dataclasses.replace(case_of(40, 64, 256), dtype=dtype)
     variant = OP.variant(name)
     checker = Checker(OP, case, DEVICE)

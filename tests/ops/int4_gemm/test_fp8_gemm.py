@@ -27,7 +27,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("tokens", "rows", "depth", "group", "zeros", "knobs"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_products_of_whole_numbers_are_exact(
+def test_int4_fp8_gemm_of_whole_numbers_is_exact(
     tokens: int, rows: int, depth: int, group: int, zeros: bool, knobs: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     codes = some_codes(rows, depth, group, zeros, dtype)
@@ -48,7 +48,7 @@ def test_cast_tokens_writes_each_32_elements_in_the_order_of_the_kernel() -> Non
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_token_that_is_not_finite_gives_nan_and_leaves_other_tokens_alone(bad: float) -> None:
+def test_int4_fp8_gemm_of_a_token_with_nan_spoils_only_its_row(bad: float) -> None:
     codes, x = some_codes(66, 256, 128), tokens_of(3, 256, torch.float16)
     want = exact(x, codes, None)
     x[1, 7] = bad
@@ -58,7 +58,7 @@ def test_a_token_that_is_not_finite_gives_nan_and_leaves_other_tokens_alone(bad:
     assert torch.equal(got[::2], want[::2])
 
 
-def test_large_and_tiny_activations_neither_overflow_nor_vanish() -> None:
+def test_cast_tokens_of_large_and_tiny_values_neither_overflows_nor_vanishes() -> None:
     codes = some_codes(64, 128, 128)
     for scale in (65504.0 / 3.5, 2.0**-20):
         x = tokens_of(2, 128, torch.float16) * scale
@@ -69,7 +69,7 @@ def test_large_and_tiny_activations_neither_overflow_nor_vanish() -> None:
         assert int4_fp8_gemm(x.bfloat16(), pack(codes.codes, codes.scales.bfloat16(), codes.zeros)).isfinite().all()
 
 
-def test_tokens_of_one_scale_are_multiplied() -> None:
+def test_int4_fp8_gemm_accepts_one_scale_for_all_tokens() -> None:
     codes, x = some_codes(66, 256, 64), tokens_of(4, 256, torch.float16)
     each = cast_tokens(x)
     assert torch.equal(int4_fp8_gemm(each._replace(scale=each.scale[:1].clone()), pack(*codes)), exact(x, codes, None))
@@ -87,37 +87,37 @@ MISPLACED = torch.empty(1025, dtype=torch.uint8, device=DEVICE)[1:].view(torch.f
     (CAST._replace(scale=CAST.scale.half()), "x.scale must be"), (CAST._replace(dtype=torch.float32), "x.dtype must be"),
     (CAST._replace(q=MISPLACED), "multiple of 16"),
 ])  # fmt: skip
-def test_operands_that_do_not_fit_are_refused(x: Any, said: str) -> None:
+def test_int4_fp8_gemm_of_operands_that_do_not_fit_raises(x: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         int4_fp8_gemm(x, pack(*CODES))
 
 
-def test_a_config_with_more_splits_than_blocks_of_k_is_refused() -> None:
+def test_int4_fp8_gemm_with_more_splits_than_blocks_of_k_raises() -> None:
     with pytest.raises(ValueError, match="5 programs along 2 blocks of k"):
         int4_fp8_gemm(X, pack(*CODES), config=Int4Fp8Config(16, 1, 4, 5, 3, early=True))
 
 
-def test_no_tokens_give_an_empty_result() -> None:
+def test_int4_fp8_gemm_of_no_tokens_is_empty() -> None:
     assert int4_fp8_gemm(X[:0], pack(*CODES)).shape == (0, 66)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 33, 96, 128, 300])
 @pytest.mark.parametrize(("rows", "depth"), [(2, 32), (64, 128), (576, 7168), (4096, 4096), (57344, 8192), (8192, 28672)])
-def test_default_is_a_config_of_the_space(tokens: int, rows: int, depth: int) -> None:
+def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int) -> None:
     case = case_of(tokens, rows, depth, 0)
     variant = fp8_gemm.OP.variant("optimized")
     assert fp8_gemm.default(case) in list(variant.configs(case))
 
 
 @pytest.mark.parametrize(("gpu", "sms"), [(NO_GPU, 132), (Device("half an H100", "sm_90", 66, 1 << 25, "none"), 66)])
-def test_default_fills_the_sms_of_the_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Device, sms: int) -> None:
+def test_default_config_has_splits_that_fill_the_sms(monkeypatch: pytest.MonkeyPatch, gpu: Device, sms: int) -> None:
     monkeypatch.setattr(estimate, "current", lambda: gpu)
     case = case_of(64, 4096, 4096, 128)
     assert fp8_gemm.default(case) == fp8_gemm.shortest(fp8_gemm.sizes_of(case), sms)
     assert fp8_gemm.default(case).splits == (4 if sms == 132 else 2)
 
 
-def test_configs_that_need_too_many_registers_or_have_empty_splits_are_invalid() -> None:
+def test_valid_refuses_too_many_registers_and_empty_splits() -> None:
     case = case_of(128, 64, 512, 0)
     good = Int4Fp8Config(128, 1, 4, 1, 3, early=True)
     assert fp8_gemm.valid(case, good) is None

@@ -30,7 +30,7 @@ DTYPES = (torch.float16, torch.bfloat16)
     (1, 64, 128, 64, False), (5, 130, 160, 32, True), (17, 64, 512, 128, False), (3, 66, 416, 416, True),
     (256, 34, 192, 64, False),
 ])  # fmt: skip
-def test_products_of_whole_numbers_are_exact(
+def test_int4_gemm_of_whole_numbers_is_exact(
     tokens: int, rows: int, depth: int, group: int, zeros: bool, dtype: torch.dtype
 ) -> None:
     codes = some_codes(rows, depth, group, zeros, dtype)
@@ -43,7 +43,7 @@ def test_products_of_whole_numbers_are_exact(
     (3, 66, 288, 32, True), (8, 64, 512, 128, False), (11, 130, 416, 416, True), (16, 64, 1024, 64, False),
     (21, 64, 544, 32, False),
 ])  # fmt: skip
-def test_every_shape_of_program_is_exact(tokens: int, rows: int, depth: int, group: int, zeros: bool) -> None:
+def test_int4_gemm_of_every_shape_of_program_is_exact(tokens: int, rows: int, depth: int, group: int, zeros: bool) -> None:
     codes = some_codes(rows, depth, group, zeros)
     weight, x, bias = pack(*codes), whole_numbers(tokens, depth, torch.float16), whole_numbers(1, rows, torch.float16)[0]
     want = exact(x, codes, bias)
@@ -57,7 +57,7 @@ CACHED = sorted({tuple(entry.config.items()) for entry in cache.load("int4_gemm"
 @pytest.mark.parametrize(
     "knobs", [pytest.param(knobs, marks=() if i % 10 == 0 else pytest.mark.gpu) for i, knobs in enumerate(CACHED)]
 )
-def test_every_cached_config_is_exact(knobs: tuple[tuple[str, int], ...]) -> None:
+def test_int4_gemm_with_every_cached_config_is_exact(knobs: tuple[tuple[str, int], ...]) -> None:
     """Whole tiles, and such as end in the middle; the interpreter takes some."""
     config = gemm.Int4Config(**dict(knobs))
     depth = 128 * config.along * config.splits * (3 if config.tokens == 16 or config.warpgroup else 1)  # the last apart
@@ -83,7 +83,7 @@ LONG = [
 
 @pytest.mark.parametrize(("tokens", "rows", "depth", "group", "zeros", "knobs"), LONG)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_programs_that_read_x_ahead_are_exact(
+def test_int4_gemm_with_prefetch_is_exact(
     tokens: int, rows: int, depth: int, group: int, zeros: bool, knobs: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     codes = some_codes(rows, depth, group, zeros, dtype)
@@ -125,7 +125,7 @@ BLOCKS = [
     ("tokens", "rows", "depth", "group", "zeros", "config", "dtype"),
     [(*block, dtype) for at, block in enumerate(BLOCKS) for dtype in (DTYPES if DEVICE == "cuda" else DTYPES[at % 2 :][:1])],
 )
-def test_programs_of_several_blocks_of_rows_are_exact(
+def test_int4_gemm_with_several_blocks_of_rows_is_exact(
     tokens: int, rows: int, depth: int, group: int, zeros: bool, config: gemm.Int4Config, dtype: torch.dtype
 ) -> None:
     codes = some_codes(rows, depth, group, zeros, dtype)
@@ -137,7 +137,7 @@ def test_programs_of_several_blocks_of_rows_are_exact(
 
 
 @pytest.mark.parametrize(("apart", "first"), [(2, 0), (8, 2), (8, 3), (3, 0), (5, 1)])
-def test_warpgroups_read_rows_that_begin_anywhere(apart: int, first: int) -> None:
+def test_int4_gemm_with_warpgroups_accepts_unaligned_rows(apart: int, first: int) -> None:
     """Some at odd addresses, some at odd distances."""
     codes = some_codes(130, 288, 288, True)
     wide = torch.full((33, 288 + apart), torch.nan, device=DEVICE, dtype=torch.float16)
@@ -150,7 +150,7 @@ def test_warpgroups_read_rows_that_begin_anywhere(apart: int, first: int) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("zeros", "group"), [(False, 64), (True, 32), (False, 128), (True, 4096)])
-def test_programs_of_several_blocks_are_exact_and_repeat_themselves(zeros: bool, group: int) -> None:
+def test_int4_gemm_with_several_blocks_is_exact_and_deterministic(zeros: bool, group: int) -> None:
     """Long enough to ask L2 for what is used later, with a last split that has fewer steps."""
     codes = some_codes(1090, 4096, group, zeros)
     weight, x = pack(*codes), whole_numbers(32, 4096, torch.float16)
@@ -165,7 +165,7 @@ def test_programs_of_several_blocks_are_exact_and_repeat_themselves(zeros: bool,
             assert torch.equal(ops.int4_gemm(noise, weight, config=config), answer), config
 
 
-def test_warpgroups_take_groups_of_half_a_block_at_least() -> None:
+def test_int4_gemm_with_warpgroups_refuses_groups_below_half_a_block() -> None:
     config = warpgroups(32, 1)
     assert gemm.valid(case_of(32, 4096, 4096, 32), config) == "groups of 32, of which half a block of k has two"
     codes = some_codes(64, 128, 32, False)
@@ -181,7 +181,7 @@ def test_warpgroups_take_groups_of_half_a_block_at_least() -> None:
     ({"splits": 4}, "4 programs along 5 blocks of k"),
     ({"rows": 32}, "32 rows of a warpgroup, which has 64"),
 ])  # fmt: skip
-def test_configs_of_warpgroups_that_would_go_wrong_are_refused(knobs: dict[str, int], said: str) -> None:
+def test_int4_gemm_with_invalid_warpgroup_configs_raises(knobs: dict[str, int], said: str) -> None:
     config = dataclasses.replace(warpgroups(32, 1), **knobs)
     assert gemm.valid(case_of(32, 64, 640), config) is not None
     with pytest.raises(ValueError, match=said):
@@ -189,7 +189,7 @@ def test_configs_of_warpgroups_that_would_go_wrong_are_refused(knobs: dict[str, 
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_parts_of_any_value_are_handed_over_and_leave_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_gemm_split_sums_of_any_value_are_exact_and_clear_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """A word of zero means that a part is not there yet."""
     handed_out: list[torch.Tensor] = []
 
@@ -213,7 +213,7 @@ def test_parts_of_any_value_are_handed_over_and_leave_zeros(monkeypatch: pytest.
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="CUDA's programs do wait")
-def test_programs_that_may_not_wait_for_each_other_share_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int4_gemm_without_cooperative_launch_splits_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, x = some_codes(64, 512, 64, False), whole_numbers(5, 512, torch.float16)
     monkeypatch.setattr(gemm, "INTERPRETED", False)  # as on a GPU that is not CUDA's
     monkeypatch.setattr(gemm, "counters", lambda *_: pytest.fail("memory for parts"))
@@ -221,7 +221,7 @@ def test_programs_that_may_not_wait_for_each_other_share_no_row(monkeypatch: pyt
     assert torch.equal(ops.int4_gemm(x, pack(*codes), config=config), exact(x, codes, None))
 
 
-def test_large_x_of_whole_numbers_is_exact() -> None:
+def test_int4_gemm_of_large_whole_numbers_is_exact() -> None:
     """As long as the sums over k of |x| |q - z| stay below 2^24."""
     codes = some_codes(64, 256, 64, False)
     codes.scales.fill_(2.0**-12)
@@ -230,7 +230,7 @@ def test_large_x_of_whole_numbers_is_exact() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::kerneltune.misses.CacheMissWarning")
-def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
+def test_cached_int4_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
     """Nor tokens that other programs suit, nor groups whose scales take more registers than there are."""
     stored, options = gemm.Int4Config(16, 32, 4, 2, prefetch=False), case_of(16, 3584, 8192).options
     case = dataclasses.replace(case_of(16, 3584, 8192), name="seed")
@@ -246,7 +246,7 @@ def test_a_config_serves_other_tokens_but_no_other_rows(tmp_path: Path) -> None:
     assert choose(smaller.axes, "float16", "int4", smaller.options, gpu="a_gpu") == gemm.default(smaller)
 
 
-def test_weights_that_begin_anywhere_are_taken() -> None:
+def test_int4_gemm_accepts_unaligned_weights() -> None:
     """Prefetches want 16 bytes aligned."""
     codes = some_codes(64, 256, 64, False)
     weight, x = pack(*codes), whole_numbers(16, 256, torch.float16)
@@ -258,7 +258,7 @@ def test_weights_that_begin_anywhere_are_taken() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("config", [warpgroups(16, 4), gemm.Int4Config(16, 32, 4, 4, True), gemm.Int4Config(16, 64, 4, 4, True)])
-def test_weights_that_the_kernel_in_front_writes_are_read_after_it(config: gemm.Int4Config, prefetch: bool) -> None:
+def test_int4_gemm_reads_weights_after_the_preceding_kernel_wrote_them(config: gemm.Int4Config, prefetch: bool) -> None:
     """A prefetch into L2 sees old bytes; the reads must not."""
     first, second = some_codes(3584, 8192, 64, False), some_codes(3584, 8192, 64, False)
     weight, other, x = pack(*first), pack(*second), whole_numbers(16, 8192, torch.float16)
@@ -276,7 +276,7 @@ def test_weights_that_the_kernel_in_front_writes_are_read_after_it(config: gemm.
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [warpgroups(16, 4), gemm.Int4Config(16, 32, 4, 4, True), gemm.Int4Config(16, 64, 4, 4, True)])
-def test_a_product_may_read_what_the_one_in_front_wrote(config: gemm.Int4Config) -> None:
+def test_int4_gemm_reads_the_result_of_the_preceding_int4_gemm(config: gemm.Int4Config) -> None:
     """Two launches that may overlap: the second's x is the first's y."""
     square, x = some_codes(4096, 4096, 64, False), whole_numbers(16, 4096, torch.float16)
     square.scales.fill_(2.0**-10)
@@ -291,7 +291,7 @@ def test_a_product_may_read_what_the_one_in_front_wrote(config: gemm.Int4Config)
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("tokens", "zeros", "group"), [(16, False, 64), (5, True, 32), (32, False, 128), (50, True, 64)])
-def test_every_shape_of_program_is_exact_and_repeats_itself_on_a_gpu(
+def test_int4_gemm_of_every_shape_of_program_on_a_gpu_is_deterministic(
     tokens: int, zeros: bool, group: int, dtype: torch.dtype
 ) -> None:
     codes = some_codes(256, 4096, group, zeros, dtype)
@@ -311,9 +311,7 @@ def test_every_shape_of_program_is_exact_and_repeats_itself_on_a_gpu(
     (16, True, 32, torch.float16), (32, False, 64, torch.float16), (47, True, 128, torch.bfloat16),
     (128, False, 64, torch.float16),
 ])  # fmt: skip
-def test_programs_of_many_tokens_are_exact_and_repeat_themselves_at_the_seed(
-    tokens: int, zeros: bool, group: int, dtype: torch.dtype
-) -> None:
+def test_int4_gemm_of_many_tokens_is_exact_and_deterministic(tokens: int, zeros: bool, group: int, dtype: torch.dtype) -> None:
     codes = some_codes(3584, 8192, group, zeros, dtype)
     weight, x = pack(*codes), whole_numbers(tokens, 8192, dtype)
     want, noise = exact(x, codes, None), torch.randn(tokens, 8192, device=DEVICE).to(dtype)
@@ -325,7 +323,7 @@ def test_programs_of_many_tokens_are_exact_and_repeat_themselves_at_the_seed(
 
 
 @pytest.mark.gpu
-def test_plain_kernels_are_exact_on_a_gpu() -> None:
+def test_int4_gemm_plain_variants_on_a_gpu_are_exact() -> None:
     codes = some_codes(256, 4096, 64, False)
     weight, x = pack(*codes), whole_numbers(16, 4096, torch.float16)
     from kerneltune.ops.int4_gemm.reference import Forms
@@ -358,7 +356,7 @@ def a_weight() -> Int4Weight:
     (lambda x, w: (x, w, 0.5), "bias must be a tensor, got 0.5"),
     (lambda x, w: (x, w._replace(scales=w.scales.transpose(2, 4)), None), "scales must be contiguous, got strides"),
 ])  # fmt: skip
-def test_bad_products(change: Callable, message: str) -> None:  # type: ignore[type-arg]
+def test_int4_gemm_of_bad_operands_raises(change: Callable, message: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(ValueError, match=re.escape(message)):
         ops.int4_gemm(*change(whole_numbers(4, 128, torch.float16), a_weight()))
 
@@ -395,7 +393,7 @@ for tokens, rows, along, splits, blocks in %r:
 """
 
 
-def test_every_part_is_waited_for_once() -> None:
+def test_int4_gemm_code_awaits_every_partial_sum_once() -> None:
     """Parts are set to zero by who has waited for them: a second copy of that code, which a compiler may make, waits for ever."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     configs = [(16, 32, 8, 2, 1), (32, 32, 4, 2, 1), (32, 32, 2, 12, 2), (16, 16, 1, 4, 1), (64, 64, 1, 3, 4)]

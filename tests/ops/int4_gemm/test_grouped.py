@@ -36,7 +36,7 @@ def exact_groups(x: torch.Tensor, codes: Codes, offs: torch.Tensor) -> torch.Ten
     ((16, 16), 192, 416, 416, True, (16, 1, 4, 5)),  # one scale for all of k; groups that end with a step
 ])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_groups_of_whole_numbers_are_exact(
+def test_int4_grouped_gemm_of_whole_numbers_is_exact(
     counts: tuple[int, ...], rows: int, depth: int, group: int, zeros: bool, knobs: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     offs, codes = ends(*counts), some_codes(rows * len(counts), depth, group, zeros, dtype)
@@ -50,7 +50,7 @@ def test_groups_of_whole_numbers_are_exact(
 OFFS, CODES, X = ends(2, 0, 2), some_codes(3 * 64, 256, 128), tokens_of(4, 256)
 
 
-def test_tokens_that_are_cast_already_and_the_default_config_give_the_same_product() -> None:
+def test_int4_grouped_gemm_of_cast_tokens_gives_the_same() -> None:
     want = exact_groups(X, CODES, OFFS)
     assert torch.equal(int4_fp8_grouped_gemm(X, pack(*CODES), OFFS), want)
     assert torch.equal(int4_fp8_grouped_gemm(cast_tokens(X), pack(*CODES), OFFS), want)
@@ -63,12 +63,12 @@ def test_tokens_that_are_cast_already_and_the_default_config_give_the_same_produ
     (X, OFFS[:2], "multiple of 64 rows for each of 2 groups, got 192 rows"), (X, ends(1, 1, 1, 0, 1, 0)[::2], "contiguous"),
     (cast_tokens(X)._replace(depth=128), OFFS, "x.q must be"),
 ])  # fmt: skip
-def test_operands_that_do_not_fit_are_refused(x: Any, offs: Any, said: str) -> None:
+def test_int4_grouped_gemm_of_operands_that_do_not_fit_raises(x: Any, offs: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         int4_fp8_grouped_gemm(x, pack(*CODES), offs)
 
 
-def test_a_config_of_more_rows_than_a_weight_has_is_refused() -> None:
+def test_int4_grouped_gemm_with_more_rows_than_the_weight_raises() -> None:
     with pytest.raises(ValueError, match="2 blocks of 64 rows, of which 64 rows are no multiple"):
         int4_fp8_grouped_gemm(X, pack(*CODES), OFFS, config=Int4GroupedConfig(16, 2, 4, 3, early=True))
 
@@ -80,12 +80,12 @@ def case_of(tokens: int, rows: int, depth: int, groups: int) -> Case:
 
 @pytest.mark.parametrize("tokens", [1, 16, 33, 128, 1000])
 @pytest.mark.parametrize(("rows", "depth", "groups"), [(64, 64, 1), (4096, 7168, 32), (1536, 2048, 128), (2880, 2880, 32)])
-def test_default_is_a_config_of_the_space(tokens: int, rows: int, depth: int, groups: int) -> None:
+def test_default_config_is_in_the_space(tokens: int, rows: int, depth: int, groups: int) -> None:
     case = case_of(tokens, rows, depth, groups)
     assert grouped.default(case) in list(grouped.OP.variant("optimized").configs(case))
 
 
-def test_configs_that_need_too_many_registers_or_tokens_are_invalid() -> None:
+def test_valid_refuses_too_many_registers_or_tokens() -> None:
     case, good = case_of(20, 128, 512, 2), Int4GroupedConfig(32, 2, 4, 3, early=True)
     assert grouped.valid(case, good) is None
     for changed, said in (
@@ -95,7 +95,7 @@ def test_configs_that_need_too_many_registers_or_tokens_are_invalid() -> None:
         assert said in (grouped.valid(case, dataclasses.replace(good, **changed)) or ""), changed
 
 
-def test_traffic_counts_no_more_weights_than_tokens() -> None:
+def test_traffic_counts_at_most_one_weight_per_token() -> None:
     few, more, all_groups = (grouped.traffic(case_of(n, 4096, 7168, 32)).read for n in (1, 2, 64))
     assert few < 0.54 * 4096 * 7168
     assert 2 * few - more == 4 * 32  # the group ends are read once

@@ -22,12 +22,12 @@ def same(a: Codes, b: Codes) -> bool:
 
 @pytest.mark.parametrize(("rows", "depth", "group"), SIZES)
 @pytest.mark.parametrize("zeros", [False, True])
-def test_what_is_packed_comes_back(rows: int, depth: int, group: int, zeros: bool) -> None:
+def test_unpack_of_packed_codes_gives_the_codes(rows: int, depth: int, group: int, zeros: bool) -> None:
     codes = some_codes(rows, depth, group, zeros)
     assert same(unpack(pack(*codes)), codes)
 
 
-def test_the_layout_is_as_documented() -> None:
+def test_pack_has_the_documented_layout() -> None:
     codes = some_codes(130, 256, 32)
     weight = pack(*codes)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -45,7 +45,9 @@ def test_the_layout_is_as_documented() -> None:
 @pytest.mark.parametrize(("rows", "depth", "group"), [s for s in SIZES if s[0] % 8 == 0])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("there", "back"), [(ops.to_gptq, ops.from_gptq), (ops.to_awq, ops.from_awq)], ids=["gptq", "awq"])
-def test_gptq_and_awq_both_ways(there: Callable, back: Callable, rows: int, depth: int, group: int, zeros: bool) -> None:  # type: ignore[type-arg]
+def test_from_and_to_gptq_and_awq_give_the_same_codes(
+    there: Callable, back: Callable, rows: int, depth: int, group: int, zeros: bool
+) -> None:  # type: ignore[type-arg]
     codes = some_codes(rows, depth, group, zeros)
     plainly = there(codes)
     assert same(back(*plainly), codes)
@@ -53,7 +55,7 @@ def test_gptq_and_awq_both_ways(there: Callable, back: Callable, rows: int, dept
     assert every(a is b is None or torch.equal(a, b) for a, b in zip(plainly, again, strict=True))
 
 
-def test_words_of_gptq_and_awq_are_theirs() -> None:
+def test_to_gptq_and_to_awq_have_the_words_of_their_packers() -> None:
     """Built bit by bit as their packers do."""
     codes = some_codes(8, 32, 32)
     qweight, qzeros, _ = ops.to_gptq(codes)
@@ -68,7 +70,7 @@ def test_words_of_gptq_and_awq_are_theirs() -> None:
     assert int(qzeros[0, 0]) & 0xFFFFFFFF == sum(int(codes.zeros[order[i], 0]) << (4 * i) for i in range(8))
 
 
-def test_groups_of_gptq_are_of_consecutive_k() -> None:
+def test_from_gptq_with_groups_out_of_order_raises() -> None:
     """With act-order they are not: scales would go to other weights than theirs."""
     codes = some_codes(8, 128, 32)
     plainly, groups = ops.to_gptq(codes), torch.arange(128, device=DEVICE) // 32
@@ -81,7 +83,7 @@ def test_groups_of_gptq_are_of_consecutive_k() -> None:
         ops.from_gptq(*plainly, groups[:64])
 
 
-def test_zero_points_of_gptq_v2_are_stored_as_they_are() -> None:
+def test_from_gptq_v2_reads_zero_points_unchanged() -> None:
     codes = some_codes(8, 64, 32)
     assert codes.zeros is not None
     codes.zeros[0] = 0
@@ -94,7 +96,7 @@ def test_zero_points_of_gptq_v2_are_stored_as_they_are() -> None:
         ops.to_gptq(codes, v2=True)
 
 
-def test_quantised_weights_are_near() -> None:
+def test_quantized_weights_are_within_a_step() -> None:
     w = torch.randn(64, 256, device=DEVICE).half()
     for zeros in (False, True):
         codes = quantise(w, 64, zeros)
@@ -141,13 +143,13 @@ Q = torch.zeros(8, 8, dtype=torch.int32)
     (lambda: ops.to_awq(Codes(*some_codes(8, 32, 32)[:1], torch.ones(8, 1))), "scales must be (8, groups) float16 or bfloat16"),
     (lambda: quantise(torch.full((2, 32), torch.inf).half(), 32), "w must be finite, got 64 that are not"),
 ])  # fmt: skip
-def test_bad_weights(make: Callable[[], object], message: str) -> None:
+def test_packing_of_bad_weights_raises(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         make()
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_a_layer_of_a_layer(zeros: bool) -> None:
+def test_int4_linear_from_linear_gives_its_product(zeros: bool) -> None:
     linear = torch.nn.Linear(128, 64, device=DEVICE, dtype=torch.float16)
     layer = Int4Linear.from_linear(linear, group=64, zeros=zeros)
     x = torch.randn(2, 3, 128, device=DEVICE).half()
@@ -156,7 +158,7 @@ def test_a_layer_of_a_layer(zeros: bool) -> None:
     assert layer(x[:0]).shape == (0, 3, 64)
 
 
-def test_a_layer_is_saved_and_loaded() -> None:
+def test_int4_linear_is_saved_and_loaded() -> None:
     layer = Int4Linear.from_codes(some_codes(64, 256, 128))
     other = Int4Linear(256, 64, group=128, zeros=True, bias=False, device=DEVICE)
     other.load_state_dict(layer.state_dict())
@@ -166,7 +168,7 @@ def test_a_layer_is_saved_and_loaded() -> None:
     assert str(other) == "Int4Linear(256, 64, group=128, zeros=True, bias=False)"
 
 
-def test_a_layer_of_a_symmetric_checkpoint_has_no_zero_points() -> None:
+def test_int4_linear_of_a_symmetric_checkpoint_has_no_zero_points() -> None:
     """GPTQ stores them nevertheless, all 8."""
     codes = some_codes(64, 128, 64, zero=8)
     layer = Int4Linear.from_codes(ops.from_gptq(*ops.to_gptq(codes)))
@@ -185,7 +187,7 @@ def test_a_layer_of_a_symmetric_checkpoint_has_no_zero_points() -> None:
     ("packed", lambda t: t[..., :2], "size mismatch for 1.packed"),
     ("bias", lambda t: t.float(), "1.bias must be torch.float16, got torch.float32"),
 ])  # fmt: skip
-def test_a_layer_loads_no_broken_state(name: str, change: Callable, message: str) -> None:  # type: ignore[type-arg]
+def test_int4_linear_refuses_a_broken_state(name: str, change: Callable, message: str) -> None:  # type: ignore[type-arg]
     def layer(fill: float) -> Int4Linear:
         return Int4Linear.from_codes(some_codes(64, 128, 64), torch.full((64,), fill, device=DEVICE))
 
@@ -196,7 +198,7 @@ def test_a_layer_loads_no_broken_state(name: str, change: Callable, message: str
     assert torch.equal(getattr(model[1], name), before)
 
 
-def test_a_layer_compiles_whole() -> None:
+def test_int4_linear_compiles_without_a_graph_break() -> None:
     layer = Int4Linear.from_codes(some_codes(64, 128, 64, False), torch.ones(64, device=DEVICE))
     x = torch.randn(3, 128, device=DEVICE).half()
     compiled = torch.compile(lambda t: layer(t) * 2, fullgraph=True, backend="eager")
@@ -207,7 +209,7 @@ def test_a_layer_compiles_whole() -> None:
     )  # fmt: skip
 
 
-def test_bad_layers() -> None:
+def test_int4_linear_with_bad_arguments_raises() -> None:
     with pytest.raises(ValueError, match="got group=48"):
         Int4Linear(96, 64, group=48)
     with pytest.raises(ValueError, match="Int4Linear takes float16 or bfloat16"):

@@ -13,7 +13,7 @@ SIZES = {"T": 6, "H": 16, "E": 3, "K": 2}
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_operator_of_every_function_has_a_fake_and_gives_its_results(name: str) -> None:
+def test_operators_of_routing_have_fakes_and_give_results_of_their_functions(name: str) -> None:
     op = FAMILY[name]
     axes = tuple((axis, SIZES[axis]) for axis in op.axes)
     case = Case("c", axes, op.dtypes[0], op.quants[0], tuple((option, values[0]) for option, values in op.options.items()))
@@ -28,7 +28,7 @@ def test_operator_of_every_function_has_a_fake_and_gives_its_results(name: str) 
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_ids_outside_the_experts_are_of_no_expert_even_where_their_low_32_bits_are(dtype: torch.dtype) -> None:
+def test_sort_of_64_bit_ids_outside_the_experts_assigns_no_expert(dtype: torch.dtype) -> None:
     outside = [2**32 + 1, -(2**32), 2**62 + 2, 3, -1] if dtype == torch.int64 else [3, -1, 2**31 - 1, -(2**31), 4]
     ids = torch.tensor([[identifier, 1] for identifier in outside], dtype=dtype, device=WHERE)
     found = moe_sort(ids, 3)

@@ -49,14 +49,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
     return found
 
 
-def test_whole_and_odd_sizes_keep_their_places_in_one_call_of_two_launches(launched: list[list[tuple[int, ...]]]) -> None:
+def test_cast_transpose_of_whole_and_odd_sizes_in_one_call_is_exact(launched: list[list[tuple[int, ...]]]) -> None:
     xs = weights((64, 32), (33, 20), (16, 128), (48, 80), (5, 7), (70, 130))
     scales, amaxes = scalars(6)
     agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
     assert launched == [[(64, 32), (16, 128), (48, 80)], [(33, 20), (5, 7), (70, 130)]]
 
 
-def test_an_address_that_is_no_multiple_of_16_is_not_read_in_words(launched: list[list[tuple[int, ...]]]) -> None:
+def test_cast_transpose_of_unaligned_addresses_is_exact(launched: list[list[tuple[int, ...]]]) -> None:
     flat = torch.randn(64 * 32 + 1, device=WHERE).to(torch.bfloat16)
     xs = [flat[1:].view(64, 32), flat[:-1].view(32, 64)]
     scales, amaxes = scalars(2)
@@ -65,26 +65,26 @@ def test_an_address_that_is_no_multiple_of_16_is_not_read_in_words(launched: lis
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_sizes_of_which_one_is_a_multiple_of_16_are_cast_right(dtype: torch.dtype) -> None:
+def test_cast_transpose_with_one_size_a_multiple_of_16_is_exact(dtype: torch.dtype) -> None:
     """Of one tile of fp8 stored both ways ptxas 12.8 makes wrong code there."""
     xs = [x.to(dtype) for x in weights((64, 20), (20, 64), (48, 40), (40, 48), (16, 19), (130, 144))]
     scales, amaxes = scalars(6)
     agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
 
 
-def test_groups_of_row_blocks_and_what_is_left_of_the_last() -> None:
+def test_cast_transpose_with_a_partial_last_group_of_row_blocks_is_exact() -> None:
     xs = weights((320, 160), (192, 80), (64, 208))
     scales, amaxes = scalars(3)
     agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
 
 
-def test_more_than_sixty_four_weights_of_differing_sizes() -> None:
+def test_cast_transpose_of_70_weights_is_exact() -> None:
     xs = weights(*((16 * (1 + i % 3), 16 * (1 + i % 2)) for i in range(70)))
     scales, amaxes = scalars(70)
     agrees(xs, scales, amaxes, multi_cast_transpose(xs, scales, amaxes, config=SMALL))
 
 
-def test_given_outputs_are_written_in_place_and_amax_is_never_cleared() -> None:
+def test_cast_transpose_writes_given_outputs_and_never_clears_amax() -> None:
     xs = weights((32, 48), (16, 16))
     scales, amaxes = scalars(2)
     first = multi_cast_transpose(xs, scales, amaxes, config=SMALL)
@@ -97,7 +97,7 @@ def test_given_outputs_are_written_in_place_and_amax_is_never_cleared() -> None:
     assert torch.equal(amaxes, kept)
 
 
-def test_a_weight_of_nothing_only_gets_its_scale() -> None:
+def test_cast_transpose_of_an_empty_weight_writes_only_its_scale() -> None:
     xs = weights((0, 16), (16, 16))
     scales, amaxes = scalars(2)
     out = multi_cast_transpose(xs, scales, amaxes, config=SMALL)
@@ -107,7 +107,7 @@ def test_a_weight_of_nothing_only_gets_its_scale() -> None:
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (65, 70), (1, 1), (16, 160)])
-def test_nan_and_infinity_are_cast_and_only_infinity_raises_amax(shape: tuple[int, int]) -> None:
+def test_cast_transpose_of_nan_and_infinity_updates_amax_by_infinity_only(shape: tuple[int, int]) -> None:
     xs = weights(*[shape] * 4)
     xs[0].fill_(torch.nan)
     xs[1][0, 0] = torch.nan
@@ -121,7 +121,7 @@ def test_nan_and_infinity_are_cast_and_only_infinity_raises_amax(shape: tuple[in
 
 
 @pytest.mark.parametrize("fp8_format", ["e5m2", *(["e4m3fnuz", "e5m2fnuz"] if WHERE == "cpu" or torch.version.hip else [])])
-def test_other_formats(fp8_format: str) -> None:
+def test_cast_transpose_to_other_fp8_formats_is_exact(fp8_format: str) -> None:
     xs = weights((64, 32), (33, 20))
     xs[0][0, :4] = torch.tensor([torch.nan, -torch.inf, -1e-30, 1e30])
     scales, amaxes = scalars(2)
@@ -143,7 +143,7 @@ def test_other_formats(fp8_format: str) -> None:
         ),
     ],
 )
-def test_wrong_arguments_are_named(change: dict[str, object], text: str) -> None:
+def test_cast_transpose_with_wrong_arguments_raises_with_their_names(change: dict[str, object], text: str) -> None:
     scales, amaxes = scalars(1)
     arguments = {"xs": weights((16, 32)), "scales": scales, "amaxes": amaxes} | change
     with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
@@ -155,7 +155,7 @@ def given(xs: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor
     return casts, [cast.t().contiguous() for cast in casts]
 
 
-def test_the_operator_of_torch_has_a_fake_and_compiles() -> None:
+def test_operator_of_cast_transpose_has_a_fake_and_compiles() -> None:
     xs = weights((32, 64), (33, 20))
     scales, amaxes = scalars(2)
     torch.library.opcheck(
@@ -170,7 +170,7 @@ def test_the_operator_of_torch_has_a_fake_and_compiles() -> None:
 
 
 @pytest.mark.parametrize("skipped", [False, True])
-def test_the_operator_of_torch_writes_in_place_and_compiles(skipped: bool) -> None:
+def test_operator_of_cast_transpose_in_place_compiles(skipped: bool) -> None:
     xs = weights((32, 64), (16, 48))
     scales, amaxes = scalars(2)
     skip, scale_inv = torch.full((1,), float(skipped), device=WHERE), torch.zeros_like(scales)
@@ -190,7 +190,7 @@ def test_the_operator_of_torch_writes_in_place_and_compiles(skipped: bool) -> No
 
 
 @pytest.mark.gpu
-def test_graphs_of_the_same_weights_do_not_share_a_table() -> None:
+def test_graphs_of_cast_transpose_of_the_same_weights_share_no_table() -> None:
     xs = weights((64, 32), (48, 80))
     scales, amaxes = scalars(2)
     outputs = [
@@ -212,7 +212,7 @@ def test_graphs_of_the_same_weights_do_not_share_a_table() -> None:
 
 
 @pytest.mark.parametrize("skipped", [False, True])
-def test_a_flag_on_the_device_leaves_everything_as_it_is(skipped: bool) -> None:
+def test_cast_transpose_with_skip_set_writes_nothing(skipped: bool) -> None:
     xs = weights((32, 64), (33, 20))
     scales, amaxes = torch.full((2,), 32.0, device=WHERE), torch.zeros(2, device=WHERE)
     outputs = [tuple(torch.zeros(s, device=WHERE).to(torch.float8_e4m3fn) for s in (x.shape, x.t().shape)) for x in xs]
@@ -226,7 +226,7 @@ def test_a_flag_on_the_device_leaves_everything_as_it_is(skipped: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3, 256])
-def test_rows_too_long_for_a_tile_are_refused(rows: int) -> None:
+def test_cast_transpose_of_rows_too_long_for_a_tile_raises(rows: int) -> None:
     """Before anything is launched: tensors without memory come as far."""
     most = 2**31 // rows
     xs = [torch.empty(rows, most, dtype=torch.bfloat16, device="meta")]
@@ -239,7 +239,7 @@ def test_rows_too_long_for_a_tile_are_refused(rows: int) -> None:
             multi_cast_transpose(xs, one, one.clone())
 
 
-def test_what_a_flag_takes() -> None:
+def test_cast_transpose_with_skip_needs_outputs_and_scale_inv() -> None:
     xs, one = weights((32, 64)), torch.ones(1, device=WHERE)
     skip = {"skip": torch.zeros(1, device=WHERE), "scale_inv": torch.ones(1, device=WHERE)}
     with pytest.raises(ValueError, match="skip takes outputs and scale_inv"):

@@ -57,7 +57,9 @@ BWD = BwdConfig(rows=1, cols=64, split=False, warps=4, ctas=1, stages=2)
         ((X, W), {"config": replace(FWD, stages=0)}, "config: stages must be at least 1, got"),
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_named(args: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+def test_rmsnorm_fwd_with_wrong_arguments_raises_with_their_names(
+    args: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         rmsnorm_fwd(*args, **kwargs)
 
@@ -75,12 +77,12 @@ def test_wrong_arguments_are_named(args: tuple[Any, ...], kwargs: dict[str, Any]
         ((X, X, R, W), replace(BWD, ctas=0), "config: ctas must be at least 1, got BwdConfig"),  # there is a loop
     ],
 )
-def test_wrong_arguments_of_the_backward_are_named(args: tuple[Any, ...], config: Any, message: str) -> None:
+def test_rmsnorm_bwd_with_wrong_arguments_raises_with_their_names(args: tuple[Any, ...], config: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         rmsnorm_bwd(*args, config=config)
 
 
-def test_tensors_that_no_kernel_can_reach_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rmsnorm_of_cpu_tensors_without_the_interpreter_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by Triton, which has no driver then."""
     monkeypatch.setattr(arguments, "INTERPRETED", False)
     x, weight = X.cpu(), W.cpu()
@@ -101,6 +103,8 @@ def test_tensors_that_no_kernel_can_reach_are_named(monkeypatch: pytest.MonkeyPa
         ((X, X, W), {"config": replace(FWD, reload=True)}, "config: reload must be False where a residual is added"),
     ],
 )
-def test_wrong_arguments_of_a_sum_are_named(arguments: tuple[Any, ...], kwargs: dict[str, Any], message: str) -> None:
+def test_rmsnorm_add_fwd_with_wrong_arguments_raises_with_their_names(
+    arguments: tuple[Any, ...], kwargs: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         rmsnorm_add_fwd(*arguments, **kwargs)

@@ -27,7 +27,7 @@ def published_cells() -> list[tuple[str, dict[str, str], str]]:
         return [(f"{row['kind']} {row['M']}x{row['N']}", row, side) for row in csv.DictReader(file) for side in "AB"]
 
 
-def test_our_traffic_gives_the_published_bandwidth_in_all_160_cells() -> None:
+def test_traffic_gives_the_published_bandwidth_in_all_160_cells() -> None:
     cells = published_cells()
     assert len(cells) == 160
     for name, row, side in cells:
@@ -49,7 +49,7 @@ def scalars(scale: float = 1.0) -> dict[str, torch.Tensor]:
     return {"scale": torch.tensor([scale], device=WHERE), "amax": torch.zeros(1, device=WHERE)}
 
 
-def test_values_beyond_the_fp8_range_saturate() -> None:
+def test_rmsnorm_fwd_to_fp8_saturates_values_beyond_the_range() -> None:
     weight = torch.zeros(128)
     weight[0] = 2.0**20
     s = scalars()
@@ -66,7 +66,7 @@ FP8_ON_GPU = [pytest.param(quant, marks=pytest.mark.gpu) for quant in ("fp8", "f
 
 
 @pytest.mark.parametrize("quant", ["none", *FP8_ON_GPU])
-def test_nan_stays_nan_and_touches_its_row_only(quant: str) -> None:
+def test_rmsnorm_fwd_with_nan_spoils_only_its_row(quant: str) -> None:
     x = torch.full((8, 64), 0.5, dtype=torch.bfloat16)
     x[3, 7] = float("nan")
     s = {} if quant == "none" else scalars()
@@ -77,7 +77,7 @@ def test_nan_stays_nan_and_touches_its_row_only(quant: str) -> None:
         assert s["amax"].item() == pytest.approx(1.0, rel=1e-3), "amax passes over NaN"
 
 
-def test_amax_accumulates_and_is_never_cleared() -> None:
+def test_rmsnorm_fwd_accumulates_amax_and_never_clears_it() -> None:
     s = scalars()
     x, weight = torch.ones(4, 64), torch.ones(64)
     fwd(x, 3 * weight, quant="fp8", **s)
@@ -86,7 +86,7 @@ def test_amax_accumulates_and_is_never_cleared() -> None:
     assert s["amax"].item() == first == pytest.approx(3.0, rel=1e-4)
 
 
-def test_the_same_bits_in_every_run() -> None:
+def test_rmsnorm_gives_the_same_bits_in_every_run() -> None:
     x = torch.randn(33, 3000, device=WHERE)
     weight, dz = torch.randn(3000, device=WHERE), torch.randn(33, 3000, device=WHERE)
     first, second = rmsnorm_fwd(x, weight), rmsnorm_fwd(x, weight)
@@ -117,7 +117,9 @@ def test_the_same_bits_in_every_run() -> None:
         ("rmsnorm_bwd", 27, 1000, "none", (4, 1024, False, 4, 2, 3)),
     ],
 )
-def test_configs_of_long_and_of_few_rows(op_name: str, M: int, N: int, quant: str, values: tuple[Any, ...]) -> None:
+def test_rmsnorm_configs_of_long_and_of_few_rows_agree_with_the_reference(
+    op_name: str, M: int, N: int, quant: str, values: tuple[Any, ...]
+) -> None:
     op = OPS[op_name]
     case = Case("c", (("M", M), ("N", N)), "bfloat16", quant, tuple((option, v[0]) for option, v in op.options.items()))
     variant = op.variant("optimized")
@@ -131,7 +133,7 @@ def test_configs_of_long_and_of_few_rows(op_name: str, M: int, N: int, quant: st
     ("N", "stages"),
     [(1999, 2), (2048, 4), (2048, 5), (1537, 3)],  # the last load held or read again, whole or not, a row held as a whole
 )
-def test_rows_held_in_part(N: int, stages: int, quant: str, dtype: str) -> None:
+def test_rmsnorm_fwd_of_rows_held_in_part_agrees_with_the_reference(N: int, stages: int, quant: str, dtype: str) -> None:
     op = OPS["rmsnorm_fwd"]
     options = (("zero_centered", True), ("fp8_format", "e5m2"), ("row_pad", 3))
     case = Case("c", (("M", 5), ("N", N)), dtype, quant, options)
@@ -147,7 +149,7 @@ def in_part(M: int, N: int, dtype: str = "bfloat16") -> tuple[list[tuple[int, in
     return sorted(found), len(valid) - len(found)
 
 
-def test_long_rows_alone_may_be_held_in_part() -> None:
+def test_space_holds_only_long_rows_in_part() -> None:
     both = [(4096, 16, 2), (4096, 16, 3), (4096, 16, 5), (4096, 16, 7), (8192, 32, 2), (8192, 32, 3)]
     assert in_part(256, 65536) == (both, 37)
     assert in_part(1024, 32768) == (both, 85)
@@ -161,7 +163,7 @@ def test_long_rows_alone_may_be_held_in_part() -> None:
 @pytest.mark.parametrize("quant", ["none", "fp8", "fp8_t"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(("M", "N"), [(256, 65536), (300, 40000)])
-def test_all_configs_that_hold_rows_in_part_are_correct_bit_for_bit(M: int, N: int, dtype: str, quant: str) -> None:
+def test_rmsnorm_fwd_with_every_config_that_holds_rows_in_part_is_exact(M: int, N: int, dtype: str, quant: str) -> None:
     op = OPS["rmsnorm_fwd"]
     checker = Checker(op, Case("c", (("M", M), ("N", N)), dtype, quant, tuple((o, v[0]) for o, v in op.options.items())), "cuda")
     for cols, warps, stages in in_part(M, N)[0]:
@@ -202,7 +204,9 @@ def transposed_beside_and_apart(
 @pytest.mark.parametrize(
     ("behind", "config"), [(1, FwdConfig(1, 1024, False, 4, 0, 1, False)), (999, FwdConfig(2, 512, False, 4, 0, 1, True))]
 )
-def test_rows_transposed_beside_others(monkeypatch: pytest.MonkeyPatch, M: int, N: int, behind: int, config: FwdConfig) -> None:
+def test_rmsnorm_fwd_that_transposes_beside_other_rows_is_exact(
+    monkeypatch: pytest.MonkeyPatch, M: int, N: int, behind: int, config: FwdConfig
+) -> None:
     counted = torch.zeros(16, dtype=torch.int64, device=WHERE)
     monkeypatch.setattr(forward, "counters", lambda *_: nullcontext(counted))
     transposed_beside_and_apart(monkeypatch, M, N, config, behind, runs=1)
@@ -211,7 +215,9 @@ def test_rows_transposed_beside_others(monkeypatch: pytest.MonkeyPatch, M: int, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "N"), [(4096, 12288), (2052, 16384), (8192, 8200)])
-def test_rows_transposed_beside_others_wait_for_their_writers(monkeypatch: pytest.MonkeyPatch, M: int, N: int) -> None:
+def test_rmsnorm_fwd_that_transposes_beside_other_rows_awaits_their_writers(
+    monkeypatch: pytest.MonkeyPatch, M: int, N: int
+) -> None:
     for config, behind in (
         (FwdConfig(1, 4096, False, 16, 0, 1, True), 8_000_000),
         (FwdConfig(1, 4096, False, 8, 0, 1, False), 1),
@@ -220,7 +226,7 @@ def test_rows_transposed_beside_others_wait_for_their_writers(monkeypatch: pytes
 
 
 @pytest.mark.gpu
-def test_amax_from_many_programs_at_once_is_the_largest() -> None:
+def test_rmsnorm_fwd_amax_of_many_programs_is_the_largest() -> None:
     x = torch.randn(2048, 16384, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(16384, device="cuda", dtype=torch.bfloat16)
     x[1777, 12345] = 60.0
@@ -234,7 +240,9 @@ def test_amax_from_many_programs_at_once_is_the_largest() -> None:
 @pytest.mark.parametrize("config", [None, FwdConfig(1, 1024, True, 4, 1, 2, False)])
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fp32_is_rounded_once_to_what_is_asked_for(out_dtype: torch.dtype, zero_centered: bool, config: FwdConfig | None) -> None:
+def test_rmsnorm_fwd_of_fp32_rounds_once_to_out_dtype(
+    out_dtype: torch.dtype, zero_centered: bool, config: FwdConfig | None
+) -> None:
     x, weight = torch.randn(5, 1537, device=WHERE), torch.randn(1537, device=WHERE)
     out = rmsnorm_fwd(x, weight, zero_centered=zero_centered, out_dtype=out_dtype, config=config)
     want = (x * out.rsigma[:, None] * (weight + 1 if zero_centered else weight)).to(out_dtype)
@@ -244,7 +252,7 @@ def test_fp32_is_rounded_once_to_what_is_asked_for(out_dtype: torch.dtype, zero_
 
 
 @pytest.mark.gpu
-def test_graphs_that_share_rows_between_programs_replay_side_by_side() -> None:
+def test_rmsnorm_graphs_with_shared_rows_replay_in_parallel() -> None:
     """Long rows make programs wait for each other through a workspace: every graph must have its own."""
     x = torch.randn(64, 65536, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(65536, device="cuda", dtype=torch.bfloat16)
@@ -267,7 +275,7 @@ def test_graphs_that_share_rows_between_programs_replay_side_by_side() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("M", "N"), [(4096, 1024), (16384, 4096), (256, 65536)])
-def test_the_backward_waits_for_its_partial_sums(M: int, N: int) -> None:
+def test_rmsnorm_bwd_reduction_awaits_its_partial_sums(M: int, N: int) -> None:
     """Their reduction is launched before the kernel that writes them has ended, in graphs too, where steps follow each other.
 
     That is as the kernel begins, as its loops end, and where programs share rows.
@@ -298,7 +306,7 @@ def test_the_backward_waits_for_its_partial_sums(M: int, N: int) -> None:
 
 
 @pytest.mark.gpu
-def test_every_cached_config_is_correct_bit_for_bit() -> None:
+def test_rmsnorm_with_every_cached_config_is_exact() -> None:
     """Compare every config that may be used, because ptxas 12.8 has wrong-code bugs for fp8 stores."""
     from kerneltune import cache, device
 
@@ -329,7 +337,9 @@ def case_of(op: str, M: int, N: int, dtype: str = "bfloat16", quant: str = "none
         ("rmsnorm_bwd", 40, 101, "none", (16, 128, False, 2, 2, 3)),  # elements one by one
     ],
 )
-def test_short_rows_in_tiles_of_many(op_name: str, M: int, N: int, quant: str, values: tuple[Any, ...]) -> None:
+def test_rmsnorm_of_short_rows_in_tiles_agrees_with_the_reference(
+    op_name: str, M: int, N: int, quant: str, values: tuple[Any, ...]
+) -> None:
     op = OPS[op_name]
     variant = op.variant("optimized")
     assert variant.config is not None
@@ -339,7 +349,7 @@ def test_short_rows_in_tiles_of_many(op_name: str, M: int, N: int, quant: str, v
 
 
 @pytest.mark.parametrize(("M", "launched"), [(64, ["_rmsnorm_fwd_at_once"]), (48, ["_rmsnorm_fwd_once", "transpose_bytes"])])
-def test_short_rows_are_transposed_at_once_where_all_tiles_are_whole(
+def test_rmsnorm_fwd_of_short_rows_in_whole_tiles_transposes_in_one_launch(
     M: int, launched: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[str] = []
@@ -355,12 +365,12 @@ def test_short_rows_are_transposed_at_once_where_all_tiles_are_whole(
     ("rows", "cols", "warps", "sums"),
     [(1, 1024, 4, 1), (4, 2048, 8, 1), (4, 1024, 8, 2), (32, 128, 4, 8), (32, 64, 4, 16), (2, 64, 8, 2)],
 )
-def test_sums_for_dgamma_have_the_rows_that_warps_load_at_once(rows: int, cols: int, warps: int, sums: int) -> None:
+def test_sum_rows_is_the_number_of_rows_that_warps_load_at_once(rows: int, cols: int, warps: int, sums: int) -> None:
     assert BwdConfig(rows, cols, False, warps, ctas=1, stages=2).sum_rows(itemsize=2) == sums
 
 
 @pytest.mark.parametrize("op_name", ["rmsnorm_fwd", "rmsnorm_bwd", "rmsnorm_add_fwd", "rmsnorm_add_bwd"])
-def test_defaults_are_valid_for_rows_of_any_length(op_name: str) -> None:
+def test_default_config_is_valid_for_rows_of_any_length(op_name: str) -> None:
     variant = OPS[op_name].variant("optimized")
     lengths = [
         1,
@@ -394,7 +404,7 @@ def test_defaults_are_valid_for_rows_of_any_length(op_name: str) -> None:
 
 @pytest.mark.parametrize("op_name", ["rmsnorm_fwd", "rmsnorm_bwd"])
 @pytest.mark.parametrize("N", [64, 128, 256, 512])
-def test_defaults_of_many_short_rows_load_kilobytes_at_once(op_name: str, N: int) -> None:
+def test_default_config_of_many_short_rows_loads_at_least_2048_elements(op_name: str, N: int) -> None:
     """A program per row of 256 bytes moved 1048576 of them at 4 % of the ceiling."""
     config = OPS[op_name].variant("optimized").default_config(case_of(op_name, 1 << 20, N))
     assert config.rows * config.cols >= 2048
@@ -402,7 +412,7 @@ def test_defaults_of_many_short_rows_load_kilobytes_at_once(op_name: str, N: int
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N", [96, 97])
-def test_backward_of_16_bit_rows_takes_an_fp32_weight_or_none(dtype: torch.dtype, N: int) -> None:
+def test_rmsnorm_bwd_of_16_bit_rows_accepts_an_fp32_weight_or_none(dtype: torch.dtype, N: int) -> None:
     dz, x = (torch.randn(9, N, device=WHERE).to(dtype) for _ in range(2))
     weight = torch.randn(N, device=WHERE)
     rsigma = rmsnorm_fwd(x, weight).rsigma
@@ -423,9 +433,7 @@ def test_backward_of_16_bit_rows_takes_an_fp32_weight_or_none(dtype: torch.dtype
     ("rows", "columns", "is_read_again"), [(32768, 3584, True), (4096, 3584, False), (32768, 3400, False), (32768, 12296, False)]
 )
 @pytest.mark.parametrize("quant", ["none", "fp8", "fp8_t"])
-def test_default_reads_again_where_rows_are_many_and_vectors_fit_them(
-    rows: int, columns: int, is_read_again: bool, quant: str
-) -> None:
+def test_default_config_reloads_many_rows_that_vectors_fit(rows: int, columns: int, is_read_again: bool, quant: str) -> None:
     options = tuple((name, values[0]) for name, values in OPS["rmsnorm_fwd"].options.items())
     case = Case("", (("M", rows), ("N", columns)), "bfloat16", quant, options)
     config = OPS["rmsnorm_fwd"].variant("optimized").default_config(case)

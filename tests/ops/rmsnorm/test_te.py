@@ -50,7 +50,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     (1000, 8192, "bfloat16", 8192, False), (1000, 8193, "bfloat16", 16384, True), (5, 65536, "float16", 32768, True),
     (1000, 4096, "float32", 4096, False), (5, 4097, "float32", 8192, True), (1, 65536, "float32", 16384, True),
 ])  # fmt: skip
-def test_forwards(launches: Launches, M: int, N: int, dtype: str, quant: str, block: int, blocked: bool) -> None:
+def test_te_forward_launches_the_published_kernels_and_options(
+    launches: Launches, M: int, N: int, dtype: str, quant: str, block: int, blocked: bool
+) -> None:
     inputs = OPS["rmsnorm_fwd"].inputs(case_of("rmsnorm_fwd", M, N, dtype, quant), device="meta")
     te.run_baseline_fwd(inputs, te.TeFwdConfig(16))
     te.run_pr593_fwd(inputs, te.TePr593FwdConfig(16, 64, 128, 4))
@@ -72,7 +74,9 @@ def test_forwards(launches: Launches, M: int, N: int, dtype: str, quant: str, bl
     (1000, 8193, "bfloat16", 8192, True, 1000), (5, 65536, "float16", 8192, True, 5), (1, 8193, "bfloat16", 8192, True, 1),
     (1000, 4096, "float32", 4096, False, PROGRAMS), (1000, 4097, "float32", 4096, True, 1000),
 ])  # fmt: skip
-def test_backwards(launches: Launches, M: int, N: int, dtype: str, block: int, blocked: bool, partials: int) -> None:
+def test_te_backward_launches_the_published_kernels_and_options(
+    launches: Launches, M: int, N: int, dtype: str, block: int, blocked: bool, partials: int
+) -> None:
     inputs = OPS["rmsnorm_bwd"].inputs(case_of("rmsnorm_bwd", M, N, dtype), device="meta")
     for run, pr593 in ((te.run_baseline_bwd, False), (te.run_pr593_bwd, True)):
         launches.clear()
@@ -94,7 +98,7 @@ def test_backwards(launches: Launches, M: int, N: int, dtype: str, block: int, b
         assert found == {"ROWS": 128, "COLS": 64, "num_warps": 8}
 
 
-def test_configs_are_the_published_ones() -> None:
+def test_te_configs_are_the_published_ones() -> None:
     """Three numbers of warps; six tiles each to transpose and to reduce by, which the baseline does not tune."""
     fwd, bwd = case_of("rmsnorm_fwd", 9, 9, "bfloat16", "fp8_t"), case_of("rmsnorm_bwd", 9, 9, "bfloat16")
     for op, case, counts in (("rmsnorm_fwd", fwd, (3, 18)), ("rmsnorm_bwd", bwd, (1, 18))):
@@ -103,7 +107,7 @@ def test_configs_are_the_published_ones() -> None:
 
 
 @pytest.mark.parametrize(("N", "dtype"), [(192, "float16"), (8193, "bfloat16"), (4097, "float32"), (1, "bfloat16")])
-def test_one_row_of_partials_is_dgamma(N: int, dtype: str) -> None:
+def test_te_backward_of_one_row_needs_no_reduction(N: int, dtype: str) -> None:
     op = OPS["rmsnorm_bwd"]
     checker = Checker(op, case_of("rmsnorm_bwd", 1, N, dtype), "cuda" if torch.cuda.is_available() else "cpu")
     for name in ("baseline", "pr593"):
@@ -112,7 +116,7 @@ def test_one_row_of_partials_is_dgamma(N: int, dtype: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts what the interpreter calls")
 @pytest.mark.parametrize(("N", "fwd", "bwd"), [(64, (10, 4), (10, 4)), (4097, (10, 10), (40, 40))])
-def test_gamma_is_loaded_once_per_program_where_rows_are_not_blocked(
+def test_te_kernels_load_gamma_once_per_program_unless_rows_are_blocked(
     monkeypatch: pytest.MonkeyPatch, N: int, fwd: tuple[int, int], bwd: tuple[int, int]
 ) -> None:
     """Ten rows, four programs. Blocked rows are one block of the forward, and two of the backward, which reads them twice."""
