@@ -22,9 +22,8 @@ import triton
 from triton.runtime import autotuner, interpreter
 
 from kerneltune.errors import first_line
-from kerneltune.interpreter.bounds import guarded
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.interpreted import mended
+from kerneltune.interpreter.modes import corrected, strict
 from kerneltune.measuring.check import poisoned_memory
 
 LAUNCHED: set[str] = set()
@@ -96,14 +95,14 @@ def flattened(result: Any) -> Iterator[torch.Tensor]:
 def alarm_of(call: Callable[[], Any]) -> tuple[str, str]:
     """Return `ok`, `alarm` or `not run`, and the reason. The strict run is first: a store out of bounds breaks the process."""
     try:
-        with poisoned_memory(), mended(), guarded():
-            strict = list(flattened(call()))
+        with poisoned_memory(), strict():
+            checked = list(flattened(call()))
     except Exception as error:  # code of other packages raises what it likes
         fault = fault_of(error)
         return ("alarm", str(fault)) if fault else ("not run", first_line(error))
-    with mended():
+    with corrected():
         plain = list(flattened(call()))
-    for number, (a, b) in enumerate(zip(plain, strict, strict=True)):
+    for number, (a, b) in enumerate(zip(plain, checked, strict=True)):
         if wrong := int((~torch.isclose(a.float(), b.float(), rtol=1e-3, atol=1e-4, equal_nan=True)).sum()):
             return "alarm", f"output {number} of shape {tuple(a.shape)}: {wrong} elements depend on undefined values"
     return ("ok", "") if plain else ("not run", "no result")
@@ -115,7 +114,7 @@ def main() -> None:
     torch.set_num_threads(1)
     on_cpu()
     of_first_config()
-    with mended():  # imports take libdevice from here
+    with corrected():  # imports take libdevice from here
         import foreign_calls  # noqa: F401
 
     wanted = sys.argv[1:] or list(CALLS)

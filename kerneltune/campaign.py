@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kerneltune import device, records
 from kerneltune.files import read_bytes, replace_text
+from kerneltune.interpreter.facts import Fact
 from kerneltune.measuring.check import LAUNCH_FAILURE, Outcome, check_only
 from kerneltune.measuring.compare import ceiling_task, checked_record
 from kerneltune.measuring.compiler import TARGETS, CompilePool, CompileResult, Target, compile_job, refusals
@@ -148,7 +149,7 @@ def _runs_to_check(plan: Plan, entries: Sequence[SweepCase], with_peers: bool = 
     return work
 
 
-def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, set[str]]]:
+def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, set[Fact]]]:
     """Return derived check cases, a line for each operator with values that stay unchecked, and the facts of each operator."""
     derived, lines, bench, facts = [], [], _by_op(plan.cases()), {}
     for op, cases in _by_op(plan.cases("check")).items():
@@ -159,7 +160,7 @@ def _derived_checks(plan: Plan) -> tuple[list[SweepCase], list[str], dict[str, s
     return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in known)], facts
 
 
-def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, Collection[str]]) -> list[Job]:
+def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, Collection[Fact]]) -> list[Job]:
     """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench cases."""
     jobs, checks = [], _by_op(entries)
     for op, cases in checks.items():

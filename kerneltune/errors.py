@@ -12,7 +12,7 @@ PLACE = "place_in_kernel"
 _LONGEST = 200
 _TRITON_PLACE = re.compile(r"at \d+:\d+:")
 """First line of Triton's CompilationError; the kernel's code, a caret and the reason follow."""
-_INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/(bounds|faults|interpreted|quick|races)\.py$")
+_INTERPRETERS = re.compile(r"/triton/|/kerneltune/interpreter/\w+\.py$")
 """Files of Triton's interpreter, and of this package where it corrects the interpreter."""
 _MANY, _MOST = 24, 60
 _INSTALLED = re.compile(r"(?<![^\s()'\":,])/[^\s()'\":,]*/(?:site|dist)-packages/")

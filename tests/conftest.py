@@ -137,9 +137,9 @@ def masks_of_booleans() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def mended_interpreter() -> Iterator[None]:
     """Wherever a test launches, as where a variant is checked."""
-    from kerneltune.interpreter import interpreted
+    from kerneltune.interpreter.modes import corrected
 
-    with interpreted.mended():
+    with corrected():
         yield
 
 

@@ -389,10 +389,10 @@ def run_call(inputs: Inputs, config: Config) -> Outputs:
 def reference(inputs: Inputs) -> Outputs:
     """Return the results under the program's own config, and note how much they vary between two calls."""
     from kerneltune.adopt.effects import difference
-    from kerneltune.interpreter.interpreted import mended
+    from kerneltune.interpreter.modes import corrected
 
     call = inputs[_CALL]
-    with mended():
+    with corrected():
         expected = {name: tensor.clone() for name, tensor in call.run(call.own).items()}
         second = call.run(call.own)
     if not expected:

@@ -14,25 +14,16 @@ import linecache
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kerneltune.interpreter.facts import WITHOUT_MEMORY, Fact, note, untraced
 from kerneltune.interpreter.faults import KernelFaultError, begin_time, check_keywords, fault_of, line_of, statement, time_limit
+from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
 from kerneltune.interpreter.races import Conflict, Races
-from kerneltune.interpreter.reached import (
-    WITHOUT_MEMORY,
-    bound_arguments,
-    facts_of,
-    note,
-    note_grid,
-    note_stores,
-    noting_host,
-    untraced,
-)
 from kerneltune.interpreter.regions import FIRST_REGION, REGION_BITS, Region, places_text
 
 _MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
@@ -71,27 +62,15 @@ class NotJudgedError(Exception):
     """Report that a launch without memory cannot be checked: it takes too long, waits for values, or loads addresses."""
 
 
-@contextmanager
-def guarded(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterator[None]:
-    """Raise KernelFaultError if an interpreted kernel has undefined behaviour; do nothing on a GPU.
-
-    The error is raised inside of the kernel. Triton raises its own error from it, so that the KernelFaultError is the cause. For
-    a launch with tensors on device `meta`, only the programs at the corners of the grid run, with each of _LOADED as the value of
-    all loads; an access is an error if it is with both.
+def strict_parts(largest: Mapping[int, int]) -> dict[tuple[Any, str], Any]:
+    """Return the parts of the interpreter, (owner, name), that are replaced while kernels must have defined behaviour.
 
     Args:
-        folder: folder of host code whose branches are noted.
-        largest: `id` of a tensor on device `meta` -> its largest whole number. Offsets that are computed from such numbers must
-            not overflow if the numbers rise along the tensor from 0 to the largest.
+        largest: see `modes.strict`.
     """
-    from triton import knobs
-
-    if not knobs.runtime.interpret:
-        yield
-        return
     from triton.runtime import interpreter
 
-    guard = _Guard(interpreter, largest or {})
+    guard = _Guard(interpreter, largest)
     methods: dict[tuple[Any, str], Callable[..., Any]] = {
         (interpreter.GridExecutor, "_init_args_hst"): guard.name_arguments,
         (interpreter.GridExecutor, "__call__"): guard.launch,
@@ -100,7 +79,7 @@ def guarded(folder: str = "", largest: Mapping[int, int] | None = None) -> Itera
         (interpreter.TritonSemantic, "load"): guard.note_options_of_load,
         (interpreter.InterpreterBuilder, "create_masked_load"): guard.load_under_mask,
     }
-    replaced = {
+    return {
         **{place: _as_method(function) for place, function in methods.items()},
         (interpreter, "_implicit_cvt"): guard.converted,
         (interpreter, "_interpreter"): guard,
@@ -110,15 +89,6 @@ def guarded(folder: str = "", largest: Mapping[int, int] | None = None) -> Itera
         (interpreter.TensorHandle, "set_attr"): _promised,
         (interpreter.interpreter_builder, "options"): dataclasses.replace(interpreter.interpreter_builder.options, debug=True),
     }
-    before = {place: getattr(*place) for place in replaced}
-    try:
-        for (owner, name), value in replaced.items():
-            setattr(owner, name, value)
-        with noting_host(folder):
-            yield
-    finally:
-        for (owner, name), value in before.items():
-            setattr(owner, name, value)
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,8 +133,8 @@ class _Guard:
         """Note the grid of a launch."""
         self._set_grid_dim(builder, *sizes)
         self._grid = tuple(int(size) for size in sizes)  # a grid computed from arguments holds tensors
-        note_grid(self._kernel, self._grid)
         for axis, (size, most) in enumerate(zip(self._grid, _MOST_PROGRAMS, strict=True)):
+            note(Fact("programs", self._kernel, str(axis)), size)
             if size > most:
                 raise KernelFaultError(f"grid of {self._kernel}: {size} programs along axis {axis}: a GPU takes at most {most}")
         self._races.begin_launch(math.prod(self._grid))
@@ -263,8 +233,8 @@ class _Guard:
 
     def _note_stores(self) -> None:
         """Note the stores of the launch, unless loaded whole numbers may have decided which elements it stores to."""
-        if not self._loads_index:
-            note_stores(self._kernel, self._stored)
+        for name, is_last in self._stored.items() if not self._loads_index else ():
+            note(Fact("last stored" if is_last else "last not stored", name, self._kernel))
 
     def converted(self, value: Any) -> Any:
         """Stand for _implicit_cvt: give a tensor addresses in a region of its own."""

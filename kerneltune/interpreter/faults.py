@@ -26,11 +26,11 @@ class KernelFaultError(Exception):
 
 @functools.cache
 def _is_kernel_file(name: str) -> bool:
-    """Return whether a file may hold a kernel: it is no generated code, and no part of the interpreter, of numpy or of Python."""
-    files = [getattr(sys.modules.get(module), "__file__", None) for module in ("triton", "numpy", "torch")]
+    """Return whether a file may hold a kernel: it is no generated code, and no part of an interpreter, of numpy or of torch."""
+    files = [getattr(sys.modules.get(module), "__file__", None) for module in (__name__, "triton", "numpy", "torch")]
     packages = [f"{Path(file).parent}{os.sep}" for file in files if file]
     is_of_python = name.startswith(sysconfig.get_path("stdlib")) and "-packages" not in name
-    return not (is_of_python or name in _OWN_FILES or name.startswith(("<", *packages)))
+    return not (is_of_python or name.startswith(("<", *packages)))
 
 
 def statement(frame: Any = None) -> tuple[str, int]:
@@ -115,8 +115,3 @@ def check_keywords(executor: Any, given: dict[str, Any]) -> None:
             raise KernelFaultError(
                 f"{executor.fn.__name__}: {name!r}: no parameter of the kernel and no option of a launch{meant(name, known)}"
             )
-
-
-_OWN_FILES = frozenset(
-    str(Path(__file__).with_name(f"{name}.py")) for name in ("bounds", "faults", "interpreted", "quick", "races", "reached")
-)

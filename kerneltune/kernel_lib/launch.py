@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from kerneltune import device
-from kerneltune.interpreter.interpreted import mend_or_warn
+from kerneltune.interpreter.corrections import mend_or_warn
 from kerneltune.kernel_lib.tl_lib import is_cuda
 from kerneltune.rounding import cdiv
 

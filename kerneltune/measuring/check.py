@@ -21,10 +21,9 @@ import torch
 
 from kerneltune import device
 from kerneltune.errors import first_line, place_of
-from kerneltune.interpreter.bounds import guarded
+from kerneltune.interpreter.facts import noting
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.interpreted import mended
-from kerneltune.interpreter.reached import TF32, noting
+from kerneltune.interpreter.modes import strict
 from kerneltune.records import Status
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Inputs, Op, Outputs, Variant
@@ -208,7 +207,7 @@ class Checker:
         for name, before in self.inputs_before.items():
             if not _same(self.inputs[name], before):
                 self.inputs[name].copy_(before)
-        with poisoned_memory(), mended(), guarded(host_folder(self.op)):
+        with poisoned_memory(), strict(host_folder(self.op)):
             outputs = variant.run(self.inputs, config)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -225,7 +224,7 @@ class Checker:
             fault = fault_of(error)
             return {}, [str(fault) if fault is not None else f"{LAUNCH_FAILURE}: {first_line(error)}"]
         if lines := self._overwritten(outputs) or self.disagreements(outputs):
-            return outputs, [*lines, *sorted(name for name in reached if name.startswith(TF32))]
+            return outputs, [*lines, *sorted(str(fact) for fact in reached if fact.kind == "tf32")]
         return outputs, self._sometimes_in_place(variant, outputs)
 
     def run_with_gaps(self, variant: Variant, config: Config) -> tuple[Outputs, list[str]]:
@@ -364,7 +363,7 @@ def address_errors(op: Op, case: Case, variant: Variant, config: Config, checks:
     try:
         inputs = op.inputs(case, device="meta")
         largest = _largest_numbers(op, case, inputs, checks)
-        with mended(), guarded(host_folder(op), largest):
+        with strict(host_folder(op), largest):
             variant.run(inputs, config)
     except Exception as error:  # code that reads values fails on tensors without memory, which is no address error
         if (fault := fault_of(error)) is not None:

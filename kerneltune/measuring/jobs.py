@@ -13,7 +13,8 @@ from typing import Any
 
 from kerneltune.errors import first_line
 from kerneltune.forked import Fork, ForkCrashedError, Tell
-from kerneltune.interpreter.reached import Launches, Reached, cut_short, note, noting, unlaunched, unreached
+from kerneltune.interpreter.facts import Fact, Reached, cut_short, merged, note, noting, unreached
+from kerneltune.interpreter.modes import Launches, unlaunched
 from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
 from kerneltune.measuring.mutations import mutate
 from kerneltune.measuring.pairs import around_default, check_pairs, launched, settings
@@ -85,7 +86,7 @@ def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
     return Job(f"{op.name} {variant.name}, configs on cases", task, work, checks=checks)
 
 
-def address_job(task: Task, facts: Collection[str] = (), checks: Sequence[Case] = ()) -> Job:
+def address_job(task: Task, facts: Collection[Fact] = (), checks: Sequence[Case] = ()) -> Job:
     """Return the job that checks the addresses of a task's default config, and notes the facts of bench cases.
 
     Its outcome names config and case. Check cases tell the limits of whole numbers in inputs.
@@ -158,18 +159,18 @@ def coverage_lines(jobs: Sequence[Job]) -> list[str]:
     """Return a line for each operator with loops, axes of grids or facts of bench cases that no check reached."""
     lines = []
     for op, of_op in grouped(jobs, lambda job: job.task.op.name).items():
-        values, largest = ([job.reached for job in of_op if job.is_largest is wanted] for wanted in (False, True))
-        if names := unreached(values, largest):
+        checks, largest = (merged(job.reached for job in of_op if job.is_largest is wanted) for wanted in (False, True))
+        if names := unreached(checks, largest):
             more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             lines.append(f"{op}: no check has {', '.join(names[:_MOST_NAMES] + more)}")
         lines += [
-            f"{op}: the largest case stores no last element of {name}, as all checks do: a grid cut short?"
-            for name in cut_short(values, largest)
+            f"{op}: the largest case stores no last element of {fact}, as all checks do: a grid cut short?"
+            for fact in cut_short(checks, largest)
         ]
     return lines
 
 
-def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple[list[Case], list[str], set[str]]:
+def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple[list[Case], list[str], set[Fact]]:
     """Return check cases for what only bench cases have, a text for each value without a case, and the facts of bench cases.
 
     For each type, mode and option, a check case of medium cost takes the value, or another check case if the operator has no
@@ -200,19 +201,19 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
 
 def _shortened(
     op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float, tell: Tell
-) -> tuple[list[Case], set[str]]:
+) -> tuple[list[Case], set[Fact]]:
     """Return bench cases with some sizes of a check case, each for facts that no check case has, and all facts of bench cases.
 
     Facts of default configs come first. Configs around the default follow, on one of the bench cases with equal facts. A case has
     at most four times the programs of the check cases. Where launches of a check case depend on values, no case is returned.
     """
-    derived, facts = list[Case](), set[str]()
+    derived, facts = list[Case](), set[Fact]()
     for configs in (_default_alone, around_default) if check else (_default_alone,):
         of_check = [launches for _case, launches in _launches(op, configs, [*check, *derived])]
         smaller_of = by_cost if len(of_check) >= len(check) else []
         known = {fact for launches in of_check for fact in launches.facts}
         most_programs = max(_FEW_PROGRAMS, _MOST_COST * max((launches.num_programs for launches in of_check), default=0))
-        of_facts: dict[frozenset[str], Case] = {}
+        of_facts: dict[frozenset[Fact], Case] = {}
         for case, launches in _launches(op, configs, sorted(bench, key=partial(check_cost, op))):
             facts |= launches.facts
             of_facts[frozenset(launches.facts)] = case

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kerneltune.forked import Fork, ForkCrashedError, Tell
-from kerneltune.interpreter.reached import Launches, unlaunched
+from kerneltune.interpreter.modes import Launches, unlaunched
 from kerneltune.measuring.check import Checker, InPlace, Outcome, host_folder
 from kerneltune.records import grouped
 from kerneltune.spec import Case, Config, Op, Variant

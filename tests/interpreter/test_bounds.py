@@ -10,9 +10,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from kerneltune.interpreter import bounds, faults
-from kerneltune.interpreter.bounds import guarded
 from kerneltune.interpreter.faults import fault_of
-from kerneltune.interpreter.interpreted import mended
+from kerneltune.interpreter.modes import strict
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="what Triton's interpreter finds")
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="what
 def fault(launch: Callable[[], object]) -> str:
     """Return the line of a launch's fault; empty where there is none."""
     try:
-        with mended(), guarded():
+        with strict():
             launch()
     except Exception as error:
         if (found := fault_of(error)) is None:
@@ -41,10 +40,10 @@ def _sum_of_row(x_ptr, y_ptr, N, HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("N", [5, 7])
 def test_masked_load_without_other_gives_garbage_and_with_other_its_value(dtype: torch.dtype, N: int) -> None:
     x, y = torch.ones(8).to(dtype), torch.zeros(2)
-    with mended(), guarded():
+    with strict():
         _sum_of_row[(1,)](x, y, N, True, 8)
     assert y.tolist() == [N, 1]
-    with mended(), guarded():
+    with strict():
         _sum_of_row[(1,)](x, y, N, False, 8)
     assert y[0] != N
     assert y[1] > 1

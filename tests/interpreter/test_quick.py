@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from started import environment
 
-from kerneltune.interpreter.interpreted import mended
+from kerneltune.interpreter.modes import corrected
 from kerneltune.interpreter.quick import OPERATORS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU")
@@ -60,7 +60,7 @@ def answers(function: Callable[[Any, Any], Any], kind: torch.dtype) -> list[str]
                 found.append(f"{type(error).__name__}: {error}")
 
     a, b = torch.tensor([0, 1, 100, 127]).to(kind), torch.tensor([2]).to(kind)
-    with mended():
+    with corrected():
         _operate[(1,)](a, b, operate)
     return found
 

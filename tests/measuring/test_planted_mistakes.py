@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from planted_kernels import MISTAKES, op_with
 
-from kerneltune.interpreter.bounds import guarded
+from kerneltune.interpreter.modes import strict
 from kerneltune.measuring.check import Checker, address_errors
 from kerneltune.spec import Case, Op
 
@@ -63,7 +63,7 @@ def test_guarded_restores_the_interpreter() -> None:
     from triton.runtime import interpreter
 
     before = interpreter._implicit_cvt, interpreter._interpreter, interpreter.interpreter_builder.options
-    with guarded():
+    with strict():
         assert interpreter._implicit_cvt is not before[0]
     assert before == (interpreter._implicit_cvt, interpreter._interpreter, interpreter.interpreter_builder.options)
 
@@ -76,6 +76,6 @@ def _largest_of_nothing(x_ptr, y_ptr):
 
 def test_guarded_values_of_meta_tensors_warn_of_nothing() -> None:
     x = torch.empty(16, device="meta")
-    with guarded(), warnings.catch_warnings():
+    with strict(), warnings.catch_warnings():
         warnings.simplefilter("error")
         _largest_of_nothing[(1,)](x, x)

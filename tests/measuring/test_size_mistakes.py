@@ -11,7 +11,8 @@ import triton.language as tl
 from mistaken_ops import case_of, rows_of
 from test_pairs import op_with
 
-from kerneltune.interpreter.reached import unlaunched
+from kerneltune.interpreter.facts import Fact
+from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, address_errors
 from kerneltune.measuring.jobs import address_job, case_job, check_cost, coverage_lines, derived_cases, run_jobs
 from kerneltune.measuring.pairs import check_pairs
@@ -255,8 +256,8 @@ def test_facts_tell_which_operand_is_the_minimum_and_which_of_two_sizes_is_large
         with unlaunched() as launches:
             window_sums(False, {"x": torch.empty(1, columns, device="meta")}, None)
         found.append(launches.facts)
-    assert found[1] - found[0] == {"min(N, 64 * BLOCK) = 64 * BLOCK in _window_sums"}
-    assert found[0] >= {"count > window in _is_in_window", "min(N, 64 * BLOCK) = N in _window_sums"}
+    assert found[1] - found[0] == {Fact("branch", "min(N, 64 * BLOCK) = 64 * BLOCK", "_window_sums")}
+    assert set(map(str, found[0])) >= {"count > window in _is_in_window", "min(N, 64 * BLOCK) = N in _window_sums"}
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -293,7 +294,7 @@ def test_address_check_names_a_grid_cut_short_in_the_largest_case(mistake: str) 
 def test_coverage_line_names_eight_parts_and_counts_the_rest() -> None:
     op = summing("")
     job = address_job(Task(op, BENCH[0], op.variants[0]))
-    job.reached.update({f"size > {count} in _sums": 1 for count in range(10)})
+    job.reached.update({Fact("branch", f"size > {count}", "_sums"): 1 for count in range(10)})
     (line,) = coverage_lines([job])
     assert line.count("size >") == 8
     assert line.endswith("size > 7 in _sums, and 2 more")
@@ -428,5 +429,5 @@ def test_million_rows_of_a_bench_case_are_no_derived_case_of_one_column() -> Non
         variants=(Variant("optimized", normalized_rows),),
     )  # fmt: skip
     derived, _, facts = derived_cases(op, [case_of("one", 1, 1), *CHECK[1:]], [case_of("tall", 1 << 20, 64)])
-    assert "M > ROWS in _normalized_rows" in facts
+    assert Fact("branch", "M > ROWS", "_normalized_rows") in facts
     assert [case.name for case in derived if case["M"] > 260] == []

@@ -12,7 +12,8 @@ from started import environment
 from triton.language.extra import libdevice
 from triton.runtime import interpreter
 
-from kerneltune.interpreter.interpreted import mend, mended
+from kerneltune.interpreter.corrections import mend
+from kerneltune.interpreter.modes import corrected
 from kerneltune.kernel_lib.agreement import close, same_bits
 from kerneltune.kernel_lib.tl_lib import FP8_DTYPES, TL_FP8
 from kerneltune.measuring.check import poisoned_memory
@@ -50,9 +51,9 @@ def test_cast_to_fp8_from_16_bits_equals_that_from_fp32(fp8_format: str, source:
 
 
 @pytest.mark.parametrize("name", ["_convert_float", "_patch_lang_core", "_patch_lang", "_LangPatchScope"])
-def test_mended_with_an_unknown_interpreter_raises_with_its_version(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_corrected_with_an_unknown_interpreter_raises_with_its_version(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(interpreter, name)
-    with pytest.raises(RuntimeError, match=rf"interpreter of triton {triton.__version__} has no {name}: "), mended():
+    with pytest.raises(RuntimeError, match=rf"interpreter of triton {triton.__version__} has no {name}: "), corrected():
         pass
 
 
@@ -76,7 +77,7 @@ def test_mended_interpreter_patches_the_language_once_per_launch(monkeypatch: py
         before(scope, owner, name, value)
 
     monkeypatch.setattr(scopes, "set_attr", noted)
-    with mended():
+    with corrected():
         for launch in range(2):
             x = torch.ones(1)
             _twice_twice[(1,)](x)
@@ -122,7 +123,7 @@ def test_bf16_operations_are_rounded_to_the_nearest() -> None:
     x, y = (torch.randn(n, n).bfloat16() for _ in range(2))
     sums, product, cumulated = (torch.empty_like(x) for _ in range(3))
     totals, tops = (torch.empty(n, dtype=torch.bfloat16) for _ in range(2))
-    with mended():
+    with corrected():
         bf16_kernel[(1,)](x, y, sums, product, totals, tops, cumulated, n)
     assert torch.equal(sums, torch.where(x < y, x + y, x * 2 - 0.5))
     torch.testing.assert_close(product, (x.float() @ y.float()).bfloat16(), rtol=2**-8, atol=1e-6)
@@ -144,7 +145,7 @@ def test_casts_to_bf16_round_ties_to_even_and_keep_nan_and_whole_numbers() -> No
     )
     whole = torch.arange(-64, 64) * 1001
     y, z = (torch.empty(128, dtype=torch.bfloat16) for _ in range(2))
-    with mended():
+    with corrected():
         to_bf16_kernel[(1,)](x, y, whole, z, 128)
     assert torch.equal(y.nan_to_num(nan=7.0), x.bfloat16().nan_to_num(nan=7.0))
     assert torch.equal(z, whole.float().bfloat16())
@@ -161,7 +162,7 @@ def looping_kernel(y_ptr, count, N: tl.constexpr):
 
 def test_loop_index_can_be_cast_as_a_tensor_of_the_kernel() -> None:
     y = torch.empty(5, 4)
-    with mended():
+    with corrected():
         looping_kernel[(1,)](y, 5, 4)
     assert torch.equal(y, torch.arange(5)[:, None] + torch.arange(4.0))
     assert type(next(iter(range(1)))) is int
@@ -175,7 +176,7 @@ def counting_kernel(y_ptr, begin, factor):
 
 def test_loop_index_over_64_bit_bounds_has_64_bits() -> None:
     y = torch.empty(1, dtype=torch.int64)
-    with mended():
+    with corrected():
         counting_kernel[(1,)](y, 100_000, 100_000)
     assert y.item() == 10**10
 
@@ -187,7 +188,7 @@ def adding_kernel(y_ptr, eps):
 
 def test_floating_point_argument_is_cast_as_in_a_compiled_kernel() -> None:
     y = torch.empty(1)
-    with mended():
+    with corrected():
         adding_kernel[(1,)](y, 0.5)
     assert y.item() == 1.5
 
@@ -201,7 +202,7 @@ def _of_libdevice(x_ptr, y_ptr):
 
 def test_libdevice_functions_equal_those_of_torch() -> None:
     x, y = torch.linspace(0.1, 4, 16), torch.empty(16)
-    with mended():
+    with corrected():
         _of_libdevice[(1,)](x, y)
     torch.testing.assert_close(y, x.rsqrt() + x.tanh() + x**3 + (x + 0.5).floor())
 
@@ -214,7 +215,7 @@ def _sums_of_a_loop(y_ptr, N):
 
 def test_cast_of_an_expression_of_loop_indices_is_as_in_compiled_kernels() -> None:
     y = torch.zeros(3, dtype=torch.int64)
-    with mended():
+    with corrected():
         _sums_of_a_loop[(1,)](y, 11)
     assert y.tolist() == [-1, 3, 7]
 
@@ -230,7 +231,7 @@ def _divided(y_ptr):
 
 def test_loop_indices_are_divided_towards_zero_as_in_compiled_kernels() -> None:
     y = torch.empty(8, 4, dtype=torch.int32)
-    with mended():
+    with corrected():
         _divided[(1,)](y)
     i = torch.arange(8)
     for column, values in enumerate((i - 5, 2 - i)):
@@ -246,7 +247,7 @@ def _half_poisoned(x_ptr, y_ptr, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_nan_that_a_kernel_computes_is_reported_apart_from_unwritten_memory(dtype: torch.dtype) -> None:
-    with mended(), poisoned_memory():
+    with corrected(), poisoned_memory():
         x, y = torch.empty(16), torch.empty(16, dtype=dtype)
         x[:8] = torch.tensor([1.0, 1.0, float("inf"), 1.0, 1.0, float("inf"), float("inf"), 1.0])
         _half_poisoned[(1,)](x, y, 16)
@@ -267,7 +268,7 @@ def _product(a_ptr, b_ptr, y_ptr, PRECISION: tl.constexpr):
 def test_dot_of_fp32_rounds_to_tf32_unless_ieee(precision: str | None, least: float, most: float) -> None:
     a, b = torch.rand(2, 16, 16, generator=torch.Generator().manual_seed(0))
     y = torch.empty(16, 16)
-    with mended():
+    with corrected():
         _product[(1,)](a, b, y, precision)
     error = float(((y - (a.double() @ b.double())) / (a @ b)).abs().max())
     assert least <= error <= most

@@ -1,40 +1,22 @@
-"""Note how far launches in Triton's interpreter go: turns of loops, programs along the axes of a grid, products in tf32, facts.
+"""Read facts that tell launches apart from the code of kernels and of their device functions, without running them.
 
-A fact tells launches apart without running them: a kernel, a flag, a branch on arguments, a size larger than a block, such as
-`N > BLOCK in _sum`, or than another size that is compared with places of the block, or a count of tiles that the size of a group
-does not divide. Facts come from the code of kernels and of their device functions.
+A fact is a kernel, a flag, a branch on arguments, a size larger than a block, such as `N > BLOCK in _sum`, or than another size
+that is compared with places of the block, or a count of tiles that the size of a group does not divide.
 """
 
 import ast
 import functools
 import inspect
 import itertools
-import linecache
-import math
 import re
-import sys
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kerneltune.interpreter.faults import statement
+from kerneltune.interpreter.facts import Fact
 from kerneltune.rounding import cdiv
 
-Reached = dict[str, int]
-"""Name of a loop or of an axis -> the most turns or programs of all launches; a fact, or a product in tf32 -> 1."""
-_LOOP, _PROGRAMS = "turns of the loop at ", "programs of "
-TF32 = "products of fp32 are rounded to tf32, "
-"""Begins the note of the FILE:LINE of a product whose fp32 operands are rounded to tf32."""
-_LAST, _NOT_LAST = "the last element of ", "other elements of "
-_LAUNCH, _CALL = "a launch of ", "a call of "
-_CONDITION, _SIDES = "a condition on values, ", ("true", "false")
-"""Fact of a launch: the kernel may run an `if` whose side arguments do not tell. Checks note the sides that they take."""
 _FUNCTIONS = {"cdiv": cdiv, "min": min, "max": max, "minimum": min, "maximum": max, "bool": bool}
 """Functions whose calls are computed; a value with any other call is unknown."""
 _CHOICES = ("min", "max", "minimum", "maximum")
@@ -45,166 +27,6 @@ _UNKNOWN = object()
 _Block = tuple[str, int]
 """Expression and value of the size of a block."""
 
-_REACHED: ContextVar[Reached | None] = ContextVar("reached", default=None)
-WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
-"""Set while a launch runs on tensors without memory: only its addresses count."""
-_LONG_LOOP = 1024
-"""Turns of a loop that are all run in a launch without memory: of more, an eighth of so many, as a program has 2 s."""
-
-
-@dataclass(slots=True)
-class Launches:
-    """Hold the facts of some launches, and the number of their programs."""
-
-    facts: set[str] = field(default_factory=set)
-    num_programs: int = 0
-
-
-@contextmanager
-def noting() -> Iterator[Reached]:
-    """Collect the notes of the launches within; an enclosing `noting` gets them as well."""
-    reached: Reached = {}
-    token = _REACHED.set(reached)
-    try:
-        yield reached
-    finally:
-        _REACHED.reset(token)
-        for name, count in reached.items():
-            note(name, count)
-
-
-def note(name: str, count: int = 1) -> None:
-    """Note that a launch has a fact, or so many turns or programs."""
-    if (reached := _REACHED.get()) is not None:
-        reached[name] = max(count, reached.get(name, 0))
-
-
-def turns_of(turns: range) -> Sequence[int]:
-    """Note the turns of the loop that begins, and return them; in a launch without memory, of a long loop the first and last."""
-    file, line = statement()
-    note(f"{_LOOP}{Path(file).name}:{line}", len(turns))
-    is_whole = len(turns) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
-    return turns if is_whole else [*turns[: _LONG_LOOP // 16], *turns[-_LONG_LOOP // 16 :]]
-
-
-def note_grid(kernel: str, sizes: tuple[int, ...]) -> None:
-    """Note the programs of a launch along each axis."""
-    for axis, size in enumerate(sizes):
-        note(f"{_PROGRAMS}{kernel} along axis {axis}", size)
-
-
-def note_stores(kernel: str, stored: Mapping[str, bool]) -> None:
-    """Note whether programs at the corners of a launch's grid stored the last element of each argument that they stored to."""
-    for name, is_last in stored.items():
-        note(f"{_LAST if is_last else _NOT_LAST}{name} in {kernel}")
-
-
-def note_side(is_true: bool) -> None:
-    """Note the side that a condition of a kernel takes."""
-    file, line = statement()
-    note(f"{_SIDES[not is_true]} at {file}:{line}")
-
-
-@contextmanager
-def noting_host(folder: str, note: Callable[[str], object] = note) -> Iterator[None]:
-    """Note the lines that follow an `if` in host code of a folder, unless a debugger traces this process."""
-
-    def begin(frame: FrameType, _event: str, _arg: object) -> Any:
-        code, before = frame.f_code, 0
-
-        def step(frame: FrameType, event: str, _arg: object) -> Any:
-            nonlocal before
-            if event == "line":
-                if condition := _condition(code.co_filename, before):
-                    note(f"line {frame.f_lineno} after `{condition}` in {code.co_name}")
-                before = frame.f_lineno
-            return step
-
-        return step if folder and code.co_filename.startswith(folder) else None
-
-    outer = sys.gettrace()
-    sys.settrace(outer or begin)
-    try:
-        yield
-    finally:
-        sys.settrace(outer)
-
-
-@contextmanager
-def untraced() -> Iterator[None]:
-    """Switch the trace function off: it takes longer than the kernels and sources that it would trace."""
-    trace = sys.gettrace()
-    sys.settrace(None)
-    try:
-        yield
-    finally:
-        sys.settrace(trace)
-
-
-@functools.cache
-def _condition(file: str, line: int) -> str:
-    """Return the `if` at a line, empty for other statements."""
-    text = linecache.getline(file, line).strip().removesuffix(":")
-    return text if text.startswith(("if ", "elif ")) else ""
-
-
-def merged(parts: list[Reached]) -> Reached:
-    """Return the most of each loop and each axis."""
-    return {name: max(part.get(name, 0) for part in parts) for name in dict.fromkeys(name for part in parts for name in part)}
-
-
-def unreached(checks: list[Reached], bench: list[Reached]) -> list[str]:
-    """Return loops that no check turns twice, axes that have two programs in no check, and facts of bench cases alone.
-
-    A loop with a single turn and an axis with a single program in the largest cases are left out. Because launches without
-    memory load zeros, a loop without a turn there has an unknown number of turns.
-    """
-    most, beyond = merged(checks), merged(bench)
-    left_out = (TF32, _LAST, _NOT_LAST, _CONDITION, *_SIDES)
-    counted = {name: name.startswith((_LOOP, _PROGRAMS)) for name in merged([most, beyond])}
-    in_order = sorted(counted, key=lambda name: (not counted[name], name))
-    few = [name for name in in_order if most.get(name, 0) < 1 + counted[name] and not name.startswith(left_out)]
-    few = [name for name in few if beyond.get(name, 0) > counted[name] or (name.startswith(_LOOP) and not beyond.get(name))]
-    unknown = tuple(f" in {name.rpartition(' ')[2]}" for name in few if name.startswith((_LAUNCH, _CALL)))
-    if any(name.startswith(_LAUNCH) for name in few):
-        few = [name for name in few if not name.startswith(_CALL)]
-    named = [f"two {name}" if counted[name] else name for name in few if not name.endswith(unknown)]
-    for name in sorted(beyond):
-        taken = [side for side in _SIDES if f"{side} at {name.rpartition(' at ')[2]}" in most]
-        if name.startswith(_CONDITION) and len(taken) == 1:
-            condition, _, place = name.removeprefix(_CONDITION).rpartition(" at ")
-            named.append(f"{condition} at {Path(place).name} other than {taken[0]}")
-    return named
-
-
-def cut_short(checks: list[Reached], bench: list[Reached]) -> list[str]:
-    """Return arguments whose last element all launches of checks store, and no launch of the largest cases."""
-    most, beyond = merged(checks), merged(bench)
-    names = [name.removeprefix(_NOT_LAST) for name in beyond if name.startswith(_NOT_LAST) and name not in most]
-    return [name for name in names if _LAST + name in most.keys() - beyond.keys()]
-
-
-@contextmanager
-def unlaunched(folder: str = "") -> Iterator[Launches]:
-    """Collect the facts of launches of interpreted kernels, and of host code in a folder, and run no program."""
-    from triton.runtime.interpreter import GridExecutor
-
-    launches, call = Launches(), GridExecutor.__call__
-
-    def collect(executor: Any, *args: Any, **kwargs: Any) -> None:
-        with untraced():
-            bound = bound_arguments(executor, args, kwargs)
-            grid = executor.grid(bound) if callable(executor.grid) else executor.grid
-            launches.num_programs += math.prod(map(int, grid))
-            launches.facts |= facts_of(executor, bound)
-
-    GridExecutor.__call__ = collect
-    try:
-        with noting_host(folder, launches.facts.add):
-            yield launches
-    finally:
-        GridExecutor.__call__ = call
-
 
 def bound_arguments(executor: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a launch by name, without options of the launch."""
@@ -212,7 +34,7 @@ def bound_arguments(executor: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     return inspect.getcallargs(executor.fn, *args, **{name: value for name, value in kwargs.items() if name in names})
 
 
-def facts_of(executor: Any, bound: Mapping[str, Any]) -> frozenset[str]:
+def facts_of(executor: Any, bound: Mapping[str, Any]) -> frozenset[Fact]:
     """Return the facts of a launch with some arguments."""
     values = {name: ... if hasattr(value, "data_ptr") else getattr(value, "value", value) for name, value in bound.items()}
     known = tuple((name, type(value), value) for name, value in values.items() if getattr(value, "__hash__", None))
@@ -220,12 +42,14 @@ def facts_of(executor: Any, bound: Mapping[str, Any]) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _facts(kernel: Any, constexprs: frozenset[str], typed: tuple[tuple[str, type, Any], ...]) -> frozenset[str]:
+def _facts(kernel: Any, constexprs: frozenset[str], typed: tuple[tuple[str, type, Any], ...]) -> frozenset[Fact]:
     values, name = {name: value for name, _type, value in typed}, kernel.__name__
     flags = {
-        f"{flag}={value} in {name}" for flag, value in values.items() if flag in constexprs and isinstance(value, bool | str)
+        Fact("branch", f"{flag}={value}", name)
+        for flag, value in values.items()
+        if flag in constexprs and isinstance(value, bool | str)
     }
-    return frozenset({f"{_LAUNCH}{name}", *flags, *_Reading(kernel, values).facts} - {f"{_CALL}{name}"})
+    return frozenset({Fact("launch", name), *flags, *_Reading(kernel, values).facts} - {Fact("call", name)})
 
 
 class _Reading:
@@ -240,7 +64,7 @@ class _Reading:
     def __init__(self, function: Any, values: Mapping[str, Any], blocks: Mapping[str, frozenset[_Block]] | None = None) -> None:
         self._tree = tree = _tree(function)
         self._code = function.__code__
-        self.facts = {f"{_CALL}{function.__name__}"}
+        self.facts = {Fact("call", function.__name__)}
         self._name, self._values, self._blocks, self._is_kernel = function.__name__, values, dict(blocks or {}), blocks is None
         parameters = {arg.arg for arg in tree.args.args}
         names = {name: value for name, value in _globals(function).items() if name not in parameters}
@@ -257,8 +81,8 @@ class _Reading:
                 if values[larger] > values[smaller] and not constants >= {larger, smaller}:
                     self._note(f"{larger} > {smaller}")
 
-    def _note(self, fact: str) -> None:
-        self.facts.add(f"{fact} in {self._name}")
+    def _note(self, text: str) -> None:
+        self.facts.add(Fact("branch", text, self._name))
 
     def _value(self, node: ast.AST) -> Any:
         """Return the value of an expression, or _UNKNOWN."""
@@ -278,7 +102,7 @@ class _Reading:
             if is_true is not _UNKNOWN:
                 return self._read(node.body if is_true else node.orelse)
             line = self._code.co_firstlineno + node.test.lineno - 1
-            self.facts.add(f"{_CONDITION}`if {_text(node.test)}` at {self._code.co_filename}:{line}")
+            self.facts.add(Fact("condition", f"`if {_text(node.test)}`", f"{self._code.co_filename}:{line}"))
             returns = [self._read(node.body), self._read(node.orelse)]
             self._forget(node)
             return all(returns)

@@ -6,15 +6,13 @@ The module imports torch and triton in functions, because Triton decides at its 
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from kerneltune.interpreter.faults import line_of
+from kerneltune.interpreter.facts import note_here, note_side, turns_of
 from kerneltune.interpreter.quick import OPERATORS, quick_operator, quicken, remembered_dtypes
-from kerneltune.interpreter.reached import TF32, note, note_side, turns_of
 
 _REPLACED = ("_convert_float", "_patch_lang_core", "_patch_lang", "_get_np_dtype", "_implicit_cvt", "_patch_attr")
 _USED = (
@@ -38,18 +36,6 @@ _TYPED_BY = {"binary_op": 0, "unary_op": 0, "ternary_op": 2, "create_fma": 2, "c
 
 _FNUZ = {"fp8e4b8": "get_fp8e4b8_ty", "fp8e5b16": "get_fp8e5b16_ty"}
 """Types that some interpreters have, but do not find by name (3.6.0 and 3.7.1 neither, 3.9.0 both)."""
-
-
-@contextmanager
-def mended() -> Iterator[None]:
-    """Correct the interpreter by `mend`, and let operations give Inf and NaN without numpy's warnings, as on a GPU.
-
-    Raises:
-        RuntimeError: the interpreter of this Triton lacks a function that is replaced.
-    """
-    mend()
-    with np.errstate(all="ignore"):
-        yield
 
 
 def mend() -> None:
@@ -298,7 +284,7 @@ def _in_tf32(dot: Callable[..., Any]) -> Callable[..., Any]:
 
     def computed(builder: Any, left: Any, right: Any, total: Any, precision: Any, *rest: Any) -> Any:
         if str(precision).endswith(".TF32") and left.dtype.scalar.name == "fp32":
-            note(f"{TF32}{line_of().removeprefix(', ')}")
+            note_here("tf32")
             left, right = rounded(left), rounded(right)
         return dot(builder, left, right, total, precision, *rest)
 

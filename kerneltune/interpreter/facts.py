@@ -1,0 +1,184 @@
+"""Name facts of launches in Triton's interpreter, collect them, and tell which facts of the largest cases no check has.
+
+`kernel_code` reads facts from code and arguments; other facts are noted while a launch runs.
+"""
+
+import functools
+import linecache
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+from kerneltune.interpreter.faults import statement
+
+Kind = Literal[
+    "launch", "call", "branch", "condition", "true", "false", "loop", "programs", "tf32", "last stored", "last not stored"
+]
+_TEXTS: Mapping[str, str] = {
+    "launch": "a launch of {name}",
+    "call": "a call of {name}",
+    "branch": "{name} in {place}",
+    "condition": "{name} at {place}",
+    "loop": "turns of the loop at {place}",
+    "programs": "programs of {name} along axis {place}",
+    "tf32": "products of fp32 are rounded to tf32, {place}",
+    "last not stored": "{name} in {place}",
+}
+"""Texts of the kinds that users see."""
+_COUNTED = ("loop", "programs")
+"""Kinds of which a check needs two: two turns, two programs."""
+_OF_CODE = ("launch", "call", "branch")
+
+
+class Fact(NamedTuple):
+    """Name something that launches have, or a place that they reach.
+
+    Attributes:
+        kind: `launch` of a kernel, `call` of a device function. `branch`: a branch on arguments, a flag, or sizes that are
+            compared, such as `N > BLOCK`. `condition`: an `if` whose side arguments do not tell; `true` and `false`: a side that
+            a condition takes. `loop`: turns of a loop. `programs`: programs along an axis of the grid. `tf32`: a product whose
+            fp32 operands are rounded. `last stored`, `last not stored`: whether programs at the corners of the grid store the
+            last element of an argument that they store to.
+        name: the kernel, the function or the argument, or the text of a branch or a condition.
+        place: the kernel or the function, the axis, or PATH:LINE.
+    """
+
+    kind: Kind
+    name: str
+    place: str = ""
+
+    def __str__(self) -> str:
+        return _TEXTS[self.kind].format(name=self.name, place=os.path.basename(self.place))
+
+
+Reached = dict[Fact, int]
+"""Fact -> the most turns or programs of all launches; 1 for kinds without a count."""
+
+_REACHED: ContextVar[Reached | None] = ContextVar("reached", default=None)
+WITHOUT_MEMORY: ContextVar[bool] = ContextVar("without_memory", default=False)
+"""Set while a launch runs on tensors without memory: only its addresses count."""
+_LONG_LOOP = 1024
+"""Turns of a loop that are all run in a launch without memory: of more, an eighth of so many, as a program has 2 s."""
+
+
+@contextmanager
+def noting() -> Iterator[Reached]:
+    """Collect the facts of the launches within; an enclosing `noting` gets them as well."""
+    reached: Reached = {}
+    token = _REACHED.set(reached)
+    try:
+        yield reached
+    finally:
+        _REACHED.reset(token)
+        for fact, count in reached.items():
+            note(fact, count)
+
+
+def note(fact: Fact, count: int = 1) -> None:
+    """Note that a launch has a fact, or so many turns or programs."""
+    if (reached := _REACHED.get()) is not None:
+        reached[fact] = max(count, reached.get(fact, 0))
+
+
+def note_here(kind: Kind, count: int = 1) -> None:
+    """Note a fact whose place is the kernel's statement that runs."""
+    file, line = statement()
+    note(Fact(kind, "", f"{file}:{line}"), count)
+
+
+def turns_of(turns: range) -> Sequence[int]:
+    """Note the turns of the loop that begins, and return them; in a launch without memory, of a long loop the first and last."""
+    note_here("loop", len(turns))
+    is_whole = len(turns) <= _LONG_LOOP or not WITHOUT_MEMORY.get()
+    return turns if is_whole else [*turns[: _LONG_LOOP // 16], *turns[-_LONG_LOOP // 16 :]]
+
+
+def note_side(is_true: bool) -> None:
+    """Note the side that a condition of a kernel takes."""
+    note_here("true" if is_true else "false")
+
+
+@contextmanager
+def noting_host(folder: str, note: Callable[[Fact], object] = note) -> Iterator[None]:
+    """Note the lines that follow an `if` in host code of a folder, unless a debugger traces this process."""
+
+    def begin(frame: FrameType, _event: str, _arg: object) -> Any:
+        code, before = frame.f_code, 0
+
+        def step(frame: FrameType, event: str, _arg: object) -> Any:
+            nonlocal before
+            if event == "line":
+                if condition := _condition(code.co_filename, before):
+                    note(Fact("branch", f"line {frame.f_lineno} after `{condition}`", code.co_name))
+                before = frame.f_lineno
+            return step
+
+        return step if code.co_filename.startswith(folder) else None
+
+    outer = sys.gettrace()
+    if folder and outer is None:
+        sys.settrace(begin)
+    try:
+        yield
+    finally:
+        sys.settrace(outer)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Switch the trace function off: it takes longer than the kernels and sources that it would trace."""
+    trace = sys.gettrace()
+    sys.settrace(None)
+    try:
+        yield
+    finally:
+        sys.settrace(trace)
+
+
+@functools.cache
+def _condition(file: str, line: int) -> str:
+    """Return the `if` at a line, empty for other statements."""
+    text = linecache.getline(file, line).strip().removesuffix(":")
+    return text if text.startswith(("if ", "elif ")) else ""
+
+
+def merged(parts: Iterable[Reached]) -> Reached:
+    """Return the most turns or programs of each fact."""
+    most: Reached = {}
+    for part in parts:
+        most |= {fact: max(count, most.get(fact, 0)) for fact, count in part.items()}
+    return most
+
+
+def unreached(checks: Reached, largest: Reached) -> list[str]:
+    """Return loops that no check turns twice, axes that have two programs in no check, and facts of bench cases alone.
+
+    A loop with a single turn and an axis with a single program in the largest cases are left out. Because launches without
+    memory load zeros, a loop without a turn there has an unknown number of turns.
+    """
+
+    def is_few(fact: Fact) -> bool:
+        wanted, in_largest = 1 + (fact.kind in _COUNTED), largest.get(fact, 0)
+        is_wanted = in_largest >= wanted or (fact.kind == "loop" and not in_largest)
+        return is_wanted and checks.get(fact, 0) < wanted
+
+    few = [fact for fact in {**checks, **largest} if fact.kind in (*_COUNTED, *_OF_CODE) and is_few(fact)]
+    unknown = {fact.name for fact in few if fact.kind in ("launch", "call")}
+    hidden = "call" if any(fact.kind == "launch" for fact in few) else ""
+    few = [fact for fact in few if fact.kind != hidden and not (fact.kind == "branch" and fact.place in unknown)]
+    counted = sorted(f"two {fact}" for fact in few if fact.kind in _COUNTED)
+    lines = [*counted, *sorted(str(fact) for fact in few if fact.kind in _OF_CODE)]
+    for fact in sorted(fact for fact in largest if fact.kind == "condition"):
+        sides = [side for side in ("true", "false") if Fact(side, "", fact.place) in checks]
+        lines += [f"{fact} other than {sides[0]}"] if len(sides) == 1 else []
+    return lines
+
+
+def cut_short(checks: Reached, largest: Reached) -> list[Fact]:
+    """Return arguments whose last element all launches of checks store, and no launch of the largest cases."""
+    left = [fact for fact in largest if fact.kind == "last not stored" and fact not in checks]
+    return [fact for fact in left if fact._replace(kind="last stored") in checks.keys() - largest.keys()]

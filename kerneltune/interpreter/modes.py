@@ -1,0 +1,98 @@
+"""Switch Triton's interpreter to a mode of a check. On a GPU the modes but `unlaunched` change nothing.
+
+| mode | patches of the interpreter | until |
+|---|---|---|
+| `corrected` | values and types: `corrections`; speed: `quick` | the process ends |
+| `strict` | the same, and accesses, garbage, assertions and launches: `bounds`, with `races` and `faults` | the context ends |
+| `unlaunched` | launches, which give their facts and run no program: `kernel_code` | the context ends |
+
+Importing an operator's kernels corrects the interpreter as well (`mend_or_warn`). `strict` and `unlaunched` trace host code of a
+folder. `facts.noting` collects what launches note in every mode, and patches nothing.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kerneltune.interpreter.bounds import strict_parts
+from kerneltune.interpreter.corrections import mend
+from kerneltune.interpreter.facts import Fact, noting_host, untraced
+from kerneltune.interpreter.kernel_code import bound_arguments, facts_of
+
+
+@dataclass(slots=True)
+class Launches:
+    """Hold the facts of some launches, and the number of their programs."""
+
+    facts: set[Fact] = field(default_factory=set)
+    num_programs: int = 0
+
+
+@contextmanager
+def corrected() -> Iterator[None]:
+    """Correct the interpreter by `mend`, and let operations give Inf and NaN without numpy's warnings, as on a GPU.
+
+    Raises:
+        RuntimeError: the interpreter of this Triton lacks a function that is replaced.
+    """
+    mend()
+    with np.errstate(all="ignore"):
+        yield
+
+
+@contextmanager
+def strict(folder: str = "", largest: Mapping[int, int] | None = None) -> Iterator[None]:
+    """Correct the interpreter, and raise KernelFaultError if a kernel has undefined behaviour.
+
+    The error is raised inside of the kernel. Triton raises its own error from it, so that the KernelFaultError is the cause. For
+    a launch with tensors on device `meta`, only the programs at the corners of the grid run, twice, with other values of all
+    loads; an access is an error if it is with both.
+
+    Args:
+        folder: folder of host code whose branches are noted.
+        largest: `id` of a tensor on device `meta` -> its largest whole number. Offsets that are computed from such numbers must
+            not overflow if the numbers rise along the tensor from 0 to the largest.
+
+    Raises:
+        RuntimeError: the interpreter of this Triton lacks a function that is replaced.
+    """
+    from triton import knobs
+
+    parts = strict_parts(largest or {}) if knobs.runtime.interpret else {}
+    with corrected(), _replaced(parts), noting_host(folder if parts else ""):
+        yield
+
+
+@contextmanager
+def unlaunched(folder: str = "") -> Iterator[Launches]:
+    """Collect the facts of launches of interpreted kernels, and of host code in a folder, and run no program."""
+    from triton.runtime.interpreter import GridExecutor
+
+    launches = Launches()
+
+    def collect(executor: Any, *args: Any, **kwargs: Any) -> None:
+        with untraced():
+            bound = bound_arguments(executor, args, kwargs)
+            grid = executor.grid(bound) if callable(executor.grid) else executor.grid
+            launches.num_programs += math.prod(map(int, grid))
+            launches.facts |= facts_of(executor, bound)
+
+    with _replaced({(GridExecutor, "__call__"): collect}), noting_host(folder, launches.facts.add):
+        yield launches
+
+
+@contextmanager
+def _replaced(parts: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """Replace attributes of owners, and put the former values back."""
+    before = {(owner, name): getattr(owner, name) for owner, name in parts}
+    try:
+        for (owner, name), value in parts.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in before.items():
+            setattr(owner, name, value)
