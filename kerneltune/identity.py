@@ -38,13 +38,13 @@ _ENGINE = (
     "kerneltune.kernel_lib.functions",
 )  # fmt: skip
 """Modules that change neither the results nor the speed of a config: references to them are not followed."""
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_METHODS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_FUNCTIONS = (*_METHODS, ast.Lambda)
 _ELEMENT_TYPE = re.compile(r"(tl|triton\.language)\.(u?int|float|bfloat|pointer_type)\S*|'(const )?\*?(i|u|fp|bf)\d+\*?'")
 """Annotations of kernels that fix the element type of a parameter."""
 _SKIPPED = frozenset({"annotation", "returns", "type_comment", "type_params", "kind", "ctx"})
 
 
-@functools.cache
 def code_digest(target: Any) -> str:
     """Return 12 hexadecimal digits that identify the code of a callable.
 
@@ -58,6 +58,15 @@ def code_digest(target: Any) -> str:
     Raises:
         ValueError: the source of the callable cannot be read.
     """
+    try:
+        hash(target)
+    except TypeError:  # a dataclass that may change, for example
+        return _digest.__wrapped__(target)
+    return _digest(target)
+
+
+@functools.cache
+def _digest(target: Any) -> str:
     package = _package_of(target)
     writer = _Writer({"kerneltune", package}, follows_uninstalled=package != "kerneltune")
     writer.value(target)
@@ -150,9 +159,20 @@ class _Writer:
         self._values(() if wrapped is None else (wrapped,))
         if is_own or (wrapped is None and callable(value) and not is_constant):
             self._named(kind.__module__, kind.__qualname__)
-            self._values(_constants_of(value) if is_own else ())
+            self._values(self._constants_of(value) if is_own else ())
         elif wrapped is None:
             self._parts.append(value.__name__ if isinstance(value, ModuleType) else _ADDRESS.sub("", repr(value)))
+
+    def _constants_of(self, value: Any) -> list[Any]:
+        """Return the fields of a dataclass, or the functions and constants that another object holds, without its state.
+
+        State is what may be filled later, such as a list, and what calls change.
+        """
+        state = _changed_by_calls(kind for kind in type(value).__mro__ if self._is_followed(kind.__module__))
+        if is_dataclass(value):
+            return [getattr(value, item.name) for item in fields(value) if item.name not in state]
+        held = [(name, item) for name, item in getattr(value, "__dict__", {}).items() if name not in state]
+        return [(name, item) for name, item in held if callable(item) or isinstance(item, Enum | bool | int | float | str)]
 
     def _function(self, function: Any) -> None:
         outer, nested, _ = function.__code__.co_qualname.partition(".<locals>")
@@ -342,15 +362,48 @@ def _is_decorated(wrapper: Any) -> bool:
     """Return whether a decorator made a wrapper, so that the definition of the wrapped function holds the decorator."""
     module, name = source_module(wrapper.__module__), wrapper.__qualname__.partition(".")[0]
     made = module.bound.get(name, ()) if module is not None else ()
-    return any(not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or each.decorator_list for each in made)
+    return any(not isinstance(each, _METHODS) or each.decorator_list for each in made)
 
 
-def _constants_of(value: Any) -> list[Any]:
-    """Return the fields of a dataclass; of another object the functions and constants, without what may be filled later."""
-    if is_dataclass(value):
-        return [getattr(value, item.name) for item in fields(value)]
-    held = getattr(value, "__dict__", {}).items()
-    return [(name, item) for name, item in held if callable(item) or isinstance(item, Enum | bool | int | float | str)]
+class _Method:
+    """Hold the attributes that a method loads, sets, and changes by `+=` or the like, of its first parameter."""
+
+    def __init__(self, method: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.loaded, self.stored, self.augmented = set[str](), set[str](), set[str]()
+        receiver = next((parameter.arg for parameter in (*method.args.posonlyargs, *method.args.args)), "")
+        for node in ast.walk(method):
+            match node:
+                case ast.AugAssign(target=ast.Attribute(value=ast.Name(id=name), attr=attribute)) if name == receiver:
+                    self.augmented.add(attribute)
+                case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=context) if name == receiver:
+                    (self.loaded if isinstance(context, ast.Load) else self.stored).add(attribute)
+
+
+def _methods_of(kind: type) -> Iterator[tuple[str, _Method]]:
+    """Yield the methods that the body of a class defines, by name."""
+    module = source_module(kind.__module__)
+    for statement in module.bound.get(kind.__qualname__.partition(".")[0], ()) if module is not None else ():
+        for node in ast.walk(statement):
+            if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+                yield from ((method.name, _Method(method)) for method in node.body if isinstance(method, _METHODS))
+
+
+def _changed_by_calls(classes: Iterable[type]) -> set[str]:
+    """Return the attributes that calls change of an object of these classes: a count of its calls, a function made at the first.
+
+    They are the attributes that `__call__` or a method that it reaches sets, and those that any method but `__init__` changes by
+    `+=` or the like. An attribute that another method sets, such as `configure`, before all calls, is a constant.
+    """
+    methods: dict[str, list[_Method]] = {}
+    for name, method in (pair for kind in classes for pair in _methods_of(kind)):
+        methods.setdefault(name, []).append(method)
+    changed = {name for each, bodies in methods.items() if each != "__init__" for body in bodies for name in body.augmented}
+    reached = ["__call__"]
+    for name in reached:  # which grows
+        for body in methods.get(name, ()):
+            changed |= body.stored
+            reached += [other for other in body.loaded if other in methods and other not in reached]
+    return changed
 
 
 def _number_of(function: Any) -> int:

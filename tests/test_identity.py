@@ -220,6 +220,27 @@ class Run:
         return self.k * x
 run = Run(SIZE)
 """,
+    "attribute of a callable object that a method sets before its calls": """
+class Run:
+    def set(self, k):
+        self.k = k
+    def __call__(self, x):
+        self.calls = 1
+        return self.k * x
+run = Run()
+run.set(SIZE)
+""",
+    "field of a callable dataclass": """
+from dataclasses import dataclass
+@dataclass
+class Run:
+    k: int
+    calls: int = 0
+    def __call__(self, x):
+        self.calls += 1
+        return self.k * x
+run = Run(SIZE)
+""",
     "class of an object that wraps a function": """
 class Run:
     def __init__(self, fn):
@@ -308,6 +329,62 @@ def run(x, n: tl.intSIZE):
 def test_digest_depends_on_code_reached_in_any_way_and_not_on_addresses(digest: Digest, text: str) -> None:
     one, same, other = (digest(more=text.replace("SIZE", size)) for size in ("8", "8", "16"))
     assert one == same != other
+
+
+COUNTERS = {
+    "number of calls": """
+class Run:
+    def __init__(self):
+        self.calls = 0
+    def __call__(self, x):
+        self.calls += 1
+        return x
+run = Run()
+""",
+    "number of calls of a dataclass": """
+from dataclasses import dataclass
+@dataclass
+class Run:
+    calls: int = 0
+    def __call__(self, x):
+        self.count()
+        return x
+    def count(self):
+        self.calls = self.calls + 1
+run = Run()
+""",
+    "function made at the first call, by a class above": """
+class Made:
+    def __init__(self):
+        self.made = None
+    def make(self):
+        self.made = lambda x: x
+class Run(Made):
+    def __call__(self, x):
+        if self.made is None:
+            self.make()
+        return self.made(x)
+run = Run()
+""",
+    "count in an object of a closure": """
+class Count:
+    def __init__(self):
+        self.n = 0
+    def up(self):
+        self.n += 1
+def made(count):
+    def g(x):
+        count.up()
+        return x
+    return g
+run = made(Count())
+""",
+}
+
+
+@pytest.mark.parametrize("text", COUNTERS.values(), ids=COUNTERS)
+def test_digest_of_an_object_that_its_calls_change_stays(digest: Digest, text: str) -> None:
+    assert digest(more=text) == digest(more=text + "run(1)\nrun(1)\n") != digest(more=text.replace(" x\n", " 2 * x\n"))
 
 
 def test_digest_follows_names_that_a_star_imports(digest: Digest) -> None:
