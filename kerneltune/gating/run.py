@@ -43,10 +43,10 @@ def run_gate(
     device.require_gpu(_COMMAND)
     family = sweep.load(sweep.find(selection.family), ops, selection.max_cases)
     kept = [record for record in baseline if _selected(record, ops, family, selection, options)]
-    if not any(record.status == "passed" for record in kept):
+    here, devices = device.current().name, sorted({record.device for record in kept if record.status == "passed"})
+    if not devices:
         return Verdict((), UNUSABLE, "nothing compared: no timed record of the baseline is among what --run selects"), []
-    here, devices = device.current().name, sorted({record.device for record in kept})
-    if devices != [here]:
+    if here not in devices:
         return Verdict((), UNUSABLE, f"not comparable: baseline has device {', '.join(devices)}, this is {here}"), []
     tolerated = family.gate.get("margin", DEFAULT_MARGIN) if margin is None else margin
 

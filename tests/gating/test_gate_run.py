@@ -160,6 +160,17 @@ def test_run_with_nothing_to_compare_measures_nothing(lab: Lab, selection: Selec
         assert verdict.reason.startswith(reason)
 
 
+def test_run_against_a_baseline_of_two_gpus_leaves_out_the_other_with_a_note(
+    lab: Lab, selection: Selection, baseline: list[Record]
+) -> None:
+    elsewhere = [changed(row, device="NVIDIA H100") for row in baseline]
+    verdict, measured = run(selection, [*elsewhere, *baseline])
+    assert (verdict.exit_code, verdict.compared, len(measured)) == (0, 2, 2)
+    assert verdict.notes == ("rows that only baseline has, left out: 2 of NVIDIA H100 cold",)
+    lab.us["b"] *= 1.08
+    assert run(selection, [*elsewhere, *baseline])[0].reason == "1 regression"
+
+
 def test_run_of_a_case_that_fails_its_check_fails(
     lab: Lab, selection: Selection, baseline: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
