@@ -84,7 +84,7 @@ def command(
     if save is None:
         _show(found)
     else:
-        static.save(save, found)
+        static.save(save, replace(found, gpu=gpu))
         note(f"wrote {save}")
     if config is not None and any(row.error for row in found.rows):
         raise typer.Exit(1)
@@ -114,8 +114,8 @@ def judge(baseline: str, wanted: Selection, target: list[str] | None, workers: i
 
     targets = _targets(target)
     if baseline.endswith(".json") or Path(baseline).is_file():
-        runs = _runs(wanted, [], _GPU, configs)
         saved = static.load(Path(baseline))
+        runs = _runs(wanted, [], saved.gpu or _GPU, configs)
         rows = tuple(row for row in saved.rows if row.target in targets and (not wanted.ops or row.op in wanted.ops))
         return static_gate(replace(saved, rows=rows), _compiled(runs, targets, workers))
     if not in_checkout() or os.environ.get(PLUGINS) or o.captured():

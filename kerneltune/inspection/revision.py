@@ -20,7 +20,6 @@ from kerneltune import cache, device
 from kerneltune.files import data_root, read_text
 from kerneltune.identity import code_digest
 from kerneltune.inspection.static import StaticRow, Survey, load
-from kerneltune.inspection.survey import case_text
 from kerneltune.processes import git, held_folder, run_bound
 from kerneltune.progress import Progress
 from kerneltune.search.task import Run
@@ -71,7 +70,7 @@ def changes_since(
 
 
 def _key(key: TaskKey) -> _ConfigKey:
-    return key.op, key.variant, case_text(key.case), key.policy
+    return key.op, key.variant, key.case.label, key.policy
 
 
 def _is_unchanged(run: Run, there: _Digests, known: Mapping[str, Any] | None) -> bool:

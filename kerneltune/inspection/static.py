@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kerneltune import device
 from kerneltune.errors import unknown
-from kerneltune.files import decode_versioned, read_bytes, replace_text
+from kerneltune.files import bad, decode_versioned, read_bytes, replace_text
 from kerneltune.measuring.assembly import LIMITS, Kernel, occupancy_of
 
 SCHEMA = 1
@@ -37,8 +38,11 @@ class StaticRow:
 
     @property
     def key(self) -> tuple[str, str, str, str, str]:
-        """Return operator, variant, case, policy and target; a set has at most one row per key."""
-        return self.op, self.variant, self.case, self.policy, self.target
+        """Return operator, variant, case, policy and target; a survey has at most one row per key.
+
+        The case is without its name, which may change.
+        """
+        return self.op, self.variant, self.case.partition(" ")[2] or self.case, self.policy, self.target
 
     @property
     def label(self) -> str:
@@ -48,15 +52,21 @@ class StaticRow:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Hold rows and the version of triton that compiled them: another version allocates other registers."""
+    """Hold rows and the version of triton that compiled them: another version allocates other registers.
+
+    Attributes:
+        gpu: folder of the GPU model whose configs were compiled; empty in files of older versions.
+    """
 
     triton: str
     rows: tuple[StaticRow, ...]
+    gpu: str = ""
 
 
 def save(path: Path, survey: Survey) -> None:
     """Write a survey to a file, a line per row."""
-    head = f'{{\n  "schema": {SCHEMA},\n  "triton": {json.dumps(survey.triton)},\n  "rows": [\n'
+    facts = f'"triton": {json.dumps(survey.triton)},\n  "gpu": {json.dumps(survey.gpu)}'
+    head = f'{{\n  "schema": {SCHEMA},\n  {facts},\n  "rows": [\n'
     rows = ",\n".join("    " + json.dumps(asdict(row), ensure_ascii=False) for row in sorted(survey.rows, key=lambda r: r.key))
     replace_text(path, f"{head}{rows}\n  ]\n}}\n")
 
@@ -65,7 +75,10 @@ def load(path: Path) -> Survey:
     """Read a survey from a file that `save` wrote."""
     data = read_bytes(path)
     try:
-        return decode_versioned(data, Survey, SCHEMA)
+        survey = decode_versioned(data, Survey, SCHEMA)
+        if survey.gpu != device.slug(survey.gpu):
+            raise bad("gpu", survey.gpu, "the name of a folder")
+        return survey
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -82,6 +82,12 @@ def test_static_gate_of_a_config_that_no_longer_compiles_fails() -> None:
     assert judged([broken], [row(KERNEL)]).exit_code == 0
 
 
+def test_static_gate_of_a_renamed_case_compares_it() -> None:
+    verdict = judged([row(KERNEL), row(KERNEL, case="d M=2")], [row(with_(spill_bytes=8), case="e M=1")])
+    assert verdict.failures == ("rms optimized e M=1 sm_90: _k: spills 8 bytes per thread, was 0",)
+    assert "1 compared, 0 new, 1 gone" in verdict.reason
+
+
 def test_static_gate_of_nothing_compared_exits_with_2() -> None:
     assert judged([row(KERNEL)], [row(KERNEL, target="gfx942")]).exit_code == 2
     assert judged([], []).reason == "nothing compared: 0 compared, 0 new, 0 gone, 0 broken in both"

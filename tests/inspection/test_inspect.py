@@ -12,7 +12,7 @@ from asserting import every
 from command_line import run
 from started import commit_all
 
-from kerneltune import device, ops
+from kerneltune import cache, device, ops
 from kerneltune.cli import console, profile
 from kerneltune.inspection import ncu, revision, survey
 from kerneltune.inspection.static import StaticRow, Survey, save
@@ -182,9 +182,26 @@ def test_static_gate_exits_with_1_for_a_worse_kernel_and_0_else(compiled: list[A
     assert " ".join(worse.stdout.split()).startswith(f"failed: {finding} ")
     assert run(*gate, "--junit", tmp_path / "gate.xml").exit_code == 1
     assert finding in (tmp_path / "gate.xml").read_text()
-    path.write_text(text.replace("te-8192x4096", "other"))
+    path.write_text(text.replace("te-8192x4096", "renamed"))
+    assert run(*gate).exit_code == 0
+    path.write_text(text.replace("M=8192", "M=8191"))
     other = run(*gate)
     assert (other.exit_code, other.stdout.split("; ")[0].split(": ")[:3]) == (2, ["gate", "not usable", "nothing compared"])
+
+
+def test_the_gate_compares_a_file_with_the_configs_of_its_gpu(compiled: list[Any], tmp_path: Path) -> None:
+    path, configs = tmp_path / "baseline.json", tmp_path / "configs"
+    entries = cache.load("rmsnorm_fwd", "nvidia_h200")
+    b200 = [dataclasses.replace(entry, config={**entry.config, "warps": 16}) for entry in entries if entry.variant == "optimized"]
+    cache.store("nvidia_h200", entries, configs)
+    cache.store("nvidia_b200", b200, configs)
+    assert run(*ONE, "--gpu", "nvidia_b200", "--configs", configs, "--save", path).exit_code == 0
+    for gpu, warps in (("nvidia_b200", 16), ("nvidia_h200", 4), ("", 4)):
+        path.write_text(path.read_text().replace("nvidia_b200", gpu).replace("nvidia_h200", gpu))
+        run("gate", path, "--static", "--op", *ONE[1:], "--configs", configs)
+        assert {config.warps for _, config in compiled[-1][0]} == {warps}
+    path.write_text(path.read_text().replace('"gpu": ""', '"gpu": "../b200"'))
+    assert refused("gate", path, "--static") == f"error: {path}: gpu: '../b200': expected the name of a folder"
 
 
 @pytest.mark.parametrize(
