@@ -7,7 +7,7 @@ from typing import Annotated
 
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, width
-from kerneltune.cli.files import SUFFIX, record_files, selected
+from kerneltune.cli.files import SUFFIX, record_files, selected, tables_of_devices
 from kerneltune.cli.progress import Reporter
 from kerneltune.plan import Selection, load_plan
 from kerneltune.records import Record, grouped, load
@@ -15,7 +15,6 @@ from kerneltune.reporting.naming import by_family
 from kerneltune.reporting.tables import BEST_PEER, Comparison, ab_rows, ab_table, default_pair, side
 from kerneltune.sweep import family_name
 from kerneltune.table import join_tables
-from kerneltune.workloads import own_tables
 
 Sides = tuple[list[Record], list[Record]]
 
@@ -54,7 +53,7 @@ def command(
         sides = _measured(a, b, wanted, policy, results)
     else:
         records = [] if _is_file(a) and _is_file(b) else _loaded(source or (), family, results)
-        if a is None and b is None and (own := own_tables(_of_policy(selected(records, wanted), policy))):
+        if a is None and b is None and (own := tables_of_devices(_of_policy(selected(records, wanted), policy))):
             deliver(join_tables(own, style, width()), output)
             return
         if a is None:

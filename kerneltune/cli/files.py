@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kerneltune import device, sweep
@@ -11,9 +12,11 @@ from kerneltune.errors import meant
 from kerneltune.files import data_root
 from kerneltune.plan import Selection
 from kerneltune.processes import git
-from kerneltune.records import Record, load, parse
+from kerneltune.records import Record, grouped, load, parse
 from kerneltune.spec import PLUGINS, Case, Op
 from kerneltune.sweep import SweepCase
+from kerneltune.table import Column, Table
+from kerneltune.workloads import own_tables
 
 SUFFIX = ".jsonl"
 
@@ -66,6 +69,21 @@ def record_files(results: Path | None, family: str | None = None) -> list[Path]:
         folders = ", ".join(str(folder) for folder in dict.fromkeys(path.parent for path in files))
         note(f"no GPU here: recorded results from {files[0] if len(files) == 1 else f'{len(files)} files of {folders}'}")
     return files
+
+
+def tables_of_devices(records: Sequence[Record]) -> list[Table]:
+    """Return the tables that workloads declare for the records of each device, see `own_tables`; several devices are a column."""
+    devices = grouped(records, lambda record: record.device)
+    if len(devices) == 1:
+        return own_tables(records)
+    device_column, tables = Column("device", shared=True), []
+    for name, of_device in devices.items():
+        if not (declared := own_tables(of_device)):
+            return []
+        for table in declared:
+            rows = tuple(row._replace(values=(name, *row.values)) for row in table.rows)
+            tables.append(replace(table, columns=(device_column, *table.columns), rows=rows, repeated=table.repeated + 1))
+    return tables
 
 
 def load_baseline(name: str, counterpart: Path) -> list[Record]:

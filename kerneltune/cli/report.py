@@ -11,7 +11,7 @@ from kerneltune import cache
 from kerneltune.cache import CacheEntry
 from kerneltune.cli import options as o
 from kerneltune.cli.console import deliver, note, write
-from kerneltune.cli.files import record_files, selected
+from kerneltune.cli.files import record_files, selected, tables_of_devices
 from kerneltune.device import slug
 from kerneltune.plan import Selection
 from kerneltune.records import Record, load
@@ -20,7 +20,6 @@ from kerneltune.reporting.page import Sources, page
 from kerneltune.reporting.picture import speedups
 from kerneltune.reporting.tables import BEST_PEER, ab_table, default_pair, family_pairs, paired
 from kerneltune.table import join_tables
-from kerneltune.workloads import own_tables
 
 _PAGE = Path("report.html")
 _LARGE = 3_000_000
@@ -71,7 +70,7 @@ def _sources(paths: Sequence[Path], wanted: Selection, pair: tuple[str | None, s
     everything = selected([record for path in paths for record in load(path)], wanted)
     if not everything:
         raise ValueError(f"no records to report in {', '.join(map(str, paths))}")
-    own = {family: own_tables(members) for family, members in by_family(everything).items()}
+    own = {family: tables_of_devices(members) for family, members in by_family(everything).items()}
     records = [record for record in everything if record.role != "part"]
     default_pair(records, *pair)  # an unknown variant is an error before anything is written
     return Sources(

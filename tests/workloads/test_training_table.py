@@ -4,6 +4,7 @@ import csv
 import io
 from pathlib import Path
 
+import pytest
 from command_line import NO_TIMES, record, run
 from literal_records import changed
 
@@ -64,6 +65,15 @@ def test_training_table_csv_has_every_column() -> None:
         "step_us": "500.0", "bound_us": "400.0", "pct_bound": "80.0", "cached_us": "410.0", "other_us": "50.0",
         "compiled_us": "444.0",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("style", ["text", "markdown", "csv"])
+def test_model_steps_of_two_gpus_say_which_row_is_of_which(style: str, tmp_path: Path) -> None:
+    step = STEP | {"op": "model_step", "axes": {"T": 8192}, "family": "model_training"}
+    rows = [record(us, device=gpu, policy="eager", **step) for gpu, us in (("NVIDIA H100", 2e6), ("NVIDIA H200", 1e6))]
+    records.append(tmp_path / "a.jsonl", rows)
+    printed = run("compare", "--from", tmp_path / "a.jsonl", "--format", style).stdout.splitlines()
+    assert [[gpu for gpu in ("H100", "H200") if gpu in line] for line in printed if "some-4096" in line] == [["H100"], ["H200"]]
 
 
 def test_training_tables_are_one_per_policy_and_device() -> None:
