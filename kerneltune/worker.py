@@ -3,6 +3,7 @@
 import multiprocessing
 import signal
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from functools import partial
 from multiprocessing.connection import Connection
 from threading import Lock
@@ -37,6 +38,19 @@ class WorkerStoppedError(WorkerCrashedError):
     """Report that this process, or a signal from outside, ended the worker."""
 
 
+class State(Enum):
+    """Name what the process of a worker does."""
+
+    MISSING = auto()
+    """There is none: before the first request, and after a crash."""
+    STARTING = auto()
+    """It makes its object."""
+    IDLE = auto()
+    ANSWERING = auto()
+    STOPPED = auto()
+    """It was ended, and no request starts another."""
+
+
 class Worker:
     """Send requests to an object in another process. Use as a context manager.
 
@@ -46,8 +60,8 @@ class Worker:
     request begins anew.
 
     Attributes:
-        process: the present process; None before the first request and after a crash.
-        is_closed: whether the worker was stopped for good.
+        state: what the process does.
+        process: the present process; None where there is none.
         started: number of processes so far.
     """
 
@@ -75,10 +89,8 @@ class Worker:
         self._name, self._exit_grace_s = name, exit_grace_s
         self.process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
-        self._is_ready = False
         self._lock = Lock()
-        self.is_asking = False
-        self.is_closed = False
+        self.state = State.MISSING
         self.started = 0
 
     def __enter__(self) -> Self:
@@ -87,10 +99,33 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Return whether no request starts another process."""
+        return self.state is State.STOPPED
+
     def stop(self) -> None:
         """End the process, even while another thread waits for its answer; no request starts another process."""
-        self.is_closed = True
-        self.end(asked_here=False)
+        self._end(State.STOPPED)
+
+    def end(self) -> int | None:
+        """End the process, by force if necessary, and return its exit code; the next request starts another process.
+
+        Return None where another thread ends the process.
+        """
+        return self._end(State.MISSING)
+
+    def _end(self, state: State) -> int | None:
+        with self._lock:
+            process, pipe = self.process, self._pipe
+            is_awaited = state is State.STOPPED and self.state is State.ANSWERING
+            self.process, self._pipe = None, None
+            self.state = self.state if self.is_stopped else state
+        if process is None or pipe is None:
+            return None
+        if not is_awaited:  # a thread that waits for the answer finds the end of the pipe
+            pipe.close()
+        return end(process, 0.0 if is_awaited else self._exit_grace_s)
 
     def begin(self) -> None:
         """Start a process, which makes its object while this process does other work."""
@@ -99,36 +134,37 @@ class Worker:
 
     def _connect(self) -> Connection:
         """Return the pipe to the process, which is started if there is none, or if it has died since its last answer."""
-        if self.is_closed:
+        if self.is_stopped:
             raise WorkerStoppedError(f"{self._name} was stopped")
         if self.process is not None and self.process.exitcode is not None and self._pipe is not None:
             self._pipe.close()
             self._pipe = None
         if self.process is None or self._pipe is None:
-            (self.process, self._pipe), self._is_ready = self._start(), False
+            (self.process, self._pipe), self.state = self._start(), State.STARTING
             self.started += 1
         return self._pipe
 
     def ask(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the object in the process; after `timeout_s` seconds the process is ended."""
         with self._lock:
-            pipe, self.is_asking = self._connect(), True
+            pipe = self._connect()
+            is_starting, self.state = self.state is State.STARTING, State.ANSWERING
         last_note = ""
         try:
-            if not self._is_ready:
+            if is_starting:
                 self._receive(pipe, _START_TIMEOUT_S, last_note)
-                self._is_ready = True
             pipe.send((method, arguments))
-            while isinstance(said := self._receive(pipe, timeout_s, last_note), str):
-                last_note = said
+            while isinstance(message := self._receive(pipe, timeout_s, last_note), str):
+                last_note = message
         except (EOFError, OSError) as error:
             code = self.end()
-            error_type = WorkerStoppedError if self.is_closed or code in _ENDED_FROM_OUTSIDE else WorkerCrashedError
-            reason = "was stopped" if self.is_closed else f"died: exit code {code}"
+            error_type = WorkerStoppedError if self.is_stopped or code in _ENDED_FROM_OUTSIDE else WorkerCrashedError
+            reason = "was stopped" if self.is_stopped else f"died: exit code {code}"
             raise error_type(f"{self._name} {reason}", last_note) from error
         finally:
-            self.is_asking = False
-        answer, problem = said
+            with self._lock:
+                self.state = State.IDLE if self.state is State.ANSWERING else self.state
+        answer, problem = message
         if problem:
             self.end()
             raise WorkerCrashedError(problem, last_note)
@@ -139,21 +175,6 @@ class Worker:
             self.end()
             raise WorkerHungError(f"took longer than {timeout_s:g} s", last_note)
         return pipe.recv()
-
-    def end(self, asked_here: bool = True) -> int | None:
-        """End the process, by force if necessary, and return its exit code; None where another thread ends it.
-
-        The next request starts another process. If `asked_here` is false, another thread may wait for an answer, so the pipe
-        stays open until that thread finds its end.
-        """
-        with self._lock:
-            process, pipe, in_use = self.process, self._pipe, self.is_asking and not asked_here
-            self.process, self._pipe = None, None
-        if process is None or pipe is None:
-            return None
-        if not in_use:
-            pipe.close()
-        return end(process, 0.0 if in_use else self._exit_grace_s)
 
 
 def _serve(pipe: Connection, make: Callable[[], Any], problem_of: Callable[[], str]) -> None:

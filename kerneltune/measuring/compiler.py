@@ -158,7 +158,7 @@ class CompilePool:
                 except WorkerHungError as error:
                     return CompileResult((), timeout_s, f"compiling {error}", crashed=True)
                 except WorkerCrashedError as error:
-                    if compiler.is_closed:
+                    if compiler.is_stopped:
                         raise
                     if has_died:
                         return CompileResult((), 0.0, f"{error}, twice", crashed=True)

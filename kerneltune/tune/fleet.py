@@ -99,7 +99,7 @@ class Fleet:
     def _work(self, gpu: str) -> None:
         """Perform tasks on a GPU until the queue is empty, or the GPU is of no use."""
         worker = self._workers[gpu]
-        while self._deaths[gpu] < ATTEMPTS and not worker.is_closed:
+        while self._deaths[gpu] < ATTEMPTS and not worker.is_stopped:
             task: Task | None = None
             try:
                 if (name := worker.ask("gpu_name")) != device.current().name:
@@ -115,7 +115,7 @@ class Fleet:
                 self._finish(task, worker.ask("perform", task, following))
                 self._deaths[gpu] = 0
             except WorkerCrashedError as error:
-                if not worker.is_closed:
+                if not worker.is_stopped:
                     self._on_dead(gpu, task, str(error))
 
     def _on_dead(self, gpu: str, task: Task | None, reason: str) -> None:

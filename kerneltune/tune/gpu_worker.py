@@ -22,7 +22,7 @@ from kerneltune.records import Record
 from kerneltune.search.task import Evaluation, Run, Task
 from kerneltune.spec import MOST, Config
 from kerneltune.stats import Samples
-from kerneltune.worker import Worker, WorkerCrashedError, WorkerStoppedError
+from kerneltune.worker import State, Worker, WorkerCrashedError, WorkerStoppedError
 
 TRIED_WHOLE = 20
 """Largest number of configs of a space that are all measured, even if they spill: so small a space is a published list."""
@@ -173,11 +173,9 @@ class GpuWorker(Worker):
         """
         super().__init__(make, "the GPU worker", problem=broken_context, exit_grace_s=_EXIT_GRACE_S)
         self.config_timeout_s, self.variant_timeout_s = config_timeout_s, VARIANT_TIMEOUT_S
-        self._holds_tensors = False
 
     def prepare(self, task: Task) -> None:
         """Make inputs and reference of a task."""
-        self._holds_tensors = True
         self.ask("prepare", task, timeout_s=FINAL_TIMEOUT_S)
 
     def check(self, task: Task, config: Config) -> Outcome:
@@ -208,10 +206,9 @@ class GpuWorker(Worker):
 
     def close(self) -> None:
         """Free the tensors of the process."""
-        if self._holds_tensors and self.process is not None:
+        if self.state is State.IDLE:
             with suppress(WorkerCrashedError):
                 self.ask("close", timeout_s=self.config_timeout_s)
-            self._holds_tensors = False
 
 
 def split_cores() -> tuple[frozenset[int] | None, frozenset[int] | None]:

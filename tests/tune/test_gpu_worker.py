@@ -26,7 +26,7 @@ from kerneltune.measuring.check import Outcome
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.tune import gpu_worker as tuning_bench
 from kerneltune.tune.gpu_worker import GpuBench, GpuWorker, split_cores
-from kerneltune.worker import WorkerCrashedError
+from kerneltune.worker import State, WorkerCrashedError
 
 TASK = Task(OPS[0], CASE, VARIANT)
 
@@ -144,7 +144,7 @@ def is_hanging(worker: GpuWorker, log: Path) -> bool:
     patience = time.monotonic() + 20
     while not log.exists() and time.monotonic() < patience:
         time.sleep(0.01)
-    return log.exists() and worker.is_asking
+    return log.exists() and worker.state is State.ANSWERING
 
 
 @pytest.mark.parametrize("end", [GpuWorker.stop, lambda worker: worker.__exit__()])
