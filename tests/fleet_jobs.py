@@ -23,7 +23,8 @@ from kerneltune.search.loop import Search
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Case, Config
 from kerneltune.tune import session
-from kerneltune.tune.fleet import Fleet, GpuTuner
+from kerneltune.tune.fleet import Fleet
+from kerneltune.tune.session import TuningSession
 
 LOG, DIE, MODEL = "KERNELTUNE_TEST_LOG", "KERNELTUNE_TEST_DIE", "KERNELTUNE_TEST_MODEL"
 DEADLY = "KERNELTUNE_TEST_DEADLY"
@@ -47,22 +48,22 @@ class LoggedBench(Bench):
         return super().measure(task, config, best_us, samples)
 
 
-def made_up(cores: frozenset[int] | None, options: Options) -> GpuTuner:
-    """Return a tuner with a GPU that is made up."""
+def made_up(options: Options, _cores: frozenset[int] | None) -> TuningSession:
+    """Return a session on a GPU that is made up, on all cores."""
     unit = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     gpu = Device(os.environ.get(MODEL, H200.name), "sm_90", 132, 50 << 20, "580", unit)
     setattr(device, "current", lambda: gpu)  # noqa: B010
     setattr(session, "CompilePool", Pool)  # noqa: B010
     setattr(session, "GpuWorker", LoggedBench)  # noqa: B010
     setattr(session, "obstacle", lambda *_: None)  # noqa: B010
-    return GpuTuner(None, options)
+    return TuningSession(options)
 
 
-def odd(cores: frozenset[int] | None, options: Options) -> GpuTuner:
-    """Return a tuner with another GPU where it is the second of its host."""
+def odd(options: Options, cores: frozenset[int] | None) -> TuningSession:
+    """Return a session on another GPU where it is the second of its host."""
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
         os.environ[MODEL] = "NVIDIA A100"
-    return made_up(cores, options)
+    return made_up(options, cores)
 
 
 def main(folder: Path) -> None:

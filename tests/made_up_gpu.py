@@ -13,6 +13,7 @@ from kerneltune import cache, device, ops
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.spec import Config
 from kerneltune.stats import Samples
+from kerneltune.tune.session import TuningResult
 
 OPS = ops.load()
 
@@ -46,3 +47,8 @@ def stands_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cache.clear()
     yield
     cache.clear()
+
+
+def entries_of(results: Sequence[TuningResult]) -> list[cache.CacheEntry]:
+    """Return the entries that a run has stored."""
+    return [result.entry for result in results if result.entry is not None]

@@ -9,7 +9,7 @@ from typing import Any
 import made_up_gpu
 import msgspec
 import pytest
-from made_up_gpu import OPS, Bench
+from made_up_gpu import OPS, Bench, entries_of
 from typer.testing import CliRunner
 
 from kerneltune import cache, campaign, records, stale
@@ -66,7 +66,7 @@ def selection(tmp_path: Path) -> Selection:
 def options(tmp_path: Path, selection: Selection) -> Options:
     """Return folders with a config and a record of each case, all of other code; the config of `last` is a slow one."""
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs")
-    entries = run_tune(load_plan(OPS, selection, options), Progress()).entries
+    entries = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
     assert len(entries) == 3
     old = [replace(entry, evidence=entry.evidence | {"source_hash": "old"}) for entry in entries]
     old = [replace(entry, config=SLOW) if entry.case.axes[0][1] == 2097152 else entry for entry in old]
@@ -115,7 +115,7 @@ def test_refresh_leaves_nothing_stale_and_replaces_a_slower_config(selection: Se
     before = stored(options)
     found = find(selection, options)
     renewals, _, left = stale.refresh(found, Progress())
-    assert [done.entry is not None and done.entry.config == entry.config for entry, done in renewals] == [True, True, False]
+    assert [result.entry is not None and result.entry.config == entry.config for entry, result in renewals] == [True, True, False]
     assert measured == ["first", "other", "last"]
     assert (left.configs, left.cases) == ((), 0)
     now = stored(options)

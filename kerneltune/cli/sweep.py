@@ -127,16 +127,15 @@ def _refresh(known: Mapping[str, Op], selection: Selection, options: Options) ->
     (one,) = by_gpu
     with Reporter() as progress:
         renewals, measured, left = stale.refresh(one, progress)
-    broken = [(entry, result) for entry, result in renewals if result.problem]
+    broken = [(entry, result) for entry, result in renewals if result.status in ("failed", "dropped")]
     num_kept = sum(result.entry is not None and result.entry.config == entry.config for entry, result in renewals)
     show_wrapped(
         f"configs: {num_kept} as good as their default, {len(renewals) - num_kept - len(broken)} slower, which the default "
         f"replaces, {len(broken)} that no longer run; {counted(len(measured), 'record')} made"
     )
     for entry, result in broken:
-        what = "dropped" if result.dropped else "failed"
-        show_wrapped(f"{what}: {entry.op} {entry.variant} {entry.case.label}: {result.problem}")
-    if any(result.dropped for _, result in broken):
+        show_wrapped(f"{result.status}: {entry.op} {entry.variant} {entry.case.label}: {result.reason}")
+    if any(result.status == "dropped" for _, result in broken):
         show_wrapped("calls no longer run with the dropped configs; `kerneltune tune` searches their cases")
     counts = f"{counted(len(left.configs), 'config')} and {counted(left.cases, 'case')} are stale"
     show_wrapped(

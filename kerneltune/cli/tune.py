@@ -1,5 +1,7 @@
 """`kerneltune tune`: search the best configs of a family, and keep the winners of the paired finals."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +22,7 @@ from kerneltune.sweep import results_root
 from kerneltune.wording import counted
 
 if TYPE_CHECKING:
-    from kerneltune.tune.run import TuningSummary
+    from kerneltune.tune.session import TuningResult
 
 _MODEL_GAIN = "1%"
 """Default of `--until-gain` for the many cases of a model."""
@@ -104,12 +106,10 @@ def command(
 
     with Reporter() as progress:
         tuned = run_tune(plan, progress)
-    if tuned.entries:
+    if any(result.entry for result in tuned):
         for title, searches in searches_of(plan, device.current().slug).items():
             show_searches(title, searches)
     _show_outcome(tuned, configs)
-    if tuned.failed:
-        raise typer.Exit(1)
 
 
 def _show_forecast(plan: Plan) -> None:
@@ -131,12 +131,15 @@ def _show_forecast(plan: Plan) -> None:
     )
 
 
-def _show_outcome(tuned: "TuningSummary", configs: Path | None) -> None:
-    """Print how many cases were not tuned, and in which programs calls find the configs."""
-    if tuned.searched > tuned.failed and (served := o.where_configs_serve(configs)):
+def _show_outcome(tuned: "Sequence[TuningResult]", configs: Path | None) -> None:
+    """Print how many cases were not tuned, which exits with 1, and in which programs calls find the configs."""
+    status = Counter(result.status for result in tuned)
+    num_searched, num_failed = status.total() - status["kept"], status["failed"]
+    if num_searched > num_failed and (served := o.where_configs_serve(configs)):
         note(served)
-    if tuned.failed:
-        error_line(f"{tuned.failed} of {tuned.searched} cases not tuned")
-    if not tuned.searched:
-        kept = f"{tuned.kept} cases have configs (--force searches again)"
-        show(f"nothing to tune: {kept if tuned.kept else 'no selected variant has knobs'}")
+    if not num_searched:
+        kept = f"{status['kept']} cases have configs (--force searches again)"
+        show(f"nothing to tune: {kept if status['kept'] else 'no selected variant has knobs'}")
+    if num_failed:
+        error_line(f"{num_failed} of {num_searched} cases not tuned")
+        raise typer.Exit(1)

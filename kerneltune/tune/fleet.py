@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from threading import Lock
 
 from kerneltune import device
@@ -24,33 +24,6 @@ ATTEMPTS = 3
 """Number of processes that may die over a task, and of processes of a GPU that may die without a finished task between."""
 
 
-class GpuTuner:
-    """Perform tasks on the GPU of this process, which a fleet has started."""
-
-    def __init__(self, cores: frozenset[int] | None, options: Options) -> None:
-        """Limit this process, and the processes that it will start, to some cores; None for all cores."""
-        if cores:
-            os.sched_setaffinity(0, cores)
-        self._options = options
-
-    @cached_property
-    def _session(self) -> TuningSession:
-        return TuningSession(self._options).__enter__()
-
-    def gpu_name(self) -> str:
-        """Return the name of the GPU."""
-        return device.current().name
-
-    def perform(self, task: Task, following: Sequence[Task]) -> TuningResult:
-        """Perform a task; `following` are the tasks that this process will probably perform next."""
-        try:
-            self._session.refresh()
-            return self._session.perform(task, following)
-        except Exception as error:  # no task may end the process
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            return TuningResult(problem=f"not tuned: {task.op.name} {task.case.name}: {text}")
-
-
 class Fleet:
     """Perform tasks on several GPUs of this host. A thread for each GPU hands tasks to the GPU's process.
 
@@ -59,7 +32,7 @@ class Fleet:
     """
 
     def __init__(
-        self, gpus: Sequence[str], options: Options, progress: Progress, make: Callable[..., GpuTuner] = GpuTuner
+        self, gpus: Sequence[str], options: Options, progress: Progress, make: Callable[..., TuningSession] = TuningSession
     ) -> None:
         """Start no process yet.
 
@@ -67,12 +40,12 @@ class Fleet:
             gpus: GPUs in the form of CUDA_VISIBLE_DEVICES.
             options: options of the run.
             progress: observer of the run.
-            make: importable function that makes the tuner in a GPU's process.
+            make: importable function that makes the session in a GPU's process.
         """
         self._progress = progress
         self._workers: dict[str, Worker] = {}
         for index, gpu in enumerate(gpus):
-            make_here = partial(make, share_of_cores(index, len(gpus)), options)
+            make_here = partial(make, options, share_of_cores(index, len(gpus)))
             environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
             self._workers[gpu] = Worker(make_here, "the process", environment=environment, has_children=True, exit_grace_s=0.2)
         self._queue: deque[Task] = deque()
@@ -112,7 +85,7 @@ class Fleet:
                         return
                     ahead = len(self._workers) - 1  # tasks that the other processes will take before
                     task, following = self._queue.popleft(), list(self._queue)[ahead : ahead + 1]
-                self._finish(task, worker.ask("perform", task, following))
+                self._finish(task, worker.ask("perform_shared", task, following))
                 self._deaths[gpu] = 0
             except WorkerCrashedError as error:
                 if not worker.is_stopped:
@@ -133,13 +106,13 @@ class Fleet:
             with self._lock:
                 self._queue.append(task)
         else:
-            problem = f"not tuned: {task.key.label}: {ATTEMPTS} processes died over it, the last: {reason}"
-            self._finish(task, TuningResult(problem=problem))
+            text = f"not tuned: {task.key.label}: {ATTEMPTS} processes died over it, the last: {reason}"
+            self._finish(task, TuningResult("failed", reason=text))
 
-    def _finish(self, task: Task, done: TuningResult) -> None:
+    def _finish(self, task: Task, result: TuningResult) -> None:
         with self._lock:
-            self.finished.append(done)
-            done.report(self._progress, task)
+            self.finished.append(result)
+            result.report(self._progress, task)
 
 
 def share_of_cores(index: int, count: int) -> frozenset[int] | None:

@@ -7,7 +7,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from kerneltune import cache, device
 from kerneltune.measuring.check import release_memory
@@ -35,38 +35,20 @@ _OF_THE_SEARCH = ("trials", "before")
 """Fields of the evidence about the search, which a new timing keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class TuningSummary:
-    """Hold the result of a run.
-
-    Attributes:
-        entries: entries that are now in the config cache.
-        searched: number of tasks that were searched, or whose spaces were measured.
-        failed: number of searched tasks that ended with a problem.
-        kept: number of tasks whose cached config was kept.
-    """
-
-    entries: list[cache.CacheEntry]
-    searched: int = 0
-    failed: int = 0
-    kept: int = 0
-
-
-def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> TuningSummary:
-    """Search the selected bench cases, or measure their whole spaces.
+def run_tune(plan: Plan, progress: Progress, until: float = math.inf) -> list[TuningResult]:
+    """Search the selected bench cases, or measure their whole spaces, and return a result for each task.
 
     until: time of the monotonic clock in s, after which no further task begins; several GPUs perform all tasks.
     """
     options = plan.options
     gpus = visible_gpus(options.gpus) if options.gpus else []
     device.require_gpu("tune")
-    tasks, kept = missing(plan, progress)
-    if not tasks:
-        return TuningSummary([], kept=kept)
-    finished = Fleet(gpus, options, progress).run(tasks) if gpus else _tune_here(options, tasks, progress, until)
-    cache.clear()
-    stored = [done.entry for done in finished if done.entry is not None]
-    return TuningSummary(stored, len(finished), sum(bool(done.problem) for done in finished), kept)
+    tasks, num_kept = missing(plan, progress)
+    results = [TuningResult("kept")] * num_kept
+    if tasks:
+        results += Fleet(gpus, options, progress).run(tasks) if gpus else _tune_here(options, tasks, progress, until)
+        cache.clear()
+    return results
 
 
 def missing(plan: Plan, progress: Progress) -> tuple[list[Task], int]:
@@ -148,9 +130,8 @@ def _tune_here(options: Options, tasks: Sequence[Task], progress: Progress, unti
         for number, task in enumerate(tasks, start=1):
             if finished and time.monotonic() >= until:
                 break
-            done = session.perform(task, tasks[number:])
-            finished.append(done)
-            done.report(progress, task)
+            finished.append(session.perform(task, tasks[number:]))
+            finished[-1].report(progress, task)
     return finished
 
 
@@ -161,7 +142,7 @@ def renew(
 
     Drop the entry of a config that the operator refuses, or that does not run although the default does.
 
-    Return each timed entry with its result, whose `problem` is the reason why the config no longer runs.
+    Return each entry with its result.
 
     until: time of the monotonic clock in s, after which no further config is timed.
     """
@@ -176,7 +157,7 @@ def renew(
             result = _renewed(session, runs, entry) if isinstance(runs, list) else runs
             if result.entry is not None:
                 cache.store(here, result.entry, options.configs)
-            if result.dropped:
+            if result.status == "dropped":
                 cache.drop(here, entry, options.configs)
             renewals.append((entry, result))
             progress.advance(entry.key.label)
@@ -196,8 +177,9 @@ def _runs_of(op: Op, entry: cache.CacheEntry) -> list[Run] | TuningResult:
             raise ValueError(reason)
         return [Run(task, one) for one in dict.fromkeys([config, task.default])]
     except Exception as error:  # an operator's own code may fail in any way on an old entry
-        problem = " ".join(str(error).split()) or type(error).__name__
-        return TuningResult(problem=problem, dropped=isinstance(error, ValueError | ArithmeticError))  # others are mistakes in it
+        is_refusal = isinstance(error, ValueError | ArithmeticError)  # any other error is a mistake of the operator
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return TuningResult("dropped" if is_refusal else "failed", reason=reason)
 
 
 def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntry) -> TuningResult:
@@ -215,14 +197,16 @@ def _renewed(session: TuningSession, runs: Sequence[Run], entry: cache.CacheEntr
                 own = tuner.request(tuner.measure, configs[0]).result()
             if own.time_us is None:
                 default_runs = any(evaluation.time_us is not None for evaluation in others)
-                return TuningResult(problem=f"{own.status}: {own.reason}", dropped=default_runs and own.status != "skipped")
+                is_own_fault = default_runs and own.status != "skipped"
+                return TuningResult("dropped" if is_own_fault else "failed", reason=f"{own.status}: {own.reason}")
             timed = [config for config, one in zip(configs, (own, *others), strict=True) if one.time_us is not None]
             best, evidence = tuner.run_final(timed, configs[-1])
     except (WorkerCrashedError, ValueError) as error:
-        return TuningResult(problem=f"{'' if isinstance(error, ValueError) else 'crashed: '}{error}")
+        return TuningResult("failed", reason=f"{'' if isinstance(error, ValueError) else 'crashed: '}{error}")
     finally:
         session.queue.forget(task)
     evidence |= stamp(task.variant)
     if best == configs[0]:
         evidence |= {name: entry.evidence[name] for name in _OF_THE_SEARCH if name in entry.evidence}
-    return TuningResult(replace(entry, config=entry.config if best == configs[0] else knobs_of(best), evidence=evidence))
+    config = entry.config if best == configs[0] else knobs_of(best)
+    return TuningResult("tuned", replace(entry, config=config, evidence=evidence))

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kerneltune import cache, device
 from kerneltune.measuring.compare import obstacle
@@ -34,33 +34,32 @@ _CASES_AHEAD = 6
 
 @dataclass(frozen=True, slots=True)
 class TuningResult:
-    """Hold the result of a task.
+    """Hold what a run did with a task: searched it, measured its space, renewed its config, or kept it.
 
     Attributes:
-        entry: entry that is now in the config cache; None where a space was measured, or no config passed.
+        status: `tuned`, `measured` for a whole space, `kept` where the cache has a config, `skipped` where this GPU cannot run
+            the task, `failed`, or `dropped` where a stale config left the cache because it does not run.
+        entry: entry that is now in the config cache, of a tuned task.
         best: best config, or best time of a measured space, in a few words.
-        skipped: reason why this GPU cannot run the task, or empty.
-        problem: reason for a missing config on a GPU that can run the task; empty where all is well.
-        dropped: whether the task's stale entry was removed from the cache, as its config does not run.
+        reason: why the task was skipped or failed, or its config dropped.
     """
 
+    status: Literal["tuned", "measured", "kept", "skipped", "failed", "dropped"]
     entry: cache.CacheEntry | None = None
     best: str = ""
-    skipped: str = ""
-    problem: str = ""
-    dropped: bool = False
+    reason: str = ""
 
     def report(self, progress: Progress, task: Task) -> None:
         """Report that a task was performed."""
-        if reason := self.skipped or self.problem:
-            progress.note(reason)
+        if self.reason:
+            progress.note(self.reason)
         if self.best:
             progress.best(self.best)
         progress.advance(task.key.label)
 
 
 class TuningSession:
-    """Hold the processes, stores and queue of a run on one GPU. Use as a context manager.
+    """Hold the processes, stores and queue of a run on one GPU. Use as a context manager, or as the object of a `Worker`.
 
     Attributes:
         options: options of the run.
@@ -68,13 +67,19 @@ class TuningSession:
         queue: compilations.
     """
 
-    def __init__(self, options: Options) -> None:
-        """Let the server of processes start in the background."""
+    def __init__(self, options: Options, cores: frozenset[int] | None = None) -> None:
+        """Let the server of processes start in the background.
+
+        cores: cores that this process, and the processes that it will start, keep to; None for all.
+        """
+        if cores:
+            os.sched_setaffinity(0, cores)
         start_server()
         of_worker, self._cores = split_cores()
         self.options, self.worker = options, GpuWorker(partial(GpuBench, of_worker))
         self.queue: CompileQueue
         self._stores: dict[tuple[str, str], TrialStore] = {}
+        self._entered: ExitStack | None = None
 
     def tuner(self, task: Task) -> Tuner:
         """Return a tuner of a task, with the knob values of the options, that knows the stored trials.
@@ -92,28 +97,41 @@ class TuningSession:
         searches_all = options.force or bool(options.knobs)
         return Tuner(task, store, self.worker, self.queue, options.search, options.configs, searches_all)
 
-    def refresh(self) -> None:
-        """Read the trials and configs that other processes have stored by now."""
-        cache.clear()
-        for store in self._stores.values():
-            store.refresh()
+    def gpu_name(self) -> str:
+        """Return the name of the GPU."""
+        return device.current().name
+
+    def perform_shared(self, task: Task, following: Sequence[Task]) -> TuningResult:
+        """Perform a task of a run that other processes share, whose trials and configs are read first.
+
+        The first task enters the session, once it is known which GPU this is. No task ends the process.
+        """
+        try:
+            if self._entered is None:
+                self.__enter__()
+            cache.clear()
+            for store in self._stores.values():
+                store.refresh()
+            return self.perform(task, following)
+        except Exception as error:
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            return TuningResult("failed", reason=f"not tuned: {task.op.name} {task.case.name}: {text}")
 
     def perform(self, task: Task, following: Sequence[Task]) -> TuningResult:
         """Search a task, or measure its whole space.
 
         `following` are the tasks that this session will probably perform next, in order.
         """
-        reason = obstacle(task)
-        if reason is not None:
-            return TuningResult(skipped=f"not tuned: {task.op.name} {task.case.name}: {reason}")
+        if (reason := obstacle(task)) is not None:
+            return TuningResult("skipped", reason=f"not tuned: {task.op.name} {task.case.name}: {reason}")
         tuner = self.tuner(task)
         try:
             with self.deciding():
                 return self._measured(tuner) if self.options.exhaustive else self._tuned(tuner, following)
         except NothingPassedError as error:
-            return TuningResult(problem=str(error))
+            return TuningResult("failed", reason=str(error))
         except WorkerCrashedError as error:
-            return TuningResult(problem=f"not tuned: {task.key.label}: {error}")
+            return TuningResult("failed", reason=f"not tuned: {task.key.label}: {error}")
         finally:
             self.queue.forget(task)
 
@@ -121,9 +139,9 @@ class TuningSession:
         later = [self.tuner(task) for task in following[:_CASES_AHEAD]]
         self.queue.look_ahead(run for one in later for run in one.first_runs())
         entry = tuner.tune()
-        gain, before = entry.evidence.get("speedup"), entry.evidence.get("before", "default")
-        over = f", {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain else ""
-        return TuningResult(entry, best=pairs(entry.config) + over)
+        gain, before = entry.evidence.get("speedup"), entry.evidence.get("before")
+        over = f", {gain:.2f}x what calls ran with before ({_FROM[before]})" if gain and before else ""
+        return TuningResult("tuned", entry, best=pairs(entry.config) + over)
 
     def _measured(self, tuner: Tuner) -> TuningResult:
         """Measure the space of a case; the result says how many configs have a time, and the best time."""
@@ -131,7 +149,9 @@ class TuningSession:
         if not (times := times_of(trials)):
             where = f"{tuner.task.op.name} {tuner.task.variant.name}"
             raise NothingPassedError(f"{where}: no config has a time for {tuner.task.case.label}")
-        return TuningResult(best=f"{len(times)} of {len(trials)} configs have a time, best {min(times.values()):.2f} µs")
+        return TuningResult(
+            "measured", best=f"{len(times)} of {len(trials)} configs have a time, best {min(times.values()):.2f} µs"
+        )
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -158,4 +178,5 @@ class TuningSession:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._entered.close()
+        if self._entered is not None:
+            self._entered.close()

@@ -12,7 +12,7 @@ from kerneltune.campaign import SweepResult
 from kerneltune.cli import console
 from kerneltune.plan import Plan
 from kerneltune.records import Record
-from kerneltune.tune.run import TuningSummary
+from kerneltune.tune.session import TuningResult
 
 
 @pytest.fixture(autouse=True)
@@ -59,8 +59,8 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def swept(*given: Any) -> SweepResult:
         return SweepResult(fake(*given), [])
 
-    def tuned(*given: Any) -> TuningSummary:
-        return TuningSummary(fake(*given))  # type: ignore[arg-type]
+    def tuned(*given: Any) -> list[TuningResult]:
+        return [TuningResult("tuned", row) for row in fake(*given)]  # type: ignore[arg-type]
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", swept)
     monkeypatch.setattr("kerneltune.tune.run.run_tune", tuned)

@@ -15,7 +15,7 @@ from kerneltune.search.insight import dead_values, importances, portfolio, regre
 from kerneltune.search.task import Evaluation, Task
 from kerneltune.search.trials import TrialStore
 from kerneltune.spec import Case
-from kerneltune.tune.run import TuningSummary
+from kerneltune.tune.session import TuningResult
 
 
 def knobs(block: int, warps: int) -> insight.Knobs:
@@ -100,7 +100,7 @@ def test_tune_command_ends_with_a_short_form_of_trials(tmp_path: Path, monkeypat
         for i, config in enumerate(variant.configs(case)):
             trial = Evaluation("spills") if i % 5 == 4 else Evaluation("passed", 50.0 + 10 * (config.stages == 2) + config.rows)
             store.put(Task(op, case, variant), config, trial)
-    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary(["an entry"], searched=1))
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: [TuningResult("tuned", "an entry")])
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path / "c")])
     assert result.exit_code == 0, result.output
     title, regret_line, matter, dead, few = result.stdout.splitlines()
@@ -122,22 +122,22 @@ def test_portfolio_without_a_solution_in_time_has_the_best_config_of_each_case(m
 
 
 @pytest.mark.parametrize(
-    ("counts", "code", "out", "err"),
+    ("statuses", "code", "out", "err"),
     [
-        ({"kept": 3}, 0, "nothing to tune: 3 cases have configs (--force searches again)\n", ""),
-        ({}, 0, "nothing to tune: no selected variant has knobs\n", ""),
-        ({"searched": 2, "kept": 1}, 0, "", ""),
-        ({"searched": 2, "failed": 1}, 1, "", "1 of 2 cases not tuned\n"),
+        (["kept"] * 3, 0, "nothing to tune: 3 cases have configs (--force searches again)\n", ""),
+        ([], 0, "nothing to tune: no selected variant has knobs\n", ""),
+        (["kept", "measured", "skipped"], 0, "", ""),
+        (["measured", "failed"], 1, "", "1 of 2 cases not tuned\n"),
     ],
 )
 def test_tune_command_prints_counts_and_fails_if_a_case_failed(
-    counts: dict[str, int], code: int, out: str, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    statuses: list[Any], code: int, out: str, err: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: TuningSummary([], **counts))
+    monkeypatch.setattr("kerneltune.tune.run.run_tune", lambda *_: [TuningResult(status) for status in statuses])
     result = CliRunner().invoke(app, ["tune", "rmsnorm", "--results", str(tmp_path), "--configs", str(tmp_path)])
     served = f"operators read {cache.default_root()}: set KERNELTUNE_CONFIGS={tmp_path} where they shall use these configs\n"
     assert (result.exit_code, result.stdout) == (code, out)
-    assert result.stderr == (served if counts.get("searched") else "") + err
+    assert result.stderr == (served if "measured" in statuses else "") + err
 
 
 def test_trials_command_without_trials_names_the_folder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import fleet_jobs
 import pytest
 from fleet_jobs import DEADLY, DIE, LOG, WORKS
+from made_up_gpu import entries_of
 from started import TESTS, environment, interrupted_stops, running, wait_for
 from versus_jobs import H200
 
@@ -90,7 +91,7 @@ def test_fleet_process_that_dies_loses_one_evaluation(options: Options, log: Pat
     assert {pid for case, config, pid in done if (case, config) == ("m16", "3 8")} - {dead.stem}
     (note,) = progress.notes
     assert note in ("GPU 0: the process died: exit code 9", "GPU 1: the process died: exit code 9")
-    assert {done.entry.case.name for done in run.finished if done.entry} == {work.case.name for work in WORKS}
+    assert {entry.case.name for entry in entries_of(run.finished)} == {work.case.name for work in WORKS}
 
 
 @pytest.mark.parametrize("when", ["starting", "measuring"])
@@ -141,9 +142,9 @@ def test_fleet_gives_up_a_case_that_kills_three_processes(
     monkeypatch.setenv(DEADLY, "m8")
     run = fleet_of(["0", "1"], options, progress := Spoken())
     run.run(WORKS[:2])
-    (problem,) = (done.problem for done in run.finished if done.problem)
-    assert problem.startswith("not tuned: fake optimized m8 bfloat16 none: 3 processes died over it, the last: ")
-    assert [done.entry.case.name for done in run.finished if done.entry] == ["m16"]
+    (reason,) = (result.reason for result in run.finished if result.status == "failed")
+    assert reason.startswith("not tuned: fake optimized m8 bfloat16 none: 3 processes died over it, the last: ")
+    assert [entry.case.name for entry in entries_of(run.finished)] == ["m16"]
     assert sum("died" in note for note in progress.notes) == 4
 
 
@@ -153,8 +154,8 @@ def test_fleet_of_one_gpu_tunes_cases_behind_one_that_kills_processes(
     monkeypatch.setenv(DEADLY, "m8")
     run = fleet_of(["0"], options)
     run.run(WORKS)
-    assert [done.entry.case.name for done in run.finished if done.entry] == ["m16", "m32", "m64", "m128"]
-    assert [done.problem.partition(":")[0] for done in run.finished if done.problem] == ["not tuned"]
+    assert [entry.case.name for entry in entries_of(run.finished)] == ["m16", "m32", "m64", "m128"]
+    assert [result.reason.partition(":")[0] for result in run.finished if result.status == "failed"] == ["not tuned"]
 
 
 def test_fleet_leaves_out_a_gpu_of_another_model(options: Options, log: Path) -> None:
@@ -209,6 +210,6 @@ def test_fleet_tunes_on_the_gpu_of_this_host(tmp_path: Path) -> None:
     )
     options = Options(results=tmp_path / "results", configs=tmp_path / "configs", gpus="1")
     progress = Spoken()
-    (entry,) = run_tune(load_plan(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options), progress).entries
+    (entry,) = entries_of(run_tune(load_plan(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options), progress))
     assert entry.evidence["time_us"] <= 1.05 * entry.evidence["default_us"]
-    assert run_tune(load_plan(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options), progress).entries == []
+    assert entries_of(run_tune(load_plan(ops.load(), Selection(str(tmp_path / "tiny.yaml")), options), progress)) == []

@@ -14,7 +14,7 @@ from typing import Any
 import made_up_gpu
 import pytest
 import versus_jobs
-from made_up_gpu import H200, OPS, Bench, Pool, time_us
+from made_up_gpu import H200, OPS, Bench, Pool, entries_of, time_us
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 
@@ -70,7 +70,7 @@ def _appended(path: Path) -> list[str]:
 
 
 def test_run_tune_stores_the_best_config_and_every_trial(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
+    (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
@@ -80,14 +80,14 @@ def test_run_tune_stores_the_best_config_and_every_trial(selection: Selection, o
     assert (first.resources, first.shared_bytes) == (128, 1024)
     assert first.date
     assert first.commit
-    assert run_tune(load_plan(OPS, selection, options), Progress()).entries == []  # nothing is lacking
+    assert entries_of(run_tune(load_plan(OPS, selection, options), Progress())) == []  # nothing is lacking
 
 
 def test_run_tune_continues_after_a_config_that_crashes(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Bench, "crashed", staticmethod(lambda config: config.block == 2048))
-    (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
+    (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
     assert entry.config["block"] in (1024, 4096)
     assert entry.evidence["trials"] > 4
 
@@ -108,10 +108,10 @@ def test_run_tune_forced_tries_crashed_configs_again(
             moment.setattr(Bench, "crashed", staticmethod(lambda config: config.block == 2048))
         else:
             moment.setattr(Pool, "submit", submit)
-        (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
+        (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
         assert entry.config["block"] != 2048
     forced = replace(options, force=True)
-    (entry,) = run_tune(load_plan(OPS, selection, forced), Progress()).entries
+    (entry,) = entries_of(run_tune(load_plan(OPS, selection, forced), Progress()))
     assert entry.config == {"block": 2048, "warps": 8, "ctas": 0}
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
@@ -136,7 +136,7 @@ def test_run_tune_forced_or_with_knobs_searches_the_whole_space(
     first, second = (Selection(str(tmp_path / "made.yaml"), dtypes=(dtype,)) for dtype in ("bfloat16", "float16"))
     whole = replace(options, search=Search())
     run_tune(load_plan(made, first, whole), Progress())
-    (entry,) = run_tune(load_plan(made, second, replace(whole, **asked)), Progress()).entries
+    (entry,) = entries_of(run_tune(load_plan(made, second, replace(whole, **asked)), Progress()))
     assert entry.evidence["trials"] == tried
 
 
@@ -147,7 +147,7 @@ def test_run_tune_stops_where_less_than_1_percent_is_expected(
     variant = replace(versus_jobs.VARIANT, space=lambda _: {"block": tuple(range(10)), "warps": (1, 2, 4, 8)})
     (tmp_path / "made.yaml").write_text("family: made\nops: [fake]\nbench:\n  - {name: m8, M: 8, dtype: bfloat16}\n")
     selection, made = Selection(str(tmp_path / "made.yaml")), {"fake": replace(versus_jobs.OP, variants=(variant,))}
-    (entry,) = run_tune(load_plan(made, selection, options), Progress()).entries
+    (entry,) = entries_of(run_tune(load_plan(made, selection, options), Progress()))
     assert 16 <= entry.evidence["trials"] < 40
     assert entry.config == {"block": 3, "warps": 8}
 
@@ -162,7 +162,7 @@ def test_run_tune_of_a_case_that_cannot_be_prepared_notes_it_as_failed(
 
     monkeypatch.setattr(Bench, "measure", lost)
     tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
-    assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 1)
+    assert [result.status for result in tuned] == ["failed"]
     assert notes[:1] == ["not tuned: stream baseline 1048576+1048576 int32 none: MemoryError: inputs do not fit"]
 
 
@@ -172,7 +172,7 @@ def test_run_tune_of_a_case_too_large_for_the_gpu_notes_it_without_failure(
     notes: list[str] = []
     monkeypatch.setattr("kerneltune.tune.session.obstacle", lambda *_: "needs 200 GB")
     tuned = run_tune(load_plan(OPS, selection, options), Spoken(notes))
-    assert (tuned.entries, tuned.searched, tuned.failed) == ([], 1, 0)
+    assert [result.status for result in tuned] == ["skipped"]
     assert notes == ["not tuned: stream 1048576+1048576: needs 200 GB"]
 
 
@@ -190,29 +190,28 @@ def test_run_tune_with_a_broken_config_file_raises_before_it_measures(
 
 
 def test_run_tune_keeps_stale_configs_unless_told_to_search_them(selection: Selection, options: Options) -> None:
-    (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
+    (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
     old = replace(entry, config={"block": 512, "warps": 4, "ctas": 0}, evidence=entry.evidence | {"source_hash": "old"})
     path = cache.store(H200.slug, old, options.configs)
     notes: list[str] = []
-    kept = run_tune(load_plan(OPS, selection, options), Spoken(notes))
-    assert (kept.searched, kept.kept) == (0, 1)
+    (kept,) = run_tune(load_plan(OPS, selection, options), Spoken(notes))
+    assert kept.status == "kept"
     assert cache.load_strict(path) == [old]
     assert notes == [
         "1 of 1 cached configs are stale, chosen with other code: kept (`sweep --stale` times them beside their default)"
     ]
     cache.store(H200.slug, replace(entry, evidence=entry.evidence | {"driver": "old"}), options.configs)
-    assert run_tune(load_plan(OPS, selection, options), Spoken(notes)).searched == 0
+    assert [result.status for result in run_tune(load_plan(OPS, selection, options), Spoken(notes))] == ["kept"]
     assert notes.pop() == (
         "1 of 1 cached configs are outdated, chosen with another driver, torch or triton: kept (`tune --stale` searches again)"
     )
     cache.store(H200.slug, old, options.configs)
-    (again,) = run_tune(load_plan(OPS, selection, replace(options, stale=True)), Spoken(notes)).entries
+    (again,) = entries_of(run_tune(load_plan(OPS, selection, replace(options, stale=True)), Spoken(notes)))
     assert again.config == entry.config
     assert again.evidence["source_hash"] == OPS["stream"].variant("baseline").source_hash
     assert len(notes) == 1
-    assert (
-        run_tune(load_plan(OPS, selection, replace(options, stale=True)), Progress()).searched == 0
-    )  # what is fresh is left alone
+    fresh = run_tune(load_plan(OPS, selection, replace(options, stale=True)), Progress())
+    assert [result.status for result in fresh] == ["kept"]
 
 
 def test_run_tune_compiles_for_the_next_case_while_it_measures(
@@ -234,7 +233,7 @@ def test_run_tune_compiles_for_the_next_case_while_it_measures(
 
     monkeypatch.setattr(Pool, "submit", submit)
     monkeypatch.setattr(Bench, "prepare", prepare)
-    _first, second = run_tune(load_plan(OPS, Selection(str(tmp_path / "two.yaml")), options), Progress()).entries
+    _first, second = entries_of(run_tune(load_plan(OPS, Selection(str(tmp_path / "two.yaml")), options), Progress()))
     assert happened[0] == ("prepare", 1 << 20)
     assert happened.index(("compile", 2 << 20)) < happened.index(("prepare", 2 << 20))
     assert sum(size == 2 << 20 for what, size in happened if what == "compile") == second.evidence["trials"]  # none twice
@@ -246,7 +245,7 @@ def test_run_tune_exhaustive_measures_each_config_once_and_stores_none(selection
     assert options.results is not None
     path = options.results / "runs" / "trials" / "nvidia_h200" / "stream.log"
     for _ in range(2):
-        assert run_tune(load_plan(OPS, selection, wide), Progress()).entries == []
+        assert entries_of(run_tune(load_plan(OPS, selection, wide), Progress())) == []
         trials = history(path)
         variant = widened(OPS["stream"].variants[0], knobs)
         assert {trial.knobs for trial in trials} == {knob_pairs(config) for config in variant.configs(trials[0].key.case)}
@@ -271,15 +270,15 @@ def test_run_tune_with_unknown_knobs_raises(knobs: Any, message: str, selection:
 def test_renewal_times_stale_entries_of_this_gpu_again(
     selection: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (entry,) = run_tune(load_plan(OPS, selection, options), Progress()).entries
+    (entry,) = entries_of(run_tune(load_plan(OPS, selection, options), Progress()))
     prepared: list[Case] = []
     monkeypatch.setattr(Bench, "prepare", lambda _self, task: prepared.append(task.case))
 
     def renewed_as(until: float = math.inf, **changes: Any) -> list[tuple[bool, str]]:
         stale = [replace(entry, **changes)]
         return [
-            (done.entry is not None and done.entry.config == before.config, done.problem)
-            for before, done in renew(load_plan(OPS, selection, options), stale, Progress(), until)
+            (result.entry is not None and result.entry.config == before.config, result.reason)
+            for before, result in renew(load_plan(OPS, selection, options), stale, Progress(), until)
         ]
 
     def stored() -> cache.CacheEntry:
