@@ -25,9 +25,9 @@ FACTORY = "<locals>"
 """Part of the qualified name of a kernel that a function made."""
 PLAIN_MARK = "kerneltune_plain"
 """Attribute of an autotuner that describes a kernel without an autotuner."""
-SERVING_STATE, KNOWN_CLASSES = "kerneltune_state", "_kerneltune_classes"
-"""Attributes of autotuners: the state of a Server, and the classes of a Recorder by list of configs."""
-_TWIN_OF = "_kerneltune_twin_of"
+SERVED_ATTRIBUTE, RECORDED_ATTRIBUTE = "kerneltune_served", "_kerneltune_recorded"
+"""Attributes of autotuners: what a Server keeps of it, and what a Recorder keeps by list of configs."""
+_COPY_OF = "_kerneltune_copy_of"
 """Attribute of a copy of an autotuner: the autotuner that a module holds."""
 _MOST_LAYERS, _MOST_HELPER_LAYERS = 16, 4
 """Most decorators around a kernel, and around a function that a kernel calls."""
@@ -158,7 +158,7 @@ def home_of(autotuner: Any) -> KernelName | None:
     A program may autotune a kernel of another module. The kernel's own module need not be in `sys.modules`.
     """
     name, unwrap = kernel_name(autotuner), autotuner_of
-    wanted = autotuner.__dict__.get(_TWIN_OF, autotuner)
+    wanted = autotuner.__dict__.get(_COPY_OF, autotuner)
     if is_plain(autotuner):
         unwrap, wanted = jit_of, autotuner.fn
     own = dict(autotuner.base_fn.__globals__)
@@ -234,13 +234,13 @@ class KernelCall:
         """Return the names of `values`."""
         return (*self.autotuner.arg_names[: len(self.args)], *self.kwargs)
 
-    def twin(self, configs: Sequence[Any] | None = None) -> Any:
+    def private_copy(self, configs: Sequence[Any] | None = None) -> Any:
         """Return a copy of the autotuner that a thread may use alone; it shares the cache of choices.
 
         configs: list of the copy; None for the autotuner's present list.
         """
         alone = copy.copy(self.autotuner)
-        alone.__dict__.setdefault(_TWIN_OF, self.autotuner)
+        alone.__dict__.setdefault(_COPY_OF, self.autotuner)
         alone.nargs = dict(zip(self.autotuner.arg_names, self.args, strict=False))
         if configs is not None:
             alone.configs = list(configs)
@@ -275,7 +275,7 @@ class KernelCall:
             by_model: whether the author's performance model prunes, too; the model decides which configs are worth timing, not
                 which configs may be launched.
         """
-        alone = self.twin(configs)
+        alone = self.private_copy(configs)
         if not by_model:
             alone.perf_model = None
         return list(alone.prune_configs(dict(self.kwargs)))
@@ -343,7 +343,7 @@ class KeyPlan(Generic[V]):
     values: dict[tuple[Any, ...], V] = field(default_factory=dict)
 
 
-class LaunchKeys(Generic[V]):
+class LaunchMap(Generic[V]):
     """Hold a value for each key of a kernel's launches, in a plan for each combination of names and types, the newest first."""
 
     __slots__ = ("plans",)

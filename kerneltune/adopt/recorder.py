@@ -23,7 +23,7 @@ from typing import Any
 from kerneltune.adopt import arguments, configs, kernels, program
 from kerneltune.adopt.arguments import Argument, NotRecordableError, Values
 from kerneltune.adopt.folder import LAUNCHES, Candidate, Count, Counters, LaunchClass, ProcessNotes, write_class, write_notes
-from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchKeys, is_plain, kernel_name, of_list
+from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchMap, is_plain, kernel_name, of_list
 from kerneltune.adopt.program import main_name
 from kerneltune.errors import first_line
 
@@ -105,7 +105,7 @@ class Recorder:
         if util is not None:  # workers of multiprocessing end without calling the functions of atexit
             util.Finalize(None, self.flush, exitpriority=10)
 
-    def made(self, autotuner: Any) -> None:
+    def on_new_autotuner(self, autotuner: Any) -> None:
         """Note an autotuned kernel that the program has made."""
         kind, name = type(autotuner), kernel_name(autotuner).text
         self._tuned.add(autotuner.base_fn)
@@ -158,10 +158,10 @@ class Recorder:
     def known(self, autotuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KnownLaunches:
         """Return the class of a launch; the first launch of a class records it."""
         try:
-            lists: dict[Any, LaunchKeys[KnownLaunches]] | None = autotuner.__dict__.get(kernels.KNOWN_CLASSES)
+            lists: dict[Any, LaunchMap[KnownLaunches]] | None = autotuner.__dict__.get(kernels.RECORDED_ATTRIBUTE)
             if lists is None:
-                lists = kernels.hold(autotuner, kernels.KNOWN_CLASSES, {})
-            keys = of_list(lists, autotuner.configs, LaunchKeys)
+                lists = kernels.hold(autotuner, kernels.RECORDED_ATTRIBUTE, {})
+            keys = of_list(lists, autotuner.configs, LaunchMap)
             launches = keys.find(args, kwargs)
             if launches is None:
                 call = KernelCall(autotuner, args, kwargs)

@@ -6,9 +6,9 @@ arguments that the capture ignored: a launch that the table lacks stays unchange
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import RLock
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kerneltune.adopt import arguments, kernels, program
 from kerneltune.adopt.configs import (
     OPTIONS,
+    StoredConfig,
     changed_blocks,
     config_index,
     configs_digest,
@@ -28,7 +29,7 @@ from kerneltune.adopt.configs import (
     split_options,
 )
 from kerneltune.adopt.folder import Counters
-from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchKeys, kernel_name, of_list
+from kerneltune.adopt.kernels import KernelCall, KernelName, LaunchMap, kernel_name, of_list
 from kerneltune.adopt.program import log, warn_once
 from kerneltune.adopt.table import RowFinder, ServingRow, ServingTable, TableKernel, read_table
 from kerneltune.errors import first_line
@@ -43,19 +44,19 @@ SERVED, MISSED = "served", "missed"
 
 
 @dataclass(slots=True)
-class Served:
+class ServedConfig:
     """Hold the config of the launches of a key.
 
     Attributes:
         options: keyword arguments of the launch; without an autotuner only the arguments that differ from the program's.
-        counter: index of the count of these launches.
+        count: index of the count of these launches.
         config: the live config object; None for a kernel without an autotuner.
         hook: the config's pre_hook.
         fallbacks: configs that replace the config if it fails to launch; without an autotuner the program's own arguments do.
     """
 
     options: dict[str, Any]
-    counter: int
+    count: int
     config: Any = None
     hook: Callable[[dict[str, Any]], Any] | None = None
     fallbacks: list[Any] = field(default_factory=list)
@@ -74,97 +75,94 @@ class Served:
 
 
 @dataclass(slots=True)
-class ServingState:
-    """Hold the state of an autotuner with a list of configs.
+class ServedList:
+    """Serve an autotuner with one list of configs.
 
     Attributes:
+        configs: the list.
         kernel: the table's kernel; None where the table has none for this autotuner.
-        configs: the author's list.
-        counters: indices of the counts of launches: served, missed.
-        deciding: arguments that are part of `keys`: the arguments of the author's key, and the sizes that decide between rows.
-        index: configs by their values.
-        shown: the list that the autotuner shows: the author's, or the config for torch.compile. Any other list was assigned by
-            the program.
-        keys: the served configs by the keys of launches.
-        finders: the table's rows by the author's keys and element types of launches.
-        rows: the configs of the table's rows, by identity of the row.
-        lists: states for lists that the program assigned later.
-        choices: the author's choices from a list that the program assigned: the autotuner's cache does not tell lists apart.
+        counts: indices of the counts of launches: served, missed.
+        key_names: arguments in the keys of launches: the arguments of the author's key, and the sizes that decide between rows.
+        by_launch: the configs by the keys of launches, which is all that a launch reads once its key was seen.
+        by_author_key: the table's rows by author's key and element types; None for a row whose configs cannot be made here.
+        author_choices: the author's choices, if the program assigned the list: the autotuner's own cache tells no lists apart.
     """
 
-    kernel: TableKernel | None
     configs: list[Any]
-    counters: tuple[int, ...]
-    deciding: set[str]
-    index: dict[str, Any]
-    shown: list[Any]
-    keys: LaunchKeys[Served] = field(default_factory=LaunchKeys)
-    finders: LaunchKeys[RowFinder] = field(default_factory=LaunchKeys)
-    rows: dict[int, Served] = field(default_factory=dict)
-    lists: "dict[Any, ServingState]" = field(default_factory=dict)
-    choices: dict[Any, Any] | None = None
-
-    def row(self, call: KernelCall) -> ServingRow | None:
-        """Return the table's row of a launch; None where the table has none for its author's key and element types."""
-        if self.kernel is None:
-            return None
-        finder = self.finders.find(call.args, call.kwargs)
-        if finder is None:
-            finder = self.kernel.finder(call.author_key(), call.dtypes())
-            self.finders.remember(call, call.autotuner.keys, finder)
-        return finder.nearest({name: call.size(name) for name in finder.names})
+    kernel: TableKernel | None
+    counts: tuple[int, ...]
+    key_names: set[str]
+    by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
+    by_author_key: LaunchMap[RowFinder[ServedConfig | None]] = field(default_factory=LaunchMap)
+    author_choices: dict[Any, Any] | None = None
 
 
 @dataclass(slots=True)
-class PlainKernel:
+class ServedAutotuner:
+    """Hold what serving keeps of an autotuner.
+
+    Attributes:
+        author: the author's list.
+        shown: the list that the autotuner shows: the author's, or the config for torch.compile.
+        assigned: any other list, which the program has assigned.
+    """
+
+    author: ServedList
+    shown: list[Any]
+    assigned: dict[Any, ServedList] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ServedPlainKernel:
     """Serve a kernel without an autotuner.
 
     Attributes:
-        listed: the table's kernels of this code, each with other options of the program.
-        slots: indices of the counts of launches: served, missed.
-        keys: the served changes by the keys of launches.
-        described: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
+        kernels: the table's kernels of this code, each with other options of the program.
+        counters: counts of the process.
+        counts: indices of the counts of launches: served, missed.
+        by_launch: the served changes by the keys of launches.
+        by_options: by the options of the program, the autotuners that describe the kernel, with the table's kernels.
     """
 
-    listed: list[TableKernel]
+    kernels: list[TableKernel]
     counters: Counters
-    slots: tuple[int, ...]
-    keys: LaunchKeys[Served] = field(default_factory=LaunchKeys)
-    described: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
+    counts: tuple[int, ...]
+    by_launch: LaunchMap[ServedConfig] = field(default_factory=LaunchMap)
+    by_options: dict[tuple[Any, ...], list[tuple[Any, TableKernel]]] = field(default_factory=dict)
 
     def launch(self, original: Callable[..., Any], kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Launch the kernel with the changes of the launch's key. The hot path of serving."""
-        served = self.keys.find(args, kwargs) or self._resolve(KernelCall(kernel, args, kwargs))
+        served = self.by_launch.find(args, kwargs) or self._resolve(KernelCall(kernel, args, kwargs))
         try:
             result = original(kernel, *args, **{**kwargs, **served.options})
         except Exception as error:  # Triton's launch errors share no type
             served.fall_back(kernel, error)
             return self.launch(original, kernel, args, kwargs)
-        self.counters.add(served.counter)
+        self.counters.add(served.count)
         return result
 
-    def _resolve(self, call: KernelCall) -> Served:
+    def _resolve(self, call: KernelCall) -> ServedConfig:
         """Serve the table's options and blocks to launches of this key from now on; nothing where the table has no row."""
         changes: dict[str, Any] | None = None
         try:
             changes = self._changes(call)
         except Exception as error:  # an argument of an unknown type must not end the user's program
             warn_once(f"{call.name.text}: a launch is not served: {first_line(error)}")
-        deciding = {*OPTIONS, "grid", *(key for one in self.listed for key in one.keys)}
-        return self.keys.remember(call, deciding, Served(changes or {}, self.slots[changes is None]))
+        key_names = {*OPTIONS, "grid", *(name for kernel in self.kernels for name in kernel.keys)}
+        return self.by_launch.remember(call, key_names, ServedConfig(changes or {}, self.counts[changes is None]))
 
     def _changes(self, call: KernelCall) -> dict[str, Any] | None:
         """Return the options and blocks of the table that differ from a launch's own; None if the table has no row for it.
 
         Each argument that a launch passes on costs the host 0.1 us.
         """
-        own, given = split_options(call.kwargs)
-        if (key := tuple(own.values())) not in self.described:
-            tuners = [(plain_tuner(call.autotuner, own, one.keys), one) for one in self.listed]
-            self.described[key] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
-        for tuner, one in self.described[key]:
-            launch = KernelCall(tuner, call.args, given)
-            row = one.finder(launch.author_key(), launch.dtypes()).nearest(launch.sizes())
+        own, others = split_options(call.kwargs)
+        if (options := tuple(own.values())) not in self.by_options:
+            tuners = [(plain_tuner(call.autotuner, own, kernel.keys), kernel) for kernel in self.kernels]
+            self.by_options[options] = [each for each in tuners if configs_digest(each[0].configs) == each[1].configs]
+        for tuner, kernel in self.by_options[options]:
+            launch = KernelCall(tuner, call.args, others)
+            row = kernel.row(launch.author_key(), launch.dtypes(), launch.sizes())
             if row is not None and self._fits(launch, row):
                 chosen = decode_config(row.configs[0], type(tuner.configs[0])).all_kwargs()
                 present = launch.named | launch_defaults() | {name: value for name, value in own.items() if value is not None}
@@ -219,7 +217,7 @@ class Server:
         self._make_config, self._preparing, self._lock = make_config, preparing, RLock()
         self._table: ServingTable | None = None
         self._read_for = ""
-        self._plain: dict[Any, PlainKernel | None] = {}
+        self._plain: dict[Any, ServedPlainKernel | None] = {}
 
     def table(self) -> ServingTable | None:
         """Return the table of this GPU; None if no table may be served.
@@ -275,12 +273,11 @@ class Server:
 
         def run(autotuner: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                state: ServingState = autotuner.kerneltune_state
+                held: ServedAutotuner = autotuner.kerneltune_served
             except AttributeError:
-                state = self.attach(autotuner)
-            if autotuner.configs is not state.shown:
-                state = self._relisted(autotuner, state)
-            return launch(state, original, autotuner, args, kwargs)
+                held = self.attach(autotuner)
+            listed = held.author if autotuner.configs is held.shown else self._assigned(autotuner, held)
+            return launch(listed, original, autotuner, args, kwargs)
 
         return run
 
@@ -297,19 +294,19 @@ class Server:
 
         return run
 
-    def _plain_kernel(self, kernel: Any) -> PlainKernel | None:
+    def _plain_kernel(self, kernel: Any) -> ServedPlainKernel | None:
         """Return the server of a kernel without an autotuner; None if the table has no such kernel."""
-        listed = self._kernels_of(kernel.fn, is_plain=True)
-        return PlainKernel(listed, self.counters, self._slots(kernel)) if listed else None
+        same = self._kernels_of(kernel.fn, is_plain=True)
+        return ServedPlainKernel(same, self.counters, self._counts_of(kernel)) if same else None
 
-    def _launch(self, state: ServingState, original: Callable[..., Any], tuner: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _launch(self, listed: ServedList, original: Callable[..., Any], tuner: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Launch an autotuner's kernel with the config of its key. The hot path of serving."""
-        served = state.keys.find(args, kwargs)
+        served = listed.by_launch.find(args, kwargs)
         if served is None:
-            found = self._resolve(original, KernelCall(tuner, args, kwargs), state)
-            if not isinstance(found, Served):
-                return found[0]
-            served = found
+            resolved = self._resolve(original, KernelCall(tuner, args, kwargs), listed)
+            if not isinstance(resolved, ServedConfig):
+                return resolved[0]
+            served = resolved
         options = served.options
         kwargs.update(options)
         if served.hook is not None:
@@ -320,143 +317,162 @@ class Server:
         except Exception as error:  # Triton's launch errors share no type
             rest = {name: value for name, value in kwargs.items() if name not in options}
             served.fall_back(tuner, error)
-            return self._launch(state, original, tuner, args, rest)
-        self.counters.add(served.counter)
+            return self._launch(listed, original, tuner, args, rest)
+        self.counters.add(served.count)
         return result
 
-    def attach(self, autotuner: Any) -> ServingState:
+    def attach(self, autotuner: Any) -> ServedAutotuner:
         """Find the table's kernel of an autotuner; torch.compile sees one config from here on, so that it times nothing."""
         with self._lock:
-            state: ServingState | None = autotuner.__dict__.get(kernels.SERVING_STATE)
-            if state is None:
-                state = self._new_state(autotuner)
-                if state.kernel is not None:
-                    shown = self._live(state, state.kernel.portfolio[:1])
-                    autotuner.configs = state.shown = shown or state.configs
-                kernels.hold(autotuner, kernels.SERVING_STATE, state)
-            return state
+            held: ServedAutotuner | None = autotuner.__dict__.get(kernels.SERVED_ATTRIBUTE)
+            if held is None:
+                author = self._list_of(autotuner)
+                held = ServedAutotuner(author, author.configs)
+                if author.kernel is not None:
+                    (portfolio,) = _live(author, [author.kernel.portfolio[:1]], self._make_config)
+                    autotuner.configs = held.shown = portfolio or author.configs
+                kernels.hold(autotuner, kernels.SERVED_ATTRIBUTE, held)
+            return held
 
-    def _slots(self, kernel: Any) -> tuple[int, ...]:
-        return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
-
-    def made(self, autotuner: Any) -> None:
+    def on_new_autotuner(self, autotuner: Any) -> None:
         """Let an autotuner show its config before anything traces it."""
         with suppress(Exception):  # raised again where the program launches the kernel
             if self._kernels_of(autotuner.base_fn):
                 self.attach(autotuner)
 
-    def _relisted(self, autotuner: Any, first: ServingState) -> ServingState:
-        """Return the state of an autotuner with the list of configs that the program has assigned to it."""
+    def _assigned(self, autotuner: Any, held: ServedAutotuner) -> ServedList:
+        """Return the server of the list of configs that the program has assigned to an autotuner."""
         with self._lock:
-            return of_list(first.lists, autotuner.configs, lambda: self._new_state(autotuner, choices={}))
+            return of_list(held.assigned, autotuner.configs, lambda: replace(self._list_of(autotuner), author_choices={}))
 
-    def _new_state(self, autotuner: Any, choices: dict[Any, Any] | None = None) -> ServingState:
-        """Return the state of an autotuner with its present list of configs.
+    def _list_of(self, autotuner: Any) -> ServedList:
+        """Return the server of an autotuner with its present list of configs.
 
-        The state has the table's kernel of this list, else of another list; no kernel if the table cannot be read.
+        It has the table's kernel of this list, else of another list; no kernel if the table cannot be read.
         """
-        listed, same = autotuner.configs, list[TableKernel]()
+        configs, same = autotuner.configs, list[TableKernel]()
         try:
             same = self._kernels_of(autotuner.base_fn)
         except Exception as error:  # a damaged table must not end the user's program
             if self._is_strict:
                 raise
             warn_once(f"{kernel_name(autotuner).text}: not served: {first_line(error)}")
-        same.sort(key=lambda one: one.configs != configs_digest(listed))
+        same.sort(key=lambda kernel: kernel.configs != configs_digest(configs))
         kernel = same[0] if same else None
         split = {re.split(r"[.[]", name)[0] for group in (kernel.groups if kernel is not None else ()) for name in group.split}
-        deciding, index = split.union(autotuner.keys), config_index(listed)
-        return ServingState(kernel, listed, self._slots(autotuner), deciding, index, listed, choices=choices)
+        return ServedList(configs, kernel, self._counts_of(autotuner), split.union(autotuner.keys))
 
-    def _live(self, state: ServingState, stored: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the live config objects of stored configs, without the configs that cannot be made here.
+    def _counts_of(self, kernel: Any) -> tuple[int, ...]:
+        """Return the indices of the counts of a kernel's launches: served, missed."""
+        return tuple(self.counters.slot(f"{kind} {kernel_name(kernel).text}") for kind in (SERVED, MISSED))
 
-        If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
-        config of the list has are left out, because the value may be wrong here.
-        """
-        made = [live_config(state.index, config, self._make_config) for config in stored]
-        live = [config for config in made if config is not None]
-        if state.kernel is not None and state.kernel.configs == configs_digest(state.configs):
-            return live
-        known = [item for config in state.configs for item in config.kwargs.items()]
-        return [config for config in live if all(item in known for item in config.kwargs.items())]
-
-    def _resolve(self, original: Callable[..., Any], call: KernelCall, state: ServingState) -> "Served | tuple[Any]":
+    def _resolve(self, original: Callable[..., Any], call: KernelCall, listed: ServedList) -> ServedConfig | tuple[Any]:
         """Return the config for launches of this key, or the result of the launch where the author's autotuner made it."""
         if self._preparing is not None:
             self._preparing.wait()
-        row = state.row(call)
-        if row is not None and (served := self._allowed(call, state, row)) is not None:
+        row = self._row(call, listed)
+        if row is not None and (served := _allowed(call, listed, row)) is not None:
             self.counts.hits += 1
-            return self._remember(call, state, served)
-        if len(state.configs) == 1:  # nothing to choose
-            return self._remember(call, state, _served(state.configs, state.counters[0]))
+            return self._remember(call, listed, served)
+        if len(listed.configs) == 1:  # nothing to choose
+            return self._remember(call, listed, _served(listed.configs, listed.counts[0]))
         with suppress(Exception):  # of the author's grid: the launch raises it again
-            if 0 in (call.grid(state.configs[0]) or ()):  # without tokens, for example: any config does for this launch
-                return _served(state.configs[:1], state.counters[0])
+            if 0 in (call.grid(listed.configs[0]) or ()):  # without tokens, for example: any config does for this launch
+                return _served(listed.configs[:1], listed.counts[0])
         self.counts.misses += 1
         if self.missing is not None:
             try:  # with the author's list rather than the shown config
-                self.missing.record(call.twin(state.configs), call.args, call.kwargs)
+                self.missing.record(call.private_copy(listed.configs), call.args, call.kwargs)
             except Exception as error:  # a log that cannot be written is no reason to stop
                 warn_once(f"misses are not recorded: {error}")
         policy = "nearest" if self.miss == "author" and program.is_capturing() else self.miss
         if policy == "error":
             raise LookupError(f"{call.name.text}: no config for {call.sizes()} {call.dtypes()} on {program.device_slug()}")
         if policy == "author":
-            return self._by_author(original, call, state)
-        return self._remember(call, state, _served(self._guess(policy, call, state), state.counters[1]))
+            return self._by_author(original, call, listed)
+        return self._remember(call, listed, _served(self._guess(policy, call, listed), listed.counts[1]))
 
-    def _remember(self, call: KernelCall, state: ServingState, served: Served) -> Served:
+    def _remember(self, call: KernelCall, listed: ServedList, served: ServedConfig) -> ServedConfig:
         """Serve a config to launches of this key from now on.
 
         The author's pruning and the policy `nearest` may depend on every argument.
         """
         tuner = call.autotuner
         is_whole = tuner.early_config_prune or tuner.perf_model or self.miss == "nearest"
-        deciding = state.deciding | kernels.all_but_floats(call) if is_whole else state.deciding
-        return state.keys.remember(call, deciding, served)
+        key_names = listed.key_names | kernels.all_but_floats(call) if is_whole else listed.key_names
+        return listed.by_launch.remember(call, key_names, served)
 
-    def _allowed(self, call: KernelCall, state: ServingState, row: ServingRow) -> Served | None:
-        """Return the configs of a row that the author's pruning allows for a launch, without the author's performance model."""
-        served = state.rows.get(id(row))
-        if served is None:
-            if not (configs := self._live(state, row.configs)):
-                return None
-            served = state.rows[id(row)] = _served(configs, state.counters[0])
-        if not call.autotuner.early_config_prune:
-            return served
-        configs = [served.config, *served.fallbacks]
-        left = call.pruned(list(dict.fromkeys([*state.configs, *configs])), by_model=False)
-        allowed = [config for config in configs if config in left]
-        return _served(allowed, state.counters[0]) if allowed else None
+    def _row(self, call: KernelCall, listed: ServedList) -> ServedConfig | None:
+        """Return the configs of the table's row of a launch.
 
-    def _guess(self, policy: str, call: KernelCall, state: ServingState) -> list[Any]:
+        None where the table has no row for its author's key and element types, or none of the row's configs can be made here.
+        """
+        if listed.kernel is None:
+            return None
+        finder = listed.by_author_key.find(call.args, call.kwargs)
+        if finder is None:
+            group = listed.kernel.group(call.author_key(), call.dtypes())
+            rows = group.rows if group is not None else ()
+            made = _live(listed, [row.configs for row in rows], self._make_config)
+            served = [_served(configs, listed.counts[0]) if configs else None for configs in made]
+            finder = RowFinder(group.split if group is not None else (), zip((row.sizes for row in rows), served, strict=True))
+            listed.by_author_key.remember(call, call.autotuner.keys, finder)
+        return finder.nearest({name: call.size(name) for name in finder.names})
+
+    def _guess(self, policy: str, call: KernelCall, listed: ServedList) -> list[Any]:
         """Return the configs of the nearest captured launch, or the author's, first config first."""
-        nearest = state.kernel.nearest(call.sizes(), call.dtypes()) if policy == "nearest" and state.kernel is not None else None
-        near = None if nearest is None else self._allowed(call, state, nearest)
+        kernel = listed.kernel if policy == "nearest" else None
+        nearest = kernel.nearest(call.sizes(), call.dtypes()) if kernel is not None else None
+        (configs,) = _live(listed, [nearest.configs if nearest is not None else ()], self._make_config)
+        near = _allowed(call, listed, _served(configs, listed.counts[1])) if configs else None
         label = "" if near is None else label_of(near.config)
         used = f"the config of the nearest captured launch, {label}" if near else "the author's first config"
         warn_once(f"{call.name.text}: a launch that was not tuned: served with {used}")
-        return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(state.configs)]
+        return [*([near.config, *near.fallbacks] if near else ()), *call.pruned(listed.configs)]
 
-    def _by_author(self, original: Callable[..., Any], call: KernelCall, state: ServingState) -> tuple[Any]:
+    def _by_author(self, original: Callable[..., Any], call: KernelCall, listed: ServedList) -> tuple[Any]:
         """Let the author's autotuner tune if necessary and launch, and remember its choice."""
-        self.counters.add(state.counters[1])
+        self.counters.add(listed.counts[1])
         warn_once(f"{call.name.text}: a launch that was not tuned: the author's autotuner chooses")
-        alone = call.twin(state.configs)
-        if state.choices is not None:
-            alone.cache = state.choices
+        alone = call.private_copy(listed.configs)
+        if listed.author_choices is not None:
+            alone.cache = listed.author_choices
         before = len(alone.cache)
         result = original(alone, *call.args, **call.kwargs)
         self.counts.tunings += len(alone.cache) > before
         for name in ("best_config", "configs_timings", "bench_time"):
             if name in alone.__dict__:
                 setattr(call.autotuner, name, alone.__dict__[name])
-        self._remember(call, state, _served([alone.best_config], state.counters[1]))
+        self._remember(call, listed, _served([alone.best_config], listed.counts[1]))
         return (result,)
 
 
-def _served(configs: Sequence[Any], counter: int) -> Served:
+def _live(listed: ServedList, rows: Sequence[Sequence[StoredConfig]], make_config: Any) -> list[list[Any]]:
+    """Return the live config objects of each row of stored configs, without the configs that cannot be made here.
+
+    If the autotuner's list was not tuned, such as a list that the program assigns for each size, configs with a value that no
+    config of the list has are left out, because the value may be wrong here.
+    """
+    index = config_index(listed.configs)
+    is_tuned = listed.kernel is not None and listed.kernel.configs == configs_digest(listed.configs)
+    values = [item for config in listed.configs for item in config.kwargs.items()]
+
+    def is_right(config: Any) -> bool:
+        return config is not None and (is_tuned or all(item in values for item in config.kwargs.items()))
+
+    return [list(filter(is_right, (live_config(index, stored, make_config) for stored in row))) for row in rows]
+
+
+def _allowed(call: KernelCall, listed: ServedList, served: ServedConfig) -> ServedConfig | None:
+    """Return the configs that the author's pruning allows for a launch, without the author's performance model; None for none."""
+    if not call.autotuner.early_config_prune:
+        return served
+    configs = [served.config, *served.fallbacks]
+    left = call.pruned(list(dict.fromkeys([*listed.configs, *configs])), by_model=False)
+    allowed = [config for config in configs if config in left]
+    return _served(allowed, served.count) if allowed else None
+
+
+def _served(configs: Sequence[Any], count: int) -> ServedConfig:
     config, *fallbacks = configs
-    return Served(config.all_kwargs(), counter, config, config.pre_hook, fallbacks)
+    return ServedConfig(config.all_kwargs(), count, config, config.pre_hook, fallbacks)

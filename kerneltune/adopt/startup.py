@@ -172,7 +172,7 @@ def install(
         _patch(autotuning, server, has_plain)  # a launch of any kernel costs a look-up
         for each in gc.get_objects():  # decorated before: torch.compile is to see one config of each
             if issubclass(type(each), autotuning.Autotuner):  # by type, because `__class__` may run the object's code
-                server.made(each)
+                server.on_new_autotuner(each)
 
     when_imported(TARGET, begin)
 
@@ -211,10 +211,10 @@ def uninstall() -> None:
     from kerneltune.adopt import kernels
 
     for autotuner in kernels.holders:
-        state = autotuner.__dict__.pop(kernels.SERVING_STATE, None)
-        if state is not None and autotuner.configs is state.shown:
-            autotuner.configs = state.configs
-        autotuner.__dict__.pop(kernels.KNOWN_CLASSES, None)
+        served = autotuner.__dict__.pop(kernels.SERVED_ATTRIBUTE, None)
+        if served is not None and autotuner.configs is served.shown:
+            autotuner.configs = served.author.configs
+        autotuner.__dict__.pop(kernels.RECORDED_ATTRIBUTE, None)
     kernels.holders.clear()
     _installed.clear()
 
@@ -228,7 +228,7 @@ def _patch(autotuning: ModuleType, by: Any, has_plain: bool = True) -> None:
     def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
         def init(autotuner: Any, *args: Any, **kwargs: Any) -> None:
             original(autotuner, *args, **kwargs)
-            by.made(autotuner)
+            by.on_new_autotuner(autotuner)
 
         return init
 

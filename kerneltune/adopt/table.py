@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
@@ -17,6 +17,8 @@ from kerneltune.adopt.configs import StoredConfig
 from kerneltune.adopt.folder import FORMAT, read_json
 from kerneltune.files import read_bytes, replace_text
 from kerneltune.nearness import log2_distance
+
+V = TypeVar("V")
 
 MANIFEST = "manifest.json"
 _LARGEST = 256 << 20
@@ -49,20 +51,20 @@ class Group:
     rows: Annotated[tuple[ServingRow, ...], msgspec.Meta(min_length=1)]
 
 
-class RowFinder:
-    """Find the nearest row of a group in microseconds, as launches of new sizes need it."""
+class RowFinder(Generic[V]):
+    """Find the value of the nearest row of a group in microseconds, as launches of new sizes need it."""
 
-    def __init__(self, names: Iterable[str], rows: Iterable[ServingRow]) -> None:
-        """names: the sizes that decide between the rows."""
+    def __init__(self, names: Iterable[str], rows: Iterable[tuple[Mapping[str, int], V]]) -> None:
+        """names: the sizes that decide between the rows; rows: sizes and value of each row."""
         self.names = tuple(names)
-        self._rows = sorted([(self._deciding(row.sizes), row) for row in rows], key=lambda row: row[0][:1])
+        self._rows = sorted([(self._deciding(sizes), value) for sizes, value in rows], key=lambda row: row[0][:1])
         self._first = [sizes[0] for sizes, _ in self._rows] if self.names else []
 
     def _deciding(self, sizes: Mapping[str, int | None]) -> list[float]:
         return [size if (size := sizes.get(name)) is not None and size > 0 else _MISSING for name in self.names]
 
-    def nearest(self, sizes: Mapping[str, int | None]) -> ServingRow | None:
-        """Return the row whose deciding sizes are the nearest; None if the finder has no row."""
+    def nearest(self, sizes: Mapping[str, int | None]) -> V | None:
+        """Return the value of the row whose deciding sizes are the nearest; None if the finder has no row."""
         wanted, rows = self._deciding(sizes), self._rows
         if len(wanted) == 1:  # the usual case: only the neighbours of the size can be the nearest
             place = bisect.bisect_left(self._first, wanted[0])
@@ -92,17 +94,21 @@ class TableKernel:
     portfolio: tuple[StoredConfig, ...]
     is_plain: bool = False
 
-    def finder(self, key: Sequence[Any], dtypes: Sequence[str]) -> RowFinder:
-        """Return the finder of the rows for an author's key and element types; without rows where the table has none."""
+    def group(self, key: Sequence[Any], dtypes: Sequence[str]) -> Group | None:
+        """Return the group of an author's key and element types; None where the table has none."""
         wanted = repr((list(key), list(dtypes)))  # because True == 1
-        found = [group for group in self.groups if repr((group.key, group.dtypes)) == wanted]
-        return RowFinder(found[0].split, found[0].rows) if found else RowFinder((), ())
+        return next((group for group in self.groups if repr((group.key, group.dtypes)) == wanted), None)
+
+    def row(self, key: Sequence[Any], dtypes: Sequence[str], sizes: Mapping[str, int]) -> ServingRow | None:
+        """Return the row of a launch; None where the table has none for its author's key and element types."""
+        group = self.group(key, dtypes)
+        return None if group is None else RowFinder(group.split, ((row.sizes, row) for row in group.rows)).nearest(sizes)
 
     def nearest(self, sizes: Mapping[str, int], dtypes: Sequence[str]) -> ServingRow | None:
         """Return the row of the nearest captured launch, by log2 distance, with these element types; None if none has them."""
         rows = [row for group in self.groups if group.dtypes == list(dtypes) for row in group.rows]
         names = set(sizes).union(*(row.sizes for row in rows))
-        return RowFinder(sorted(names), rows).nearest(sizes)
+        return RowFinder(sorted(names), ((row.sizes, row) for row in rows)).nearest(sizes)
 
 
 class _Manifest(msgspec.Struct):

@@ -304,7 +304,7 @@ def _keep_compiled(root: Path, table: ServingTable, tuned: Sequence[TunedClass],
     names, launchers = [], []
     for launch in (each.launch for each in tuned):
         served = by_name[launch.kernel.module, launch.kernel.name, launch.configs]
-        row = served.finder(launch.key, launch.dtypes).nearest(launch.sizes)
+        row = served.row(launch.key, launch.dtypes, launch.sizes)
         if row is not None:
             kernel = make_replay(launch, root, "meta", 0).compile(row.configs[0])
             if getattr(kernel, "hash", ""):  # nothing is compiled in the interpreter

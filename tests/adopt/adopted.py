@@ -42,10 +42,10 @@ def captured(folder: Path, *sizes: tuple[int, int], **options: Any) -> Capture:
 def forget(module: Any) -> None:
     """Drop what capture and serving remember of the kernels, as in a new process."""
     for kernel in (module.row_sum, module.scale_chosen):
-        state = kernel.__dict__.pop("kerneltune_state", None)
-        if state is not None:
-            kernel.configs = state.configs
-        kernel.__dict__.pop("_kerneltune_classes", None)
+        served = kernel.__dict__.pop("kerneltune_served", None)
+        if served is not None:
+            kernel.configs = served.author.configs
+        kernel.__dict__.pop("_kerneltune_recorded", None)
         kernel.cache.clear()
 
 

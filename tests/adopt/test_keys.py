@@ -10,7 +10,7 @@ import torch
 import triton
 
 from kerneltune.adopt.arguments import encode_value
-from kerneltune.adopt.kernels import KernelCall, LaunchKeys, all_but_floats, of_list, plan_key
+from kerneltune.adopt.kernels import KernelCall, LaunchMap, all_but_floats, of_list, plan_key
 
 
 def launch(*args: Any, **kwargs: Any) -> KernelCall:
@@ -72,7 +72,7 @@ def test_key_does_not_depend_on_floats_or_the_grid() -> None:
 
 
 def test_keys_of_launches_with_other_names_or_types_differ() -> None:
-    x, keys = torch.ones(2), LaunchKeys[str]()
+    x, keys = torch.ones(2), LaunchMap[str]()
     launches = {
         "tensor": launch(x, 3, BLOCK=64),
         "none": launch(None, 3, BLOCK=64),
@@ -90,7 +90,7 @@ def test_keys_of_launches_with_other_names_or_types_differ() -> None:
 
 
 def test_keys_beyond_their_limit_are_forgotten() -> None:
-    keys = LaunchKeys[int]()
+    keys = LaunchMap[int]()
     for n in range(5000):
         assert keys.remember(launch(n), {"x"}, n) == n
     for n in range(100):
