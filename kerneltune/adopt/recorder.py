@@ -261,7 +261,11 @@ class Recorder:
                 (launch, values), known.unwritten = known.unwritten, None
                 try:
                     choice = configs.encode_config(autotuner.best_config)
-                    write_class(self.root, replace(launch, choice=choice), values.tensors)
+                    launch = replace(launch, choice=choice)
+                    if launch.candidate(choice) is None:  # chosen for a launch of this key with other arguments, pruned for these
+                        added = _candidate(KernelCall(autotuner, args, kwargs), autotuner.best_config)
+                        launch = replace(launch, candidates=(*launch.candidates, added))
+                    write_class(self.root, launch, values.tensors)
                 except (OSError, ValueError, AttributeError) as error:
                     self._refuse(launch.kernel, first_line(error))
             return result

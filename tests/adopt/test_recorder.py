@@ -1,5 +1,6 @@
 """Capture: what a class of launches holds, and that the program does not notice."""
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from triton.runtime.jit import JITFunction
 from kerneltune.adopt import startup
 from kerneltune.adopt.arguments import collect, describe
 from kerneltune.adopt.folder import CLASSES, VALUES, process_files, read_notes
+from kerneltune.adopt.operators import case_of, operators_of
 from kerneltune.adopt.overview import read_capture
 from kerneltune.adopt.replay import make_replay
 
@@ -174,6 +176,41 @@ def test_capture_runs_the_first_config_of_the_pruned_list(tmp_path: Path) -> Non
 def test_capture_with_autotune_records_the_authors_choice(tmp_path: Path) -> None:
     launch = of_kernel(captured(tmp_path, autotune=True), "row_sum")[0]
     assert launch.choice in author_configs(launch)
+
+
+PRUNED = """
+import triton
+import triton.language as tl
+def prune(configs, named, **_):
+    return [one for one in configs if one.kwargs["BLOCK"] >= named["N"]]
+@triton.autotune(
+    [triton.Config({"BLOCK": 16}), triton.Config({"BLOCK": 32})], key=[], prune_configs_by={"early_config_prune": prune},
+    do_bench=lambda call, quantiles: [call() or 1.0] * 3,
+)
+@triton.jit
+def doubled(x_ptr, N, BLOCK: tl.constexpr):
+    places = tl.arange(0, BLOCK)
+    tl.store(x_ptr + places, 2 * tl.load(x_ptr + places, mask=places < N), mask=places < N)
+"""
+
+
+def test_capture_with_autotune_keeps_a_choice_that_is_pruned_for_other_sizes_of_its_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_pruned_choice.py").write_text(PRUNED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kernel = importlib.import_module("of_pruned_choice").doubled
+    startup.capture(tmp_path / "cap", autotune=True)
+    for size in (16, 20):
+        kernel[(1,)](torch.ones(size), size)
+    startup.recorder().flush()
+    startup.uninstall()
+    launch = next(one for one in read_capture(tmp_path / "cap").classes if one.sizes["N"] == 20)
+    blocks = [one.config["kwargs"]["BLOCK"] for one in launch.candidates]
+    assert (launch.choice["kwargs"], blocks) == ({"BLOCK": 16}, [32, 16])
+    (op,) = operators_of(read_capture(tmp_path / "cap"))
+    variant, case = op.variant("optimized"), case_of(launch, op.axes)
+    assert variant.valid(case, variant.default_config(case)) is None
 
 
 def test_capture_with_autotune_gives_a_launch_that_failed_no_other_kernels_choice(
