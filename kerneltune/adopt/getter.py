@@ -20,7 +20,7 @@ from kerneltune import device
 from kerneltune.adopt.arguments import element_type, torch_dtype
 from kerneltune.adopt.configs import DEFAULTS, launch_defaults
 from kerneltune.adopt.folder import read_json
-from kerneltune.adopt.operators import TUNED, made_class
+from kerneltune.adopt.operators import TUNED, knob_class
 from kerneltune.errors import first_line, meant
 from kerneltune.files import replace_text
 from kerneltune.search.task import knobs_of
@@ -216,7 +216,7 @@ def operators(folder: str) -> tuple[Op, ...]:
     by_sizes = {tuple(one.sizes.items()): one for one in facts.cases}
     owns = {sizes: facts.defaults | one.own for sizes, one in by_sizes.items() if one.own}
     knobs = dict.fromkeys([*(name for one in facts.cases for name in one.own), *facts.options], int)
-    kind = made_class(f"Config_{facts.digest[:8]}", tuple(knobs.items()))
+    kind = knob_class(f"Config_{facts.digest[:8]}", tuple(knobs.items()))
 
     def space(_case: Case) -> Space:
         """Return values around the own configs of all calls, or the values that the user gave."""

@@ -6,7 +6,6 @@
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +32,8 @@ _OPTIONS = {**DEFAULTS, "maxnreg": 0}
 _KNOB_TYPES = (bool, int, float, str)
 
 
-@dataclass(frozen=True)
-class Numbered:
-    """Hold a config as its index in the candidates of its class, for kernels whose configs differ in the names of their knobs."""
-
-    candidate: int
+_NUMBERED = (("candidate", int),)
+"""The knob of kernels whose configs differ in the names of their knobs: the place of the candidate in its class."""
 
 
 @cache
@@ -85,13 +81,13 @@ def operator_name(launch: LaunchClass) -> str:
 
 def _operator(root: Path, launches: Sequence[LaunchClass]) -> Op:
     by_digest = {launch.digest: launch for launch in launches}
-    kind: Any = _config_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", launches)
+    kind: Any = knob_class(f"Config_{launches[0].source[:8]}_{launches[0].configs[:8]}", _knobs(launches))
 
     def about(case: Case) -> LaunchClass:
         return by_digest[str(case.option(CLASS))]
 
     def space(case: Case) -> Space:
-        configs = [knobs_of_config(one.config, kind, about(case).candidates) for one in offered(about(case))]
+        configs = [config for config, one in _candidates(about(case), kind).items() if one.is_offered]
         names = [field.name for field in dataclasses.fields(kind)]
         return {name: tuple(dict.fromkeys(getattr(config, name) for config in configs)) for name in names}
 
@@ -105,7 +101,7 @@ def _operator(root: Path, launches: Sequence[LaunchClass]) -> Op:
         config=kind,
         space=space,
         valid=valid,
-        default=lambda case: knobs_of_config(author_choice(about(case)), kind, about(case).candidates),
+        default=lambda case: config_of(author_choice(about(case)), about(case), kind),
     )
     return Op(
         name=operator_name(launches[0]),
@@ -152,8 +148,8 @@ def offered(launch: LaunchClass) -> list[Candidate]:
     return [each for each in launch.candidates if each.is_offered]
 
 
-def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
-    """Return a frozen dataclass with the knobs of a kernel's configs."""
+def _knobs(launches: Sequence[LaunchClass]) -> tuple[tuple[str, type], ...]:
+    """Return the names and types of the knobs of a kernel's configs."""
     configs = [one.config for launch in launches for one in launch.candidates]
     names = list(configs[0]["kwargs"]) if configs else []
     types = {knob: type(configs[0]["kwargs"][knob]) for knob in names}
@@ -164,44 +160,50 @@ def _config_class(name: str, launches: Sequence[LaunchClass]) -> type[Any]:
         and not set(names) & set(_OPTIONS)
         for config in configs
     )
-    if not uniform:
-        return Numbered
-    return made_class(name, (*types.items(), *((option, int) for option in _OPTIONS)))
+    return (*types.items(), *((option, int) for option in _OPTIONS)) if uniform else _NUMBERED
 
 
 @cache
-def made_class(name: str, knobs: tuple[tuple[str, type], ...]) -> type[Any]:
+def knob_class(name: str, knobs: tuple[tuple[str, type], ...]) -> type[Any]:
     """Return the frozen dataclass of these knobs; its instances are pickled with the knobs, as no module holds the class."""
 
     def reduced(config: Any) -> tuple[Any, ...]:
-        return _made_config, (name, knobs, tuple(getattr(config, knob) for knob, _ in knobs))
+        return _unpickled, (name, knobs, tuple(getattr(config, knob) for knob, _ in knobs))
 
     kind: type[Any] = dataclasses.make_dataclass(name, knobs, frozen=True, namespace={"__reduce__": reduced})
     kind.__module__ = __name__
     return kind
 
 
-def _made_config(name: str, knobs: tuple[tuple[str, type], ...], values: tuple[Any, ...]) -> Config:
-    return made_class(name, knobs)(*values)
+def _unpickled(name: str, knobs: tuple[tuple[str, type], ...], values: tuple[Any, ...]) -> Config:
+    return knob_class(name, knobs)(*values)
 
 
-def knobs_of_config(stored: Mapping[str, Any], kind: type[Any], candidates: Sequence[Candidate]) -> Config:
-    """Return a config of JSON as an instance of the kernel's config class."""
-    if kind is Numbered:
-        wanted = stored_key(stored)
-        return Numbered(next(n for n, one in enumerate(candidates) if stored_key(one.config) == wanted))
-    options = {name: stored.get(name) or default for name, default in _OPTIONS.items()}
-    return kind(**stored["kwargs"], **options)
+def _config(kind: type[Any], place: int, stored: StoredConfig) -> Config:
+    """Return the config of a candidate at a place of its class as an instance of the kernel's `knob_class`."""
+    if list(kind.__dataclass_fields__) == [name for name, _ in _NUMBERED]:
+        return kind(place)
+    return kind(**stored["kwargs"], **{name: stored.get(name) or default for name, default in _OPTIONS.items()})
 
 
 @lru_cache(maxsize=256)
 def _candidates(launch: LaunchClass, kind: Any) -> dict[Config, Candidate]:
-    """Return the candidates of a class by their instances of the kernel's config class."""
-    return {knobs_of_config(one.config, kind, launch.candidates): one for one in reversed(launch.candidates)}
+    """Return the candidates of a class by their configs; of candidates with equal configs, the first."""
+    candidates: dict[Config, Candidate] = {}
+    for place, one in enumerate(launch.candidates):
+        candidates.setdefault(_config(kind, place, one.config), one)
+    return candidates
+
+
+def config_of(stored: Mapping[str, Any], launch: LaunchClass, kind: type[Any]) -> Config:
+    """Return the config of a class's candidate, given as JSON, as an instance of the kernel's `knob_class`."""
+    wanted = stored_key(stored)
+    placed = ((place, one.config) for place, one in enumerate(launch.candidates) if stored_key(one.config) == wanted)
+    return _config(kind, *next(placed))
 
 
 def candidate_of(config: Config, launch: LaunchClass) -> Candidate:
-    """Return the candidate of a class that an instance of the kernel's config class stands for."""
+    """Return the candidate of a class that an instance of the kernel's `knob_class` stands for."""
     kind: Any = type(config)
     candidate = _candidates(launch, kind).get(config)
     if candidate is None:

@@ -22,7 +22,7 @@ from kerneltune.adopt.operators import (
     TUNED,
     candidate_of,
     case_of,
-    knobs_of_config,
+    config_of,
     offered,
     operator_name,
     operators_of,
@@ -217,7 +217,7 @@ def _coupling(worker: GpuWorker, task: Task, launch: LaunchClass, name: str) -> 
         candidate = launch.candidate({**program, "kwargs": {**program["kwargs"], name: size}})
         if candidate is None:
             continue
-        outcome = worker.check(task, knobs_of_config(candidate.config, kind, launch.candidates))
+        outcome = worker.check(task, config_of(candidate.config, launch, kind))
         if outcome.status != "checked" and not any(failure in outcome.reason for failure in LAUNCH_FAILURES):
             return f"{name}={size}: {outcome.reason}"
         passed |= outcome.status == "checked"
