@@ -13,6 +13,8 @@ from kerneltune.search.task import Task
 from kerneltune.spec import Case, Op, TaskKey, Variant
 from kerneltune.sweep import MAX_CASES, Section, Sweep, SweepCase
 
+CHECK_POLICY = "cold"
+"""Policy in the records of checks."""
 _HEADLINES = 10
 _TO_A_PERCENT = Search(until_gain=0.01)
 
@@ -148,6 +150,10 @@ class Plan:
     def tasks(self, op: str, case: Case, policy: str = "") -> list[Task]:
         """Return a task for each selected variant of a case; an empty policy stands for `self.policy`."""
         return [Task(self.ops[op], case, variant, policy or self.policy(op)) for variant in self.variants(op)]
+
+    def checks(self, op: str, case: Case, *, with_peers: bool = False) -> list[Task]:
+        """Return a task for each selected own variant of a case that is checked, and for each peer if wanted."""
+        return [task for task in self.tasks(op, case, CHECK_POLICY) if with_peers or not task.variant.is_peer]
 
     def key(self, entry: SweepCase) -> TaskKey:
         """Return the key that the records of a case share."""

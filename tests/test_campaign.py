@@ -18,6 +18,7 @@ from small_sweeps import RMSNORM, STREAM
 from kerneltune import ops, records
 from kerneltune.campaign import measure_live, run_sweep
 from kerneltune.device import INTERPRETER
+from kerneltune.journals import journalled
 from kerneltune.measuring import check, jobs
 from kerneltune.measuring.check import Checker, Outcome
 from kerneltune.plan import Options, Selection, load_plan
@@ -78,7 +79,7 @@ def test_sweep_without_a_gpu_only_checks(stream_sweep: Selection, options: Optio
         assert record.config == {"block": 1024, "warps": 8, "ctas": 0}
         assert record.reason == ""
         assert [record.time_us, record.gbps, record.ci_low_us, record.ci_high_us, record.n] == [None] * 5
-    assert progress.stages == [("check", 4)]
+    assert progress.stages == [("check", 2), ("check further configs and sizes", 2)]
     assert sorted(progress.steps) == [
         "stream baseline big, addresses", "stream baseline, configs on cases", "stream even int32 none", "stream odd int32 none",
     ]  # fmt: skip
@@ -215,7 +216,8 @@ def test_sweep_after_an_interrupt_continues_behind_checked_cases_of_the_same_sou
     left = (options.results / journal).read_text()
     spoken = Spoken()
     found = run_sweep(load_plan(OPS, stream_sweep, options), spoken).records
-    assert (spoken.stages[0], spoken.kept[0], spoken.steps[-1]) == (("check", 4), 1, "stream even int32 none")
+    assert spoken.stages == [("check", 2), ("check further configs and sizes", 2)]
+    assert (spoken.kept[0], spoken.steps[0]) == (1, "stream even int32 none")
     assert log.read_text().split() == ["odd", "even", "even"]
     assert [(r.case, r.status) for r in found] == [("odd", "checked"), ("even", "checked")]
     assert written(options) == [Path("runs/interpreter/tiny.check.jsonl")]
@@ -223,6 +225,26 @@ def test_sweep_after_an_interrupt_continues_behind_checked_cases_of_the_same_sou
     log.unlink()
     run(stream_sweep, options)
     assert log.read_text().split() == ["odd", "even"]
+
+
+def test_interrupt_of_a_check_of_pairs_keeps_checked_cases(
+    stream_sweep: Selection, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_pairs(*_: Any) -> list[Outcome]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(jobs, "check_pairs", check_pairs)
+    with pytest.raises(KeyboardInterrupt):
+        run(stream_sweep, options)
+    (journal,) = written(options)
+    assert options.results is not None
+    assert [row.case for row in journalled(options.results / journal)] == ["odd", "even"]
+
+
+def test_campaign_imports_no_checks_of_the_interpreter() -> None:
+    modules = {"kerneltune.cpu_checks", "kerneltune.measuring.jobs", "kerneltune.measuring.mutations"}
+    code = f"import kerneltune.campaign, kerneltune.adopt.tuning, kerneltune.tune.run, sys; print({modules} & sys.modules.keys())"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def test_selection_without_a_case_raises_with_the_nearest_name(tmp_path: Path, options: Options) -> None:

@@ -15,7 +15,8 @@ from literal_records import from_json, to_json
 from small_sweeps import RMSNORM, STREAM
 
 from kerneltune import campaign, device, ops, records
-from kerneltune.campaign import finished_rows, journalled, measure_live, run_sweep
+from kerneltune.campaign import measure_live, run_sweep
+from kerneltune.journals import finished_rows, journalled
 from kerneltune.measuring import check, compare
 from kerneltune.measuring.check import Outcome
 from kerneltune.measuring.compare import CEILING

@@ -34,7 +34,6 @@ from kerneltune.adopt.replay import ReplayError, live_kernel, make_replay
 from kerneltune.adopt.table import Group, ServingRow, ServingTable, TableKernel, table_path, write_table
 from kerneltune.files import replace_text
 from kerneltune.measuring.check import Outcome
-from kerneltune.measuring.jobs import pairs_job, run_jobs
 from kerneltune.plan import Options, Plan, Selection
 from kerneltune.progress import Progress
 from kerneltune.records import grouped
@@ -440,6 +439,8 @@ def _tuned_call(task: Task, one: CallCase, found: Searched) -> TunedCall:
 
 def check_getter(root: Path) -> list[Outcome]:
     """Check pairs of call and override without a GPU, in a fork; return what `check_pairs` returns."""
+    from kerneltune.measuring.jobs import pairs_job, run_jobs
+
     facts, (op,) = getter.read_facts(root), getter.operators(str(root))
     cases = [getter.call_case(facts, one) for one in facts.cases if one.is_wanted and not one.problem]
     ((_, outcomes),) = run_jobs([pairs_job(Task(op, cases[0], op.variants[0], op.policy), cases)])

@@ -163,7 +163,7 @@ def _stale_table(by_gpu: "Sequence[Stale]") -> Table:
 
 def _show_mutations(plan: Plan) -> None:
     """List the mutations that each `compare` refused and accepted; exit with 1 if a `compare` accepts a gross mistake."""
-    from kerneltune.campaign import mutate_outputs
+    from kerneltune.cpu_checks import mutate_outputs
     from kerneltune.measuring.mutations import MEANING
 
     if not plan.options.check_only:

@@ -17,7 +17,7 @@ from kerneltune.interpreter.facts import Fact, Reached, cut_short, merged, note,
 from kerneltune.interpreter.modes import Launches, unlaunched
 from kerneltune.measuring.check import Checker, Outcome, address_errors, check_only, memory_obstacle
 from kerneltune.measuring.mutations import mutate
-from kerneltune.measuring.pairs import around_default, check_pairs, launched, settings
+from kerneltune.measuring.pairs import around_default, check_cost, check_pairs, launched, settings
 from kerneltune.records import grouped
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Config, Op, Variant
@@ -65,13 +65,7 @@ class Job:
 def case_job(runs: Sequence[Run]) -> Job:
     """Return the job that checks the runs of a case, with an outcome for each."""
     parts = tuple(case_job([run]) for run in runs) if len(runs) > 1 else ()
-    return Job(case_label(runs), runs[0].task, lambda _begin: check_only(runs), parts, runs, checks=len(runs))
-
-
-def case_label(runs: Sequence[Run]) -> str:
-    """Name the case of some runs on one line."""
-    op, case = runs[0].task.op, runs[0].task.case
-    return f"{op.name} {case.name} {case.dtype} {case.quant}"
+    return Job(runs[0].task.case_label, runs[0].task, lambda _begin: check_only(runs), parts, runs, checks=len(runs))
 
 
 def pairs_job(task: Task, cases: Sequence[Case]) -> Job:
@@ -111,11 +105,6 @@ def mutation_job(task: Task, cases: Sequence[Case]) -> Job:
         return mutate(task.op, task.variant, cases)
 
     return Job(f"{task.op.name}, mutations", task, work)
-
-
-def check_cost(op: Op, case: Case) -> float:
-    """Estimate the time of a check in the interpreter, in MB of traffic: a constant for the launch, plus the traffic."""
-    return 0.2 + op.traffic(case).total / 1e6
 
 
 def run_jobs(jobs: Iterable[Job]) -> Iterator[tuple[Job, list[Outcome]]]:
@@ -183,7 +172,7 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     middle = len(by_cost) // 2
     by_cost = [*by_cost[middle:], *reversed(by_cost[:middle])]
     if not by_cost or op.origin is not None:
-        return [], [], Fork(partial(_shortened, op, [], [], bench, 0.0)).result()[1]
+        return [], [], _shortened_in_fork(op, [], [], bench, 0.0)[1]
     most = _MOST_COST * max(check_cost(op, case) for case in by_cost)
     known = {value for case in check for value in settings(case)}
     for name, value in dict.fromkeys(value for case in bench for value in settings(case) if value not in known):
@@ -195,8 +184,17 @@ def derived_cases(op: Op, check: Sequence[Case], bench: Sequence[Case]) -> tuple
     by_size = sorted(oblong, key=lambda case: (_size(case) < _LONG, _size(case)))
     for axis in dict.fromkeys(axis for case in bench for axis in _longest(case) if axis not in longest):
         derived += _first_checkable(op, (_with_longest(case, axis) for case in by_size), most)[0]
-    shortened, facts = Fork(partial(_shortened, op, by_cost, [*check, *derived], bench, most)).result()
+    shortened, facts = _shortened_in_fork(op, by_cost, [*check, *derived], bench, most)
     return [*derived, *shortened], without, facts
+
+
+def _shortened_in_fork(
+    op: Op, by_cost: Sequence[Case], check: Sequence[Case], bench: Sequence[Case], most: float
+) -> tuple[list[Case], set[Fact]]:
+    """Return what `_shortened` returns; nothing if host code ends the fork, as the check of addresses says then."""
+    with suppress(ForkCrashedError):
+        return Fork(partial(_shortened, op, by_cost, check, bench, most)).result()
+    return [], set()
 
 
 def _shortened(

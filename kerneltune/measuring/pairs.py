@@ -43,6 +43,11 @@ _MOST_FAILURES = 3
 """After this many failed pairs, a variant is not checked on further pairs."""
 
 
+def check_cost(op: Op, case: Case) -> float:
+    """Estimate the time of a check in the interpreter, in MB of traffic: a constant for the launch, plus the traffic."""
+    return 0.2 + op.traffic(case).total / 1e6
+
+
 def check_pairs(
     op: Op,
     variant: Variant,

@@ -172,3 +172,14 @@ def test_sizes_that_host_code_refuses_make_no_derived_case() -> None:
     assert derived_cases(in_tens(), check, bench)[0] == []
     (tall,) = derived_cases(in_tens(), [*check, shifted("tens", 30, 90)], bench)[0]
     assert tall.axes == (("M", 90), ("N", 30))
+
+
+def test_process_that_inputs_of_bench_cases_end_costs_derived_cases_and_fails_the_check_of_addresses() -> None:
+    def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
+        if device == "meta":
+            os._exit(3)
+        return summing().inputs(case, device=device, seed=seed)
+
+    op, large = replace(summing(), inputs=inputs), shifted("large", 100, 4096)
+    assert derived_cases(op, [shifted("odd", 3, 70), shifted("wide", 4, 300)], [large]) == ([], [], set())
+    assert outcomes(address_job(Task(op, large, op.variants[0]))) == [[Outcome("failed", "crashed: exit code 3", None, large)]]

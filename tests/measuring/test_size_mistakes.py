@@ -14,8 +14,8 @@ from test_pairs import op_with
 from kerneltune.interpreter.facts import Fact
 from kerneltune.interpreter.modes import unlaunched
 from kerneltune.measuring.check import Checker, address_errors
-from kerneltune.measuring.jobs import address_job, case_job, check_cost, coverage_lines, derived_cases, run_jobs
-from kerneltune.measuring.pairs import check_pairs
+from kerneltune.measuring.jobs import address_job, case_job, coverage_lines, derived_cases, run_jobs
+from kerneltune.measuring.pairs import check_cost, check_pairs
 from kerneltune.search.task import Run, Task
 from kerneltune.spec import Case, Inputs, Op, Outputs, Traffic, Variant
 

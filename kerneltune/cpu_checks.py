@@ -1,0 +1,180 @@
+"""Check a sweep without a GPU: its cases and cases derived from them, pairs of config and case, addresses, compilation.
+
+Checks run in forks of this process, see `measuring/jobs.py`. A process with a GPU does not import this module.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from kerneltune import records
+from kerneltune.forked import Fork, Tell
+from kerneltune.interpreter.facts import Fact
+from kerneltune.journals import CHECKS, known_rows
+from kerneltune.measuring.check import Outcome
+from kerneltune.measuring.compare import checked_record
+from kerneltune.measuring.compiler import compile_job, refusals
+from kerneltune.measuring.jobs import Job, address_job, case_job, coverage_lines, derived_cases, mutation_job, pairs_job, run_jobs
+from kerneltune.plan import Plan
+from kerneltune.progress import Progress
+from kerneltune.records import Record
+from kerneltune.search.task import Run, Task
+from kerneltune.spec import Case, Op
+from kerneltune.sweep import SweepCase
+from kerneltune.wording import counted
+
+_MOST_OFFSET = 2**31 - 1
+
+
+def check_on_cpu(plan: Plan, progress: Progress, entries: Sequence[SweepCase]) -> tuple[list[Record], list[str]]:
+    """Check cases, then cases derived from bench cases, pairs of config and case, and addresses; with `quick` the cases alone.
+
+    The journal of checks keeps the records of each case that is checked. Return all records, and lines that say what the checks
+    covered.
+    """
+    checks = _Checks(plan, progress)
+    if plan.options.quick:
+        checks.run("check", checks.case_jobs(entries))
+        return [*checks.of_cases(), *checks.compiled()], []
+    deriving = Fork(partial(_derived_checks, plan))
+    try:
+        checks.run("check", checks.case_jobs(entries))
+        derived, unchecked, facts = deriving.result()
+    finally:
+        deriving.end()
+    further = _further_jobs(plan, [*entries, *derived], facts)
+    checks.run("check further configs and sizes", [*checks.case_jobs(derived), *further])
+    failures, coverage = checks.of_further(further)
+    return [*checks.of_cases(), *failures, *checks.compiled()], [*coverage, *unchecked]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checks:
+    """Run jobs, and hold their records.
+
+    Attributes:
+        records: the records of each job in the order of the checks; of a case that the journal has, the journal's.
+        kept: the jobs of cases that the journal has.
+    """
+
+    plan: Plan
+    progress: Progress
+    records: dict[Job, list[Record]] = field(default_factory=dict)
+    kept: list[Job] = field(default_factory=list)
+
+    def case_jobs(self, entries: Sequence[SweepCase]) -> list[Job]:
+        """Return a job for each case, with default configs of own variants; a peer is checked if the selection names variants."""
+        with_peers = bool(self.plan.selection.variants)
+        tasks_of = [self.plan.checks(entry.op, entry.case, with_peers=with_peers) for entry in entries]
+        runs_of = [[Run(task, task.default) for task in tasks] for tasks in tasks_of]
+        return [case_job(runs) for runs in runs_of if runs]
+
+    def run(self, stage: str, jobs: Sequence[Job]) -> None:
+        """Run jobs, except those of cases that the journal has, and keep the records of each case in the journal."""
+        journal, family = self.plan.journal(CHECKS), self.plan.family
+        of_cases = [job for job in jobs if job.runs]
+        known = {
+            job: rows
+            for job, (_, rows) in zip(of_cases, known_rows([job.runs for job in of_cases], journal), strict=True)
+            if rows is not None
+        }
+        lacking = [job for job in jobs if job not in known]
+        self.kept.extend(known)
+        self.records.update({job: known.get(job, []) for job in jobs})
+        self.progress.stage(stage, len(jobs), len(known), sum(job.checks for job in lacking))
+        for job, outcomes in run_jobs(lacking):
+            runs = job.runs or [Run(replace(job.task, case=it.case or job.task.case), it.config) for it in outcomes]
+            self.records[job] = [checked_record(family, run, it) for run, it in zip(runs, outcomes, strict=True)]
+            if job.runs:
+                records.append(journal, self.records[job])
+            self.progress.advance(job.label, job.checks)
+
+    def of_cases(self) -> list[Record]:
+        """Return the records of all cases."""
+        return [row for job, rows in self.records.items() if job.runs for row in rows]
+
+    def of_further(self, jobs: Sequence[Job]) -> tuple[list[Record], list[str]]:
+        """Return the failures of jobs that no record of a case tells, and what the checks covered, a line for each fact.
+
+        A default config that fails in its first run fails in two jobs. Facts of launches are known only of cases that ran now.
+        """
+        told = [_failure_key(row) for row in self.of_cases()]
+        rows = [row for job in jobs for row in self.records[job]]
+        failures = [row for row in rows if row.status == "failed" and _failure_key(row) not in told]
+        coverage = [row.reason for row in rows if row.status != "failed"]
+        return failures, coverage if self.kept else [*coverage, *coverage_lines(list(self.records))]
+
+    def compiled(self) -> list[Record]:
+        """Compile default configs of other projects' operators, each on the largest check case of each mode.
+
+        Return a record of each refusal: the interpreter accepts Python that Triton's compiler refuses. This project's
+        operators are left out, as its tests compile all of their configs.
+        """
+        runs = [run for job in self.records for run in job.runs]
+        largest: dict[tuple[str, str, str], Run] = {}
+        for run in sorted(runs, key=lambda run: run.task.op.traffic(run.task.case).total):
+            task = run.task
+            is_shipped = task.op.module.startswith("kerneltune.") and not task.op.origin
+            if not is_shipped and not task.variant.unsupported(task.case):
+                largest[task.op.name, task.variant.name, task.case.quant] = run
+        if not (runs := list(largest.values())):
+            return []
+        self.progress.stage("compile", 1)
+        refused = refusals([compile_job(*run) for run in runs], self.plan.options.workers)
+        self.progress.advance(counted(len(runs), "config"))
+        return [checked_record(self.plan.family, runs[at], Outcome("failed", reason)) for at, reason in refused.items()]
+
+
+def mutate_outputs(plan: Plan) -> list[Outcome]:
+    """Perturb the outputs of each operator's first own variant on its check cases, and let its `compare` judge them."""
+    by_op = _by_op(plan.cases("check"))
+    if not by_op:
+        raise ValueError(f"{plan.sweep.path}: no check case selected")
+    jobs = []
+    for name, cases in by_op.items():
+        op = plan.ops[name]
+        own = next((variant for variant in op.variants if not variant.is_peer and not variant.part), None)
+        if own is None:
+            raise ValueError(f"{name}: only variants of other packages: expected one of this package to perturb")
+        jobs.append(mutation_job(Task(op, cases[0], own), cases))
+    outcomes = dict(run_jobs(jobs))
+    return [outcome for job in jobs for outcome in outcomes[job]]
+
+
+def _by_op(entries: Sequence[SweepCase]) -> dict[str, list[Case]]:
+    """Return the cases of each operator."""
+    return {op: [entry.case for entry in of_op] for op, of_op in records.grouped(entries, lambda entry: entry.op).items()}
+
+
+def _derived_checks(plan: Plan, _tell: Tell) -> tuple[list[SweepCase], list[str], dict[str, set[Fact]]]:
+    """Return derived check cases, a line for each operator with values that stay unchecked, and the facts of each operator."""
+    derived, lines, bench, facts = [], [], _by_op(plan.cases()), {}
+    for op, cases in _by_op(plan.cases("check")).items():
+        of_op, without, facts[op] = derived_cases(plan.ops[op], cases, bench.get(op, []))
+        derived += [SweepCase(op, case, "check") for case in of_op]
+        lines += [f"{op}: only bench cases have {', '.join(without)}: never checked here"] if without else []
+    checked = {entry.op for entry in plan.sweep.check}
+    return derived, [*lines, *(f"{op}: no check case: never checked here" for op in bench if op not in checked)], facts
+
+
+def _further_jobs(plan: Plan, entries: Sequence[SweepCase], facts: Mapping[str, Collection[Fact]]) -> list[Job]:
+    """Return each own variant's check of pairs and of second runs, and its check of addresses in the largest bench cases."""
+    jobs, checks = [], _by_op(entries)
+    for op, cases in checks.items():
+        jobs += [pairs_job(task, cases) for task in plan.checks(op, cases[0])]
+    for op, cases in _by_op(plan.cases()).items():
+        for case in _largest(plan.ops[op], cases):
+            supporting = [task for task in plan.checks(op, case) if not task.variant.unsupported(case)]
+            jobs += [address_job(task, facts.get(op, ()), checks.get(op, ())) for task in supporting]
+    return jobs
+
+
+def _largest(op: Op, cases: Sequence[Case]) -> list[Case]:
+    """Return the case with the most bytes, and the case with the longest of each axis if its offsets may exceed 32 bits."""
+    by_bytes = sorted(cases, key=lambda case: op.traffic(case).total)
+    longest = [max(by_bytes, key=lambda case: (case[axis], op.traffic(case).total)) for axis, _size in by_bytes[-1].axes]
+    return list(dict.fromkeys([by_bytes[-1], *(case for case in longest if op.traffic(case).total > _MOST_OFFSET)]))
+
+
+def _failure_key(record: Record) -> object:
+    return records.row_of(record), record.config, record.reason

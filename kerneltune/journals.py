@@ -1,0 +1,45 @@
+"""Read what an interrupted run has checked or measured, so that the next run continues behind it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kerneltune import device, records
+from kerneltune.files import read_bytes
+from kerneltune.records import Record
+from kerneltune.search.task import Run, config_values, present
+from kerneltune.spec import TaskKey
+
+CHECKS = "check.journal"
+"""Name of the journal of checks."""
+
+Runs = Sequence[Run]
+"""The variants of a case, each with its config."""
+
+
+def known_rows(work: Sequence[Runs], journal: Path | None) -> list[tuple[Runs, list[Record] | None]]:
+    """Pair the runs of each case with their rows of an interrupted run; None for a case to be done."""
+    of_key = records.grouped(journalled(journal) if journal else (), lambda record: record.key)
+    return [(runs, finished_rows(of_key, runs)) for runs in work]
+
+
+def journalled(journal: Path) -> list[Record]:
+    """Load the rows of a journal, except a line that was being written; an empty list without a file."""
+    if not journal.exists():
+        return []
+    whole, end, _cut = read_bytes(journal).rpartition(b"\n")
+    return records.parse((whole + end).splitlines(keepends=True), str(journal), is_journal=True)
+
+
+def finished_rows(of_key: Mapping[TaskKey, Sequence[Record]], runs: Runs) -> list[Record] | None:
+    """Return the rows of a case from an interrupted run, if it has all rows for this environment and these configs; else None.
+
+    Failed rows do not count: a row that failed in an interrupted run is measured again.
+    """
+    gpu = device.current()
+    finished = []
+    for task, config in runs:
+        wanted = {"device": gpu.name, "unit": gpu.unit, "config": config_values(config), **present(task.variant)}
+        kept = (row for row in of_key.get(task.key, ()) if row.status != "failed")
+        rows = [row for row in kept if {name: getattr(row, name) for name in wanted} == wanted]
+        finished += rows[-1:]
+    return finished if len(finished) == len(runs) else None
