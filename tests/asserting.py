@@ -5,5 +5,5 @@ from collections.abc import Iterable
 
 def every(conditions: Iterable[object]) -> bool:
     """Return whether there is a condition and all hold: `all` also holds where a test has nothing to look at."""
-    found = list(conditions)
-    return bool(found) and all(found)
+    results = list(conditions)
+    return bool(results) and all(results)

@@ -88,13 +88,13 @@ class FakeCompare(FakeBench):
 
     def compare(self, runs: Sequence[Run], ceiling: Run | None, untimed: Mapping[str, Outcome]) -> Compared:
         """Launch one variant after the other."""
-        left = [task for task, _ in runs if task.variant.name not in untimed]
-        for task in left:
+        timed = [task for task, _ in runs if task.variant.name not in untimed]
+        for task in timed:
             self.tell(task.variant.name)
             if (task.case.name, task.variant.name) == ("big", "pr593"):
                 _do(os.environ[DOES])
         self.tell("")
-        return Compared({task.variant.name: np.linspace(9.9, 10.1, 15) for task in left}, dict(untimed))
+        return Compared({task.variant.name: np.linspace(9.9, 10.1, 15) for task in timed}, dict(untimed))
 
 
 def _do(does: str) -> None:

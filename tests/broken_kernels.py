@@ -45,9 +45,9 @@ def inputs(_case: Case, *, device: str, seed: int = 0) -> dict[str, Any]:
     return {"x": x if device == "meta" else x.normal_(generator=torch.Generator(device).manual_seed(seed))}
 
 
-def reference(given: Mapping[str, Any]) -> dict[str, Any]:
+def reference(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return x."""
-    return {"y": given["x"]}
+    return {"y": values["x"]}
 
 
 def compare(_case: Case, _inputs: Any, outputs: Any, expected: Any) -> list[str]:

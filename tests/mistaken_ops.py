@@ -75,11 +75,11 @@ class Mistaken:
         default = variant.default_config(LARGE)
         cases = [*self.cases, *derived_cases(op, self.cases, [LARGE])[0]] if self.cases else CASES
         for case in cases:
-            if found := Checker(op, case, "cpu").errors(variant, default):
-                return found
+            if errors := Checker(op, case, "cpu").errors(variant, default):
+                return errors
         outcomes = pairs.check_pairs(op, variant, cases, lambda case: 1.0 + case["M"] * case["N"])
-        found = [outcome.reason for outcome in outcomes if outcome.status == "failed"]
-        return found or address_errors(op, LARGE, variant, default)
+        errors = [outcome.reason for outcome in outcomes if outcome.status == "failed"]
+        return errors or address_errors(op, LARGE, variant, default)
 
 
 def mistakes_of(operators: dict[str, Mistaken]) -> list[tuple[str, str]]:

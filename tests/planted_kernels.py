@@ -75,8 +75,8 @@ def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {"x": x[:, :N]}
 
 
-def reference(given: Inputs) -> Outputs:
-    return {"y": given["x"].float() * 2, "rows": torch.tensor([float(given["x"].shape[0])])}
+def reference(values: Inputs) -> Outputs:
+    return {"y": values["x"].float() * 2, "rows": torch.tensor([float(values["x"].shape[0])])}
 
 
 def compare(_case: Case, _inputs: Inputs, outputs: Outputs, expected: Outputs) -> list[str]:
@@ -87,8 +87,8 @@ def space(_case: Case) -> dict[str, tuple[object, ...]]:
     return {"block": (128, 256), "clamp": (False, True)}
 
 
-def _run(mistake: str, sums: dict[str, torch.Tensor], given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def _run(mistake: str, sums: dict[str, torch.Tensor], values: Inputs, config: Knobs) -> Outputs:
+    x = values["x"]
     M, N = x.shape
     y = torch.empty((M, N), dtype=x.dtype, device=x.device)
     rows = torch.zeros(1, device=x.device)

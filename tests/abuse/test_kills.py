@@ -112,15 +112,15 @@ def nothing(_folder: Path) -> None:
 
 def content(folder: Path) -> dict[str, object]:
     """Return what the files of a folder say, but for when and how fast, without locks and git's own files."""
-    found: dict[str, object] = {}
+    content_of: dict[str, object] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"):
         name = str(path.relative_to(folder))
         if path.suffix == ".jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
-            found[name] = sorted(({field: row.get(field) for field in SAME} for row in rows), key=str)
+            content_of[name] = sorted(({field: row.get(field) for field in SAME} for row in rows), key=str)
         elif not name.startswith(".git/"):
-            found[name] = re.sub(rb' timestamp="[^"]*"', b"", path.read_bytes())
-    return found
+            content_of[name] = re.sub(rb' timestamp="[^"]*"', b"", path.read_bytes())
+    return content_of
 
 
 def searched(folder: Path) -> dict[str, object]:

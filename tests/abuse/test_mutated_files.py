@@ -217,8 +217,8 @@ _WORD = frozenset((string.ascii_letters + string.digits + "._-+").encode())
 
 def mutated(data: bytes, changes: list[Change]) -> bytes:
     """Return the data with changes: at a place, over some length or a word, with a piece of bytes."""
-    for what, place, length, piece in changes:
-        begin = int(place * (len(data) + 1))
+    for what, start, length, piece in changes:
+        begin = int(start * (len(data) + 1))
         end = min(len(data), begin + 1 + int(length * 40))
         if what == "token":
             end = begin
@@ -232,8 +232,8 @@ def mutated(data: bytes, changes: list[Change]) -> bytes:
 
 
 def listing(folder: Path) -> list[tuple[str, int, int]]:
-    found = [(path, path.lstat()) for path in sorted(folder.rglob("*"))]
-    return [(str(path), *((0, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns))) for path, status in found]
+    stats = [(path, path.lstat()) for path in sorted(folder.rglob("*"))]
+    return [(str(path), *((0, 0) if path.is_dir() else (status.st_size, status.st_mtime_ns))) for path, status in stats]
 
 
 def read_mutations(kind: str, count: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

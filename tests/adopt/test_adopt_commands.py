@@ -61,9 +61,9 @@ def test_export_of_a_captured_kernel_has_configs_that_autotune_accepts(tmp_path:
     done = run(*export, "--format", "triton")
     (path,) = (tmp_path / "out").iterdir()
     assert (done.exit_code, done.stderr) == (0, f"wrote {path}\n"), done.output
-    (made,) = runpy.run_path(str(path))["configs"]()
+    (exported,) = runpy.run_path(str(path))["configs"]()
     first = example().row_sum.configs[0]
-    assert (made.all_kwargs(), made.maxnreg) == (first.all_kwargs(), first.maxnreg)
+    assert (exported.all_kwargs(), exported.maxnreg) == (first.all_kwargs(), first.maxnreg)
     refused = run(*export)
     assert (refused.exit_code, refused.stderr) == (
         2, f"error: format: 'python': {op.name} is of a capture: ship the capture's folder served instead\n"
@@ -73,8 +73,8 @@ def test_export_of_a_captured_kernel_has_configs_that_autotune_accepts(tmp_path:
 def test_process_loads_the_capture_it_is_given_and_not_that_of_its_environment(tmp_path: Path) -> None:
     names = {op.name for op in operators_of(captured(tmp_path))}
     code = "import sys; from kerneltune.cli.options import load_ops; print(*(load_ops(sys.argv[1]).keys() - load_ops().keys()))"
-    given = run_python(code, str(tmp_path), TRITON_INTERPRET="1")
-    assert set(given.stdout.split()) == names, given.stderr
+    named = run_python(code, str(tmp_path), TRITON_INTERPRET="1")
+    assert set(named.stdout.split()) == names, named.stderr
     unnamed = run_python(code, "", TRITON_INTERPRET="1", KERNELTUNE_CAPTURED=str(tmp_path))
     assert (unnamed.stdout, unnamed.returncode) == ("\n", 0), unnamed.stderr
 
@@ -130,8 +130,8 @@ def test_lint_reports_lists_that_the_program_assigns_for_one_key(tmp_path: Path,
         kernel.configs = [config for config in whole if config.kwargs["BLOCK"] == block]
         kernel[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
     startup.uninstall()
-    found = run("adopt", "lint", tmp_path).stdout
-    assert found.count("two_kernels.row_sum: 2 lists of configs for one key: triton.autotune runs later launches with") == 1
+    report = run("adopt", "lint", tmp_path).stdout
+    assert report.count("two_kernels.row_sum: 2 lists of configs for one key: triton.autotune runs later launches with") == 1
 
 
 def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> None:
@@ -140,9 +140,9 @@ def test_lint_reports_results_that_change_with_the_config(tmp_path: Path) -> Non
     case, variant = case_of(launch, op.axes), op.variant(TUNED)
     store = TrialStore(store_path(tmp_path / "results", "gpu", op.name), "")
     store.put(Task(op, case, variant), variant.default_config(case), Evaluation("failed", reason="y_ptr: differs by 1e-2"))
-    found = run("adopt", "lint", tmp_path).stdout
-    assert "two_kernels.row_sum: results change with the config: 1 configs disagree with the author's first: " in found
-    assert "y_ptr: differs by 1e-2" in found
+    report = run("adopt", "lint", tmp_path).stdout
+    assert "two_kernels.row_sum: results change with the config: 1 configs disagree with the author's first: " in report
+    assert "y_ptr: differs by 1e-2" in report
 
 
 def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
@@ -165,10 +165,10 @@ def test_lint_reports_checks_that_failed_the_last_time(tmp_path: Path) -> None:
             append(
                 path, [Record(**of, variant=each, status=status, reason=reason.format(number)) for each, status, reason in rows]
             )
-    found = " ".join(run("adopt", "lint", tmp_path).stdout.split())
-    assert found.count("the check of optimized failed") == 1  # checks of two classes, whose reasons differ in numbers alone
-    assert "two_kernels.row_sum: the check of optimized failed: row_sum-0 (and 1 more): y_ptr: 0 of 8 differ, 1.5e-02" in found
-    assert "out of bounds" not in found
+    report = " ".join(run("adopt", "lint", tmp_path).stdout.split())
+    assert report.count("the check of optimized failed") == 1  # checks of two classes, whose reasons differ in numbers alone
+    assert "two_kernels.row_sum: the check of optimized failed: row_sum-0 (and 1 more): y_ptr: 0 of 8 differ, 1.5e-02" in report
+    assert "out of bounds" not in report
 
 
 def test_capture_sweep_file_omits_launches_that_cannot_be_replayed(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_tune_of_a_capture_with_dry_run_counts_configs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "said"),
+    ("option", "message"),
     [
         (("--trials", "5"), "trials: 5"),
         (("--case", "a"), "case: 'a'"),
@@ -213,9 +213,9 @@ def test_tune_of_a_capture_with_dry_run_counts_configs(tmp_path: Path) -> None:
         (("--exhaustive",), "exhaustive"),
     ],
 )
-def test_tune_of_a_capture_with_options_that_it_ignores_fails(tmp_path: Path, option: tuple[str, ...], said: str) -> None:
+def test_tune_of_a_capture_with_options_that_it_ignores_fails(tmp_path: Path, option: tuple[str, ...], message: str) -> None:
     result = run("tune", tmp_path, *option)
-    assert (result.exit_code, result.stderr) == (2, f"error: {said}: expected without the folder of a capture\n")
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}: expected without the folder of a capture\n")
 
 
 def test_serve_of_a_folder_that_is_not_tuned_fails_with_one_line(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_serve_passes_its_options_to_the_program_and_returns_its_exit_code(
     shown = 'echo "$KERNELTUNE_ADOPT $KERNELTUNE_ADOPT_OPTIONS"; exit 3'
     options = ("--miss", "nearest", "--manifest", "ab12")
     result = run("serve", "--configs", tmp_path, *options, "--", "sh", "-c", shown)
-    folder, _, given = capfd.readouterr().out.partition(" ")
+    folder, _, passed = capfd.readouterr().out.partition(" ")
     assert (result.exit_code, folder) == (3, str(tmp_path))
-    assert json.loads(given).items() >= {"miss": "nearest", "manifest": "ab12"}.items()
+    assert json.loads(passed).items() >= {"miss": "nearest", "manifest": "ab12"}.items()
 
 
 def test_serve_prints_counts_of_served_launches_at_the_end(tmp_path: Path) -> None:
@@ -259,14 +259,14 @@ def test_serve_prints_counts_of_served_launches_at_the_end(tmp_path: Path) -> No
 @pytest.mark.parametrize(("program", "hint"), [("no-such-program", ""), ("a.py", ": did you mean -- python a.py?")])
 def test_capture_of_a_missing_program_fails_and_writes_nothing(program: str, hint: str, tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", program)
-    said = f"error: program: {program!r}: not found, or not executable: expected a file or a command on PATH{hint}\n"
-    assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (2, said, False)
+    message = f"error: program: {program!r}: not found, or not executable: expected a file or a command on PATH{hint}\n"
+    assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (2, message, False)
 
 
 def test_capture_of_a_program_without_kernels_fails_and_writes_nothing(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", "true")
-    said = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune\n"
-    assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (1, said, False)
+    message = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune\n"
+    assert (result.exit_code, result.stderr, (tmp_path / "cap").exists()) == (1, message, False)
 
 
 @pytest.mark.parametrize(("variable", "count", "code"), [("WORLD_SIZE", "2", 0), ("SLURM_STEP_NUM_TASKS", "1", 1)])
@@ -282,9 +282,9 @@ def test_rank_without_kernels_does_not_end_the_job_of_its_launcher(
 def test_capture_of_kernels_in_a_compiled_graph_names_the_option_for_them(tmp_path: Path) -> None:
     code = "import torch, triton; torch.compile(torch.sin, backend='eager')(torch.ones(3))"
     result = run("capture", "--out", tmp_path / "cap", "--", sys.executable, "-c", code)
-    said = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune"
+    message = "nothing was captured: the program launched no kernel of triton.autotune or kerneltune.autotune"
     hint = "; kernels inside torch.compile are seen under --eager, plain @triton.jit under --eager --plain"
-    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, said + hint)
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (1, message + hint)
     shown = run("capture", "--eager", "--out", tmp_path / "cap", "--", "sh", "-c", "exit 4$TORCHDYNAMO_DISABLE")
     assert (shown.exit_code, hint in shown.stderr) == (41, False)
 
@@ -318,10 +318,10 @@ def test_capture_of_a_kernel_of_a_notebook_cell_reports_that_it_cannot_be_tuned(
 
 def test_capture_of_a_failing_program_reports_its_exit_code(tmp_path: Path) -> None:
     result = run("capture", "--out", tmp_path / "cap", "--", "false")
-    said = (
+    message = (
         "nothing was captured: the program ended with 1 before it launched a kernel of triton.autotune or kerneltune.autotune\n"
     )
-    assert (result.exit_code, result.stderr) == (1, said)
+    assert (result.exit_code, result.stderr) == (1, message)
 
 
 def test_capture_into_the_same_folder_replaces_kernels_whose_source_has_changed(tmp_path: Path) -> None:
@@ -366,8 +366,8 @@ def test_capture_with_a_pattern_without_a_match_lists_launched_kernels(tmp_path:
     program = _noting(tmp_path, made={"train.attn_fwd": "", "train.<locals>.norm": ""})
     result = run("capture", "--out", tmp_path, "--kernel", "atn_fwd", *program)
     names = "train.<locals>.norm, train.attn_fwd; did you mean attn_fwd?"
-    said = f"nothing was captured: --kernel 'atn_fwd' is the name of no kernel of the program: {names}\n"
-    assert (result.exit_code, result.stderr) == (1, said)
+    message = f"nothing was captured: --kernel 'atn_fwd' is the name of no kernel of the program: {names}\n"
+    assert (result.exit_code, result.stderr) == (1, message)
     assert "the program launched no kernel" in run("capture", "--out", tmp_path, "--kernel", "attn*", *program).stderr
 
 
@@ -428,8 +428,8 @@ def test_commands_of_a_capture_use_its_folders_and_name_its_operators_alone(
     assert run("sweep", file, "--op", "").stderr == f"error: op: '': expected one of {name}\n"
     assert f"{tmp_path}/results/*/captured.jsonl" in run("--captured", tmp_path, "compare", "--family", file).stderr
     assert run("--captured", tmp_path, "cache", "list").stdout == f"no entries in {tmp_path}/configs\n"
-    said = f"error: nothing to compile: {name} has no variant with knobs of such a name: baseline\n"
-    assert run("--captured", tmp_path, "inspect", name, "--variant", "baseline").stderr == said
+    message = f"error: nothing to compile: {name} has no variant with knobs of such a name: baseline\n"
+    assert run("--captured", tmp_path, "inspect", name, "--variant", "baseline").stderr == message
 
 
 def test_serve_of_a_missing_folder_fails_with_one_line(tmp_path: Path) -> None:

@@ -108,12 +108,12 @@ def test_serving_a_list_assigned_per_size_runs_configs_of_this_list(tmp_path: Pa
     whole = kernel.configs
     monkeypatch.setattr(kernel, "configs", whole)
     server = served(tmp_path, miss="default")
-    found = []
+    blocks = []
     for block in (64, 128, 64):
         kernel.configs = [config for config in whole if config.kwargs["BLOCK"] == block]
         assert example().step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
-        found.append(kernel.best_config.kwargs["BLOCK"])
-    assert found == [64, 128, 64]
+        blocks.append(kernel.best_config.kwargs["BLOCK"])
+    assert blocks == [64, 128, 64]
     assert (server.counts.hits, server.counts.misses) == (2, 1)  # the row falls back to 64; the other kernel is not in the table
     startup.uninstall()
     assert [config.kwargs["BLOCK"] for config in kernel.configs] == [64, 64]
@@ -311,7 +311,7 @@ def test_serving_obeys_early_config_prune_but_no_performance_model(
         return [config for config in configs if is_allowed or config.kwargs["BLOCK"] != block]
 
     monkeypatch.setattr(kernel, "early_config_prune", prune)
-    monkeypatch.setattr(kernel, "perf_model", lambda **given: float(given["BLOCK"] == block))  # says: the slowest
+    monkeypatch.setattr(kernel, "perf_model", lambda **arguments: float(arguments["BLOCK"] == block))  # says: the slowest
     monkeypatch.setattr(kernel, "configs_top_k", 1)
     server = served(tmp_path, miss="default")
     assert example().step(4, 96).tolist() == [566.0, 287.0, 582.0, 288.0]
@@ -396,15 +396,15 @@ def test_serving_a_subclass_that_calls_super_is_served(tmp_path: Path, monkeypat
 
 def test_serving_a_kernel_defined_later_lists_one_config_before_its_launch(tmp_path: Path) -> None:
     order = tuned_folder(tmp_path)
-    known = example().row_sum
-    listed = list(known.configs)
+    earlier = example().row_sum
+    listed = list(earlier.configs)
     served(tmp_path)
-    made = triton.autotune(configs=listed, key=["N"])(known.fn)
-    assert [config.kwargs for config in made.configs] == [order[0]["kwargs"]]
-    assert isinstance(made, triton.runtime.autotuner.Autotuner)
-    assert [config.kwargs for config in known.configs] == [order[0]["kwargs"]]
+    later = triton.autotune(configs=listed, key=["N"])(earlier.fn)
+    assert [config.kwargs for config in later.configs] == [order[0]["kwargs"]]
+    assert isinstance(later, triton.runtime.autotuner.Autotuner)
+    assert [config.kwargs for config in earlier.configs] == [order[0]["kwargs"]]
     startup.uninstall()
-    assert known.configs == listed
+    assert earlier.configs == listed
 
 
 def test_serving_by_environment_variable_reaches_a_process(tmp_path: Path) -> None:

@@ -66,10 +66,10 @@ def test_replay_of_an_in_place_kernel_restores_before_every_launch(tmp_path: Pat
     launch, (right, wrong) = replayed(tmp_path, added_up, torch.ones(128), torch.arange(128.0), 128)
     written = learn(launch, right)
     assert (written, launch.noise) == (["y_ptr"], {"y_ptr": 0.0})
-    for config, found in ((right, []), (wrong, ["y_ptr"])):
+    for config, wrong_names in ((right, []), (wrong, ["y_ptr"])):
         launch.restore()
         launch.run(config)
-        assert [line.partition(":")[0] for line in wrong_results(launch, {})] == found
+        assert [line.partition(":")[0] for line in wrong_results(launch, {})] == wrong_names
 
 
 def test_argument_named_like_a_field_of_a_case_is_no_axis(tmp_path: Path) -> None:
@@ -137,10 +137,10 @@ def test_disagreement_with_a_reference_finds_one_wrong_element(tmp_path: Path) -
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     expected = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     expected[0] = 8.0  # a share of the largest element would allow an error of 0.5
-    found = expected.to(torch.bfloat16)
-    assert disagreement(expected.to(torch.bfloat16), found, 0.0, launch.launch.dtypes, has_reference=True) == ""
-    found[7] += 0.2
-    text = disagreement(expected.to(torch.bfloat16), found, 0.0, launch.launch.dtypes, has_reference=True)
+    result = expected.to(torch.bfloat16)
+    assert disagreement(expected.to(torch.bfloat16), result, 0.0, launch.launch.dtypes, has_reference=True) == ""
+    result[7] += 0.2
+    text = disagreement(expected.to(torch.bfloat16), result, 0.0, launch.launch.dtypes, has_reference=True)
     assert re.match(r"differs by .* of the rms \(allowed 7.81e-03\), at most .* of an element, or of the rms if larger", text), (
         text
     )
@@ -161,9 +161,9 @@ def test_disagreement_of_fp8_results_within_a_step_is_empty(
 ) -> None:
     launch, _ = replayed(tmp_path, overwritten, torch.ones(128), torch.empty(128), 128)
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    found = disagreement(x.to(torch.float8_e4m3fn), mistake(x).to(torch.float8_e4m3fn), 0.0, launch.launch.dtypes)
-    assert found.startswith(text)
-    assert bool(found) == bool(text)
+    message = disagreement(x.to(torch.float8_e4m3fn), mistake(x).to(torch.float8_e4m3fn), 0.0, launch.launch.dtypes)
+    assert message.startswith(text)
+    assert bool(message) == bool(text)
 
 
 def truncated(x: torch.Tensor) -> torch.Tensor:
@@ -181,8 +181,8 @@ def test_disagreement_finds_16_bit_results_rounded_towards_zero(tmp_path: Path, 
     row_factor = (1 + 2.0**-9 * (torch.arange(64) % 2 - 0.5)[:, None]) * (a @ b)
     for right in (other_order.bfloat16(), partial.bfloat16(), *([row_factor.bfloat16()] if has_reference else [])):
         assert disagreement(expected, right, 0.0, launch.launch.dtypes, has_reference) == ""
-    found = disagreement(expected, truncated(other_order), 0.0, launch.launch.dtypes, has_reference)
-    assert found.endswith("elements that are off are rounded towards zero")
+    message = disagreement(expected, truncated(other_order), 0.0, launch.launch.dtypes, has_reference)
+    assert message.endswith("elements that are off are rounded towards zero")
 
 
 def test_disagreement_of_integers_is_exact(tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ def added_of_tuple(xs, y_ptr, N, BLOCK: tl.constexpr):
 
 
 def test_replay_of_a_tuple_of_tensors_launches_with_a_tuple(tmp_path: Path) -> None:
-    given = (torch.ones(128), torch.arange(128.0))
-    launch, (config, _) = replayed(tmp_path, added_of_tuple, given, torch.empty(128), 128)
+    tensors = (torch.ones(128), torch.arange(128.0))
+    launch, (config, _) = replayed(tmp_path, added_of_tuple, tensors, torch.empty(128), 128)
     assert list(launch.named) == ["xs[0]", "xs[1]", "y_ptr", "N"]
     launch.run(config)
-    assert torch.equal(launch.named["y_ptr"], given[0] + given[1])
+    assert torch.equal(launch.named["y_ptr"], tensors[0] + tensors[1])
 
 
 class Pair(NamedTuple):
@@ -241,9 +241,9 @@ def test_encoded_named_tuple_of_plain_values_keeps_its_names() -> None:
 
 
 def test_tuple_of_tensors_has_the_same_dtypes_in_capture_and_serving(tmp_path: Path) -> None:
-    given = ((torch.ones(128), torch.arange(128)), torch.empty(128), 128)
-    launch, _ = replayed(tmp_path, added_of_tuple, *given)
-    call = KernelCall(added_of_tuple, given, {})
+    arguments = ((torch.ones(128), torch.arange(128)), torch.empty(128), 128)
+    launch, _ = replayed(tmp_path, added_of_tuple, *arguments)
+    call = KernelCall(added_of_tuple, arguments, {})
     assert (call.dtypes(), call.sizes()) == (launch.launch.dtypes, launch.launch.sizes)
     assert launch.launch.dtypes == ["float32", "int64", "float32"]
 

@@ -21,10 +21,10 @@ def test_copy_entries_into_an_empty_cache_writes_new_paths(tmp_path: Path) -> No
     assert copy_entries(tmp_path / "old", tmp_path / "tuned" / FOLDER, ["ABC", "GONE"]) == 1
     (tmp_path / "tuned" / FOLDER / "launchers.json").write_text("{}")  # no kernel
     assert copy_entries(tmp_path / "tuned" / FOLDER, tmp_path / "new") == 1
-    found = tmp_path / "new" / "ABC"
-    assert json.loads((found / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(found / "k.cubin")}}
-    assert sorted(file.name for file in found.iterdir()) == ["__grp__k.json", "k.cubin"]
-    assert (found / "k.cubin").read_bytes() == b"\x7fELF"
+    copied = tmp_path / "new" / "ABC"
+    assert json.loads((copied / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(copied / "k.cubin")}}
+    assert sorted(file.name for file in copied.iterdir()) == ["__grp__k.json", "k.cubin"]
+    assert (copied / "k.cubin").read_bytes() == b"\x7fELF"
 
 
 def test_copy_entries_skips_libraries_and_paths_outside(tmp_path: Path) -> None:
@@ -32,9 +32,9 @@ def test_copy_entries_skips_libraries_and_paths_outside(tmp_path: Path) -> None:
     (hostile / "cuda_utils.so").write_bytes(b"\x7fELF")
     (hostile / "__grp__k.json").write_text(json.dumps({"child_paths": {"../../x.so": "/x.so", "k.cubin": "/k"}}))
     copy_entries(tmp_path / "tuned" / FOLDER, tmp_path / "new")
-    found = tmp_path / "new" / "ABC"
-    assert sorted(file.name for file in found.iterdir()) == ["__grp__k.json", "k.cubin"]
-    assert json.loads((found / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(found / "k.cubin")}}
+    copied = tmp_path / "new" / "ABC"
+    assert sorted(file.name for file in copied.iterdir()) == ["__grp__k.json", "k.cubin"]
+    assert json.loads((copied / "__grp__k.json").read_text()) == {"child_paths": {"k.cubin": str(copied / "k.cubin")}}
 
 
 def test_copy_entries_keeps_entries_that_the_cache_has(tmp_path: Path) -> None:

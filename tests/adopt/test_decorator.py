@@ -66,13 +66,13 @@ def test_autotune_returns_tritons_autotuner() -> None:
 
 
 def test_autotune_accepts_every_argument_of_the_installed_triton() -> None:
-    given: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "prune_configs_by": {"early_config_prune": lambda configs, named, **kwargs: configs[:1]}, "reset_to_zero": ["y_ptr"],
         "restore_value": ["x_ptr"], "pre_hook": None, "post_hook": None, "warmup": None, "rep": None, "use_cuda_graph": False,
         "do_bench": lambda call, quantiles: [1.0, 1.0, 1.0], "cache_results": False,
     }  # fmt: skip
-    known = triton.autotune.__code__.co_varnames[: triton.autotune.__code__.co_argcount]
-    autotuner = kerneltune.autotune(CONFIGS, ["N"], **{name: value for name, value in given.items() if name in known})(copied)
+    names = triton.autotune.__code__.co_varnames[: triton.autotune.__code__.co_argcount]
+    autotuner = kerneltune.autotune(CONFIGS, ["N"], **{name: value for name, value in keywords.items() if name in names})(copied)
     assert (autotuner.reset_to_zero, autotuner.restore_value) == (["y_ptr"], ["x_ptr"])
     assert autotuner.early_config_prune(CONFIGS, {}) == CONFIGS[:1]
 
@@ -102,14 +102,14 @@ def test_capture_notes_kernels_that_autotune_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'ROWS'"):
         kerneltune.autotune([triton.Config({"ROWS": 2})], ["N"])(copied)
     startup.recorder().flush()
-    said = read_notes(process_files(tmp_path), [])
-    assert said.misnamed == [f"{__name__}.copied"]
-    assert "'ROWS'" in said.refused[f"{__name__}.copied"]
+    notes = read_notes(process_files(tmp_path), [])
+    assert notes.misnamed == [f"{__name__}.copied"]
+    assert "'ROWS'" in notes.refused[f"{__name__}.copied"]
 
 
 def test_autotune_accepts_options_of_any_backend_and_values_of_heuristics() -> None:
     configs = [triton.Config({"BLOCK": 64, "waves_per_eu": 2}, num_warps=2)]
-    heuristics = triton.heuristics({"BLOCK": lambda given: 64})(copied)
+    heuristics = triton.heuristics({"BLOCK": lambda arguments: 64})(copied)
     assert kerneltune.autotune(configs, ["N"])(heuristics).configs is configs
 
 
@@ -132,8 +132,8 @@ def test_tune_of_an_autotuned_kernel_compares_configs_with_its_reference(tmp_pat
     assert every("y_ptr: differs by" in lines[0] for lines in errors)
 
 
-def normalized(given: Any) -> dict[str, Any]:
-    x = given["x_ptr"]
+def normalized(arguments: Any) -> dict[str, Any]:
+    x = arguments["x_ptr"]
     return {"y_ptr": (x - x.mean(1, keepdim=True)) * torch.rsqrt(x.var(1, correction=0, keepdim=True) + 1e-6)}
 
 
@@ -155,9 +155,9 @@ def layernorm(x_ptr, y_ptr, N, MISTAKE: tl.constexpr, BLOCK: tl.constexpr):
 def test_check_with_a_reference_finds_mistakes_of_a_normalization(tmp_path: Path, mistake: str, rtol: float | None) -> None:
     configs = [triton.Config({"BLOCK": 128, "MISTAKE": mistake})]
     kernel = kerneltune.autotune(configs, ["N"], reference=normalized, rtol=rtol, atol=rtol)(layernorm)
-    found = errors_of_rows(tmp_path, kernel, torch.empty(64, 100))
-    assert bool(found) == bool(mistake)
-    assert [line for line in found if not line.startswith("y_ptr: ")] == []
+    errors = errors_of_rows(tmp_path, kernel, torch.empty(64, 100))
+    assert bool(errors) == bool(mistake)
+    assert [line for line in errors if not line.startswith("y_ptr: ")] == []
 
 
 def errors_of_rows(folder: Path, kernel: Any, y: torch.Tensor) -> list[str]:
@@ -180,8 +180,8 @@ def added(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
 
 
 def test_check_with_a_reference_keeps_zeros_to_which_a_kernel_adds(tmp_path: Path) -> None:
-    def reference(given: Any) -> dict[str, Any]:
-        return {"y_ptr": given["x_ptr"].view(8, 8, -1).sum(0)}
+    def reference(arguments: Any) -> dict[str, Any]:
+        return {"y_ptr": arguments["x_ptr"].view(8, 8, -1).sum(0)}
 
     kernel = kerneltune.autotune([triton.Config({"BLOCK": 128})], ["N"], reference=reference)(added)
     assert errors_of_rows(tmp_path, kernel, torch.zeros(8, 100)) == []

@@ -63,12 +63,12 @@ def lines(folder: Path, kernel: Any, grid: int | None = None, y: torch.Tensor | 
     launch = make_replay(captured, folder / CLASSES / captured.digest, "cpu", 0)
     configs = [one.config for one in captured.candidates]
     learn(launch, configs[0])
-    found = []
+    lines_by_config = []
     for config in configs:
         launch.restore()
         launch.run(config)
-        found.append(wrong_results(launch, {}))
-    return found
+        lines_by_config.append(wrong_results(launch, {}))
+    return lines_by_config
 
 
 def test_argument_that_held_its_result_already_counts_as_written(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_argument_that_held_its_result_already_counts_as_written(tmp_path: Path)
 def test_argument_that_held_a_copy_already_counts_as_written(tmp_path: Path) -> None:
     assert lines(tmp_path, copied, y=torch.arange(1.0, 129.0)) == [[], []]
     launch = read_capture(tmp_path).classes[0]
-    made = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
-    assert learn(made, launch.candidates[0].config) == ["y_ptr"]
+    replay = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    assert learn(replay, launch.candidates[0].config) == ["y_ptr"]
 
 
 def test_write_that_the_first_config_does_not_make_is_a_disagreement(tmp_path: Path) -> None:
@@ -102,27 +102,27 @@ def referred(monkeypatch: pytest.MonkeyPatch, kernel: Any, reference: Callable[[
 
 
 def test_reference_of_an_argument_that_is_never_written_disagrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = referred(monkeypatch, idle, lambda given: {"y_ptr": 2 * given["x_ptr"]})
+    kernel = referred(monkeypatch, idle, lambda arguments: {"y_ptr": 2 * arguments["x_ptr"]})
     assert lines(tmp_path, kernel) == [["y_ptr: 128 of 128 elements never written"]] * 2
 
 
 def test_reference_may_change_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = referred(monkeypatch, copied, lambda given: {"y_ptr": given["x_ptr"].mul_(2)})
+    kernel = referred(monkeypatch, copied, lambda args: {"y_ptr": args["x_ptr"].mul_(2)})
     assert [one[0].partition(":")[0] for one in lines(tmp_path, kernel)] == ["y_ptr", "y_ptr"]
 
 
 @pytest.mark.parametrize(
     ("reference", "text"),
     [
-        (lambda given: None, "gives a NoneType: expected a dict of argument -> tensor"),
-        (lambda given: given["x_ptr"], "gives a Tensor: expected a dict of argument -> tensor"),
-        (lambda given: {"y_ptr": given["x_ptr"], "y": 1}, "'y': expected a tensor argument of the kernel: x_ptr, y_ptr"),
-        (lambda given: {"y_ptr": given["x_ptr"][:5]}, r"y_ptr: \(5,\) torch.float32: expected \(128,\) torch.float32"),
-        (lambda given: {"y_ptr": given["x_ptr"][None]}, r"y_ptr: \(1, 128\) torch.float32: expected \(128,\) torch.float32"),
-        (lambda given: {"y_ptr": given["x_ptr"] * 1j}, r"y_ptr: \(128,\) torch.complex64: expected \(128,\) torch.float32"),
-        (lambda given: {"y_ptr": 3.0}, r"y_ptr: float: expected a tensor, \(128,\) torch.float32"),
-        (lambda given: {}, "no value for y_ptr, which the kernel writes"),
-        (lambda given: given["z_ptr"], "KeyError: 'z_ptr'"),
+        (lambda args: None, "gives a NoneType: expected a dict of argument -> tensor"),
+        (lambda args: args["x_ptr"], "gives a Tensor: expected a dict of argument -> tensor"),
+        (lambda args: {"y_ptr": args["x_ptr"], "y": 1}, "'y': expected a tensor argument of the kernel: x_ptr, y_ptr"),
+        (lambda args: {"y_ptr": args["x_ptr"][:5]}, r"y_ptr: \(5,\) torch.float32: expected \(128,\) torch.float32"),
+        (lambda args: {"y_ptr": args["x_ptr"][None]}, r"y_ptr: \(1, 128\) torch.float32: expected \(128,\) torch.float32"),
+        (lambda args: {"y_ptr": args["x_ptr"] * 1j}, r"y_ptr: \(128,\) torch.complex64: expected \(128,\) torch.float32"),
+        (lambda args: {"y_ptr": 3.0}, r"y_ptr: float: expected a tensor, \(128,\) torch.float32"),
+        (lambda args: {}, "no value for y_ptr, which the kernel writes"),
+        (lambda args: args["z_ptr"], "KeyError: 'z_ptr'"),
     ],
 )  # fmt: skip
 def test_reference_with_results_of_another_form_raises_with_file_and_line(

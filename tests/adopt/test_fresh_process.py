@@ -65,13 +65,13 @@ def start(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a program in `project`, the packages that it imports, and a capture of it in `captured`."""
-    found = tmp_path_factory.mktemp("program")
+    program = tmp_path_factory.mktemp("program")
     for name, text in FILES.items():
-        (found / name).parent.mkdir(parents=True, exist_ok=True)
-        (found / name).write_text(text)
-    done = start(found, "-m", "kerneltune", "capture", "--out", "captured", "--", sys.executable, "project/program.py")
+        (program / name).parent.mkdir(parents=True, exist_ok=True)
+        (program / name).write_text(text)
+    done = start(program, "-m", "kerneltune", "capture", "--out", "captured", "--", sys.executable, "project/program.py")
     assert (done.returncode, done.stdout.splitlines()[0]) == (0, "600.0"), done.stderr
-    return found
+    return program
 
 
 def test_kernels_of_a_capture_are_found_in_a_fresh_process(folder: Path) -> None:

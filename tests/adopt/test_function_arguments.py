@@ -80,19 +80,19 @@ def test_capture_has_a_class_per_function_argument_and_replays_it(
     ]
     assert not any(one.problem for one in classes)
     for one, expected in zip(classes, ([-4.0, -2.0, 0.0, 2.0, 4.0], [0.0, 0.0, 0.0, 1.0, 2.0]), strict=True):
-        made = make_replay(one, tmp_path / CLASSES / one.digest, "cpu", 0)
-        made.run(next(each.config for each in one.candidates if each.grid is not None))
-        assert made.named["y_ptr"].tolist() == expected
+        replay = make_replay(one, tmp_path / CLASSES / one.digest, "cpu", 0)
+        replay.run(next(each.config for each in one.candidates if each.grid is not None))
+        assert replay.named["y_ptr"].tolist() == expected
 
 
 def test_replay_with_a_changed_function_raises_with_its_name(tmp_path: Path, module: Any) -> None:
-    (found,) = captured(tmp_path / "cap", module.applied, module.relu, BLOCK=32)
+    (launch_class,) = captured(tmp_path / "cap", module.applied, module.relu, BLOCK=32)
     module.relu = module.doubled
     with pytest.raises(ReplayError, match=r"applied 5 .*ACT: of_functions\.relu: its source has changed since it was captured"):
-        make_replay(found, tmp_path / "cap" / CLASSES / found.digest, "cpu", 0)
+        make_replay(launch_class, tmp_path / "cap" / CLASSES / launch_class.digest, "cpu", 0)
     del module.relu
     with pytest.raises(ReplayError, match=r"ACT: of_functions\.relu: the module holds no function of this name"):
-        make_replay(found, tmp_path / "cap" / CLASSES / found.digest, "cpu", 0)
+        make_replay(launch_class, tmp_path / "cap" / CLASSES / launch_class.digest, "cpu", 0)
 
 
 def test_capture_of_a_function_that_no_module_holds_is_refused(

@@ -101,10 +101,10 @@ def test_example_of_fused_experts_agrees_with_torch(
 
 
 def test_probe_finds_the_own_config_of_each_call_and_the_options_that_reach_the_kernel(fused_moe: Any) -> None:
-    found = probe(facts_of((1, 9)))
-    assert [one.own for one in found.cases] == [SMALL, LARGE]
-    assert found.options == ["num_warps", "num_stages"]
-    assert found.cases[0].bytes == 4 * (64 + 4 * 3 * 32 * 64 + 2 + 2)  # activations, weights, and two pairs
+    probed_facts = probe(facts_of((1, 9)))
+    assert [one.own for one in probed_facts.cases] == [SMALL, LARGE]
+    assert probed_facts.options == ["num_warps", "num_stages"]
+    assert probed_facts.cases[0].bytes == 4 * (64 + 4 * 3 * 32 * 64 + 2 + 2)  # activations, weights, and two pairs
 
 
 def test_call_that_takes_any_size_is_given_each_size() -> None:
@@ -158,9 +158,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("said", BAD)
-def test_getter_command_with_a_bad_function_fails_with_one_line(said: str, tmp_path: Path, in_this_process: None) -> None:
-    file = program(tmp_path, BAD[said])
+@pytest.mark.parametrize("message", BAD)
+def test_getter_command_with_a_bad_function_fails_with_one_line(message: str, tmp_path: Path, in_this_process: None) -> None:
+    file = program(tmp_path, BAD[message])
     out = tmp_path / "out"
     options = ["--call", f"{file}:case", "--size", "rows=4", "--dtype", "float32", "--out", str(out)]
     result = CliRunner().invoke(app, ["adopt", "getter", f"{file}:get_config", *options])
@@ -169,12 +169,12 @@ def test_getter_command_with_a_bad_function_fails_with_one_line(said: str, tmp_p
     (line,) = result.stderr.splitlines()
     for name, short in names.items():
         line = line.replace(name, short)
-    assert line.startswith(f"error: {said}")
+    assert line.startswith(f"error: {message}")
     assert not out.exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("nowhere.py:get", "--tokens", "1"), "getter: nowhere.py: no such file"),
         (("get_config", "--tokens", "1"), "getter: 'get_config': expected MODULE:FUNCTION or FILE.py:FUNCTION"),
@@ -190,15 +190,15 @@ def test_getter_command_with_a_bad_function_fails_with_one_line(said: str, tmp_p
     ],
 )
 def test_getter_command_with_bad_arguments_names_them(
-    arguments: Sequence[str], said: str, tmp_path: Path, in_this_process: None, fused_moe: Any
+    arguments: Sequence[str], message: str, tmp_path: Path, in_this_process: None, fused_moe: Any
 ) -> None:
     options = ["--call", f"{EXAMPLE}:fused_experts", "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, ["adopt", "getter", *arguments, *options])
-    assert (result.exit_code, result.stderr.startswith(f"error: {said}")) == (2, True), result.stderr
+    assert (result.exit_code, result.stderr.startswith(f"error: {message}")) == (2, True), result.stderr
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("BLOCK: [a]", "BLOCK: ['a']: expected a list"),
         ("BLOCK: []", "BLOCK: []: expected a list of whole numbers"),
@@ -206,12 +206,12 @@ def test_getter_command_with_bad_arguments_names_them(
         ("7", "knobs: 7: expected a list"),
     ],
 )
-def test_getter_command_with_a_damaged_space_file_names_it(text: str, said: str, tmp_path: Path) -> None:
+def test_getter_command_with_a_damaged_space_file_names_it(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text(text)
     options = ["--call", "b:c", "--tokens", "1", "--out", str(tmp_path), "--space", str(path)]
     result = CliRunner().invoke(app, ["adopt", "getter", "a:b", *options])
-    assert (result.exit_code, result.stderr.startswith(f"error: {path}: {said}")) == (2, True), result.stderr
+    assert (result.exit_code, result.stderr.startswith(f"error: {path}: {message}")) == (2, True), result.stderr
 
 
 def test_probe_with_a_space_of_an_unknown_knob_raises(fused_moe: Any) -> None:
@@ -221,9 +221,9 @@ def test_probe_with_a_space_of_an_unknown_knob_raises(fused_moe: Any) -> None:
 
 def test_overrides_of_the_example_agree_with_the_own_config(fused_moe: Any, tmp_path: Path) -> None:
     write_facts(tmp_path, probe(facts_of((1, 9), dtype="bfloat16")))
-    (told,) = check_getter(tmp_path)
-    configs, cases, checked, possible = map(int, re.findall(r"\d+", told.reason.rpartition(": ")[2].replace(",", ""))[:4])
-    assert (told.status, cases) == ("checked", 2)
+    (outcome,) = check_getter(tmp_path)
+    configs, cases, checked, possible = map(int, re.findall(r"\d+", outcome.reason.rpartition(": ")[2].replace(",", ""))[:4])
+    assert (outcome.status, cases) == ("checked", 2)
     assert 2 < configs <= checked < possible
 
 
@@ -248,11 +248,11 @@ def test_check_finds_an_override_under_which_the_host_forgets_its_padding(tmp_pa
         facts = probed(file, space={"BLOCK": [block]})
         write_facts(tmp_path, msgspec_with(facts, cases=[CallCase({"rows": 48})]))
         write_facts(tmp_path, probe(read_facts(tmp_path)))
-        *failed, told = check_getter(tmp_path)
-        said = "the launch failed: RuntimeError: blocks of 64 are too large" if block == 64 else "output 0: NaN"
-        assert told.status == "checked"
+        *failed, coverage = check_getter(tmp_path)
+        reason = "the launch failed: RuntimeError: blocks of 64 are too large" if block == 64 else "output 0: NaN"
+        assert coverage.status == "checked"
         assert bool(failed) == (not pads or block == 64)
-        assert all(one.reason.startswith(said) and block == one.config.BLOCK for one in failed)
+        assert all(one.reason.startswith(reason) and block == one.config.BLOCK for one in failed)
 
 
 def msgspec_with(facts: GetterFacts, **fields: Any) -> GetterFacts:
@@ -465,10 +465,10 @@ def test_routing_of_calls_is_skewed_and_has_the_experts_of_the_rank() -> None:
     assert counts.max() > 1.5 * counts.float().mean() > 0
     ids = make_call(experts, sizes, "bfloat16", "cpu", 0)()["ids"]
     assert all(len(set(row)) == 8 for row in ids[:64].tolist())
-    found: Any = make_call(experts, {**sizes, "all_experts": 128}, "bfloat16", "cpu", 0)()
-    assert found["all"] == 128
-    assert found["map"].tolist() == [*range(32), *[-1] * 96]
-    assert int(found["ids"].max()) > 100
+    result: Any = make_call(experts, {**sizes, "all_experts": 128}, "bfloat16", "cpu", 0)()
+    assert result["all"] == 128
+    assert result["map"].tolist() == [*range(32), *[-1] * 96]
+    assert int(result["ids"].max()) > 100
 
 
 def test_getter_call_that_reads_values_compiles_nothing_ahead(tmp_path: Path) -> None:

@@ -166,19 +166,19 @@ def test_live_kernel_search_runs_no_code_of_other_globals(tmp_path: Path, write:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [("added[(1,)](torch.zeros(8), 8, 1.0)\n", ""), ("1 / (len(sys.argv) - 1)\n", r"importing fails here: ZeroDivisionError: ")],
 )
 def test_live_kernel_of_a_module_with_work_at_its_top_is_loaded_or_raises(
-    tmp_path: Path, write: Any, more: str, said: str
+    tmp_path: Path, write: Any, more: str, message: str
 ) -> None:
-    name = "of_failure" if said else "of_work"
+    name = "of_failure" if message else "of_work"
     (launch,) = captured(tmp_path / "cap", write(name, HEAD + "import torch\nK = 1" + KERNEL + TUNED).added)
     (tmp_path / f"{name}.py").write_text(HEAD + "import torch\nK = 1" + KERNEL + TUNED + more)
     importlib.invalidate_caches()
     del sys.modules[name]
-    if said:
-        with pytest.raises(ReplayError, match=said):
+    if message:
+        with pytest.raises(ReplayError, match=message):
             live_kernel(dataclasses.replace(launch, argv=("program.py",)))
     else:
         assert live_kernel(launch).base_fn.__name__ == "added"

@@ -11,7 +11,7 @@ from kerneltune.adopt.configs import DEFAULTS, launch_defaults
 
 def test_launch_defaults_equal_options_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     in_use = SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: "hip"))
-    backend = SimpleNamespace(parse_options=lambda given: SimpleNamespace(num_stages=2, given=given))
+    backend = SimpleNamespace(parse_options=lambda options: SimpleNamespace(num_stages=2, given=options))
     monkeypatch.setattr(importlib.import_module("triton.runtime.driver"), "driver", in_use)
     monkeypatch.setattr("triton.compiler.make_backend", {"hip": backend}.__getitem__)
     assert launch_defaults() == DEFAULTS | {"num_stages": 2}

@@ -17,10 +17,8 @@ from kerneltune.adopt.overview import Capture, findings, left_out, omitted
 def launches(tmp_path: Path) -> list[LaunchClass]:
     """Return launches of 4 and 8 rows, whose key has the columns only, with a seed and a count of programs."""
     others = (Argument("seed", "value", 4), Argument("NUM_SMS", "value", 132))
-    found = of_kernel(captured(tmp_path, (4, 96), (8, 96)), "row_sum")
-    return sorted(
-        (dataclasses.replace(one, arguments=(*one.arguments, *others)) for one in found), key=lambda one: one.sizes["M"]
-    )
+    sums = of_kernel(captured(tmp_path, (4, 96), (8, 96)), "row_sum")
+    return sorted((dataclasses.replace(one, arguments=(*one.arguments, *others)) for one in sums), key=lambda one: one.sizes["M"])
 
 
 def test_omitted_lists_dimensions_of_tensors(launches: list[LaunchClass]) -> None:
@@ -40,8 +38,8 @@ def test_left_out_of_a_kernel_with_one_config_is_empty(launches: list[LaunchClas
 
 def test_lint_names_omitted_sizes_beside_those_that_differ(tmp_path: Path, launches: list[LaunchClass]) -> None:
     more = [dataclasses.replace(one, arguments=(*one.arguments, Argument("K", "value", 96))) for one in launches]
-    found = findings(Capture(tmp_path, more, ProcessNotes({})))
-    assert [text for text in found if "key omits" in text] == [
+    lines = findings(Capture(tmp_path, more, ProcessNotes({})))
+    assert [text for text in lines if "key omits" in text] == [
         "two_kernels.row_sum: key omits sizes that differ between captured launches: M, x_ptr.0, y_ptr.0",
         "two_kernels.row_sum: key omits sizes: K",
     ]
@@ -66,6 +64,6 @@ def test_lint_of_a_plain_kernel_reports_no_lists_of_configs(tmp_path: Path, laun
 
 def test_lint_names_key_values_of_a_heuristic_below_the_autotuner(tmp_path: Path, launches: list[LaunchClass]) -> None:
     keyed = [dataclasses.replace(one, keys=(*one.keys, "EVEN")) for one in launches]
-    said = "two_kernels.row_sum: key names what no launch gives, which triton.autotune leaves out: EVEN"
-    assert said in findings(Capture(tmp_path, keyed, ProcessNotes({})))
+    message = "two_kernels.row_sum: key names what no launch gives, which triton.autotune leaves out: EVEN"
+    assert message in findings(Capture(tmp_path, keyed, ProcessNotes({})))
     assert not any("EVEN" in text for text in findings(Capture(tmp_path, launches, ProcessNotes({}))))

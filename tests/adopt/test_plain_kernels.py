@@ -133,15 +133,15 @@ def test_capture_of_plain_kernels_has_one_class_for_all_scales(tmp_path: Path, m
 
 
 def test_replay_of_a_plain_kernel_launches_it_with_other_options(tmp_path: Path, module: Any) -> None:
-    (found,) = captured(tmp_path / "cap", module, 96)
-    assert live_kernel(found).fn is module.doubled
-    made = make_replay(found, tmp_path / "cap" / CLASSES / found.digest, "cpu", 0)
-    made.run([one.config for one in found.candidates if one.grid is not None][-1])
-    assert made.named["y_ptr"].tolist() == [2.0 * n for n in range(96)]
+    (launch_class,) = captured(tmp_path / "cap", module, 96)
+    assert live_kernel(launch_class).fn is module.doubled
+    replay = make_replay(launch_class, tmp_path / "cap" / CLASSES / launch_class.digest, "cpu", 0)
+    replay.run([one.config for one in launch_class.candidates if one.grid is not None][-1])
+    assert replay.named["y_ptr"].tolist() == [2.0 * n for n in range(96)]
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def launched_options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Return the options of all launches from now on."""
     seen: list[dict[str, Any]] = []
     original = InterpretedFunction.run
@@ -169,15 +169,15 @@ def serve(folder: Path, launches: list[LaunchClass], warps: int) -> Any:
 
 
 def test_serving_plain_kernels_changes_options_of_captured_launches_only(
-    tmp_path: Path, module: Any, given: list[dict[str, Any]]
+    tmp_path: Path, module: Any, launched_options: list[dict[str, Any]]
 ) -> None:
     launches = captured(tmp_path / "cap", module, 64)
-    given.clear()
+    launched_options.clear()
     server = serve(tmp_path / "cap", launches, 16)
     for size, scale in ((64, 2.0), (64, 5.0), (96, 2.0)):
         assert launch(module, size, scale).tolist() == [scale * n for n in range(size)]
     launch(module, 64, num_warps=2)  # the program's options are others than the captured options
-    assert given == [{"num_warps": 16}, {"num_warps": 16}, {}, {"num_warps": 2}]
+    assert launched_options == [{"num_warps": 16}, {"num_warps": 16}, {}, {"num_warps": 2}]
     assert sorted(server.counters.by_name().items()) == [
         ("missed of_plain_kernels.doubled", 2),
         ("served of_plain_kernels.doubled", 2),
@@ -185,32 +185,32 @@ def test_serving_plain_kernels_changes_options_of_captured_launches_only(
 
 
 def test_serving_plain_kernels_with_fastest_own_options_changes_nothing(
-    tmp_path: Path, module: Any, given: list[dict[str, Any]]
+    tmp_path: Path, module: Any, launched_options: list[dict[str, Any]]
 ) -> None:
     launches = captured(tmp_path / "cap", module, 64)
-    given.clear()
+    launched_options.clear()
     server = serve(tmp_path / "cap", launches, 4)
     launch(module, 64)
-    assert given == [{}]
+    assert launched_options == [{}]
     assert server.counters.by_name() == {"served of_plain_kernels.doubled": 1, "missed of_plain_kernels.doubled": 0}
 
 
 def test_serving_options_that_fail_falls_back_to_the_programs(
-    tmp_path: Path, module: Any, given: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, module: Any, launched_options: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     launches = captured(tmp_path / "cap", module, 64)
-    given.clear()
+    launched_options.clear()
     server = serve(tmp_path / "cap", launches, 1)
     for _ in range(2):
         assert launch(module, 64).tolist() == [2.0 * n for n in range(64)]
-    assert [one.get("num_warps") for one in given] == [1, None, None]
+    assert [one.get("num_warps") for one in launched_options] == [1, None, None]
     assert server.counters.by_name()["served of_plain_kernels.doubled"] == 2
-    said = "config num_warps=1 fails here (OutOfResources: registers): falling back to the program's own arguments"
-    assert caplog.text.count(said) == 1
+    message = "config num_warps=1 fails here (OutOfResources: registers): falling back to the program's own arguments"
+    assert caplog.text.count(message) == 1
 
 
 def test_capture_of_a_launch_without_options_has_those_of_the_backend(
-    tmp_path: Path, module: Any, given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, module: Any, launched_options: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active = SimpleNamespace(get_current_target=lambda: GPUTarget("hip", "gfx942", 64))
     monkeypatch.setattr(sys.modules["triton.runtime.driver"], "driver", SimpleNamespace(active=active))
@@ -219,9 +219,9 @@ def test_capture_of_a_launch_without_options_has_those_of_the_backend(
     assert (own["num_warps"], own["num_stages"]) == (4, 2)  # NVIDIA's backend has 3 stages
     write_table(tmp_path / "cap", kernel_of(launches, [{**own, "num_stages": 3}], is_plain=True, portfolio=()))
     startup.install(tmp_path / "cap", misses=None)
-    given.clear()
+    launched_options.clear()
     launch(module, 64)
-    assert given == [{"num_stages": 3}]
+    assert launched_options == [{"num_stages": 3}]
 
 
 class PlainBench(SizedBench):
@@ -237,7 +237,7 @@ class PlainBench(SizedBench):
 
 
 def test_tune_of_a_plain_kernel_serves_the_fastest_options(
-    tmp_path: Path, module: Any, given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, module: Any, launched_options: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "cap"
     with made_up_gpu.stands_in(monkeypatch):
@@ -252,9 +252,9 @@ def test_tune_of_a_plain_kernel_serves_the_fastest_options(
         (kernel,) = table.kernels
         assert (kernel.is_plain, len(kernel.groups), kernel.portfolio) == (True, 2, ())
         startup.install(folder, miss="error", misses=None)
-        given.clear()
+        launched_options.clear()
         assert launch(module, 96).tolist() == [2.0 * n for n in range(96)]
-    assert given == [{"num_warps": 2}]
+    assert launched_options == [{"num_warps": 2}]
 
 
 class CheckedBench(PlainBench):
@@ -353,8 +353,8 @@ def test_capture_of_a_grid_that_writes_its_arguments_is_that_of_the_launch(tmp_p
     launch = captured_call(tmp_path, lambda: module.listed[grid](x, blocks, y, 96, BLOCK=32))
     assert y.tolist() == x.tolist()
     assert launch.key == ["torch.float32[96]", "torch.int32[3]", "torch.float32[96]", 96, 32]
-    made = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
-    assert made.named["blocks_ptr"].tolist() == [2, 1, 0]
+    replay = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    assert replay.named["blocks_ptr"].tolist() == [2, 1, 0]
 
 
 def test_capture_with_a_grid_of_numbers_or_heuristics_keeps_the_block(tmp_path: Path, module: Any) -> None:
@@ -375,7 +375,7 @@ def test_plain_tuner_of_a_kernel_with_a_product_varies_stages(module: Any) -> No
 
 
 def test_serving_plans_launches_with_and_without_an_optional_tensor_once_each(
-    tmp_path: Path, module: Any, given: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, module: Any, launched_options: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y, bias = torch.arange(96.0), torch.empty(96), torch.ones(96)
 
@@ -392,12 +392,14 @@ def test_serving_plans_launches_with_and_without_an_optional_tensor_once_each(
     chosen = next(one.config for one in launches[0].candidates if one.config["num_warps"] == 8 and one.grid is not None)
     write_table(tmp_path, kernel_of(launches, [chosen], is_plain=True, portfolio=()))
     planned: list[Any] = []
-    monkeypatch.setattr(kernels, "plan_key", lambda *args, **given: planned.append(args) or plan_key(*args, **given))
+    monkeypatch.setattr(
+        kernels, "plan_key", lambda *args, **launched_options: planned.append(args) or plan_key(*args, **launched_options)
+    )
     startup.install(tmp_path, misses=None)
-    given.clear()
+    launched_options.clear()
     for tensor in (None, bias, None, bias):
         assert call(tensor) == [n + (tensor is not None) for n in range(96)]
-    assert [one["num_warps"] for one in given] == [8, 8, 8, 8]
+    assert [one["num_warps"] for one in launched_options] == [8, 8, 8, 8]
     assert len(planned) == 2
 
 
@@ -409,8 +411,8 @@ def test_serving_a_launch_with_an_argument_of_another_type_launches_it_unchanged
     monkeypatch.setattr(InterpretedFunction, "run", lambda _kernel, *args, **kwargs: seen.append((args[2], kwargs)))
     serve(tmp_path / "cap", launches, 16)
     x, y = torch.arange(64.0), torch.empty(64)
-    for given in (64, size, 64):
-        module.doubled[(2,)](x, y, given, 2.0, BLOCK=32)
+    for argument in (64, size, 64):
+        module.doubled[(2,)](x, y, argument, 2.0, BLOCK=32)
     assert [kwargs.get("num_warps") for _, kwargs in seen] == [16, None, 16]
     assert seen[1][0] is size
 

@@ -88,8 +88,8 @@ ms = autotune_report(lambda: tuned[(1,)](3))
 y = tuned[(1,)](3)
 print(scale)
 """
-    found = [ast.unparse(one).partition("\n")[0] for one in replay.needed(ast.parse(text).body, "tuned")]
-    assert found == [
+    statements = [ast.unparse(one).partition("\n")[0] for one in replay.needed(ast.parse(text).body, "tuned")]
+    assert statements == [
         "import triton", "def scale(x):", "compiled = triton.jit(scale)", "tuned = triton.autotune(configs=[], key=[])(compiled)"
     ]  # fmt: skip
 

@@ -34,8 +34,8 @@ def test_capture_of_two_sizes_has_a_class_per_size(tmp_path: Path) -> None:
 
 def test_capture_evaluates_the_grid_for_every_candidate(tmp_path: Path) -> None:
     launch = of_kernel(captured(tmp_path), "scale_chosen")[0]
-    found = {one.config["kwargs"]["BLOCK"]: one.grid for one in launch.candidates}
-    assert found == {32: (2, 3), 128: (2, 1)}
+    grids = {one.config["kwargs"]["BLOCK"]: one.grid for one in launch.candidates}
+    assert grids == {32: (2, 3), 128: (2, 1)}
 
 
 def test_capture_keeps_index_values_and_a_sample_of_floats(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_capture_of_small_views_of_a_large_buffer_keeps_only_the_views(tmp_path:
     startup.uninstall()
     (launch,) = read_capture(tmp_path).classes
     assert [about["bytes"] for about in launch.storages] == [400, 4]
-    made = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
-    assert sum(storage.numel() for storage in made.storages) <= 2 * 404 + 2 * 256  # and what aligns them
-    assert made.named["x_ptr"].tolist() == x.tolist()
+    replay = make_replay(launch, tmp_path / CLASSES / launch.digest, "cpu", 0)
+    assert sum(storage.numel() for storage in replay.storages) <= 2 * 404 + 2 * 256  # and what aligns them
+    assert replay.named["x_ptr"].tolist() == x.tolist()
 
 
 @pytest.mark.parametrize("gap", [0, 30, 100, 101, 5000])
@@ -239,13 +239,13 @@ def test_capture_of_a_list_that_the_program_assigns_launches_its_first_config(
     whole = kernel.configs
     monkeypatch.setattr(kernel, "configs", whole)
     startup.capture(tmp_path)
-    found = []
+    blocks = []
     for block in (64, 256, 64):
         kernel.configs = [config for config in whole if config.kwargs["BLOCK"] == block]
         kernel[(4,)](torch.ones(4, 96), torch.empty(4), 4, 96)
-        found.append(kernel.best_config.kwargs["BLOCK"])
+        blocks.append(kernel.best_config.kwargs["BLOCK"])
     startup.uninstall()
-    assert found == [64, 256, 64]
+    assert blocks == [64, 256, 64]
     assert [one.list_size for one in read_capture(tmp_path).classes] == [2, 2]
 
 

@@ -96,20 +96,20 @@ def test_capture_of_a_loop_with_a_seed_names_it_and_with_ignore_arg_has_one_clas
     program = ["--", sys.executable, "train.py"]
     first = capture(folder, "--out", "every", *program)
     assert (first.returncode, first.stdout) == (0, "trained\n")
-    said = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
-    assert said in first.stderr.splitlines()
-    assert run("adopt", "lint", "every").stdout.splitlines() == [said]
+    message = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
+    assert message in first.stderr.splitlines()
+    assert run("adopt", "lint", "every").stdout.splitlines() == [message]
     second = capture(folder, "--out", "few", "--ignore-arg", "seed", "--ignore-arg", "sead", *program)
-    told = [line for line in second.stderr.splitlines() if "--ignore-arg" in line]
-    assert told == ["--ignore-arg sead: no captured kernel has this argument; did you mean seed?"]
+    hints = [line for line in second.stderr.splitlines() if "--ignore-arg" in line]
+    assert hints == ["--ignore-arg sead: no captured kernel has this argument; did you mean seed?"]
     assert run("tune", "few", "--dry-run").stdout.startswith("2 classes, up to 4 configs: about ")
 
 
 def test_capture_of_a_plain_kernel_with_a_seed_names_it(folder: Path) -> None:
     (folder / "plain.py").write_text(PLAIN)
     captured = capture(folder, "--plain", "--out", "plain", "--", sys.executable, "plain.py")
-    said = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
-    assert said in captured.stderr.splitlines()
+    message = "__main__.dropout: 6 classes, 2 without seed: if it is a seed or a counter, capture with --ignore-arg seed"
+    assert message in captured.stderr.splitlines()
 
 
 def test_lint_of_a_plain_kernel_with_tuple_and_function_reports_nothing(folder: Path) -> None:
@@ -117,8 +117,8 @@ def test_lint_of_a_plain_kernel_with_tuple_and_function_reports_nothing(folder: 
     assert captured.returncode == 0, captured.stderr
     linted = run("adopt", "lint", "cap")
     assert (linted.exit_code, linted.stdout) == (0, "nothing to report\n")
-    told = run("tune", "cap", "--dry-run").stdout
-    classes, configs = (int(word) for word in told.split() if word.isdigit())
+    dry_run = run("tune", "cap", "--dry-run").stdout
+    classes, configs = (int(word) for word in dry_run.split() if word.isdigit())
     assert classes == 2
     assert configs > 10  # the blocks that tuning may find free to change as well
 
@@ -136,14 +136,14 @@ def test_sweep_of_a_capture_with_numbers_in_tuples_checks_all_pairs(folder: Path
 def test_capture_of_launches_without_elements_fails_with_the_reason(folder: Path) -> None:
     (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
     captured = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
-    said = captured.stderr.splitlines()[-1]
-    assert (captured.returncode, said) == (1, "nothing was captured: no tensor of a launch has an element")
+    message = captured.stderr.splitlines()[-1]
+    assert (captured.returncode, message) == (1, "nothing was captured: no tensor of a launch has an element")
     assert run("sweep", "cap", "--check-only").exit_code == 2
     (folder / "pairs.py").write_text(PAIRS)
     assert capture(folder, "--out", "cap", "--", sys.executable, "pairs.py").returncode == 0
     (folder / "pairs.py").write_text(PAIRS.replace("(0, 40, 70)", "(0,)"))
     again = capture(folder, "--out", "cap", "--", sys.executable, "pairs.py")
-    assert (again.returncode, again.stderr.splitlines()[-1]) == (1, said)  # of this run: the folder keeps earlier launches
+    assert (again.returncode, again.stderr.splitlines()[-1]) == (1, message)  # of this run: the folder keeps earlier launches
 
 
 def test_tune_of_a_kernel_defined_under_main_fails_with_the_reason(folder: Path) -> None:
@@ -151,20 +151,20 @@ def test_tune_of_a_kernel_defined_under_main_fails_with_the_reason(folder: Path)
     guarded = "".join(f"    {line}" for line in body.splitlines(keepends=True))
     (folder / "pairs.py").write_text(f'{head}if __name__ == "__main__":\n{guarded}')
     assert capture(folder, "--out", "cap", "--", sys.executable, "pairs.py").returncode == 0
-    told = run("tune", "cap", "--dry-run")
-    said = 'pairs.py has no kernel of this name outside `if __name__ == "__main__"`: capture again'
-    assert (told.exit_code, said in " ".join(told.stderr.split())) == (2, True), told.stderr
+    dry_run = run("tune", "cap", "--dry-run")
+    message = 'pairs.py has no kernel of this name outside `if __name__ == "__main__"`: capture again'
+    assert (dry_run.exit_code, message in " ".join(dry_run.stderr.split())) == (2, True), dry_run.stderr
 
 
 def test_sweep_of_a_capture_names_kernels_that_it_cannot_launch(folder: Path) -> None:
     head, body = PAIRS[: PAIRS.index("@triton.autotune")], PAIRS[PAIRS.index("@triton.autotune") :]
     definition, work = body[: body.index("for n in")], body[body.index("for n in") :]
-    made = "".join(f"    {line}" for line in definition.replace("weighted", "made").splitlines(keepends=True))
-    factory = f"def make():\n{made}    return made\nmade = make()\n"
+    indented = "".join(f"    {line}" for line in definition.replace("weighted", "made").splitlines(keepends=True))
+    factory = f"def make():\n{indented}    return made\nmade = make()\n"
     (folder / "pairs.py").write_text(
         f"{head}{definition}{factory}{work}    made[grid](Pair(ones(), ones()), ((ones(), 2),), ones(), n)\n"
     )
     assert capture(folder, "--out", "cap", "--", sys.executable, "pairs.py").returncode == 0
     checked = run("sweep", "cap", "--check-only")
-    said = "not checked: __main__.make.<locals>.made: a function made the kernel, so that it cannot be imported by name"
-    assert (checked.exit_code, said in " ".join(checked.stdout.split())) == (0, True), checked.stdout
+    message = "not checked: __main__.make.<locals>.made: a function made the kernel, so that it cannot be imported by name"
+    assert (checked.exit_code, message in " ".join(checked.stdout.split())) == (0, True), checked.stdout

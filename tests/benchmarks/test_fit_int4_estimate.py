@@ -15,11 +15,11 @@ def case(N: int, M: int, K: int, group: int = 128) -> Case:
 
 
 def test_fit_of_simulated_times_finds_their_parameters() -> None:
-    made = (*script.LAUNCHES, *TIMES._replace(wait=0.5, block=0.12, read=0.002))
+    parameters = (*script.LAUNCHES, *TIMES._replace(wait=0.5, block=0.12, read=0.002))
     cases = [case(N, M, K, group) for N, group in ((12, 128), (72, 128), (150, 64)) for M, K in ((3072, 3072), (20480, 4096))]
     variant = ops.load()["int4_fp8_gemm"].variant("optimized")
     rows = [
-        script.Seen(one, config, script.estimate_us(one, config, made), 1.0)
+        script.Seen(one, config, script.estimate_us(one, config, parameters), 1.0)
         for one in cases
         for config in variant.configs(one)
         if script.is_compared(one, config)
@@ -36,7 +36,7 @@ def test_fit_of_simulated_times_finds_their_parameters() -> None:
 def test_default_config_is_close_to_the_fastest_of_whole_spaces(op: str, cases: int, mean: float, worst: float) -> None:
     times = script.known_times(op, "nvidia_h100_80gb_hbm3")
     judged = script.judged_of(times)
-    found = script.shares(times, judged, ops.load()[op].variant("optimized").default_config)
-    assert len(found) == len(judged) >= cases
-    assert statistics.geometric_mean(found.values()) > mean
-    assert min(found.values()) > worst
+    shares = script.shares(times, judged, ops.load()[op].variant("optimized").default_config)
+    assert len(shares) == len(judged) >= cases
+    assert statistics.geometric_mean(shares.values()) > mean
+    assert min(shares.values()) > worst

@@ -59,9 +59,13 @@ def test_whole_space_is_read_as_it_was_written(tmp_path: Path) -> None:
     (again,) = read(path)
     assert (list(again.trials), again.default, again.case.axes) == (list(SPACE.trials), SPACE.default, SPACE.case.axes)
     for knobs, trial in SPACE.trials.items():
-        found = again.trials[knobs]
-        assert (found.status, found.resources, found.spill_bytes) == (trial.status, trial.resources, trial.spill_bytes)
-        assert found.time_us == (None if trial.time_us is None else pytest.approx(trial.time_us, rel=1e-5))
+        read_trial = again.trials[knobs]
+        assert (read_trial.status, read_trial.resources, read_trial.spill_bytes) == (
+            trial.status,
+            trial.resources,
+            trial.spill_bytes,
+        )
+        assert read_trial.time_us == (None if trial.time_us is None else pytest.approx(trial.time_us, rel=1e-5))
     assert again.name == "made_up_optimized_made_up_0_bfloat16_none_cold"
 
 

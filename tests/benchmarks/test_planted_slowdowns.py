@@ -22,15 +22,15 @@ DELAYS = (0.02, 0.05, 0.1)
 def simulated(processes: int, rows: int, delays: tuple[float, ...] = DELAYS) -> list[Process]:
     """Make processes that each timed every row with every delay, in the same rounds."""
     rng = np.random.default_rng(0)
-    found: list[Process] = []
+    simulated_processes: list[Process] = []
     for _ in range(processes):
         plain = [rounds_us(rng, us) for us in np.linspace(20, 200, rows)]
         process: dict[float, list[Record]] = {}
         for delay in (0.0, *delays):
             noise = [np.exp(0.001 * rng.standard_normal(rounds.size)) if delay else 1.0 for rounds in plain]
             process[delay] = [one_process(r * (1 + delay) * n, i) for i, (r, n) in enumerate(zip(plain, noise, strict=True))]
-        found.append(process)
-    return found
+        simulated_processes.append(process)
+    return simulated_processes
 
 
 def test_decide_counts_decisions_by_delay() -> None:
@@ -82,8 +82,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_measured_processes_are_read_and_decided_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planted.load_processes(folder)
-    assert (len(found), [len(records) for records in found[0].values()]) == (12, [3] * 4)
+    processes = planted.load_processes(folder)
+    assert (len(processes), [len(records) for records in processes[0].values()]) == (12, [3] * 4)
     planted.main(["decide", str(folder), "--repeats", "2"])
     head, *rows = capsys.readouterr().out.splitlines()
     assert head.split()[:6] == ["planted", "measured", "caught", "rows", "short", "failed"]
@@ -146,8 +146,8 @@ def test_planted_delay_is_the_given_fraction_of_the_time(monkeypatch: pytest.Mon
     op = ops.load()["stream"]
     case = Case("c", (("read", 4096), ("write", 4096)), "int32")
     variant = op.variants[0]
-    found = planted.measure_task("f", Task(op, case, variant), variant.default_config(case), DELAYS)
-    assert list(found) == [0.0, *DELAYS]
-    assert [row.time_us for row in found.values()] == [pytest.approx(us, rel=1e-4) for us in (10.0, 10.2, 10.5, 11.0)]
-    assert {row.aa_floor for row in found.values()} == {0.0}
-    assert [list(rounds) for rounds in found[0.0].samples_us or ()] == [[10.0] * 5]
+    rows = planted.measure_task("f", Task(op, case, variant), variant.default_config(case), DELAYS)
+    assert list(rows) == [0.0, *DELAYS]
+    assert [row.time_us for row in rows.values()] == [pytest.approx(us, rel=1e-4) for us in (10.0, 10.2, 10.5, 11.0)]
+    assert {row.aa_floor for row in rows.values()} == {0.0}
+    assert [list(rounds) for rounds in rows[0.0].samples_us or ()] == [[10.0] * 5]

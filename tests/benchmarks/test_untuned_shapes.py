@@ -46,15 +46,15 @@ def test_left_out_shape_is_served_by_a_near_config_or_the_default(tmp_path: Path
             GPU, cache.entry_from(OP.name, {**values, "policy": "cold", "config": knobs, "evidence": {"time_us": 7.0}}), tmp_path
         )
     write(path_of(OP.name, GPU, tmp_path), [TrialBlock(**RUN, rows=tuple(rows))])
-    found = untuned_shapes.known(OP, SMALL, GPU, tmp_path, tmp_path)
-    assert {of["M"]: found.best_us(of) for of in found.times} == {8: 8.0, 16: 10.0, 4096: 8.0}
-    row = untuned_shapes.row(OP, SMALL, found, 4.0)
+    measured = untuned_shapes.known(OP, SMALL, GPU, tmp_path, tmp_path)
+    assert {of["M"]: measured.best_us(of) for of in measured.times} == {8: 8.0, 16: 10.0, 4096: 8.0}
+    row = untuned_shapes.row(OP, SMALL, measured, 4.0)
     assert row.values[:3] == (OP.name, 3, 3)
     assert row.values[3:] == pytest.approx(((0.8 * 0.8) ** (1 / 3), 0.8, 3, (0.8 * 0.5 * 0.8) ** (1 / 3), 0.5, case(16).label))
-    assert untuned_shapes.default_shares(SMALL, found) == {
+    assert untuned_shapes.default_shares(SMALL, measured) == {
         case(8): (0.8, 10.0, 8.0), case(16): (1.0, 10.0, 10.0), case(4096): (0.8, 10.0, 8.0)
     }  # fmt: skip
-    assert untuned_shapes.row(OP, SMALL, found, 0.5).values[3] == untuned_shapes.row(OP, SMALL, found, 0.5).values[6]
+    assert untuned_shapes.row(OP, SMALL, measured, 0.5).values[3] == untuned_shapes.row(OP, SMALL, measured, 0.5).values[6]
 
 
 NAMES = [path.stem for path in sorted((data_root("configs") / GPU).glob("*.json")) if path_of(path.stem).exists()]
@@ -63,8 +63,8 @@ NAMES = [path.stem for path in sorted((data_root("configs") / GPU).glob("*.json"
 @pytest.mark.parametrize("name", NAMES)
 def test_untuned_shapes_of_an_operator_reach_the_speed_that_the_page_states(name: str) -> None:
     op = ops.load()[name]
-    found = untuned_shapes.known(op, op.variant("optimized"), GPU, configs=data_root("configs"))
-    row = untuned_shapes.row(op, op.variant("optimized"), found, op.max_distance)
+    measured = untuned_shapes.known(op, op.variant("optimized"), GPU, configs=data_root("configs"))
+    row = untuned_shapes.row(op, op.variant("optimized"), measured, op.max_distance)
     geomean, worst = row.values[6:8]
     assert geomean >= 0.97
     assert worst >= 0.8
@@ -72,8 +72,8 @@ def test_untuned_shapes_of_an_operator_reach_the_speed_that_the_page_states(name
 
 def test_defaults_of_rmsnorm_at_rows_of_uneven_length_reach_the_tuned_speed_of_an_h100(tmp_path: Path) -> None:
     op = ops.load()["rmsnorm_fwd"]
-    found = untuned_shapes.known(op, op.variant("optimized"), "nvidia_h100_80gb_hbm3", configs=tmp_path)
-    cases, known, geomean, worst = untuned_shapes.row(op, op.variant("optimized"), found, op.max_distance).values[1:5]
-    assert (cases, known) == (16, 15)
+    measured = untuned_shapes.known(op, op.variant("optimized"), "nvidia_h100_80gb_hbm3", configs=tmp_path)
+    cases, num_known, geomean, worst = untuned_shapes.row(op, op.variant("optimized"), measured, op.max_distance).values[1:5]
+    assert (cases, num_known) == (16, 15)
     assert geomean >= 0.98
     assert worst >= 0.97

@@ -39,5 +39,5 @@ def test_whole_space_of_a_case_is_timed_once_and_kept(tmp_path: Path) -> None:
     assert again
     (block,) = read(path_of("int4_fp8_gemm", device.current_slug(), tmp_path))
     assert (block.source_hash, block.case, len(block.rows)) == (first.variant.source_hash, first.case, len(configs))
-    left = whole_spaces.tasks_of(SWEEP, ["int4_fp8_gemm"], tmp_path, device.current_slug())
-    assert {task.key for task in left} == {task.key for task in tasks[1:]}
+    remaining = whole_spaces.tasks_of(SWEEP, ["int4_fp8_gemm"], tmp_path, device.current_slug())
+    assert {task.key for task in remaining} == {task.key for task in tasks[1:]}

@@ -56,11 +56,11 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         reporter.note("a remark")
         return list(seen["answer"])
 
-    def swept(*given: Any) -> SweepResult:
-        return SweepResult(fake(*given), [])
+    def swept(*arguments: Any) -> SweepResult:
+        return SweepResult(fake(*arguments), [])
 
-    def tuned(*given: Any) -> list[TuningResult]:
-        return [TuningResult("tuned", row) for row in fake(*given)]  # type: ignore[arg-type]
+    def tuned(*arguments: Any) -> list[TuningResult]:
+        return [TuningResult("tuned", row) for row in fake(*arguments)]  # type: ignore[arg-type]
 
     monkeypatch.setattr("kerneltune.campaign.run_sweep", swept)
     monkeypatch.setattr("kerneltune.tune.run.run_tune", tuned)

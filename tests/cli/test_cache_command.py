@@ -58,9 +58,9 @@ def test_cache_check_lists_configs_slower_than_their_default(stored: Path) -> No
     change(stored, evidence={"over_default": [0.91, 0.95]})
     slower = run("cache", "check")
     assert slower.exit_code == 1
-    _, _, said = " ".join(slower.stdout.split()).partition(" 1 slower than it ")
-    assert said.startswith("rmsnorm_bwd baseline ")
-    assert said.endswith(": 0.910 to 0.950 of its default's speed")
+    _, _, listed = " ".join(slower.stdout.split()).partition(" 1 slower than it ")
+    assert listed.startswith("rmsnorm_bwd baseline ")
+    assert listed.endswith(": 0.910 to 0.950 of its default's speed")
 
 
 def test_cache_check_of_an_empty_or_missing_folder_fails(configs_dir: Path) -> None:
@@ -104,8 +104,8 @@ def test_cache_check_names_field_and_value_of_a_broken_entry(fields: dict[str, A
 def test_cache_check_names_a_broken_file(stored: Path, configs_dir: Path) -> None:
     stranger = configs_dir / "nvidia_h200" / "softmax.json"
     stranger.write_text(stored.read_text().replace("rmsnorm_bwd", "softmax"))
-    known = ", ".join(operators())
-    assert refused("cache", "check") == f"error: {stranger}: op: 'softmax': expected one of {known}"
+    names = ", ".join(operators())
+    assert refused("cache", "check") == f"error: {stranger}: op: 'softmax': expected one of {names}"
     stored.write_text(stored.read_text()[:-20])
     assert refused("cache", "check").startswith(f"error: {stored}:")
 
@@ -120,7 +120,7 @@ def test_cache_list_with_a_broken_file_warns(stored: Path) -> None:
 def test_cache_check_of_an_unusable_knob_fails(stored: Path, value: Any) -> None:
     knobs = json.loads(stored.read_text())["entries"][0]["config"]
     change(stored, config={**knobs, "warps": value})
-    said = refused("cache", "check")
-    assert said.startswith(f"error: {stored}: entries[0]: ")
-    assert "warps" in said
-    assert len(said) < 1000
+    error = refused("cache", "check")
+    assert error.startswith(f"error: {stored}: entries[0]: ")
+    assert "warps" in error
+    assert len(error) < 1000

@@ -58,9 +58,9 @@ def test_compare_plug_in_without_records_does_not_show_those_of_the_package(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERNELTUNE_PLUGINS", "versus_jobs")
     monkeypatch.delenv("KERNELTUNE_RESULTS", raising=False)
-    said = "error: no records in results: run `kerneltune sweep FILE.yaml` on a GPU first, or show recorded results by "
-    said += "`compare --family NAME` and `report FILE`"
-    assert refused("compare") == said
+    message = "error: no records in results: run `kerneltune sweep FILE.yaml` on a GPU first, or show recorded results by "
+    message += "`compare --family NAME` and `report FILE`"
+    assert refused("compare") == message
     assert "rmsnorm.jsonl" in run("compare", "baseline", "optimized", "--family", "rmsnorm").stderr
 
 
@@ -71,8 +71,8 @@ def test_compare_family_of_a_path_is_the_name_inside_the_file(write: Callable[..
     result = run("compare", "baseline", "optimized", "--family", tmp_path / "x.yaml", "--results", tmp_path)
     assert (result.exit_code, result.stdout) == (0, TABLE)
     (tmp_path / "x.yaml").write_text("ops: [rmsnorm_fwd]\n")
-    said = refused("compare", "--family", tmp_path / "x.yaml", "--results", tmp_path)
-    assert said.startswith(f"error: {tmp_path}/x.yaml:1: family: missing: expected ")
+    error = refused("compare", "--family", tmp_path / "x.yaml", "--results", tmp_path)
+    assert error.startswith(f"error: {tmp_path}/x.yaml:1: family: missing: expected ")
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -94,8 +94,8 @@ def test_compare_without_a_file_reads_records_of_this_gpu(write: Callable[..., P
 @pytest.mark.usefixtures("an_h200")
 def test_compare_without_records_names_the_missing_file(tmp_path: Path) -> None:
     line = refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", "rmsnorm")
-    place = tmp_path / "nvidia_h200" / "rmsnorm.jsonl"
-    assert line == f"error: no records of NVIDIA H200 in {place}: run a sweep first, or name a file"
+    path = tmp_path / "nvidia_h200" / "rmsnorm.jsonl"
+    assert line == f"error: no records of NVIDIA H200 in {path}: run a sweep first, or name a file"
 
 
 def test_compare_of_two_files_has_a_table_per_variant(write: Callable[..., Path]) -> None:
@@ -126,8 +126,8 @@ def test_compare_of_a_file_with_the_best_peer_has_a_table_per_variant(write: Cal
 
 def test_compare_of_files_without_a_common_variant_fails(write: Callable[..., Path]) -> None:
     old, new = write("old.jsonl", record()), write("new.jsonl", record(50, variant="optimized"), record(200, variant="liger"))
-    said = f"error: nothing to compare: {old} and {new} have no record of the same variant, case, device and policy"
-    assert refused("compare", old, new) == said
+    message = f"error: nothing to compare: {old} and {new} have no record of the same variant, case, device and policy"
+    assert refused("compare", old, new) == message
     assert "2.00x +" in run("compare", old, "optimized", "--from", new).stdout
 
 
@@ -149,12 +149,12 @@ def test_compare_with_case_dtype_or_quant_keeps_only_their_rows(write: Callable[
     path = write("a.jsonl", *both(), *others)
     part = ("--case", "te-*", "--dtype", "bfloat16", "--quant", "fp8")
     assert run("compare", "baseline", "optimized", "--from", path, *part).stdout == TABLE
-    for option, said in (
+    for option, message in (
         (("--case", "othr"), "case: 'othr': expected one of te-8192x4096, other; did you mean other?"),
         (("--dtype", "int8"), "dtype: 'int8': expected one of bfloat16, float16"),
         (("--quant", "int4"), "quant: 'int4': expected one of fp8, none"),
     ):
-        assert refused("compare", "baseline", "optimized", "--from", path, *option) == f"error: {said}"
+        assert refused("compare", "baseline", "optimized", "--from", path, *option) == f"error: {message}"
 
 
 def test_compare_with_family_keeps_only_its_rows_of_a_file(write: Callable[..., Path]) -> None:
@@ -174,8 +174,8 @@ def test_compare_with_options_that_it_ignores_fails(write: Callable[..., Path], 
     for names in (("baseline", "optimized", "--from", path, "--from", empty), (path, empty)):
         assert refused("compare", *names) == f"error: {empty}: no records"
     for same in ("baseline", str(path)):
-        said = f"b: {same!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
-        assert refused("compare", same, same) == f"error: {said}"
+        message = f"b: {same!r}: the same records as A: expected another variant or file, or --run to measure a variant twice"
+        assert refused("compare", same, same) == f"error: {message}"
 
 
 def test_compare_with_output_writes_the_table_into_the_file(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -189,8 +189,8 @@ def test_compare_with_output_writes_the_table_into_the_file(write: Callable[...,
 
 def test_compare_of_unknown_names_fails_with_known_names(write: Callable[..., Path], tmp_path: Path) -> None:
     path, other = write("a.jsonl", *both()), write("b.jsonl", record(variant="optimized", axes={"M": 1, "N": 1}), record())
-    known = "baseline, optimized, best-peer, a .jsonl file"
-    assert refused("compare", "fast", "optimized", "--from", path) == f"error: variant: 'fast': expected one of {known}"
+    names = "baseline, optimized, best-peer, a .jsonl file"
+    assert refused("compare", "fast", "optimized", "--from", path) == f"error: variant: 'fast': expected one of {names}"
     assert refused("compare", "baseline", tmp_path / "no.jsonl", "--from", path).startswith("error: cannot read ")
     assert refused("compare", "baseline", "optimized", "--from", path, "--format", "html").startswith("error: format: 'html': ")
     assert refused("compare", "baseline", "optimized", "--from", path, "--policy", "warm").startswith("error: policy: 'warm': ")
@@ -228,8 +228,8 @@ def test_compare_of_a_variant_with_itself_reports_the_a_a_interval(monkeypatch: 
     lines = run("compare", "baseline", "baseline", "--run", "--family", "rmsnorm").stdout.splitlines()
     assert [line.split()[0] for line in lines if line.endswith(" 1.0")] == ["fp8", "none"]
     label = "te-8192x4096 rmsnorm_fwd M=8192 N=4096 bfloat16 none cold"
-    (said,) = (line for line in lines if line.startswith("A/A interval"))
-    assert said.startswith(f"A/A interval without 1: {label}: 0.95")
+    (interval_line,) = (line for line in lines if line.startswith("A/A interval"))
+    assert interval_line.startswith(f"A/A interval without 1: {label}: 0.95")
 
 
 @pytest.mark.parametrize("how", ["asked for", "installed"])
@@ -262,12 +262,12 @@ def test_compare_of_a_plug_in_reads_records_where_sweep_wrote_them(
 @pytest.mark.usefixtures("an_h200")
 def test_compare_of_a_known_family_without_records_suggests_no_other_family(write: Callable[..., Path], tmp_path: Path) -> None:
     write("nvidia_h100/rmsnorm.jsonl", *both(device="NVIDIA H100"))
-    for family, said in (
+    for family, hint in (
         ("rmsnorm", "name a file"),
         ("rmsnrom", "name a file; did you mean rmsnorm?"),
         ("x", "there are records of rmsnorm"),
     ):
-        assert refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", family).endswith(said)
+        assert refused("compare", "baseline", "optimized", "--results", tmp_path, "--family", family).endswith(hint)
 
 
 def test_compare_without_names_sets_ours_against_the_best_peer(write: Callable[..., Path]) -> None:

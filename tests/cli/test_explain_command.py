@@ -26,9 +26,9 @@ def test_explain_names_the_source_of_a_config(case: str, source: str) -> None:
 
 
 def test_explain_accepts_sizes_as_separate_arguments_and_short_dtypes() -> None:
-    given = ("fp8_tensorwise_2d", "--gpu", "nvidia_h200", "--dtype")
-    whole = run("cache", "explain", *given, "float16", "M=4096,K=4096")
-    apart = run("cache", "explain", *given, "fp16", "M=4096", "K=4096")
+    arguments = ("fp8_tensorwise_2d", "--gpu", "nvidia_h200", "--dtype")
+    whole = run("cache", "explain", *arguments, "float16", "M=4096,K=4096")
+    apart = run("cache", "explain", *arguments, "fp16", "M=4096", "K=4096")
     assert (apart.exit_code, apart.stdout) == (0, whole.stdout)
 
 
@@ -55,10 +55,10 @@ def test_explain_of_sizes_that_no_config_runs_fails(case: str, text: str) -> Non
 
 
 def test_explain_of_an_unknown_axis_or_a_missing_size_fails() -> None:
-    given = ("cache", "explain", "rmsnorm_fwd", "--gpu", "nvidia_h200")
-    assert "N: not given: expected a size for each of M, N" in refused(*given, "M=5000")
-    said = refused(*given, "M=5000", "N=5120", "dtype=bf16")
-    assert "axis: 'dtype': expected one of M, N, or an option: zero_centered, fp8_format, row_pad" in said
+    arguments = ("cache", "explain", "rmsnorm_fwd", "--gpu", "nvidia_h200")
+    assert "N: not given: expected a size for each of M, N" in refused(*arguments, "M=5000")
+    error = refused(*arguments, "M=5000", "N=5120", "dtype=bf16")
+    assert "axis: 'dtype': expected one of M, N, or an option: zero_centered, fp8_format, row_pad" in error
 
 
 def test_explain_of_a_stale_entry_prints_that_it_is_stale(configs_dir: Path) -> None:
@@ -71,14 +71,14 @@ def test_explain_of_a_stale_entry_prints_that_it_is_stale(configs_dir: Path) -> 
     cache.store("nvidia_h200", replace(entry, evidence=dict(entry.evidence) | {"source_hash": "0123456789ab"}))
     case = entry.case
     sizes = [f"{name}={value}" for name, value in (*case.axes, *case.options)]
-    found = run("cache", "explain", "fp8_transpose_2d", *sizes, "--dtype", case.dtype, "--quant", case.quant)
-    assert "for exactly this case; stale: source_hash 0123456789ab is now" in " ".join(found.stdout.split())
+    result = run("cache", "explain", "fp8_transpose_2d", *sizes, "--dtype", case.dtype, "--quant", case.quant)
+    assert "for exactly this case; stale: source_hash 0123456789ab is now" in " ".join(result.stdout.split())
 
 
 def test_explain_of_an_unknown_case_names_the_nearest() -> None:
-    said = refused("cache", "explain", "fp8_transpose_2d", "llama4-16384x512", "--gpu", "nvidia_h200")
-    assert "case: 'llama4-16384x512'" in said
-    assert "did you mean llama4-16384x5120?" in said
+    error = refused("cache", "explain", "fp8_transpose_2d", "llama4-16384x512", "--gpu", "nvidia_h200")
+    assert "case: 'llama4-16384x512'" in error
+    assert "did you mean llama4-16384x5120?" in error
     assert "gpu: 'nowhere'" in refused("cache", "explain", "fp8_transpose_2d", "M=1,N=1", "--gpu", "nowhere")
 
 
@@ -91,7 +91,7 @@ def test_cases_writes_a_sweep_file_that_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("options", "text"),
     [
         (["--tokens", "4k"], "tokens: '4k': expected whole numbers"),
         (["--tokens", "0"], "tokens: '0'"),
@@ -100,13 +100,13 @@ def test_cases_writes_a_sweep_file_that_loads(tmp_path: Path) -> None:
         (["--ep", "2"], "ep: 2: expected 1, as "),
     ],
 )
-def test_cases_with_bad_options_fails_and_writes_nothing(given: list[str], text: str, tmp_path: Path) -> None:
+def test_cases_with_bad_options_fails_and_writes_nothing(options: list[str], text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     output = tmp_path / "made.yaml"
-    assert text in refused("cases", "--model", str(tmp_path / "config.json"), "-o", str(output), *given)
+    assert text in refused("cases", "--model", str(tmp_path / "config.json"), "-o", str(output), *options)
     (tmp_path / "bad.json").write_text('{"hidden_size": 12.5}')
-    said = refused("cases", "--model", str(tmp_path / "bad.json"), "-o", str(output))
-    assert f"{tmp_path / 'bad.json'}: hidden_size: 12.5: expected a whole number" in said
+    error = refused("cases", "--model", str(tmp_path / "bad.json"), "-o", str(output))
+    assert f"{tmp_path / 'bad.json'}: hidden_size: 12.5: expected a whole number" in error
     assert not output.exists()
 
 
@@ -115,9 +115,9 @@ def test_tune_with_neither_family_nor_model_file_fails() -> None:
     assert "cannot read none.json" in refused("tune", "--model", "none.json")
 
 
-@pytest.mark.parametrize(("given", "tuned"), [([], ("optimized",)), (["--variant", "base*"], ("base*",))])
+@pytest.mark.parametrize(("options", "tuned"), [([], ("optimized",)), (["--variant", "base*"], ("base*",))])
 def test_tune_of_a_model_tunes_variants_that_calls_run(
-    given: list[str], tuned: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: list[str], tuned: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kerneltune.plan import Plan, Selection
 
@@ -129,6 +129,6 @@ def test_tune_of_a_model_tunes_variants_that_calls_run(
 
     monkeypatch.setattr("kerneltune.tune.run.run_tune", stop)
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
-    result = run("tune", "--model", tmp_path / "config.json", "--results", tmp_path, *given)
+    result = run("tune", "--model", tmp_path / "config.json", "--results", tmp_path, *options)
     assert (result.exit_code, result.stdout, result.stderr.splitlines()[-1]) == (2, "", "error: stopped")
     assert [selection.variants for selection in selected] == [tuned]

@@ -70,15 +70,15 @@ def test_gate_accepts_a_margin_and_refuses_one_outside_0_to_1(write: Callable[..
     assert refused("gate", old, new, "--processes", "2") == "error: processes: 2: expected only with --run"
 
 
-@pytest.mark.parametrize("place", [".", "sweeps"])
+@pytest.mark.parametrize("where", [".", "sweeps"])
 def test_gate_of_two_files_uses_the_margin_of_the_sweep_file(
-    place: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     old = write("old.jsonl", *both(family="tsoftmax"))
     files = old, write("new.jsonl", *both(100, 54.9, family="tsoftmax"))  # 9.8 % slower
     assert run("gate", "--allow-stale", *files).exit_code == 1
-    sweep = tmp_path / place / "tsoftmax.yaml"
+    sweep = tmp_path / where / "tsoftmax.yaml"
     sweep.parent.mkdir(exist_ok=True)
     sweep.write_text("family: tsoftmax\nops: [tsoftmax]\ngate: {margin: 0.10}\n")
     assert run("gate", "--allow-stale", *files).exit_code == 0
@@ -308,26 +308,26 @@ def test_gate_refuses_two_rows_of_one_case_in_a_file(side: str, write: Callable[
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("{", "JSON: "), ('"warps": 3000', "entries[0]: "), ('"wraps": 4', "entries[0]: ")],
 )
-def test_gate_refuses_configs_that_calls_do_not_use(text: str, said: str, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_gate_refuses_configs_that_calls_do_not_use(text: str, message: str, write: Callable[..., Path], tmp_path: Path) -> None:
     entry = h200_entries()[0]
     path = cache.store("nvidia_h200", entry, tmp_path / "configs")
     stored = path.read_text()
     path.write_text(text if text == "{" else re.sub('"warps": [0-9]+', text, stored))
     rows = write("rows.jsonl", entry_record(entry))
-    assert refused("gate", rows, rows, "--configs", tmp_path / "configs").startswith(f"error: {path}: {said}")
+    assert refused("gate", rows, rows, "--configs", tmp_path / "configs").startswith(f"error: {path}: {message}")
 
 
 def test_gate_and_cache_with_a_missing_configs_folder_fail(
     write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = f"error: configs: '{tmp_path / 'none'}': no such folder"
+    message = f"error: configs: '{tmp_path / 'none'}': no such folder"
     rows = write("rows.jsonl", *both())
-    assert refused("gate", rows, rows, "--configs", tmp_path / "none") == said
+    assert refused("gate", rows, rows, "--configs", tmp_path / "none") == message
     monkeypatch.setenv("KERNELTUNE_CONFIGS", str(tmp_path / "none"))
-    assert refused("gate", rows, rows) == refused("cache", "list") == refused("inspect", "rmsnorm_fwd") == said
+    assert refused("gate", rows, rows) == refused("cache", "list") == refused("inspect", "rmsnorm_fwd") == message
 
 
 def test_gate_with_an_unwritable_report_exits_with_2_and_prints_no_pass(write: Callable[..., Path], tmp_path: Path) -> None:

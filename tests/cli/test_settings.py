@@ -25,17 +25,17 @@ def pyproject(folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("plugins = 'x.py'", "plugins: 'x.py': expected array"),
         ("family = 3", "family: 3: expected str | null"),
         ("colour = 'red'", "colour: 'red': expected no field of this name"),
     ],
 )
-def test_settings_with_a_wrong_value_fail_with_one_line(text: str, said: str, tmp_path: Path) -> None:
+def test_settings_with_a_wrong_value_fail_with_one_line(text: str, message: str, tmp_path: Path) -> None:
     pyproject(tmp_path, text)
     done = started(tmp_path, "ops")
-    assert (done.returncode, done.stderr) == (2, f"error: pyproject.toml: tool.kerneltune.{said}\n")
+    assert (done.returncode, done.stderr) == (2, f"error: pyproject.toml: tool.kerneltune.{message}\n")
 
 
 def test_settings_set_plug_ins_folders_and_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +98,13 @@ def test_installed_package_shows_its_configs_from_any_folder(command: tuple[str,
 
 @pytest.mark.usefixtures("installed")
 def test_installed_package_inspects_its_configs_and_those_of_the_current_folder() -> None:
-    known = ops.load()
-    packaged = cached_runs([known["rmsnorm_bwd"]], None, "nvidia_h200")
+    operators = ops.load()
+    packaged = cached_runs([operators["rmsnorm_bwd"]], None, "nvidia_h200")
     assert packaged
     assert refused("inspect", "rmsnorm_bwd", "--case", "nope").startswith("error: case: 'nope': expected one of te-")
     Path("configs/nvidia_h200").mkdir(parents=True)
     none = {"schema": 1, "op": "rmsnorm_bwd", "device": "nvidia_h200", "entries": []}
     Path("configs/nvidia_h200/rmsnorm_bwd.json").write_text(json.dumps(none))
     cache.clear()
-    assert cached_runs([known["rmsnorm_bwd"]], None, "nvidia_h200") == []
-    assert cached_runs([known["rmsnorm_fwd"]], None, "nvidia_h200")
+    assert cached_runs([operators["rmsnorm_bwd"]], None, "nvidia_h200") == []
+    assert cached_runs([operators["rmsnorm_fwd"]], None, "nvidia_h200")

@@ -81,9 +81,9 @@ def test_every_command_has_help(command: str) -> None:
 
 
 def test_ops_of_sizes_without_valid_knobs_fails_with_the_reason() -> None:
-    said = refused("ops", "int4_gemm", "K=7")
-    assert said.startswith("error: int4_gemm baseline: no knobs for N=4096 M=4096 K=7 ")
-    assert said.endswith(": k must be a multiple of the group and of 32, got k=7 group=64")
+    error = refused("ops", "int4_gemm", "K=7")
+    assert error.startswith("error: int4_gemm baseline: no knobs for N=4096 M=4096 K=7 ")
+    assert error.endswith(": k must be a multiple of the group and of 32, got k=7 group=64")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -130,9 +130,9 @@ def test_wrong_command_or_option_fails_with_one_line(tmp_path: Path) -> None:
     assert refused("nothing") == "error: No such command 'nothing'."
     assert refused("--nothing") == "error: No such option: --nothing"
     assert refused("--plugin") == "error: Option '--plugin' requires an argument."
-    said = refused("sweep")
-    assert said.startswith("error: Missing argument 'family': expected one of decode, fp8_")
-    assert said.endswith(NO_FAMILY)
+    error = refused("sweep")
+    assert error.startswith("error: Missing argument 'family': expected one of decode, fp8_")
+    assert error.endswith(NO_FAMILY)
     assert refused("tune", "nowhere").endswith(NO_FAMILY)
     (tmp_path / "empty").mkdir()
     assert refused("sweep", tmp_path / "empty").endswith("/empty: no capture: expected a folder that `kerneltune capture` wrote")
@@ -186,8 +186,8 @@ def test_ops_with_dtype_or_quant_but_no_operator_fails() -> None:
 
 
 def test_ops_and_inspect_of_unknown_names_fail_with_known_names() -> None:
-    known = ", ".join(operators())
-    assert refused("ops", "softmax") == f"error: op: 'softmax': expected one of {known}"
+    names = ", ".join(operators())
+    assert refused("ops", "softmax") == f"error: op: 'softmax': expected one of {names}"
     options = "zero_centered, fp8_format, row_pad"
     assert refused("ops", "rmsnorm_fwd", "K=3") == f"error: axis: 'K': expected one of M, N, or an option: {options}"
     assert refused("inspect", "rmsnorm_fwd", "M=8192") == "error: N: not given: expected a size for each of M, N"
@@ -200,14 +200,14 @@ def test_ops_and_inspect_of_unknown_names_fail_with_known_names() -> None:
 def test_doctor_lists_the_peers_of_all_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     operators()  # imported before find_spec is replaced
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("liger_kernel", "gemlite") else object())
-    said = {what: (found, means) for what, found, means in doctor.peer_packages()}
-    assert said["peer liger_kernel"] == (
+    peers = {what: (state, means) for what, state, means in doctor.peer_packages()}
+    assert peers["peer liger_kernel"] == (
         "not installed",
         "left out of rmsnorm_add_bwd, rmsnorm_add_fwd and 2 more",
     )
-    assert said["peer gemlite"] == ("not installed", "left out of int4_gemm")
-    assert said["peer quack"] == ("found", "")
-    assert not any("TransformerEngine" in what for what in said)
+    assert peers["peer gemlite"] == ("not installed", "left out of int4_gemm")
+    assert peers["peer quack"] == ("found", "")
+    assert not any("TransformerEngine" in what for what in peers)
 
 
 def test_doctor_with_a_broken_plug_in_lists_it_as_not_usable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,17 +256,17 @@ def test_ops_and_inspect_accept_options_beside_sizes() -> None:
     assert shown.stdout.splitlines()[0].split()[:6] == [
         "rmsnorm_fwd:", "M=8192", "N=4096", "bfloat16", "none", "zero_centered=True",
     ]  # fmt: skip
-    said = "error: zero_centered: '2': expected one of False, True"
-    assert refused("inspect", "rmsnorm_fwd", "M=8192", "N=64", "zero_centered=2") == said
+    message = "error: zero_centered: '2': expected one of False, True"
+    assert refused("inspect", "rmsnorm_fwd", "M=8192", "N=64", "zero_centered=2") == message
 
 
 def test_plugin_that_is_no_module_fails_and_names_the_nearest_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("topq.py", "topq.yaml"):
         (tmp_path / name).write_text("")
-    said = "expected a .py file, or the name of a module"
-    assert refused("--plugin", ".", "ops") == f"error: plug-in .: {said}"
-    assert refused("--plugin", "topq.yaml", "ops") == f"error: plug-in topq.yaml: {said}; did you mean topq.py?"
+    message = "expected a .py file, or the name of a module"
+    assert refused("--plugin", ".", "ops") == f"error: plug-in .: {message}"
+    assert refused("--plugin", "topq.yaml", "ops") == f"error: plug-in topq.yaml: {message}; did you mean topq.py?"
 
 
 def test_warning_about_code_of_a_plug_in_names_file_and_line(tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def test_tune_with_an_unknown_sampler_fails() -> None:
 def test_sweep_with_an_unwritable_folder_fails_before_it_checks(tmp_path: Path, campaign: dict[str, Any]) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file" / "below", tmp_path / "file"):
-        said = refused("sweep", "rmsnorm", "--results", folder)
-        assert said == f"error: cannot write {folder}/runs/interpreter: Not a directory"
+        error = refused("sweep", "rmsnorm", "--results", folder)
+        assert error == f"error: cannot write {folder}/runs/interpreter: Not a directory"
     assert "options" not in campaign
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
@@ -165,8 +165,8 @@ def test_sweep_with_an_unwritable_gpu_folder_fails_before_it_measures(
 ) -> None:
     (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / folder).touch()
-    given = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
-    line = refused(*command.split(), *given)
+    folders = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
+    line = refused(*command.split(), *folders)
     assert line.startswith(f"error: cannot write {tmp_path / folder}")
     assert line.endswith(": Not a directory")
     assert "options" not in campaign
@@ -179,8 +179,8 @@ def test_sweep_ignores_an_unwritable_folder_that_it_does_not_write(
 ) -> None:
     (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / folder).touch()
-    given = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
-    assert run("sweep", *given, *arguments).exit_code == 0
+    folders = ["rmsnorm", "--results", tmp_path / "results", "--configs", tmp_path / "configs"]
+    assert run("sweep", *folders, *arguments).exit_code == 0
     assert "options" in campaign
 
 
@@ -352,11 +352,11 @@ def test_tune_dry_run_counts_configs_of_a_family_and_of_a_model(tmp_path: Path) 
 
 def test_tune_with_options_of_a_model_but_no_model_fails() -> None:
     for option, value, shown in (("--tokens", "512", "'512'"), ("--ep", "8", "8"), ("--batch", "none", "'none'")):
-        said = f"error: {option[2:]}: {shown}: expected only with --model"
-        assert refused("tune", "rmsnorm", option, value, "--dry-run") == said
+        message = f"error: {option[2:]}: {shown}: expected only with --model"
+        assert refused("tune", "rmsnorm", option, value, "--dry-run") == message
 
 
 def test_command_with_an_operator_in_place_of_a_family_names_the_family() -> None:
-    said = "error: family: 'rmsnorm_bwd': an operator of family rmsnorm: expected rmsnorm --op rmsnorm_bwd"
-    assert [refused(command, "rmsnorm_bwd") for command in ("trials", "sweep")] == [said, said]
+    message = "error: family: 'rmsnorm_bwd': an operator of family rmsnorm: expected rmsnorm --op rmsnorm_bwd"
+    assert [refused(command, "rmsnorm_bwd") for command in ("trials", "sweep")] == [message, message]
     assert "did you mean rmsnorm_add?" in refused("trials", "rmsnorm_ad")

@@ -56,12 +56,12 @@ def test_code_compiled_under_poisoned_memory_is_compiled_anew_for_timing() -> No
     assert modes == [1, 0]
 
 
-@pytest.mark.parametrize("given", [True, None])
-def test_check_with_compare_that_returns_no_list_fails_with_its_name(given: object) -> None:
-    op = replace(op_with(""), compare=lambda *_: given)
+@pytest.mark.parametrize("result", [True, None])
+def test_check_with_compare_that_returns_no_list_fails_with_its_name(result: object) -> None:
+    op = replace(op_with(""), compare=lambda *_: result)
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
     (line,) = check.Checker(op, case, DEVICE).errors(variant, variant.default_config(case))
-    assert re.fullmatch(rf"test_check\.py:\d+: compare: {given}: expected a list of lines, empty where all is well", line)
+    assert re.fullmatch(rf"test_check\.py:\d+: compare: {result}: expected a list of lines, empty where all is well", line)
 
 
 def test_check_with_a_reference_without_outputs_fails_with_its_name() -> None:
@@ -81,10 +81,10 @@ def test_check_whose_second_inputs_raise_fails(field: str) -> None:
             raise ValueError("only seed 0")
         return {**op.inputs(case, device=device, seed=seed), "seed": seed}
 
-    def reference(given: Inputs) -> Outputs:
-        if given["seed"]:
+    def reference(values: Inputs) -> Outputs:
+        if values["seed"]:
             raise ValueError("only seed 0")
-        return op.reference(given)
+        return op.reference(values)
 
     case, (variant,) = Case("small", (("M", 2), ("N", 10)), "bfloat16"), op.variants
     checker = check.Checker(replace(op, inputs=inputs, reference=reference), case, DEVICE)

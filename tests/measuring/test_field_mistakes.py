@@ -31,8 +31,8 @@ def _softmax(x_ptr, y_ptr, N, stride, BLOCK: tl.constexpr, MISTAKE: tl.constexpr
         tl.store(y_ptr + row + at, tl.exp(x - safe) * factor, at < N)
 
 
-def softmax(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def softmax(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty_strided(x.shape, x.stride(), device=x.device)
     _softmax[(x.shape[0],)](x, y, x.shape[1], x.stride(0), config.block, mistake)
     return {"y": y}
@@ -63,11 +63,11 @@ def _rope(q_ptr, cos_ptr, sin_ptr, H, half, position_stride, head_stride, BLOCK:
     tl.store(q_ptr + row + half + at, b * cos + a * sin, mask)
 
 
-def rope(mistake: str, given: Inputs, _config: Knobs) -> Outputs:
-    q = given["qkv"][:, :2]
+def rope(mistake: str, inputs: Inputs, _config: Knobs) -> Outputs:
+    q = inputs["qkv"][:, :2]
     S, H, D = q.shape
     _rope[(S * H,)](
-        q, given["cos"], given["sin"], H, D // 2, q.stride(0), q.stride(1), triton.next_power_of_2(D // 2), mistake
+        q, inputs["cos"], inputs["sin"], H, D // 2, q.stride(0), q.stride(1), triton.next_power_of_2(D // 2), mistake
     )  # fmt: skip
     return {"q": q}
 
@@ -78,8 +78,8 @@ def heads(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {name: values(seed + number, device, *shape) for number, (name, shape) in enumerate(shapes.items())}
 
 
-def rotated(given: Inputs) -> Outputs:
-    (a, b), cos, sin = given["qkv"][:, :2].chunk(2, 2), given["cos"][:, None], given["sin"][:, None]
+def rotated(inputs: Inputs) -> Outputs:
+    (a, b), cos, sin = inputs["qkv"][:, :2].chunk(2, 2), inputs["cos"][:, None], inputs["sin"][:, None]
     return {"q": torch.cat([a * cos - b * sin, b * cos + a * sin], 2)}
 
 
@@ -101,15 +101,15 @@ def _int8(x_ptr, q_ptr, scale_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr
         tl.store(q_ptr + row + at, q.to(tl.int8), at < N)
 
 
-def int8(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def int8(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     q, scale = torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0])
     _int8[(x.shape[0],)](x, q, scale, x.shape[1], config.block, mistake)
     return {"q": q, "scale": scale}
 
 
-def compare_int8(_case: Case, given: Inputs, outputs: Outputs, _expected: Outputs) -> list[str]:
-    return rowwise("q", outputs["q"], outputs["scale"], given["x"])
+def compare_int8(_case: Case, inputs: Inputs, outputs: Outputs, _expected: Outputs) -> list[str]:
+    return rowwise("q", outputs["q"], outputs["scale"], inputs["x"])
 
 
 @triton.jit
@@ -129,8 +129,8 @@ def _split(x_ptr, y_ptr, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr, MISTAKE: 
 KEPT: dict[tuple[str, int, bool], torch.Tensor] = {}
 
 
-def split(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def split(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = x.new_empty(x.shape[0]) if mistake == "not zeroed" else x.new_zeros(x.shape[0])
     if mistake in ("sum kept", "buffer kept"):
         y = KEPT.setdefault((mistake, x.shape[0], x.is_meta), y)
@@ -140,9 +140,9 @@ def split(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     return {"y": y}
 
 
-def divide(mistake: str, given: Inputs, config: Knobs) -> Outputs:
+def divide(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
     """Divide by the largest element, which a mistake keeps for each size."""
-    x, top = given["x"], given["x"].abs().amax().reshape(1)
+    x, top = inputs["x"], inputs["x"].abs().amax().reshape(1)
     if mistake == "maximum kept":
         top = KEPT.setdefault((mistake, x.numel(), x.is_meta), top)
     y = torch.empty_like(x)
@@ -178,9 +178,9 @@ def _variance(x_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
     tl.store(y_ptr + tl.program_id(0), squares / count)
 
 
-def variance(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    y = given["x"].new_empty(given["x"].shape[0])
-    _variance[(y.numel(),)](given["x"], y, given["x"].shape[1], config.block, mistake)
+def variance(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    y = inputs["x"].new_empty(inputs["x"].shape[0])
+    _variance[(y.numel(),)](inputs["x"], y, inputs["x"].shape[1], config.block, mistake)
     return {"y": y}
 
 
@@ -199,9 +199,9 @@ def _weight_gradient(x_ptr, dy_ptr, dw_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.
             tl.atomic_add(dw_ptr + at, dw, mask if MISTAKE != "mask of one more" else at <= N)
 
 
-def weight_gradient(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    dw = given["x"].new_zeros(given["x"].shape[1])
-    _weight_gradient[(given["x"].shape[0],)](given["x"], given["dy"], dw, dw.numel(), config.block, mistake)
+def weight_gradient(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    dw = inputs["x"].new_zeros(inputs["x"].shape[1])
+    _weight_gradient[(inputs["x"].shape[0],)](inputs["x"], inputs["dy"], dw, dw.numel(), config.block, mistake)
     return {"dw": dw}
 
 
@@ -211,27 +211,27 @@ def two_of(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 OPERATORS = {
     "softmax": Mistaken(
-        softmax, masked_rows, lambda given: {"y": torch.softmax(given["x"], 1).nan_to_num(0.0)},
+        softmax, masked_rows, lambda inputs: {"y": torch.softmax(inputs["x"], 1).nan_to_num(0.0)},
         ("sum of zero", "stride in 32 bits"),
     ),
     "rope": Mistaken(rope, heads, rotated, ("strides swapped", "contiguous heads", "reads what it wrote")),
     "int8": Mistaken(
-        int8, rows_of, lambda given: {"q": given["x"], "scale": given["x"]},
+        int8, rows_of, lambda inputs: {"q": inputs["x"], "scale": inputs["x"]},
         ("maximum without sign", "maximum of the last tile", "largest is 128", "row of zeros", "truncation"), compare_int8,
     ),
     "split": Mistaken(
-        split, two_of, lambda given: {"y": given["x"].sum(1)},
+        split, two_of, lambda inputs: {"y": inputs["x"].sum(1)},
         ("remainder", "overlap", "plain store", "not zeroed", "sum kept", "buffer kept"),
     ),
     "divide": Mistaken(
-        divide, two_of, lambda given: {"y": given["x"] / given["x"].abs().amax()}, ("maximum kept", "multiple_of", "assume")
+        divide, two_of, lambda inputs: {"y": inputs["x"] / inputs["x"].abs().amax()}, ("maximum kept", "multiple_of", "assume")
     ),
     "variance": Mistaken(
-        variance, two_of, lambda given: {"y": given["x"].double().var(1, unbiased=False)},
+        variance, two_of, lambda inputs: {"y": inputs["x"].double().var(1, unbiased=False)},
         ("count of the tile", "tiles without their means", "mean of means"),
     ),
     "weight_gradient": Mistaken(
-        weight_gradient, two_of, lambda given: {"dw": (given["x"] * given["dy"]).sum(0)},
+        weight_gradient, two_of, lambda inputs: {"dw": (inputs["x"] * inputs["dy"]).sum(0)},
         ("store", "lost update", "mask of one more"),
     ),
 }  # fmt: skip

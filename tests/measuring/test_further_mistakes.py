@@ -24,8 +24,8 @@ def _softmax(x_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
     tl.store(y_ptr + row + at, e / tl.sum(e, 0), at < N)
 
 
-def softmax(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x, y = given["x"], torch.empty_like(given["x"])
+def softmax(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x, y = inputs["x"], torch.empty_like(inputs["x"])
     _softmax[(x.shape[0],)](x, y, x.shape[1], triton.next_power_of_2(x.shape[1]), mistake)
     return {"y": y}
 
@@ -44,10 +44,10 @@ def _layernorm(x_ptr, weight_ptr, y_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.con
     tl.store(y_ptr + row * N + at, centred * scale * weight, mask)
 
 
-def layernorm(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x, y = given["x"], torch.empty_like(given["x"])
+def layernorm(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x, y = inputs["x"], torch.empty_like(inputs["x"])
     (M, N), grid = x.shape, (triton.cdiv(x.shape[0], config.parts),)
-    _layernorm[grid](x, given["weight"], y, M, N, config.parts, triton.next_power_of_2(N), mistake)
+    _layernorm[grid](x, inputs["weight"], y, M, N, config.parts, triton.next_power_of_2(N), mistake)
     return {"y": y}
 
 
@@ -68,10 +68,10 @@ def _rope(x_ptr, cos_ptr, y_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, 
     tl.store(y_ptr + row * N + half + at, (b * cos - a * sin) if MISTAKE == "sign" else (b * cos + a * sin), mask)
 
 
-def rope(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x, y = given["x"], torch.empty_like(given["x"])
+def rope(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x, y = inputs["x"], torch.empty_like(inputs["x"])
     (M, N), grid = x.shape, (triton.cdiv(x.shape[0], config.parts),)
-    _rope[grid](x, given["cos"], y, M, N, config.parts, triton.next_power_of_2(N), mistake)
+    _rope[grid](x, inputs["cos"], y, M, N, config.parts, triton.next_power_of_2(N), mistake)
     return {"y": y}
 
 
@@ -95,10 +95,10 @@ def _cross_entropy(x_ptr, label_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.
     tl.store(y_ptr + row, tl.where(is_ignored, 0.0, top + tl.log(total) - picked))
 
 
-def cross_entropy(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def cross_entropy(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty(x.shape[0], device=x.device)
-    _cross_entropy[(x.shape[0],)](x, given["label"], y, x.shape[1], config.block, mistake)
+    _cross_entropy[(x.shape[0],)](x, inputs["label"], y, x.shape[1], config.block, mistake)
     return {"y": y}
 
 
@@ -118,8 +118,8 @@ def _quantize(x_ptr, q_ptr, scale_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.const
     tl.store(scale_ptr + row + 0 * at, 1 / scale if MISTAKE == "inverse scale" else scale, mask & (at == 0))
 
 
-def quantize(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def quantize(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     (M, N), grid = x.shape, (triton.cdiv(x.shape[0], config.parts),)
     q, scale = torch.empty(M, N, dtype=FP8, device=x.device), torch.empty(M, device=x.device)
     _quantize[grid](x, q, scale, M, N, config.parts, triton.next_power_of_2(N), mistake)
@@ -138,8 +138,8 @@ def _transpose(x_ptr, y_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr, MIST
     )
 
 
-def transpose(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def transpose(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     (M, N) = x.shape
     y = torch.empty(N, M, device=x.device)
     _transpose[(triton.cdiv(M, config.parts), triton.cdiv(N, config.block))](x, y, M, N, config.parts, config.block, mistake)
@@ -160,8 +160,8 @@ def _column_sums(x_ptr, y_ptr, M, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr, 
         tl.atomic_add(y_ptr + at, total, at < N)
 
 
-def column_sums(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def column_sums(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     (M, N) = x.shape
     y = (torch.empty if mistake == "sums not zeroed" else torch.zeros)(N, device=x.device)
     _column_sums[(triton.cdiv(N, config.block), config.parts)](x, y, M, N, config.parts, config.block, mistake)
@@ -179,18 +179,18 @@ def _gather(x_ptr, index_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constex
         tl.store(y_ptr + row * N + begin + at, tl.load(x_ptr + source * N + begin + at, mask, other=0.0), mask)
 
 
-def gather(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x, y = given["x"], torch.empty_like(given["x"])
-    _gather[(x.shape[0],)](x, given["index"], y, x.shape[1], config.block, mistake)
+def gather(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x, y = inputs["x"], torch.empty_like(inputs["x"])
+    _gather[(x.shape[0],)](x, inputs["index"], y, x.shape[1], config.block, mistake)
     return {"y": y}
 
 
 def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     M, N = case["M"], case["N"]
     if device == "meta":
-        made = {"x": (M, N), "weight": (N,), "cos": (M, N // 2)}
+        shapes = {"x": (M, N), "weight": (N,), "cos": (M, N // 2)}
         whole = {"label": (M,), "index": (M,)}
-        return {n: torch.empty(s, device=device) for n, s in made.items()} | {
+        return {n: torch.empty(s, device=device) for n, s in shapes.items()} | {
             n: torch.empty(s, dtype=torch.int64, device=device) for n, s in whole.items()
         }
     random = torch.Generator().manual_seed(seed)
@@ -205,14 +205,14 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     }
 
 
-def _layernorm_reference(given: Inputs) -> Outputs:
-    x = given["x"].double()
+def _layernorm_reference(inputs: Inputs) -> Outputs:
+    x = inputs["x"].double()
     scale = torch.rsqrt(x.var(1, correction=0, keepdim=True) + 1e-6)
-    return {"y": ((x - x.mean(1, keepdim=True)) * scale * given["weight"]).float()}
+    return {"y": ((x - x.mean(1, keepdim=True)) * scale * inputs["weight"]).float()}
 
 
-def _rope_reference(given: Inputs) -> Outputs:
-    (a, b), cos = given["x"].chunk(2, 1), given["cos"]
+def _rope_reference(inputs: Inputs) -> Outputs:
+    (a, b), cos = inputs["x"].chunk(2, 1), inputs["cos"]
     sin = (1 - cos * cos).sqrt()
     return {"y": torch.cat([a * cos - b * sin, b * cos + a * sin], 1)}
 
@@ -221,13 +221,13 @@ def _exact(_case: Case, _inputs: Inputs, got: Outputs, want: Outputs) -> list[st
     return same_bits("y", got["y"], want["y"])
 
 
-def _quantized(_case: Case, given: Inputs, got: Outputs, _want: Outputs) -> list[str]:
-    return rowwise("q", got["q"], got["scale"], given["x"])
+def _quantized(_case: Case, inputs: Inputs, got: Outputs, _want: Outputs) -> list[str]:
+    return rowwise("q", got["q"], got["scale"], inputs["x"])
 
 
 OPERATORS = {
     "softmax": Mistaken(
-        softmax, _inputs, lambda given: {"y": given["x"].softmax(1)},
+        softmax, _inputs, lambda inputs: {"y": inputs["x"].softmax(1)},
         ("stride of the block", "zero for minus infinity", "maximum with zero", "maximum not subtracted"),
     ),
     "layernorm": Mistaken(
@@ -237,22 +237,22 @@ OPERATORS = {
     "rope": Mistaken(rope, _inputs, _rope_reference, ("position of the program", "mask of all columns", "sign")),
     "cross_entropy": Mistaken(
         cross_entropy, _inputs,
-        lambda given: {"y": torch.nn.functional.cross_entropy(given["x"], given["label"], reduction="none")},
+        lambda inputs: {"y": torch.nn.functional.cross_entropy(inputs["x"], inputs["label"], reduction="none")},
         ("sum not rescaled", "ignored label is read"),
     ),
     "quantize": Mistaken(
-        quantize, _inputs, lambda given: {"q": given["x"], "scale": given["x"]},
+        quantize, _inputs, lambda inputs: {"q": inputs["x"], "scale": inputs["x"]},
         ("amax of the tile", "zeros divided by zero", "truncation", "inverse scale"), _quantized,
     ),
     "transpose": Mistaken(
-        transpose, _inputs, lambda given: {"y": given["x"].t().contiguous()}, ("swapped mask", "mask of one axis"), _exact
+        transpose, _inputs, lambda inputs: {"y": inputs["x"].t().contiguous()}, ("swapped mask", "mask of one axis"), _exact
     ),
     "column_sums": Mistaken(
-        column_sums, _inputs, lambda given: {"y": given["x"].sum(0)},
+        column_sums, _inputs, lambda inputs: {"y": inputs["x"].sum(0)},
         ("rest of the rows", "sum without atomics", "sums not zeroed"),
     ),
     "gather": Mistaken(
-        gather, _inputs, lambda given: {"y": given["x"][given["index"]]}, ("32 bits", "first block alone"), _exact
+        gather, _inputs, lambda inputs: {"y": inputs["x"][inputs["index"]]}, ("32 bits", "first block alone"), _exact
     ),
 }  # fmt: skip
 

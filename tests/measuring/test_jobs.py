@@ -35,8 +35,8 @@ def task_of(mistake: str) -> Task:
 
 
 def outcomes(*jobs: Job) -> list[list[Outcome]]:
-    found = dict(run_jobs(jobs))
-    return [found[job] for job in jobs]
+    outcomes_of = dict(run_jobs(jobs))
+    return [outcomes_of[job] for job in jobs]
 
 
 @pytest.mark.parametrize("cores", [{0}, {0, 1, 2}], ids=["one core", "three cores"])
@@ -47,19 +47,19 @@ def test_jobs_give_the_outcomes_of_every_check(cores: set[int], monkeypatch: pyt
     addresses = address_job(Task(op, small, op.variant("optimized")))
     right, wrong = pairs_job(task_of(""), CASES), pairs_job(task_of("maximum of the whole tile"), CASES)
     case = case_job([Run(task_of(""), Rows(1, 1)), Run(task_of("no row mask"), Rows(2, 1))])
-    found = outcomes(addresses, right, wrong, case)
-    assert found[:2] == [[], [Outcome("checked", "scaled optimized: 12 configs on 4 cases, 19 of 48 pairs")]]
-    assert [outcome.status for outcome in found[2]] == ["failed", "failed", "failed", "checked"]
-    assert [outcome.status for outcome in found[3]] == ["checked", "failed"]
+    results = outcomes(addresses, right, wrong, case)
+    assert results[:2] == [[], [Outcome("checked", "scaled optimized: 12 configs on 4 cases, 19 of 48 pairs")]]
+    assert [outcome.status for outcome in results[2]] == ["failed", "failed", "failed", "checked"]
+    assert [outcome.status for outcome in results[3]] == ["checked", "failed"]
 
 
 def ending(task: Task, how: str, at_rows: int) -> Task:
     """Return a task whose variant ends its process at a config."""
 
-    def run(given: Inputs, config: Rows) -> Outputs:
+    def run(inputs: Inputs, config: Rows) -> Outputs:
         if config.rows == at_rows:
             os._exit(0) if how == "exit" else os.kill(os.getpid(), signal.SIGSEGV)
-        return task.variant.run(given, config)
+        return task.variant.run(inputs, config)
 
     return replace(task, variant=replace(task.variant, run=run))
 
@@ -69,14 +69,14 @@ def test_check_that_ends_its_process_fails_alone(how: str, reason: str) -> None:
     task = task_of("")
     runs = [Run(task, Rows(1, 1)), Run(ending(task, how, 1), Rows(1, 1)), Run(task, Rows(2, 1))]
     pairs, mutations, addresses = (ending(task, how, rows) for rows in (2, 1, 1))
-    found = outcomes(
+    results = outcomes(
         case_job(runs), pairs_job(pairs, CASES), mutation_job(mutations, CASES), address_job(addresses), case_job(runs[:1])
     )
-    assert found[0] == [Outcome("checked"), Outcome("failed", reason), Outcome("checked")]
-    (pair,) = found[1]
+    assert results[0] == [Outcome("checked"), Outcome("failed", reason), Outcome("checked")]
+    (pair,) = results[1]
     assert (pair.status, pair.reason, pair.config.rows) == ("failed", reason, 2)
     assert pair.case in CASES
-    assert found[2:] == [
+    assert results[2:] == [
         [Outcome("failed", f"scaled optimized: {reason}")],
         [Outcome("failed", reason, Rows(1, 4), CASES[0])],
         [Outcome("checked")],
@@ -96,10 +96,10 @@ def _sums(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
 def summing(shift: float = 0.0) -> Op:
     """Return an operator with an option `shift`, whose check cases may be shorter than its block."""
 
-    def run(given: Inputs, _config: None) -> Outputs:
-        y = given["x"].new_empty(given["x"].shape[0])
-        _sums[(y.shape[0],)](given["x"], y, given["x"].shape[1], BLOCK=64)
-        return {"y": y + given["shift"] + (shift if given["shift"] else 0.0)}
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        y = inputs["x"].new_empty(inputs["x"].shape[0])
+        _sums[(y.shape[0],)](inputs["x"], y, inputs["x"].shape[1], BLOCK=64)
+        return {"y": y + inputs["shift"] + (shift if inputs["shift"] else 0.0)}
 
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         if case.option("shift") == 9:
@@ -108,7 +108,7 @@ def summing(shift: float = 0.0) -> Op:
 
     return replace(
         op_with(""), name="summed", inputs=inputs, options={"shift": (0, 5, 9)}, variants=(Variant("optimized", run),),
-        reference=lambda given: {"y": given["x"].sum(1) + given["shift"]},
+        reference=lambda inputs: {"y": inputs["x"].sum(1) + inputs["shift"]},
     )  # fmt: skip
 
 
@@ -116,10 +116,10 @@ def in_tens() -> Op:
     """Return the operator with host code that refuses N that is no multiple of 10."""
     op = summing()
 
-    def run(given: Inputs, config: None) -> Outputs:
-        if given["x"].shape[1] % 10:
-            raise ValueError(f"N must be a multiple of 10, got {given['x'].shape[1]}")
-        return op.variants[0].run(given, config)
+    def run(inputs: Inputs, config: None) -> Outputs:
+        if inputs["x"].shape[1] % 10:
+            raise ValueError(f"N must be a multiple of 10, got {inputs['x'].shape[1]}")
+        return op.variants[0].run(inputs, config)
 
     return replace(op, variants=(replace(op.variants[0], run=run),))
 

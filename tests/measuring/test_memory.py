@@ -42,15 +42,15 @@ class Knobs:
 class Gpu:
     """Has too little memory at one place, of one case; remembers whether what was held there still was when memory went back."""
 
-    def __init__(self, place: str, case: str = "large") -> None:
-        self.place, self.case = place, case
+    def __init__(self, stage: str, case: str = "large") -> None:
+        self.stage, self.case = stage, case
         self.held: list[weakref.ref[torch.Tensor]] = []
         self.still_held: list[int] = []
         self.inputs_made: list[str] = []
         self.free = 100 * GIB
 
-    def at(self, place: str, case: str) -> None:
-        if (place, case) != (self.place, self.case):
+    def at(self, stage: str, case: str) -> None:
+        if (stage, case) != (self.stage, self.case):
             return
         partly = torch.zeros(8)
         cycle: list[Any] = [partly]
@@ -59,7 +59,7 @@ class Gpu:
         try:
             raise torch.OutOfMemoryError(TEXT + "\nmore")
         finally:
-            if place == "capture of second":
+            if stage == "capture of second":
                 raise RuntimeError("operation failed due to a previous error during capture")
 
     def release(self) -> None:
@@ -80,7 +80,7 @@ class Gpu:
 
     def run(self, name: str, inputs: Mapping[str, Any], _config: Config) -> Mapping[str, Any]:
         self.at(f"first run of {name}", inputs["case"])
-        if self.place == "less is free than was" and inputs["case"] == self.case:
+        if self.stage == "less is free than was" and inputs["case"] == self.case:
             self.free = 64 * MIB
         return {"y": inputs["x"], "of": name}
 
@@ -89,10 +89,20 @@ class Gpu:
         return []
 
     def op(self, name: str, variants: Sequence[str]) -> Op:
-        made = tuple(Variant(v, partial(self.run, v), Knobs, space, default=lambda _: Knobs(0)) for v in variants)
+        own_variants = tuple(Variant(v, partial(self.run, v), Knobs, space, default=lambda _: Knobs(0)) for v in variants)
         axes, dtypes = (("read", "write"), ("int32",)) if name == "stream" else (("M",), ("bfloat16",))
         traffic = Traffic(MIB, MIB)
-        return Op(name, axes, dtypes, partial(self.inputs, name), self.reference, self.compare, lambda _: traffic, made, __name__)
+        return Op(
+            name,
+            axes,
+            dtypes,
+            partial(self.inputs, name),
+            self.reference,
+            self.compare,
+            lambda _: traffic,
+            own_variants,
+            __name__,
+        )
 
     # what times it
 
@@ -143,7 +153,7 @@ FEW = "a cold L2 takes 115 input sets of 2,097,152 bytes, half of the free memor
 
 
 @pytest.mark.parametrize(
-    ("place", "skipped"),
+    ("stage", "skipped"),
     [
         ("inputs", ALL),
         ("reference", ALL),
@@ -156,32 +166,32 @@ FEW = "a cold L2 takes 115 input sets of 2,097,152 bytes, half of the free memor
     ],
 )
 def test_sweep_skips_variants_out_of_memory_and_continues(
-    place: str, skipped: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, skipped: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = Gpu(place)
-    found = measured(gpu, tmp_path, monkeypatch)
-    outcomes = {row.variant: (row.status, row.reason) for row in found["large"]}
+    gpu = Gpu(stage)
+    records = measured(gpu, tmp_path, monkeypatch)
+    outcomes = {row.variant: (row.status, row.reason) for row in records["large"]}
     assert outcomes == {name: ("skipped", REASON) if name in skipped else ("passed", "") for name in ALL}
-    passed = [row for row in found["large"] if row.status == "passed"]
+    passed = [row for row in records["large"] if row.status == "passed"]
     assert [row.variant for row in passed if row.aa_floor is None or not row.ceiling_gbps] == []
-    assert [row.status for row in found["small"]] == ["passed"] * 3
+    assert [row.status for row in records["small"]] == ["passed"] * 3
     assert gpu.still_held[0] == 0, "memory went back before what held it was gone"
     assert gpu.held[0]() is None
 
 
-@pytest.mark.parametrize("place", ["inputs of the ceiling", "capture of copy"])
+@pytest.mark.parametrize("stage", ["inputs of the ceiling", "capture of copy"])
 def test_sweep_with_a_ceiling_out_of_memory_has_rows_without_ceiling(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = Gpu(place)
-    found = measured(gpu, tmp_path, monkeypatch)
-    assert [(row.status, row.time_us, row.ceiling_gbps) for row in found["large"]] == [("passed", 10.0, None)] * 3
+    gpu = Gpu(stage)
+    records = measured(gpu, tmp_path, monkeypatch)
+    assert [(row.status, row.time_us, row.ceiling_gbps) for row in records["large"]] == [("passed", 10.0, None)] * 3
     assert gpu.still_held[0] == 0
 
 
 def test_sweep_skips_a_case_with_too_little_memory_after_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(Gpu("less is free than was"), tmp_path, monkeypatch)
-    assert [(row.status, row.reason) for row in found["large"]] == [("skipped", FEW)] * 3
+    records = measured(Gpu("less is free than was"), tmp_path, monkeypatch)
+    assert [(row.status, row.reason) for row in records["large"]] == [("skipped", FEW)] * 3
 
 
 def test_sweep_keeps_a_crashed_variant_failed_if_the_case_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

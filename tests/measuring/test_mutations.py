@@ -36,23 +36,23 @@ def test_mutations_list_what_strict_and_tolerant_comparisons_refuse() -> None:
 
 @pytest.mark.parametrize(("bound", "judged"), [(0.0, "refuses"), (0.2, "accepts")])
 def test_mutation_of_a_scale_before_a_cast_to_fp8_is_judged(bound: float, judged: str) -> None:
-    def cast(given: Inputs) -> Outputs:
-        return {"q": given["x"].nan_to_num().to(torch.float8_e4m3fn)}
+    def cast(inputs: Inputs) -> Outputs:
+        return {"q": inputs["x"].nan_to_num().to(torch.float8_e4m3fn)}
 
     def within(_case: Case, _inputs: Inputs, got: Outputs, want: Outputs) -> list[str]:
         return close("q", got["q"], want["q"], bound, 0.0)
 
     op = op_with("")
-    variant = replace(op.variants[0], run=lambda given, _config: cast(given))
+    variant = replace(op.variants[0], run=lambda inputs, _config: cast(inputs))
     (outcome,) = outcomes(replace(op, reference=cast, compare=within, variants=(variant,)))
     named = outcome.reason.partition(f"compare {judged} " if judged == "refuses" else f"; {judged} ")[2].partition(";")[0]
     assert named.endswith("scale x 1.01")
 
 
 def test_mutations_fail_a_comparison_that_accepts_all_or_compares_means() -> None:
-    found = outcomes(replace(op_with(""), compare=lambda *_: []))
-    assert {outcome.status for outcome in found} == {"failed"}
-    assert found[0].reason.startswith("double y: compare refuses nothing; accepts one element, ")
+    results = outcomes(replace(op_with(""), compare=lambda *_: []))
+    assert {outcome.status for outcome in results} == {"failed"}
+    assert results[0].reason.startswith("double y: compare refuses nothing; accepts one element, ")
 
     def mean(_case: Case, _inputs: Inputs, got: Outputs, want: Outputs) -> list[str]:
         apart = (got["y"].float().nanmean() - want["y"].nanmean()).abs()
@@ -74,14 +74,14 @@ def test_compare_that_returns_no_list_fails_the_check(lines: object) -> None:
 
 
 def test_reference_that_changes_its_inputs_or_returns_no_dict_raises() -> None:
-    def changing(given: Inputs) -> Outputs:
-        given["x"].mul_(2)
-        return reference(given)
+    def changing(values: Inputs) -> Outputs:
+        values["x"].mul_(2)
+        return reference(values)
 
     with pytest.raises(CaseError, match=r"test_mutations\.py:\d+: reference: changes its input x, for double "):
         Checker(replace(op_with(""), reference=changing), CASES[0], "cpu")
     with pytest.raises(CaseError, match="reference: Tensor: expected a dict of output -> tensor"):
-        Checker(replace(op_with(""), reference=lambda given: given["x"]), CASES[0], "cpu")
+        Checker(replace(op_with(""), reference=lambda values: values["x"]), CASES[0], "cpu")
     assert inputs(CASES[0], device="cpu")["x"].shape == (7, 100)
 
 

@@ -19,15 +19,15 @@ def _fix_up(x_ptr, y_ptr, partial_ptr, flag_ptr, N, PARTS: tl.constexpr, BLOCK: 
         at = begin + tl.arange(0, BLOCK)
         mask = (at < size) & (part * size + at < N)
         total += tl.sum(tl.load(x_ptr + row * N + part * size + at, mask, other=0.0), 0)
-    place = row * PARTS + part
+    slot = row * PARTS + part
     if part < PARTS - 1:
         if MISTAKE == "flag before the sum":
-            tl.atomic_xchg(flag_ptr + place, 1, sem="release")
-        tl.store(partial_ptr + place, total)
+            tl.atomic_xchg(flag_ptr + slot, 1, sem="release")
+        tl.store(partial_ptr + slot, total)
         if MISTAKE == "relaxed flag":
-            tl.atomic_xchg(flag_ptr + place, 1, sem="relaxed")
+            tl.atomic_xchg(flag_ptr + slot, 1, sem="relaxed")
         elif MISTAKE != "flag before the sum":
-            tl.atomic_xchg(flag_ptr + place, 1, sem="release")
+            tl.atomic_xchg(flag_ptr + slot, 1, sem="release")
     else:
         for other in range(0, PARTS - 1):
             awaited = row * PARTS + (0 if MISTAKE == "waits for the first alone" else other)
@@ -37,8 +37,8 @@ def _fix_up(x_ptr, y_ptr, partial_ptr, flag_ptr, N, PARTS: tl.constexpr, BLOCK: 
         tl.store(y_ptr + row, total)
 
 
-def fix_up(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def fix_up(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     partial, flag = x.new_empty(M, config.parts), x.new_zeros((M, config.parts), dtype=torch.int32)
     y = x.new_empty(M)
@@ -66,8 +66,8 @@ def _locked(x_ptr, dw_ptr, lock_ptr, N, GROUPS, BLOCK: tl.constexpr, MISTAKE: tl
         tl.atomic_xchg(lock_ptr + group, 0)
 
 
-def locked(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x, groups = given["x"], config.parts
+def locked(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x, groups = inputs["x"], config.parts
     M, N = x.shape
     dw, lock = x.new_empty(groups, N), x.new_zeros(2 * groups, dtype=torch.int32)
     _locked[(M,)](x, dw, lock, N, groups, triton.next_power_of_2(N), mistake)
@@ -85,19 +85,19 @@ def _product(a_ptr, b_ptr, y_ptr, M, N, PROGRAMS, BLOCK: tl.constexpr, MISTAKE: 
         if MISTAKE != "sum of the tile before":
             total = tl.zeros((16, BLOCK), tl.float32)
         for _ in range(0, 2):
-            left = tl.load(a, boundary_check=(0,), padding_option="zero")
+            a_tile = tl.load(a, boundary_check=(0,), padding_option="zero")
             right = tl.load(b, boundary_check=(1,), padding_option="zero")
-            total = tl.dot(left, right, total, input_precision="ieee")
+            total = tl.dot(a_tile, right, total, input_precision="ieee")
             a = tl.advance(a, (0, 16))
             b = tl.advance(b, (0, 16) if MISTAKE == "advance along the columns" else (16, 0))
         y = tl.make_block_ptr(y_ptr, (M, N), (N, 1), (row, col), (16, BLOCK), (1, 0))
         tl.store(y, total, boundary_check=(0,) if MISTAKE == "columns unchecked" else (0, 1))
 
 
-def product(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    M, N = given["a"].shape[0], given["b"].shape[0]
-    y = given["a"].new_empty(M, N)
-    _product[(config.parts,)](given["a"], given["b"], y, M, N, config.parts, config.block, mistake)
+def product(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    M, N = inputs["a"].shape[0], inputs["b"].shape[0]
+    y = inputs["a"].new_empty(M, N)
+    _product[(config.parts,)](inputs["a"], inputs["b"], y, M, N, config.parts, config.block, mistake)
     return {"y": y}
 
 
@@ -108,31 +108,31 @@ def factors(case: Case, *, device: str, seed: int = 0) -> Inputs:
 @triton.jit
 def _scatter(x_ptr, place_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place, mask = tl.load(place_ptr + row), at < N
+    target, mask = tl.load(place_ptr + row), at < N
     if MISTAKE != "nowhere is a row":
-        mask &= place >= 0
+        mask &= target >= 0
     x = tl.load(x_ptr + row * N + at, mask, other=0.0)
-    tl.atomic_add(y_ptr + place * N + at, x, mask)
+    tl.atomic_add(y_ptr + target * N + at, x, mask)
 
 
-def scatter(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    M, N = given["x"].shape
-    y = given["x"].new_zeros(M // 2 + 1, N)
-    _scatter[(M, triton.cdiv(N, config.block))](given["x"], given["place"], y, N, config.block, mistake)
+def scatter(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    M, N = inputs["x"].shape
+    y = inputs["x"].new_zeros(M // 2 + 1, N)
+    _scatter[(M, triton.cdiv(N, config.block))](inputs["x"], inputs["place"], y, N, config.block, mistake)
     return {"y": y}
 
 
 def rows_with_places(case: Case, *, device: str, seed: int = 0) -> Inputs:
-    given = rows_of(case, device=device, seed=seed)
+    inputs = rows_of(case, device=device, seed=seed)
     if device == "meta":
-        return given | {"place": torch.empty(case["M"], dtype=torch.int64, device=device)}
+        return inputs | {"place": torch.empty(case["M"], dtype=torch.int64, device=device)}
     random = torch.Generator().manual_seed(seed)
-    return given | {"place": torch.randint(-1, case["M"] // 2 + 1, (case["M"],), generator=random)}
+    return inputs | {"place": torch.randint(-1, case["M"] // 2 + 1, (case["M"],), generator=random)}
 
 
-def scattered(given: Inputs) -> Outputs:
-    x, is_placed = given["x"], given["place"] >= 0
-    return {"y": x.new_zeros(len(x) // 2 + 1, x.shape[1]).index_add(0, given["place"][is_placed], x[is_placed])}
+def scattered(inputs: Inputs) -> Outputs:
+    x, is_placed = inputs["x"], inputs["place"] >= 0
+    return {"y": x.new_zeros(len(x) // 2 + 1, x.shape[1]).index_add(0, inputs["place"][is_placed], x[is_placed])}
 
 
 @triton.jit
@@ -143,40 +143,42 @@ def _dropout(x_ptr, y_ptr, count, first, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, tl.where(kept, x / 0.75, 0.0), at < count)
 
 
-def dropout(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    found = {name: torch.empty_like(x) for name, x in given.items()}
-    for number, (name, x) in enumerate(given.items()):
+def dropout(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    outputs = {name: torch.empty_like(x) for name, x in inputs.items()}
+    for number, (name, x) in enumerate(inputs.items()):
         first = number if mistake == "other numbers backward" else 0
-        _dropout[(triton.cdiv(x.numel(), config.block),)](x, found[name], x.numel(), first, config.block)
-    return found
+        _dropout[(triton.cdiv(x.numel(), config.block),)](x, outputs[name], x.numel(), first, config.block)
+    return outputs
 
 
 def forward_and_backward(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {name: values(seed + number, device, case["M"], case["N"]) for number, name in enumerate(("x", "dy"))}
 
 
-def compare_dropout(_case: Case, given: Inputs, outputs: Outputs, _expected: Outputs) -> list[str]:
+def compare_dropout(_case: Case, inputs: Inputs, outputs: Outputs, _expected: Outputs) -> list[str]:
     kept = outputs["x"] != 0
-    return [line for name, x in given.items() for line in close(name, outputs[name], torch.where(kept, x / 0.75, 0.0), 1e-5, 0.0)]
+    return [
+        line for name, x in inputs.items() for line in close(name, outputs[name], torch.where(kept, x / 0.75, 0.0), 1e-5, 0.0)
+    ]
 
 
 OPERATORS = {
     "fix_up": Mistaken(
-        fix_up, rows_of, lambda given: {"y": given["x"].sum(1)},
+        fix_up, rows_of, lambda inputs: {"y": inputs["x"].sum(1)},
         ("flag before the sum", "relaxed flag", "waits for the first alone"),
     ),
     "locked": Mistaken(
-        locked, rows_of, lambda given: {"dw": given["x"].sum(0)},
+        locked, rows_of, lambda inputs: {"dw": inputs["x"].sum(0)},
         ("no lock", "released before the store", "first for ever"),
         lambda _case, _given, outputs, expected: close("dw", outputs["dw"], expected["dw"], 1e-3, 1e-3),
     ),
     "product": Mistaken(
-        product, factors, lambda given: {"y": given["a"] @ given["b"].t()},
+        product, factors, lambda inputs: {"y": inputs["a"] @ inputs["b"].t()},
         ("sum of the tile before", "rows for columns", "advance along the columns", "columns unchecked"),
     ),
     "scatter": Mistaken(scatter, rows_with_places, scattered, ("nowhere is a row",)),
     "dropout": Mistaken(
-        dropout, forward_and_backward, lambda given: dict(given), ("other numbers backward",), compare_dropout
+        dropout, forward_and_backward, lambda inputs: dict(inputs), ("other numbers backward",), compare_dropout
     ),
 }  # fmt: skip
 

@@ -57,8 +57,8 @@ def _inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {"x": torch.randn(shape, generator=torch.Generator().manual_seed(seed))}
 
 
-def _run(mistake: str, given: Inputs, config: Rows) -> Outputs:
-    x = given["x"]
+def _run(mistake: str, inputs: Inputs, config: Rows) -> Outputs:
+    x = inputs["x"]
     y = torch.empty_like(x)
     M, N = x.shape
     if x.numel():
@@ -67,8 +67,8 @@ def _run(mistake: str, given: Inputs, config: Rows) -> Outputs:
     return {"y": y}
 
 
-def _reference(given: Inputs) -> Outputs:
-    x = given["x"]
+def _reference(inputs: Inputs) -> Outputs:
+    x = inputs["x"]
     return {"y": x / x.abs().amax(1, keepdim=True) if x.numel() else x}
 
 
@@ -112,15 +112,15 @@ def test_check_of_pairs_with_a_failing_reference_names_its_error() -> None:
     assert coverage.reason.endswith("; inputs or reference of 4 cases fail")
 
 
-KNOBLESS = Variant("knobless", lambda given, _config: _reference(given))
+KNOBLESS = Variant("knobless", lambda inputs, _config: _reference(inputs))
 
 
 def test_check_of_pairs_finds_a_result_kept_per_size() -> None:
     """Every case ran once, so that no size came twice."""
     kept: dict[torch.Size, Outputs] = {}
 
-    def run(given: Inputs, _config: None) -> Outputs:
-        return kept.setdefault(given["x"].shape, _reference(given))
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        return kept.setdefault(inputs["x"].shape, _reference(inputs))
 
     op = op_with("")
     failed = pairs.check_pairs(op, replace(KNOBLESS, run=run), CASES[1:], elements)
@@ -131,9 +131,9 @@ def test_check_of_pairs_finds_a_result_kept_per_size() -> None:
 def test_check_of_pairs_finds_a_result_kept_for_a_case_with_one_config() -> None:
     kept: dict[torch.Size, Outputs] = {}
 
-    def run(given: Inputs, _config: Rows) -> Outputs:
-        x = given["x"]
-        return kept.setdefault(x.shape, _reference(given)) if x.shape[0] == 7 else _reference(given)
+    def run(inputs: Inputs, _config: Rows) -> Outputs:
+        x = inputs["x"]
+        return kept.setdefault(x.shape, _reference(inputs)) if x.shape[0] == 7 else _reference(inputs)
 
     op = op_with("")
     space = {7: {"rows": (1,), "warps": (4,)}}
@@ -147,8 +147,8 @@ def test_check_of_pairs_finds_a_result_kept_for_a_case_with_one_config() -> None
 def test_check_of_pairs_finds_a_buffer_kept_per_knob() -> None:
     kept: dict[torch.Size, torch.Tensor] = {}
 
-    def run(given: Inputs, config: Rows) -> Outputs:
-        x = given["x"]
+    def run(inputs: Inputs, config: Rows) -> Outputs:
+        x = inputs["x"]
         if config.rows == 4:
             x = kept.setdefault(x.shape, x)
         return _run("", {"x": x}, config)
@@ -165,8 +165,8 @@ def _rows_by_maximum(x_ptr, y_ptr, N, stride_x, stride_y, BLOCK: tl.constexpr):
     tl.store(y_ptr + row * stride_y + col, x / tl.max(tl.abs(x), 0), col < N)
 
 
-def _strided(mistake: str, given: Inputs, _config: None) -> Outputs:
-    x = given["x"]
+def _strided(mistake: str, inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
     y = torch.empty(x.shape)
     if mistake == "refused" and not x.is_contiguous():
         raise ValueError("x must be contiguous")
@@ -194,10 +194,10 @@ def test_check_of_pairs_finds_wrong_strides_of_rows_with_gaps(mistake: str) -> N
 def test_check_of_pairs_begins_with_few_programs_if_time_is_short() -> None:
     programs: list[int] = []
 
-    def run(given: Inputs, config: Rows) -> Outputs:
-        if not given["x"].is_meta:
-            programs.append(-(-given["x"].shape[0] // config.rows))
-        return _run("", given, config)
+    def run(inputs: Inputs, config: Rows) -> Outputs:
+        if not inputs["x"].is_meta:
+            programs.append(-(-inputs["x"].shape[0] // config.rows))
+        return _run("", inputs, config)
 
     tall, op = case_of("tall", 64, 16), op_with("")
     assert len(pairs.check_pairs(op, replace(op.variants[0], run=run), [tall], elements)) == 1
@@ -206,21 +206,21 @@ def test_check_of_pairs_begins_with_few_programs_if_time_is_short() -> None:
 
 
 def test_check_of_pairs_finds_an_output_over_an_input_of_some_dtypes() -> None:
-    def run(given: Inputs, _config: None) -> Outputs:
-        y = given["x"].to(torch.float32)
-        return {"y": y.copy_(_reference(given)["y"])}
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        y = inputs["x"].to(torch.float32)
+        return {"y": y.copy_(_reference(inputs)["y"])}
 
     def inputs(case: Case, *, device: str, seed: int = 0) -> Inputs:
         return {"x": _inputs(case, device=device, seed=seed)["x"].to(getattr(torch, case.dtype))}
 
-    op = replace(op_with(""), inputs=inputs, reference=lambda given: _reference({"x": given["x"].to(torch.float32)}))
+    op = replace(op_with(""), inputs=inputs, reference=lambda inputs: _reference({"x": inputs["x"].to(torch.float32)}))
     op = replace(op, compare=lambda *_: [])
     cases = [CASES[1], replace(CASES[1], dtype="float16")]
     (failed,) = pairs.check_pairs(op, replace(KNOBLESS, run=run), cases, elements)
     assert failed.case == cases[1]
     assert failed.reason == "outputs: y is written over an input in case odd float32 none, and not in case odd float16 none"
     modes = [CASES[1], replace(cases[1], quant="fp8")]
-    assert pairs.check_pairs(op, replace(KNOBLESS, run=lambda given, _: run(given, None)), modes, elements) == []
+    assert pairs.check_pairs(op, replace(KNOBLESS, run=lambda inputs, _: run(inputs, None)), modes, elements) == []
 
 
 def test_coverage_counts_cases_that_did_not_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_covering_pairs_every_knob_value_with_every_class_in_at_most_17_pairs() 
     variant = op_with("").variants[0]
     configs = pairs.configs_by_case(variant, CASES)
     chosen = list(pairs.covering(configs, cost_of_pair))
-    done = {*chosen, *((found[0], case) for case, found in configs.items())}
+    done = {*chosen, *((listed[0], case) for case, listed in configs.items())}
     assert list(pairs.unmet(configs, done)) == []
     assert len(chosen) == len(set(chosen)) <= 17
     assert len({config for config, case in done if case["M"] * case["N"] > 1}) == 12
@@ -262,8 +262,8 @@ def test_covering_pairs_values_of_two_knobs_in_a_case_of_several_tiles() -> None
 
 
 def test_classes_name_ragged_axes_wide_tiny_and_first_cases() -> None:
-    found = {name: [case.name for case in members] for name, members in pairs.classes(CASES).items()}
-    assert found == {"ragged M": ["odd", "wide"], "ragged N": ["odd"], "wide": ["wide"], "tiny": ["one"], "first": ["one"]}
+    names = {name: [case.name for case in members] for name, members in pairs.classes(CASES).items()}
+    assert names == {"ragged M": ["odd", "wide"], "ragged N": ["odd"], "wide": ["wide"], "tiny": ["one"], "first": ["one"]}
     assert pairs.classes([*CASES, replace(CASES[1], dtype="float16")])["dtype=float16"] == [replace(CASES[1], dtype="float16")]
 
 
@@ -271,4 +271,4 @@ def test_covering_has_no_pairs_of_unsupported_cases_or_variants_without_knobs() 
     variant = op_with("").variants[0]
     ragged = replace(variant, unsupported=lambda case: "ragged" if case["N"] % 16 else None)
     assert set(pairs.configs_by_case(ragged, CASES)) == {CASES[2], CASES[3]}
-    assert list(pairs.covering(pairs.configs_by_case(Variant("eager", lambda given, _: given), CASES), cost_of_pair)) == []
+    assert list(pairs.covering(pairs.configs_by_case(Variant("eager", lambda inputs, _: inputs), CASES), cost_of_pair)) == []

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="addr
 def findings(op: Op) -> list[str]:
     """All configs twice on a small case, then the addresses of a large one."""
     checker, (variant,) = Checker(op, SMALL, "cpu"), op.variants
-    found = [line for config in variant.configs(SMALL) for line in checker.errors(variant, config, runs=2)]
-    return found + address_errors(op, LARGE, variant, variant.default_config(LARGE))
+    errors = [line for config in variant.configs(SMALL) for line in checker.errors(variant, config, runs=2)]
+    return errors + address_errors(op, LARGE, variant, variant.default_config(LARGE))
 
 
 EXPECTED = {
@@ -44,9 +44,9 @@ EXPECTED = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_check_names_a_planted_mistake(mistake: str) -> None:
-    found = findings(op_with(mistake))
-    assert found, found
-    assert found[0].startswith(EXPECTED[mistake]), found
+    errors = findings(op_with(mistake))
+    assert errors, errors
+    assert errors[0].startswith(EXPECTED[mistake]), errors
 
 
 def test_check_finds_nothing_in_a_right_kernel() -> None:

@@ -41,8 +41,8 @@ def _softmax(x_ptr, y_ptr, M, N, stride_m, stride_n, ROWS: tl.constexpr, BLOCK: 
         tl.store(y_ptr + row.to(tl.int64) * N + at, tl.exp(x - top) / total, mask)
 
 
-def softmax(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def softmax(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     y = x.contiguous() if mistake == "contiguous is no copy" else torch.empty((M, N), device=x.device)
     rows = config.parts
@@ -86,10 +86,10 @@ def _layer_norm(x_ptr, w_ptr, b_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.
         tl.store(y_ptr + row + at, y.to(y_ptr.dtype.element_ty), at < N)
 
 
-def layer_norm(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def layer_norm(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty_like(x)
-    _layer_norm[(x.shape[0],)](x, given["w"], given["b"], y, x.shape[1], config.block, mistake)
+    _layer_norm[(x.shape[0],)](x, inputs["w"], inputs["b"], y, x.shape[1], config.block, mistake)
     return {"y": y}
 
 
@@ -98,8 +98,8 @@ def normed_rows(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {"x": x, "w": values(seed + 1, device, case["N"]), "b": values(seed + 2, device, case["N"])}
 
 
-def normed(given: Inputs) -> Outputs:
-    x, w, b = (given[name].double() for name in ("x", "w", "b"))
+def normed(inputs: Inputs) -> Outputs:
+    x, w, b = (inputs[name].double() for name in ("x", "w", "b"))
     return {"y": torch.nn.functional.layer_norm(x, w.shape, w, b, 1e-5)}
 
 
@@ -128,8 +128,8 @@ def _quantize(x_ptr, q_ptr, s_ptr, M, N, GROUP: tl.constexpr, MISTAKE: tl.conste
     tl.store(q_ptr + row * N + at, (x / scale).to(tl.float8e4nv), at < N)
 
 
-def quantize(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x, group = given["x"], 16
+def quantize(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x, group = inputs["x"], 16
     M, N = x.shape
     q = torch.empty_like(x, dtype=torch.float8_e4m3fn)
     scale = x.new_empty(M, triton.cdiv(N, group))
@@ -137,8 +137,8 @@ def quantize(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     return {"q": q, "scale": scale}
 
 
-def grouped(given: Inputs) -> Outputs:
-    x = given["x"]
+def grouped(inputs: Inputs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     padded = torch.nn.functional.pad(x, (0, -N % 16)).reshape(M, -1, 16)
     scale = padded.abs().amax(2).clamp(min=1e-30) / 448
@@ -162,8 +162,8 @@ def _block_of(M: int) -> list[int]:
     return []
 
 
-def scale(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def scale(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     if mistake == "view taken as contiguous":
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         flat = x
@@ -198,8 +198,8 @@ def _amax(x_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
         tl.atomic_max(y_ptr + tl.program_id(0), top)
 
 
-def row_max(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def row_max(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     y = x.new_zeros(M) if mistake == "starts at zero" else x.new_full((M,), -float("inf"))
     _amax[(M, triton.cdiv(N, config.block))](x, y, N, config.block, mistake)
@@ -209,7 +209,7 @@ def row_max(mistake: str, given: Inputs, config: Knobs) -> Outputs:
 @triton.jit
 def _argmax(x_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * N
-    top, place = -float("inf"), 0
+    top, top_index = -float("inf"), 0
     for begin in range(0, N, BLOCK):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + row + at, at < N, other=-float("inf"))
@@ -217,12 +217,12 @@ def _argmax(x_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
         if MISTAKE != "index in the tile":
             index += begin
         is_better = best >= top if MISTAKE == "tie goes to the last tile" else best > top
-        place, top = tl.where(is_better, index, place), tl.where(is_better, best, top)
-    tl.store(y_ptr + tl.program_id(0), place)
+        top_index, top = tl.where(is_better, index, top_index), tl.where(is_better, best, top)
+    tl.store(y_ptr + tl.program_id(0), top_index)
 
 
-def argmax(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def argmax(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
     _argmax[(x.shape[0],)](x, y, x.shape[1], config.block, mistake)
     return {"y": y}
@@ -235,7 +235,7 @@ def whole_rows(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 OPERATORS = {
     "softmax": Mistaken(
-        softmax, columns_of, lambda given: {"y": given["x"].double().softmax(1)},
+        softmax, columns_of, lambda inputs: {"y": inputs["x"].double().softmax(1)},
         ("column stride left out", "grid rounded down", "cdiv minus 2", "smallest positive number", "second load without mask",
          "contiguous is no copy"),
     ),
@@ -252,13 +252,14 @@ OPERATORS = {
         compare_groups,
     ),
     "scale": Mistaken(
-        scale, padded_rows, lambda given: {"y": given["x"] * 3},
+        scale, padded_rows, lambda inputs: {"y": inputs["x"] * 3},
         ("count in 32 bits", "view taken as contiguous", "grid of the default block", "grid cached by rows"),
     ),
-    "row_max": Mistaken(row_max, rows_of, lambda given: {"y": given["x"].amax(1)}, ("bits of negative numbers", "starts at zero")
+    "row_max": Mistaken(
+        row_max, rows_of, lambda inputs: {"y": inputs["x"].amax(1)}, ("bits of negative numbers", "starts at zero")
     ),
     "argmax": Mistaken(
-        argmax, whole_rows, lambda given: {"y": given["x"].argmax(1)}, ("index in the tile", "tie goes to the last tile"),
+        argmax, whole_rows, lambda inputs: {"y": inputs["x"].argmax(1)}, ("index in the tile", "tie goes to the last tile"),
     ),
 }  # fmt: skip
 

@@ -74,15 +74,15 @@ def _swizzled_copy(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     tl.store(y_ptr + at, tl.load(x_ptr + at, mask, other=0.0), mask)
 
 
-def copied(is_ragged: bool, given: Inputs, _config: None) -> Outputs:
-    y = torch.empty_like(given["x"])
+def copied(is_ragged: bool, inputs: Inputs, _config: None) -> Outputs:
+    y = torch.empty_like(inputs["x"])
     M, N = y.shape
-    _swizzled_copy[(triton.cdiv(M, 16) * triton.cdiv(N, 16),)](given["x"], y, M, N, BLOCK=16, GROUP=2, IS_RAGGED=is_ragged)
+    _swizzled_copy[(triton.cdiv(M, 16) * triton.cdiv(N, 16),)](inputs["x"], y, M, N, BLOCK=16, GROUP=2, IS_RAGGED=is_ragged)
     return {"y": y}
 
 
-def sums(mistake: str, given: Inputs, _config: None) -> Outputs:
-    x = given["x"]
+def sums(mistake: str, inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     y = x.new_empty(M)
     if N > 2048 and mistake == "kernel of long rows":
@@ -101,11 +101,11 @@ def summing(mistake: str, elements: int = 1) -> Op:
     base = op_with("")
     variant = Variant("optimized", partial(sums, mistake))
     traffic = lambda case: Traffic(elements * case["M"] * case["N"], 0)  # noqa: E731
-    compare = lambda case, given, outputs, expected: (  # noqa: E731
+    compare = lambda case, inputs, outputs, expected: (  # noqa: E731
         [] if torch.allclose(outputs["y"], expected["y"], 1e-3, 1e-1) else ["y: wrong"]
     )
     return Op(
-        name="summed", axes=base.axes, dtypes=base.dtypes, inputs=rows_of, reference=lambda given: {"y": given["x"].sum(1)},
+        name="summed", axes=base.axes, dtypes=base.dtypes, inputs=rows_of, reference=lambda inputs: {"y": inputs["x"].sum(1)},
         compare=compare, traffic=traffic, variants=(variant,), module=__name__,
     )  # fmt: skip
 
@@ -180,8 +180,8 @@ def _sums_with_conditions(x_ptr, y_ptr, N, LONG: tl.constexpr, VALUE: tl.constex
     tl.store(y_ptr + tl.program_id(0), total)
 
 
-def sums_with_conditions(long: int, value: float, given: Inputs, _config: None) -> Outputs:
-    x = given["x"]
+def sums_with_conditions(long: int, value: float, inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
     y = x.new_empty(len(x))
     _sums_with_conditions[(len(x),)](x, y, x.shape[1], LONG=long, VALUE=value)
     return {"y": y}
@@ -208,9 +208,9 @@ def test_coverage_names_a_side_of_a_condition_that_no_check_takes(long: int, val
 
 @pytest.mark.parametrize("is_ragged", [True, False])
 def test_tiles_that_a_group_does_not_divide_are_checked_in_a_derived_case(is_ragged: bool) -> None:
-    equal = lambda case, given, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
+    equal = lambda case, inputs, outputs, expected: [] if torch.equal(outputs["y"], expected["y"]) else ["y: wrong"]  # noqa: E731
     op = replace(
-        summing(""), reference=lambda given: {"y": given["x"].clone()}, compare=equal,
+        summing(""), reference=lambda inputs: {"y": inputs["x"].clone()}, compare=equal,
         variants=(Variant("optimized", partial(copied, is_ragged)),),
     )  # fmt: skip
     check = [case_of("even", 32, 40), case_of("odd", 20, 20), case_of("one", 1, 1)]
@@ -233,8 +233,8 @@ def _window_sums(x_ptr, y_ptr, N, window, BLOCK: tl.constexpr, IS_OFF: tl.conste
     tl.store(y_ptr + tl.program_id(0), tl.sum(total, 0))
 
 
-def window_sums(is_off: bool, given: Inputs, _config: None) -> Outputs:
-    x = given["x"]
+def window_sums(is_off: bool, inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
     y = x.new_empty(x.shape[0])
     _window_sums[(x.shape[0],)](x, y, x.shape[1], 1500, BLOCK=32, IS_OFF=is_off)
     return {"y": y}
@@ -243,7 +243,7 @@ def window_sums(is_off: bool, given: Inputs, _config: None) -> Outputs:
 @pytest.mark.parametrize("is_off", [False, True])
 def test_window_that_only_rows_of_bench_cases_exceed_is_checked_in_a_derived_case(is_off: bool) -> None:
     variant = Variant("optimized", partial(window_sums, is_off))
-    op = replace(summing(""), reference=lambda given: {"y": given["x"][:, -1500:].sum(1)}, variants=(variant,))
+    op = replace(summing(""), reference=lambda inputs: {"y": inputs["x"][:, -1500:].sum(1)}, variants=(variant,))
     assert findings(op, CHECK) == []
     derived, _, _ = derived_cases(op, CHECK, [case_of("long", 4096, 1600)])
     assert set(findings(op, derived)) == set(["y: wrong"] * is_off)
@@ -251,13 +251,13 @@ def test_window_that_only_rows_of_bench_cases_exceed_is_checked_in_a_derived_cas
 
 
 def test_facts_tell_which_operand_is_the_minimum_and_which_of_two_sizes_is_larger() -> None:
-    found = []
+    facts = []
     for columns in (1600, 3000):
         with unlaunched() as launches:
             window_sums(False, {"x": torch.empty(1, columns, device="meta")}, None)
-        found.append(launches.facts)
-    assert found[1] - found[0] == {Fact("branch", "min(N, 64 * BLOCK) = 64 * BLOCK", "_window_sums")}
-    assert set(map(str, found[0])) >= {"count > window in _is_in_window", "min(N, 64 * BLOCK) = N in _window_sums"}
+        facts.append(launches.facts)
+    assert facts[1] - facts[0] == {Fact("branch", "min(N, 64 * BLOCK) = 64 * BLOCK", "_window_sums")}
+    assert set(map(str, facts[0])) >= {"count > window in _is_in_window", "min(N, 64 * BLOCK) = N in _window_sums"}
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -265,9 +265,9 @@ def test_host_branch_of_another_config_above_a_size_runs_in_a_derived_case(is_wr
     op = op_with("")
     right = op.variants[0].run
 
-    def run(given: Inputs, config: Any) -> Outputs:
-        outputs = right(given, config)
-        if config.rows == 4 and len(given["x"]) > 128:
+    def run(inputs: Inputs, config: Any) -> Outputs:
+        outputs = right(inputs, config)
+        if config.rows == 4 and len(inputs["x"]) > 128:
             outputs["y"] = outputs["y"] + is_wrong
         return outputs
 
@@ -286,9 +286,9 @@ def test_address_check_names_a_grid_cut_short_in_the_largest_case(mistake: str) 
         *(case_job([Run(Task(op, it, op.variants[0]), None)]) for it in CHECK),
     ]
     assert not any(outcome.reason for _job, outcomes in run_jobs(jobs) for outcome in outcomes)
-    found = [line for line in coverage_lines(jobs) if "last element" in line]
+    lines = [line for line in coverage_lines(jobs) if "last element" in line]
     line = "summed: the largest case stores no last element of y_ptr in _sums, as all checks do: a grid cut short?"
-    assert found == [line] * bool(mistake)
+    assert lines == [line] * bool(mistake)
 
 
 def test_coverage_line_names_eight_parts_and_counts_the_rest() -> None:
@@ -306,8 +306,8 @@ def _whole_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr, ROW_AXIS: tl.constexpr):
     tl.store(y_ptr + row, tl.sum(tl.load(x_ptr + row * N + at, at < N, other=0.0), 0))
 
 
-def whole_rows(axis: int, given: Inputs, _config: None) -> Outputs:
-    x = given["x"]
+def whole_rows(axis: int, inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
     y = x.new_empty(x.shape[0])
     _whole_rows[(1,) * axis + (x.shape[0],)](x, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), ROW_AXIS=axis)
     return {"y": y}
@@ -335,8 +335,8 @@ def _gathered(x_ptr, index_ptr, y_ptr, N, BLOCK: tl.constexpr, IS_WIDE: tl.const
     tl.store(y_ptr + tl.program_id(0).to(tl.int64) * N + at, x, at < N)
 
 
-def gathered(is_wide: bool, given: Inputs, _config: None) -> Outputs:
-    x, index = given["x"], given["index"]
+def gathered(is_wide: bool, inputs: Inputs, _config: None) -> Outputs:
+    x, index = inputs["x"], inputs["index"]
     y = x.new_empty(index.shape[0], x.shape[1])
     _gathered[(index.shape[0],)](x, index, y, x.shape[1], BLOCK=triton.next_power_of_2(x.shape[1]), IS_WIDE=is_wide)
     return {"y": y}
@@ -354,9 +354,9 @@ def rows_with_index(case: Case, *, device: str, seed: int = 0) -> Inputs:
 def test_address_check_finds_a_loaded_index_that_overflows(is_wide: bool, checks: list[Case]) -> None:
     variant, large = Variant("optimized", partial(gathered, is_wide)), case_of("large", 200_000, 20_000)
     op = replace(summing(""), inputs=rows_with_index, variants=(variant,))
-    found = address_errors(op, large, variant, None, checks)
-    assert [line.startswith("int32 overflow detected") for line in found] == [True] * (not is_wide and len(checks) > 1)
-    assert all(line.endswith(", with index_ptr up to 199999") for line in found)
+    errors = address_errors(op, large, variant, None, checks)
+    assert [line.startswith("int32 overflow detected") for line in errors] == [True] * (not is_wide and len(checks) > 1)
+    assert all(line.endswith(", with index_ptr up to 199999") for line in errors)
 
 
 @triton.jit
@@ -367,8 +367,8 @@ def _long_rows(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + row, total)
 
 
-def long_rows(given: Inputs, _config: None) -> Outputs:
-    x = given["x"]
+def long_rows(inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
     y = x.new_empty(x.shape[0])
     _long_rows[(x.shape[0],)](x, y, x.shape[1], BLOCK=16)
     return {"y": y}
@@ -377,8 +377,8 @@ def long_rows(given: Inputs, _config: None) -> Outputs:
 @pytest.mark.usefixtures("short_launches")
 def test_address_check_judges_the_last_program_after_a_long_first_one() -> None:
     variant = Variant("optimized", long_rows)
-    found = address_errors(replace(summing(""), variants=(variant,)), case_of("large", 65_536, 1 << 20), variant, None)
-    assert [line.partition(",")[0] for line in found] == ["int32 overflow detected for operation mul"]
+    errors = address_errors(replace(summing(""), variants=(variant,)), case_of("large", 65_536, 1 << 20), variant, None)
+    assert [line.partition(",")[0] for line in errors] == ["int32 overflow detected for operation mul"]
 
 
 @triton.jit
@@ -393,9 +393,9 @@ def _sums_of_columns(x_ptr, y_ptr, M, N, WIDE: tl.constexpr, BLOCK: tl.constexpr
 
 @pytest.mark.parametrize("is_wide", [True, False])
 def test_address_check_finds_an_offset_that_overflows_late_in_a_loop(is_wide: bool) -> None:
-    def run(given: Inputs, _config: None) -> Outputs:
-        y = given["x"].new_empty(4, given["x"].shape[1])
-        _sums_of_columns[(4,)](given["x"], y, *given["x"].shape, WIDE=is_wide, BLOCK=512)
+    def run(inputs: Inputs, _config: None) -> Outputs:
+        y = inputs["x"].new_empty(4, inputs["x"].shape[1])
+        _sums_of_columns[(4,)](inputs["x"], y, *inputs["x"].shape, WIDE=is_wide, BLOCK=512)
         return {"y": y}
 
     op = replace(summing(""), variants=(Variant("optimized", run),))
@@ -415,8 +415,8 @@ def _normalized_rows(x_ptr, y_ptr, M, N, PROGRAMS: tl.constexpr, ROWS: tl.conste
         tl.store(y_ptr + rows.to(tl.int64) * N + at, centered * tl.rsqrt(variance + 1e-5), mask)
 
 
-def normalized_rows(given: Inputs, _config: None) -> Outputs:
-    x = given["x"]
+def normalized_rows(inputs: Inputs, _config: None) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     y = torch.empty_like(x)
     _normalized_rows[(8,)](x, y, M, N, PROGRAMS=8, ROWS=512, BLOCK=triton.next_power_of_2(N))
@@ -425,7 +425,7 @@ def normalized_rows(given: Inputs, _config: None) -> Outputs:
 
 def test_million_rows_of_a_bench_case_are_no_derived_case_of_one_column() -> None:
     op = replace(
-        summing("", elements=4), reference=lambda given: {"y": torch.layer_norm(given["x"], given["x"].shape[1:])},
+        summing("", elements=4), reference=lambda inputs: {"y": torch.layer_norm(inputs["x"], inputs["x"].shape[1:])},
         variants=(Variant("optimized", normalized_rows),),
     )  # fmt: skip
     derived, _, facts = derived_cases(op, [case_of("one", 1, 1), *CHECK[1:]], [case_of("tall", 1 << 20, 64)])

@@ -33,8 +33,8 @@ def _counted(x_ptr, y_ptr, part_ptr, count_ptr, N, SPLITS: tl.constexpr, BLOCK: 
 COUNTERS: dict[tuple[object, ...], torch.Tensor] = {}
 
 
-def counted(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def counted(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     key = mistake, x.shape[0], config.parts, x.is_meta
     count = COUNTERS.setdefault(key, torch.zeros(x.shape[0], dtype=torch.int32, device=x.device))
     y, part = x.new_empty(x.shape[0]), x.new_empty(x.shape[0], config.parts)
@@ -55,9 +55,9 @@ def _scan(x_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.constexpr):
         carry = tl.sum(x, 0) if MISTAKE == "carry of the last tile" else carry + tl.sum(x, 0)
 
 
-def scan(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    y = torch.empty_like(given["x"])
-    _scan[(y.shape[0],)](given["x"], y, y.shape[1], config.block, mistake)
+def scan(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    y = torch.empty_like(inputs["x"])
+    _scan[(y.shape[0],)](inputs["x"], y, y.shape[1], config.block, mistake)
     return {"y": y}
 
 
@@ -81,16 +81,16 @@ def _int8(x_ptr, q_ptr, scale_ptr, zero_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl
         tl.store(q_ptr + row + at, q.to(tl.int8), at < N)
 
 
-def int8(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def int8(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     q, scale = torch.empty_like(x, dtype=torch.int8), x.new_empty(x.shape[0])
     zero = torch.empty_like(scale, dtype=torch.int32)
     _int8[(x.shape[0],)](x, q, scale, zero, x.shape[1], config.block, mistake)
     return {"q": q, "scale": scale, "zero": zero}
 
 
-def quantized(given: Inputs) -> Outputs:
-    x, low, high = given["x"], given["x"].amin(1).clamp(max=0), given["x"].amax(1).clamp(min=0)
+def quantized(inputs: Inputs) -> Outputs:
+    x, low, high = inputs["x"], inputs["x"].amin(1).clamp(max=0), inputs["x"].amax(1).clamp(min=0)
     scale = torch.where(high > low, (high - low) / 255, 1.0)
     zero = (-128 - low / scale + 0.5).floor()
     q = ((x / scale[:, None] + 0.5).floor() + zero[:, None]).clamp(-128, 127)
@@ -114,13 +114,13 @@ def _rope(x_ptr, cos_ptr, position_ptr, y_ptr, half, BLOCK: tl.constexpr, MISTAK
         at = begin + tl.arange(0, BLOCK)
         cos = tl.load(cos_ptr + position * half + at, at < half, other=0.0)
         for part in tl.static_range(2):
-            place = row + part * (BLOCK if MISTAKE == "half is the block" else half) + at
-            tl.store(y_ptr + place, tl.load(x_ptr + place, at < half, other=0.0) * cos, at < half)
+            offsets = row + part * (BLOCK if MISTAKE == "half is the block" else half) + at
+            tl.store(y_ptr + offsets, tl.load(x_ptr + offsets, at < half, other=0.0) * cos, at < half)
 
 
-def rope(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    y = torch.empty_like(given["x"])
-    _rope[(y.shape[0],)](given["x"], given["cos"], given["position"], y, y.shape[1] // 2, config.block, mistake)
+def rope(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    y = torch.empty_like(inputs["x"])
+    _rope[(y.shape[0],)](inputs["x"], inputs["cos"], inputs["position"], y, y.shape[1] // 2, config.block, mistake)
     return {"y": y}
 
 
@@ -132,11 +132,11 @@ def tokens(case: Case, *, device: str, seed: int = 0) -> Inputs:
 
 OPERATORS = {
     "counted": Mistaken(
-        counted, rows_of, lambda given: {"y": given["x"].sum(1)},
+        counted, rows_of, lambda inputs: {"y": inputs["x"].sum(1)},
         ("relaxed counter", "counter of all rows", "a split too late", "counter kept"),
     ),
     "scan": Mistaken(
-        scan, rows_of, lambda given: {"y": given["x"].double().cumsum(1)},
+        scan, rows_of, lambda inputs: {"y": inputs["x"].double().cumsum(1)},
         ("exclusive after the first tile", "carry of the last tile"),
         lambda _case, _given, got, want: close("y", got["y"], want["y"], 1e-3, 1e-2),
     ),
@@ -144,7 +144,7 @@ OPERATORS = {
         int8, rows_of, quantized, ("range without zero", "zero point cut", "clamp from -127"), compare_quantized,
     ),
     "rope": Mistaken(
-        rope, tokens, lambda given: {"y": given["x"] * given["cos"].repeat(1, 2)[given["position"]]},
+        rope, tokens, lambda inputs: {"y": inputs["x"] * inputs["cos"].repeat(1, 2)[inputs["position"]]},
         ("position is the token", "position plus 1", "half is the block"),
     ),
 }  # fmt: skip

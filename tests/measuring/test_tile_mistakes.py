@@ -35,8 +35,8 @@ def _transpose(x_ptr, y_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl
     tl.store(y_ptr + col * (N if MISTAKE == "row stride of the input" else M) + row, x, mask)
 
 
-def transpose(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def transpose(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     y = torch.empty((N, M), device=x.device)
     bm, bn = config.parts, min(config.block, 64)
@@ -70,10 +70,10 @@ def _gemm(  # noqa: C901
     else:
         b_at = b_ptr + k.to(tl.int64)[:, None] * stride_bk + col[None, :] * stride_bn
     for step in range(steps):
-        left = K - step * BK * SPLITS
-        a_mask = k[None, :] < (K if MISTAKE == "mask of the first step" else left)
+        remaining = K - step * BK * SPLITS
+        a_mask = k[None, :] < (K if MISTAKE == "mask of the first step" else remaining)
         a = tl.load(a_at, a_mask, other=0.0)
-        b = tl.load(b_at, (k[:, None] < left) & (col[None, :] < N), other=0.0)
+        b = tl.load(b_at, (k[:, None] < remaining) & (col[None, :] < N), other=0.0)
         if MISTAKE == "sum in bf16":
             acc = (acc + tl.dot(a, b, input_precision="ieee")).to(tl.bfloat16).to(tl.float32)
         elif MISTAKE == "default precision":
@@ -108,8 +108,8 @@ def _relu(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
 WORKSPACE: dict[object, torch.Tensor] = {}
 
 
-def gemm(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    a, b = given["a"], given["b"]
+def gemm(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    a, b = inputs["a"], inputs["b"]
     M, K = a.shape
     N = b.shape[1]
     y = torch.empty((M, N), device=a.device)
@@ -118,7 +118,7 @@ def gemm(mistake: str, given: Inputs, config: Knobs) -> Outputs:
         sums = WORKSPACE.setdefault((M, N, a.device), sums)
     block = min(config.block, 32)
     grid = triton.cdiv(M, 16), triton.cdiv(N, 16), config.parts
-    _gemm[grid](a, b, given["bias"], sums, M, N, K, b.stride(0), b.stride(1), config.parts, 16, 16, block, mistake)
+    _gemm[grid](a, b, inputs["bias"], sums, M, N, K, b.stride(0), b.stride(1), config.parts, 16, 16, block, mistake)
     if mistake == "activation before the sum":
         return {"y": sums}
     _relu[(triton.cdiv(M * N, 512),)](sums, y, M * N, 512)
@@ -134,8 +134,8 @@ def factors(case: Case, *, device: str, seed: int = 0) -> Inputs:
     }
 
 
-def product(given: Inputs) -> Outputs:
-    return {"y": (given["a"].double() @ given["b"].double() + given["bias"]).relu()}
+def product(inputs: Inputs) -> Outputs:
+    return {"y": (inputs["a"].double() @ inputs["b"].double() + inputs["bias"]).relu()}
 
 
 def close32(_case: Case, _given: Inputs, got: Outputs, want: Outputs) -> list[str]:
@@ -174,11 +174,11 @@ def _recurrence(a_ptr, b_ptr, y_ptr, M, N, programs, BLOCK: tl.constexpr, MISTAK
             carry = tl.sum(tl.where(last, h, 0.0), 0)
 
 
-def recurrence(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    a, y = given["a"], torch.empty_like(given["a"])
+def recurrence(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    a, y = inputs["a"], torch.empty_like(inputs["a"])
     M, N = a.shape
     programs = min(M, 2 * config.parts)
-    _recurrence[(programs,)](a, given["b"], y, M, N, programs, config.block, mistake)
+    _recurrence[(programs,)](a, inputs["b"], y, M, N, programs, config.block, mistake)
     return {"y": y}
 
 
@@ -188,9 +188,9 @@ def gates(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {"a": a.sigmoid(), "b": b}
 
 
-def recurred(given: Inputs) -> Outputs:
-    h, rows = torch.zeros(given["a"].shape[0], dtype=torch.float64), []
-    for a, b in zip(given["a"].double().T, given["b"].double().T, strict=True):
+def recurred(inputs: Inputs) -> Outputs:
+    h, rows = torch.zeros(inputs["a"].shape[0], dtype=torch.float64), []
+    for a, b in zip(inputs["a"].double().T, inputs["b"].double().T, strict=True):
         h = a * h + b
         rows.append(h)
     return {"y": torch.stack(rows, 1)}
@@ -222,21 +222,23 @@ def _decode(
     total = 0.0
     for token in range(length + (1 if MISTAKE == "a token too many" else 0)):
         page = tl.load(table_ptr + b * pages + token // PAGE)
-        place = (page * PAGE + (token if MISTAKE == "token in place of its place" else token % PAGE)) * heads + kv
+        offset = (page * PAGE + (token if MISTAKE == "token in place of its place" else token % PAGE)) * heads + kv
         score = 0.0
         for begin in range(0, D, BLOCK):
             q = tl.load(q_ptr + (b * H + h).to(tl.int64) * D + begin + at, begin + at < D, other=0.0)
-            k = tl.load(k_ptr + place.to(tl.int64) * D + begin + at, begin + at < D, other=0.0)
+            k = tl.load(k_ptr + offset.to(tl.int64) * D + begin + at, begin + at < D, other=0.0)
             score += tl.sum(q * k, 0)
         total += tl.exp(score * 0.01)
     tl.store(y_ptr + b * H + h, total)
 
 
-def decode(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    q = given["q"]
+def decode(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    q = inputs["q"]
     B, H, D = q.shape
     y = q.new_empty(B, H)
-    _decode[(B, H)](q, given["k"], given["table"], given["length"], y, D, given["table"].shape[1], 3, PAGE, config.block, mistake)
+    _decode[(B, H)](
+        q, inputs["k"], inputs["table"], inputs["length"], y, D, inputs["table"].shape[1], 3, PAGE, config.block, mistake
+    )
     return {"y": y}
 
 
@@ -249,10 +251,10 @@ def sequences(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {"q": q, "k": k, "table": table, "length": length}
 
 
-def decoded(given: Inputs) -> Outputs:
+def decoded(inputs: Inputs) -> Outputs:
     y = []
-    for q, pages, length in zip(given["q"].double(), given["table"], given["length"], strict=True):
-        k = given["k"].double()[pages].flatten(0, 1)[:length].repeat_interleave(3, 1)
+    for q, pages, length in zip(inputs["q"].double(), inputs["table"], inputs["length"], strict=True):
+        k = inputs["k"].double()[pages].flatten(0, 1)[:length].repeat_interleave(3, 1)
         y.append((torch.einsum("hd,thd->ht", q, k) * 0.01).exp().sum(1))
     return {"y": torch.stack(y)}
 
@@ -279,9 +281,9 @@ def _finish(part_ptr, y_ptr, parts, N, BLOCK: tl.constexpr, MISTAKE: tl.constexp
 SCRATCH: dict[object, torch.Tensor] = {}
 
 
-def moments(mistake: str, given: Inputs, config: Knobs) -> Outputs:
+def moments(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
     """Return the sums of columns and of their squares, in two launches each."""
-    x = given["x"]
+    x = inputs["x"]
     M, N = x.shape
     rows, block = 8 // config.parts, config.block
     parts = M // rows if mistake == "parts rounded down" else triton.cdiv(M, rows)
@@ -298,8 +300,8 @@ def moments(mistake: str, given: Inputs, config: Knobs) -> Outputs:
     return {"sums": sums}
 
 
-def summed(given: Inputs) -> Outputs:
-    x = given["x"].double()
+def summed(inputs: Inputs) -> Outputs:
+    x = inputs["x"].double()
     return {"sums": torch.stack([x.sum(0), (x * x).sum(0)])}
 
 
@@ -322,12 +324,12 @@ def _experts(x_ptr, end_ptr, w_ptr, y_ptr, N, BLOCK: tl.constexpr, MISTAKE: tl.c
         tl.store(y_ptr + row.to(tl.int64) * N + at, x * w, at < N)
 
 
-def experts(mistake: str, given: Inputs, config: Knobs) -> Outputs:
-    x, num = given["x"], given["w"].shape[0]
+def experts(mistake: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x, num = inputs["x"], inputs["w"].shape[0]
     y = torch.empty_like(x)
     grid_experts = num - 1 if mistake == "last expert left out" else num
     _experts[(grid_experts, triton.cdiv(x.shape[1], config.block))](
-        x, given["end"], given["w"], y, x.shape[1], config.block, mistake
+        x, inputs["end"], inputs["w"], y, x.shape[1], config.block, mistake
     )
     return {"y": y}
 
@@ -338,15 +340,15 @@ def routed(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {"x": values(seed, device, M, N), "w": values(seed + 1, device, 3, N), "end": end}
 
 
-def weighted(given: Inputs) -> Outputs:
-    M = given["x"].shape[0]
-    expert = torch.searchsorted(given["end"], torch.arange(M), right=True)
-    return {"y": given["x"] * given["w"][expert]}
+def weighted(inputs: Inputs) -> Outputs:
+    M = inputs["x"].shape[0]
+    expert = torch.searchsorted(inputs["end"], torch.arange(M), right=True)
+    return {"y": inputs["x"] * inputs["w"][expert]}
 
 
 OPERATORS = {
     "transpose": Mistaken(
-        transpose, rows_of, lambda given: {"y": given["x"].T},
+        transpose, rows_of, lambda inputs: {"y": inputs["x"].T},
         ("blocks swapped in cdiv", "last group of full size", "division by the group size",
          "mask with the sizes swapped", "row stride of the input", "grid of the swapped blocks"),
     ),

@@ -23,8 +23,8 @@ def _block_ptr(x_ptr, y_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
         y = tl.advance(y, (0, BN))
 
 
-def block_ptr(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def block_ptr(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty_like(x)
     M, N = x.shape
     _block_ptr[(triton.cdiv(M, 4 * config.parts),)](x, y, M, N, 4 * config.parts, config.block)
@@ -38,12 +38,12 @@ def _descriptor(x_ptr, y_ptr, M, N, BM: tl.constexpr, BN: tl.constexpr):
     y.store([tl.program_id(0) * BM, tl.program_id(1) * BN], x.load([tl.program_id(0) * BM, tl.program_id(1) * BN]) * 2)
 
 
-def descriptor(given: Inputs, config: Knobs) -> Outputs:
-    x = torch.nn.functional.pad(given["x"], (0, -given["x"].shape[1] % 4))
+def descriptor(inputs: Inputs, config: Knobs) -> Outputs:
+    x = torch.nn.functional.pad(inputs["x"], (0, -inputs["x"].shape[1] % 4))
     y = torch.empty_like(x)
     M, N = x.shape
     _descriptor[(triton.cdiv(M, 4 * config.parts), triton.cdiv(N, config.block))](x, y, M, N, 4 * config.parts, config.block)
-    return {"y": y[:, : given["x"].shape[1]]}
+    return {"y": y[:, : inputs["x"].shape[1]]}
 
 
 @triton.jit
@@ -56,8 +56,8 @@ def _dynamic(x_ptr, y_ptr, count_ptr, M, N, BLOCK: tl.constexpr):
         row = tl.atomic_add(count_ptr, 1)
 
 
-def dynamic(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def dynamic(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty_like(x)
     n = torch.zeros(1, dtype=torch.int32, device=x.device)
     _dynamic[(2 * config.parts,)](x, y, n, *x.shape, config.block)
@@ -79,8 +79,8 @@ def _locked(x_ptr, y_ptr, lock_ptr, M, N, PARTS: tl.constexpr, BLOCK: tl.constex
     tl.atomic_xchg(lock, 0)
 
 
-def locked(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def locked(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     y = x.new_zeros(N)
     tiles = triton.cdiv(N, config.block)
@@ -105,8 +105,8 @@ def _chained(x_ptr, y_ptr, sum_ptr, flag_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, before + tl.cumsum(x, 0), at < N)
 
 
-def chained(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"].reshape(-1)
+def chained(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"].reshape(-1)
     y = torch.empty_like(x)
     tiles = triton.cdiv(x.numel(), config.block)
     _chained[(tiles,)](x, y, x.new_empty(tiles), torch.zeros(tiles, dtype=torch.int32, device=x.device), x.numel(), config.block)
@@ -122,8 +122,8 @@ def _table(table_ptr, y_ptr, N, BLOCK: tl.constexpr):
         tl.store(y_ptr + row.to(tl.int64) * N + at, tl.load(x_ptr + at, at < N) * 2, at < N)
 
 
-def table(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def table(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty_like(x)
     ptrs = torch.tensor([0] * len(x) if x.is_meta else [row.data_ptr() for row in x], dtype=torch.int64, device=x.device)
     _table[(x.shape[0],)](ptrs, y, x.shape[1], config.block)
@@ -139,8 +139,8 @@ def _reversed(x_ptr, s_ptr, y_ptr, N, s_stride, BLOCK: tl.constexpr):
         tl.store(y_ptr + row * N + at, tl.load(last - at, at < N) * tl.load(s_ptr + row * s_stride), at < N)
 
 
-def backwards(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def backwards(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty_like(x)
     s = torch.full((1,), 2.0, device=x.device).expand(x.shape[0])
     _reversed[(x.shape[0],)](x, s, y, x.shape[1], s.stride(0), config.block)
@@ -157,8 +157,8 @@ def _unpack(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
     tl.store(y_ptr + to, both, to < 2 * count)
 
 
-def unpack(given: Inputs, config: Knobs) -> Outputs:
-    q = given["q"]
+def unpack(inputs: Inputs, config: Knobs) -> Outputs:
+    q = inputs["q"]
     y = torch.empty(q.numel() * 2, dtype=torch.int8, device=q.device)
     _unpack[(triton.cdiv(q.numel(), config.block),)](q, y, q.numel(), config.block)
     return {"y": y}
@@ -171,8 +171,8 @@ def packed(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {"q": torch.randint(0, 256, (count,), dtype=torch.uint8, generator=random)}
 
 
-def unpacked(given: Inputs) -> Outputs:
-    q = given["q"]
+def unpacked(inputs: Inputs) -> Outputs:
+    q = inputs["q"]
     return {"y": torch.stack([(q & 15).to(torch.int8) - 8, (q >> 4).to(torch.int8) - 8], 1).reshape(-1)}
 
 
@@ -188,8 +188,8 @@ def _early(x_ptr, y_ptr, M, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + row.to(tl.int64) * N, tl.load(x_ptr + row.to(tl.int64) * N) * 2)
 
 
-def early(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def early(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty_like(x)
     _early[(triton.next_power_of_2(x.shape[0]) + 1,)](x, y, *x.shape, config.block)
     return {"y": y}
@@ -203,8 +203,8 @@ def _inplace(x_ptr, N, BLOCK: tl.constexpr):
         tl.store(x_ptr + row + at, tl.load(x_ptr + row + at, at < N) * 2, at < N)
 
 
-def inplace(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def inplace(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     _inplace[(x.shape[0],)](x, x.shape[1], config.block)
     return {"y": x}
 
@@ -219,8 +219,8 @@ def _views(x_ptr, a_ptr, b_ptr, stride, N, BLOCK: tl.constexpr):
         tl.store(b_ptr + row * stride + at, x * 3, at < N)
 
 
-def views(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def views(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     both = x.new_empty(M, 2, N)
     _views[(M,)](x, both[:, 0], both[:, 1], 2 * N, N, config.block)
@@ -240,8 +240,8 @@ def _same(x_ptr, y_ptr, top_ptr, N, BLOCK: tl.constexpr):
     tl.store(y_ptr + row * N + at, tl.load(x_ptr + row * N + at, at < N) - top, at < N)
 
 
-def same(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def same(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     y = torch.empty_like(x)
     top = x.new_empty(M)
@@ -259,8 +259,8 @@ def _signed(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
         tl.atomic_min((y_ptr + tl.program_id(0)).to(tl.pointer_type(tl.uint32)), top.to(tl.uint32, bitcast=True))
 
 
-def signed(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def signed(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     y = x.new_full((M,), -float("inf"))
     _signed[(M, triton.cdiv(N, config.block))](x, y, N, config.block)
@@ -280,8 +280,8 @@ def _dot(a_ptr, y_ptr, M, K, BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.c
     tl.store(y_ptr + r.to(tl.int64)[:, None] * M + c[None, :], acc, (r[:, None] < M) & (c[None, :] < M))
 
 
-def dot(precision: str, given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def dot(precision: str, inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, K = x.shape
     y = x.new_empty(M, M)
     n = triton.cdiv(M, 16)
@@ -301,8 +301,8 @@ def _heuristic(x_ptr, y_ptr, N, BLOCK: tl.constexpr, EVEN: tl.constexpr):
             tl.store(y_ptr + row + at, tl.load(x_ptr + row + at, at < N, other=0.0) * 2, at < N)
 
 
-def heuristic(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def heuristic(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     y = torch.empty_like(x)
     _heuristic[lambda meta: (x.shape[0],)](x, y, x.shape[1], BLOCK=config.block)
     return {"y": y}
@@ -317,8 +317,8 @@ def _padded(x_ptr, y_ptr, N, stride, BLOCK: tl.constexpr):
             tl.store(y_ptr + (row * 2 + tile) * stride + at, tl.load(x_ptr + row * N + at, at < N) * (tile + 1), at < N)
 
 
-def padded(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def padded(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     y = x.new_zeros(M, 2, N + 5)
     _padded[(M,)](x, y, N, N + 5, config.block)
@@ -344,8 +344,8 @@ def _ring(x_ptr, y_ptr, part_ptr, count_ptr, M, N, PARTS: tl.constexpr, BLOCK: t
 COUNTS: dict[object, torch.Tensor] = {}
 
 
-def ring(given: Inputs, config: Knobs) -> Outputs:
-    x = given["x"]
+def ring(inputs: Inputs, config: Knobs) -> Outputs:
+    x = inputs["x"]
     M, N = x.shape
     tiles = triton.cdiv(N, config.block)
     n = COUNTS.setdefault((tiles, config.parts, x.device), torch.zeros(tiles, dtype=torch.int32, device=x.device))
@@ -358,24 +358,24 @@ def drawn(case: Case, *, device: str, seed: int = 0) -> Inputs:
     return {"x": values(seed, device, case["M"], case["N"])}
 
 
-def doubled(given: Inputs) -> Outputs:
-    return {"y": given["x"] * 2}
+def doubled(inputs: Inputs) -> Outputs:
+    return {"y": inputs["x"] * 2}
 
 
-def column_sums(given: Inputs) -> Outputs:
-    return {"y": given["x"].double().sum(0)}
+def column_sums(inputs: Inputs) -> Outputs:
+    return {"y": inputs["x"].double().sum(0)}
 
 
-def row_tops(given: Inputs) -> Outputs:
-    return {"y": given["x"].amax(1)}
+def row_tops(inputs: Inputs) -> Outputs:
+    return {"y": inputs["x"].amax(1)}
 
 
-def padded_rows(given: Inputs) -> Outputs:
-    return {"y": torch.nn.functional.pad(torch.stack([given["x"], given["x"] * 2], 1), (0, 5)), "x": given["x"]}
+def padded_rows(inputs: Inputs) -> Outputs:
+    return {"y": torch.nn.functional.pad(torch.stack([inputs["x"], inputs["x"] * 2], 1), (0, 5)), "x": inputs["x"]}
 
 
-def gram(given: Inputs) -> Outputs:
-    return {"y": given["x"].double() @ given["x"].double().T}
+def gram(inputs: Inputs) -> Outputs:
+    return {"y": inputs["x"].double() @ inputs["x"].double().T}
 
 
 RIGHT = {
@@ -383,17 +383,17 @@ RIGHT = {
     "descriptors": (descriptor, rows_of, doubled),
     "work counter": (dynamic, rows_of, doubled),
     "lock": (locked, drawn, column_sums),
-    "chain of programs": (chained, drawn, lambda given: {"y": given["x"].double().reshape(-1).cumsum(0)}),
+    "chain of programs": (chained, drawn, lambda inputs: {"y": inputs["x"].double().reshape(-1).cumsum(0)}),
     "pointer table": (table, rows_of, doubled),
-    "backwards": (backwards, rows_of, lambda given: {"y": given["x"].flip(1) * 2}),
+    "backwards": (backwards, rows_of, lambda inputs: {"y": inputs["x"].flip(1) * 2}),
     "packed": (unpack, packed, unpacked),
     "early return": (early, rows_of, doubled),
     "in place": (inplace, rows_of, doubled),
-    "views of a buffer": (views, rows_of, lambda given: {"a": given["x"] * 2, "b": given["x"] * 3}),
+    "views of a buffer": (views, rows_of, lambda inputs: {"a": inputs["x"] * 2, "b": inputs["x"] * 3}),
     "equal stores": (
         same,
         rows_of,
-        lambda given: {"y": given["x"] - given["x"].amax(1, keepdim=True), "top": given["x"].amax(1)},
+        lambda inputs: {"y": inputs["x"] - inputs["x"].amax(1, keepdim=True), "top": inputs["x"].amax(1)},
     ),
     "maximum by sign": (signed, rows_of, row_tops),
     "ieee": (partial(dot, "ieee"), drawn, gram),
@@ -408,5 +408,8 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_check_finds_nothing_in_a_right_kernel_of_unusual_style(name: str) -> None:
     COUNTS.clear()
-    launch, inputs, reference = RIGHT[name]
-    assert Mistaken(lambda _mistake, given, config: launch(given, config), inputs, reference, (), cases=SMALL).findings("") == []
+    launch, make_inputs, reference = RIGHT[name]
+    assert (
+        Mistaken(lambda _mistake, inputs, config: launch(inputs, config), make_inputs, reference, (), cases=SMALL).findings("")
+        == []
+    )
